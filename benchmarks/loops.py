@@ -31,6 +31,7 @@ from shardtrain.report.sinks.json_lines import JsonLines
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.stop_signals import StopSignals
+from shardtrain.system.xla_flags import step_options
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
@@ -42,7 +43,10 @@ SCHEDULE_STEPS, PEAK, B1, B2, DECAY, CLIP = 100_000, 3e-4, 0.9, 0.95, 0.1, 1.0
 
 
 class HandWritten:
-    """The loop one writes without a toolkit: one jitted function, donated, losses read late."""
+    """The loop one writes without a toolkit: one jitted function, donated, losses read late.
+
+    Its compiler options are the toolkit's, so that the loops are compared and not the programs.
+    """
 
     def __init__(self, config: DecoderConfig, source: Windows, batch: int, seed: int) -> None:
         graph, variables = nnx.split(config(nnx.Rngs(jax.random.key(seed))), nnx.Param)
@@ -62,7 +66,9 @@ class HandWritten:
             logits = nnx.merge(graph, nnx.State(params))(tokens[:, :-1])
             return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-        @partial(jax.jit, donate_argnums=(0, 1))
+        options = step_options(jax.default_backend())
+
+        @partial(jax.jit, donate_argnums=(0, 1), compiler_options=options)
         def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
             value, grads = jax.value_and_grad(loss)(params, tokens)
             updates, opt_state = optimizer.update(grads, opt_state, params)

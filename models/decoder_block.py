@@ -5,13 +5,12 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from flax.linen.spmd import with_logical_constraint
 from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.functional.remat_policies import BLOCK_OUTPUT
 from shardtrain.models.experts import MixtureOfExperts
 from shardtrain.models.key_value_cache import LayerCache
-from shardtrain.models.transformer import STREAM, Attention, FeedForward, norm_of, whole_seq
+from shardtrain.models.transformer import Attention, FeedForward, added, norm_of, whole_seq
 from shardtrain.models.transformer_options import BlockOptions
 
 Stream = jax.Array | dict[str, Any]
@@ -73,5 +72,5 @@ class Block(nnx.Module):
                 h_BTD, counts = h_BTD
             h_BTD = checkpoint_name(h_BTD, BLOCK_OUTPUT)
             h_BTD = h_BTD if post_norm is None else post_norm(h_BTD)
-            x_BTD = with_logical_constraint(x_BTD + self.dropout(h_BTD, rngs=dropout_key), STREAM)
+            x_BTD = added(x_BTD, self.dropout(h_BTD, rngs=dropout_key))
         return x_BTD if counts is None else (x_BTD, counts)

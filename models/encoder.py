@@ -26,6 +26,7 @@ from shardtrain.models.transformer import (
     TABLE,
     Attention,
     FeedForward,
+    added,
     linear_of,
     logits_of,
     norm_of,
@@ -144,7 +145,7 @@ class EncoderBlock(nnx.Module):
         # attention sees no padding; the norm comes after each sum, as in BERT
         for (layer, norm), dropout_key in zip(halves, keys, strict=True):
             h_BTD = checkpoint_name(layer(whole_seq(x_BTD)), BLOCK_OUTPUT)
-            x_BTD = with_logical_constraint(x_BTD + self.dropout(h_BTD, rngs=dropout_key), STREAM)
+            x_BTD = added(x_BTD, self.dropout(h_BTD, rngs=dropout_key))
             x_BTD = with_logical_constraint(norm(x_BTD), STREAM)
         return x_BTD
 

@@ -22,6 +22,7 @@ from shardtrain.models.transformer import (
     STREAM,
     Attention,
     FeedForward,
+    added,
     linear_of,
     norm_of,
     to_stream,
@@ -216,7 +217,7 @@ def _recomputed(part: Callable[..., jax.Array], remat: Remats) -> Callable[..., 
 def _added(x_BTD: jax.Array, h_BTD: jax.Array, dropout: nnx.Dropout, key: jax.Array | None) -> jax.Array:
     """Add the output of a part of a block to a residual stream, after dropout."""
     h_BTD = checkpoint_name(h_BTD, BLOCK_OUTPUT)
-    return with_logical_constraint(x_BTD + dropout(h_BTD, rngs=key), STREAM)
+    return added(x_BTD, dropout(h_BTD, rngs=key))
 
 
 def split_key(key: jax.Array | None, num: int) -> Any:

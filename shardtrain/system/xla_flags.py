@@ -140,6 +140,27 @@ def quick_options(platform: str, jaxlib: str | None = None) -> dict[str, bool | 
     return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
+def step_options(platform: str, jaxlib: str | None = None) -> dict[str, str] | None:
+    """Return compiler options for a program with gradients; None: the usual ones.
+
+    XLA for CPUs drops `optimization_barrier` before it fuses loops, so what a model says is to be computed
+    once (`models/one_cpu.py`), or again (`jax.checkpoint`), is not. These options keep the barriers.
+
+    Args:
+      platform: of the devices, "cpu" or another.
+      jaxlib: its version; by default the one that is installed.
+
+    >>> step_options("cpu", "0.10.2")
+    {'xla_disable_hlo_passes': 'cse_barrier_expander'}
+    >>> step_options("gpu") is None and step_options("cpu", "0.12.0") is None
+    True
+    """
+    version = metadata.version("jaxlib") if jaxlib is None else jaxlib
+    if platform != "cpu" or ".".join(version.split(".")[:2]) not in CHECKED_JAXLIB:
+        return None
+    return {"xla_disable_hlo_passes": "cse_barrier_expander"}
+
+
 def preset_text(preset: str, found: PresetFlags) -> str:
     """Return the line of the log: the preset, its flags, and notes; empty without either.
 

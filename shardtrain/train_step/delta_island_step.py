@@ -74,7 +74,12 @@ class DeltaIslandStep:
             shardings = self._merge.shardings(placement.state, sums)._replace(combine_state=())
             return jax.lax.with_sharding_constraint(new, shardings), metrics
 
-        self._step = jax.jit(step, in_shardings=(None, placement.batch, whole), donate_argnums=0)
+        self._step = jax.jit(
+            step,
+            in_shardings=(None, placement.batch, whole),
+            donate_argnums=0,
+            compiler_options=placement.compiler_options,
+        )
 
     def begin(self, state: State, batch: Batch) -> State:
         """Return the state with what this island changes alone, see `island_step.IslandStep`."""

@@ -15,6 +15,7 @@ from shardtrain.functional.loss import Batch
 from shardtrain.functional.program_parts import ProgramPart, cut_program, ready_costs
 from shardtrain.functional.scan_pieces import Pieces, PiecewiseProgram
 from shardtrain.functional.sums import Sums
+from shardtrain.system.xla_flags import step_options
 from shardtrain.train_step.gradient_pieces import Local, PiecePlan
 
 Pack = Callable[[Mapping[str, jax.Array], jax.Array], dict[str, jax.Array]]
@@ -114,7 +115,8 @@ class GradientParts:
         shardings = dict.fromkeys(part_of, self._whole)
         shardings |= {number: self._shardings[name] for name, number in grads[-1].items()}
         parts = cut_program(program, [part_of[number] for number in range(len(part_of))])
-        return _Cut([(part, _compiled(part, shardings)) for part in parts], grads, others)
+        options = step_options(next(iter(self._whole.device_set)).platform)
+        return _Cut([(part, _compiled(part, shardings, options)) for part in parts], grads, others)
 
 
 def _started(cut: _Cut, inputs: Sequence[Any]) -> dict[int, Any]:
@@ -131,7 +133,7 @@ def _started(cut: _Cut, inputs: Sequence[Any]) -> dict[int, Any]:
     return outputs
 
 
-def _compiled(part: ProgramPart, shardings: Mapping[int, Any]) -> Any:
+def _compiled(part: ProgramPart, shardings: Mapping[int, Any], options: Any) -> Any:
     function, num_returned = jaxpr_as_fun(part.closed), len(part.returns)
 
     def part_of_gradients(inputs: list[Any], received: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -139,7 +141,8 @@ def _compiled(part: ProgramPart, shardings: Mapping[int, Any]) -> Any:
         return list(found[:num_returned]), list(found[num_returned:])
 
     # values between parts keep the shardings that the compiler gives them
-    return jax.jit(part_of_gradients, out_shardings=([shardings[n] for n in part.returns], None))
+    outputs = [shardings[n] for n in part.returns]
+    return jax.jit(part_of_gradients, out_shardings=(outputs, None), compiler_options=options)
 
 
 def _joined(x: Any) -> Any:

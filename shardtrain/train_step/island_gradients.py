@@ -116,6 +116,7 @@ class IslandGradients:
             packed if is_one else local,
             in_shardings=(placement.state._replace(combine_state=whole), placement.batch, whole),
             out_shardings=(returned, whole),
+            compiler_options=placement.compiler_options,
         )
         self._parts = None
         if not is_one:

@@ -25,6 +25,7 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.resolve import completed, unplaced_text
 from shardtrain.sharding.rules import PARAMETER_RULES
 from shardtrain.sharding.specs import partition_specs, with_leading_dim
+from shardtrain.system.xla_flags import step_options
 from shardtrain.train_step.loss_scale import first_loss_scale
 from shardtrain.train_step.offload import on_host
 from shardtrain.train_step.placement_checks import (
@@ -104,6 +105,11 @@ class Placement:
     def batch(self) -> NamedSharding:
         """The sharding of every array of a batch, shape (microbatches, rows, ...)."""
         return NamedSharding(self.mesh, PartitionSpec(None, self.layout.batch_axes))
+
+    @property
+    def compiler_options(self) -> dict[str, str] | None:
+        """Compiler options of the programs with gradients; None: the usual ones."""
+        return step_options(self.mesh.devices.flat[0].platform)
 
 
 def make_placement(

@@ -88,7 +88,7 @@ class StageFunctions:
                 return function(part, *arguments)
 
         run.__name__ = function.__name__
-        return jax.jit(run, **options)
+        return jax.jit(run, compiler_options=self.placement.compiler_options, **options)
 
     # -- before the tasks of a step --
 

@@ -86,6 +86,7 @@ def compiled(step: Step, placement: Placement) -> Step:
         in_shardings=(placement.state, placement.batch),
         out_shardings=(placement.state, whole),
         donate_argnums=0,
+        compiler_options=placement.compiler_options,
     )
 
 

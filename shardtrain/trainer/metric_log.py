@@ -51,6 +51,10 @@ class MetricLog:
 
     def add(self, step: int, metrics: Metrics) -> None:
         """Add the metrics of a step that may still be computing; reads those of earlier steps."""
+        # on their way while later steps are started; from the memory of a CPU nothing is copied
+        for x in jax.tree.leaves(metrics):
+            if isinstance(x, jax.Array) and jax.default_backend() != "cpu":
+                x.copy_to_host_async()
         self._pending.append((step, metrics))
         while len(self._pending) > STEPS_LATE:
             self._read()
@@ -87,7 +91,7 @@ class MetricLog:
     def _read(self, *, always: bool = False, keep: bool = False) -> None:
         step, metrics = self._pending.popleft()
         with self._parts.activity.at(f"the metrics of step {step}", waits=True, kind="step"):
-            values = jax.device_get(metrics)
+            values = jax.tree.map(np.asarray, metrics)
         count = float(values.pop("count"))
         skipped = bool(values.pop("skipped"))
         # a step that only fills a pipeline has no gradient

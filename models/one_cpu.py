@@ -1,0 +1,53 @@
+"""Where XLA compiles a model badly for one CPU, the same computation in another form.
+
+On other devices and on meshes of several, models stay as they are written. Figures: docs/benchmarks/torch.md.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax.core.spmd import get_logical_axis_rules
+
+from shardtrain.models.attention import target_devices
+from shardtrain.models.kernel_product import kernel_product
+
+MOST_UNROLLED = 8
+"""The largest number of blocks whose scan is compiled as so many copies of the block."""
+
+
+def on_one_cpu() -> bool:
+    """Whether the program that is being traced will run on one CPU device."""
+    devices = target_devices()
+    if not devices or any(device.device_kind != "cpu" for device in devices):
+        return False
+    # a run says so by its rules; elsewhere a model may be traced for all devices, or for a mesh to be chosen
+    is_whole_machine = len(devices) == 1 and jax.sharding.get_abstract_mesh().empty
+    return getattr(get_logical_axis_rules(), "one_device", is_whole_machine)
+
+
+def computed_once(x: jax.Array) -> jax.Array:
+    """Return an array as it is; one CPU computes it, and its gradient, once.
+
+    XLA copies elementwise operations into every loop that reads them, so the gradient of the residual stream,
+    a sum of two terms for each block above, is added up again by each of its readers. The barrier is kept by
+    `system.xla_flags.step_options`; without those it changes nothing.
+    """
+    return jax.lax.optimization_barrier(x) if on_one_cpu() else x
+
+
+def product(x: jax.Array, kernel: jax.Array, num_in: int) -> jax.Array:
+    """Multiply the last `num_in` dims of `x` with the first of a kernel: (..., in) to (..., out)."""
+    if not on_one_cpu():
+        return jnp.tensordot(x, kernel, num_in)
+    rows, out = x.shape[: x.ndim - num_in], kernel.shape[num_in:]
+    matrix = kernel.reshape(math.prod(kernel.shape[:num_in]), -1)
+    return kernel_product(x.reshape(*rows, -1), matrix).reshape(*rows, *out)
+
+
+def is_plain_code(num_blocks: int, *, scan: bool) -> bool:
+    """Whether the blocks are compiled as plain code: on one CPU all that are unrolled, and few in a scan.
+
+    A loop copies its weights in and its gradients out; the parameters stay stacked.
+    """
+    return on_one_cpu() and (not scan or num_blocks <= MOST_UNROLLED)
