@@ -3,8 +3,13 @@
 import os
 from pathlib import Path
 
-PERIOD_SECONDS = 0.01
-"""The quota is for each period. It is short beside a step, so that all steps are slowed alike."""
+PERIOD_SECONDS = 0.004
+"""The quota is for each period, or for a longer one where the kernel gives no quota so short. It is short beside
+a step, so that all parts of a step are slowed alike: of 10 ms a process has what it needs for a message at
+once, and then nothing."""
+
+LEAST_SECONDS = 0.001
+"""The shortest quota that the kernel gives."""
 
 
 class CpuQuota:
@@ -33,9 +38,8 @@ class CpuQuota:
           SystemExit: no control group can be made here.
         """
         own = self._root / f"shardtrain-{self._pid}"
-        period = int(1e6 * PERIOD_SECONDS)
-        # the kernel gives at least 1 ms
-        quota = max(int(period * self._part), 1000)
+        period = round(1e6 * max(PERIOD_SECONDS, LEAST_SECONDS / self._part))
+        quota = round(period * self._part)
         try:
             self._before = self._group()
             own.mkdir()

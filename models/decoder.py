@@ -17,23 +17,14 @@ from flax.linen.spmd import with_logical_constraint
 from shardtrain.axes import EMBED, LAYERS, SEQ, VOCAB
 from shardtrain.models import checks
 from shardtrain.models.attention import Attentions
+from shardtrain.models.block_stack import stacked_blocks, walk
 from shardtrain.models.decoder_block import Block, OfBlock, Stream
 from shardtrain.models.experts_options import read_experts
 from shardtrain.models.experts_routing import REPLICAS, move_bias, no_counts, routing_of, with_block
 from shardtrain.models.float8 import Products
 from shardtrain.models.key_value_cache import KeyValueCache, NewCache, read
 from shardtrain.models.layers import Norms, at_use, coming_keys, normal, positions_of
-from shardtrain.models.transformer import (
-    STREAM,
-    TABLE,
-    linear_of,
-    logits_of,
-    norm_of,
-    stacked_blocks,
-    too_long,
-    walk,
-    whole_seq,
-)
+from shardtrain.models.transformer import STREAM, TABLE, linear_of, logits_of, norm_of, too_long, whole_seq
 from shardtrain.models.transformer_options import (
     Activations,
     Dtypes,

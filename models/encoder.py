@@ -18,6 +18,7 @@ from shardtrain.axes import BATCH, EMBED, MLP, SEGMENTS, SEQ, VOCAB
 from shardtrain.functional.remat_policies import BLOCK_OUTPUT
 from shardtrain.models import checks
 from shardtrain.models.attention import Attentions
+from shardtrain.models.block_stack import stacked_blocks, walk
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.float8 import Products
 from shardtrain.models.layers import Linear, at_use, coming_keys, normal, parameter
@@ -30,9 +31,7 @@ from shardtrain.models.transformer import (
     linear_of,
     logits_of,
     norm_of,
-    stacked_blocks,
     too_long,
-    walk,
     whole_seq,
 )
 from shardtrain.models.transformer_options import BlockOptions, Dtypes, Remats, problems

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, HEAD_DIM, KV_HEADS, LAYERS, VOCAB
-from shardtrain.models.transformer import too_long, unstacked
+from shardtrain.models.block_stack import unstacked
+from shardtrain.models.transformer import too_long
 
 SLOTS = (LAYERS, BATCH, None, KV_HEADS, HEAD_DIM)
 """Dims of the arrays of a cache; slots are not sharded."""

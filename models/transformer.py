@@ -5,7 +5,6 @@ The activations between blocks are the residual stream (batch, seq, embed). `lay
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,19 +20,17 @@ from shardtrain.axes import (
     HEAD_DIM,
     HEADS,
     KV_HEADS,
-    LAYERS,
     MLP,
     RESIDUAL_SEQ,
     SEQ,
     VOCAB,
 )
-from shardtrain.functional.remat_policies import REMAT_POLICIES, as_block_input
 from shardtrain.models.attention import attend
 from shardtrain.models.chunked_logits import ChunkedLogits, capped
 from shardtrain.models.float8 import product
 from shardtrain.models.layers import Dims, Linear, Norm, at_use, restarted_positions
 from shardtrain.models.lora import read_lora
-from shardtrain.models.one_cpu import computed_once, is_plain_code
+from shardtrain.models.one_cpu import computed_once
 from shardtrain.models.rotary import block_frequencies, rotate
 from shardtrain.models.transformer_options import GATED, BlockOptions
 
@@ -257,63 +254,6 @@ def norm_of(config: BlockOptions, *dims: str) -> Norm:
     dims = dims or (EMBED,)
     sizes = [config.sizes[dim] for dim in dims]
     return Norm(config.norm, *sizes, eps=config.eps, bias=config.bias, dtype=config.dtype, dims=dims)
-
-
-def stacked_blocks(kind: Any, config: BlockOptions, rngs: nnx.Rngs) -> Any:
-    """Make one module of this kind with the parameters of all blocks, stacked along a first dim layers."""
-
-    # each block draws its parameters from a key of its own; nnx.vmap stacks them
-    @nnx.split_rngs(splits=config.num_layers)
-    @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: LAYERS})
-    def stack(rngs: nnx.Rngs) -> Any:
-        return kind(config, rngs=rngs)
-
-    return stack(nnx.Rngs(params=rngs.params()))
-
-
-def walk(
-    config: BlockOptions,
-    run_block: Callable[[Any, Any, Any], Any],
-    blocks: Any,
-    x_BTD: Any,
-    keys: Any,
-) -> Any:
-    """Apply stacked blocks to a residual stream, scanned or unrolled, with the remat policy `remat`.
-
-    Args:
-      config: for `scan` and `remat`.
-      run_block: (block, stream, key) -> stream; a new function at each call.
-      blocks: stacked along the first dim of every parameter.
-      x_BTD: what enters the first; it may be a tree of arrays.
-      keys: of the blocks' dropout, one each, or a pytree of arrays with a row for each block; None: nothing.
-    """
-    # of few blocks one CPU compiles plain code, in which no weight is gathered
-    num_blocks = len(jax.tree.leaves(blocks)[0])
-    is_plain = config.remat in ("none", "weights") and is_plain_code(num_blocks, scan=config.scan)
-    # recompute what the policy does not keep; only outside of a scan could XLA merge that with the forward
-    if config.remat != "none" and not is_plain:
-        policy, kept = REMAT_POLICIES[config.remat], run_block
-
-        def recomputed(block: Any, x_BTD: Any, key: Any) -> Any:
-            return kept(block, as_block_input(x_BTD, config.remat), key)
-
-        run_block = jax.checkpoint(recomputed, policy=policy, prevent_cse=not config.scan)
-    # one compiled block for all, or one for each
-    if config.scan:
-        unroll = num_blocks if is_plain else 1
-        step = lambda x, each: (run_block(each[0], x, each[1]), None)  # noqa: E731
-        return jax.lax.scan(step, x_BTD, (blocks, keys), unroll=unroll)[0]
-    for block, key in unstacked((blocks, keys)):
-        x_BTD = run_block(block, x_BTD, key)
-    return x_BTD
-
-
-def unstacked(tree: Any) -> list[Any]:
-    """Split a pytree along the first dim of its leaves; the gradient of `split` is one concatenation."""
-    leaves, treedef = jax.tree.flatten(tree)
-    num_slices = leaves[0].shape[0]
-    pieces = [[jnp.squeeze(piece, 0) for piece in jax.lax.split(leaf, [1] * num_slices)] for leaf in leaves]
-    return [jax.tree.unflatten(treedef, slices) for slices in zip(*pieces, strict=True)]
 
 
 def too_long(num_tokens: int, seq: int) -> str:

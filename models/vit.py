@@ -16,11 +16,12 @@ from flax.linen.spmd import with_logical_constraint
 from shardtrain.axes import BATCH, EMBED, HEIGHT, SEQ, VOCAB, WIDTH
 from shardtrain.models import checks
 from shardtrain.models.attention import Attentions
+from shardtrain.models.block_stack import stacked_blocks, walk
 from shardtrain.models.convolution import check_images
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.decoder_block import Block
 from shardtrain.models.layers import Linear, at_use, coming_keys, normal
-from shardtrain.models.transformer import STREAM, linear_of, norm_of, stacked_blocks, walk, whole_seq
+from shardtrain.models.transformer import STREAM, linear_of, norm_of, whole_seq
 from shardtrain.models.transformer_options import Dtypes, Remats, problems
 
 Poolings = Literal["token", "mean"]

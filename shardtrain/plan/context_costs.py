@@ -4,6 +4,7 @@ The formulas are those of `docs/context.md`: ring attention (Liu et al. 2023) an
 (Jacobs et al. 2023) is the attention of the model between two exchanges. Next: `program_cost.py`.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from shardtrain import axes
 from shardtrain.functional.score_sizes import num_key_blocks, window_reach
 from shardtrain.plan.cost import Sent
 from shardtrain.plan.hlo.collectives import PERMUTE
-from shardtrain.plan.program import CallCost, CallSizes
+from shardtrain.plan.program import CallCost, CallSizes, DeviceCall
 
 FLOAT = 4
 """Bytes of an element of scores, of their sums and of gradients that travel."""
@@ -52,6 +53,8 @@ class AttentionCall(NamedTuple):
       causal: whether queries see keys up to their own position alone.
       window: how many keys a query sees at most; None: any number, or not known.
       backward: whether it is the gradient.
+      keys_are_here: whether the forward is computed in the same program, so that the keys and values that it
+        got from other devices are not sent once more: compilers merge what is sent twice.
     """
 
     kind: str
@@ -62,8 +65,14 @@ class AttentionCall(NamedTuple):
     causal: bool
     window: int | None = None
     backward: bool = False
+    keys_are_here: bool = False
 
     linear = completes = False
+
+    def after(self, earlier: Iterable[DeviceCall]) -> "AttentionCall":
+        """Return the call in a program in which these come first and read the same arrays."""
+        forward = self._replace(backward=False, keys_are_here=False)
+        return self._replace(keys_are_here=self.backward and forward in earlier)
 
     def cost(self, sizes: CallSizes) -> CallCost:
         """Return what one call costs; see `DeviceCall`."""
@@ -86,7 +95,7 @@ class AttentionCall(NamedTuple):
         of_key = q_float / self.head_dim
         if self.kind == "all-gather":
             steps, of_four, part, moved, at_once = num, 0, 1.0, 0.0, keys * of_key
-            visiting, travelling, gradients = num * kv, 2 * kv, num * kv_float
+            visiting, travelling, gradients = num * kv, kv, num * kv_float
         else:
             reach = window_reach(num, queries, self.window) if self.causal and self.window else None
             steps = num if reach is None else 1 + (reach + 1) // 2
@@ -97,7 +106,7 @@ class AttentionCall(NamedTuple):
             at_once = keys // num * of_key / (4 if self.causal else 1)
             # a send waits for the one before it alone, so keys of all steps may be there before their use;
             # gradients travel in float32
-            visiting, travelling, gradients = steps * kv, kv + kv_float, 3 * kv_float
+            visiting, travelling, gradients = steps * kv, kv_float, 3 * kv_float
         products, back = (5, 1) if self.backward else (2, 0)
         of_pair = keys if self.kind == "all-gather" else keys // num // (1 + self.causal)
         num_blocks = num_key_blocks(of_pair)
@@ -114,8 +123,9 @@ class AttentionCall(NamedTuple):
         temporary = (
             q_float * (2 + back) + visiting + gradients * back + at_once / num_blocks * arrays + results
         )
-        sent = (steps - 1) * (travelling if self.backward else kv) + moved
-        messages = (2 * (steps - 1) + 4 * bool(np.any(moved))) * (1 + back)
+        sent = (steps - 1) * (kv * (not self.keys_are_here) + travelling * back) + moved
+        sends = 2 * (steps - 1)
+        messages = (sends + 4 * bool(np.any(moved))) * (1 + back) - sends * self.keys_are_here
         return (
             products * 2 * part * keys * q_float / FLOAT,
             scores * PASSES[back],

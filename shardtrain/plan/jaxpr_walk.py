@@ -109,7 +109,11 @@ class Walk:
 
     def _closed(self, params: Any, reads: list[int]) -> list[int]:
         """Add a call that devices compute by hand, whose results have names of their own."""
-        call, results = params["call"], params["results"]
+        found, results = params["call"], params["results"]
+        roots = set(map(self.root, reads))
+        call = found.after(
+            step.call for step in self.steps if step.call and roots.issuperset(map(self.root, step.reads))
+        )
         writes = [self.add(jax.ShapeDtypeStruct(shape, dtype), dims) for shape, dtype, dims in results]
         waiting = self.partial.pop(reads[0], None) if call.linear else None
         self._sums(NAME, reads, writes, ())
@@ -152,16 +156,8 @@ class Walk:
             self._sums(primitive, reads, writes, found.summed)
             if primitive not in MATERIAL and all(self.root(i) in self.constants for i in reads):
                 self.constants.update(writes)
-        self.steps.append(
-            Step(
-                name=primitive,
-                reads=reads,
-                writes=writes,
-                flops=found.flops,
-                summed=found.summed,
-                grouped=found.grouped,
-            )
-        )
+        step = Step(name=primitive, reads=reads, writes=writes, flops=found.flops, summed=found.summed)
+        self.steps.append(replace(step, grouped=found.grouped))
         return writes
 
     def _gathered(self, number: int, axis: int) -> int:

@@ -1,12 +1,13 @@
 """Calls of a device that move an array: to other devices of a mesh axis, or in its own memory. No jax."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from shardtrain.plan.cost import Sent
 from shardtrain.plan.hlo.collectives import ALL_GATHER
-from shardtrain.plan.program import CallCost, CallSizes
+from shardtrain.plan.program import CallCost, CallSizes, DeviceCall
 
 
 class Moved(NamedTuple):
@@ -23,6 +24,10 @@ class Moved(NamedTuple):
     axis: str = ""
     linear: bool = True
     completes: bool = False
+
+    def after(self, earlier: Iterable[DeviceCall]) -> "Moved":
+        """Return the same: it moves what no other call has moved."""
+        return self
 
     def cost(self, sizes: CallSizes) -> CallCost:
         """Return what one call costs; see `DeviceCall`."""

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -138,6 +138,10 @@ class DeviceCall(Protocol):
     @property
     def completes(self) -> bool:
         """Whether such parts are added in its result."""
+        ...
+
+    def after(self, earlier: Iterable["DeviceCall"]) -> "DeviceCall":
+        """Return the call in a program in which these come first and read the same arrays."""
         ...
 
     def cost(self, sizes: CallSizes) -> CallCost:

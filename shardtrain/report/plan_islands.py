@@ -1,4 +1,4 @@
-"""How islands of a plan are joined: what they send, for how long, gradients in parts; and islands as stages."""
+"""How islands of a plan are joined: what they send, how long, in how many parts; and islands as stages."""
 
 import math
 

@@ -62,7 +62,7 @@ def layout_of(kind, **mesh):
     ("layout", "accumulate", "remat"),
     [
         (layout_of("ring", context=4), 1, "weights"),
-        (layout_of("all-gather", data=2, context=2), 2, "none"),
+        (layout_of("all-gather", data=2, context=2), 2, "full"),
         (layout_of("all-to-all", fsdp=2, context=2), 1, "dots"),
     ],
     ids=lambda value: getattr(value, "context_attention", None),

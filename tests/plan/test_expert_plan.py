@@ -68,7 +68,7 @@ def bounded():
         (BOUNDED, {"fsdp": 2, "expert": 2}, 2, "none"),
         # 16 positions of a device, and room for 24 tokens in an expert
         (BOUNDED, {"context": 4}, 1, "none"),
-        (DROPLESS, {"expert": 2, "context": 2}, 1, "none"),
+        (DROPLESS, {"expert": 2, "context": 2}, 1, "dots"),
     ],
 )
 def test_a_plan_is_the_compiled_step(bounded, experts, mesh, accumulate, remat):
