@@ -4,9 +4,8 @@ import os
 from pathlib import Path
 
 PERIOD_SECONDS = 0.004
-"""The quota is for each period, or for a longer one where the kernel gives no quota so short. It is short beside
-a step, so that all parts of a step are slowed alike: of 10 ms a process has what it needs for a message at
-once, and then nothing."""
+"""The quota is for each period, or for a longer one where the kernel gives no quota so short. It is short
+beside a step, so that all parts of a step are slowed alike."""
 
 LEAST_SECONDS = 0.001
 """The shortest quota that the kernel gives."""
