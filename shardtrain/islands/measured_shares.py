@@ -1,7 +1,9 @@
 """The rows of each island by measured speed, so that all islands end a step together. Values only.
 
 An island's own work in a step takes about a + b * rows seconds. What is measured at two numbers of rows gives
-both; until then a is 0. An island is compiled for some numbers of rows, its capacities: in between it pads.
+both; until then a is 0. What follows it, sending and the update, counts as so many rows more: it is measured
+of the island that comes last, as the others wait in it. An island is compiled for some numbers of rows, its
+capacities: in between it pads.
 
 Source: Ding et al. 2021, HetSeq (unequal islands in one run); Song et al. 2020, AccPar, section 4 (shares in
 the ratio of the speeds).
@@ -173,9 +175,26 @@ class MeasuredShares:
         self._num_rows, self._multiples = num_rows, list(multiples)
         self._limits = [math.inf] * len(rows) if limits is None else list(limits)
         self._speeds = [Speed() for _ in rows]
-        self._steps: list[Sequence[float]] = []
+        self._steps: list[tuple[Sequence[float], Sequence[float]]] = []
+        # of each island that came last in a window, the rows that take as long as what follows its own work
+        self._rest_rows: dict[int, float] = {}
         self._pays, self._changes = False, 0
         self.rows, self.seconds = list(rows), (0.0, 0.0)
+
+    def _whole_steps(self) -> list[float]:
+        """Return the median seconds of each island's step, without waiting for others."""
+        own, rests = (
+            [median(each) for each in zip(*kind, strict=True)]
+            for kind in zip(*self._steps[SKIPPED:], strict=True)
+        )
+        per_row = [x / n for x, n in zip(own, self.capacities, strict=True)]
+
+        def whole(island: int, others: float = 0.0) -> float:
+            return own[island] + self._rest_rows.get(island, others) * per_row[island]
+
+        last = max(range(len(own)), key=whole)
+        self._rest_rows[last] = rests[last] / per_row[last]
+        return [whole(island, self._rest_rows[last]) for island in range(len(own))]
 
     @property
     def capacities(self) -> list[int]:
@@ -197,16 +216,17 @@ class MeasuredShares:
         self.rows, self._steps, self._pays = list(rows), [], False
         return True
 
-    def add(self, seconds: Sequence[float]) -> bool:
+    def add(self, seconds: Sequence[float], rest_seconds: Sequence[float] | None = None) -> bool:
         """Add a step; return whether the rows change before the next one.
 
         Args:
           seconds: of each island's own work, without waiting for others.
+          rest_seconds: of each island from there to the end of the step; None: nothing.
         """
-        self._steps.append(seconds)
+        self._steps.append((seconds, rest_seconds or [0.0] * len(seconds)))
         if len(self._steps) < SKIPPED + WINDOW:
             return False
-        measured = [median(each) for each in zip(*self._steps[SKIPPED:], strict=True)]
+        measured = self._whole_steps()
         for speed, now, x in zip(self._speeds, self.capacities, measured, strict=True):
             speed.add(now, x)
         rows = balanced_rows(self._num_rows, self._speeds, self._multiples, self._limits)

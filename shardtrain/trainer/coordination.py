@@ -56,11 +56,13 @@ class Voted(NamedTuple):
         step.
       slow: a message about slow islands, or None.
       seconds: of each island's own work in the step; None where they were not measured.
+      rest_seconds: from there to the end of the step, likewise; with what it waits for the others.
     """
 
     vote: StepVote
     slow: str | None = None
     seconds: Sequence[float] | None = None
+    rest_seconds: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -228,13 +230,15 @@ class Coordination:
         saved = [-1 if vote.saved is None else vote.saved for vote in votes]
         bad = min((vote.bad for vote in votes if vote.bad), default=0)
         result = StepVote(max(vote.stop for vote in votes), votes[0].save, min(saved), bad)
-        seconds = [each for _, each in gathered]
-        if None in seconds:
+        measured = [each for _, each in gathered]
+        if None in measured:
             return Voted(result)
+        seconds = [own for own, _ in measured]
         # an island is as slow as its slowest process
         ends = [*self.islands.first_ranks[1:], len(seconds)]
-        by_island = [max(seconds[i:j]) for i, j in zip(self.islands.first_ranks, ends, strict=True)]
-        return Voted(result, self.stragglers.add(seconds) if self.stragglers else None, by_island)
+        slowest = [max(measured[i:j]) for i, j in zip(self.islands.first_ranks, ends, strict=True)]
+        slow = self.stragglers.add(seconds) if self.stragglers else None
+        return Voted(result, slow, [own for own, _ in slowest], [rest for _, rest in slowest])
 
     def sum_over_islands(
         self, name: str, sums: Mapping[str, tuple[float, float]]

@@ -53,7 +53,7 @@ def make_loop_parts(
         wants = own.stop or own.bad or wants_save
         meetings.is_wanted = bool(wants) and not met
         voted = coordination.vote(step, own, meets=met)
-        changed = voted.seconds and prepared.shares.add(voted.seconds, feed.num_rows)
+        changed = voted.seconds and prepared.shares.add(voted.seconds, feed.num_rows, voted.rest_seconds)
         if changed:
             feed.change(prepared.shares.shards())
             if coordination.stragglers is not None:

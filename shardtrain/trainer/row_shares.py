@@ -182,12 +182,15 @@ class RowShares:
         rows = self._rows(max(self._row_counts))
         return rows[self._split.own] / sum(rows)
 
-    def add(self, seconds: Sequence[float], num_rows: int) -> str | None:
+    def add(
+        self, seconds: Sequence[float], num_rows: int, rest_seconds: Sequence[float] | None = None
+    ) -> str | None:
         """Add a step; return what changes before the next one, or None.
 
         Args:
           seconds: of each island's own work in the step, the same on all ranks.
           num_rows: rows of its whole batch.
+          rest_seconds: see `MeasuredShares.add`.
         """
         measured = self._measured
         if measured is None:
@@ -201,7 +204,7 @@ class RowShares:
         if len(self._row_counts) > 1 and (key := (num_rows, *found)) not in self._compiled:
             self._compiled.add(key)
             return None
-        if not measured.add(seconds):
+        if not measured.add(seconds, rest_seconds):
             return None
         before, expected = measured.seconds
         return (

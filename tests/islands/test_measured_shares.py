@@ -45,6 +45,28 @@ def test_it_comes_near_the_ideal_in_two_changes(rates, fixed, noise):
     assert slowest(shares, seconds) <= 1.1 * ideal
 
 
+def test_what_follows_an_islands_own_work_is_balanced_too():
+    """Sending takes an island of a quarter of the speed 40 s, ten times as long as the other one."""
+
+    def step_seconds(rows):
+        own = [4.0 * rows[0], 16.0 * rows[1]]
+        return own, max(own[0] + 4, own[1] + 40)
+
+    def trained(with_rest):
+        shares = MeasuredShares(32, [16, 16], [1, 1])
+        changes = 0
+        for _ in range(60):
+            own, end = step_seconds(shares.rows)
+            changes += shares.add(own, [end - x for x in own] if with_rest else None)
+        return step_seconds(shares.rows)[1], changes
+
+    best = min(step_seconds([rows, 32 - rows])[1] for rows in range(33))
+    seconds, changes = trained(True)
+    assert seconds <= 1.05 * best
+    assert changes <= 2
+    assert trained(False)[0] > 1.15 * best
+
+
 def test_no_island_gets_more_than_its_limit():
     seconds: Seconds = lambda island, rows: (1, 4, 4)[island] * rows  # noqa: E731
     shares = MeasuredShares(66, [22, 22, 22], [1, 1, 2], [30, 66, 26])

@@ -15,7 +15,8 @@ LEAST_SECONDS = 0.05
 class StepTimer:
     """A timer of this rank's own work between two votes: from the begin of each step to its first barrier.
 
-    What comes after that barrier, waits, saves and evaluations, does not count.
+    What comes after that barrier, the exchange with its waits and the update, is apart; saves and evaluations
+    do not count.
 
     Args:
       clock: monotonic, in seconds.
@@ -28,32 +29,43 @@ class StepTimer:
     ...     timer.begin()
     ...     now[0] += seconds
     >>> timer.end()
+    >>> now[0] += 1.0
     >>> timer.take()
-    2.0
+    (2.0, 0.5)
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._num_steps = clock, 0
         self._start_seconds: float | None = None
         self._seconds: float | None = None
+        self._end_seconds: float | None = None
+        self._rest_seconds = 0.0
 
     def begin(self) -> None:
         """Start the timer, unless it runs: a step begins."""
         self._num_steps += 1
         if self._start_seconds is None:
             self._start_seconds = self._clock()
+            self._end_rest()
 
     def end(self) -> None:
         """Stop the timer, if it runs: this rank reaches a barrier."""
         if self._start_seconds is not None:
-            self._seconds = (self._seconds or 0.0) + self._clock() - self._start_seconds
+            self._end_seconds = self._clock()
+            self._seconds = (self._seconds or 0.0) + self._end_seconds - self._start_seconds
             self._start_seconds = None
 
-    def take(self) -> float | None:
-        """Return the seconds of a step since the last call; None if no barrier was reached."""
-        seconds, num_steps = self._seconds, self._num_steps
-        self._seconds, self._start_seconds, self._num_steps = None, None, 0
-        return None if seconds is None else seconds / max(num_steps, 1)
+    def take(self) -> tuple[float, float] | None:
+        """Return the seconds of a step since the last call, and those after its barrier; None without one."""
+        self._end_rest()
+        seconds, rest, num_steps = self._seconds, self._rest_seconds, max(self._num_steps, 1)
+        self._seconds, self._start_seconds, self._num_steps, self._rest_seconds = None, None, 0, 0.0
+        return None if seconds is None else (seconds / num_steps, rest / num_steps)
+
+    def _end_rest(self) -> None:
+        if self._end_seconds is not None:
+            self._rest_seconds += self._clock() - self._end_seconds
+            self._end_seconds = None
 
 
 class Stragglers:
