@@ -206,6 +206,11 @@ def run_of(options: Options, way: Way, num_islands: int, folder: Path, pauses: A
     )
 
 
+def first_step(options: Options) -> int:
+    """Return the step from which on seconds count, at which all islands wait for each other."""
+    return max(options.steps // 10, 1)
+
+
 class Pauses:
     """Called for each microbatch: sleeps at the first one of some steps; seed and worker decide of which.
 
@@ -222,7 +227,7 @@ class Pauses:
         draws = np.random.default_rng([options.seed, worker]).random(2 * options.steps)
         self._held_up, self._seconds = draws < options.chance, options.pause
         self._calls, self._microbatches = 0, microbatches
-        self._first, self._wait = options.steps // 10, wait
+        self._first, self._wait = first_step(options), wait
 
     def __call__(self) -> None:
         step, microbatch = divmod(self._calls, self._microbatches)
@@ -285,7 +290,7 @@ def measure(name: str, way: Way, options: Options, islands: Any) -> Result:
     found = None
     if islands.is_first:
         lines = read_jsonl(folder / "metrics.jsonl")
-        first = options.steps // 10
+        first = first_step(options)
         points = curve(lines, first, options.window)
         timed = [line for line in lines if line["step"] > first]
         waited = sum(line["seconds/islands"] for line in timed)

@@ -61,8 +61,8 @@ class EncoderConfig:
         gathered weight is kept for it. "dots": all but matrix products. "outputs": all but the outputs of
         attention and feed-forward, which tensor parallelism reduces over devices. "full": all but the input
         of a block. "offload": likewise, and that input waits in the memory of the host.
-      scan: run the blocks in `jax.lax.scan` (compile time does not grow with their number), or unroll them
-        (XLA on the CPU then merges away what remat repeats).
+      scan: run the blocks in `jax.lax.scan` (compile time does not grow with their number; up to 8 are plain
+        code on one CPU), or unroll them.
       dtype: compute dtype; parameters, norms, softmax and logits are float32.
       attention: "xla"; "cudnn", flash attention on NVIDIA GPUs; or "auto": "cudnn" where device, dtype and
         head_dim allow it, else "xla".

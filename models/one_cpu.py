@@ -41,8 +41,8 @@ def product(x: jax.Array, kernel: jax.Array, num_in: int) -> jax.Array:
     if not on_one_cpu():
         return jnp.tensordot(x, kernel, num_in)
     rows, out = x.shape[: x.ndim - num_in], kernel.shape[num_in:]
-    matrix = kernel.reshape(math.prod(kernel.shape[:num_in]), -1)
-    return kernel_product(x.reshape(*rows, -1), matrix).reshape(*rows, *out)
+    matrix = kernel.reshape(math.prod(kernel.shape[:num_in]), math.prod(out))
+    return kernel_product(x.reshape(*rows, len(matrix)), matrix).reshape(*rows, *out)
 
 
 def is_plain_code(num_blocks: int, *, scan: bool) -> bool:

@@ -148,14 +148,29 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _num_islands(run: Run, options: InspectOptions, sizes: Mapping[str, int]) -> int:
-    """Return between how many islands replicas are merged; 1: the replicas are those of the mesh."""
-    across = run.strategy.across
-    if options.islands is not None:
-        return options.islands
-    if across.axis == "pipeline":
-        return 2 * (across.partitions or 1)
+    """Return the number of islands; 1: the replicas are those of the mesh.
+
+    Raises:
+      ValueError: it is not that of the shares, or they do not make whole pipelines.
+    """
+    across, given = run.strategy.across, options.islands
+    is_pipeline, of_pipeline = across.axis == "pipeline", across.partitions or 1
     if isinstance(across.shares, tuple) and len(across.shares) > 1:
-        return len(across.shares)
+        by_shares = len(across.shares) * of_pipeline
+        if given not in (None, by_shares):
+            raise ValueError(
+                f"--islands is {given}, and the shares are for {by_shares} islands; give --islands"
+                f" {by_shares}, or other --shares"
+            )
+        return by_shares
+    if given is not None:
+        if is_pipeline and across.partitions:
+            from shardtrain.train_step.seats import Seats
+
+            Seats(num_islands=given, num_stages=across.partitions, island=0)
+        return given
+    if is_pipeline:
+        return 2 * of_pipeline
     return 1 if sizes[axes.DATA] > 1 and not run.strategy.synchronisation.is_mean else 2
 
 

@@ -1,6 +1,5 @@
 """A codec that multiplies by a factor before the ranks are combined, and by another after it."""
 
-import math
 from typing import Any
 
 import jax
@@ -8,6 +7,9 @@ import jax.numpy as jnp
 
 from shardtrain.combine.combiner import Codec, Combined, Combiner
 from shardtrain.combine.group import Group
+
+LEAST = 2e-38
+"""The least factor: float32 holds it, and its inverse."""
 
 
 def scale(factors: float | str = 1.0) -> Codec:
@@ -22,7 +24,8 @@ def scale(factors: float | str = 1.0) -> Codec:
         not given.
 
     Raises:
-      ValueError: a factor is no finite number above 0, or there are more than two.
+      ValueError: a factor is no number above 0 that float32 holds with its inverse, 2e-38 to 5e37, or there
+        are more than two.
 
     Source: Sergeev and Del Balso 2018, Horovod; its prescale_factor and postscale_factor.
 
@@ -49,12 +52,13 @@ def scale(factors: float | str = 1.0) -> Codec:
 def _parsed(factors: Any) -> tuple[float, float]:
     try:
         before, after = (*(float(each) for each in str(factors).split(",")), 1.0)[:2]
-        if str(factors).count(",") < 2 and all(0 < each < math.inf for each in (before, after)):
+        if str(factors).count(",") < 2 and all(LEAST <= each <= 1 / LEAST for each in (before, after)):
             return before, after
     except ValueError:
         pass
     raise ValueError(
-        f"scale is {factors!r}; use one or two finite numbers above 0, such as 0.5, or '0.5,2' with one after"
+        f"scale is {factors!r}; use a number from {LEAST:g} to {1 / LEAST:g}, such as 0.5, or two with a"
+        " comma between, such as '0.5,2', of which the second one comes after"
     )
 
 

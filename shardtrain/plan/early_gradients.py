@@ -7,15 +7,14 @@ The arithmetic, without jax; what each program sends and when it is ready is tra
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MOST_PROGRAMS = (1, 2, 4)
+NUMS_PROGRAMS = (1, 2, 4)
 """Numbers of programs that are compared."""
 
-EXTRA = 0.15
+EXTRA_SHARE = 0.15
 """What several programs cost of a step, whatever their number: measured with 2, 3 and 4 on CPUs of one host
 (docs/benchmarks/bridge.md). Values between them are written to memory, and less is fused."""
 
-
-SAME = 0.01
+SAME_SHARE = 0.01
 """Steps that differ by so little are predicted to be the same."""
 
 
@@ -51,7 +50,7 @@ def early_gradients(
     """Return how long a step takes whose gradients are sent in parts, one after the other.
 
     A part is sent when it has been computed and the one before has been sent. The first microbatches are
-    computed before all parts; `EXTRA` makes loss and gradients longer if there are several.
+    computed before all parts; `EXTRA_SHARE` makes loss and gradients longer if there are several.
 
     Args:
       step: the step without sending.
@@ -63,7 +62,7 @@ def early_gradients(
     >>> round(early_gradients(StepOfIsland(0.9, 0.1), [2 / 3, 1.0], [0.25, 0.25]).seconds, 3)
     1.4
     """
-    extra = EXTRA * (step.gradient_seconds + step.update_seconds) if len(ready) > 1 else 0.0
+    extra = EXTRA_SHARE * (step.gradient_seconds + step.update_seconds) if len(ready) > 1 else 0.0
     computed = step.gradient_seconds + extra
     last = computed / step.microbatches
     end = 0.0
@@ -78,6 +77,6 @@ def fastest(found: Sequence[EarlyGradients]) -> EarlyGradients:
     >>> fastest([EarlyGradients(1, 2.0), EarlyGradients(2, 1.005), EarlyGradients(4, 1.0)]).num_programs
     2
     """
-    most = (1 + SAME) * min(each.seconds for each in found)
+    most = (1 + SAME_SHARE) * min(each.seconds for each in found)
     near = (each for each in found if each.seconds <= most)
     return min(near, key=lambda each: each.num_programs)

@@ -35,7 +35,7 @@ class PipelinePlan:
       collectives_seconds: over the devices of the island of which that takes longest.
       update_seconds: likewise of the optimizer.
       memory_bytes: of a device of each island.
-      gradient_bytes: of the parameters of each island, in float32.
+      gradient_bytes: of the parameters of each island that are trained, in float32.
     """
 
     rows: int
@@ -111,7 +111,7 @@ class IslandPipelines:
             costs.state_bytes(stage, end - count, end)
             for stage, (end, count) in enumerate(zip(ends, cut.counts, strict=True))
         ]
-        gradients = GRADIENT_BYTES * self._subjects[0].num_parameters
+        gradients = GRADIENT_BYTES * self._subjects[0].num_trained
         busy = number * max(cut.busy_seconds)
         return PipelinePlan(
             rows=rows,

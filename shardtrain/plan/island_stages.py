@@ -96,7 +96,7 @@ def plan_stages(
     if not (possible := [number for number in sizes if number <= chain.num_blocks]):
         raise ValueError(
             f"{chain.num_blocks} blocks cannot be cut into {' or '.join(map(str, sizes))} stages, one for"
-            f" each island of a pipeline; use a number of islands with a divisor from 2 to {chain.num_blocks}"
+            f" each island of a pipeline; use a number of islands that {_several(chain.num_blocks)} divides"
         )
     pipelines = IslandPipelines(subjects, plan, space or Space())
     found, problems = [], []
@@ -110,6 +110,15 @@ def plan_stages(
         # what does not fit the memory could be split
         raise next((error for error in problems if isinstance(error, NoCut)), problems[0])
     return min(found, key=lambda each: each.seconds)
+
+
+def _several(most: int) -> str:
+    """Return the possible numbers of stages in words.
+
+    >>> _several(2), _several(4)
+    ('2', 'a number from 2 to 4')
+    """
+    return "2" if most == 2 else f"a number from 2 to {most}"
 
 
 def _microbatches(rows: int, num_stages: int) -> list[int]:

@@ -9,7 +9,7 @@ from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.options import Across
 from shardtrain.plan.devices import GB
-from shardtrain.plan.early_gradients import EXTRA, EarlyGradients, StepOfIsland, fastest
+from shardtrain.plan.early_gradients import EXTRA_SHARE, EarlyGradients, StepOfIsland, fastest
 from shardtrain.plan.join import Join, MergeBytes, join, own_copies
 from shardtrain.plan.machine import Machine, machine_of
 from shardtrain.plan.named_layouts import named_layouts
@@ -169,7 +169,7 @@ class _Joined(NamedTuple):
 def _with_early(plan: ClusterPlan, subject: Subject, across: Across) -> ClusterPlan:
     """Add the step with gradients in several programs, and take the fastest."""
     sending, alone = plan.join_seconds, plan.island_seconds
-    if not plan.synchronisation.is_mean or sending <= EXTRA * alone:
+    if not plan.synchronisation.is_mean or sending <= EXTRA_SHARE * alone:
         return plan
     first, slowest = plan.kinds[0], plan.slowest.plan.ranked[0]
     update = slowest.prediction.seconds.update

@@ -11,7 +11,7 @@ import jax
 from shardtrain import axes
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.options import Across
-from shardtrain.plan.early_gradients import MOST_PROGRAMS, EarlyGradients, StepOfIsland, early_gradients
+from shardtrain.plan.early_gradients import NUMS_PROGRAMS, EarlyGradients, StepOfIsland, early_gradients
 from shardtrain.plan.join import MergeBytes
 from shardtrain.plan.merge_bytes import island_merges
 from shardtrain.plan.prediction import Choice
@@ -77,7 +77,7 @@ def sent_early(
       sending_seconds: to send all gradients.
     """
     found: dict[int, EarlyGradients] = {}
-    for most in MOST_PROGRAMS:
+    for most in NUMS_PROGRAMS:
         parts = parts_of(subject, choice, num_devices, across, most)
         seconds = [sending_seconds * size / sum(parts.sizes_bytes) for size in parts.sizes_bytes]
         each = early_gradients(step, parts.ready, seconds)._replace(num_programs=most)

@@ -16,6 +16,7 @@ from shardtrain import axes
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data.row_split import RowSplit
 from shardtrain.errors.user_code import UserCodeFailed
+from shardtrain.functional.frozen import without
 from shardtrain.functional.key_heads import check_layout
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
@@ -91,6 +92,12 @@ class Subject:
     def num_parameters(self) -> int:
         """Elements of all parameters."""
         return sum(math.prod(x.shape) for x in jax.tree.leaves(self._shapes[0]))
+
+    @property
+    def num_trained(self) -> int:
+        """Elements of the parameters that are trained."""
+        trained = without(self._shapes[0], self.model_of(None).frozen)
+        return sum(math.prod(x.shape) for x in jax.tree.leaves(trained))
 
     @property
     def num_parameter_arrays(self) -> int:

@@ -3,7 +3,7 @@
 import math
 
 from shardtrain.combine.meeting import ALWAYS
-from shardtrain.plan.early_gradients import EXTRA
+from shardtrain.plan.early_gradients import EXTRA_SHARE
 from shardtrain.plan.island_stages import StagesPlan
 from shardtrain.plan.islands import ClusterPlan
 from shardtrain.plan.join import candidates, own_copies
@@ -13,8 +13,8 @@ from shardtrain.report.tables import table_text
 SENT_TERM = "the messages of the combiner, codecs and buckets included; all-reduces as rings"
 EARLY_TERMS = (
     "step of the slowest island + sending",
-    f"c = loss and gradients + {EXTRA:.0%} of the step; a part that is ready after the share s of the cost"
-    " is there at c - (1 - s) x c / microbatches, and sent when the one before has been; then the update",
+    f"c = loss and gradients + {EXTRA_SHARE:.0%} of the step; a part that is ready after the share s of the"
+    " cost is there at c - (1 - s) x c / microbatches, and sent after the one before; then the update",
 )
 """The formulas of a step with gradients in one program, and in several."""
 
@@ -61,7 +61,7 @@ def early_text(plan: ClusterPlan) -> str:
     if not _is_sent_early(plan):
         return ""
     if not plan.early:
-        cost = seconds_text(EXTRA * plan.island_seconds)
+        cost = seconds_text(EXTRA_SHARE * plan.island_seconds)
         return (
             f"gradients in one program: several (--gradient-parts) make a step {cost} longer, and sending"
             f" takes {seconds_text(plan.join_seconds)}\n"

@@ -39,7 +39,7 @@ def traffic_text(traffic: Traffic) -> str:
 SENDERS = {
     "islands": "each of {} islands sends",
     "pipelines": "the stages of each of {} pipelines send together",
-    "mesh": "each device of {} replicas over data sends them",
+    "mesh": "each device sends to the others of {} replicas over data",
 }
 """What the replicas are -> the beginning of the sentence that says what they send."""
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from shardtrain import axes
 from shardtrain.sharding.axis_sizes import axis_sizes
@@ -32,11 +32,14 @@ def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """Return a mesh without devices, on which programs are traced, and nothing is computed or compiled.
+    """Return a mesh of devices of no kind, on which programs are traced, and nothing is computed or compiled.
 
     Args:
       sizes: axis -> size of all axes, slowest first, see `axis_sizes`.
     """
     types = (AxisType.Auto,) * len(sizes)
     # what traces a program reads the names and sizes of axes alone, which it has as any mesh
-    return cast(Mesh, AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types))
+    device = AbstractDevice(device_kind="any", num_cores=None, platform="any")
+    return cast(
+        Mesh, AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
+    )

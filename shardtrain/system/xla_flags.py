@@ -134,8 +134,7 @@ def quick_options(platform: str, jaxlib: str | None = None) -> dict[str, bool | 
     >>> quick_options("gpu") is None and quick_options("cpu", "0.12.0") is None
     True
     """
-    version = metadata.version("jaxlib") if jaxlib is None else jaxlib
-    if platform != "cpu" or ".".join(version.split(".")[:2]) not in CHECKED_JAXLIB:
+    if not _is_checked_cpu(platform, jaxlib):
         return None
     return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -155,10 +154,15 @@ def step_options(platform: str, jaxlib: str | None = None) -> dict[str, str] | N
     >>> step_options("gpu") is None and step_options("cpu", "0.12.0") is None
     True
     """
-    version = metadata.version("jaxlib") if jaxlib is None else jaxlib
-    if platform != "cpu" or ".".join(version.split(".")[:2]) not in CHECKED_JAXLIB:
+    if not _is_checked_cpu(platform, jaxlib):
         return None
     return {"xla_disable_hlo_passes": "cse_barrier_expander"}
+
+
+def _is_checked_cpu(platform: str, jaxlib: str | None) -> bool:
+    """Return whether these are CPUs, and options of XLA for them were tried with this jaxlib."""
+    version = metadata.version("jaxlib") if jaxlib is None else jaxlib
+    return platform == "cpu" and ".".join(version.split(".")[:2]) in CHECKED_JAXLIB
 
 
 def preset_text(preset: str, found: PresetFlags) -> str:

@@ -99,7 +99,9 @@ def planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
         numbers = range_text(first, kind.kind.count)
         first += kind.kind.count
         sections[numbers] = {**kind.kind.strategy, **_section(run, choice)}
-    across = replace(strategy.across, shares=tuple(float(rows) for rows in plan.shares))
+    across = replace(
+        strategy.across, axis="data", partitions=None, shares=tuple(float(rows) for rows in plan.shares)
+    )
     if not math.isinf(plan.link_bytes_per_second) and strategy.synchronisation.is_mean:
         across = replace(across, gradient_parts=plan.num_programs)
     return replace(strategy, across=across, islands=sections)

@@ -53,6 +53,15 @@ def test_an_island_is_shown_with_its_sections(inspected, tmp_path):
     assert "--island is -1; islands are numbered from 0" in inspected(*words, "--island", "-1")
 
 
+def test_islands_that_make_no_whole_pipelines_are_refused(inspected):
+    words = ("--across", "pipeline", "--partitions", "2", "--accumulate", "2", *TINY)
+    refused = inspected(*words, "--islands", "3")
+    assert "partitions is 2, and there are 3 islands, which do not make whole pipelines" in refused
+    assert "of each of 3 pipelines send together" in inspected(*words, "--shares", "4,4,4")
+    refused = inspected(*words, "--shares", "4,4,4", "--islands", "4")
+    assert "--islands is 4, and the shares are for 6 islands; give --islands 6" in refused
+
+
 def sent_bytes(text):
     """The bytes of the line on what replicas send, and what it says before and behind them."""
     (line,) = [line for line in text.splitlines() if " send" in line and "KiB a" in line]
@@ -84,7 +93,7 @@ def test_what_replicas_send_is_counted_by_their_combiner(inspected):
     # in a mesh each device sends to the replicas of its shards, instead of the sums of the table
     text = inspected(*TINY, "--mesh", "data=4", "--combine", "top_k:0.01+mean")
     found, *words = sent_bytes(text)
-    assert words == ["each device of 4 replicas over data sends them", " a step"]
+    assert words == ["each device sends to the others of 4 replicas over data", " a step"]
     assert found == pytest.approx(3 * 0.01 * 8 * num_parameters, rel=0.2)
     assert "all-reduce" not in text
     text = inspected(

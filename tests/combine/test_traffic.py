@@ -24,9 +24,6 @@ class Sent:
         return sum(self.all(kind))
 
 
-sent = Sent
-
-
 SIZES = (2, 3, 4, 5, 6, 7, 8, 9, 12)
 
 
@@ -34,7 +31,7 @@ SIZES = (2, 3, 4, 5, 6, 7, 8, 9, 12)
 def test_adasum_sends_what_an_all_reduce_sends_and_scalars(size):
     elements = 2520 * 3  # every size divides both leaves
     shapes = [((2520,), jnp.float32), ((2, 2520), jnp.float32)]
-    group = sent("adasum", size, shapes)
+    group = Sent("adasum", size, shapes)
     assert group.bytes(EXCHANGE) == 2 * 4 * elements * (size - 1) / size
     assert group.bytes(ALL_GATHER) == 4 * 2
     twos = (size & -size).bit_length() - 1
@@ -50,41 +47,41 @@ def test_adasum_sends_what_an_all_reduce_sends_and_scalars(size):
 
 def test_adasum_of_16_bits_sends_16_bits():
     for dtype in (jnp.bfloat16, jnp.float16):
-        group = sent("adasum", 4, [((64,), dtype), ((8, 8), jnp.float32)])
+        group = Sent("adasum", 4, [((64,), dtype), ((8, 8), jnp.float32)])
         assert group.bytes(EXCHANGE) == 2 * (2 * 64 + 4 * 64) * 3 / 4
-    assert sent("bfloat16+adasum", 4, [((64,), jnp.float32)]).bytes(EXCHANGE) == 2 * 2 * 64 * 3 / 4
+    assert Sent("bfloat16+adasum", 4, [((64,), jnp.float32)]).bytes(EXCHANGE) == 2 * 2 * 64 * 3 / 4
 
 
 def test_small_leaves_share_a_message_and_large_ones_go_without_a_copy():
     small = [((4,), jnp.float32), ((6,), jnp.float32), ((), jnp.float32)]
     large = [((1 << 18,), jnp.float32)]
     for shapes, messages in ((small, 1), (small + large, 2), (2 * large, 1)):
-        assert len(sent("adasum", 2, shapes).all(EXCHANGE)) == 2 * messages  # there and back
+        assert len(Sent("adasum", 2, shapes).all(EXCHANGE)) == 2 * messages  # there and back
 
 
 def test_leaves_that_do_not_divide_cost_less_than_a_slice_more():
-    group = sent("adasum", 4, [((5,), jnp.float32), ((), jnp.float32), ((0,), jnp.float32)])
+    group = Sent("adasum", 4, [((5,), jnp.float32), ((), jnp.float32), ((0,), jnp.float32)])
     assert group.bytes(EXCHANGE) == 2 * 4 * (8 + 4) * 3 / 4
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_mean_sends_what_its_docstring_says(size):
     shapes = [((10,), jnp.float32), ((2, 5), jnp.float32)]
-    assert sent("mean", size, shapes).sent == [Message(ALL_REDUCE, 4 * (20 + size), size)]
-    group = sent("mean", size, [((2520,), jnp.bfloat16)])
+    assert Sent("mean", size, shapes).sent == [Message(ALL_REDUCE, 4 * (20 + size), size)]
+    group = Sent("mean", size, [((2520,), jnp.bfloat16)])
     assert group.bytes(ALL_REDUCE) == 4 * size
     assert group.bytes(EXCHANGE) == 2 * 2520 * (size - 1) / size
     assert group.bytes(ALL_GATHER) == 2 * 2520 / size
-    assert sent("bfloat16+mean", size, [((2520,), jnp.float32)]).sent == group.sent
-    with_scales = sent("float16+mean", size, [((2520,), jnp.float32)])
+    assert Sent("bfloat16+mean", size, [((2520,), jnp.float32)]).sent == group.sent
+    with_scales = Sent("float16+mean", size, [((2520,), jnp.float32)])
     assert with_scales.bytes(ALL_GATHER) == group.bytes(ALL_GATHER) + 4
     assert with_scales.bytes(EXCHANGE) == group.bytes(EXCHANGE)
 
 
 def test_mean_sends_large_leaves_without_a_copy():
     shapes = [((10,), jnp.float32), ((512, 512), jnp.float32), ((7,), jnp.float32)]
-    assert [n for _, n, _ in sent("mean", 2, shapes).sent] == [4 * (17 + 2), 4 * 512**2]
-    assert [n for _, n, _ in sent("mean", 2, shapes[1:2]).sent] == [4 * 2, 4 * 512**2]
+    assert [n for _, n, _ in Sent("mean", 2, shapes).sent] == [4 * (17 + 2), 4 * 512**2]
+    assert [n for _, n, _ in Sent("mean", 2, shapes[1:2]).sent] == [4 * 2, 4 * 512**2]
 
 
 @pytest.mark.parametrize("combiner", ["mean", "adasum"])
@@ -97,7 +94,7 @@ def test_codecs_gather_small_payloads(combiner):
         f"power_sgd:{rank}": 4 * (rank * (30 + 20) + 50) + 4,
     }
     for codec, num_bytes in payloads.items():
-        group = sent(f"{codec}+{combiner}", 4, shapes)
+        group = Sent(f"{codec}+{combiner}", 4, shapes)
         if codec.startswith("power_sgd") and combiner == "mean":
             # factors are averaged: the left ones and what is not factored, then the right ones
             expected = [4 * (rank * 30 + 50 + 4), 4 * (rank * 20 + 4)]

@@ -20,6 +20,7 @@ from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.remat import with_remat
 from shardtrain.islands.cluster import Cluster, IslandKind, read_cluster
 from shardtrain.islands.cluster_device import ClusterDevice
+from shardtrain.islands.options import Across
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.plan.advice.of_plan import scaling
@@ -377,7 +378,11 @@ def test_unequal_islands_get_rows_by_their_speed(subject):
     assert seconds[1] == pytest.approx(plan.island_seconds + sent / (sent / slowest))
     assert seconds[1] > seconds[2] > seconds[4] == plan.seconds
     run = Run(model=CONFIG, data=Text(seq=SEQ), batch=ROWS, steps=1)
-    assert planned_strategy(run, plan).across.gradient_parts == plan.num_programs == 4
+    across = planned_strategy(run, plan).across
+    assert across.gradient_parts == plan.num_programs == 4
+    # islands as replicas are that also where the run has stages
+    staged = replace(run.strategy, across=Across(axis="pipeline", partitions=2))
+    assert planned_strategy(replace(run, strategy=staged), plan).across == across
     assert "gradients in 1, 2, 4 programs at most (--gradient-parts): " in plan_text(
         plan, [subject, subject], 1
     )
