@@ -66,7 +66,7 @@ def synchronisation_text(
       a merge is skipped where no replica has moved so far; in the first 9 steps 2.7 KiB each
     >>> print(synchronisation_text(Synchronisation(by="int8+mean"), MergeBytes(4, (512,)), "mesh"))
     replicas: gradients by int8+mean in every step
-    each device of 4 replicas over data sends them 512 B a step
+    each device sends to the others of 4 replicas over data 512 B a step
     """
     who = SENDERS[replicas].format(sent.num_replicas)
     average = f"{bytes_text(round(sent.per_step))} a step on average"

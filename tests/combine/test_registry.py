@@ -27,11 +27,11 @@ def test_every_name_makes_a_combiner():
         ("mean+int8+sum", ["codec 'mean'; a combiner must be last, such as 'int8+mean'"]),
         ("mean:3", ["combiner 'mean:3': mean takes no argument; write 'mean'"]),
         (
-            "scale:0,5+scale:1,2,3+mean",
+            "scale:0,5+scale:1,2,3+scale:1e-40+mean",
             [
-                f"codec 'scale:{given}': scale is '{given}'; use one or two finite numbers above 0, such as"
-                " 0.5, or '0.5,2' with one after"
-                for given in ("0,5", "1,2,3")
+                f"codec 'scale:{given}': scale is '{given}'; use a number from 2e-38 to 5e+37, such as 0.5, or"
+                " two with a comma between, such as '0.5,2', of which the second one comes after"
+                for given in ("0,5", "1,2,3", "1e-40")
             ],
         ),
         (
