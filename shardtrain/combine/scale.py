@@ -57,7 +57,7 @@ def _parsed(factors: Any) -> tuple[float, float]:
     except ValueError:
         pass
     raise ValueError(
-        f"scale is {factors!r}; use a number from {LEAST:g} to {1 / LEAST:g}, such as 0.5, or two with a"
+        f"scale is {str(factors)!r}; use a number from {LEAST:g} to {1 / LEAST:g}, such as 0.5, or two with a"
         " comma between, such as '0.5,2', of which the second one comes after"
     )
 

@@ -29,8 +29,8 @@ def test_every_name_makes_a_combiner():
         (
             "scale:0,5+scale:1,2,3+scale:1e-40+mean",
             [
-                f"codec 'scale:{given}': scale is '{given}'; use a number from 2e-38 to 5e+37, such as 0.5, or"
-                " two with a comma between, such as '0.5,2', of which the second one comes after"
+                f"codec 'scale:{given}': scale is '{given}'; use a number from 2e-38 to 5e+37, such as 0.5,"
+                " or two with a comma between, such as '0.5,2', of which the second one comes after"
                 for given in ("0,5", "1,2,3", "1e-40")
             ],
         ),
