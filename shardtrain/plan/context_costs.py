@@ -54,7 +54,7 @@ class AttentionCall(NamedTuple):
       window: how many keys a query sees at most; None: any number, or not known.
       backward: whether it is the gradient.
       keys_are_here: whether the forward is computed in the same program, so that the keys and values that it
-        got from other devices are not sent once more: compilers merge what is sent twice.
+        got from other devices are not sent once more: compilers merge what is there twice.
     """
 
     kind: str
@@ -119,6 +119,8 @@ class AttentionCall(NamedTuple):
             else:
                 # compilers put what all loops have added to the gradient of the queries together at the end
                 results = back * pairs * q_float / (1 + self.causal)
+        # scores that are not a loop's are computed once for the recomputed forward and the backward
+        products -= self.keys_are_here and num_blocks == 1
         scores = part * keys * of_key
         temporary = (
             q_float * (2 + back) + visiting + gradients * back + at_once / num_blocks * arrays + results

@@ -37,10 +37,12 @@ def test_staleness_is_that_of_the_island_furthest_ahead_when_it_pulled(benchmark
 
 def test_a_pipeline_pauses_in_the_same_steps_whatever_its_microbatches(benchmark_of_waves, monkeypatch):
     options = benchmark_of_waves.Options(steps=20, chance=0.5)
-    slept = {}
+    slept, waited = {}, []
     for microbatches in (1, 3):
-        pauses = benchmark_of_waves.Pauses(options, 1, microbatches)
         slept[microbatches] = seconds = []
+        pauses = benchmark_of_waves.Pauses(
+            options, 1, microbatches, lambda seconds=seconds: waited.append(len(seconds))
+        )
         monkeypatch.setattr(benchmark_of_waves.time, "sleep", seconds.append)
         for _ in range(20):
             before = len(seconds)
@@ -49,6 +51,8 @@ def test_a_pipeline_pauses_in_the_same_steps_whatever_its_microbatches(benchmark
             seconds[before:] = [len(seconds) - before]
     assert slept[1] == slept[3]
     assert {0, 1} == set(slept[1])
+    # before the second step, from which on seconds count
+    assert waited == [1, 1]
 
 
 def test_losses_at_equal_time_are_those_when_the_quickest_way_ended(benchmark_of_waves):
