@@ -57,9 +57,12 @@ def walk(
         run_block = jax.checkpoint(recomputed, policy=policy, prevent_cse=not config.scan)
     # one compiled block for all, or one for each
     if config.scan:
-        unroll = num_blocks if is_plain else 1
-        step = lambda x, each: (run_block(each[0], x, each[1]), None)  # noqa: E731
-        return jax.lax.scan(step, x_BTD, (blocks, keys), unroll=unroll)[0]
+
+        def step(x_BTD: Any, each: tuple[Any, Any]) -> tuple[Any, None]:
+            block, key = each
+            return run_block(block, x_BTD, key), None
+
+        return jax.lax.scan(step, x_BTD, (blocks, keys), unroll=num_blocks if is_plain else 1)[0]
     for block, key in unstacked((blocks, keys)):
         x_BTD = run_block(block, x_BTD, key)
     return x_BTD

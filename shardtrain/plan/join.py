@@ -57,7 +57,7 @@ def join(
 ) -> Join:
     """Return what it costs to join islands, if they skip no merge.
 
-    What is sent while an island goes on (`overlap`) costs it nothing as long as these steps last.
+    What is sent beside later steps (`overlap`) costs no time as long as these steps last.
 
     Args:
       synchronisation: how they are joined.
