@@ -57,18 +57,19 @@ class DeltaIslandStep:
             own = constrain(own_params(state.params, local.drift), specs.params, mesh)
             key, scale = step_key(state.seed, state.step), scale_of(state.loss_scale)
             found = gradients(own, local.model_state, key, batch, first_row, scale)
-            params = constrain(state.params, specs.sharded, mesh)
-            opt_state, drift = own_update(
-                params, local.drift, state.opt_state, found.grads, found.count, found.mean_loss
-            )
-            new = state._replace(
-                opt_state=opt_state,
-                local=local._replace(
+
+            def updated(state: State) -> State:
+                params, local = constrain(state.params, specs.sharded, mesh), state.local
+                opt_state, drift = own_update(
+                    params, local.drift, state.opt_state, found.grads, found.count, found.mean_loss
+                )
+                local = local._replace(
                     drift=drift, count=local.count + found.count, model_state=found.model_state
-                ),
-            )
+                )
+                return state._replace(opt_state=opt_state, local=local)
+
             metrics = {**found.logged, "grad_norm": optax.tree.norm(found.grads)}
-            new, metrics = unless_skipped(state, new, metrics, learning_rate, placement.in_float16)
+            new, metrics = unless_skipped(updated, placement, state, metrics, learning_rate)
             sums = jax.tree.map(jnp.add, local.sums, step_sums(metrics))
             new = new._replace(local=new.local._replace(sums=sums))
             shardings = self._merge.shardings(placement.state, sums)._replace(combine_state=())

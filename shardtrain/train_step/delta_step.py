@@ -38,8 +38,8 @@ def make_delta_update(
     optimizer: optax.GradientTransformation,
     placement: Placement,
     start_row: int,
-) -> Callable[[State, Batch], tuple[State, Metrics]]:
-    """Make the update of each replica by an optimizer of its own.
+) -> Callable[[State, Batch], tuple[Callable[[State], State], Metrics]]:
+    """Make the computation of a step in which each replica has an optimizer of its own: its update, metrics.
 
     If replicas meet in every step, it combines their deltas too: with Adasum this is Horovod's
     `_DistributedAdasumOptimizer`. Else `make_merge` does that.
@@ -54,7 +54,7 @@ def make_delta_update(
     num_replicas = mesh.shape[axes.DATA]
     merge = make_merge(placement, -1)
 
-    def update(state: State, batch: Batch) -> tuple[State, Metrics]:
+    def compute(state: State, batch: Batch) -> tuple[Callable[[State], State], Metrics]:
         found, means, counts, values = replica_means(state, batch)
         if synchronisation.synchronous_steps:
             means, counts, values = jax.lax.cond(
@@ -78,9 +78,10 @@ def make_delta_update(
             state = state._replace(local=())
         # there is no common gradient: log the mean over the replicas' own
         squares = sum((m.astype(jnp.float32) ** 2).sum() for m in jax.tree.leaves(means)) / num_replicas
-        return state, {**found.logged, "grad_norm": jnp.sqrt(squares), **extra}
+        # what merging returns beside the state is logged, so it is no part of an update that may be skipped
+        return lambda _: state, {**found.logged, "grad_norm": jnp.sqrt(squares), **extra}
 
-    return update
+    return compute
 
 
 def make_merge(placement: Placement, last_step: int) -> Callable[[State], tuple[State, Metrics]]:

@@ -29,7 +29,7 @@ from shardtrain.train_step.island_totals import average_model_state
 from shardtrain.train_step.offload import offloaded
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
-from shardtrain.train_step.step import Metrics, apply_gradients, unless_skipped
+from shardtrain.train_step.step import Metrics, apply_gradients, gradient_metrics, unless_skipped
 from shardtrain.train_step.wave_merge import WaveMerge
 
 
@@ -181,11 +181,14 @@ class GradientIslandStep:
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), placement.specs.abstract.params)
             found = found._replace(grads=like_paths(zeros, {**by_path(zeros), **grads}))
             found = found.of_mean_loss if synchronisation.is_mean else found
-            new, metrics = apply_gradients(optimizer, placement, state, found)
-            new = new._replace(combine_state=combine_state)
-            metrics = {**metrics, **joined_metrics(extra), **own}
+            metrics = {**gradient_metrics(found), **joined_metrics(extra), **own}
             finite = metrics.pop("finite", None)
-            return unless_skipped(state, new, metrics, learning_rate, own_finite=finite)
+
+            def updated(state: State) -> State:
+                new = apply_gradients(optimizer, placement, state, found)
+                return new._replace(combine_state=combine_state)
+
+            return unless_skipped(updated, placement, state, metrics, learning_rate, finite)
 
         # between the two programs gradients stay sharded; everything else is replicated
         whole = NamedSharding(placement.mesh, PartitionSpec())

@@ -107,6 +107,11 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec(None, self.layout.batch_axes))
 
     @property
+    def is_one_cpu(self) -> bool:
+        """Whether the mesh is one CPU device, for which XLA compiles some computations badly."""
+        return self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
+
+    @property
     def compiler_options(self) -> dict[str, str] | None:
         """Compiler options of the programs with gradients; None: the usual ones."""
         return step_options(self.mesh.devices.flat[0].platform)

@@ -21,7 +21,7 @@ from shardtrain.train_step.island_totals import step_sums
 from shardtrain.train_step.local_steps import make_local_update, own_params
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.state import State
-from shardtrain.train_step.step import Metrics, apply_gradients, unless_skipped
+from shardtrain.train_step.step import Metrics, apply_gradients, gradient_metrics, unless_skipped
 
 
 class GradientPrograms(NamedTuple):
@@ -109,10 +109,14 @@ def make_update(
     ) -> tuple[State, Metrics]:
         norm = jnp.sqrt(squares)
         found = Sums(grads=_clipped(grads, norm, clip), model_state=model_state, **totals)
-        new, metrics = apply_gradients(optimizer, placement, state, found)
-        new = new._replace(combine_state=combine_state)
-        metrics = {**metrics, "grad_norm": norm, **joined_metrics(combine_metrics)}
-        return unless_skipped(state, new, metrics, learning_rate)
+        # the norm is that of all stages
+        metrics = {**gradient_metrics(found), "grad_norm": norm, **joined_metrics(combine_metrics)}
+
+        def updated(state: State) -> State:
+            new = apply_gradients(optimizer, placement, state, found)
+            return new._replace(combine_state=combine_state)
+
+        return unless_skipped(updated, placement, state, metrics, learning_rate)
 
     # the state is donated: parameters and optimizer state are updated in place
     whole, sharded = _shardings(placement)
@@ -144,19 +148,20 @@ def make_own_update(
         state: State, grads: Tree, model_state: Tree, totals: Any, squares: jax.Array, count: jax.Array
     ) -> tuple[State, Metrics]:
         """The update of this pipeline's own parameters, which are merged later."""
-        norm, local = jnp.sqrt(squares), state.local
-        opt_state, drift = own_update(
-            constrain(state.params, placement.specs.sharded, placement.mesh),
-            local.drift,
-            state.opt_state,
-            _clipped(grads, norm, clip),
-            count,
-            totals["loss_sum"] / jnp.where(totals["count"] > 0, totals["count"], 1),
-        )
-        local = local._replace(drift=drift, count=local.count + count, model_state=model_state)
-        new = state._replace(opt_state=opt_state, local=local)
-        metrics = {**totals["metrics"], "loss_sum": totals["loss_sum"], "count": totals["count"]}
-        new, metrics = unless_skipped(state, new, {**metrics, "grad_norm": norm}, learning_rate)
+        norm = jnp.sqrt(squares)
+        found = Sums(grads=_clipped(grads, norm, clip), model_state=model_state, **totals)
+
+        def updated(state: State) -> State:
+            params = constrain(state.params, placement.specs.sharded, placement.mesh)
+            local = state.local
+            opt_state, drift = own_update(
+                params, local.drift, state.opt_state, found.grads, count, found.mean_loss
+            )
+            local = local._replace(drift=drift, count=local.count + count, model_state=found.model_state)
+            return state._replace(opt_state=opt_state, local=local)
+
+        metrics = {**found.logged, "grad_norm": norm}
+        new, metrics = unless_skipped(updated, placement, state, metrics, learning_rate)
         sums = jax.tree.map(jnp.add, state.local.sums, step_sums(metrics))
         return new._replace(local=new.local._replace(sums=sums)), metrics
 

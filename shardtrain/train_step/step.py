@@ -32,6 +32,9 @@ from shardtrain.train_step.state import Metrics, State
 
 Step = Callable[[State, Batch], tuple[State, Metrics]]
 
+Update = Callable[[State], State]
+"""The state before a step -> the state after it, in a jit."""
+
 
 def make_step(
     model: Model,
@@ -68,8 +71,8 @@ def make_step(
     merge = make_merge(placement, last_step) if placement.synchronisation.keeps_drift else None
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        new, metrics = compute(state, batch)
-        state, metrics = unless_skipped(state, new, metrics, learning_rate, placement.in_float16)
+        update, metrics = compute(state, batch)
+        state, metrics = unless_skipped(update, placement, state, metrics, learning_rate)
         if merge is None:
             return state, metrics
         state, found = merge(state)
@@ -91,28 +94,36 @@ def compiled(step: Step, placement: Placement) -> Step:
 
 
 def unless_skipped(
+    update: Update,
+    placement: Placement,
     state: State,
-    new: State,
     metrics: Metrics,
     learning_rate: optax.Schedule | None,
-    in_float16: bool = False,
     own_finite: jax.Array | None = None,
 ) -> tuple[State, Metrics]:
-    """Return the new state if loss and gradient are finite, else the old one; the step counter advances.
+    """Return the updated state if loss and gradient are finite, else the old one; the step counter advances.
 
     Args:
+      update: makes the state after the step.
+      placement: of the state, which says whether this island computes in float16.
       state: the state before the step.
-      new: the state after it.
       metrics: those of the step.
       learning_rate: the optimizer's schedule, to add the rate to the metrics.
-      in_float16: whether this island computes in float16.
       own_finite: whether this island's own gradients are finite; None: as `metrics` say. Then the metrics
         have "overflowed" already, the number of islands whose gradients overflowed in float16.
     """
     # checking the update instead would keep all of it in memory until its norm is known
     finite = jnp.isfinite(metrics["loss_sum"]) & jnp.isfinite(metrics["grad_norm"])
-    # keep the dtype of the old state: optax computes moments of bfloat16 parameters in float32
-    kept = jax.tree.map(lambda n, o: jnp.where(finite, n.astype(o.dtype), o), new, state)
+
+    def updated(state: State) -> State:
+        # keep the dtype of the old state: optax computes moments of bfloat16 parameters in float32
+        return jax.tree.map(lambda new, old: new.astype(old.dtype), update(state), state)
+
+    if placement.is_one_cpu:
+        # a CPU would copy the moments before a choice between old and new ones; a GPU would wait for a branch
+        kept = jax.lax.cond(finite, updated, lambda state: state, state)
+    else:
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated(state), state)
     metrics = {**metrics, "skipped": 1.0 - finite}
     if learning_rate is not None:
         metrics["learning_rate"] = learning_rate(state.step)
@@ -121,7 +132,7 @@ def unless_skipped(
         return kept, metrics
     metrics["loss_scale"] = state.loss_scale.scale
     if own_finite is None:
-        over = in_float16 & overflowed(state.loss_scale, metrics["loss_sum"], finite)
+        over = placement.in_float16 & overflowed(state.loss_scale, metrics["loss_sum"], finite)
         metrics["overflowed"] = jnp.float32(over)
     return kept._replace(
         loss_scale=adjusted(state.loss_scale, finite if own_finite is None else own_finite)
@@ -134,8 +145,8 @@ def apply_gradients(
     state: State,
     found: Sums,
     compute: Callable[[Any], Sums] | None = None,
-) -> tuple[State, Metrics]:
-    """Return the state after an update and the step's metrics, for use inside jit.
+) -> State:
+    """Return the state after an update, for use inside jit.
 
     Args:
       optimizer: the optimizer.
@@ -159,30 +170,39 @@ def apply_gradients(
         extra["value_fn"] = value_function(value_and_grad, state.params)
     updates, opt_state = stored(optimizer).update(grads, state.opt_state, params, **extra)
     params = optax.apply_updates(params, updates)
-    new = state._replace(params=params, model_state=found.model_state, opt_state=opt_state)
+    return state._replace(params=params, model_state=found.model_state, opt_state=opt_state)
+
+
+def gradient_metrics(found: Sums) -> Metrics:
+    """Return the metrics of a step by what was computed of its batch, for use inside jit."""
     norm = optax.tree.norm(found.grads)
     metrics = {**found.logged, "grad_norm": norm}
-    return new, {**metrics, **noise_metrics(found.squares, norm, found.count)} if found.squares else metrics
+    return {**metrics, **noise_metrics(found.squares, norm, found.count)} if found.squares else metrics
 
 
 def _make_gradient_update(
     model: Model, loss: Loss, optimizer: optax.GradientTransformation, placement: Placement, start_row: int
-) -> Step:
-    """Make the step that combines gradients over replicas and updates once."""
+) -> Callable[[State, Batch], tuple[Update, Metrics]]:
+    """Make the computation of a step that combines gradients over replicas and updates once."""
     # a mean over replicas is a sum over their gradients: the gradient of each replica is not needed
     if placement.synchronisation.is_mean:
         gradients = make_gradients(model, loss, placement, start_row)
 
-        def update(state: State, batch: Batch) -> tuple[State, Metrics]:
+        def summed(state: State, batch: Batch) -> tuple[Update, Metrics]:
             key = step_key(state.seed, state.step)
 
             def compute(params: Any) -> Sums:
                 scale = scale_of(state.loss_scale)
                 return gradients(params, state.model_state, key, batch, start_row, scale)
 
-            return apply_gradients(optimizer, placement, state, compute(state.params), compute)
+            found = compute(state.params)
 
-        return update
+            def update(state: State) -> State:
+                return apply_gradients(optimizer, placement, state, found, compute)
+
+            return update, gradient_metrics(found)
+
+        return summed
 
     # any other combiner gets the mean gradient of each replica
     replica_means = make_replica_means(model, loss, placement, start_row)
@@ -192,9 +212,9 @@ def _make_gradient_update(
     stacked = stacked_paths(specs.arrays, specs.sharded) & fragment.rows.keys()
     _, entries = combined_entries(specs)
 
-    def update_combined(state: State, batch: Batch) -> tuple[State, Metrics]:
+    def combined(state: State, batch: Batch) -> tuple[Update, Metrics]:
         found, means, counts, _ = replica_means(state, batch)
-        combined, combine_state, extra = combine_replicas(
+        value, combine_state, extra = combine_replicas(
             combiner,
             fragment.take(means, lead=1),
             counts,
@@ -204,11 +224,16 @@ def _make_gradient_update(
             mesh=mesh,
             entries=entries,
         )
-        grads = fragment.put(jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), means), combined)
-        new, metrics = apply_gradients(optimizer, placement, state, found._replace(grads=grads))
-        return new._replace(combine_state=(combine_state,)), {**metrics, **extra}
+        grads = fragment.put(jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), means), value)
+        found = found._replace(grads=grads)
 
-    return update_combined
+        def update(state: State) -> State:
+            new = apply_gradients(optimizer, placement, state, found)
+            return new._replace(combine_state=(combine_state,))
+
+        return update, {**gradient_metrics(found), **extra}
+
+    return combined
 
 
 def combined_labels(placement: Placement) -> list[str]:

@@ -151,8 +151,8 @@ class TestState:
         assert float(state.params["w"][0, 0]) < 1
 
 
-@pytest.fixture(scope="module")
-def roots():
+@pytest.fixture(scope="module", params=[{"data": 2, "fsdp": 2}, {"data": 1}], ids=["mesh", "one CPU"])
+def roots(request):
     """Numbers, one step for each -> the states and the metrics; the loss is of their square roots."""
     optimizer = optax.adam(optax.linear_schedule(0.1, 0.0, 10))
     model = Model(
@@ -163,7 +163,7 @@ def roots():
         ),
         dims={"w": ("embed",)},
     )
-    placement = placed(model, optimizer, {"data": 2, "fsdp": 2})
+    placement = placed(model, optimizer, request.param)
 
     def loss(apply, batch):
         return jnp.sqrt(apply(batch["x"])).sum() + batch["more"].sum(), jnp.float32(batch["x"].shape[0])
@@ -209,6 +209,15 @@ class TestNotFinite:
         assert_equal(trained._replace(step=1), expected)
         assert int(trained.opt_state[0].count) == 1
         assert not np.array_equal(trained.params["w"], start.params["w"])
+
+    def test_keeping_the_old_state_copies_no_moments_on_one_cpu(self):
+        optimizer = optax.adam(0.1)
+        placement = placed(WORDS, optimizer, dict(ONE))
+        step = make_step(WORDS, next_token_loss, optimizer, placement)
+        program = step.lower(restorable_state(placement), on_mesh(tokens(), placement)).compile()  # type: ignore[attr-defined]
+        lines = [line for line in program.as_text().splitlines() if "opt_state_0__mu__up" in line]
+        assert lines
+        assert not [line for line in lines if " copy(" in line]
 
     def test_the_learning_rate_is_a_metric(self, roots):
         _, metrics = roots(1.0, 1.0, 1.0)
