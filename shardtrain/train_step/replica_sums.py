@@ -26,6 +26,7 @@ from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.table import Table
 from shardtrain.sharding.rules import Rules
 from shardtrain.sharding.specs import with_leading_dim
+from shardtrain.train_step.each_replica import each_replica
 from shardtrain.train_step.gradient_noise import squares_of
 from shardtrain.train_step.placement import Placement, constrain
 
@@ -119,7 +120,7 @@ def make_replica_sums(model: Model, loss: Loss, placement: Placement, start_row:
 
 def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, specs: Any) -> _Compute:
     """Make the function that scans over microbatches, each through the whole model."""
-    mesh, replica_axes = placement.mesh, placement.layout.replica_axes
+    mesh = placement.mesh
 
     def replica_loss(
         params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch, scale: Any
@@ -133,13 +134,8 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
         )
         return loss_sum * scale, (loss_sum, count, metrics, model_state)
 
-    # spmd_axis_name shards the leading dim that vmap makes, so each device computes its own replica
-    grad = jax.vmap(
-        jax.value_and_grad(replica_loss, has_aux=True),
-        in_axes=(0 if placement.synchronisation.keeps_drift else None, 0, None, 0, 0, None),
-        axis_name=model.axis_name,
-        spmd_axis_name=replica_axes or None,
-    )
+    in_axes = (0 if placement.synchronisation.keeps_drift else None, 0, None, 0, 0, None)
+    grad = each_replica(jax.value_and_grad(replica_loss, has_aux=True), in_axes, placement, model.axis_name)
 
     def compute(
         params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch, scale: Any
@@ -181,7 +177,7 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
 
 def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules, specs: Any) -> _Compute:
     """Make the function that runs a pipeline of several stages; see `pipeline.mesh_pipeline`."""
-    stages, replica_axes = placement.stages, placement.layout.replica_axes
+    stages = placement.stages
     assert stages is not None
     # after local steps each replica has parameters of its own, with a leading dim
     has_own = placement.synchronisation.keeps_drift
@@ -203,9 +199,7 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
         def run(*arguments: Any) -> Sums:
             with activation_rules(rules, jax.sharding.get_abstract_mesh(), *placement.layout.tracing):
                 in_axes = (0 if has_own else None, None, 1, 1)
-                return jax.vmap(
-                    replica, in_axes, axis_name=model.axis_name, spmd_axis_name=replica_axes or None
-                )(*arguments)
+                return each_replica(replica, in_axes, placement, model.axis_name)(*arguments)
 
         over_stages = _over_stages(run, placement.mesh, params, params_dim=int(has_own), grads_dim=1)
         sums = over_stages(params, key, first_rows, batch)

@@ -24,6 +24,7 @@ from shardtrain.functional.sums import Sums, add_loss
 from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.specs import with_leading_dim
+from shardtrain.train_step.each_replica import each_replica
 from shardtrain.train_step.placement import Placement, constrain
 
 
@@ -165,7 +166,7 @@ class StageFunctions:
         run = self._replica_run(part, task.key, train)
         params = self.stage_model.part_params(task.params, part)
         rows = jax.tree.map(lambda x: x[task.microbatch], (task.first_rows, task.batch))
-        return self._vmapped(run, (None, 0, 0, 0, 0))(params, task.model_state, *rows, list(task.inputs))
+        return self._each_replica(run, (None, 0, 0, 0, 0))(params, task.model_state, *rows, list(task.inputs))
 
     def _replica_run(self, part: int, key: jax.Array, train: bool) -> Callable[..., Any]:
         """Return (params, model state, first row, batch, inputs) -> what the part writes, of one replica."""
@@ -217,7 +218,7 @@ class StageFunctions:
         params = self.stage_model.part_params(task.params, part)
         rows = jax.tree.map(lambda x: x[task.microbatch], (task.first_rows, task.batch))
         in_axes = (None, 0, 0, 0, 0, 0)
-        return self._vmapped(replica, in_axes)(
+        return self._each_replica(replica, in_axes)(
             params, task.model_state, *rows, list(task.inputs), list(task.cotangents)
         )
 
@@ -231,13 +232,10 @@ class StageFunctions:
         ]
         return jax.tree.unflatten(structure, found)
 
-    def _vmapped(self, function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-        return jax.vmap(
-            function,
-            in_axes=in_axes,
-            axis_name=self.stage_model.model.axis_name,
-            spmd_axis_name=self.replica_axes or None,
-        )
+    def _each_replica(
+        self, function: Callable[..., Any], in_axes: Sequence[int | None]
+    ) -> Callable[..., Any]:
+        return each_replica(function, in_axes, self.placement, self.stage_model.model.axis_name)
 
     def _add_grads(self, part: int, grads: Tree, found: Tree) -> Tree:
         return self._constrain_grads(

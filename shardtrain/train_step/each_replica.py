@@ -1,0 +1,52 @@
+"""Run a function for each replica of a mesh, over a leading dim that is sharded over the axes of replicas.
+
+Next: `replica_sums.py`, `stage_functions.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardtrain.train_step.placement import Placement
+
+
+def each_replica(
+    function: Callable[..., Any],
+    in_axes: Sequence[int | None],
+    placement: Placement,
+    axis_name: str | None = None,
+) -> Callable[..., Any]:
+    """Return the function over a dim of replicas, for use inside jit.
+
+    Args:
+      function: of one replica.
+      in_axes: for each argument, which dim of its arrays is that of replicas; None if it has none.
+      placement: of the state, whose layout says which axes of the mesh replicas are on.
+      axis_name: the name of the dim inside the function, for models with collectives over replicas.
+
+    Returns:
+      A function whose results have a leading dim of replicas.
+    """
+    replica_axes = placement.layout.replica_axes
+    if axis_name is None and all(placement.mesh.shape[axis] == 1 for axis in replica_axes):
+        return _only_replica(function, in_axes)
+    # spmd_axis_name shards the leading dim that vmap makes, so each device computes its own replica
+    return jax.vmap(function, tuple(in_axes), axis_name=axis_name, spmd_axis_name=replica_axes or None)
+
+
+def _only_replica(function: Callable[..., Any], in_axes: Sequence[int | None]) -> Callable[..., Any]:
+    """Return what vmap would over a dim of size 1; arrays in the function do not have that dim.
+
+    XLA for CPUs has much slower loops for arrays of four dims than for those of three.
+    """
+
+    def without(argument: Any, axis: int | None) -> Any:
+        return argument if axis is None else jax.tree.map(lambda x: jnp.squeeze(x, axis), argument)
+
+    def only(*arguments: Any) -> Any:
+        results = function(*(without(*each) for each in zip(arguments, in_axes, strict=True)))
+        return jax.tree.map(lambda x: jnp.expand_dims(x, 0), results)
+
+    return only

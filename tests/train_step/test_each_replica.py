@@ -1,0 +1,50 @@
+"""A function over the replicas of a mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from shardtrain.functional.nnx_model import as_model
+from shardtrain.models.mlp import MlpConfig
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.each_replica import each_replica
+from shardtrain.train_step.placement import make_placement
+
+MODEL = as_model(MlpConfig(features=4, mlp=4, num_layers=1, classes=2))
+
+
+def placed(num_replicas):
+    layout = Layout(mesh={"data": num_replicas})
+    return make_placement(MODEL, optax.sgd(0.1), layout, make_mesh(layout, jax.devices()[:num_replicas]))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_arguments_and_results_have_a_dim_of_replicas_and_the_function_sees_its_own(num_replicas):
+    seen = []
+
+    def function(common, tree, rows):
+        seen.append((common.shape, tree["x"].shape, rows.shape))
+        return {"sum": common + tree["x"].sum(), "rows": [rows * 2]}
+
+    run = each_replica(function, (None, 0, 1), placed(num_replicas))
+    x = np.arange(3.0 * num_replicas).reshape(num_replicas, 3)
+    rows = np.arange(5.0 * num_replicas).reshape(5, num_replicas)
+    found = jax.jit(run)(jnp.float32(1), {"x": x}, rows)
+    assert seen == [((), (3,), (5,))]
+    np.testing.assert_allclose(found["sum"], 1 + x.sum(1))
+    np.testing.assert_allclose(found["rows"][0], 2 * rows.T)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_model_with_collectives_over_replicas_has_their_axis(num_replicas):
+    run = each_replica(lambda x: jax.lax.psum(x, "batch"), (0,), placed(num_replicas), "batch")
+    np.testing.assert_allclose(jax.jit(run)(np.ones((num_replicas, 2))), num_replicas)
+
+
+def test_arrays_of_the_only_replica_have_no_more_dims():
+    traced = jax.make_jaxpr(each_replica(jnp.tanh, (0,), placed(1)))(jnp.ones((1, 4, 8)))
+    shapes = [each.outvars[0].aval.shape for each in traced.jaxpr.eqns if each.primitive.name == "tanh"]
+    assert shapes == [(4, 8)]
