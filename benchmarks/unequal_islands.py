@@ -16,6 +16,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -46,7 +47,7 @@ class Options:
       splits: rows of the islands that are kept through a run of their own, each as 26,6.
       rounds: runs of each way, in turns.
       steps: of each run.
-      measured: the last steps of a run, whose seconds are taken.
+      measured: the last steps of a run, whose seconds are taken; lines of metrics are for 10 steps each.
       batch, seq, embed, num_layers: of the decoder that is trained.
       seed: of parameters and data.
     """
@@ -73,7 +74,7 @@ class Result(NamedTuple):
       speed: rows per second of all islands together, if none waited.
       rows: of each island at the end.
       changed: steps after which the rows changed.
-      loss: of the last step.
+      loss: the mean of the last line of metrics.
     """
 
     step_seconds: float
@@ -114,9 +115,9 @@ class Load:
         self._processes = []
 
 
-def make_run(options: Options, shares: Any, folder: Path) -> Any:
-    """Return the run, of text that every machine with Python has."""
-    from shardtrain import CheckpointPolicy, Run, Strategy
+def make_run(options: Options, shares: Any, folder: Path, on_step: Callable[[int], None]) -> Any:
+    """Return the run, of text that every machine with Python has; lines of metrics are as rare as usual."""
+    from shardtrain import CheckpointPolicy, Hook, Run, Strategy
     from shardtrain.data import Text
     from shardtrain.islands.options import Across
     from shardtrain.models.decoder import DecoderConfig
@@ -131,12 +132,12 @@ def make_run(options: Options, shares: Any, folder: Path) -> Any:
         batch=options.batch,
         steps=options.steps,
         seed=options.seed,
-        log_every=1,
         evaluate_every=None,
         evaluate_batches=1,
         checkpoints=CheckpointPolicy(every_minutes=None),
         sinks=("jsonl",),
         run_dir=folder,
+        hooks=(Hook(on_step=on_step),),
     )
 
 
@@ -159,14 +160,16 @@ def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) 
     core = min(os.sched_getaffinity(0))
     if rank == last:
         load.begin(core)
-    printed = io.StringIO()
+    printed, times = io.StringIO(), list[float]()
+    run = make_run(options, shares, folder, lambda step: times.append(time.monotonic()))
     done = threading.Event()
 
     def change() -> None:
         """Move the load when half of the steps are done."""
         metrics = folder / "metrics.jsonl"
         while not done.is_set():
-            if metrics.is_file() and metrics.read_text().count("\n") >= options.steps // 2:
+            lines = metrics.read_text().count("\n") if metrics.is_file() else 0
+            if lines * run.log_every >= options.steps // 2:
                 (load.end if rank == last else lambda: load.begin(core))()
                 return
             time.sleep(0.02)
@@ -174,7 +177,7 @@ def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) 
     mover = threading.Thread(target=change) if options.change and rank in (0, last) else None
     if mover:
         mover.start()
-    trained = train(make_run(options, shares, folder), Console(file=printed, width=200), islands)
+    trained = train(run, Console(file=printed, width=200), islands)
     done.set()
     if mover:
         mover.join()
@@ -184,7 +187,9 @@ def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) 
     found = None
     if islands.is_first:
         lines = read_jsonl(folder / "metrics.jsonl")
-        late = lines[-options.measured - 5 : -5]
+        end = options.steps - 5
+        begin = end - options.measured
+        late = [line for line in lines if begin < line["step"] <= end]
         changes = [line for line in printed.getvalue().splitlines() if CHANGED in line]
         sys.stderr.write("".join(f"{line.strip()}\n" for line in changes))
         weights = (1.0,) * (last + 1) if shares == "auto" else shares
@@ -197,7 +202,7 @@ def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) 
         own = [median(line[name] for line in late if name in line) for name in names]
         found = Result(
             # a median: each process pauses once or twice in a run, for up to 1.5 s
-            step_seconds=median(b["wall_seconds"] - a["wall_seconds"] for a, b in pairwise(late)),
+            step_seconds=median(b - a for a, b in pairwise(times[begin:end])),
             speed=sum(n / x for n, x in zip(rows, own, strict=True)),
             rows=rows,
             changed=[int(line.partition("after step ")[2].partition(":")[0]) for line in changes],
