@@ -98,7 +98,7 @@ def test_a_disturbance_of_two_windows_changes_no_rows():
 
 
 def test_a_noisy_machine_changes_rows_ever_more_rarely():
-    """Each change is compiled. With one gain for all these disturbances change rows 9.5 times, not 5."""
+    """Each change is compiled. With one gain for all these disturbances change rows 10 times, not 6."""
     counts = []
     for seed in range(20):
         draw = random.Random(seed)
