@@ -4,14 +4,16 @@ mpiexec -n 2 uv run python benchmarks/unequal_islands.py [--slow 2] [--steps 80]
 
 Every rank keeps to one core. The last one gets one `slow`-th of it: by a quota of a control group, which
 needs root, or by `slow` - 1 other processes that compute on it for ever. The same run is trained with equal
-shares and with `--shares auto` in turns. With --change rank 0 is the slow one from the middle of each run on.
-With --splits 26,6 27,5 these fixed rows are tried beside them: the best split shows what no shares can save.
+shares and with `--shares auto`, in another order in each round. With --change rank 0 is the slow one from the
+middle of each run on. With --splits 26,6 27,5 these fixed rows are tried beside them: the best split shows
+what no shares can save.
 Figures: docs/benchmarks/unequal_islands.md.
 """
 
 import io
 import multiprocessing
 import os
+import random
 import shutil
 import sys
 import threading
@@ -45,7 +47,7 @@ class Options:
       change: slow the first island instead, from the middle of each run on.
       by: a quota of processor time (a control group: root), or other processes on the same core.
       splits: rows of the islands that are kept through a run of their own, each as 26,6.
-      rounds: runs of each way, in turns.
+      rounds: runs of each way.
       steps: of each run.
       measured: the last steps of a run, whose seconds are taken; lines of metrics are for 10 steps each.
       batch, seq, embed, num_layers: of the decoder that is trained.
@@ -253,9 +255,12 @@ def main(options: Options) -> None:
     ways: dict[str, Any] = {EQUAL: (1.0,) * islands.environment.size, AUTO: "auto"}
     ways |= {f"{FIXED}{rows}": tuple(map(float, rows.split(","))) for rows in options.splits}
     found: dict[str, list[Any]] = {name: [] for name in ways}
+    # the first run of a process takes up to a tenth longer, so it is not counted
+    measure(options, ways[EQUAL], islands, load)
+    draw = random.Random(options.seed)
     for _ in range(options.rounds):
-        for name, shares in ways.items():
-            found[name].append(measure(options, shares, islands, load))
+        for name in draw.sample(list(ways), len(ways)):
+            found[name].append(measure(options, ways[name], islands, load))
     if islands.is_first:
         print(table(options, found))
 
