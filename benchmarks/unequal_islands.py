@@ -217,17 +217,20 @@ def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) 
 def table(options: Options, found: dict[str, list[Any]]) -> str:
     """Format the runs; ratios are of runs next to each other."""
     results = {name: [Result(*run) for run in runs] for name, runs in found.items()}
-    ratios, above = [], []
+    ratios, above, waited = [], [], []
     for equal, auto in zip(results[EQUAL], results[AUTO], strict=True):
         ratios.append(equal.step_seconds / auto.step_seconds)
         # what the islands compute together in a second if none waits, measured in the run with equal shares
         above.append(auto.step_seconds / (options.batch / equal.speed))
+        # the same of the run itself: what is waited and exchanged in it, however fast the machine was by then
+        waited.append(auto.step_seconds / (options.batch / auto.speed))
     lines = ["| | s a step | rows | changed after steps | loss |", "|---|--:|---|---|--:|"]
     for name, runs in results.items():
         for run in runs:
             rows, changed = (", ".join(map(str, each)) for each in (run.rows, run.changed))
             lines.append(f"| {name} | {run.step_seconds:.4f} | {rows} | {changed} | {run.loss:.5f} |")
     lines += ["", f"equal shares / auto: {_spread(ratios)}", f"auto / ideal: {_spread(above)}"]
+    lines += [f"auto / ideal of the same run: {_spread(waited)}"]
     fixed = {name: [run.step_seconds for run in results[name]] for name in results if name.startswith(FIXED)}
     if fixed:
         best = min(fixed, key=lambda name: median(fixed[name]))
