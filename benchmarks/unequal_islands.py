@@ -4,18 +4,21 @@ mpiexec -n 2 uv run python benchmarks/unequal_islands.py [--slow 2] [--steps 80]
 
 Every rank keeps to one core. The last one gets one `slow`-th of it: by a quota of a control group, which
 needs root, or by `slow` - 1 other processes that compute on it for ever. The same run is trained with equal
-shares and with `--shares auto` in turns. With --change rank 0 is the slow one from the middle of each run on.
-With --splits 26,6 27,5 these fixed rows are tried beside them: the best split shows what no shares can save.
+shares and with `--shares auto`, in another order in each round. With --change rank 0 is the slow one from the
+middle of each run on. With --splits 26,6 27,5 these fixed rows are tried beside them: the best split shows
+what no shares can save.
 Figures: docs/benchmarks/unequal_islands.md.
 """
 
 import io
 import multiprocessing
 import os
+import random
 import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -44,9 +47,9 @@ class Options:
       change: slow the first island instead, from the middle of each run on.
       by: a quota of processor time (a control group: root), or other processes on the same core.
       splits: rows of the islands that are kept through a run of their own, each as 26,6.
-      rounds: runs of each way, in turns.
+      rounds: runs of each way.
       steps: of each run.
-      measured: the last steps of a run, whose seconds are taken.
+      measured: the last steps of a run, whose seconds are taken; lines of metrics are for 10 steps each.
       batch, seq, embed, num_layers: of the decoder that is trained.
       seed: of parameters and data.
     """
@@ -73,7 +76,7 @@ class Result(NamedTuple):
       speed: rows per second of all islands together, if none waited.
       rows: of each island at the end.
       changed: steps after which the rows changed.
-      loss: of the last step.
+      loss: the mean of the last line of metrics.
     """
 
     step_seconds: float
@@ -114,9 +117,9 @@ class Load:
         self._processes = []
 
 
-def make_run(options: Options, shares: Any, folder: Path) -> Any:
-    """Return the run, of text that every machine with Python has."""
-    from shardtrain import CheckpointPolicy, Run, Strategy
+def make_run(options: Options, shares: Any, folder: Path, on_step: Callable[[int], None]) -> Any:
+    """Return the run, of text that every machine with Python has; lines of metrics are as rare as usual."""
+    from shardtrain import CheckpointPolicy, Hook, Run, Strategy
     from shardtrain.data import Text
     from shardtrain.islands.options import Across
     from shardtrain.models.decoder import DecoderConfig
@@ -131,12 +134,12 @@ def make_run(options: Options, shares: Any, folder: Path) -> Any:
         batch=options.batch,
         steps=options.steps,
         seed=options.seed,
-        log_every=1,
         evaluate_every=None,
         evaluate_batches=1,
         checkpoints=CheckpointPolicy(every_minutes=None),
         sinks=("jsonl",),
         run_dir=folder,
+        hooks=(Hook(on_step=on_step),),
     )
 
 
@@ -159,14 +162,16 @@ def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) 
     core = min(os.sched_getaffinity(0))
     if rank == last:
         load.begin(core)
-    printed = io.StringIO()
+    printed, times = io.StringIO(), list[float]()
+    run = make_run(options, shares, folder, lambda step: times.append(time.monotonic()))
     done = threading.Event()
 
     def change() -> None:
         """Move the load when half of the steps are done."""
         metrics = folder / "metrics.jsonl"
         while not done.is_set():
-            if metrics.is_file() and metrics.read_text().count("\n") >= options.steps // 2:
+            lines = metrics.read_text().count("\n") if metrics.is_file() else 0
+            if lines * run.log_every >= options.steps // 2:
                 (load.end if rank == last else lambda: load.begin(core))()
                 return
             time.sleep(0.02)
@@ -174,7 +179,7 @@ def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) 
     mover = threading.Thread(target=change) if options.change and rank in (0, last) else None
     if mover:
         mover.start()
-    trained = train(make_run(options, shares, folder), Console(file=printed, width=200), islands)
+    trained = train(run, Console(file=printed, width=200), islands)
     done.set()
     if mover:
         mover.join()
@@ -184,7 +189,9 @@ def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) 
     found = None
     if islands.is_first:
         lines = read_jsonl(folder / "metrics.jsonl")
-        late = lines[-options.measured - 5 : -5]
+        end = options.steps - 5
+        begin = end - options.measured
+        late = [line for line in lines if begin < line["step"] <= end]
         changes = [line for line in printed.getvalue().splitlines() if CHANGED in line]
         sys.stderr.write("".join(f"{line.strip()}\n" for line in changes))
         weights = (1.0,) * (last + 1) if shares == "auto" else shares
@@ -197,7 +204,7 @@ def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) 
         own = [median(line[name] for line in late if name in line) for name in names]
         found = Result(
             # a median: each process pauses once or twice in a run, for up to 1.5 s
-            step_seconds=median(b["wall_seconds"] - a["wall_seconds"] for a, b in pairwise(late)),
+            step_seconds=median(b - a for a, b in pairwise(times[begin:end])),
             speed=sum(n / x for n, x in zip(rows, own, strict=True)),
             rows=rows,
             changed=[int(line.partition("after step ")[2].partition(":")[0]) for line in changes],
@@ -210,17 +217,20 @@ def measure(options: Options, shares: Any, islands: Any, load: Load | CpuQuota) 
 def table(options: Options, found: dict[str, list[Any]]) -> str:
     """Format the runs; ratios are of runs next to each other."""
     results = {name: [Result(*run) for run in runs] for name, runs in found.items()}
-    ratios, above = [], []
+    ratios, above, waited = [], [], []
     for equal, auto in zip(results[EQUAL], results[AUTO], strict=True):
         ratios.append(equal.step_seconds / auto.step_seconds)
         # what the islands compute together in a second if none waits, measured in the run with equal shares
         above.append(auto.step_seconds / (options.batch / equal.speed))
+        # the same of the run itself: what is waited and exchanged in it, however fast the machine was by then
+        waited.append(auto.step_seconds / (options.batch / auto.speed))
     lines = ["| | s a step | rows | changed after steps | loss |", "|---|--:|---|---|--:|"]
     for name, runs in results.items():
         for run in runs:
             rows, changed = (", ".join(map(str, each)) for each in (run.rows, run.changed))
             lines.append(f"| {name} | {run.step_seconds:.4f} | {rows} | {changed} | {run.loss:.5f} |")
     lines += ["", f"equal shares / auto: {_spread(ratios)}", f"auto / ideal: {_spread(above)}"]
+    lines += [f"auto / ideal of the same run: {_spread(waited)}"]
     fixed = {name: [run.step_seconds for run in results[name]] for name in results if name.startswith(FIXED)}
     if fixed:
         best = min(fixed, key=lambda name: median(fixed[name]))
@@ -248,9 +258,12 @@ def main(options: Options) -> None:
     ways: dict[str, Any] = {EQUAL: (1.0,) * islands.environment.size, AUTO: "auto"}
     ways |= {f"{FIXED}{rows}": tuple(map(float, rows.split(","))) for rows in options.splits}
     found: dict[str, list[Any]] = {name: [] for name in ways}
+    # the first run of a process takes up to a tenth longer, so it is not counted
+    measure(options, ways[EQUAL], islands, load)
+    draw = random.Random(options.seed)
     for _ in range(options.rounds):
-        for name, shares in ways.items():
-            found[name].append(measure(options, shares, islands, load))
+        for name in draw.sample(list(ways), len(ways)):
+            found[name].append(measure(options, ways[name], islands, load))
     if islands.is_first:
         print(table(options, found))
 

@@ -19,9 +19,10 @@ WINDOW = 8
 SKIPPED = 2
 """Steps after a change that are not measured: the first one compiles."""
 
-LEAST_GAIN, MORE_GAIN, MOST_GAIN = 0.05, 0.025, 0.15
-"""The part of a step's time that the first change must save: less is noise, and a new capacity is compiled;
-what each later one must save in addition, as programs for noise are never earned back; and the most."""
+LEAST_GAIN, MORE_GAIN, MOST_GAIN = 0.05, 0.05, 0.15
+"""The part of a step's time that the first two changes must save: less is noise, and a new capacity is
+compiled; what each later one must save in addition, as programs for noise are never earned back; and the
+most. The second change corrects what nobody knows before the first: what does not depend on rows."""
 
 FINENESS = 16
 """A capacity is at most this part above the one before, 1 / FINENESS, so no more is computed for padding."""
@@ -80,7 +81,8 @@ class Speed:
             least, most = sorted((1.0, capacity / other))
             if not least * (1 - CHANGED) <= seconds / before <= most * (1 + CHANGED):
                 del self._measured[other]
-        self._measured[capacity] = seconds
+        # as much of the windows before as of this one: half of the noise, and a slow drift is followed
+        self._measured[capacity] = (self._measured.get(capacity, seconds) + seconds) / 2
 
     def seconds(self, capacity: int) -> float:
         """Return the expected seconds of a step at a capacity."""
@@ -196,6 +198,10 @@ class MeasuredShares:
         self._rest_rows[last] = rests[last] / per_row[last]
         return [whole(island, self._rest_rows[last]) for island in range(len(own))]
 
+    def _slowest_seconds(self) -> float:
+        """Return the expected seconds of a step with the rows that islands have."""
+        return max(speed.seconds(now) for speed, now in zip(self._speeds, self.capacities, strict=True))
+
     @property
     def capacities(self) -> list[int]:
         """The rows of each island with padding."""
@@ -226,19 +232,18 @@ class MeasuredShares:
         self._steps.append((seconds, rest_seconds or [0.0] * len(seconds)))
         if len(self._steps) < SKIPPED + WINDOW:
             return False
-        measured = self._whole_steps()
-        for speed, now, x in zip(self._speeds, self.capacities, measured, strict=True):
+        for speed, now, x in zip(self._speeds, self.capacities, self._whole_steps(), strict=True):
             speed.add(now, x)
         rows = balanced_rows(self._num_rows, self._speeds, self._multiples, self._limits)
-        before, self.rows = self.rows, rows
-        expected = max(s.seconds(now) for s, now in zip(self._speeds, self.capacities, strict=True))
-        gain = min(LEAST_GAIN + MORE_GAIN * self._changes, MOST_GAIN)
-        pays = rows != before and expected <= max(measured) * (1 - gain)
+        measured, before, self.rows = self._slowest_seconds(), self.rows, rows
+        expected = self._slowest_seconds()
+        gain = min(LEAST_GAIN + MORE_GAIN * max(self._changes - 1, 0), MOST_GAIN)
+        pays = rows != before and expected <= measured * (1 - gain)
         changes, self._pays = pays and self._pays, pays and not self._pays
         if not changes:
             # the next window has no step that compiles
             self.rows, self._steps = before, list(self._steps[-SKIPPED:])
             return False
-        self._steps, self.seconds = [], (max(measured), expected)
+        self._steps, self.seconds = [], (measured, expected)
         self._changes += 1
         return True

@@ -24,11 +24,12 @@ def test_ratios_are_of_runs_next_to_each_other_and_the_ideal_is_what_all_compute
     equal = result(2.0, 24.0, [16, 16], [], 2.5)
     text = benchmark.table(
         benchmark.Options(),
-        {benchmark.EQUAL: [equal] * 2, benchmark.AUTO: [result(1.4, 24.0, [21, 11], [10], 2.5), equal]},
+        {benchmark.EQUAL: [equal] * 2, benchmark.AUTO: [result(1.4, 25.6, [21, 11], [10], 2.5), equal]},
     )
     assert "| --shares auto | 1.4000 | 21, 11 | 10 | 2.50000 |" in text
     assert "equal shares / auto: 1.21 (1.43, 1.00)" in text
     assert "auto / ideal: 1.27 (1.05, 1.50)" in text
+    assert "auto / ideal of the same run: 1.31 (1.12, 1.50)" in text
     # the best of two fixed splits takes 1.4 seconds, which is 1.05 of the ideal: no shares do better
     fixed = {
         "rows 20,12": [result(1.5, 24.0, [20, 12], [], 2.5)],
