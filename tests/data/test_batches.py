@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain.data import Batches, Position
-from shardtrain.data.batches import epoch_order
+from shardtrain.data.order import epoch_order
 from shardtrain.errors.user_code import UserCodeFailed
 
 
@@ -133,7 +133,7 @@ def test_goes_on_without_end():
 
 
 def prefetch_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("grain-prefetch")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("shardtrain-loader")]
 
 
 @pytest.mark.parametrize("ending", ["close", "end", "error"])
