@@ -5,12 +5,13 @@ cost. Next: `placement.py` (onto the mesh).
 """
 
 import sys
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import islice
 from typing import Any, Protocol, TypedDict, cast
 
 import numpy as np
@@ -49,7 +50,8 @@ class Batches:
       shuffle: False keeps the order of the source, as does a source whose attribute `ordered` is True.
       rows: which rows of each batch to load, such as `placement.process_rows` or an island's rows;
         None loads all. It does not change which sample is in which row.
-      prefetch: number of batches to load ahead, each on a thread of its own; 0 uses no threads.
+      prefetch: number of batches to load ahead, each on a thread of its own, where that takes long, see
+        `read_ahead`; 0 uses no threads.
       workers: number of processes that load them, see `workers.py`; 0: threads of this process do.
 
     Raises:
@@ -204,25 +206,50 @@ class Loadable(Protocol):
     def load(self, position: Position, /) -> Batch: ...
 
 
+QUICK_SECONDS = 0.0005
+"""What takes less is loaded when it is asked for, while the device computes earlier steps: a thread would
+hold Python's lock against the training loop, and to wake it takes about as long."""
+
+
 def read_ahead(batches: Loadable, start: Position) -> Generator[tuple[Batch, Position]]:
-    """Yield (batch, the position after it), from a position on; threads, or workers, load ahead."""
-    load, position, ahead = batches.load, start, max(batches.prefetch, batches.workers)
+    """Yield (batch, the position after it), from a position on.
+
+    Workers load ahead, or threads where a batch takes more than `QUICK_SECONDS` in the mean of the last ones.
+    """
+    load, ahead = batches.load, max(batches.prefetch, batches.workers)
+
+    def timed(position: Position) -> tuple[Batch, float]:
+        began_seconds = time.monotonic()
+        return load(position), time.monotonic() - began_seconds
+
     with ExitStack() as stack:
         if batches.workers:
             # a copy, without what it has computed so far
             copied = replace(cast("Any", batches), workers=0)
             load = stack.enter_context(Workers(copied, batches.workers, batches.source)).load
-        if ahead:
-            threads = ThreadPoolExecutor(ahead, thread_name_prefix="shardtrain-loader")
-            stack.callback(threads.shutdown, wait=False, cancel_futures=True)
-        loading: deque[tuple[Callable[[], Batch], Position]] = deque()
-        for _ in range(batches.num_batches(start)):
-            after = batches.advance(position)
-            batch = threads.submit(load, position).result if ahead else partial(load, position)
-            loading.append((batch, after))
-            position = after
-            if len(loading) > ahead:
-                batch, after = loading.popleft()
-                yield batch(), after
-        for batch, after in loading:
-            yield batch(), after
+        threads = ThreadPoolExecutor(max(ahead, 1), thread_name_prefix="shardtrain-loader")
+        stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+        loading: deque[tuple[Future[tuple[Batch, float]], Position]] = deque()
+        upcoming, mean_seconds = _positions(batches, start), 2 * QUICK_SECONDS
+        while True:
+            if batches.workers or (ahead and mean_seconds > QUICK_SECONDS):
+                for position, after in islice(upcoming, ahead + 1 - len(loading)):
+                    loading.append((threads.submit(timed, position), after))
+            if loading:
+                future, after = loading.popleft()
+                batch, seconds = future.result()
+            elif following := next(upcoming, None):
+                position, after = following
+                batch, seconds = timed(position)
+            else:
+                return
+            mean_seconds += (seconds - mean_seconds) / 8
+            yield batch, after
+
+
+def _positions(batches: Loadable, position: Position) -> Iterator[tuple[Position, Position]]:
+    """Yield (the position of a batch, the position after it), from a position on."""
+    for _ in range(batches.num_batches(position)):
+        after = batches.advance(position)
+        yield position, after
+        position = after

@@ -42,8 +42,9 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Callable[[int], int]
     # threads that load batches ahead may be in the next block
     @lru_cache(maxsize=2)
     def block(number: int) -> np.ndarray:
-        positions = np.arange(number * BLOCK, min((number + 1) * BLOCK, num_samples), dtype=np.uint64)
-        return walked(positions, num_samples, keys, bits)
+        return samples_of(
+            range(number * BLOCK, min((number + 1) * BLOCK, num_samples)), num_samples, keys, bits
+        )
 
     def sample(position: int) -> int:
         assert 0 <= position < num_samples, (position, num_samples)
@@ -53,23 +54,27 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Callable[[int], int]
     return sample
 
 
-def walked(positions: np.ndarray, num_samples: int, keys: list[int], bits: int) -> np.ndarray:
+def samples_of(positions: range, num_samples: int, keys: list[int], bits: int) -> np.ndarray:
     """Return the samples at some positions: encrypted until they are below the number of samples.
 
     Args:
-      positions: uint64 (n,), below `num_samples`.
+      positions: below `num_samples`.
       num_samples: at most 4 ** `bits`.
       keys: one a round.
       bits: of half an index.
+
+    Returns:
+      Unsigned integers (len(positions),).
     """
+    dtype = np.min_scalar_type(4**bits - 1)
     if bits == LEAST_BITS:
         # few samples may be far apart in the cycles, so all indices take each step, twice as far as the last
-        found = encrypted(np.arange(4**bits, dtype=np.uint64), keys, bits)
-        while np.any(found[positions] >= num_samples):
+        found = encrypted(np.arange(4**bits, dtype=dtype), keys, bits)
+        while np.any(found[positions.start : positions.stop] >= num_samples):
             outside = found >= num_samples
             found[outside] = found[found[outside]]
-        return found[positions]
-    found = encrypted(positions, keys, bits)
+        return found[positions.start : positions.stop].copy()
+    found = encrypted(np.arange(positions.start, positions.stop, dtype=dtype), keys, bits)
     while len(outside := np.flatnonzero(found >= num_samples)):
         found[outside] = encrypted(found[outside], keys, bits)
     return found
@@ -81,7 +86,7 @@ def encrypted(indices: np.ndarray, keys: list[int], bits: int) -> np.ndarray:
     Source: Beaulieu et al., The Simon and Speck Families of Lightweight Block Ciphers, 2013, section 3.
 
     Args:
-      indices: uint64 (n,).
+      indices: unsigned integers (n,), of 2 * `bits` bits or more.
       keys: one a round, an even number.
       bits: of half an index, 8 to 32.
     """
