@@ -19,7 +19,7 @@ class Source(Protocol):
     draws are the same on any layout, any number of processes and threads, and after a restart.
 
     Otherwise it may have a method `stacked_samples(indices)`, which is read in place of `source[index]` for
-    each row of a batch, and returns their arrays stacked: name -> (len(indices), ...).
+    each row of a batch. It returns their arrays stacked, name -> (len(indices), ...), in memory of their own.
     """
 
     def __len__(self) -> int: ...
