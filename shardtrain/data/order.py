@@ -1,0 +1,129 @@
+"""The order of an epoch: a random permutation that needs no memory, found in blocks.
+
+It is that of Grain's `index_shuffle`, bit for bit: a block cipher of 4 rounds, and an index that it sends
+outside of the samples is sent again (cycle walking; Black and Rogaway, Ciphers with Arbitrary Finite
+Domains, 2002, section 3). Next: `batches.py`.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+
+ROUNDS = 4
+BLOCK = 2**14
+"""Positions whose samples are found at once: numpy takes as long for one."""
+
+LEAST_BITS = 8
+"""Bits of half an index at least, for small permutations to be random too."""
+
+
+@lru_cache(maxsize=64)
+def epoch_order(num_samples: int, seed: int, epoch: int) -> Callable[[int], int]:
+    """Return the order of an epoch.
+
+    Args:
+      num_samples: length of the source.
+      seed: 0 or more.
+      epoch: 0 or more.
+
+    Returns:
+      position in the epoch -> sample of the source.
+
+    >>> order = epoch_order(5, seed=0, epoch=0)
+    >>> sorted(order(position) for position in range(5))
+    [0, 1, 2, 3, 4]
+    """
+    # the sum of seed and epoch would make epoch 1 of seed 0 equal to epoch 0 of seed 1
+    keys = round_keys(int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0]))
+    # the bits of the highest index, made odd as always, so that saved positions stay those of their samples
+    bits = max((((num_samples - 1) | 1).bit_length() + 1) // 2, LEAST_BITS)
+
+    # threads that load batches ahead may be in the next block
+    @lru_cache(maxsize=2)
+    def block(number: int) -> np.ndarray:
+        return samples_of(
+            range(number * BLOCK, min((number + 1) * BLOCK, num_samples)), num_samples, keys, bits
+        )
+
+    def sample(position: int) -> int:
+        assert 0 <= position < num_samples, (position, num_samples)
+        number, place = divmod(position, BLOCK)
+        return int(block(number)[place])
+
+    return sample
+
+
+def samples_of(positions: range, num_samples: int, keys: list[int], bits: int) -> np.ndarray:
+    """Return the samples at some positions: encrypted until they are below the number of samples.
+
+    Args:
+      positions: below `num_samples`.
+      num_samples: at most 4 ** `bits`.
+      keys: one a round.
+      bits: of half an index.
+
+    Returns:
+      Unsigned integers (len(positions),).
+    """
+    dtype = np.min_scalar_type(4**bits - 1)
+    if bits == LEAST_BITS:
+        # few samples may be far apart in the cycles, so all indices take each step, twice as far as the last
+        found = encrypted(np.arange(4**bits, dtype=dtype), keys, bits)
+        while np.any(found[positions.start : positions.stop] >= num_samples):
+            outside = found >= num_samples
+            found[outside] = found[found[outside]]
+        return found[positions.start : positions.stop].copy()
+    found = encrypted(np.arange(positions.start, positions.stop, dtype=dtype), keys, bits)
+    while len(outside := np.flatnonzero(found >= num_samples)):
+        found[outside] = encrypted(found[outside], keys, bits)
+    return found
+
+
+def encrypted(indices: np.ndarray, keys: list[int], bits: int) -> np.ndarray:
+    """Return a permutation of the numbers below 4 ** `bits`, by the rounds of the cipher Simon.
+
+    Source: Beaulieu et al., The Simon and Speck Families of Lightweight Block Ciphers, 2013, section 3.
+
+    Args:
+      indices: unsigned integers (n,), of 2 * `bits` bits or more.
+      keys: one a round, an even number.
+      bits: of half an index, 8 to 32.
+    """
+    mask = 2**bits - 1
+
+    def rotated(half: np.ndarray, by: int) -> np.ndarray:
+        return (half << by | half >> (bits - by)) & mask
+
+    def mixed(half: np.ndarray) -> np.ndarray:
+        return rotated(half, 1) & rotated(half, 8) ^ rotated(half, 2)
+
+    left, right = indices >> bits, indices & mask
+    for key in keys:
+        left, right = right, left ^ mixed(right) ^ (key & mask)
+    return left << bits | right
+
+
+def round_keys(seed: int) -> list[int]:
+    """Return the keys of the rounds, 32 bits each: four numbers of `std::seed_seq` of C++.
+
+    Source: ISO C++ 2011, section 26.5.7.1, paragraph 8, with n = 4, s = 1, p = 1 and q = 2.
+
+    >>> round_keys(5489)
+    [3078589754, 2126075023, 4255833496, 582627599]
+    """
+    keys = [0x8B8B8B8B] * ROUNDS
+    for step in range(2 * ROUNDS):
+        here, near, far, before = ((step + by) % ROUNDS for by in (0, 1, 2, -1))
+        if step < ROUNDS:
+            mixed = keys[here] ^ keys[near] ^ keys[before]
+            first = 1664525 * (mixed ^ mixed >> 27) % 2**32
+            second = first + (1, here + seed, here, here)[step]
+            keys[near], keys[far] = (keys[near] + first) % 2**32, (keys[far] + second) % 2**32
+        else:
+            mixed = (keys[here] + keys[near] + keys[before]) % 2**32
+            first = 1566083941 * (mixed ^ mixed >> 27) % 2**32
+            second = first - here
+            keys[near], keys[far] = keys[near] ^ first, keys[far] ^ second % 2**32
+        keys[here] = second % 2**32
+    return keys
