@@ -144,9 +144,11 @@ class Transfer:
           like: the same tree of shapes, dtypes and shardings.
         """
         shardings = jax.tree.map(lambda x: x.sharding, like)
-        if self._is_one_process:
-            return jax.device_put(arrays, shardings)
-        return self._broadcast(self._bucket_device(number), arrays, like, shardings)
+        if not self._is_one_process:
+            return self._broadcast(self._bucket_device(number), arrays, like, shardings)
+        if jax.tree.all(jax.tree.map(lambda x, sharding: x.sharding == sharding, arrays, shardings)):
+            return arrays  # as on a mesh of one device, whose bucket device is all of it
+        return jax.device_put(arrays, shardings)
 
     def map(self, program: BucketProgram, tree: Any) -> Any:
         """Apply a program to the arrays of a tree bucket by bucket; shapes and shardings stay the same.

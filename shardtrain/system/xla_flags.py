@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 Preset = Literal["auto", "latency-hiding", "none"]
 
-CHECKED_JAXLIB = ("0.10",)
+CHECKED_JAXLIB = ("0.10", "0.11")
 """Versions (major.minor) of jaxlib that know every flag here: XLA ends a process that has an unknown one."""
 
 

@@ -1,4 +1,4 @@
-"""A transfer that ends sends what was started, because other islands wait for it, unless the run failed."""
+"""A transfer sends what was started before it ends, as other islands wait for it; what is copied."""
 
 import threading
 from types import SimpleNamespace
@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.islands.transfer import Transfer
 from shardtrain.sharding.layout import Layout
@@ -37,6 +38,15 @@ def test_what_was_started_is_sent_unless_the_run_failed(failed):
 
 def second(arrays, group):
     return arrays
+
+
+def test_what_is_in_place_is_not_placed_again():
+    mesh = make_mesh(Layout(), jax.devices()[:1])
+    transfer = Transfer(mesh, [SimpleNamespace(traced_bytes=0)])  # pyright: ignore[reportArgumentType]
+    array = jax.device_put(jnp.ones(3), NamedSharding(mesh, PartitionSpec()))
+    found = transfer.result(0, transfer.start(0, second, [array]))
+    assert transfer.land(0, found, [array])[0] is found[0]
+    transfer.close()
 
 
 def test_a_mean_has_no_small_first_bucket_unless_an_island_copies_or_it_is_asked_for():
