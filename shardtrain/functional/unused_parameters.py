@@ -9,14 +9,14 @@ from typing import Any
 
 import jax
 from jax.interpreters import partial_eval
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from shardtrain.axes import AXES
 from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model, path_text
 
-ONE = AbstractMesh((1,) * len(AXES), AXES)
+ONE = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 """A mesh of axes of size 1: a few rows could not be sharded over the axes of a run's mesh."""
 
 

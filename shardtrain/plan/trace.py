@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from shardtrain import axes
 from shardtrain.functional.activation_rules import activation_rules
@@ -47,7 +47,8 @@ def trace(
     every = sorted(known | set(axes.DIMS) | {ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS})
     # for a device of no kind, whose program is not fitted to one
     device = AbstractDevice(device_kind="any", num_cores=None, platform="any")
-    mesh = AbstractMesh((1,) * len(every), tuple(every), abstract_device=device)
+    types = (AxisType.Auto,) * len(every)
+    mesh = AbstractMesh((1,) * len(every), tuple(every), axis_types=types, abstract_device=device)
     rules = {name: (name,) for name in every}
     with activation_rules(rules, mesh, "replicate", attention=attention, experts=experts):
         traced = jax.make_jaxpr(function)(*inputs)

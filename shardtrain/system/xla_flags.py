@@ -139,24 +139,46 @@ def quick_options(platform: str, jaxlib: str | None = None) -> dict[str, bool | 
     return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-def step_options(platform: str, jaxlib: str | None = None) -> dict[str, str] | None:
-    """Return compiler options for a program with gradients; None: the usual ones.
+def mesh_options(platform: str, jaxlib: str | None = None) -> dict[str, bool | str] | None:
+    """Return compiler options for a program over a mesh; None: the usual ones.
+
+    jaxlib 0.11 names the groups of devices of a collective by the axes of the mesh. In a pipeline its 0.11.2
+    ends the process so: at a lookup of rows that `data` shards in a table that `tensor` shards. With these
+    options the groups are lists of devices, as in jaxlib 0.10.
+
+    Args:
+      platform: of the devices: cpu, gpu, tpu.
+      jaxlib: its version; by default the one that is installed.
+
+    >>> mesh_options("cpu", "0.11.2")
+    {'xla_enable_rgv3_materialization': False}
+    >>> mesh_options("cpu", "0.10.2") is None and mesh_options("tpu", "0.11.2") is None
+    True
+    """
+    version = metadata.version("jaxlib") if jaxlib is None else jaxlib
+    names_axes = version.startswith("0.11.") and platform in ("cpu", "gpu", "cuda", "rocm")
+    return {"xla_enable_rgv3_materialization": False} if names_axes else None
+
+
+def step_options(platform: str, jaxlib: str | None = None) -> dict[str, bool | str] | None:
+    """Return compiler options for a program with gradients, those of `mesh_options` too; None: none.
 
     XLA for CPUs drops `optimization_barrier` before it fuses loops, so what a model says is to be computed
     once (`models/one_cpu.py`), or again (`jax.checkpoint`), is not. These options keep the barriers.
 
     Args:
-      platform: of the devices, "cpu" or another.
+      platform: of the devices: cpu, gpu, tpu.
       jaxlib: its version; by default the one that is installed.
 
     >>> step_options("cpu", "0.10.2")
     {'xla_disable_hlo_passes': 'cse_barrier_expander'}
-    >>> step_options("gpu") is None and step_options("cpu", "0.12.0") is None
+    >>> step_options("gpu", "0.10.2") is None and step_options("cpu", "0.12.0") is None
     True
     """
+    options = mesh_options(platform, jaxlib)
     if not _is_checked_cpu(platform, jaxlib):
-        return None
-    return {"xla_disable_hlo_passes": "cse_barrier_expander"}
+        return options
+    return {**(options or {}), "xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 def _is_checked_cpu(platform: str, jaxlib: str | None) -> bool:

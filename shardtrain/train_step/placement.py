@@ -112,7 +112,7 @@ class Placement:
         return self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
 
     @property
-    def compiler_options(self) -> dict[str, str] | None:
+    def compiler_options(self) -> dict[str, bool | str] | None:
         """Compiler options of the programs with gradients; None: the usual ones."""
         return step_options(self.mesh.devices.flat[0].platform)
 

@@ -20,6 +20,7 @@ from shardtrain.functional.model import Model
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
 from shardtrain.optim.optimizer_state import stored, value_function
+from shardtrain.system.xla_flags import mesh_options
 from shardtrain.train_step.delta_step import make_delta_update, make_merge
 from shardtrain.train_step.gradient_noise import noise_metrics
 from shardtrain.train_step.gradients import make_gradients, make_replica_means
@@ -266,4 +267,5 @@ def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[[S
         evaluate if placement.stages is None else evaluate_stages,
         in_shardings=(placement.state, placement.batch),
         out_shardings=whole,
+        compiler_options=mesh_options(mesh.devices.flat[0].platform),
     )

@@ -1,6 +1,7 @@
 """Adasum against a float64 tree, its laws, and its numbers at the ends of float32's range."""
 
 import functools
+from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardtrain.combine import MeshGroup, adasum
 
-SHAPES = [(33, 7), (5,), (), (0,), (1300, 3), (33, 7)]
+# jaxlib 0.11.2 ends the process at an array without elements in a shard_map
+EMPTY = [] if version("jaxlib") == "0.11.2" else [(0,)]
+SHAPES = [(33, 7), (5,), (), *EMPTY, (1300, 3), (33, 7)]
 # of 7 ranks one is odd too, and vmap has 3 to 7 in the tests of the tree below
 FULL_SIZES = [("mesh", 3), ("mesh", 8), ("vmap", 9)]
 SIZES = [("mesh", size) for size in (1, 2, 7)]

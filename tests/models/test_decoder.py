@@ -328,7 +328,8 @@ class TestDropout:
                 x = module.run(blocks, x, keys)
             return module.last(x)
 
-        assert_close(quick_jit(in_shares)(), quick_jit(whole)())
+        # the shares add in other orders
+        assert_close(quick_jit(in_shares)(), quick_jit(whole)(), atol=2e-5)
 
     def test_the_embedding_and_every_layer_have_a_key_of_their_own(self, pure, seeded, monkeypatch):
         used = []
