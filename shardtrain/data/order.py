@@ -12,13 +12,13 @@ import numpy as np
 
 ROUNDS = 4
 BLOCK = 2**14
-"""Positions whose samples are found at once: numpy takes as long for one."""
+"""Positions whose samples are found at once: a call of numpy has a fixed cost."""
 
 LEAST_BITS = 8
 """Bits of half an index at least, for small permutations to be random too."""
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)  # a mixture reads its sources in turn; each order keeps 256 kB at most
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Callable[[int], int]:
     """Return the order of an epoch.
 

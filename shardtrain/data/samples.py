@@ -1,7 +1,7 @@
 """Samples of a source: loaded, checked, and stacked as the rows of a batch. Next: `batches.py`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -20,6 +20,7 @@ class Source(Protocol):
 
     Otherwise it may have a method `stacked_samples(indices)`, which is read in place of `source[index]` for
     each row of a batch. It returns their arrays stacked, name -> (len(indices), ...), in memory of their own.
+    A subclass that defines `source[index]` alone is read by that.
     """
 
     def __len__(self) -> int: ...
@@ -57,12 +58,47 @@ def load_rows(source: Source, indices: Sequence[int], seed: int = 0, epoch: int 
     Raises:
       ValueError, UserCodeFailed: see `Batches.load`.
     """
-    load_stacked = getattr(source, "stacked_samples", None)
-    if load_stacked is None or hasattr(source, "augmented"):
+    if hasattr(source, "augmented") or not _stacks_samples(type(source)):
         # a sample that fills several rows is loaded once
         return stacked({index: load_sample(source, index, seed, epoch) for index in indices}, indices)
-    with user_code(lambda error: f"stacked_samples({list(indices)}) of {type(source).__name__}"):
-        return load_stacked(indices)
+
+    def text() -> str:
+        shown = f"{list(indices[:MAX_PROBLEMS])}"[:-1] + (", ...]" if len(indices) > MAX_PROBLEMS else "]")
+        return f"stacked_samples({shown}) of {type(source).__name__}"
+
+    with user_code(lambda error: text()):
+        batch = cast("Any", source).stacked_samples(indices)
+    if problems := stacked_problems(batch, len(indices)):
+        raise problems_error(f"{text()} returned what is no batch", problems[:MAX_PROBLEMS])
+    return batch
+
+
+def _stacks_samples(source_type: type) -> bool:
+    """Return whether a type stacks samples itself, and no subclass replaced how it reads one of them."""
+    for each in source_type.__mro__:
+        if "stacked_samples" in vars(each) or "__getitem__" in vars(each):
+            return "stacked_samples" in vars(each)
+    return False
+
+
+def stacked_problems(batch: object, num_rows: int) -> list[str]:
+    """Return the problems that keep what a source stacked from being the rows of a batch, one line each.
+
+    >>> stacked_problems({"x": np.zeros((3, 2)), "label": [1, 2]}, 2)
+    ["'x' has shape (3, 2); give an array of 2 rows, one for each index", "'label' is a list; use np.stack"]
+    """
+    if not isinstance(batch, dict):
+        return [f"it is a {type(batch).__name__}; give a dict that names each array"]
+    problems = []
+    for name, value in batch.items():
+        if not isinstance(value, np.ndarray):
+            problems.append(f"{name!r} is a {type(value).__name__}; use np.stack")
+        elif why := _array_problem(value):
+            problems.append(f"{name!r} is {why}")
+        elif value.shape[:1] != (num_rows,):
+            rows = f"an array of {num_rows} rows, one for each index"
+            problems.append(f"{name!r} has shape {value.shape}; give {rows}")
+    return problems
 
 
 def check_samples(samples: Mapping[int, Mapping[str, np.ndarray]]) -> None:

@@ -103,7 +103,8 @@ class TokenBatches:
       shuffle: False keeps the order of the source.
       rows: which rows to load of a batch of so many rows; None loads all. It does not change which sample is
         in which row.
-      prefetch: number of batches to load ahead, each on a thread of its own; 0 uses no threads.
+      prefetch: number of batches to load ahead, each on a thread of its own, where that takes long, see
+        `batches.read_ahead`; 0 uses no threads.
       workers: number of processes that load them, see `workers.py`; 0: threads of this process do.
 
     Raises:

@@ -196,6 +196,39 @@ def test_a_source_may_stack_its_samples_itself():
             np.testing.assert_array_equal(batch["weights"], expected["weights"])
 
 
+@pytest.mark.parametrize(
+    ("stacked", "problem"),
+    [
+        ([1, 2], "it is a list; give a dict that names each array"),
+        ({"x": np.zeros((3, 2))}, r"'x' has shape \(3, 2\); give an array of 2 rows, one for each index"),
+        ({"x": np.zeros(2), "weights": np.ones(1)}, r"'weights' has shape \(1,\)"),
+        ({"x": np.float32(1)}, "'x' is a float32; use np.stack"),
+        ({"x": np.array(["a", "b"])}, "'x' is text .*, not numbers"),
+    ],
+)
+def test_says_what_is_wrong_with_rows_that_a_source_stacked(stacked, problem):
+    class Wrong(Numbers):
+        def stacked_samples(self, indices):
+            return stacked
+
+    batches = Batches(source=Wrong(12), batch=2, shuffle=False)
+    with pytest.raises(ValueError, match=rf"stacked_samples\(\[0, 1\]\) of Wrong[^:]*:\n  - {problem}"):
+        batches.load({"epoch": 0, "index": 0})
+
+
+def test_a_subclass_that_reads_its_samples_itself_is_not_read_by_the_stack_of_its_base():
+    class Stacked(Numbers):
+        def stacked_samples(self, indices):
+            return {"x": np.zeros((len(indices), 1))}
+
+    class Masked(Stacked):
+        def __getitem__(self, index):
+            return {"x": np.array([7.0])}
+
+    batch = Batches(source=Masked(4), batch=2).load({"epoch": 0, "index": 0})
+    np.testing.assert_array_equal(batch["x"], [[7], [7]])
+
+
 def test_names_the_samples_that_a_source_could_not_stack():
     class Failing(Numbers):
         def stacked_samples(self, indices):

@@ -4,7 +4,7 @@ import grain
 import numpy as np
 import pytest
 
-from shardtrain.data.order import BLOCK, epoch_order
+from shardtrain.data.order import BLOCK, epoch_order, samples_of
 
 SIZES = [
     1,
@@ -45,3 +45,17 @@ def test_order_is_that_of_grain(num_samples):
         }
         order = epoch_order(num_samples, seed, epoch)
         assert [order(each) for each in positions] == [expected(each) for each in positions]
+
+
+def test_the_sources_of_a_large_mixture_keep_their_orders(monkeypatch):
+    found = []
+
+    def counted(positions, *arguments):
+        found.append(positions)
+        return samples_of(positions, *arguments)
+
+    monkeypatch.setattr("shardtrain.data.order.samples_of", counted)
+    for position in range(3):
+        for seed in range(100):
+            epoch_order(7, seed + 10**6, 0)(position)
+    assert len(found) == 100
