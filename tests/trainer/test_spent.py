@@ -14,7 +14,7 @@ from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
 
-SECONDS = 0.05
+SECONDS = 0.1
 
 
 class Slow:
