@@ -58,8 +58,9 @@ def test_a_backward_is_split_without_computing_anything_twice(scan, remat):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5, 1e-5), (found, grads), expected)
     whole = flops(backward, *arguments)
     halves = flops(defer(backward), *arguments) + flops(lambda deferred: deferred.compute(), deferred)
-    # less, where XLA drops `optimization_barrier` and merges what remat computes again with the first time
-    assert whole * (0.85 if remat else 0.98) < halves < whole * 1.02
+    # jaxlib 0.11 has 0.89 with remat, as if what it computes again were merged with the first time
+    least = 0.85 if remat and jax.__version_info__ >= (0, 11) else 0.98
+    assert whole * least < halves < whole * 1.02
     # of a layer: two products forward, two for cotangents, two for weights, which are the second half
     assert flops(lambda deferred: deferred.compute(), deferred) < 0.4 * whole
 

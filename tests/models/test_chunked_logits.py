@@ -61,7 +61,8 @@ def test_loss_and_gradients_are_those_of_plain_logits(head, chunk, pure, quick_j
     plain = loss_and_gradients(config, loss, batch, pure, quick_jit)
     found = loss_and_gradients(replace(config, loss_chunk=chunk), loss, batch, pure, quick_jit)
     # in 16 bits the order of sums within a product decides how its result is rounded
-    near: Any = {"rtol": 2e-2, "atol": 3e-3} if head == "bfloat16" else {"rtol": 1e-6, "atol": 1e-6}
+    atol = 3e-3 if jax.__version_info__ >= (0, 11) else 2e-3
+    near: Any = {"rtol": 2e-2, "atol": atol} if head == "bfloat16" else {"rtol": 1e-6, "atol": 1e-6}
     for (path, got), expected in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(got, expected, **near, err_msg=jax.tree_util.keystr(path))
 

@@ -328,8 +328,9 @@ class TestDropout:
                 x = module.run(blocks, x, keys)
             return module.last(x)
 
-        # the shares add in other orders
-        assert_close(quick_jit(in_shares)(), quick_jit(whole)(), atol=2e-5)
+        # the shares add in other orders, which jaxlib 0.11 rounds by up to 1e-5 in logits of 3
+        atol = 2e-5 if jax.__version_info__ >= (0, 11) else 1e-6
+        assert_close(quick_jit(in_shares)(), quick_jit(whole)(), atol=atol)
 
     def test_the_embedding_and_every_layer_have_a_key_of_their_own(self, pure, seeded, monkeypatch):
         used = []

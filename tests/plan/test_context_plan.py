@@ -85,8 +85,9 @@ def test_bytes_and_flops_are_those_of_the_compiled_step(subject, layout, accumul
         sums[each.axes] += each.wire_bytes_per_device
     sent = sent_by_axes(step, simulated=True)
     # one sum of 4 kB over fsdp is sent as a reduce-scatter in this small step, and counted as an all-reduce
+    near = 0.025 if layout.context_attention == "all-to-all" else 0.02
     for over in sent:
-        assert sent[over] == pytest.approx(sums[over], rel=0.025), over
+        assert sent[over] == pytest.approx(sums[over], rel=near), over
     # what the plan does not know of is below that too: positions of the batch
     assert sum(sums.values()) == pytest.approx(sum(sent.values()), rel=0.02)
     assert predicted.seconds.collectives["context",] > sent["context",] / 1e9

@@ -114,8 +114,10 @@ class TestState:
         losses = []
         for number in range(3):
             old, (state, metrics) = state, step(state, batch)
-            # jax 0.11 keeps a counter that was read on the host
-            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old) if leaf.ndim)
+            # jax 0.11 keeps the counter of steps once it was read on the host
+            kept = {"step"} if jax.__version_info__ >= (0, 11) else set()
+            donated = [x for name, x in old._asdict().items() if name not in kept]
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
             assert int(state.step) == number + 1
             losses.append(float(metrics["loss_sum"]))
         assert losses[2] < losses[1] < losses[0]
