@@ -25,6 +25,19 @@ def target_devices() -> list[Any]:
     return [d for d in devices if described is None or d.device_kind == described.device_kind]
 
 
+def target_kind() -> str:
+    """The name, by jax, of the devices that the program being traced will run on, here or only described."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.local_devices()[0].device_kind if described is None else described.device_kind
+
+
+def on_one_device() -> bool:
+    """Whether the program that is being traced will run on one device."""
+    # a run says so by its rules; elsewhere a model may be traced for all devices, or for a mesh to be chosen
+    is_whole_machine = len(jax.local_devices()) == 1 and jax.sharding.get_abstract_mesh().empty
+    return getattr(get_logical_axis_rules(), "one_device", is_whole_machine)
+
+
 def has_flash(devices: Sequence[Any]) -> bool:
     """Whether cuDNN's flash attention runs on these devices: NVIDIA's from compute capability 8.0 (Ampere).
 

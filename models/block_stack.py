@@ -12,8 +12,13 @@ from flax import nnx
 
 from shardtrain.axes import LAYERS
 from shardtrain.functional.remat_policies import REMAT_POLICIES, as_block_input
-from shardtrain.models.one_cpu import is_plain_code
+from shardtrain.models.attention import on_one_device
+from shardtrain.models.on_gpus import on_gpus
+from shardtrain.models.one_cpu import on_one_cpu
 from shardtrain.models.transformer_options import BlockOptions
+
+MOST_UNROLLED_CPU, MOST_UNROLLED_GPU = 8, 24
+"""The largest number of blocks whose scan one device compiles as so many copies of the block."""
 
 
 def stacked_blocks(kind: Any, config: BlockOptions, rngs: nnx.Rngs) -> Any:
@@ -44,7 +49,7 @@ def walk(
       x_BTD: what enters the first; it may be a tree of arrays.
       keys: of the blocks' dropout, one each, or a pytree of arrays with a row for each block; None: nothing.
     """
-    # of few blocks one CPU compiles plain code, in which no weight is gathered
+    # of few blocks one device compiles plain code, in which no weight is gathered
     num_blocks = len(jax.tree.leaves(blocks)[0])
     is_plain = config.remat in ("none", "weights") and is_plain_code(num_blocks, scan=config.scan)
     # recompute what the policy does not keep; only outside of a scan could XLA merge that with the forward
@@ -66,6 +71,17 @@ def walk(
     for block, key in unstacked((blocks, keys)):
         x_BTD = run_block(block, x_BTD, key)
     return x_BTD
+
+
+def is_plain_code(num_blocks: int, *, scan: bool) -> bool:
+    """Whether blocks are compiled as plain code: on one CPU or GPU all that are unrolled, and few in a scan.
+
+    A loop copies its weights in, what it keeps for the backward pass, and its gradients out; the parameters
+    stay stacked.
+    """
+    if not (on_one_cpu() or (on_gpus() and on_one_device())):
+        return False
+    return not scan or num_blocks <= (MOST_UNROLLED_GPU if on_gpus() else MOST_UNROLLED_CPU)
 
 
 def unstacked(tree: Any) -> list[Any]:

@@ -23,7 +23,8 @@ from shardtrain.models.experts_options import read_experts
 from shardtrain.models.experts_routing import REPLICAS, move_bias, no_counts, routing_of, with_block
 from shardtrain.models.float8 import Products
 from shardtrain.models.key_value_cache import KeyValueCache, NewCache, read
-from shardtrain.models.layers import Norms, at_use, coming_keys, normal, positions_of
+from shardtrain.models.layers import Norms, at_use, coming_keys, looked_up, normal, positions_of
+from shardtrain.models.on_gpus import rows_last
 from shardtrain.models.transformer import STREAM, TABLE, linear_of, logits_of, norm_of, too_long, whole_seq
 from shardtrain.models.transformer_options import (
     Activations,
@@ -225,12 +226,12 @@ class Decoder(nnx.Module):
         """Look up tokens and positions (see `positions_of`): the residual stream that enters the blocks."""
         if tokens_BT.shape[1] > self.config.seq:
             raise ValueError(too_long(tokens_BT.shape[1], self.config.seq))
-        x_BTD = jnp.take(at_use(self.embedding, TABLE, self.config.dtype), tokens_BT, axis=0)
+        x_BTD = looked_up(at_use(self.embedding, TABLE, self.config.dtype), tokens_BT)
         if self.config.embed_scale is not None:
             x_BTD *= jnp.asarray(self.config.embed_scale, x_BTD.dtype)
         if self.positions is not None:
             table = at_use(self.positions, (SEQ, EMBED), self.config.dtype)
-            x_BTD += positions_of(table, tokens_BT.shape[1], segments_BT, positions_BT)
+            x_BTD = rows_last(x_BTD + positions_of(table, tokens_BT.shape[1], segments_BT, positions_BT))
         keys = self._keys()
         x_BTD = with_logical_constraint(x_BTD, STREAM)
         x_BTD = with_logical_constraint(self.dropout(x_BTD, rngs=None if keys is None else keys[0]), STREAM)

@@ -21,7 +21,8 @@ from shardtrain.models.attention import Attentions
 from shardtrain.models.block_stack import stacked_blocks, walk
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.float8 import Products
-from shardtrain.models.layers import Linear, at_use, coming_keys, normal, parameter
+from shardtrain.models.layers import Linear, at_use, coming_keys, looked_up, normal, parameter
+from shardtrain.models.on_gpus import rows_last
 from shardtrain.models.transformer import (
     STREAM,
     TABLE,
@@ -205,10 +206,10 @@ class Encoder(nnx.Module):
             raise ValueError(too_long(tokens_BT.shape[1], self.config.seq))
         dtype = self.config.dtype
         # the sum of three embeddings: of the token, its position and its segment
-        x_BTD = jnp.take(at_use(self.embedding, TABLE, dtype), tokens_BT, axis=0)
-        x_BTD += at_use(self.positions, (SEQ, EMBED), dtype)[: tokens_BT.shape[1]]
+        x_BTD = looked_up(at_use(self.embedding, TABLE, dtype), tokens_BT)
+        x_BTD = rows_last(x_BTD + at_use(self.positions, (SEQ, EMBED), dtype)[: tokens_BT.shape[1]])
         segments = at_use(self.segments, (SEGMENTS, EMBED), dtype)
-        x_BTD += segments[0] if segments_BT is None else jnp.take(segments, segments_BT, axis=0)
+        x_BTD += segments[0] if segments_BT is None else looked_up(segments, segments_BT)
         x_BTD = with_logical_constraint(self.embedding_norm(with_logical_constraint(x_BTD, STREAM)), STREAM)
         keys = self._keys()
         x_BTD = self.dropout(x_BTD, rngs=None if keys is None else keys[0])

@@ -26,7 +26,8 @@ from shardtrain.models.encoder_decoder_blocks import (
 )
 from shardtrain.models.float8 import Products
 from shardtrain.models.key_value_cache import NewCache
-from shardtrain.models.layers import Norms, at_use, coming_keys, normal, positions_of
+from shardtrain.models.layers import Norms, at_use, coming_keys, looked_up, normal, positions_of
+from shardtrain.models.on_gpus import rows_last
 from shardtrain.models.relative_positions import relative_table
 from shardtrain.models.source_cache import SourceCache, read_target
 from shardtrain.models.transformer import STREAM, TABLE, linear_of, logits_of, norm_of, too_long, whole_seq
@@ -293,8 +294,8 @@ class EncoderDecoder(nnx.Module):
         """Look up tokens, and their positions in a table, from 0 on or those given."""
         if tokens_BT.shape[1] > self.config.seq:
             raise ValueError(too_long(tokens_BT.shape[1], self.config.seq))
-        x_BTD = jnp.take(at_use(self.embedding, TABLE, self.config.dtype), tokens_BT, axis=0)
+        x_BTD = looked_up(at_use(self.embedding, TABLE, self.config.dtype), tokens_BT)
         if table is not None:
             table_SD = at_use(table, (SEQ, EMBED), self.config.dtype)
-            x_BTD += positions_of(table_SD, tokens_BT.shape[1], None, positions_BT)
+            x_BTD = rows_last(x_BTD + positions_of(table_SD, tokens_BT.shape[1], None, positions_BT))
         return with_logical_constraint(self.dropout(with_logical_constraint(x_BTD, STREAM), rngs=key), STREAM)

@@ -7,7 +7,7 @@ being reduced.
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from flax.linen.spmd import with_logical_constraint
 from shardtrain.axes import BATCH, EMBED
 from shardtrain.models.float8 import Products, product
 from shardtrain.models.lora import Lora
+from shardtrain.models.on_gpus import recomputed
 
 Dims = tuple[str, ...]
 Norms = Literal["layernorm", "rmsnorm", "rmsnorm_plus_one"]
@@ -40,9 +41,37 @@ def coming_keys(stream: nnx.RngStream, num: int) -> jax.Array:
     return jax.random.split(jax.random.fold_in(stream.key[...], stream.count[...]), num)
 
 
+def added_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Add a bias over the last dims, if there is one."""
+    return y if bias is None else y + bias
+
+
 def at_use(parameter: nnx.Param | jax.Array, dims: tuple[str | None, ...], dtype: str) -> jax.Array:
     """Cast a parameter to the compute dtype and constrain it to its dims: here a sharded one is gathered."""
     return with_logical_constraint(parameter[...].astype(dtype), dims)
+
+
+@jax.custom_jvp
+def looked_up(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """Return rows of a table, NaN for an index out of range; in 16 bits their gradients are summed in 32.
+
+    A row that is looked up often would otherwise get a sum in 16 bits, to which little can be added.
+
+    Args:
+      table: (rows, features).
+      indices: int, of any shape.
+
+    Returns:
+      (*indices.shape, features), typed as the table.
+    """
+    return jnp.take(table, indices, axis=0)
+
+
+@looked_up.defjvp
+def _looked_up_derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    table, indices = primals
+    tangent = jnp.take(tangents[0].astype(jnp.float32), indices, axis=0)
+    return looked_up(table, indices), tangent.astype(table.dtype)
 
 
 class Linear(nnx.Module):
@@ -99,7 +128,11 @@ class Linear(nnx.Module):
 
     def shifted(self, y: jax.Array) -> jax.Array:
         """Add the bias, if there is one, to a product with the kernel."""
-        return y if self.bias is None else y + at_use(self.bias, self.out, self.dtype)
+        return added_bias(y, self.cast_bias())
+
+    def cast_bias(self) -> jax.Array | None:
+        """Return the bias in the compute dtype, None without one."""
+        return None if self.bias is None else at_use(self.bias, self.out, self.dtype)
 
 
 class Norm(nnx.Module):
@@ -123,16 +156,38 @@ class Norm(nnx.Module):
         self.bias = parameter(jnp.zeros(sizes), dims) if has_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        scale = at_use(self.scale, self.dims, "float32")
+        bias = None if self.bias is None else at_use(self.bias, self.dims, "float32")
+        return recomputed(self._normed, self._normed_by_moments)(x, scale, bias)
+
+    def _normed(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
         x, axes = x.astype(jnp.float32), tuple(range(-len(self.dims), 0))
         # a root-mean-square norm leaves the mean where it is
         if self.kind == "layernorm":
             x = x - jnp.mean(x, axis=axes, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True) + self.eps)
-        scale = at_use(self.scale, self.dims, "float32")
+        return self._scaled(x, scale, bias)
+
+    def _normed_by_moments(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """The same with both moments summed at once and barriers around them: GPUs compute its gradient fast.
+
+        The first feature is subtracted before: squares of values far from 0 would lose digits.
+        """
+        x, axes = x.astype(jnp.float32), tuple(range(-len(self.dims), 0))
+        if self.kind == "layernorm":
+            x = x - jax.lax.stop_gradient(x[(..., *[slice(1)] * len(axes))])
+            mean, square = jax.lax.optimization_barrier(
+                (jnp.mean(x, axis=axes, keepdims=True), jnp.mean(jnp.square(x), axis=axes, keepdims=True))
+            )
+            x = (x - mean) * jax.lax.rsqrt(square - jnp.square(mean) + self.eps)
+        else:
+            square = jax.lax.optimization_barrier(jnp.mean(jnp.square(x), axis=axes, keepdims=True))
+            x = x * jax.lax.rsqrt(square + self.eps)
+        return self._scaled(x, scale, bias)
+
+    def _scaled(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
         x = x * (1 + scale if self.kind == "rmsnorm_plus_one" else scale)
-        if self.bias is not None:
-            x = x + at_use(self.bias, self.dims, "float32")
-        return x.astype(self.dtype)
+        return added_bias(x, bias).astype(self.dtype)
 
 
 def restarted_positions(segments_BT: jax.Array) -> jax.Array:
@@ -166,4 +221,4 @@ def positions_of(
     """
     if positions_BT is None and segments_BT is not None:
         positions_BT = restarted_positions(segments_BT)
-    return table_SD[:num_tokens] if positions_BT is None else jnp.take(table_SD, positions_BT, axis=0)
+    return table_SD[:num_tokens] if positions_BT is None else looked_up(table_SD, positions_BT)

@@ -7,13 +7,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-from flax.core.spmd import get_logical_axis_rules
 
-from shardtrain.models.attention import target_devices
+from shardtrain.models.attention import on_one_device, target_devices
 from shardtrain.models.kernel_product import kernel_product
-
-MOST_UNROLLED = 8
-"""The largest number of blocks whose scan is compiled as so many copies of the block."""
 
 
 def on_one_cpu() -> bool:
@@ -21,9 +17,7 @@ def on_one_cpu() -> bool:
     devices = target_devices()
     if not devices or any(device.device_kind != "cpu" for device in devices):
         return False
-    # a run says so by its rules; elsewhere a model may be traced for all devices, or for a mesh to be chosen
-    is_whole_machine = len(devices) == 1 and jax.sharding.get_abstract_mesh().empty
-    return getattr(get_logical_axis_rules(), "one_device", is_whole_machine)
+    return on_one_device()
 
 
 def computed_once(x: jax.Array) -> jax.Array:
@@ -43,11 +37,3 @@ def product(x: jax.Array, kernel: jax.Array, num_in: int) -> jax.Array:
     rows, out = x.shape[: x.ndim - num_in], kernel.shape[num_in:]
     matrix = kernel.reshape(math.prod(kernel.shape[:num_in]), math.prod(out))
     return kernel_product(x.reshape(*rows, len(matrix)), matrix).reshape(*rows, *out)
-
-
-def is_plain_code(num_blocks: int, *, scan: bool) -> bool:
-    """Whether the blocks are compiled as plain code: on one CPU all that are unrolled, and few in a scan.
-
-    A loop copies its weights in and its gradients out; the parameters stay stacked.
-    """
-    return on_one_cpu() and (not scan or num_blocks <= MOST_UNROLLED)

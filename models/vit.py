@@ -21,6 +21,7 @@ from shardtrain.models.convolution import check_images
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.decoder_block import Block
 from shardtrain.models.layers import Linear, at_use, coming_keys, normal
+from shardtrain.models.on_gpus import rows_last
 from shardtrain.models.transformer import STREAM, linear_of, norm_of, whole_seq
 from shardtrain.models.transformer_options import Dtypes, Remats, problems
 
@@ -185,7 +186,8 @@ class Vit(nnx.Module):
             token_D = at_use(self.token, (EMBED,), config.dtype)
             tokens_B1D = jnp.broadcast_to(token_D, (x_BTD.shape[0], 1, config.embed))
             x_BTD = jnp.concatenate([tokens_B1D, x_BTD], axis=1)
-        x_BTD = with_logical_constraint(x_BTD + at_use(self.positions, (SEQ, EMBED), config.dtype), STREAM)
+        x_BTD = rows_last(x_BTD + at_use(self.positions, (SEQ, EMBED), config.dtype))
+        x_BTD = with_logical_constraint(x_BTD, STREAM)
         keys = self._keys()
         return with_logical_constraint(self.dropout(x_BTD, rngs=None if keys is None else keys[0]), STREAM)
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from flax.core.spmd import get_logical_axis_rules
 
 from shardtrain.errors.messages import problems_error
 from shardtrain.errors.user_code import user_code
@@ -35,8 +36,6 @@ def cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the summed softmax cross-entropy.
 
-    Uses a comparison instead of a gather, so that logits sharded over the vocabulary stay sharded.
-
     Args:
       logits: float (..., V); or in chunks, of which one exists at a time.
       targets: integer (...), from 0 to V - 1; any other makes the sum NaN, unless its weight is 0.
@@ -52,16 +51,55 @@ def cross_entropy(
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     if isinstance(logits, LogitsInChunks):
         return logits.sum_chunks(cross_entropy, targets, weights)
-    logits = logits.astype(jnp.float32)
-    # mask logits, not only losses: padding may be infinite, and the gradient would be 0 times infinity
-    logits = jnp.where(weights[..., None] != 0, logits, 0)
     targets = targets.astype(jnp.int32)  # its dtype may be too small for all classes
-    classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    target_logits = jnp.where(classes == targets[..., None], logits, 0).sum(-1)
-    losses = jax.nn.logsumexp(logits, -1) - target_logits
+    losses = _entropies(logits.astype(jnp.float32), targets, weights != 0)
     # an invalid target gives NaN, which is noticed; a wrong number would not be
     no_class = ((targets < 0) | (targets >= logits.shape[-1])) & (weights != 0)
     return jnp.where(no_class.any(), jnp.nan, (losses * weights).sum()), weights.sum()
+
+
+@jax.custom_jvp
+def _entropies(logits: jax.Array, targets: jax.Array, counts: jax.Array) -> jax.Array:
+    """Return the cross-entropy of each target that counts, and 0 of the others, whose logits may be infinite.
+
+    The derivative is one expression of the logits and the logarithms of their sums. Those of the single steps
+    take a GPU longer than reading the logits does.
+
+    Args:
+      logits: float32 (..., V).
+      targets: int32 (...).
+      counts: bool (...).
+    """
+    return _entropies_and_sums(logits, targets, counts)[0]
+
+
+def _entropies_and_sums(
+    logits: jax.Array, targets: jax.Array, counts: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the cross-entropies, and the logarithm of the sum of each target's exponentials."""
+    highest = logits.max(-1)
+    shifted = logits - highest[..., None]
+    if getattr(get_logical_axis_rules(), "one_device", False):
+        own = jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0] - highest
+    else:
+        # logits that are sharded over the vocabulary stay sharded, unlike by a gather
+        own = jnp.where(_is_target(logits, targets), shifted, 0).sum(-1)
+    sums = jnp.log(jnp.exp(shifted).sum(-1))
+    return jnp.where(counts, sums - own, 0), sums + highest
+
+
+def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return classes == targets[..., None]
+
+
+@_entropies.defjvp
+def _entropies_derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    logits, targets, counts = primals
+    losses, sums = _entropies_and_sums(logits, targets, counts)
+    slopes = jnp.exp(logits - sums[..., None]) - _is_target(logits, targets)
+    # where a target does not count, the slope of an infinite logit is not a number
+    return losses, (jnp.where(counts[..., None], slopes, 0) * tangents[0]).sum(-1)
 
 
 def soft_cross_entropy(

@@ -20,7 +20,7 @@ KINDS = ("matmul", "attention", "other", "collectives")
 
 _NAMES = {
     "collectives": r"all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|nccl|send|recv",
-    "attention": r"fmha|flash|attention|sdpa",
+    "attention": r"fmha|flash|attention|sdpa|dot_do_o|convert_dq",
     "matmul": r"\bdot\b|gemm|matmul|cutlass|cublas|nvjet|conv(?!ert)|wgmma",
 }
 """Kind -> pattern of the names of an operation, of its kernel, or of its source."""
@@ -30,6 +30,11 @@ ASIDE = "aside of the steps"
 """The name of events that are around what is no part of the steps in a trace, such as an evaluation."""
 
 NO_SOURCE = Source("", "")
+
+
+_GRAPH = "command_buffer"
+"""XLA launches operations of a GPU together, as a CUDA graph. Their events have its name as that of the
+operation; the kernel's own name is then the operation's with other signs for dots and hyphens."""
 
 
 class Operation(NamedTuple):
@@ -117,6 +122,7 @@ def operations(
         if event.get("ph") == "M" and event["name"] in ("process_name", "thread_name")
     }
     found: dict[str, list[Operation]] = defaultdict(list)
+    of_kernels = {(module, _kernel(name)): source for (module, name), source in (sources or {}).items()}
     for event in events:
         if event.get("ph") != "X":
             continue
@@ -128,11 +134,13 @@ def operations(
         on_device = process.startswith("/device:") and (thread.startswith("Stream") or thread == "XLA Ops")
         if not on_device and not (process == "/host:CPU" and "hlo_op" in arguments):
             continue
-        name = arguments.get("hlo_op", event["name"])
+        name, module = arguments.get("hlo_op", event["name"]), arguments.get("hlo_module", "")
+        if name.startswith(_GRAPH):
+            name = event["name"]
         # operations of several programs may have one name
-        of_program = [(arguments.get("hlo_module", ""), name), ("", name)]
+        of_program = [(module, _kernel(name)), ("", _kernel(name))]
         unknown = Source("", f"{arguments.get('name')} {arguments.get('tf_op')}")
-        source = next((sources[key] for key in of_program if sources and key in sources), unknown)
+        source = next((of_kernels[key] for key in of_program if key in of_kernels), unknown)
         if source.opcodes.split(" ")[0] in LOOPS or name.split(".")[0] in LOOPS:
             continue
         start = float(event["ts"])
@@ -144,6 +152,15 @@ def operations(
         device: sorted({kept for op in each if (kept := _moved(op, left_out))}, key=lambda op: op.start)
         for device, each in found.items()
     }
+
+
+def _kernel(name: str) -> str:
+    """Return the name of the kernel of an operation.
+
+    >>> _kernel("input-reduce_fusion.3")
+    'input_reduce_fusion_3'
+    """
+    return re.sub(r"[.-]", "_", name)
 
 
 def _windows(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:

@@ -13,6 +13,7 @@ from flax import nnx
 import shardtrain as st
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.models import one_cpu
+from shardtrain.models.block_stack import MOST_UNROLLED_CPU
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.kernel_product import kernel_product
 from shardtrain.models.transformer import exact_gelu
@@ -84,7 +85,7 @@ def test_the_form_is_for_one_cpu_alone(monkeypatch):
 
 
 def test_many_blocks_stay_a_loop_and_what_is_recomputed_too():
-    many, params = loss_of(DecoderConfig(**{**vars(CONFIG), "num_layers": one_cpu.MOST_UNROLLED + 1}))
+    many, params = loss_of(DecoderConfig(**{**vars(CONFIG), "num_layers": MOST_UNROLLED_CPU + 1}))
     assert "unroll=1" in str(jax.make_jaxpr(many)(params))
     full, params = loss_of(DecoderConfig(**{**vars(CONFIG), "remat": "full"}))
     assert "unroll=1" in str(jax.make_jaxpr(full)(params))

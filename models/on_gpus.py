@@ -1,0 +1,47 @@
+"""Where XLA compiles a model badly for GPUs, the same computation in another form.
+
+On other devices models stay as they are written. Figures: docs/benchmarks/gpu.md. Next: `one_cpu.py`, the
+same for a CPU.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from shardtrain.models.attention import target_kind
+
+
+def on_gpus() -> bool:
+    """Whether the program that is being traced will run on GPUs, here or described ones."""
+    return target_kind().startswith(("NVIDIA", "AMD"))
+
+
+def recomputed(function: Callable[..., Any], derived: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return an elementwise function or a norm as it is; for GPUs its backward pass computes it again.
+
+    What it computes on its way is not written to memory in the forward pass and read in the backward pass,
+    which takes longer on a GPU than computing it from the arguments, and in a scan is stored for each block.
+
+    Args:
+      function: of arrays alone, which are kept; parameters that a mesh shards are gathered before.
+      derived: the same function in the form whose derivative is computed there; None: the function itself.
+    """
+    if not on_gpus():
+        return function
+    if derived is None:
+        return jax.checkpoint(function)
+    of_form = jax.custom_jvp(function)
+    of_form.defjvp(lambda primals, tangents: (function(*primals), jax.jvp(derived, primals, tangents)[1]))
+    return jax.checkpoint(of_form)
+
+
+def rows_last(x: jax.Array) -> jax.Array:
+    """Return an array as it is; on GPUs it and its gradient are stored with the last dim contiguous.
+
+    A sum over a first dim of 32 or more, such as the gradient of a table of positions, makes XLA store its
+    operand with this dim contiguous, and with it all arrays that are computed elementwise from it or into it:
+    here the whole residual stream, which is then transposed before and behind each matrix product.
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if on_gpus() else x

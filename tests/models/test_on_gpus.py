@@ -1,0 +1,129 @@
+"""The forms of models for GPUs, traced on a CPU: the same loss and gradients, and what their program is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from shardtrain.functional.activation_rules import activation_rules
+from shardtrain.models import on_gpus, one_cpu
+from shardtrain.models.block_stack import MOST_UNROLLED_GPU
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.encoder import EncoderConfig
+from shardtrain.models.layers import Norm, looked_up
+from shardtrain.models.transformer import tanh_gelu
+from shardtrain.models.vit import VitConfig
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+
+SIZES = {"vocab": 16, "seq": 6, "embed": 8, "num_layers": 2, "num_heads": 2}
+GPT = DecoderConfig(**SIZES)
+LLAMA = DecoderConfig(
+    **{**SIZES, "num_heads": 4}, num_kv_heads=2, positions="rotary", norm="rmsnorm", activation="swiglu",
+    bias=False, qk_norm=True,
+)  # fmt: skip
+TOKENS = jnp.asarray(np.arange(12).reshape(2, 6) % 7)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """What is traced here is traced as for a GPU."""
+    monkeypatch.setattr(on_gpus, "target_kind", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(one_cpu, "target_devices", list)
+    return monkeypatch
+
+
+def loss_of(config, inputs=TOKENS, *, one_device=True):
+    """A loss of a model under the rules of one device or of two, and its parameters."""
+    graph, params = nnx.split(config(nnx.Rngs(0)), nnx.Param)
+    # parameters that are not 0 and 1, so that biases and gains matter
+    params = jax.tree.map(lambda x: x + 0.1 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), params)
+    layout = Layout() if one_device else Layout(mesh={"data": 2})
+    mesh = make_mesh(layout, jax.devices()[: 1 if one_device else 2])
+
+    def loss(params):
+        with activation_rules(layout.activation_rules, mesh, *layout.tracing):
+            return jnp.square(nnx.merge(graph, params)(inputs)).sum()
+
+    return loss, params
+
+
+def program(loss, params):
+    # a new function each time: jax keeps traces by function
+    return str(jax.make_jaxpr(jax.grad(lambda params: loss(params)))(params))
+
+
+IMAGES = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 8, 3)), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "inputs"),
+    [
+        (GPT, TOKENS),
+        (LLAMA, TOKENS),
+        (DecoderConfig(**SIZES, remat="outputs"), TOKENS),
+        (DecoderConfig(**SIZES, lora="rank=2", activation="geglu"), TOKENS),
+        (EncoderConfig(**SIZES), TOKENS),
+        (VitConfig(height=8, width=8, patch=4, classes=4, embed=8, num_layers=2, num_heads=2), IMAGES),
+    ],
+    ids=["gpt", "llama", "outputs", "lora", "encoder", "vit"],
+)
+def test_loss_and_gradients_are_those_of_the_plain_form(config, inputs, monkeypatch):
+    monkeypatch.setattr(one_cpu, "target_devices", list)
+    loss, params = loss_of(config, inputs)
+    plain = jax.jit(jax.value_and_grad(loss))(params)
+    assert "layout_constraint" not in program(loss, params)
+    monkeypatch.setattr(on_gpus, "target_kind", lambda: "NVIDIA H100 80GB HBM3")
+    loss, params = loss_of(config, inputs)
+    found = jax.jit(jax.value_and_grad(loss))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, plain)
+    _, along = jax.jvp(jax.jit(loss), (params,), (params,))
+    products = jax.tree.map(lambda x, g: jnp.vdot(x, g), params, found[1])
+    np.testing.assert_allclose(along, sum(jax.tree.leaves(products)), rtol=1e-4)
+
+
+def test_the_residual_stream_keeps_its_layout_and_blocks_of_one_gpu_are_plain_code(gpu):
+    text = program(*loss_of(GPT))
+    # of the stream, and of its gradient
+    assert text.count("layout_constraint") == 2
+    assert "unroll=2" in text
+    # a norm before each half of a block and one before the head, and an activation: computed again
+    assert text.count("optimization_barrier") > 0
+    assert "unroll=1" in program(*loss_of(DecoderConfig(**{**SIZES, "num_layers": MOST_UNROLLED_GPU + 1})))
+    assert "unroll=1" in program(*loss_of(GPT, one_device=False))
+
+
+def test_queries_keys_and_values_of_one_gpu_are_joined_in_blocks(gpu):
+    # all heads of 4 queries, 2 keys and 2 values of 2 features; else groups of 2 queries, a key and a value
+    assert "8,1,8,2]" in program(*loss_of(LLAMA))
+    assert "8,2,4,2]" in program(*loss_of(LLAMA, one_device=False))
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm", "rmsnorm_plus_one"])
+def test_a_norm_far_from_0_has_the_gradient_of_the_plain_form(kind, gpu):
+    norm = Norm(kind, 8, eps=1e-5, bias=True, dtype="float32")
+    x = 1000 + jax.random.normal(jax.random.key(0), (3, 8))
+    weights = jnp.sin(jnp.arange(24.0)).reshape(3, 8)
+    found = jax.grad(lambda x: (norm(x) * weights).sum())(x)
+    gpu.undo()
+    plain = jax.grad(lambda x: (norm(x) * weights).sum())(x)
+    np.testing.assert_allclose(found, plain, rtol=2e-3, atol=2e-5)
+
+
+def test_gelu_in_16_bits_is_the_tanh_approximation_rounded_once(gpu):
+    x = jnp.linspace(-8, 8, 999).astype(jnp.bfloat16)
+    exact = jax.nn.gelu(x.astype(jnp.float32), approximate=True)
+    np.testing.assert_allclose(tanh_gelu(x).astype(jnp.float32), exact, rtol=2**-8, atol=2e-5)
+    by_jax = jnp.abs(jax.nn.gelu(x, approximate=True).astype(jnp.float32) - exact)
+    assert jnp.abs(tanh_gelu(x).astype(jnp.float32) - exact).mean() < 0.7 * by_jax.mean()
+    wide = x.astype(jnp.float32)
+    np.testing.assert_array_equal(tanh_gelu(wide), jax.nn.gelu(wide, approximate=True))
+
+
+def test_a_row_that_is_looked_up_often_gets_its_whole_gradient():
+    table, indices = jnp.ones((3, 2), jnp.bfloat16), jnp.zeros(4096, jnp.int32).at[7].set(2)
+    gradient = jax.grad(lambda table: looked_up(table, indices).astype(jnp.float32).sum())(table)
+    # in 16 bits a sum of ones ends at 256
+    np.testing.assert_array_equal(gradient, jnp.asarray([[4096, 4096], [0, 0], [1, 1]], jnp.bfloat16))
+    assert jnp.isnan(looked_up(table, jnp.asarray([3]))).all()
