@@ -1,18 +1,27 @@
-"""Steps of GPT-2 124M, a Llama of 1.2B and a slice of an 8B, compiled for an H100 and TPUs that are not here.
+"""Steps of GPT-2 124M, a Llama of 1.2B and a slice of an 8B, in bfloat16, the last at 8,192 tokens.
 
-In bfloat16, the last at 8,192 tokens. Nothing runs: the compiler says memory and flops. On a GPU
-`overhead.py` measures GPT-2. Figures: docs/benchmarks/gpu.md.
+On a GPU they run, in the toolkit's loop and in a hand-written one in turn (`overhead.py`), and training is
+started twice, up to its first step (`startup.py`). Elsewhere they are compiled for GPUs and TPUs that are not
+here: nothing runs, the compiler says memory and flops. Figures: docs/benchmarks/gpu.md.
 
 uv run --extra ahead-of-time --extra ahead-of-time-tpu python benchmarks/gpu.py
 """
 
+import os
+import subprocess
+import sys
+import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+import overhead
+import startup
 import tyro
 
 from shardtrain.functional.loss import next_token_loss
@@ -36,12 +45,44 @@ LLAMA_8B_SLICE = DecoderConfig(
     positions="rotary", theta=500_000.0, norm="rmsnorm", activation="swiglu", bias=False, tied=False,
     dtype="bfloat16", remat="outputs", loss_chunk=2048,
 )  # fmt: skip
-MODELS: dict[str, tuple[DecoderConfig, int]] = {
-    "gpt2-124m": (gpt2(dtype="bfloat16"), 16),
-    "llama-1b": (LLAMA_1B, 4),
-    "llama-8b, 4 of 32 blocks": (LLAMA_8B_SLICE, 1),
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and how much of it is one step.
+
+    Args:
+      config: the model, as it is compiled for absent devices.
+      rows: of a step, on each absent device.
+      rows_here: of a step on a GPU that is here.
+      changes: of the model's options there, where attention keeps no scores.
+      rounds: blocks of each loop there.
+    """
+
+    config: DecoderConfig
+    rows: int
+    rows_here: int
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    rounds: int = 4
+
+
+# no block is recomputed, and all logits are there at once
+ROOMY = {"remat": "weights", "loss_chunk": None}
+CASES = {
+    # the vocabulary is filled up to a multiple of 128, as nanoGPT does: 50,257 columns do not align
+    "gpt2-124m": Case(
+        config=gpt2(dtype="bfloat16"), rows=16, rows_here=32, changes={"vocab": 50304}, rounds=8
+    ),
+    "llama-1b": Case(config=LLAMA_1B, rows=4, rows_here=8, changes=ROOMY),
+    "llama-8b, 4 of 32 blocks": Case(config=LLAMA_8B_SLICE, rows=1, rows_here=2, changes=ROOMY),
 }
 """Name -> the model, and rows of each device."""
+
+
+def here(case: Case) -> DecoderConfig:
+    """Return the model of a case as it runs on a GPU that is here."""
+    return replace(case.config, **case.changes)
+
 
 TARGETS = {"h100": 1, "a100": 1, "v5p:2x2x1": 4, "v6e:2x2": 4}
 """Kind of absent devices -> their number; their mesh is fsdp over all."""
@@ -49,20 +90,22 @@ TARGETS = {"h100": 1, "a100": 1, "v5p:2x2x1": 4, "v6e:2x2": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to compile.
+    """What to run or compile.
 
     Args:
       models: names, from those of this file; by default all.
-      targets: kinds of absent devices, see `described_devices`.
+      targets: where no GPU is here: kinds of absent devices, see `described_devices`.
+      steps: of a block of each loop, where a GPU is here.
     """
 
-    models: tuple[str, ...] = tuple(MODELS)
+    models: tuple[str, ...] = tuple(CASES)
     targets: tuple[str, ...] = ("h100", "v5p:2x2x1", "v6e:2x2")
+    steps: int = 12
 
 
 def compiled_row(name: str, kind: str) -> tuple[str, ...]:
     """Compile a step for absent devices; return its figures per device, or why there are none."""
-    config, rows = MODELS[name]
+    config, rows = CASES[name].config, CASES[name].rows
     num_devices = TARGETS[kind]
     model, layout = as_model(config), Layout(mesh={"fsdp": num_devices})
     mesh = make_mesh(layout, described_devices(kind, num_devices))
@@ -99,9 +142,64 @@ HEADER = (
 )  # fmt: skip
 
 
+STARTED = ("model", "peak GiB", "first start s, of it compiling", "second start s, of it loading")
+MEASURED = (
+    "model", "rows x tokens", "ms a step", "tokens/s", "MFU", "loop over hand-written (95 %)",
+    "step over hand-written (95 %)", "losses differ by",
+)  # fmt: skip
+
+
+def has_gpu() -> bool:
+    """Ask another process whether jax finds a GPU, whose memory this one would keep from later ones."""
+    question = "import jax; print(jax.default_backend())"
+    return "gpu" in subprocess.run([sys.executable, "-c", question], stdout=subprocess.PIPE, text=True).stdout
+
+
+def started(name: str) -> tuple[str, ...]:
+    """Start the training of a model twice up to its first step; return the figures.
+
+    Returns:
+      The most memory in use, then for each start its seconds, and those that compile or load programs.
+    """
+    os.environ["GPU_MODEL"] = name
+    words = (str(Path(__file__).with_name("gpu_run.py")),)
+    with tempfile.TemporaryDirectory() as folder:
+        starts = [startup.start(words, Path(folder, str(i)), Path(folder, "programs")) for i in range(2)]
+    times = [f"{found['together'][0]:.1f}, {found['together'][1]:.1f}" for found, _ in starts]
+    return f"{(starts[0][1] or 0) / 2**30:.1f}", *times
+
+
+def measured(name: str, steps: int) -> tuple[str, ...]:
+    """Run a model in both loops; return the figures."""
+    case = CASES[name]
+    config = here(case)
+    options = overhead.Options(
+        model="gpt2", dtype="bfloat16", batch=case.rows_here, seq=config.seq, steps=steps, rounds=case.rounds
+    )
+    figures = overhead.measure(options, config)
+    spreads = (figures.spreads[pair]["step_seconds"] for pair in ("whole loop", "compiled step alone"))
+    return (
+        name,
+        f"{case.rows_here} x {config.seq}",
+        f"{1e3 * figures.step_seconds[overhead.TOOLKIT]:.2f}",
+        f"{figures.tokens_per_second:,.0f}",
+        "?" if figures.mfu is None else f"{figures.mfu:.1%}",
+        *(f"{each.median:.3f} ({each.sure[0]:.3f} - {each.sure[1]:.3f})" for each in spreads),
+        f"{overhead.largest_difference(*figures.losses):.1e}",
+    )
+
+
 def main(options: Options) -> None:
-    if unknown := [name for name in options.models if name not in MODELS]:
-        raise SystemExit(f"unknown models {unknown}; use some of {list(MODELS)}")
+    if unknown := [name for name in options.models if name not in CASES]:
+        raise SystemExit(f"unknown models {unknown}; use some of {list(CASES)}")
+    if has_gpu():
+        # printed one by one, in case the next one does not fit
+        for name in options.models:
+            print(table_text(STARTED, [(name, *started(name))]), flush=True)
+        for name in options.models:
+            print(table_text(MEASURED, [measured(name, options.steps)]), flush=True)
+        print(f"{jax.devices()[0].device_kind}; jax {jax.__version__}")
+        return
     if unknown := [kind for kind in options.targets if kind not in TARGETS]:
         raise SystemExit(f"unknown targets {unknown}; use some of {list(TARGETS)}")
     rows = [compiled_row(name, kind) for kind in options.targets for name in options.models]

@@ -123,9 +123,13 @@ def filled(options: Options, backend: str) -> tuple[Options, DecoderConfig]:
     return replace(options, model=name, dtype=dtype, batch=batch, seq=config.seq), config
 
 
-def measure(options: Options) -> Figures:
-    """Compare the losses, which compiles and warms up; then time blocks of both sides in turn."""
-    options, config = filled(options, jax.default_backend())
+def measure(options: Options, config: DecoderConfig) -> Figures:
+    """Compare the losses, which compiles and warms up; then time blocks of both sides in turn.
+
+    Args:
+      options: with every default filled in.
+      config: the model, in the dtype of the options.
+    """
     batch, steps, seed = options.batch or 0, options.steps, options.seed
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -232,7 +236,7 @@ def largest_difference(hand: list[float], toolkit: list[float]) -> float:
 
 
 def main(options: Options) -> None:
-    figures = measure(options)
+    figures = measure(*filled(options, jax.default_backend()))
     if options.json is not None:
         options.json.write_text(json.dumps(asdict(figures), indent=1, default=str) + "\n")
     print(report(figures))

@@ -44,8 +44,8 @@ class Options:
 def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as folder:
         programs = Path(folder, "programs")
-        cold = start(options.words, Path(folder, "cold"), programs)
-        warm = [start(options.words, Path(folder, f"warm{i}"), programs) for i in range(options.starts)]
+        cold, _ = start(options.words, Path(folder, "cold"), programs)
+        warm = [start(options.words, Path(folder, f"warm{i}"), programs)[0] for i in range(options.starts)]
     columns = {
         "cold": cold,
         "warm": {part: [median(each[part][i] for each in warm) for i in (0, 1)] for part in PARTS},
@@ -57,20 +57,33 @@ def main(options: Options) -> None:
     print(table_text(("until the end of the first step", *header), rows))
 
 
-def start(words: Sequence[str], run_dir: Path, programs: Path) -> dict[str, tuple[float, float]]:
-    """Start the job; return part -> (seconds, seconds of them that compile or load programs)."""
+def start(
+    words: Sequence[str], run_dir: Path, programs: Path
+) -> tuple[dict[str, tuple[float, float]], int | None]:
+    """Start a job and end it after its first step.
+
+    Args:
+      words: the command line after `train`.
+      run_dir: its run folder.
+      programs: the user's cache, with the programs that were compiled.
+
+    Returns:
+      Part -> (seconds, seconds of them that compile or load programs); the most bytes that were in use on the
+      device, None where it does not count them.
+    """
     command = [sys.executable, __file__, "child", *words, "--run-dir", str(run_dir)]
     environ = {**os.environ, "XDG_CACHE_HOME": str(programs)}
     began = time.time()
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     line = next((line for line in done.stdout.splitlines() if line.startswith(FOUND)), None)
     assert line is not None, done.stderr
-    marks = [("process", began, 0.0), *json.loads(line.removeprefix(FOUND))]
+    printed = json.loads(line.removeprefix(FOUND))
+    marks = [("process", began, 0.0), *printed["marks"]]
     found = {
         name: (now - before, compiled - compiled_before)
         for (_, before, compiled_before), (name, now, compiled) in pairwise(marks)
     }
-    return {**found, "together": (marks[-1][1] - began, marks[-1][2])}
+    return {**found, "together": (marks[-1][1] - began, marks[-1][2])}, printed["peak_bytes"]
 
 
 def child(words: Sequence[str]) -> None:
@@ -108,7 +121,9 @@ def child(words: Sequence[str]) -> None:
             def step(*arguments: Any) -> None:
                 jax.block_until_ready(parts.step(*arguments))
                 mark("first step")
-                print(FOUND + json.dumps(marks), flush=True)
+                counted = jax.local_devices()[0].memory_stats() or {}
+                printed = {"marks": marks, "peak_bytes": counted.get("peak_bytes_in_use")}
+                print(FOUND + json.dumps(printed), flush=True)
                 os._exit(0)
 
             return dataclasses.replace(parts, step=step)
