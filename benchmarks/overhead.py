@@ -136,7 +136,7 @@ def measure(options: Options, config: DecoderConfig) -> Figures:
         # the hand-written loop knows the order of the first epoch only: it holds all losses compared
         num_tokens = config.seq * batch * max(BATCHES_IN_EPOCH, options.compare) + 1
         tokens = np.random.default_rng(seed).integers(0, config.vocab, num_tokens)
-        write_tokens(folder / "tokens.npy", [tokens])
+        write_tokens(folder / "tokens.npy", [tokens], dtype="uint32")
         data = Tokens(path=folder / "tokens.npy", vocab=config.vocab, seq=config.seq, heldout_fraction=0)
         source = data.train(folder)
         hand = HandWritten(config, source, batch, seed)

@@ -24,7 +24,9 @@ from shardtrain.train_step.initial_state import restorable_state
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.step import make_step
 
-PLUGIN = "jax_cuda12_plugin"
+PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+"""Modules of which one compiles for GPUs."""
+
 GPUS_PER_HOST = 8
 
 
@@ -143,7 +145,7 @@ def described_devices(kind: str, num_devices: int) -> Sequence[Any]:
     num_hosts, rest = divmod(num_devices, GPUS_PER_HOST)
     if num_devices < 1 or (num_hosts and rest):
         raise ValueError(host_text(kind, num_devices))
-    if find_spec(PLUGIN) is None:
+    if not any(map(find_spec, PLUGINS)):
         raise ImportError(missing_plugin_text(kind))
     return topologies.get_topology_desc(
         platform="cuda",
@@ -203,6 +205,6 @@ def host_text(kind: str, num_devices: int) -> str:
 def missing_plugin_text(kind: str) -> str:
     """Format the error for a missing CUDA compiler of jax."""
     return (
-        f"compiling for {kind!r} without a GPU needs the module {PLUGIN}, which is not installed;"
+        f"compiling for {kind!r} without a GPU needs the module {PLUGINS[0]}, which is not installed;"
         " install the extra: uv sync --extra ahead-of-time, or pip install 'shardtrain[ahead-of-time]'"
     )
