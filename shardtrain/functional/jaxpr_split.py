@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from jax import lax
 from jax.extend.core import Literal
 
+from shardtrain.functional.scan_operands import scan_counts
+
 INLINED = {"jit": "jaxpr", "remat2": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 """Primitives that call a program -> their parameter with it; its equations are split one by one."""
 
@@ -175,12 +177,8 @@ class _SplitScan:
     def __init__(self, equation: Any, now: list[bool], later: list[bool]) -> None:
         jaxpr = equation.params["jaxpr"]
         self._options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
-        # an array that is carried has the dims of the scan's own, of one that is scanned a step has one fewer
-        ndims = zip(_ndims(equation.invars), _ndims(jaxpr.jaxpr.invars), strict=True)
-        first_scanned = sum(outer == inner for outer, inner in ndims)
-        ndims = zip(_ndims(equation.outvars), _ndims(jaxpr.jaxpr.outvars), strict=True)
-        self._num_carried = sum(outer == inner for outer, inner in ndims)
-        first_carried = first_scanned - self._num_carried
+        first_carried, self._num_carried = scan_counts(equation)
+        first_scanned = first_carried + self._num_carried
         self._carried = slice(first_carried, first_scanned)
         self._consts, self._scanned = slice(0, first_carried), slice(first_scanned, None)
         self._split_body(jaxpr, now, later)
@@ -247,10 +245,6 @@ def bind(equation: Any, values: list[Any]) -> Sequence[Any]:
     with equation.ctx.manager:
         found = primitive.bind(*values, **primitive.get_bind_params(equation.params))
     return found if primitive.multiple_results else [found]
-
-
-def _ndims(variables: Sequence[Any]) -> list[int]:
-    return [x.aval.ndim for x in variables]
 
 
 def _num_bytes(variable: Any) -> int:

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 
 from shardtrain.functional.equation_costs import equation_cost, program_cost
 from shardtrain.functional.jaxpr_split import bind
+from shardtrain.functional.scan_operands import scan_counts
 
 CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 """Primitives that only call a program -> their parameter with it."""
@@ -126,17 +127,9 @@ class PiecewiseProgram:
 
 def _of_scan(equation: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Return (constants, what is carried, stacks) of the inputs of a scan."""
-    body = equation.params["jaxpr"].jaxpr
-    # a stack has a dim more than the step reads
-    num_whole = sum(
-        outer.aval.ndim == inner.aval.ndim for outer, inner in zip(equation.invars, body.invars, strict=True)
-    )
-    num_carried = sum(
-        outer.aval.ndim == inner.aval.ndim
-        for outer, inner in zip(equation.outvars, body.outvars, strict=True)
-    )
-    first = num_whole - num_carried
-    return list(inputs[:first]), list(inputs[first:num_whole]), list(inputs[num_whole:])
+    num_consts, num_carried = scan_counts(equation)
+    num_whole = num_consts + num_carried
+    return list(inputs[:num_consts]), list(inputs[num_consts:num_whole]), list(inputs[num_whole:])
 
 
 def _scan(

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from shardtrain import axes
+from shardtrain.functional.scan_operands import scan_counts
 from shardtrain.plan.device_calls import NAME
 from shardtrain.plan.fusion import ALIASES, MATERIAL, Step, Unfused, fused, root
 from shardtrain.plan.named_dims import CUMULATIVE, Operands, merged, names_of
@@ -232,7 +233,7 @@ class Walk:
     def _scan(self, equation: Any, reads: list[int]) -> list[int]:
         params = equation.params
         jaxpr = params["jaxpr"].jaxpr
-        consts, carried = params["num_consts"], params["num_carry"]
+        consts, carried = scan_counts(equation)
         given = [self.arrays[i].dims for i in reads]
         given[consts + carried :] = [dims[1:] for dims in given[consts + carried :]]
         # the names of what is carried may be known only from what the body makes of it

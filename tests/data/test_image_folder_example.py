@@ -31,12 +31,14 @@ def one_device(monkeypatch):
 def test_a_vision_transformer_learns_the_shapes(tmp_path, one_device):
     run = load_run(str(EXAMPLE))
     model = dataclasses.replace(run.model, patch=6)
+    # with seed 0 it begins to learn later, and 0.54 of the images are right with jax 0.10, 0.50 with 0.11
     run = dataclasses.replace(
-        run, model=model, batch=32, steps=120, evaluate_every=120, run_dir=tmp_path / "run"
+        run, model=model, batch=32, steps=120, evaluate_every=120, run_dir=tmp_path / "run", seed=2
     )
     train(run, Console(file=io.StringIO()))
     last = read_jsonl(tmp_path / "run/metrics.jsonl")[-1]
-    assert last["heldout/accuracy"] > 0.5  # of 5 classes; 0.9 after the 200 steps of the example
+    # of 5 classes; 0.75 with both versions, and 0.9 after the 200 steps of the example
+    assert last["heldout/accuracy"] > 0.6
     assert last["heldout/accuracy"] < last["heldout/top2"] <= 1
     files = sorted((tmp_path / "run/shapes").glob("*/*.jpg"))
     assert [

@@ -5,13 +5,14 @@ everything between, such as norms and activation functions, belongs to the layer
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from shardtrain.functional.model import path_text
+from shardtrain.functional.scan_operands import scan_counts
 from shardtrain.plan.fusion import ALIASES
 from shardtrain.plan.jaxpr_walk import CALLED, OPAQUE
 from shardtrain.plan.layers.layer_graph import (
@@ -115,7 +116,7 @@ class _Walk:
     def _equation(self, equation: Any, reads: list[Value]) -> list[Value]:
         primitive, params = equation.primitive.name, equation.params
         if primitive == "scan":
-            return self._scan(params, reads)
+            return self._scan(equation, reads)
         if primitive == "while":
             # nobody knows how often it runs: counted once
             return self._inlined(params["body_jaxpr"], reads[params["cond_nconsts"] :])
@@ -131,10 +132,10 @@ class _Walk:
         jaxpr = getattr(inner, "jaxpr", inner)
         return self.run(jaxpr, reads[len(reads) - len(jaxpr.invars) :])
 
-    def _scan(self, params: Mapping[str, Any], reads: list[Value]) -> list[Value]:
+    def _scan(self, equation: Any, reads: list[Value]) -> list[Value]:
         """A loop over stacked parameters is its blocks one by one; of another the body runs several times."""
-        jaxpr, length = params["jaxpr"].jaxpr, params["length"]
-        consts, carried = params["num_consts"], params["num_carry"]
+        jaxpr, length = equation.params["jaxpr"].jaxpr, equation.params["length"]
+        consts, carried = scan_counts(equation)
         fixed, carry, stacked = reads[:consts], reads[consts : consts + carried], reads[consts + carried :]
         outputs: list[Value] = []
         if any(each.path is not None for each in stacked):
