@@ -65,7 +65,9 @@ class _StrictRules(tuple):
     """
 
     findings: _Findings
+    checks: bool
     one_device: bool
+    """Whether a model may take the form for one device."""
     unnamed: str
     attention: ContextAttention | None
     """The attention of the models, which look for it here; None: each computes its own."""
@@ -80,7 +82,7 @@ class _StrictRules(tuple):
         yield recorder, None
         # Flax has now compared the recorder with every dim of the array
         dims = [name for name in recorder.names if isinstance(name, str)]
-        if not self.one_device:
+        if self.checks:
             self._check(rules, tuple(recorder.names), dims)
         # each axis goes to the first dim that asks for it, so that Flax accepts what has been recorded
         taken: set[str] = set()
@@ -149,6 +151,7 @@ def activation_rules(
     *,
     attention: Any = None,
     experts: Any = None,
+    any_mesh: bool = False,
 ) -> Iterator[None]:
     """Within this, `nn.with_logical_constraint` of traced functions follows these rules, strictly.
 
@@ -159,6 +162,7 @@ def activation_rules(
       context_attention: how attention is computed where sequences are sharded, see `ContextAttention`.
       attention: what models get as attention instead, called alike.
       experts: what mixtures of experts get as their exchange instead, called as `ExpertExchange`.
+      any_mesh: whether the trace is for meshes that are not chosen yet, though this one has one device.
 
     Raises:
       ValueError: (at exit) lists every constraint with a dim without a rule or an axis used twice in one
@@ -167,10 +171,11 @@ def activation_rules(
     pairs = tuple(rules.items())
     strict = _StrictRules(pairs)
     strict.findings, strict.unnamed = _Findings(), unnamed
-    strict.one_device = is_one_device(mesh.shape)
+    strict.checks = not is_one_device(mesh.shape)
+    strict.one_device = not strict.checks and not any_mesh
     of_run = ContextAttention(context_attention) if mesh.shape.get(CONTEXT, 1) > 1 else None
     strict.attention = of_run if attention is None else attention
-    strict.experts = experts or (None if strict.one_device else ExpertExchange())
+    strict.experts = experts or (ExpertExchange() if strict.checks else None)
     strict.note = _NOTE.get()
     # who asks hears of a block that was traced before, too
     key = (pairs, unnamed, strict.one_device, strict.attention, experts, strict.note)

@@ -51,6 +51,7 @@ def loss_program(
     gradient: bool,
     attention: TracedAttention | None,
     experts: TracedExperts,
+    device_kind: str,
 ) -> Program:
     """Trace the program of a loss.
 
@@ -61,6 +62,7 @@ def loss_program(
       gradient: whether the gradient of the parameters is computed too.
       attention: what the model gets as the attention of the run; None: it computes its own.
       experts: likewise for the exchange of experts.
+      device_kind: see `trace.trace`.
     """
     params, model_state = jax.eval_shape(model.init, jax.random.key(0))
     loss_sum = loss_of(model, loss, next(iter(batch.values())).shape[0])
@@ -72,12 +74,13 @@ def loss_program(
         *((axes.BATCH, *(None for _ in x.shape[1:])) for x in jax.tree.leaves(inputs[3])),
     ]
     others = jax.tree.leaves(jax.eval_shape(loss_sum, *inputs))
+    of_run: dict[str, Any] = {"attention": attention, "experts": experts, "device_kind": device_kind}
     if not gradient:
         no_names, no_parameters = [None] * len(others), [False] * len(others)
-        return trace(loss_sum, inputs, names, no_names, no_parameters, attention=attention, experts=experts)
+        return trace(loss_sum, inputs, names, no_names, no_parameters, **of_run)
     results = [*(None for _ in others), *jax.tree.leaves(model.dims, is_leaf=is_dims)]
     of_parameters = [False] * len(others) + [True] * len(jax.tree.leaves(params))
-    return trace(differentiated, inputs, names, results, of_parameters, attention=attention, experts=experts)
+    return trace(differentiated, inputs, names, results, of_parameters, **of_run)
 
 
 def is_dims(leaf: object) -> bool:

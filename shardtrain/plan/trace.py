@@ -17,6 +17,9 @@ from shardtrain.plan.jaxpr_walk import Walk
 from shardtrain.plan.partial_sums import num_terms
 from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS, Dims, Program
 
+ANY_DEVICE = "any"
+"""The kind of a device whose program is not fitted to it."""
+
 
 def trace(
     function: Callable[..., Any],
@@ -27,6 +30,7 @@ def trace(
     *,
     attention: Any = None,
     experts: Any = None,
+    device_kind: str = ANY_DEVICE,
 ) -> Program:
     """Trace a function into a program.
 
@@ -38,6 +42,7 @@ def trace(
       of_parameters: for each array of its results whether it is the gradient of a parameter.
       attention: what models get as attention, see `TracedAttention`; None: each computes its own.
       experts: what mixtures of experts get as their exchange, see `TracedExperts`; likewise.
+      device_kind: the name of the devices by jax, in whose form models are traced.
 
     Returns:
       The program of unsharded arrays.
@@ -45,12 +50,11 @@ def trace(
     # a mesh with an axis for each dim, all of size 1: then a constraint's spec is the names of the dims
     known = {name for dims in (*names, *results) for name in dims or () if name}
     every = sorted(known | set(axes.DIMS) | {ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS})
-    # for a device of no kind, whose program is not fitted to one
-    device = AbstractDevice(device_kind="any", num_cores=None, platform="any")
+    device = AbstractDevice(device_kind=device_kind, num_cores=None, platform="any")
     types = (AxisType.Auto,) * len(every)
     mesh = AbstractMesh((1,) * len(every), tuple(every), axis_types=types, abstract_device=device)
     rules = {name: (name,) for name in every}
-    with activation_rules(rules, mesh, "replicate", attention=attention, experts=experts):
+    with activation_rules(rules, mesh, "replicate", attention=attention, experts=experts, any_mesh=True):
         traced = jax.make_jaxpr(function)(*inputs)
     walk = Walk()
     of_inputs = [

@@ -21,6 +21,7 @@ from shardtrain.plan.islands import ClusterPlan
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.space import REMATS, Space
 from shardtrain.plan.subject import Subject
+from shardtrain.plan.trace import ANY_DEVICE
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run, model_of
@@ -32,7 +33,7 @@ MOST_ROWS = 64
 
 
 def subjects_of(run: Run, source: Any, kinds: Sequence[IslandKind]) -> list[Subject]:
-    """Return what is planned for each kind of islands: alike where they compute in the same dtype.
+    """Return what is planned for each kind of islands: alike on the same devices in the same dtype.
 
     Args:
       run: the run; its remat, if it gives one, is kept.
@@ -51,22 +52,24 @@ def subjects_of(run: Run, source: Any, kinds: Sequence[IslandKind]) -> list[Subj
     num_rows = min(run.batch, MOST_ROWS, max(len(source), 1))
     rows = Batches(source=source, batch=run.batch, seed=run.seed, rows=range(num_rows)).load(FIRST_POSITION)
     batch = {name: jax.ShapeDtypeStruct((run.batch, *x.shape[1:]), x.dtype) for name, x in rows.items()}
-    found: dict[str | None, Subject] = {}
+    found: dict[tuple[str | None, str], Subject] = {}
+    names = [ANY_DEVICE if kind.device is None else kind.device.name or ANY_DEVICE for kind in kinds]
     dtypes = [kind.strategy.get("compute_dtype", run.strategy.compute_dtype) for kind in kinds]
-    for dtype in dict.fromkeys(dtypes):
+    for dtype, name in dict.fromkeys(zip(dtypes, names, strict=True)):
         # one optimizer for all ways to recompute: it is made for the model's names alone
         model = _model(run, dtype, None)
         optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims, frozen=model.frozen)
         count = loss_count(model, run.loss, rows)
-        found[dtype] = Subject(
+        found[dtype, name] = Subject(
             model=partial(_model, run, dtype),
             loss=run.loss,
             optimizer=optimizer,
             batch=batch,
             unit=run.unit,
             row_units=None if count is None else count / num_rows,
+            device_kind=name,
         )
-    return [found[dtype] for dtype in dtypes]
+    return [found[key] for key in zip(dtypes, names, strict=True)]
 
 
 def _model(run: Run, dtype: str | None, remat: str | None) -> Model:

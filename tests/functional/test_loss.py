@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.loss import (
     classification_loss,
     cross_entropy,
@@ -19,6 +20,8 @@ from shardtrain.functional.loss import (
     next_token_loss,
     soft_cross_entropy,
 )
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
 
 RANDOM = np.random.default_rng(0)
 LOGITS: Any = (3 * RANDOM.normal(size=(6, 5, 11))).astype(np.float32)
@@ -33,6 +36,41 @@ def test_cross_entropy_equals_optax():
     total, count = compiled(LOGITS, TARGETS)
     np.testing.assert_allclose(total, expected.sum(), rtol=1e-6)
     assert (total.dtype, total.shape, count.dtype, float(count)) == (jnp.float32, (), jnp.float32, 30)
+
+
+def of_one_device(logits, targets, weights):
+    """The loss under the rules of one device, which looks the logits of the targets up."""
+    layout = Layout()
+    mesh = make_mesh(layout, jax.devices()[:1])
+    with activation_rules(layout.activation_rules, mesh, *layout.tracing):
+        return cross_entropy(logits, targets, weights)[0]
+
+
+def test_one_device_computes_the_same_by_a_lookup():
+    # padding has any targets and logits
+    logits, targets = LOGITS.copy(), TARGETS.copy()
+    logits[4:], targets[5] = np.inf, -100
+    texts = [str(jax.make_jaxpr(f)(logits, targets, WEIGHTS)) for f in (of_one_device, cross_entropy)]
+    assert ["gather" in text for text in texts] == [True, False]
+    plain = jax.value_and_grad(lambda x: cross_entropy(x, targets, WEIGHTS)[0])(logits)
+    found = jax.value_and_grad(of_one_device)(logits, targets, WEIGHTS)
+    jax.tree.map(np.testing.assert_array_equal, found, plain)
+    assert np.isfinite(found[0])
+    assert np.isnan(of_one_device(LOGITS, np.where(TARGETS[0, 0] == TARGETS, 11, TARGETS), WEIGHTS))
+
+
+def test_the_gradient_is_that_of_the_single_steps_backward_and_forward():
+    def steps(logits):
+        return (optax.softmax_cross_entropy_with_integer_labels(logits, TARGETS) * WEIGHTS).sum()
+
+    def loss(logits):
+        return cross_entropy(logits, TARGETS, WEIGHTS)[0]
+
+    np.testing.assert_allclose(jax.grad(loss)(LOGITS), jax.grad(steps)(LOGITS), rtol=1e-5, atol=1e-7)
+    along = jnp.sin(jnp.arange(LOGITS.size, dtype=jnp.float32)).reshape(LOGITS.shape)
+    np.testing.assert_allclose(
+        jax.jvp(loss, (LOGITS,), (along,))[1], jax.jvp(steps, (LOGITS,), (along,))[1], rtol=1e-5
+    )
 
 
 def test_weights():

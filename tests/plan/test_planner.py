@@ -94,6 +94,14 @@ def test_chains_of_elementwise_operations_are_written_once():
     assert one(program).flops == 2 * 8 * 4 * 16
 
 
+def test_a_plan_for_gpus_counts_what_their_programs_compute_again(subject):
+    on_gpus = replace(subject, device_kind="NVIDIA H100 80GB HBM3")
+    kept = {name: one(each.program("none")) for name, each in (("any", subject), ("gpu", on_gpus))}
+    assert kept["gpu"].flops == kept["any"].flops
+    # norms and activations keep what they read, which is there already
+    assert kept["gpu"].peak_bytes < 0.9 * kept["any"].peak_bytes
+
+
 def test_a_sum_over_a_sharded_dim_is_completed_once():
     def halves(x, up, down, other):
         hidden = with_logical_constraint(x @ up, ("seq", "mlp"))

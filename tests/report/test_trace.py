@@ -73,6 +73,23 @@ def test_a_loop_is_not_counted_beside_what_runs_in_it():
     assert summary.seconds == pytest.approx(2e-5)
 
 
+def test_kernels_of_a_cuda_graph_have_their_own_names_and_sources():
+    events = [
+        named("process", 1, "/device:GPU:0"),
+        named("thread", 1, "Stream #14(Compute)", 14),
+        ran(1, 14, 0, 100, "loop_add_fusion_36", "command_buffer_1"),
+        ran(1, 14, 100, 50, "nvjet_sm90_tst_128x128", "command_buffer_1"),
+        ran(1, 14, 150, 50, "cudnn::fusion::convert_dq_to_16bits<true>", "command_buffer_1"),
+    ]
+    origin = {("", "loop_add_fusion.36"): Source("fusion add", "jit(step)/attention/add")}
+    summary = summarise(operations(events, origin))
+    assert [(name, kind) for name, kind, *_ in summary.top] == [
+        ("loop_add_fusion_36", "attention"),
+        ("nvjet_sm90_tst_128x128", "matmul"),
+        ("cudnn::fusion::convert_dq_to_16bits<true>", "attention"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "source", "kind"),
     [
