@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardtrain.axes import LAYERS
-from shardtrain.functional.remat_policies import REMAT_POLICIES, as_block_input
+from shardtrain.functional.remat_policies import REMAT_POLICIES, as_block_input, not_elementwise
 from shardtrain.models.attention import on_one_device
 from shardtrain.models.on_gpus import on_gpus
 from shardtrain.models.one_cpu import on_one_cpu
@@ -54,7 +54,8 @@ def walk(
     is_plain = config.remat in ("none", "weights") and is_plain_code(num_blocks, scan=config.scan)
     # recompute what the policy does not keep; only outside of a scan could XLA merge that with the forward
     if config.remat != "none" and not is_plain:
-        policy, kept = REMAT_POLICIES[config.remat], run_block
+        is_for_gpus = config.remat == "weights" and on_gpus()
+        policy, kept = not_elementwise if is_for_gpus else REMAT_POLICIES[config.remat], run_block
 
         def recomputed(block: Any, x_BTD: Any, key: Any) -> Any:
             return kept(block, as_block_input(x_BTD, config.remat), key)
