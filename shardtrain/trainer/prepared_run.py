@@ -140,7 +140,7 @@ def prepare_run(
     )
     if island_step is not None:
         stack.callback(island_step.close)
-    if text := bridge_text(coordination, island_step, run.strategy.across.gradient_parts):
+    if text := bridge_text(coordination, island_step, run.strategy.across.num_gradient_programs):
         output.note(text)
     wanted = restorable_state(setup.placement)
     if run.strategy.across.share_limits == "auto" and island_step is not None:
