@@ -57,7 +57,7 @@ def _num_rows(batch: Any) -> int:
     Raises:
       ValueError: lists every leaf that is no array with rows; or arrays have different numbers of rows.
     """
-    shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(batch)]
+    shapes: list[tuple[int, ...]] = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(batch)]
     if not shapes or () in shapes:
         raise problems_error("this batch cannot be placed", leaf_problems(batch))
     num_rows = shapes[0][0]
