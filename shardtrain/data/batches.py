@@ -7,13 +7,13 @@ cost. Next: `placement.py` (onto the mesh).
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, Protocol, TypedDict, cast
+from typing import Any, Protocol, TypedDict, TypeVar, cast
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from shardtrain.data.row_split import fill_with_copies, full_weights, weigh
 from shardtrain.data.samples import Batch, Source, load_rows
 from shardtrain.data.workers import Workers
 from shardtrain.errors.messages import problems_error
+
+T, R = TypeVar("T"), TypeVar("R")
 
 
 class Position(TypedDict):
@@ -217,14 +219,16 @@ class Loadable(Protocol):
 
 
 QUICK_SECONDS = 0.0005
-"""What takes less is loaded when it is asked for, while the device computes earlier steps: a thread would
-hold Python's lock against the training loop, and to wake it takes about as long."""
+"""What takes less is loaded by the thread that asks for it, while the device computes earlier steps: another
+one would hold Python's lock against the training loop, and to wake it takes about as long."""
 
 
 def read_ahead(batches: Loadable, start: Position) -> Generator[tuple[Batch, Position]]:
     """Yield (batch, the position after it), from a position on.
 
     Workers load ahead, or threads where a batch takes more than `QUICK_SECONDS` in the mean of the last ones.
+    Quicker ones are loaded several at once: those after the first find code and data in the
+    processor's caches.
     """
     load, ahead = batches.load, max(batches.prefetch, batches.workers)
 
@@ -245,16 +249,24 @@ def read_ahead(batches: Loadable, start: Position) -> Generator[tuple[Batch, Pos
             if batches.workers or (ahead and mean_seconds > QUICK_SECONDS):
                 for position, after in islice(upcoming, ahead + 1 - len(loading)):
                     loading.append((threads.submit(timed, position), after))
-            if loading:
-                future, after = loading.popleft()
-                batch, seconds = future.result()
-            elif following := next(upcoming, None):
-                position, after = following
-                batch, seconds = timed(position)
-            else:
+            elif not loading:
+                loading += [(_called(timed, p), after) for p, after in islice(upcoming, ahead + 1)]
+            if not loading:
                 return
+            future, after = loading.popleft()
+            batch, seconds = future.result()
             mean_seconds += (seconds - mean_seconds) / 8
             yield batch, after
+
+
+def _called(function: Callable[[T], R], argument: T) -> Future[R]:
+    """Call a function at once; what it raises is raised when the result is asked for."""
+    future = Future[R]()
+    try:
+        future.set_result(function(argument))
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 def _positions(batches: Loadable, position: Position) -> Iterator[tuple[Position, Position]]:
