@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, Protocol, TypedDict, TypeVar, cast
+from typing import Any, Protocol, TypedDict, cast
 
 import numpy as np
 
@@ -22,8 +22,6 @@ from shardtrain.data.row_split import fill_with_copies, full_weights, weigh
 from shardtrain.data.samples import Batch, Source, load_rows
 from shardtrain.data.workers import Workers
 from shardtrain.errors.messages import problems_error
-
-T, R = TypeVar("T"), TypeVar("R")
 
 
 class Position(TypedDict):
@@ -250,7 +248,7 @@ def read_ahead(batches: Loadable, start: Position) -> Generator[tuple[Batch, Pos
                 for position, after in islice(upcoming, ahead + 1 - len(loading)):
                     loading.append((threads.submit(timed, position), after))
             elif not loading:
-                loading += [(_called(timed, p), after) for p, after in islice(upcoming, ahead + 1)]
+                loading += [(_loaded(timed, p), after) for p, after in islice(upcoming, ahead + 1)]
             if not loading:
                 return
             future, after = loading.popleft()
@@ -259,11 +257,13 @@ def read_ahead(batches: Loadable, start: Position) -> Generator[tuple[Batch, Pos
             yield batch, after
 
 
-def _called(function: Callable[[T], R], argument: T) -> Future[R]:
-    """Call a function at once; what it raises is raised when the result is asked for."""
-    future = Future[R]()
+def _loaded(
+    load: Callable[[Position], tuple[Batch, float]], position: Position
+) -> Future[tuple[Batch, float]]:
+    """Load a batch at once; what that raises is raised when the batch is asked for."""
+    future = Future[tuple[Batch, float]]()
     try:
-        future.set_result(function(argument))
+        future.set_result(load(position))
     except Exception as error:
         future.set_exception(error)
     return future
