@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -34,6 +35,7 @@ from shardtrain.islands.transfer import Transfer
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
+from shardtrain.system.xla_flags import Preset, preset_text, with_preset
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_step import GradientIslandStep, make_island_step
 from shardtrain.train_step.placement import make_placement
@@ -69,6 +71,7 @@ class Options:
       bucket_bytes: see `options.Across`.
       num_parts: numbers of programs of the gradients, beside 1, see `options.Across.gradient_parts`.
       seed: of parameters, data and orders.
+      xla_preset: flags of XLA, as of `shardtrain train`.
       json: where to write all figures too.
     """
 
@@ -84,6 +87,7 @@ class Options:
     bucket_bytes: int = CAP_BYTES
     num_parts: tuple[int, ...] = (2, 3, 4)
     seed: int = 0
+    xla_preset: Preset = "auto"
     json: Path | None = None
 
 
@@ -357,11 +361,19 @@ def measure(options: Options) -> list[Row]:
     return rows
 
 
-def report(rows: Sequence[Row], num_ranks: int, options: Options) -> str:
+def set_xla_flags(preset: Preset) -> str:
+    """Set the flags of a preset, as `shardtrain train` does; before jax starts; return a line about them."""
+    found = with_preset(preset, os.environ, metadata.version("jaxlib"))
+    os.environ["XLA_FLAGS"] = found.xla_flags
+    return preset_text(preset, found) or f"XLA flags: {found.xla_flags or 'none'}"
+
+
+def report(rows: Sequence[Row], num_ranks: int, options: Options, flags_text: str) -> str:
     """The rows as a table."""
     lines = [
         f"{num_ranks} ranks, {os.cpu_count()} cores, {options.rounds} rounds; jax {jax.__version__},"
         f" {MPI.Get_library_version().splitlines()[0].rstrip(chr(0))}",
+        flags_text,
         "",
         "| | | ms | ratio | quartiles | 95 % interval of the median | page faults |",
         "|---|---|--:|--:|---|---|--:|",
@@ -377,11 +389,12 @@ def report(rows: Sequence[Row], num_ranks: int, options: Options) -> str:
 
 def main(options: Options) -> None:
     bind()
+    flags_text = set_xla_flags(options.xla_preset)
     rows, comm = measure(options), world()
     if comm.rank == 0:
         if options.json is not None:
             options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-        print(report(rows, comm.size, options))
+        print(report(rows, comm.size, options, flags_text))
 
 
 if __name__ == "__main__":

@@ -96,6 +96,28 @@ def _device_text(devices: Sequence[Any]) -> str:
     return devices[0].device_kind + (f" ({capability})" if capability else "")
 
 
+def _chosen(
+    kind: Attentions, q_BTHK: jax.Array, devices: Sequence[Any], **asked: Any
+) -> Literal["xla", "cudnn"]:
+    """Return the attention that is computed, "auto" decided, and note it where a run traces the model.
+
+    Args:
+      kind: as asked for.
+      q_BTHK: queries.
+      devices: that compute it.
+      asked: the other arguments of `flash_obstacles`.
+    """
+    obstacles = flash_obstacles(q_BTHK.dtype, q_BTHK.shape[-1], devices, **asked) if kind == "auto" else []
+    chosen = kind if kind != "auto" else "xla" if obstacles else "cudnn"
+    why = f"{q_BTHK.dtype.name} on {_device_text(devices)}"
+    if obstacles:
+        why = f"cuDNN's flash attention needs {'; '.join(obstacles)}"
+    # a run that traces the model asks for it in the same way as for attention over a mesh
+    if (note := getattr(get_logical_axis_rules(), "note", None)) is not None:
+        note(f"attention: {chosen}, {'by auto' if kind == 'auto' else 'as asked for'}: {why}")
+    return chosen
+
+
 @jax.named_scope("attention")
 def attend(
     q_BTHK: jax.Array,
@@ -192,23 +214,10 @@ def whole_attention(
     if segments_BT is not None:
         seen = _both(segments_BT[:, None, :, None] == segments_BT[:, None, None, :], seen)
     # flash attention where it can run; it takes no mask here, and has a window of its own
-    asked, devices = kind, target_devices()
-    why = f"{q_BTHK.dtype.name} on {_device_text(devices)}"
-    if kind == "auto":
-        obstacles = flash_obstacles(
-            q_BTHK.dtype,
-            q_BTHK.shape[-1],
-            devices,
-            masked=seen is not None,
-            soft_cap=soft_cap,
-            window=window,
-            biased=bias_BHTS is not None,
-        )
-        kind = "xla" if obstacles else "cudnn"
-        why = f"cuDNN's flash attention needs {'; '.join(obstacles)}" if obstacles else why
-    # a run that traces the model asks for it in the same way as for attention over a mesh
-    if (note := getattr(get_logical_axis_rules(), "note", None)) is not None:
-        note(f"attention: {kind}, {'by auto' if asked == 'auto' else 'as asked for'}: {why}")
+    devices, biased = target_devices(), bias_BHTS is not None
+    kind = _chosen(
+        kind, q_BTHK, devices, masked=seen is not None, soft_cap=soft_cap, window=window, biased=biased
+    )
     if bias_BHTS is not None and (kind == "cudnn" or soft_cap is not None):
         raise ValueError(f"attention {kind!r} with soft_cap {soft_cap} has no bias; use 'xla' without one")
     flash_window = None

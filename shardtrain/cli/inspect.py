@@ -187,13 +187,13 @@ def _merges_text(run: Run, specs: Specs, sizes: Mapping[str, int], num_islands: 
         return synchronisation_text(synchronisation, merges, "pipelines")
     merges = island_merges(synchronisation, specs, num_islands, across)
     text = synchronisation_text(synchronisation, merges)
-    if across.gradient_parts == 1:
+    if across.num_gradient_programs == 1:
         return text
     from shardtrain.trainer.sent_parts import sent_parts  # with all that islands need
 
     with TemporaryDirectory() as folder:
         sent = sent_parts(run, run.data.train(Path(folder)), sizes)
-    return f"{text}\n{parts_text(sent.sizes_bytes, across.gradient_parts)}"
+    return f"{text}\n{parts_text(sent.sizes_bytes, across.num_gradient_programs)}"
 
 
 def _unused(run: Run, model: Model) -> str:

@@ -7,17 +7,18 @@ cost. Next: `placement.py` (onto the mesh).
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol, TypedDict, cast
 
 import numpy as np
 
 from shardtrain.data.order import epoch_order
-from shardtrain.data.row_split import fill_with_copies, weigh
+from shardtrain.data.row_split import fill_with_copies, full_weights, weigh
 from shardtrain.data.samples import Batch, Source, load_rows
 from shardtrain.data.workers import Workers
 from shardtrain.errors.messages import problems_error
@@ -138,14 +139,13 @@ class Batches:
         first = position["index"]
         # the last batch of an epoch may be short: its missing rows are copies with weight 0
         num_real = min(self.batch, len(self.source) - first)
-        rows = np.arange(self.batch) if self.rows is None else np.asarray(self.rows)
+        rows, real = self._full_rows if num_real == self.batch else self._rows_of(num_real)
         # a source with an order of its own, such as a mixture, is read in sequence
         shuffle = self.shuffle and not getattr(self.source, "ordered", False)
         order = epoch_order(len(self.source), self.seed, position["epoch"]) if shuffle else int
-        rows, real = fill_with_copies(rows, num_real)
-        indices = [order(first + row) for row in rows.tolist()]
+        indices = [order(first + row) for row in rows]
         batch = load_rows(self.source, indices, self.seed, position["epoch"])
-        weights = batch.get("weights", np.ones(len(rows), np.float32))
+        weights = batch.get("weights", full_weights(len(rows)))
         return batch | {"weights": weigh(weights, real)}
 
     def iterate(self, position: Position | None = None) -> Generator[tuple[Batch, Position]]:
@@ -162,6 +162,16 @@ class Batches:
           ValueError: the position is outside the source.
         """
         return read_ahead(self, normalised(position or Position(epoch=0, index=0), len(self.source)))
+
+    @cached_property
+    def _full_rows(self) -> tuple[list[int], np.ndarray]:
+        return self._rows_of(self.batch)
+
+    def _rows_of(self, num_real: int) -> tuple[list[int], np.ndarray]:
+        """Return the rows to load of a batch with some real rows, and whether each is real, bool (rows,)."""
+        rows = np.arange(self.batch) if self.rows is None else np.asarray(self.rows)
+        rows, real = fill_with_copies(rows, num_real)
+        return rows.tolist(), real
 
     def _num_batches(self, num_samples: int) -> int:
         return -(-num_samples // self.batch)
@@ -207,14 +217,16 @@ class Loadable(Protocol):
 
 
 QUICK_SECONDS = 0.0005
-"""What takes less is loaded when it is asked for, while the device computes earlier steps: a thread would
-hold Python's lock against the training loop, and to wake it takes about as long."""
+"""What takes less is loaded by the thread that asks for it, while the device computes earlier steps: another
+one would hold Python's lock against the training loop, and to wake it takes about as long."""
 
 
 def read_ahead(batches: Loadable, start: Position) -> Generator[tuple[Batch, Position]]:
     """Yield (batch, the position after it), from a position on.
 
     Workers load ahead, or threads where a batch takes more than `QUICK_SECONDS` in the mean of the last ones.
+    Quicker ones are loaded several at once: those after the first find code and data in the
+    processor's caches.
     """
     load, ahead = batches.load, max(batches.prefetch, batches.workers)
 
@@ -235,16 +247,26 @@ def read_ahead(batches: Loadable, start: Position) -> Generator[tuple[Batch, Pos
             if batches.workers or (ahead and mean_seconds > QUICK_SECONDS):
                 for position, after in islice(upcoming, ahead + 1 - len(loading)):
                     loading.append((threads.submit(timed, position), after))
-            if loading:
-                future, after = loading.popleft()
-                batch, seconds = future.result()
-            elif following := next(upcoming, None):
-                position, after = following
-                batch, seconds = timed(position)
-            else:
+            elif not loading:
+                loading += [(_loaded(timed, p), after) for p, after in islice(upcoming, ahead + 1)]
+            if not loading:
                 return
+            future, after = loading.popleft()
+            batch, seconds = future.result()
             mean_seconds += (seconds - mean_seconds) / 8
             yield batch, after
+
+
+def _loaded(
+    load: Callable[[Position], tuple[Batch, float]], position: Position
+) -> Future[tuple[Batch, float]]:
+    """Load a batch at once; what that raises is raised when the batch is asked for."""
+    future = Future[tuple[Batch, float]]()
+    try:
+        future.set_result(load(position))
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 def _positions(batches: Loadable, position: Position) -> Iterator[tuple[Position, Position]]:

@@ -7,6 +7,7 @@ Next: `loader.py` and `placement.py`, which make arrays on the mesh of it.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -170,6 +171,18 @@ def fill_with_copies(rows: np.ndarray, num_real: int) -> tuple[np.ndarray, np.nd
     ([0, 1, 2, 0], [True, True, True, False])
     """
     return rows % max(num_real, 1), rows < num_real
+
+
+@lru_cache(maxsize=64)
+def full_weights(num_rows: int) -> np.ndarray:
+    """Return the weights of rows of which none is padding: the same array each time, so `place` knows it.
+
+    Returns:
+      Ones, float32 (num_rows,), read-only.
+    """
+    weights = np.ones(num_rows, np.float32)
+    weights.flags.writeable = False
+    return weights
 
 
 def weigh(weights: np.ndarray, real: np.ndarray) -> np.ndarray:

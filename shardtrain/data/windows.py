@@ -68,11 +68,13 @@ class Windows:
         Raises:
           IndexError, ValueError: as for one.
         """
-        if missing := [index for index in indices if not 0 <= index < len(self)]:
-            raise IndexError(f"sample {missing[0]} of {len(self)}")
+        num = len(self)
+        if missing := [index for index in indices if not 0 <= index < num]:
+            raise IndexError(f"sample {missing[0]} of {num}")
         begins = [self.start + index * self.seq for index in indices]
-        tokens = np.stack([self._file.read(begin, begin + self.seq + 1) for begin in begins])
-        if tokens.min() < 0 or tokens.max() >= self.vocab:
+        windows = [self._file.read(begin, begin + self.seq + 1) for begin in begins]
+        tokens = np.concatenate(windows).reshape(len(windows), -1)
+        if tokens.max() >= self.vocab or (tokens.dtype.kind != "u" and tokens.min() < 0):
             row, column = np.argwhere((tokens < 0) | (tokens >= self.vocab))[0].tolist()
             token, where = int(tokens[row, column]), begins[row] + column
             change = f"set vocab to {token + 1} or more" if token > 0 else "write the file again"

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from shardtrain.functional.loss import Apply, Batch, Loss, checked
+from shardtrain.functional.loss import Apply, Batch, Loss
+from shardtrain.functional.loss_checks import checked
 
 AUXILIARY = "auxiliary"
 """The argument by which a module is asked for its own losses."""

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from shardtrain import axes
-from shardtrain.functional.key_heads import check_split, key_heads, num_devices
+from shardtrain.functional.key_heads import KeyHeads, check_split, key_heads, num_devices
 from shardtrain.functional.ring_attention import (
     Ring,
     Seen,
@@ -100,25 +100,45 @@ class ContextAttention:
                 " --context-attention all-to-all, or a mesh with context=1"
             )
         own = key_heads(heads, kv_heads, mesh.shape)
-        kv_heads = own.axes_of_k
         check_split(self.kind, q.shape, k.shape, num, own, causal)
         # a few rows that are only traced need not divide
         rows = rows if q.shape[0] % num_devices(rows, mesh.shape) == 0 else ()
+        # a window that is known is no argument
+        known = facts.pop("window") if isinstance(window, int) else None
+        call = _Call(whole, num, causal, known, soft_cap)
+        return self._on_shards(call, own, (rows, seq, heads), q, k, v, facts)
+
+    def _on_shards(
+        self,
+        call: "_Call",
+        own: KeyHeads,
+        sharded: tuple[tuple[str, ...], ...],
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        facts: dict[str, Any],
+    ) -> jax.Array:
+        """Compute the attention on the shards of each device.
+
+        Args:
+          call: what the call has beside its arrays.
+          own: the key heads of each device.
+          sharded: the mesh axes that shard the rows, positions and heads of the queries.
+          q, k, v: as for a call.
+          facts: masks, segments, a window and a bias, as far as there are any.
+        """
+        mesh, (rows, seq, heads) = jax.sharding.get_abstract_mesh(), sharded
         split = PartitionSpec(rows or None, seq, heads or None)
-        of_keys = PartitionSpec(rows or None, seq, kv_heads or None)
+        of_keys = PartitionSpec(rows or None, seq, own.axes_of_k or None)
         # manual over every axis: collectives over one would gather what the others shard
         free = {
             name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto
         }
         compute = {"ring": _ring, "all-gather": _all_gather, "all-to-all": _all_to_all}[self.kind]
-        if (
-            self.kind != "all-to-all"
-            and (note := getattr(get_logical_axis_rules(), "note", None)) is not None
-        ):
-            note(f"attention: {self.kind} over context={num}, in plain jax: it has no kernel for any device")
-        # a window that is known is no argument
-        known = facts.pop("window") if isinstance(window, int) else None
-        call = _Call(whole, num, causal, known, soft_cap)
+        note = getattr(get_logical_axis_rules(), "note", None)
+        if self.kind != "all-to-all" and note is not None:
+            text = f"over context={call.num}, in plain jax: it has no kernel for any device"
+            note(f"attention: {self.kind} {text}")
 
         def of_device(q: jax.Array, k: jax.Array, v: jax.Array, facts: dict[str, Any]) -> jax.Array:
             return compute(call, q, own.of(q, k), own.of(q, v), facts)

@@ -4,7 +4,6 @@ So the gradients of any split of a batch, uneven or with empty parts, add up to 
 """
 
 from collections.abc import Callable, Mapping
-from functools import wraps
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 from flax.core.spmd import get_logical_axis_rules
 
 from shardtrain.errors.messages import problems_error
-from shardtrain.errors.user_code import user_code
 from shardtrain.functional.next_tokens import without_first
 from shardtrain.functional.segments import apply_to_segments
 
@@ -130,72 +128,6 @@ def soft_cross_entropy(
     own = jnp.where(targets != 0, targets * logits, 0).sum(-1)
     losses = jax.nn.logsumexp(logits, -1) * targets.sum(-1) - own
     return (losses * weights).sum(), weights.sum()
-
-
-RESERVED = ("loss", "loss_sum", "count", "grad_norm", "skipped", "learning_rate")
-"""Names of metrics that the step itself logs."""
-
-
-def checked(result: Any) -> tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
-    """Return the result of a loss as (sum, count, metrics).
-
-    Raises:
-      ValueError: lists all problems of a result that is not (sum, count) or (sum, count, metrics) of scalars.
-    """
-    if not isinstance(result, tuple) or len(result) not in (2, 3):
-        raise ValueError(
-            f"the loss returned {_kind(result)}; return (sum, count), or (sum, count, metrics):"
-            " the sum over examples or tokens, never the mean, and how many there are"
-        )
-    loss_sum, count = result[:2]
-    metrics = result[2] if len(result) == 3 else {}
-    problems = [
-        f"{name} is {_kind(value)}, not a scalar"
-        for name, value in (("sum", loss_sum), ("count", count))
-        if jnp.shape(value) != ()
-    ]
-    for name, pair in metrics.items():
-        if name in RESERVED:
-            problems.append(f"metric {name!r} is a name of the step's own; use another")
-        if not isinstance(pair, tuple) or len(pair) != 2 or any(jnp.shape(x) != () for x in pair):
-            problems.append(f"metric {name!r} is {_kind(pair)}; give (sum, count), two scalars")
-    if problems:
-        raise problems_error("the loss returned what cannot be added up", problems)
-    return loss_sum, count, metrics
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"{len(value)} values"
-    return f"an array of shape {value.shape}" if hasattr(value, "shape") else type(value).__name__
-
-
-def guarded(loss: Loss) -> Loss:
-    """Return a loss whose exceptions are reported with the shapes of its batch.
-
-    Raises:
-      UserCodeFailed: (when called) the loss raised an exception.
-    """
-
-    def where(error: Exception, batch: Batch) -> str:
-        name = getattr(loss, "__name__", type(loss).__name__)
-        return f"the loss {name}, given a batch of {batch_text(batch)},"
-
-    @wraps(loss)
-    def call(apply: Apply, batch: Batch) -> tuple[Any, ...]:
-        with user_code(lambda error: where(error, batch)):
-            return loss(apply, batch)
-
-    return call
-
-
-def batch_text(batch: Batch) -> str:
-    """Format the arrays of a batch: names, dtypes and shapes.
-
-    >>> batch_text({"tokens": jnp.zeros((2, 3), jnp.int32)})
-    "'tokens' int32 (2, 3)"
-    """
-    return ", ".join(f"{name!r} {x.dtype} {jnp.shape(x)}" for name, x in batch.items())
 
 
 def _ranked(batch: Batch, **ranks: int) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardtrain.functional.loss import Apply, Batch, Loss, checked, hard_label, target_weights
+from shardtrain.functional.loss import Apply, Batch, Loss, hard_label, target_weights
+from shardtrain.functional.loss_checks import checked
 from shardtrain.functional.next_tokens import without_first
 
 Metric = Callable[[Any, Batch], tuple[Any, Any]]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import Mesh
 
-from shardtrain.islands.binding import bind_devices, runtime_device_ids, visible_list
-from shardtrain.islands.network import listening_address
+from shardtrain.islands.binding import bind_devices, visible_list
+from shardtrain.islands.jax_runtime import join_processes
 from shardtrain.islands.options import Across
 from shardtrain.islands.rank_environment import RankEnvironment, find_rank_environment
 from shardtrain.islands.seat import PROCESSES, Seat, find_seat, parse_processes
@@ -171,7 +171,7 @@ def join(
     local = replace(environment, local_rank=here.index(environment.rank), local_size=len(here))
     bind_devices(local, environ, [lists[rank] for rank in here])
     # 5. one JAX runtime for each island
-    _join_processes(seat, comm, environment.host)
+    join_processes(seat, comm, environment.host)
     first_ranks = tuple(rank for rank, other in enumerate(seats) if other.process == 0)
     return Islands(
         seat=seat,
@@ -211,53 +211,6 @@ def make_watchdog(watch: Watch, activity: ActivityRecord, stacks: Path, islands:
 
     peers = [Peer(*each) for each in zip(islands.control.names, islands.hosts, islands.pids, strict=True)]
     return Watchdog(watch, activity, stacks, peers, HeartbeatChannel(islands.comm))
-
-
-def _join_processes(seat: Seat, comm: "MPI.Comm", host: str) -> None:
-    """Start one JAX runtime for an island's processes; the first of them is the coordinator."""
-    island = comm.Split(seat.island, seat.process)
-    if seat.num_processes > 1:
-        mine = listening_address(island.allgather(host), os.environ)
-        with socket.socket() as free:
-            free.bind((mine or "", 0))
-            port = free.getsockname()[1]
-        # by name: many hosts know their own name by an address of loopback, 127.0.1.1
-        address = island.bcast(f"{mine or socket.gethostname()}:{port}", 0)
-        _start_runtime(seat, address, mine)
-    island.Free()
-
-
-def _start_runtime(seat: Seat, address: str, mine: str | None) -> None:
-    """Join this process to its island's JAX runtime.
-
-    Args:
-      seat: the island and index of this process.
-      address: the address of the first process.
-      mine: the address on which this process listens; None: all.
-    """
-    # else jax takes SIGTERM away from `StopSignals`
-    jax.config.update("jax_enable_preemption_service", False)
-    if mine is not None:
-        _keep_gloo_on(mine)
-    jax.distributed.initialize(
-        address,
-        seat.num_processes,
-        seat.process,
-        # every GPU that it sees: jax's own detection takes one, by its number on the host, which a process
-        # with bound GPUs may not have
-        runtime_device_ids(os.environ),
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=None if mine is None else f"{mine}:{address.rpartition(':')[2]}",
-    )
-
-
-def _keep_gloo_on(address: str) -> None:
-    """Make gloo listen on an address; jax has no option for it and uses that of the host's name."""
-    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
-
-    private: Any = _jax
-    make = private.make_gloo_tcp_collectives
-    private.make_gloo_tcp_collectives = lambda **options: make(**{"hostname": address, **options})
 
 
 def rank_name(seat: Seat, host: str) -> str:

@@ -34,7 +34,8 @@ class Across:
         `bucket_bytes` where a mean of gradients is sent from the memory of one process's CPU devices, which
         has nothing to copy first.
       gradient_parts: number of programs in which a mean of gradients is computed, at most, the last layers
-        first: what one has computed is sent while the next ones compute. It pays over slow links.
+        first: what one has computed is sent while the next ones compute. It pays over slow links. None: one,
+        or the number that `shardtrain plan` finds to be the fastest.
       memory: the memory that MPI reads and writes: "device", "host", or "auto": device memory if a probe
         shows that this works.
 
@@ -50,7 +51,7 @@ class Across:
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     bucket_bytes: int = CAP_BYTES
     first_bucket_bytes: int | None = None
-    gradient_parts: int = 1
+    gradient_parts: int | None = None
     memory: Literal["auto", "device", "host"] = "auto"
 
     def __post_init__(self) -> None:
@@ -64,9 +65,9 @@ class Across:
             problems.append(f"partitions is {self.partitions}; use 1 or more")
         if self.partitions is not None and self.axis != "pipeline":
             problems.append(f"partitions is {self.partitions}, but islands are joined along {self.axis}")
-        if self.gradient_parts < 1:
+        if self.num_gradient_programs < 1:
             problems.append(f"gradient_parts is {self.gradient_parts}; use 1 or more")
-        if self.gradient_parts > 1 and self.axis == "pipeline":
+        if self.num_gradient_programs > 1 and self.axis == "pipeline":
             problems.append(
                 f"gradient_parts is {self.gradient_parts}, and stages of a pipeline send gradients after all"
                 " of their tasks; use 1"
@@ -94,3 +95,8 @@ class Across:
             problems.append(f"share_limits is {self.share_limits}; give each island a number from 1")
         if problems:
             raise problems_error("islands cannot be joined like this", problems)
+
+    @property
+    def num_gradient_programs(self) -> int:
+        """Number of programs in which a mean of gradients is computed, at most."""
+        return 1 if self.gradient_parts is None else self.gradient_parts

@@ -17,6 +17,7 @@ from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.frozen import without
 from shardtrain.functional.model import Tree, path_text
+from shardtrain.optim.clip import TakesNorm, clip_by_norm
 from shardtrain.optim.matrices import decayed, muon_dims
 from shardtrain.optim.optimizer_state import parameter_average
 from shardtrain.optim.per_layer import per_layer
@@ -196,10 +197,11 @@ def make_optimizer(
         update = with_rates(update, optimizer.rates)
     if unused and not optimizer.decay_unused:
         update = _unchanged(update, frozenset(unused))
-    # an identity if there is no clipping: the paths of the state in a checkpoint stay the same
-    clip = optax.identity() if optimizer.clip is None else optax.clip_by_global_norm(optimizer.clip)
     average = () if optimizer.ema is None else (parameter_average(optimizer.ema),)
-    return optax.chain(clip, update, *average), rate
+    if optimizer.clip is None:
+        # an identity in its place: the paths of the state in a checkpoint stay the same
+        return optax.chain(optax.identity(), update, *average), rate
+    return TakesNorm(*optax.chain(clip_by_norm(optimizer.clip), update, *average)), rate
 
 
 def _unchanged(update: optax.GradientTransformation, paths: Collection[str]) -> optax.GradientTransformation:

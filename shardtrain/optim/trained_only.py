@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from shardtrain.functional.frozen import merged, without
+from shardtrain.optim.clip import TakesNorm
 
 
 def trained_only(
@@ -46,4 +47,5 @@ def trained_only(
         # adding -0.0 changes no bit of any number, adding 0.0 changes -0.0
         return merged(found, jax.tree.map(lambda x: jnp.full_like(x, -0.0), updates)), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    made = optax.GradientTransformationExtraArgs(init, update)
+    return TakesNorm(*made) if isinstance(optimizer, TakesNorm) else made

@@ -9,7 +9,7 @@ from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.options import Across
 from shardtrain.plan.devices import GB
-from shardtrain.plan.early_gradients import EXTRA_SHARE, EarlyGradients, StepOfIsland, fastest
+from shardtrain.plan.early_gradients import EXTRA_SHARE, NUMS_PROGRAMS, EarlyGradients, StepOfIsland, fastest
 from shardtrain.plan.join import Join, MergeBytes, join, own_copies
 from shardtrain.plan.machine import Machine, machine_of
 from shardtrain.plan.named_layouts import named_layouts
@@ -59,6 +59,7 @@ class ClusterPlan:
       merges: synchronisation -> what an island sends by it; None: there is one island.
       early: of a mean of gradients over a link, the step with them in one program and in several; () where
         sending takes less than several programs cost, or there is no link.
+      given_programs: the number of these programs that the run gives, which stands; None: it is chosen.
     """
 
     kinds: tuple[KindPlan, ...]
@@ -68,6 +69,7 @@ class ClusterPlan:
     link_bytes_per_second: float = math.inf
     merges: Callable[[Synchronisation], MergeBytes] | None = None
     early: tuple[EarlyGradients, ...] = ()
+    given_programs: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -93,7 +95,7 @@ class ClusterPlan:
     @property
     def num_programs(self) -> int:
         """Programs in which islands compute their gradients, at most."""
-        return fastest(self.early).num_programs if self.early else 1
+        return fastest(self.early).num_programs if self.early else self.given_programs or 1
 
     def joined_by(self, synchronisation: Synchronisation) -> Join:
         """Return what another way of joining the islands would cost; layouts stay."""
@@ -167,15 +169,19 @@ class _Joined(NamedTuple):
 
 
 def _with_early(plan: ClusterPlan, subject: Subject, across: Across) -> ClusterPlan:
-    """Add the step with gradients in several programs, and take the fastest."""
-    sending, alone = plan.join_seconds, plan.island_seconds
-    if not plan.synchronisation.is_mean or sending <= EXTRA_SHARE * alone:
+    """Add the step with gradients in the given number of programs, or in several, and take the fastest."""
+    sending, alone, given = plan.join_seconds, plan.island_seconds, across.gradient_parts
+    plan = replace(plan, given_programs=given)
+    if not plan.synchronisation.is_mean or math.isinf(plan.link_bytes_per_second):
+        return plan
+    if given is None and sending <= EXTRA_SHARE * alone:
         return plan
     first, slowest = plan.kinds[0], plan.slowest.plan.ranked[0]
     update = slowest.prediction.seconds.update
     step = StepOfIsland(alone - update, update, slowest.choice.accumulate)
     choice = first.plan.ranked[0].choice
-    early = sent_early(subject, choice, first.kind.devices or 1, across, step, sending)
+    nums = NUMS_PROGRAMS if given is None else (given,)
+    early = sent_early(subject, choice, first.kind.devices or 1, across, step, sending, nums)
     return replace(plan, early=early, join_seconds=fastest(early).seconds - alone)
 
 

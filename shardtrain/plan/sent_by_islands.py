@@ -3,7 +3,7 @@
 Next: `merge_bytes.py`, `join.py` and `early_gradients.py`, the arithmetic; `islands.py`, the plan.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import jax
@@ -68,6 +68,7 @@ def sent_early(
     across: Across,
     step: StepOfIsland,
     sending_seconds: float,
+    nums_programs: Sequence[int] = NUMS_PROGRAMS,
 ) -> tuple[EarlyGradients, ...]:
     """Return the step with gradients in one program and in several; fewer where few are ready early.
 
@@ -75,9 +76,10 @@ def sent_early(
       subject, choice, num_devices, across: as for `parts_of`.
       step: of the slowest island.
       sending_seconds: to send all gradients.
+      nums_programs: that are compared.
     """
     found: dict[int, EarlyGradients] = {}
-    for most in NUMS_PROGRAMS:
+    for most in nums_programs:
         parts = parts_of(subject, choice, num_devices, across, most)
         seconds = [sending_seconds * size / sum(parts.sizes_bytes) for size in parts.sizes_bytes]
         each = early_gradients(step, parts.ready, seconds)._replace(num_programs=most)

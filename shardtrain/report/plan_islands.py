@@ -60,6 +60,11 @@ def early_text(plan: ClusterPlan) -> str:
     """Compare a step with gradients in one program and in several."""
     if not _is_sent_early(plan):
         return ""
+    if (given := plan.given_programs) is not None:
+        return (
+            f"gradients in {given} program{'s at most' * (given > 1)}, as --gradient-parts says:"
+            f" {seconds_text(plan.seconds)} a step\n"
+        )
     if not plan.early:
         cost = seconds_text(EXTRA_SHARE * plan.island_seconds)
         return (

@@ -4,7 +4,7 @@ In the first, synchronous steps all replicas take the mean gradient instead, so 
 `local_steps.py`, the arithmetic; `step.py`, which compiles it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import optax
 
 from shardtrain import axes
 from shardtrain.combine.combiner import contribution
+from shardtrain.combine.fragments import Fragment
 from shardtrain.combine.replicas import combine_replicas, combined_entries, stacked_paths
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
@@ -95,11 +96,69 @@ def make_merge(placement: Placement, last_step: int) -> Callable[[State], tuple[
       last_step: see `step.make_step`.
     """
     specs, synchronisation = placement.specs, placement.synchronisation
+    fragments, rule = fragments_of(synchronisation, specs), synchronisation.rule
+    merge_fragment = _make_fragment_merge(placement, fragments)
+
+    def merge_if(due: jax.Array, number: int, state: State, metrics: Metrics) -> tuple[State, Metrics]:
+        return jax.lax.cond(
+            due,
+            lambda state, _: merge_fragment(number, state),
+            lambda state, metrics: (state, metrics),
+            state,
+            metrics,
+        )
+
+    def is_sent(number: int, state: State) -> jax.Array:
+        may = synchronisation.is_sent(number, state.step, last_step)
+        if rule is None:
+            return may
+        params = fragments[number].take(state.params)
+        deltas = fragments[number].take(state.local.drift, lead=1)
+        values = jax.vmap(rule.measure, in_axes=(0, None))(deltas, params)
+        return may & (rule.is_due(values) | (state.step == last_step))
+
+    def merge(state: State) -> tuple[State, Metrics]:
+        if not synchronisation.keeps_drift:
+            return merge_fragment(0, state)
+        if synchronisation.synchronous_steps:
+            is_synchronous = synchronisation.is_synchronous(state.step)
+            state = jax.lax.cond(is_synchronous, partial(_taken_over, placement), lambda state: state, state)
+        metrics = jax.tree.map(
+            lambda x: jnp.full(x.shape, jnp.nan, x.dtype),
+            jax.eval_shape(partial(merge_fragment, 0), state)[1],
+        )
+        for number in range(len(fragments)):
+            if not synchronisation.overlap:
+                state, metrics = merge_if(is_sent(number, state), number, state, metrics)
+                continue
+            # first what is under way arrives, then what was changed since is sent
+            under_way = state.local.sent_count.max(0)[number] >= 0
+            due = synchronisation.is_due(number, state.step, last_step)
+            state, metrics = merge_if(due & under_way, number, state, metrics)
+            local = jax.lax.cond(
+                is_sent(number, state),
+                partial(send, fragments[number], number, lead=1),
+                lambda local: local,
+                state.local,
+            )
+            state = state._replace(local=local)
+            # nothing stays under way after the last step
+            if last_step >= 0:
+                state, metrics = merge_if(state.step == last_step, number, state, metrics)
+        return state, metrics
+
+    return merge
+
+
+def _make_fragment_merge(
+    placement: Placement, fragments: Sequence[Fragment]
+) -> Callable[[int, State], tuple[State, Metrics]]:
+    """Make the function that combines what replicas changed of one fragment, by its number."""
+    specs, synchronisation = placement.specs, placement.synchronisation
     stacked = stacked_paths(specs.arrays, specs.sharded)
-    fragments = fragments_of(synchronisation, specs)
     # metrics (L,) of several fragments are not returned
     entries = combined_entries(specs)[1] if len(fragments) == 1 else None
-    outer, rule = synchronisation.outer_optimizer, synchronisation.rule
+    outer = synchronisation.outer_optimizer
 
     def merge_fragment(number: int, state: State) -> tuple[State, Metrics]:
         fragment = fragments[number]
@@ -126,62 +185,15 @@ def make_merge(placement: Placement, last_step: int) -> Callable[[State], tuple[
         whole = len(fragments) == 1
         return state, {name: x for name, x in extra.items() if whole or not x.ndim}
 
-    def taken_over(state: State) -> State:
-        """Return the state after a synchronous step: what one replica changed, all did."""
-        drift = jax.tree.map(lambda x: x[0], state.local.drift)
-        params = constrain(own_params(state.params, drift), specs.sharded, placement.mesh)
-        rest, count = jax.tree.map(jnp.zeros_like, (state.local.drift, state.local.count))
-        return state._replace(params=params, local=state.local._replace(drift=rest, count=count))
+    return merge_fragment
 
-    def merge_if(due: jax.Array, number: int, state: State, metrics: Metrics) -> tuple[State, Metrics]:
-        return jax.lax.cond(
-            due,
-            lambda state, _: merge_fragment(number, state),
-            lambda state, metrics: (state, metrics),
-            state,
-            metrics,
-        )
 
-    def is_sent(number: int, state: State) -> jax.Array:
-        may = synchronisation.is_sent(number, state.step, last_step)
-        if rule is None:
-            return may
-        params = fragments[number].take(state.params)
-        deltas = fragments[number].take(state.local.drift, lead=1)
-        values = jax.vmap(rule.measure, in_axes=(0, None))(deltas, params)
-        return may & (rule.is_due(values) | (state.step == last_step))
-
-    def merge(state: State) -> tuple[State, Metrics]:
-        if not synchronisation.keeps_drift:
-            return merge_fragment(0, state)
-        if synchronisation.synchronous_steps:
-            is_synchronous = synchronisation.is_synchronous(state.step)
-            state = jax.lax.cond(is_synchronous, taken_over, lambda state: state, state)
-        metrics = jax.tree.map(
-            lambda x: jnp.full(x.shape, jnp.nan, x.dtype),
-            jax.eval_shape(partial(merge_fragment, 0), state)[1],
-        )
-        for number in range(len(fragments)):
-            if not synchronisation.overlap:
-                state, metrics = merge_if(is_sent(number, state), number, state, metrics)
-                continue
-            # first what is under way arrives, then what was changed since is sent
-            under_way = state.local.sent_count.max(0)[number] >= 0
-            due = synchronisation.is_due(number, state.step, last_step)
-            state, metrics = merge_if(due & under_way, number, state, metrics)
-            local = jax.lax.cond(
-                is_sent(number, state),
-                partial(send, fragments[number], number, lead=1),
-                lambda local: local,
-                state.local,
-            )
-            state = state._replace(local=local)
-            # nothing stays under way after the last step
-            if last_step >= 0:
-                state, metrics = merge_if(state.step == last_step, number, state, metrics)
-        return state, metrics
-
-    return merge
+def _taken_over(placement: Placement, state: State) -> State:
+    """Return the state after a synchronous step: what one replica changed, all did."""
+    drift = jax.tree.map(lambda x: x[0], state.local.drift)
+    params = constrain(own_params(state.params, drift), placement.specs.sharded, placement.mesh)
+    rest, count = jax.tree.map(jnp.zeros_like, (state.local.drift, state.local.count))
+    return state._replace(params=params, local=state.local._replace(drift=rest, count=count))
 
 
 def _averaged(means: Any, counts: jax.Array, values: jax.Array) -> tuple[Any, jax.Array, jax.Array]:

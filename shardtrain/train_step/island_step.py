@@ -185,7 +185,7 @@ class GradientIslandStep:
             finite = metrics.pop("finite", None)
 
             def updated(state: State) -> State:
-                new = apply_gradients(optimizer, placement, state, found)
+                new = apply_gradients(optimizer, placement, state, found, metrics["grad_norm"])
                 return new._replace(combine_state=combine_state)
 
             return unless_skipped(updated, placement, state, metrics, learning_rate, finite)

@@ -30,6 +30,7 @@ from shardtrain.train_step.loss_scale import first_loss_scale
 from shardtrain.train_step.offload import on_host
 from shardtrain.train_step.placement_checks import (
     check_data_axis,
+    check_elements,
     check_experts,
     check_layers,
     check_stages,
@@ -149,7 +150,8 @@ def make_placement(
       offload: "optimizer": the state has the arrays of the optimizer in the memory of the host.
 
     Raises:
-      ValueError: everything in which the layout does not fit the model, or the host has no such memory.
+      ValueError: everything in which the layout does not fit the model, a parameter has no elements, or the
+        host has no such memory.
     """
     check_stages(model, layout, dict(mesh.shape), synchronisation, stages)
     specs = state_specs(model, optimizer, layout, dict(mesh.shape), synchronisation, stages, scales_loss)
@@ -193,12 +195,13 @@ def state_specs(
       scales_loss: whether the state has a scale of the loss.
 
     Raises:
-      ValueError: everything in which the layout does not fit the model.
+      ValueError: everything in which the layout does not fit the model; or a parameter has no elements.
     """
     abstract = abstract_state(model, optimizer, stages)
     if scales_loss:
         abstract = abstract._replace(loss_scale=jax.eval_shape(first_loss_scale))
     arrays = named_arrays(model, abstract.params)
+    check_elements(arrays)
     # 1. the layout must fit the model: every rule is of a dim that a parameter has
     dims = {dim for named in arrays.values() for dim in named.dims or () if dim is not None}
     known = sorted(dims | set(PARAMETER_RULES))

@@ -20,6 +20,20 @@ from shardtrain.sharding.rules import Rules
 from shardtrain.sharding.specs import spec_axes
 
 
+def check_elements(arrays: Mapping[str, Named]) -> None:
+    """Check that every parameter has elements: without any there is nothing to train, shard or save.
+
+    Raises:
+      ValueError: lists every parameter without elements, with its shape.
+    """
+    empty = [f"{path} has shape {named.shape}" for path, named in arrays.items() if 0 in named.shape]
+    if empty:
+        raise problems_error(
+            "the model has parameters without elements; leave them out, or give each dim a size of 1 or more",
+            empty,
+        )
+
+
 def check_stages(
     model: Model,
     layout: Layout,

@@ -6,6 +6,7 @@ updates the parameters that it owns. Losses and the gradient's norm are those of
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -99,21 +100,17 @@ class StageStep:
         owners: OwnerTransfers | None = None,
         loads_programs: bool = False,
     ) -> None:
-        self.stage_model, self.seats, self.mailbox = stage_model, seats, mailbox
+        self.stage_model, self.placement, self.seats, self.mailbox = stage_model, placement, seats, mailbox
         self._all_gather, self._last_stage = all_gather, stage_model.stages.part_placement.last_stage
-        self.placement = placement
         # tags of sums and of borrowed parameters follow those of all values
         first_tag = 2 * (len(flow.shapes) + 1) * table.num_parts * table.num_microbatches
-        stages = (StagesInStep if in_flight == 1 else StagesInFlight)(seats, mailbox, first_tag)
-        self._stage_sums = stages
+        sums_of = StagesInStep if in_flight == 1 else StagesInFlight
+        self._stage_sums = stages = sums_of(seats, mailbox, first_tag)
         self._borrowed = BorrowedParameters(stage_model, placement, mailbox, first_tag + 1)
         # training has dropout and backward tasks, evaluation forward tasks only: different programs
-        self._train_programs, self._evaluation_programs = (
-            StagePrograms(
-                StageFunctions(stage_model, flow, placement, self._borrowed.specs, start_row, train=train)
-            )
-            for train in (True, False)
-        )
+        functions = partial(StageFunctions, stage_model, flow, placement, self._borrowed.specs, start_row)
+        self._train_programs = StagePrograms(functions(train=True))
+        self._evaluation_programs = StagePrograms(functions(train=False))
         self._flow, self._observe = flow, observe
         self._turns = CompileTurns(all_gather, seats.num_replicas, loads_programs)
         self.follow(table)
@@ -122,47 +119,60 @@ class StageStep:
         self._merge: IslandMerge | WaveMerge | None = None
         self._synchronous_steps = synchronisation.synchronous_steps
         if not synchronisation.on_deltas or self._synchronous_steps:
-            self._combiners = OwnerCombiners(
-                mean() if synchronisation.on_deltas else synchronisation.combiner,
-                placement,
-                owners or OwnerTransfers.of_stage(stage_model, transfer),
-            )
+            combiner = mean() if synchronisation.on_deltas else synchronisation.combiner
+            owners = owners or OwnerTransfers.of_stage(stage_model, transfer)
+            self._combiners = OwnerCombiners(combiner, placement, owners)
         if synchronisation.on_deltas:
             if make_waves is None:
-                self._merge = IslandMerge(synchronisation, placement, transfer, all_gather, last_step)
+                merge = IslandMerge(synchronisation, placement, transfer, all_gather, last_step)
             else:
-                self._merge = make_waves(stages)
-            self._sums = shapes_of_sums(stage_model.traced.losses[2])
+                merge = make_waves(stages)
+            self._update_alone(merge, optimizer, clip, learning_rate)
         exchange = self._merge or self._combiners
         self.labels, self.keeps_state = exchange.labels, exchange.keeps_state
         # one program for each stretch between two messages, in the order of `__call__`
         self._gradient_programs = make_gradient_programs(placement)
         self._update = make_update(optimizer, clip, placement, learning_rate)
-        if self._merge is not None:
-            shardings = self._merge.shardings(placement.state, self._sums)._replace(combine_state=())
-            self._own_params, self._own_update = make_own_update(
-                optimizer, clip, placement, learning_rate, shardings
-            )
-        self._unflushed: UnflushedSteps | None = None
-        if isinstance(stages, StagesInFlight):
-            assert isinstance(self._merge, WaveMerge)
-            assert meetings is not None
-            ahead = forwards_ahead(seats.num_stages, in_flight)[seats.stage]
-            self._unflushed = UnflushedSteps(
-                in_flight=in_flight,
-                ahead=ahead,
-                programs=self._train_programs,
-                executors=[StageExecutor(table, flow, mailbox) for _ in range(ahead + 1)],
-                borrowed=self._borrowed,
-                gradient_programs=self._gradient_programs,
-                own_params=self._own_params,
-                own_update=self._own_update,
-                merge=self._merge,
-                stages=stages,
-                meetings=meetings,
-                no_losses=self._no_losses,
-                turns=self._turns,
-            )
+        self._unflushed = self._make_unflushed(stages, table, in_flight, meetings)
+
+    def _update_alone(
+        self,
+        merge: IslandMerge | WaveMerge,
+        optimizer: optax.GradientTransformation,
+        clip: float | None,
+        learning_rate: optax.Schedule | None,
+    ) -> None:
+        """Let this pipeline update parameters of its own, which are merged with those of the others."""
+        self._merge, self._sums = merge, shapes_of_sums(self.stage_model.traced.losses[2])
+        shardings = merge.shardings(self.placement.state, self._sums)._replace(combine_state=())
+        self._own_params, self._own_update = make_own_update(
+            optimizer, clip, self.placement, learning_rate, shardings
+        )
+
+    def _make_unflushed(
+        self, stages: StagesInStep | StagesInFlight, table: Table, in_flight: int, meetings: Meetings | None
+    ) -> UnflushedSteps | None:
+        """Make the steps of several batches in the pipeline at the same time; None where it has one."""
+        if not isinstance(stages, StagesInFlight):
+            return None
+        assert isinstance(self._merge, WaveMerge)
+        assert meetings is not None
+        ahead = forwards_ahead(self.seats.num_stages, in_flight)[self.seats.stage]
+        return UnflushedSteps(
+            in_flight=in_flight,
+            ahead=ahead,
+            programs=self._train_programs,
+            executors=[StageExecutor(table, self._flow, self.mailbox) for _ in range(ahead + 1)],
+            borrowed=self._borrowed,
+            gradient_programs=self._gradient_programs,
+            own_params=self._own_params,
+            own_update=self._own_update,
+            merge=self._merge,
+            stages=stages,
+            meetings=meetings,
+            no_losses=self._no_losses,
+            turns=self._turns,
+        )
 
     def begin(self, state: State, batch: Batch) -> State:
         """Return the state with what this stage needs for the exchange, see `IslandStep`."""

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain.combine.fragments import by_path
 from shardtrain.functional.model import Tree, path_text
 from shardtrain.functional.sums import Sums
+from shardtrain.optim.clip import clipped
 from shardtrain.pipeline.stage_model import nested
 from shardtrain.train_step.gradients import merge_replicas, sum_replicas
 from shardtrain.train_step.island_combiner import joined_metrics
@@ -191,7 +192,5 @@ def _loss_sums(sums: Sums) -> dict[str, Any]:
 
 
 def _clipped(grads: Tree, norm: jax.Array, clip: float | None) -> Tree:
-    """As optax.clip_by_global_norm, with the norm of all stages."""
-    if clip is None:
-        return grads
-    return jax.tree.map(lambda g: jnp.where(norm < clip, g, g / norm * clip), grads)
+    """Clip gradients by the norm of all stages, unless clip is None."""
+    return grads if clip is None else clipped(grads, norm, clip)

@@ -19,6 +19,7 @@ from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
+from shardtrain.optim.clip import TakesNorm
 from shardtrain.optim.optimizer_state import stored, value_function
 from shardtrain.system.xla_flags import mesh_options
 from shardtrain.train_step.delta_step import make_delta_update, make_merge
@@ -145,6 +146,7 @@ def apply_gradients(
     placement: Placement,
     state: State,
     found: Sums,
+    grad_norm: jax.Array | None = None,
     compute: Callable[[Any], Sums] | None = None,
 ) -> State:
     """Return the state after an update, for use inside jit.
@@ -154,6 +156,7 @@ def apply_gradients(
       placement: the shardings of the state.
       state: the state before the step.
       found: the gradient, combined over replicas.
+      grad_norm: its norm; None: an optimizer that clips by it computes it.
       compute: parameters -> loss and gradient there, for line searches; None if they cannot be computed.
     """
     mesh, specs = placement.mesh, placement.specs
@@ -161,6 +164,8 @@ def apply_gradients(
     grads = constrain(found.grads, specs.sharded, mesh)
     params = constrain(state.params, specs.sharded, mesh)
     extra: dict[str, Any] = {"value": found.mean_loss, "grad": grads}
+    if isinstance(optimizer, TakesNorm):
+        extra["grad_norm"] = grad_norm
     # line searches evaluate the loss at other parameters
     if compute is not None:
 
@@ -197,11 +202,12 @@ def _make_gradient_update(
                 return gradients(params, state.model_state, key, batch, start_row, scale)
 
             found = compute(state.params)
+            metrics = gradient_metrics(found)
 
             def update(state: State) -> State:
-                return apply_gradients(optimizer, placement, state, found, compute)
+                return apply_gradients(optimizer, placement, state, found, metrics["grad_norm"], compute)
 
-            return update, gradient_metrics(found)
+            return update, metrics
 
         return summed
 
@@ -227,12 +233,13 @@ def _make_gradient_update(
         )
         grads = fragment.put(jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), means), value)
         found = found._replace(grads=grads)
+        metrics = gradient_metrics(found)
 
         def update(state: State) -> State:
-            new = apply_gradients(optimizer, placement, state, found)
+            new = apply_gradients(optimizer, placement, state, found, metrics["grad_norm"])
             return new._replace(combine_state=(combine_state,))
 
-        return update, {**gradient_metrics(found), **extra}
+        return update, {**metrics, **extra}
 
     return combined
 

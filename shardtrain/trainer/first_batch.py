@@ -13,7 +13,8 @@ import numpy as np
 
 from shardtrain.errors.user_code import UserCodeFailed
 from shardtrain.functional.auxiliary import plain, summed_loss
-from shardtrain.functional.loss import CLASSES, Loss, checked
+from shardtrain.functional.loss import CLASSES, Loss
+from shardtrain.functional.loss_checks import checked
 from shardtrain.functional.metrics import LossWithMetrics
 from shardtrain.functional.model import Model
 from shardtrain.functional.unused_parameters import ONE

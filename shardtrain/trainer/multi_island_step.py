@@ -129,7 +129,7 @@ def make_multi_island_step(
         last_step=run.steps,
         all_gather=coordination.meet,
         waves=None if waves is None else waves(),
-        num_parts=run.strategy.across.gradient_parts,
+        num_parts=run.strategy.across.num_gradient_programs,
         batch=batch,
     )
 

@@ -126,7 +126,6 @@ def staged_strategy(run: Run, stages: StagesPlan) -> Strategy:
         axis="pipeline",
         partitions=stages.partitions if several else None,
         shares=tuple(map(float, stages.rows)) if several else None,
-        gradient_parts=1,
     )
     return replace(
         run.strategy,

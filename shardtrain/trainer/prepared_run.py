@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from shardtrain.data import Batch, Loader
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.activation_rules import noting
-from shardtrain.functional.loss import guarded
+from shardtrain.functional.loss_checks import guarded
 from shardtrain.islands.membership import Islands, binding
 from shardtrain.islands.watchdog.stragglers import Stragglers
 from shardtrain.report.islands import binding_text
@@ -107,27 +107,14 @@ def prepare_run(
     # The first step is traced in the loop: it says which attention is computed.
     stack.enter_context(noting(output.note))
     strategy = run.strategy
-    # Its description is of the run as it is trained.
-    run = run_of_island(run, islands, output)
-    description, run = describe(run), replace(run, loss=guarded(run.loss))
-    # Open the data, and set up model, optimizer and mesh for it.
-    source, heldout = Coordination(islands).in_turn("data", lambda: open_sources(run, folder))
-    # How many collective calls follow depends on the pipeline, so it is compared before them.
-    Coordination(islands).check_agreement(pipeline_facts(description))
-    run = with_stage_cut(run, source, islands, output)
-    setup = _make_setup(run, source, islands, output)
-    description["data.fingerprint"] = getattr(source, "fingerprint", None)
-    Coordination(islands).check_agreement(run_facts(run, setup, description))
+    run, description, source, heldout, setup = _agreed_setup(run, folder, islands, output)
     coordination = _make_coordination(run, setup, islands)
     stack.push(lambda kind, *_: coordination.close(failed=kind is not None))
-    # Check the first batch: one that cannot be split or learned from is refused before anything compiles.
     batches = make_batches(run, source)
     shares = RowShares(coordination, batches.row_counts, run, setup.mesh, run.strategy.accumulate)
     loader = shares.loader(batches)
-    first = loader.batches.load(FIRST_POSITION)
-    expected = make_expected(setup.whole_model, run.loss, first, getattr(run.model, "vocab", None))
-    _check_first_batch(run, heldout, expected, first)
-    batch = loader.place(first)
+    # Check the first batch: one that cannot be split or learned from is refused before anything compiles.
+    batch, expected = _place_first_batch(run, setup, heldout, loader)
     check_permutes(run, setup, batch)
     if islands is not None and setup.stage_model is None:
         coordination.check_agreement(step_program(run, setup, batch))
@@ -140,7 +127,7 @@ def prepare_run(
     )
     if island_step is not None:
         stack.callback(island_step.close)
-    if text := bridge_text(coordination, island_step, run.strategy.across.gradient_parts):
+    if text := bridge_text(coordination, island_step, run.strategy.across.num_gradient_programs):
         output.note(text)
     wanted = restorable_state(setup.placement)
     if run.strategy.across.share_limits == "auto" and island_step is not None:
@@ -168,6 +155,30 @@ def prepare_run(
         expected=expected,
         strategy=strategy,
     )
+
+
+def _agreed_setup(
+    run: Run, folder: Path, islands: Islands | None, output: RunConsole
+) -> tuple[Run, dict[str, Any], Any, dict[str, Any], RunSetup]:
+    """Open the data, set up model, optimizer and mesh for it, and verify that all islands have the same.
+
+    Returns:
+      (the run as it is trained, its description, samples to train on, those held out, the setup).
+
+    Raises:
+      ValueError: see `prepare_run`.
+    """
+    # Its description is of the run as it is trained.
+    run = run_of_island(run, islands, output)
+    description, run = describe(run), replace(run, loss=guarded(run.loss))
+    source, heldout = Coordination(islands).in_turn("data", lambda: open_sources(run, folder))
+    # How many collective calls follow depends on the pipeline, so it is compared before them.
+    Coordination(islands).check_agreement(pipeline_facts(description))
+    run = with_stage_cut(run, source, islands, output)
+    setup = _make_setup(run, source, islands, output)
+    description["data.fingerprint"] = getattr(source, "fingerprint", None)
+    Coordination(islands).check_agreement(run_facts(run, setup, description))
+    return run, description, source, heldout, setup
 
 
 def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConsole) -> RunSetup:
@@ -208,6 +219,20 @@ def _make_later_loaders(
         shares = RowShares(coordination, batches.row_counts, grown, setup.mesh, strategy.accumulate)
         found[steps] = shares.loader(batches)
     return found
+
+
+def _place_first_batch(
+    run: Run, setup: RunSetup, heldout: Mapping[str, Any], loader: Loader
+) -> tuple[Any, Expected]:
+    """Load, check and place the first batch; return it, and what later ones should look like.
+
+    Raises:
+      ValueError: see `_check_first_batch`; or it cannot be split.
+    """
+    first = loader.batches.load(FIRST_POSITION)
+    expected = make_expected(setup.whole_model, run.loss, first, getattr(run.model, "vocab", None))
+    _check_first_batch(run, heldout, expected, first)
+    return loader.place(first), expected
 
 
 def _check_first_batch(run: Run, heldout: Mapping[str, Any], expected: Expected, first: Batch) -> None:

@@ -32,6 +32,6 @@ def sent_parts(run: Run, source: Any, sizes: Mapping[str, int]) -> PlannedParts:
         parts.placement,
         run.strategy.synchronisation,
         across.reduce_dtype,
-        across.gradient_parts,
+        across.num_gradient_programs,
         {name: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for name, x in rows.items()},
     )

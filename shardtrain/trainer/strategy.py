@@ -75,7 +75,7 @@ class Strategy:
             problems.append(f"accumulate is {self.accumulate} microbatches; use 1 or more")
         problems += _predicted_problems(self.predicted)
         problems += _reduce_problems(self.across.reduce_dtype, self.synchronisation)
-        if (parts := self.across.gradient_parts) > 1 and not self.synchronisation.is_mean:
+        if (parts := self.across.num_gradient_programs) > 1 and not self.synchronisation.is_mean:
             problems.append(
                 f"gradient_parts is {parts}, and {self.synchronisation.by!r} of {self.synchronisation.on} is"
                 " no mean of gradients, which alone is sent in parts; use 1"

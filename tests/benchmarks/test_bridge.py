@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from shardtrain.system.xla_flags import PRESETS
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 ABOVE_AN_ARENA = 80 << 20
 
@@ -39,7 +41,9 @@ def launch(tmp_path_factory, warm_python):
     return launch
 
 
-def test_every_way_of_summing_stands_beside_mpi_and_takes_no_new_pages(launch):
+def test_every_way_of_summing_stands_beside_mpi_and_takes_no_new_pages(launch, monkeypatch):
+    # flags of the tests would be the user's, which the preset leaves as they are
+    monkeypatch.delenv("XLA_FLAGS")
     sizes = [4096, ABOVE_AN_ARENA]
     printed, rows = launch(2, "bridge.py", "--rounds", 2, "--num-bytes", *sizes, python=[sys.executable])
     sides = ["MPI", "MPI into new memory", "one jit", "bridge"]
@@ -53,6 +57,7 @@ def test_every_way_of_summing_stands_beside_mpi_and_takes_no_new_pages(launch):
         # a buffer of new pages would cost 20,000, or 40 huge ones
         assert row["faults"] < 35, row
     assert printed.count("| bridge |") == len(sizes)
+    assert f"\nXLA flags of the preset auto: {PRESETS['auto'][0].name}=" in printed
 
 
 @pytest.mark.full

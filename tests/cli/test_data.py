@@ -92,12 +92,18 @@ def test_the_images_of_the_page_are_options_of_a_run(tmp_path, monkeypatch):
     found = run.data.augment
     assert (found.crop, found.flip, found.contrast, found.cutmix) == ((0.3, 1.0), False, 0.4, 1.0)
     assert run.data.mean == (0.5, 0.5, 0.5)
-    section = PAGE.partition("### Augmentation")[2]
+
+
+def test_the_source_of_the_page_is_read_by_its_methods():
+    section = PAGE.partition("## A source of your own")[2]
     made: dict[str, Any] = {}
     (own,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
     exec(own, made)
-    index = made["batch"]["x"].round().astype(int)
-    assert (made["batch"]["x"] != index).all()
+    # one sample by its number, and rows at once
+    assert made["Numbers"]()[3]["x"].tolist() == made["Numbers"]().stacked_samples([3])["x"][0].tolist()
+    assert made["plain"]["x"].shape == made["noisy"]["x"].shape == (4, 3)
+    assert (made["plain"]["x"] == made["plain"]["x"].round()).all()
+    assert (made["noisy"]["x"] != made["plain"]["x"]).all()
 
 
 def test_what_is_there_is_listed_shown_and_measured(tmp_path, capsys):

@@ -178,6 +178,23 @@ def test_only_what_takes_long_is_loaded_on_threads(quick_seconds, monkeypatch):
     assert on_threads == [quick_seconds < 1] * 20 + [False] * 20
 
 
+def test_quick_batches_are_loaded_several_at_once_and_fail_when_they_are_asked_for(monkeypatch):
+    class Failing(Numbers):
+        def __getitem__(self, index):
+            loaded.append(index)
+            if index == 4:
+                raise OSError("disk 7 is gone")
+            return super().__getitem__(index)
+
+    monkeypatch.setattr("shardtrain.data.batches.QUICK_SECONDS", math.inf)
+    loaded = []
+    iterator = Batches(source=Failing(20), batch=2, epochs=1, shuffle=False, prefetch=2).iterate()
+    assert [next(iterator)[0]["x"].ravel().tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    assert loaded == [0, 1, 2, 3, 4]
+    with pytest.raises(UserCodeFailed, match="disk 7 is gone"):
+        next(iterator)
+
+
 def test_a_source_may_stack_its_samples_itself():
     class Stacked(Numbers):
         def stacked_samples(self, indices):

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from shardtrain.axes import AXES
-from shardtrain.data import RowSplit, place, process_rows
+from shardtrain.data import Batches, RowSplit, place, process_rows
 
 BATCH_AXES = ("data", "fsdp")
 MESHES = [
@@ -95,6 +95,46 @@ def test_refuses():
         place({"x": np.zeros((8, 2))}, mesh, ("data", "fsdb"))
     with pytest.raises(ValueError, match=r"different numbers of rows: .*'x'.*8.*'y'.*16"):
         place({"x": np.zeros(8), "y": np.zeros(16)}, mesh, BATCH_AXES)
+
+
+@pytest.mark.parametrize(
+    ("batch", "problems"),
+    [
+        (
+            {"x": np.zeros((8, 2)), "label": [1] * 8, "rate": 0.5, "scale": np.array(2.0)},
+            [
+                "'label' is of type list; use np.asarray, with a row for each example",
+                "'rate' is of type float; repeat it by np.full, with a row for each example",
+                "'scale' is an array of shape (); repeat it by np.full, with a row for each example",
+            ],
+        ),
+        # lists of arrays are trees, as for jax
+        (
+            {"x": [np.zeros(8), 3]},
+            ["'x/1' is of type int; repeat it by np.full, with a row for each example"],
+        ),
+        ({}, ["it has no arrays; give at least one"]),
+    ],
+)
+def test_refuses_what_is_no_array_with_rows(batch, problems):
+    with pytest.raises(ValueError, match=r"^this batch cannot be placed:") as error:
+        place(batch, make_mesh({"data": 8}), BATCH_AXES)
+    assert str(error.value).splitlines()[1:] == [f"  - {problem}" for problem in problems]
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_weights_without_padding_are_placed_once(sizes):
+    mesh = make_mesh(sizes)
+    batches = Batches(source=[{"x": np.arange(3)}] * 24, batch=16, epochs=1).iterate()
+    whole, padded = (batch for batch, _ in batches)
+    placed = [place(batch, mesh, BATCH_AXES, 2)["weights"] for batch in (whole, whole, padded)]
+    assert placed[0] is placed[1]
+    np.testing.assert_array_equal(placed[0], np.ones((2, 8), np.float32))
+    np.testing.assert_array_equal(placed[2], [[1] * 8, [0] * 8])
+    # as many rows of weights that a source gives, and those of another split, are others
+    given = {**whole, "weights": np.full(16, 2, np.float32)}
+    np.testing.assert_array_equal(place(given, mesh, BATCH_AXES, 2)["weights"], np.full((2, 8), 2))
+    assert place(whole, mesh, BATCH_AXES)["weights"].shape == (1, 16)
 
 
 PROCESS = """

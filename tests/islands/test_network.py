@@ -7,7 +7,7 @@ import jax
 import pytest
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
-from shardtrain.islands import membership
+from shardtrain.islands import jax_runtime, membership
 from shardtrain.islands.binding import (
     VISIBLE,
     bind_devices,
@@ -40,7 +40,7 @@ def test_jax_is_told_everything_and_asked_to_find_nothing(mine, bind, monkeypatc
     made: dict[str, Any] = {}
     monkeypatch.setattr(_jax, "make_gloo_tcp_collectives", made.update)
     seat = Seat(island=0, num_islands=2, process=1, num_processes=2)
-    membership._start_runtime(seat, "127.0.0.1:77" if mine else "a:77", mine)
+    jax_runtime.start_runtime(seat, "127.0.0.1:77" if mine else "a:77", mine)
     # all four that the process sees, by their numbers among these
     assert told["words"] == ("127.0.0.1:77" if mine else "a:77", 2, 1, [0, 1, 2, 3])
     assert told["cluster_detection_method"] == "deactivate"

@@ -286,6 +286,10 @@ def test_clipping_is_of_the_global_norm():
         updates, _ = optimizer.update(grads, optimizer.init(params), params)
         np.testing.assert_allclose(updates["a"], -2.0 * share, rtol=1e-6)  # type: ignore[index]
         np.testing.assert_allclose(updates["b"], -1.0 * share, rtol=1e-6)  # type: ignore[index]
+    # a step gives the norm that it has computed
+    optimizer = optax.with_extra_args_support(make_optimizer(replace(sgd, clip=1.0), 10, dims)[0])
+    updates, _ = optimizer.update(grads, optimizer.init(params), params, grad_norm=jnp.float32(8.0))
+    np.testing.assert_allclose(updates["a"], -2.0 / 8, rtol=1e-6)  # type: ignore[index]
 
 
 def test_a_transformation_of_optax_is_used_unchanged():

@@ -1,5 +1,6 @@
 """The contract of every optimizer and schedule, over the registries themselves: no entry can escape it."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding
 from shardtrain.checkpoints.flatten import flatten
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.optim import optimizer as optimizers
+from shardtrain.optim.clip import TakesNorm
 from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import stored
 from shardtrain.optim.schedules import SCHEDULES, Schedule, make_schedule
@@ -107,6 +109,15 @@ def check_layers(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 class TestOptimizer:
+    def test_it_takes_the_norm_that_a_step_has_computed(self, name):
+        optimizer, _ = make_optimizer(replace(options(name), clip=1.0), 10, DIMS)
+        assert isinstance(optimizer, TakesNorm)
+        state, norm = optimizer.init(PARAMS), optax.tree.norm(GRADS[0])
+        found = (optimizer.update(GRADS[0], state, PARAMS, grad_norm=given)[0] for given in (None, norm))
+        jax.tree.map(np.testing.assert_array_equal, *found)
+        some, _ = make_optimizer(replace(options(name), clip=1.0), 10, DIMS, frozen={"head"})
+        assert isinstance(some, TakesNorm)
+
     def test_options_take_its_name(self, name):
         assert wrong_types(options(name)) == []
 

@@ -13,6 +13,7 @@ from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.remat import with_remat
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
+from shardtrain.islands.options import Across
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.island_pipelines import IslandPipelines
 from shardtrain.plan.island_stages import plan_stages
@@ -22,7 +23,7 @@ from shardtrain.plan.subject import Subject
 from shardtrain.report.plan_islands import island_stages_text
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.planned import staged_strategy
-from shardtrain.trainer.strategy import read_strategy, strategy_text
+from shardtrain.trainer.strategy import Strategy, read_strategy, strategy_text
 
 CONFIG = DecoderConfig(vocab=64, seq=32, embed=32, num_layers=4, num_heads=4, mlp=128)
 SPACE = Space(remats=("none",))
@@ -77,6 +78,10 @@ def test_over_a_slow_link_stages_are_faster_than_replicas(subject, tmp_path):
         {"data": -1},
     )
     assert sum(read.predicted.values()) == pytest.approx(found.seconds)
+    # a number that the run gives stands, and stages have one program
+    asked = replace(run, strategy=Strategy(across=Across(gradient_parts=2)))
+    with pytest.raises(ValueError, match="gradient_parts is 2, and stages of a pipeline"):
+        staged_strategy(asked, found)
 
 
 def test_several_pipelines_share_the_batch_by_speed(subject, tmp_path):

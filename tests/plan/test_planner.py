@@ -395,6 +395,14 @@ def test_unequal_islands_get_rows_by_their_speed(subject):
         plan, [subject, subject], 1
     )
     assert "c = loss and gradients + 15% of the step" in explained_join_text(plan)
+    # a number that the run gives stands, be it the fastest or not
+    for given, text in ((1, "1 program,"), (2, "2 programs at most,")):
+        own = Across(gradient_parts=given)
+        plan = plan_cluster([subject, subject], slow, Space(remats=("none",)), across=own)
+        assert plan.seconds == pytest.approx(seconds[given])
+        asked = replace(run, strategy=replace(run.strategy, across=own))
+        assert planned_strategy(asked, plan).across.gradient_parts == given
+        assert f"gradients in {text} as --gradient-parts says: " in plan_text(plan, [subject, subject], 1)
     with pytest.raises(ValueError, match="islands of kind 'b' do not say their devices"):
         plan_cluster([subject], Cluster(islands=(IslandKind(kind="b"),)))
 

@@ -1,6 +1,7 @@
 """The state: where each array of it lies, the same numbers on any mesh, never whole where it is sharded."""
 
 import math
+import re
 from functools import cache
 from typing import Any
 
@@ -72,6 +73,21 @@ def assert_shards(leaf, spec, mesh):
     parts += [1] * (leaf.ndim - len(parts))
     shape = tuple(size // part for size, part in zip(leaf.shape, parts, strict=True))
     assert {shard.data.shape for shard in leaf.addressable_shards} == {shape}
+
+
+def test_a_parameter_without_elements_is_refused():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Param(jnp.ones((4, 8)), out_sharding=("embed", "mlp"))
+            self.head = nnx.Param(jnp.ones((8, 0)), out_sharding=("mlp", "vocab"))
+
+    text = (
+        "the model has parameters without elements; leave them out, or give each dim a size of 1 or more:\n"
+        "  - head has shape (8, 0)"
+    )
+    for mesh in ({"data": 1}, {"data": 8}):
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            placed(Layout(mesh=mesh), model=from_nnx(Model))
 
 
 def test_seeds_differ():

@@ -222,6 +222,15 @@ class TestNotFinite:
         assert lines
         assert not [line for line in lines if " copy(" in line]
 
+    def test_the_branch_of_an_update_takes_the_norm_of_the_gradient_from_before_it(self):
+        optimizer, _ = make_optimizer(Optimizer(clip=0.01), 10, DIMS)
+        placement = placed(WORDS, optimizer, dict(ONE))
+        step = make_step(WORDS, next_token_loss, optimizer, placement)
+        program = step.lower(restorable_state(placement), on_mesh(tokens(), placement)).compile()  # type: ignore[attr-defined]
+        lines = [line for line in program.as_text().splitlines() if "cond/branch_1_fun/" in line]
+        assert lines
+        assert not [line for line in lines if "branch_1_fun/reduce_sum" in line]
+
     def test_the_learning_rate_is_a_metric(self, roots):
         _, metrics = roots(1.0, 1.0, 1.0)
         np.testing.assert_allclose(

@@ -22,11 +22,11 @@ from shardtrain.errors.user_code import UserCodeFailed
 from shardtrain.functional.loss import (
     classification_loss,
     cross_entropy,
-    guarded,
     masked_token_loss,
     next_token_loss,
     translation_loss,
 )
+from shardtrain.functional.loss_checks import guarded
 from shardtrain.functional.model import Model
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.trainer import loop_setup, prepared_run
