@@ -22,12 +22,15 @@ CHEAP = ("sharding_constraint", "convert_element_type", "concatenate", "stack", 
 """Steps between a stored weight and its use: what gathers, casts and joins."""
 
 
-ELEMENTWISE = frozenset(CHEAP) | frozenset(
-    """
-    abs add add_any and clamp copy div eq erf exp exp2 expand_dims ge gt integer_pow iota layout_constraint le
-    log logistic lt max min mul ne neg not optimization_barrier or pow reduce_max reduce_sum rsqrt select_n sign
-    slice split sqrt square squeeze stop_gradient sub tanh transpose
-    """.split()
+ELEMENTWISE = (
+    *CHEAP,
+    *("abs", "add", "add_any", "and", "clamp", "copy", "div"),
+    *("eq", "erf", "exp", "exp2", "expand_dims", "ge", "gt"),
+    *("integer_pow", "iota", "layout_constraint", "le", "log", "logistic", "lt"),
+    *("max", "min", "mul", "ne", "neg", "not", "optimization_barrier"),
+    *("or", "pow", "reduce_max", "reduce_sum", "rsqrt", "select_n", "sign"),
+    *("slice", "split", "sqrt", "square", "squeeze", "stop_gradient", "sub"),
+    *("tanh", "transpose"),
 )
 """What a GPU computes in less time than it takes to write the result and to read it."""
 
