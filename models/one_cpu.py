@@ -1,14 +1,15 @@
 """Where XLA compiles a model badly for one CPU, the same computation in another form.
 
-On other devices and on meshes of several, models stay as they are written. Figures: docs/benchmarks/torch.md.
+On other devices, and where several share one replica, models stay as they are written. Figures:
+docs/benchmarks/torch.md.
 """
 
 import math
 
 import jax
 import jax.numpy as jnp
-from flax.core.spmd import get_logical_axis_rules
 
+from shardtrain.axes import DATA
 from shardtrain.models.attention import target_devices
 from shardtrain.models.kernel_product import kernel_product
 
@@ -17,13 +18,17 @@ MOST_UNROLLED = 8
 
 
 def on_one_cpu() -> bool:
-    """Whether the program that is being traced will run on one CPU device."""
+    """Whether the program that is being traced, or its replica of the model, will run on one CPU device."""
     devices = target_devices()
     if not devices or any(device.device_kind != "cpu" for device in devices):
         return False
-    # a run says so by its rules; elsewhere a model may be traced for all devices, or for a mesh to be chosen
-    is_whole_machine = len(devices) == 1 and jax.sharding.get_abstract_mesh().empty
-    return getattr(get_logical_axis_rules(), "one_device", is_whole_machine)
+    mesh = jax.sharding.get_abstract_mesh()
+    # outside of a run a model may be traced for all devices, or for a mesh to be chosen
+    if mesh.empty:
+        return len(devices) == 1
+    # of several devices each runs a replica of its own where the axis data is manual
+    own = {DATA} & set(mesh.manual_axes)
+    return all(size == 1 or axis in own for axis, size in mesh.shape.items())
 
 
 def computed_once(x: jax.Array) -> jax.Array:
