@@ -43,9 +43,9 @@ END_TOGETHER = ("doctor",)
 POOL_THREADS, THREADS_OF_A_DEVICE = "PJRT_NPROC", 8
 """The variable with which jax sizes the threads of a CPU client as it starts, and how many a device needs.
 
-Collectives over different axes of a mesh, which nothing orders, wait in threads of their own: with too few,
-all of them wait for a device that has no thread left, and XLA ends the process. Two devices have one axis,
-and keep XLA's number, one thread a core, with which they compute fastest.
+Collectives among different groups of devices, which nothing orders, wait in threads of their own: with too
+few, all of them wait for a device that has no thread left, and XLA ends the process. Two devices are one
+group, and keep XLA's number, one thread a core, with which they compute fastest.
 """
 
 HELP = ("--help", "-h")
