@@ -62,8 +62,12 @@ class HandWritten:
         )
         self.opt_state = optimizer.init(self.params)
 
+        # the model asks for how many devices it is traced, wherever there are several
+        mesh = make_mesh(Layout(), jax.devices()[:1]).abstract_mesh
+
         def loss(params: Any, tokens: jax.Array) -> jax.Array:
-            logits = nnx.merge(graph, nnx.State(params))(tokens[:, :-1])
+            with jax.sharding.use_abstract_mesh(mesh):
+                logits = nnx.merge(graph, nnx.State(params))(tokens[:, :-1])
             return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
         options = step_options(jax.default_backend())
@@ -104,13 +108,18 @@ class HandWritten:
 
 
 class Toolkit:
-    """What `shardtrain train` runs, without checkpoints: batches loaded ahead, step, loop, sink, progress."""
+    """What `shardtrain train` runs, without checkpoints: batches loaded ahead, step, loop, sink, progress.
 
-    def __init__(self, config: DecoderConfig, source: Windows, batch: int, seed: int, folder: Path) -> None:
+    On `num` devices each has rows of its own (`--mesh data=N`).
+    """
+
+    def __init__(
+        self, config: DecoderConfig, source: Windows, batch: int, seed: int, folder: Path, num: int = 1
+    ) -> None:
         model, layout = as_model(config), Layout()
         named = Optimizer(learning_rate=Schedule(peak=PEAK), weight_decay=DECAY, b1=B1, b2=B2, clip=CLIP)
         optimizer, rate = make_optimizer(named, SCHEDULE_STEPS, model.dims)
-        mesh = make_mesh(layout, jax.devices()[:1])
+        mesh = make_mesh(layout, jax.devices()[:num])
         placement = make_placement(model, optimizer, layout, mesh)
         self.state = init_state(model, optimizer, placement, seed)
         self.step = make_step(model, next_token_loss, optimizer, placement, rate)

@@ -32,11 +32,14 @@ NANOGPT = DecoderConfig(
 )
 BATCH, BATCHES_IN_EPOCH = 12, 256
 TORCH = "torch"
+UNROLLED = replace(NANOGPT, scan=False)
 CONFIGS = {
-    "scanned": NANOGPT,
-    "unrolled": replace(NANOGPT, scan=False),
-    "unrolled, no remat": replace(NANOGPT, scan=False, remat="none"),
+    "scanned": (NANOGPT, False),
+    "unrolled": (UNROLLED, False),
+    "unrolled, no remat": (replace(UNROLLED, remat="none"), False),
+    "scanned, all devices": (NANOGPT, True),
 }
+"""Name -> the model, and whether it runs on all devices, over the axis data, or on one."""
 HAND = "hand-written jax, unrolled"
 
 
@@ -49,6 +52,7 @@ class Options:
       steps: steps of a block.
       quiet: rounds in which others took more than this share of the processors are run again.
       compare: steps from the start whose losses are compared.
+      cpu_devices: number of CPU devices of this process, as of `shardtrain train`.
       xla_preset: flags of XLA, as of `shardtrain train`.
       json: where to write all figures too.
     """
@@ -57,6 +61,7 @@ class Options:
     steps: int = 25
     quiet: float = 1.0
     compare: int = 20
+    cpu_devices: int = 2
     xla_preset: Preset = "auto"
     json: Path | None = None
 
@@ -66,7 +71,8 @@ def main(options: Options) -> None:
     from torch_model import TorchLoop
 
     flags = with_preset(options.xla_preset, os.environ, metadata.version("jaxlib"))
-    os.environ["XLA_FLAGS"] = flags.xla_flags
+    devices = f"--xla_force_host_platform_device_count={options.cpu_devices}"
+    os.environ["XLA_FLAGS"] = f"{flags.xla_flags} {devices}"
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         num_tokens = NANOGPT.seq * BATCH * max(BATCHES_IN_EPOCH, options.compare) + 1
@@ -75,10 +81,11 @@ def main(options: Options) -> None:
         data = Tokens(path=folder / "tokens.npy", vocab=NANOGPT.vocab, seq=NANOGPT.seq, heldout_fraction=0)
         source = data.train(folder)
         toolkits, losses = {}, {}
-        hand = HandWritten(CONFIGS["unrolled"], source, BATCH, 0)
-        for number, (name, config) in enumerate(CONFIGS.items()):
-            (own := folder / str(number)).mkdir()
-            toolkits[name] = stack.enter_context(closing(Toolkit(config, source, BATCH, 0, own)))
+        hand = HandWritten(UNROLLED, source, BATCH, 0)
+        for name, (config, on_all) in CONFIGS.items():
+            num = options.cpu_devices if on_all else 1
+            (own := folder / str(len(toolkits))).mkdir()
+            toolkits[name] = stack.enter_context(closing(Toolkit(config, source, BATCH, 0, own, num)))
         beside = TorchLoop(NANOGPT, toolkits["scanned"].state.params, hand.tokens, BATCH)
         losses[TORCH] = beside.loop([], options.compare)
         hand.loop([], options.compare)

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax.core.spmd import get_logical_axis_rules
 
+from shardtrain.axes import DATA
+
 Attentions = Literal["auto", "xla", "cudnn"]
 
 
@@ -32,10 +34,16 @@ def target_kind() -> str:
 
 
 def on_one_device() -> bool:
-    """Whether the program that is being traced will run on one device."""
-    # a run says so by its rules; elsewhere a model may be traced for all devices, or for a mesh to be chosen
-    is_whole_machine = len(jax.local_devices()) == 1 and jax.sharding.get_abstract_mesh().empty
-    return getattr(get_logical_axis_rules(), "one_device", is_whole_machine)
+    """Whether the program that is being traced, or its replica of the model, will run on one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    # outside of a run a model may be traced for all devices, or for a mesh to be chosen
+    if mesh.empty:
+        return len(jax.local_devices()) == 1
+    if getattr(get_logical_axis_rules(), "any_mesh", False):
+        return False
+    # of several devices each runs a replica of its own where the axis data is manual
+    own = {DATA} & set(mesh.manual_axes)
+    return all(size == 1 or axis in own for axis, size in mesh.shape.items())
 
 
 def has_flash(devices: Sequence[Any]) -> bool:

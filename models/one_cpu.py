@@ -1,6 +1,7 @@
 """Where XLA compiles a model badly for one CPU, the same computation in another form.
 
-On other devices and on meshes of several, models stay as they are written. Figures: docs/benchmarks/torch.md.
+On other devices, and where several share one replica, models stay as they are written. Figures:
+docs/benchmarks/torch.md.
 """
 
 import math
@@ -13,7 +14,7 @@ from shardtrain.models.kernel_product import kernel_product
 
 
 def on_one_cpu() -> bool:
-    """Whether the program that is being traced will run on one CPU device."""
+    """Whether the program that is being traced, or its replica of the model, will run on one CPU device."""
     devices = target_devices()
     if not devices or any(device.device_kind != "cpu" for device in devices):
         return False

@@ -43,8 +43,9 @@ END_TOGETHER = ("doctor",)
 POOL_THREADS, THREADS_OF_A_DEVICE = "PJRT_NPROC", 8
 """The variable with which jax sizes the threads of a CPU client as it starts, and how many a device needs.
 
-Collectives that nothing orders wait in threads of their own: with too few, all of them wait for a device that
-has no thread left, and XLA ends the process.
+Collectives among different groups of devices, which nothing orders, wait in threads of their own: with too
+few, all of them wait for a device that has no thread left, and XLA ends the process. Two devices are one
+group, and keep XLA's number, one thread a core, with which they compute fastest.
 """
 
 HELP = ("--help", "-h")
@@ -168,7 +169,7 @@ def set_cpu_devices(arguments: list[str]) -> None:
     """Remove `--cpu-devices N` from the arguments and let jax simulate N devices on the CPU.
 
     `--cpu-devices 2,1` gives each island its own number; the island follows from the rank of this process.
-    Several devices have `THREADS_OF_A_DEVICE` threads each, unless the environment has a number of its own.
+    More than two have `THREADS_OF_A_DEVICE` threads each, unless the environment has a number of its own.
     Arguments after `--` belong to another program.
 
     Raises:
@@ -194,7 +195,7 @@ def set_cpu_devices(arguments: list[str]) -> None:
     os.environ["XLA_FLAGS"] = " ".join([*other_flags, flag])
     os.environ["JAX_PLATFORMS"] = "cpu"
     # XLA's pool has one thread a device, and a device that waits in a collective keeps its thread
-    if int(number) > 1:
+    if int(number) > 2:
         os.environ.setdefault(POOL_THREADS, str(THREADS_OF_A_DEVICE * int(number)))
 
 

@@ -65,9 +65,9 @@ class _StrictRules(tuple):
     """
 
     findings: _Findings
-    checks: bool
     one_device: bool
-    """Whether a model may take the form for one device."""
+    any_mesh: bool
+    """Whether the trace is for meshes that are not chosen yet, so that no form is for one device."""
     unnamed: str
     attention: ContextAttention | None
     """The attention of the models, which look for it here; None: each computes its own."""
@@ -82,7 +82,7 @@ class _StrictRules(tuple):
         yield recorder, None
         # Flax has now compared the recorder with every dim of the array
         dims = [name for name in recorder.names if isinstance(name, str)]
-        if self.checks:
+        if not self.one_device:
             self._check(rules, tuple(recorder.names), dims)
         # each axis goes to the first dim that asks for it, so that Flax accepts what has been recorded
         taken: set[str] = set()
@@ -171,14 +171,13 @@ def activation_rules(
     pairs = tuple(rules.items())
     strict = _StrictRules(pairs)
     strict.findings, strict.unnamed = _Findings(), unnamed
-    strict.checks = not is_one_device(mesh.shape)
-    strict.one_device = not strict.checks and not any_mesh
+    strict.one_device, strict.any_mesh = is_one_device(mesh.shape), any_mesh
     of_run = ContextAttention(context_attention) if mesh.shape.get(CONTEXT, 1) > 1 else None
     strict.attention = of_run if attention is None else attention
-    strict.experts = experts or (ExpertExchange() if strict.checks else None)
+    strict.experts = experts or (None if strict.one_device else ExpertExchange())
     strict.note = _NOTE.get()
     # who asks hears of a block that was traced before, too
-    key = (pairs, unnamed, strict.one_device, strict.attention, experts, strict.note)
+    key = (pairs, unnamed, strict.one_device, any_mesh, strict.attention, experts, strict.note)
     with (
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
         nn.logical_axis_rules(strict),

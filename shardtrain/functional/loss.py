@@ -77,7 +77,8 @@ def _entropies_and_sums(
     """Return the cross-entropies, and the logarithm of the sum of each target's exponentials."""
     highest = logits.max(-1)
     shifted = logits - highest[..., None]
-    if getattr(get_logical_axis_rules(), "one_device", False):
+    rules: Any = get_logical_axis_rules()
+    if getattr(rules, "one_device", False) and not rules.any_mesh:
         own = jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0] - highest
     else:
         # logits that are sharded over the vocabulary stay sharded, unlike by a gather

@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from shardtrain import axes
 from shardtrain.train_step.placement import Placement
 
 
@@ -32,8 +34,25 @@ def each_replica(
     replica_axes = placement.layout.replica_axes
     if axis_name is None and all(placement.mesh.shape[axis] == 1 for axis in replica_axes):
         return _only_replica(function, in_axes)
+    if axis_name is None and placement.replica_is_one_cpu and not placement.in_parts:
+        return _by_device(_only_replica(function, in_axes), in_axes, placement)
     # spmd_axis_name shards the leading dim that vmap makes, so each device computes its own replica
     return jax.vmap(function, tuple(in_axes), axis_name=axis_name, spmd_axis_name=replica_axes or None)
+
+
+def _by_device(
+    function: Callable[..., Any], in_axes: Sequence[int | None], placement: Placement
+) -> Callable[..., Any]:
+    """Return the function on every device of the axis data, each with its own part of the dim of replicas."""
+    specs = [PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axes.DATA) for dim in in_axes]
+    return jax.shard_map(
+        function,
+        mesh=placement.mesh,
+        axis_names={axes.DATA},
+        in_specs=tuple(specs),
+        out_specs=PartitionSpec(axes.DATA),
+        check_vma=False,
+    )
 
 
 def _only_replica(function: Callable[..., Any], in_axes: Sequence[int | None]) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ every island makes the same update of the result. A run of one island uses `step
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
@@ -113,8 +114,9 @@ def make_island_step(
     assert (waves is None) == (synchronisation.distance is None)
 
     def on_gradients(synchronisation: Synchronisation) -> GradientIslandStep:
+        placed = replace(placement, in_parts=num_parts > 1)
         return GradientIslandStep(
-            gradients=make_gradients(model, loss, placement, mean=not synchronisation.is_mean),
+            gradients=make_gradients(model, loss, placed, mean=not synchronisation.is_mean),
             first_row=start_row,
             optimizer=optimizer,
             placement=placement,

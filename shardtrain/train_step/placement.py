@@ -85,6 +85,7 @@ class Placement:
       in_float16: whether this island computes in float16, so that its gradients overflow.
       measures_noise: whether each step measures what the gradient noise scale is estimated from.
       accumulate_dtype: in which gradients of several microbatches are kept while they are added up.
+      in_parts: whether the program of the gradients is cut into parts, see `gradient_parts.py`.
     """
 
     mesh: Mesh
@@ -96,6 +97,7 @@ class Placement:
     in_float16: bool = False
     measures_noise: bool = False
     accumulate_dtype: str = "float32"
+    in_parts: bool = False
 
     @property
     def stages(self) -> Partition | None:
@@ -108,9 +110,11 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec(None, self.layout.batch_axes))
 
     @property
-    def is_one_cpu(self) -> bool:
-        """Whether the mesh is one CPU device, for which XLA compiles some computations badly."""
-        return self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
+    def replica_is_one_cpu(self) -> bool:
+        """Whether each replica is one CPU, with a whole state, for which XLA compiles some forms badly."""
+        device = self.mesh.abstract_mesh.abstract_device
+        num_replicas = self.mesh.shape[axes.DATA] if axes.DATA in self.layout.replica_axes else 1
+        return self.mesh.size == num_replicas and device is not None and device.platform == "cpu"
 
     @property
     def compiler_options(self) -> dict[str, bool | str] | None:

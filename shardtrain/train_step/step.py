@@ -121,7 +121,7 @@ def unless_skipped(
         # keep the dtype of the old state: optax computes moments of bfloat16 parameters in float32
         return jax.tree.map(lambda new, old: new.astype(old.dtype), update(state), state)
 
-    if placement.is_one_cpu:
+    if placement.replica_is_one_cpu:
         # a CPU would copy the moments before a choice between old and new ones; a GPU would wait for a branch
         kept = jax.lax.cond(finite, updated, lambda state: state, state)
     else:

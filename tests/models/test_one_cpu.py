@@ -91,9 +91,10 @@ def test_many_blocks_stay_a_loop_and_what_is_recomputed_too():
     assert "unroll=1" in str(jax.make_jaxpr(full)(params))
 
 
-def test_the_compiled_step_keeps_the_barriers():
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_the_compiled_step_keeps_the_barriers(num_devices):
     model, layout = st.from_nnx(CONFIG), st.Layout()
-    mesh = st.make_mesh(layout, jax.devices()[:1])
+    mesh = st.make_mesh(layout, jax.devices()[:num_devices])
     optimizer = optax.sgd(0.1)
     placement = st.make_placement(model, optimizer, layout, mesh)
     batch = {

@@ -1,5 +1,7 @@
 """A function over the replicas of a mesh."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,7 +46,13 @@ def test_a_model_with_collectives_over_replicas_has_their_axis(num_replicas):
     np.testing.assert_allclose(jax.jit(run)(np.ones((num_replicas, 2))), num_replicas)
 
 
-def test_arrays_of_the_only_replica_have_no_more_dims():
-    traced = jax.make_jaxpr(each_replica(jnp.tanh, (0,), placed(1)))(jnp.ones((1, 4, 8)))
-    shapes = [each.outvars[0].aval.shape for each in traced.jaxpr.eqns if each.primitive.name == "tanh"]
-    assert shapes == [(4, 8)]
+@pytest.mark.parametrize(
+    ("num_replicas", "in_parts", "shape"), [(1, True, "4,8"), (2, False, "4,8"), (2, True, "2,4,8")]
+)
+def test_arrays_of_several_replicas_have_a_dim_more_only_where_the_program_is_cut(
+    num_replicas, in_parts, shape
+):
+    run = each_replica(jnp.tanh, (0,), replace(placed(num_replicas), in_parts=in_parts))
+    traced = jax.make_jaxpr(run)(jnp.ones((num_replicas, 4, 8)))
+    [line] = [line for line in str(traced).splitlines() if " tanh " in line]
+    assert f":f32[{shape}] = tanh" in line
