@@ -14,6 +14,7 @@ class Device:
 
     Args:
       kind: the `device_kind` of jax.
+      source: what its figures are from.
       matrix_flops_per_second: peak of dense matrix products in bfloat16, without sparsity; None: it has none.
       memory_bytes: device memory.
       memory_bytes_per_second: peak bandwidth of that memory.
@@ -22,6 +23,7 @@ class Device:
     """
 
     kind: str
+    source: str
     matrix_flops_per_second: float | None
     memory_bytes: int
     memory_bytes_per_second: float
@@ -30,18 +32,19 @@ class Device:
 
 
 DEVICES = (
-    # NVIDIA DGX B200 datasheet, 8 GPUs: 1,440 GB, 64 TB/s, 72 petaflops in 8 bits with sparsity; half of that
+    # 8 GPUs: 1,440 GB, 64 TB/s, 72 petaflops in 8 bits with sparsity; half of that
     # dense, a quarter dense in 16 bits
     Device(
         kind="NVIDIA B200",
+        source="NVIDIA DGX B200 datasheet",
         matrix_flops_per_second=2250 * TERA,
         memory_bytes=180 * GB,
         memory_bytes_per_second=8000 * GB,
     ),
-    # NVIDIA H100 Tensor Core GPU datasheet: 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL) bfloat16 teraflops
-    # with sparsity, half of that dense
+    # 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL) bfloat16 teraflops with sparsity, half of that dense
     Device(
         kind="NVIDIA H100 80GB HBM3",
+        source="NVIDIA H100 Tensor Core GPU datasheet",
         matrix_flops_per_second=989.5 * TERA,
         memory_bytes=80 * GB,
         memory_bytes_per_second=3350 * GB,
@@ -49,6 +52,7 @@ DEVICES = (
     ),
     Device(
         kind="NVIDIA H100 PCIe",
+        source="NVIDIA H100 Tensor Core GPU datasheet",
         matrix_flops_per_second=756.5 * TERA,
         memory_bytes=80 * GB,
         memory_bytes_per_second=2000 * GB,
@@ -56,22 +60,25 @@ DEVICES = (
     ),
     Device(
         kind="NVIDIA H100 NVL",
+        source="NVIDIA H100 Tensor Core GPU datasheet",
         matrix_flops_per_second=835.5 * TERA,
         memory_bytes=94 * GB,
         memory_bytes_per_second=3900 * GB,
         float32_flops_per_second=60 * TERA,
     ),
-    # NVIDIA H200 Tensor Core GPU datasheet (SXM): 1,979 bfloat16 teraflops with sparsity
+    # SXM: 1,979 bfloat16 teraflops with sparsity
     Device(
         kind="NVIDIA H200",
+        source="NVIDIA H200 Tensor Core GPU datasheet",
         matrix_flops_per_second=989.5 * TERA,
         memory_bytes=141 * GB,
         memory_bytes_per_second=4800 * GB,
         float32_flops_per_second=67 * TERA,
     ),
-    # NVIDIA A100 Tensor Core GPU datasheet: 312 bfloat16 teraflops, dense, in all four
+    # 312 bfloat16 teraflops, dense, in all four
     Device(
         kind="NVIDIA A100-SXM4-40GB",
+        source="NVIDIA A100 Tensor Core GPU datasheet",
         matrix_flops_per_second=312 * TERA,
         memory_bytes=40 * GB,
         memory_bytes_per_second=1555 * GB,
@@ -79,6 +86,7 @@ DEVICES = (
     ),
     Device(
         kind="NVIDIA A100-PCIE-40GB",
+        source="NVIDIA A100 Tensor Core GPU datasheet",
         matrix_flops_per_second=312 * TERA,
         memory_bytes=40 * GB,
         memory_bytes_per_second=1555 * GB,
@@ -86,6 +94,7 @@ DEVICES = (
     ),
     Device(
         kind="NVIDIA A100-SXM4-80GB",
+        source="NVIDIA A100 Tensor Core GPU datasheet",
         matrix_flops_per_second=312 * TERA,
         memory_bytes=80 * GB,
         memory_bytes_per_second=2039 * GB,
@@ -93,49 +102,54 @@ DEVICES = (
     ),
     Device(
         kind="NVIDIA A100 80GB PCIe",
+        source="NVIDIA A100 Tensor Core GPU datasheet",
         matrix_flops_per_second=312 * TERA,
         memory_bytes=80 * GB,
         memory_bytes_per_second=1935 * GB,
         float32_flops_per_second=19.5 * TERA,
     ),
-    # NVIDIA L4 Tensor Core GPU datasheet: 242 bfloat16 teraflops with sparsity
+    # 242 bfloat16 teraflops with sparsity
     Device(
         kind="NVIDIA L4",
+        source="NVIDIA L4 Tensor Core GPU datasheet",
         matrix_flops_per_second=121 * TERA,
         memory_bytes=24 * GB,
         memory_bytes_per_second=300 * GB,
         float32_flops_per_second=30.3 * TERA,
     ),
-    # Google Cloud documentation, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", by chip; jax shows one
-    # device for a chip in each of them
+    # by chip: jax shows one device for a chip in each of them
     Device(
         kind="TPU v4",
+        source="Google Cloud documentation, TPU v4",
         matrix_flops_per_second=275 * TERA,
         memory_bytes=32 * GIB,
         memory_bytes_per_second=1200 * GB,
     ),
     Device(
         kind="TPU v5 lite",
+        source="Google Cloud documentation, TPU v5e",
         matrix_flops_per_second=197 * TERA,
         memory_bytes=16 * GB,
         memory_bytes_per_second=819 * GB,
     ),
     Device(
         kind="TPU v5",  # v5p
+        source="Google Cloud documentation, TPU v5p",
         matrix_flops_per_second=459 * TERA,
         memory_bytes=95 * GB,
         memory_bytes_per_second=2765 * GB,
     ),
     Device(
         kind="TPU v6 lite",
+        source="Google Cloud documentation, TPU v6e",
         matrix_flops_per_second=918 * TERA,
         memory_bytes=32 * GB,
         memory_bytes_per_second=1638 * GB,
     ),
-    # NVIDIA Tesla P100, V100 and T4 datasheets; their matrix products are in float16, those of P100 without
-    # matrix units
+    # their matrix products are in float16, those of P100 without matrix units
     Device(
         kind="Tesla V100-SXM2-16GB",
+        source="NVIDIA Tesla V100 datasheet",
         matrix_flops_per_second=None,
         memory_bytes=16 * GB,
         memory_bytes_per_second=900 * GB,
@@ -144,6 +158,7 @@ DEVICES = (
     ),
     Device(
         kind="Tesla V100-SXM2-32GB",
+        source="NVIDIA Tesla V100 datasheet",
         matrix_flops_per_second=None,
         memory_bytes=32 * GB,
         memory_bytes_per_second=900 * GB,
@@ -152,6 +167,7 @@ DEVICES = (
     ),
     Device(
         kind="Tesla V100-PCIE-16GB",
+        source="NVIDIA Tesla V100 datasheet",
         matrix_flops_per_second=None,
         memory_bytes=16 * GB,
         memory_bytes_per_second=900 * GB,
@@ -160,6 +176,7 @@ DEVICES = (
     ),
     Device(
         kind="Tesla T4",
+        source="NVIDIA Tesla T4 datasheet",
         matrix_flops_per_second=None,
         memory_bytes=16 * GB,
         memory_bytes_per_second=320 * GB,
@@ -168,16 +185,18 @@ DEVICES = (
     ),
     Device(
         kind="Tesla P100-PCIE-16GB",
+        source="NVIDIA Tesla P100 datasheet",
         matrix_flops_per_second=None,
         memory_bytes=16 * GB,
         memory_bytes_per_second=732 * GB,
         float32_flops_per_second=9.3 * TERA,
         float16_flops_per_second=18.7 * TERA,
     ),
-    # Public listings of specifications: cores and boost clock; the float32 peak is 2 flops a core and cycle:
+    # cores and boost clock; the float32 peak is 2 flops a core and cycle:
     # 5120 x 1.455 GHz, 4608 x 1.77, 1920 x 1.68, 1792 x 1.48. The names were not seen on such a machine.
     Device(
         kind="NVIDIA TITAN V",
+        source="public listings of specifications",
         matrix_flops_per_second=None,
         memory_bytes=12 * GB,
         memory_bytes_per_second=652.8 * GB,
@@ -185,6 +204,7 @@ DEVICES = (
     ),
     Device(
         kind="NVIDIA TITAN RTX",
+        source="public listings of specifications",
         matrix_flops_per_second=None,
         memory_bytes=24 * GB,
         memory_bytes_per_second=672 * GB,
@@ -192,6 +212,7 @@ DEVICES = (
     ),
     Device(
         kind="NVIDIA GeForce RTX 2060",
+        source="public listings of specifications",
         matrix_flops_per_second=None,
         memory_bytes=6 * GB,
         memory_bytes_per_second=336 * GB,
@@ -199,6 +220,7 @@ DEVICES = (
     ),
     Device(
         kind="Quadro P4000",
+        source="public listings of specifications",
         matrix_flops_per_second=None,
         memory_bytes=8 * GB,
         memory_bytes_per_second=243 * GB,

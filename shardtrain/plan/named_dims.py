@@ -212,7 +212,9 @@ def _convolution(operands: Operands) -> Found:
         names[to] = left[at]
     window = math.prod(operands.shapes[1][i] for i in of_right[1:])
     summed = left[of_left[1]] or right[of_right[1]]
-    return Found((tuple(names),), (summed,) if summed else (), 2 * math.prod(operands.out_shapes[0]) * window)
+    # zeros between the elements of the input, in the gradient of a strided convolution, are no work
+    flops = 2 * math.prod(operands.out_shapes[0]) * window / math.prod(operands.params["lhs_dilation"])
+    return Found((tuple(names),), (summed,) if summed else (), flops)
 
 
 def _gathered(operands: Operands) -> Found:

@@ -116,8 +116,8 @@ class Progress(Protocol):
 
         Args:
             step: steps done since the start of the run, resumed or not.
-            values: the metrics by name, as in the sinks; only `train/loss`, `heldout/loss` and
-              `<unit>_per_second` are shown.
+            values: the metrics by name, as in the sinks; only `train/loss`, `heldout/loss`,
+              `<unit>_per_second` and `mfu` are shown.
         """
         ...
 

@@ -48,7 +48,7 @@ def progress(
 
 
 class PlainLines:
-    """Progress as lines: `step 120/1000  loss 2.3412  heldout 2.4012  12.3k tokens/s  left 1m20s`."""
+    """Progress as lines: `step 120/1000  loss 2.3412  heldout 2.4012  12.3k tokens/s  MFU 38.2%  left 8s`."""
 
     def __init__(
         self, console: Console, total_steps: int, unit: str, every_seconds: float, clock: Callable[[], float]
@@ -140,6 +140,8 @@ class _Status:
             parts += [f"{name} {loss_text(loss)}" for name, loss in heldout_losses(self._values).items()]
         if f"{self._unit}_per_second" in self._values:
             parts.append(f"{count_text(self._values[f'{self._unit}_per_second'])} {self._unit}/s")
+        if "mfu" in self._values:
+            parts.append(f"MFU {self._values['mfu']:.1%}")
         if self._step is not None and self._steps.per_second:
             left_seconds = max(0, self.total_steps - self._step) / self._steps.per_second
             parts.append(f"left {duration_text(left_seconds)}")

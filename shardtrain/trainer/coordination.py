@@ -162,6 +162,11 @@ class Coordination:
         """Return the values of all ranks, by rank."""
         return [value] if self.islands is None else self.islands.control.all_gather(name, value)
 
+    def devices(self, mesh: Mesh) -> list[tuple[str, int]]:
+        """Return kind and number of the devices of each island; `mesh` is this island's."""
+        own = (mesh.devices.flat[0].device_kind, mesh.devices.size)
+        return [own] if self.islands is None else self.islands.all_gather_islands("devices", own)
+
     def gather_islands(self, name: str, find: Callable[[int], Any]) -> list[Any]:
         """Return what the first process of each island finds, by island, on every rank.
 

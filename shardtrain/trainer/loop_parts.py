@@ -130,6 +130,9 @@ class LoopParts:
       totals: the wall time of the run, and the updates of this start.
       peak_memory_bytes: returns the most memory that this rank has used at once.
       spent: returns on what time was spent, and what was sent, since its last call, as metrics.
+      num_devices: number of devices of all islands.
+      seconds_at_peak: returns the seconds that all devices need at their peak for the model flops of the
+        newest batch; 0: not known.
       num_skipped: returns how many samples the data has left out as they cannot be read; None: none ever is.
       explain: step -> why the data of this step gives no finite loss; "" where the reason is unknown.
     """
@@ -156,5 +159,7 @@ class LoopParts:
     totals: RunTotals = field(default_factory=RunTotals)
     peak_memory_bytes: Callable[[], int] = lambda: peak_memory().num_bytes
     spent: Spent = field(default_factory=lambda: Spent(ActivityRecord()))
+    num_devices: int = 1
+    seconds_at_peak: Callable[[], float] = lambda: 0.0
     num_skipped: Callable[[], int | None] = lambda: None
     explain: Callable[[int], str] = lambda step: ""

@@ -88,6 +88,8 @@ def make_loop_parts(
         labels=island_step.labels if island_step else combined_labels(placement),
         activity=activity,
         spent=_make_spent(prepared, activity),
+        num_devices=prepared.num_devices,
+        seconds_at_peak=lambda: feed.num_rows * prepared.row_seconds_at_peak,
         num_skipped=lambda: getattr(prepared.loader.batches.source, "num_skipped", None),
         hooks=Hooks(run.hooks, run.hook_errors, output.note, activity, coordination.is_first),
         check=None if run.recovery.fingerprint_every is None else _make_check(prepared),

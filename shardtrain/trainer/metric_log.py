@@ -40,9 +40,9 @@ class MetricLog:
 
     def __init__(self, parts: LoopParts, options: LoopOptions) -> None:
         self._parts, self._options = parts, options
-        self._pending: deque[tuple[int, Metrics]] = deque()
+        self._pending: deque[tuple[int, Metrics, float]] = deque()
         self._means: dict[str, Mean] = {}
-        self._rate, self._updates, self._clipped = Rate(), Rate(), Mean()
+        self._rate, self._updates, self._at_peak, self._clipped = Rate(), Rate(), Rate(), Mean()
         self._noise = NO_NOISE
         self._num_skipped = 0
         self.trained, self.why_skipped = False, ""
@@ -55,7 +55,7 @@ class MetricLog:
         for x in jax.tree.leaves(metrics):
             if isinstance(x, jax.Array) and jax.default_backend() != "cpu":
                 x.copy_to_host_async()
-        self._pending.append((step, metrics))
+        self._pending.append((step, metrics, self._parts.seconds_at_peak()))
         while len(self._pending) > STEPS_LATE:
             self._read()
 
@@ -77,6 +77,7 @@ class MetricLog:
         heldout = evaluate(state)
         seconds = time.monotonic() - start_seconds
         self._rate, self._updates = self._rate.paused(seconds), self._updates.paused(seconds)
+        self._at_peak = self._at_peak.paused(seconds)
         assert self.unlogged is not None
         self._write(self._unlogged_step, {**self.unlogged, **heldout})
         self._parts.hooks.evaluation(self._unlogged_step, heldout)
@@ -89,7 +90,7 @@ class MetricLog:
             self._read(always=len(self._pending) == 1)
 
     def _read(self, *, always: bool = False, keep: bool = False) -> None:
-        step, metrics = self._pending.popleft()
+        step, metrics, seconds_at_peak = self._pending.popleft()
         with self._parts.activity.at(f"the metrics of step {step}", waits=True, kind="step"):
             values = jax.tree.map(np.asarray, metrics)
         count = float(values.pop("count"))
@@ -100,6 +101,7 @@ class MetricLog:
         now_seconds = time.monotonic()
         self._rate = self._rate.after(now_seconds=now_seconds, units=count)
         self._updates = self._updates.after(now_seconds=now_seconds, units=updated)
+        self._at_peak = self._at_peak.after(now_seconds=now_seconds, units=seconds_at_peak)
         # sums over many steps of all islands leave skipped ones out, so they count whatever this step was
         of_many = "skipped_by_islands" in values
         if skipped:
@@ -146,8 +148,14 @@ class MetricLog:
         line["skipped"] = float(skipped)
         if self._rate.per_second is not None:
             line[f"{self._options.unit}_per_second"] = self._rate.per_second
+            if self._parts.num_devices > 1:
+                per_device = self._rate.per_second / self._parts.num_devices
+                line[f"{self._options.unit}_per_second_per_device"] = per_device
         if self._updates.per_second is not None:
             line["updates_per_second"] = self._updates.per_second
+        # seconds of work at the peak, in a second; 0 where the peak is not known
+        if self._at_peak.per_second:
+            line["mfu"] = self._at_peak.per_second
         if self._clipped.value is not None:
             line["clipped"] = self._clipped.value
         # an estimate of the gradient that is not above 0 yet tells nothing

@@ -43,6 +43,7 @@ from shardtrain.trainer.sources import make_batches, open_sources
 from shardtrain.trainer.stage_cut import with_stage_cut
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.transfers import make_transfers
+from shardtrain.trainer.utilization import row_seconds_at_peak
 from shardtrain.trainer.wave_log import WaveLog
 from shardtrain.trainer.waves import make_meetings
 
@@ -66,6 +67,8 @@ class PreparedRun(NamedTuple):
       description: the description of the run, see `config.describe`.
       expected: what batches should look like.
       strategy: the strategy as the user gave it, with the fields that some islands have otherwise.
+      num_devices: number of devices of all islands.
+      row_seconds_at_peak: see `utilization.row_seconds_at_peak`; on ranks that write no metrics 0.
     """
 
     run: Run
@@ -83,6 +86,8 @@ class PreparedRun(NamedTuple):
     description: dict[str, Any]
     expected: Expected
     strategy: Strategy
+    num_devices: int
+    row_seconds_at_peak: float
 
 
 def prepare_run(
@@ -129,6 +134,8 @@ def prepare_run(
         stack.callback(island_step.close)
     if text := bridge_text(coordination, island_step, run.strategy.across.num_gradient_programs):
         output.note(text)
+    devices = coordination.devices(setup.mesh)
+    row_seconds = row_seconds_at_peak(run, first, devices, output.note) if coordination.is_first else 0.0
     wanted = restorable_state(setup.placement)
     if run.strategy.across.share_limits == "auto" and island_step is not None:
         loader = fit_to_memory(coordination, shares, loader, island_step, wanted, batch, output.note)
@@ -154,6 +161,8 @@ def prepare_run(
         description=description,
         expected=expected,
         strategy=strategy,
+        num_devices=sum(number for _, number in devices),
+        row_seconds_at_peak=row_seconds,
     )
 
 

@@ -20,6 +20,7 @@ def test_a_device_is_known_by_its_device_kind():
     h100 = known_device("NVIDIA H100 80GB HBM3")
     assert h100 == Device(
         kind="NVIDIA H100 80GB HBM3",
+        source="NVIDIA H100 Tensor Core GPU datasheet",
         matrix_flops_per_second=989.5e12,
         memory_bytes=80_000_000_000,
         memory_bytes_per_second=3.35e12,

@@ -30,12 +30,12 @@ def test_plain_lines_by_value():
             120, {"train/loss": 2.34117, "heldout/loss": 2.4, "tokens_per_second": 12_345, "grad_norm": 1}
         )
         clock.now_seconds = 4.0
-        shown.update(140, {"train/loss": 2.25})
+        shown.update(140, {"train/loss": 2.25, "mfu": 0.38249})
         shown.note("saved checkpoint [bold] at step 140")
     assert file.getvalue().splitlines() == [
         "step 100/1000  loss 2.5000",
         "step 120/1000  loss 2.3412  heldout 2.4000  12.3k tokens/s  left 1m28s",
-        "step 140/1000  loss 2.2500  12.3k tokens/s  left 1m26s",
+        "step 140/1000  loss 2.2500  12.3k tokens/s  MFU 38.2%  left 1m26s",
         "saved checkpoint [bold] at step 140",
     ]
 

@@ -80,6 +80,8 @@ def test_islands_train_as_one_device_does_and_resume(
     assert [rank["rank"] for rank in start["ranks"]] == list(range(num_ranks))
     assert start["mpi"]["threads"] == "multiple"
     lines = read_jsonl(tmp_path / "mean" / "metrics.jsonl")
+    per_device = lines[-1]["tokens_per_second"] / (num_ranks * devices)
+    assert lines[-1]["tokens_per_second_per_device"] == pytest.approx(per_device)
     num_parameters = 256 * 8 + 2 * 2 * 8 * 16
     # in each of six steps the gradients, as inspect prints them, and sums of the loss: in float32, and half
     # of that in bfloat16, with losses that are near

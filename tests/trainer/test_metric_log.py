@@ -22,6 +22,8 @@ def log_of(num_steps):
         spent=dict,
         labels=(),
         peak_memory_bytes=lambda: 0,
+        num_devices=1,
+        seconds_at_peak=lambda: 0.0,
         num_skipped=lambda: None,
         explain=lambda step: "",
     )

@@ -65,4 +65,5 @@ def test_slow_data_is_charged_to_the_input(tmp_path):
     assert "predicted 1 ms (" in output.getvalue()
     assert "most of the difference: input " in output.getvalue()
     assert "peak memory of the process: " in output.getvalue()
-    assert not any(name.startswith(("bytes/", "own_seconds/")) for line in lines for name in line)
+    assert not any(name.startswith(("bytes/", "own_seconds/", "mfu")) for line in lines for name in line)
+    assert "MFU" not in output.getvalue()
