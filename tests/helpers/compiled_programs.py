@@ -33,7 +33,9 @@ def keep_every_program() -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                found, _ = compilation_cache.get_executable_and_time(key, options, backend, devices)
+                # jax 0.11 keeps programs that call Python too: without their callbacks they crash
+                given = (callbacks,) if jax.__version_info__ >= (0, 11) else ()
+                found, _ = compilation_cache.get_executable_and_time(key, options, backend, devices, *given)
                 if found is not None:
                     return found
             return plain(backend, computation, devices, options, callbacks, name, key)
