@@ -86,7 +86,8 @@ def gradients(mesh, num_devices=8):
     state = init_state(model(), optax.identity(), placement, seed=7)
     batch = {name: x.reshape(2, ROWS // 2, *x.shape[1:]) for name, x in rows().items()}
     batch = jax.tree.map(lambda x: jax.device_put(x, placement.batch), batch)
-    found = jax.jit(make_gradients(model(), next_token_loss, placement))(
+    compute = make_gradients(model(), next_token_loss, placement)
+    found = jax.jit(compute, compiler_options=placement.compiler_options)(
         state.params, state.model_state, step_key(state.seed, state.step), batch
     )
     return jax.tree.map(np.asarray, {"loss": found.loss_sum / found.count, **found.grads})
