@@ -119,7 +119,7 @@ def prepare_run(
     shares = RowShares(coordination, batches.row_counts, run, setup.mesh, run.strategy.accumulate)
     loader = shares.loader(batches)
     # Check the first batch: one that cannot be split or learned from is refused before anything compiles.
-    batch, expected = _place_first_batch(run, setup, heldout, loader)
+    first, batch, expected = _place_first_batch(run, setup, heldout, loader)
     check_permutes(run, setup, batch)
     if islands is not None and setup.stage_model is None:
         coordination.check_agreement(step_program(run, setup, batch))
@@ -232,8 +232,8 @@ def _make_later_loaders(
 
 def _place_first_batch(
     run: Run, setup: RunSetup, heldout: Mapping[str, Any], loader: Loader
-) -> tuple[Any, Expected]:
-    """Load, check and place the first batch; return it, and what later ones should look like.
+) -> tuple[Batch, Any, Expected]:
+    """Load, check and place the first batch; return it, as placed too, and what later ones should look like.
 
     Raises:
       ValueError: see `_check_first_batch`; or it cannot be split.
@@ -241,7 +241,7 @@ def _place_first_batch(
     first = loader.batches.load(FIRST_POSITION)
     expected = make_expected(setup.whole_model, run.loss, first, getattr(run.model, "vocab", None))
     _check_first_batch(run, heldout, expected, first)
-    return loader.place(first), expected
+    return first, loader.place(first), expected
 
 
 def _check_first_batch(run: Run, heldout: Mapping[str, Any], expected: Expected, first: Batch) -> None:
