@@ -1,5 +1,7 @@
 """The forms of models for GPUs, traced on a CPU: the same loss and gradients, and what their program is."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ from shardtrain.models.vit import VitConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 
-SIZES = {"vocab": 16, "seq": 6, "embed": 8, "num_layers": 2, "num_heads": 2}
+SIZES: Any = {"vocab": 16, "seq": 6, "embed": 8, "num_layers": 2, "num_heads": 2}
 GPT = DecoderConfig(**SIZES)
 LLAMA = DecoderConfig(
     **{**SIZES, "num_heads": 4}, num_kv_heads=2, positions="rotary", norm="rmsnorm", activation="swiglu",
