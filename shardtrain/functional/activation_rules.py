@@ -189,7 +189,7 @@ def activation_rules(
         except (ValueError, UserCodeFailed) as error:
             # the loss calls the model, and its exceptions are wrapped as those of user code
             found = str(error.__cause__ if isinstance(error, UserCodeFailed) else error)
-            if "cannot appear in with_sharding_constraint spec" in found:
+            if any(text in found for text in _OVER_REPLICAS):
                 raise ValueError(own_constraint_text(found)) from error
             raise
     if strict.findings.problems:
@@ -205,6 +205,13 @@ def constraints_text(problems: list[str], unruled: list[str]) -> str:
         return text
     rules = rules_text("activations", dict.fromkeys(unruled, ()))
     return text + ways_text([f"rules for them, as {rules}"])
+
+
+_OVER_REPLICAS = (
+    "cannot appear in with_sharding_constraint spec",
+    "passed to with_sharding_constraint can only refer to Auto axes",
+)
+"""What jax says of a constraint over a replica axis, where replicas are a vmap and where it is manual."""
 
 
 def own_constraint_text(found: str) -> str:

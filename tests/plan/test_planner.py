@@ -223,7 +223,7 @@ def in_every_tick(step):
 def test_memory_and_traffic_are_those_of_the_compiled_step(
     subject, mesh, accumulate, remat, zero, sequence, monkeypatch
 ):
-    # a plan is of the program of any device; where each replica has a CPU device XLA stores less
+    # accelerators are planned: the form for one CPU stores less, and copies no moment for a skipped step
     monkeypatch.setattr(Placement, "replica_is_one_cpu", False)
     layout = Layout(mesh=mesh, zero=zero, sequence_sharded=sequence)
     choice = Choice(layout=layout, accumulate=accumulate, remat=remat)

@@ -359,20 +359,23 @@ def run(): return make_run(Points(), Path({folder!r}), steps=1, model=Constraine
 
 
 @pytest.mark.parametrize(
-    ("axis", "code", "words"),
+    ("axis", "mesh", "code"),
     [
-        ("tensor", 0, ""),
-        ("data", 2, "name the dims instead, as nn.with_logical_constraint(x, ('batch', None, 'embed'))"),
+        ("tensor", "data=2,tensor=4", 0),
+        ("data", "data=2,tensor=4", 2),
+        ("tensor", "data=8", 0),
+        ("data", "data=8", 2),
     ],
 )
-def test_a_model_with_constraints_of_its_own(axis, code, words, tmp_path, capsys, monkeypatch):
+def test_a_model_with_constraints_of_its_own(axis, mesh, code, tmp_path, capsys, monkeypatch):
     """Also of one or two rows of the first batch, which the mesh does not divide."""
     monkeypatch.setitem(sys.modules, "tests_first_batch", sys.modules[__name__])
     (tmp_path / "constrained.py").write_text(CONSTRAINED_FILE.format(folder=str(tmp_path / "run"), axis=axis))
     monkeypatch.delitem(sys.modules, "constrained", raising=False)
-    options = ["--mesh", "data=2,tensor=4", "--unnamed", "replicate"]
+    options = ["--mesh", mesh, "--unnamed", "replicate"]
     assert main(["train", str(tmp_path / "constrained.py"), *options]) == code
-    assert words in capsys.readouterr().err
+    words = "name the dims instead, as nn.with_logical_constraint(x, ('batch', None, 'embed'))"
+    assert (words in capsys.readouterr().err) == (code == 2)
 
 
 def test_own_mistakes_stay_what_they_are():
