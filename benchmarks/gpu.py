@@ -76,7 +76,7 @@ CASES = {
     "llama-1b": Case(config=LLAMA_1B, rows=4, rows_here=8, changes=ROOMY),
     "llama-8b, 4 of 32 blocks": Case(config=LLAMA_8B_SLICE, rows=1, rows_here=2, changes=ROOMY),
 }
-"""Name -> the model, and rows of each device."""
+"""Name -> what one step is of."""
 
 
 def here(case: Case) -> DecoderConfig:

@@ -27,10 +27,10 @@ def target_devices() -> list[Any]:
     return [d for d in devices if described is None or d.device_kind == described.device_kind]
 
 
-def target_kind() -> str:
-    """The name, by jax, of the devices that the program being traced will run on, here or only described."""
+def target_platform() -> str:
+    """The platform, by jax, of the devices that the traced program will run on, here or only described."""
     described = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.local_devices()[0].device_kind if described is None else described.device_kind
+    return (jax.local_devices()[0] if described is None else described).platform
 
 
 def on_one_device() -> bool:

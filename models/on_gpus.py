@@ -10,12 +10,12 @@ from typing import Any
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from shardtrain.models.attention import target_kind
+from shardtrain.models.attention import target_platform
 
 
 def on_gpus() -> bool:
     """Whether the program that is being traced will run on GPUs, here or described ones."""
-    return target_kind().startswith(("NVIDIA", "AMD"))
+    return target_platform() in ("gpu", "cuda", "rocm")
 
 
 def recomputed(function: Callable[..., Any], derived: Callable[..., Any] | None = None) -> Callable[..., Any]:

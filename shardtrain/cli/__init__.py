@@ -194,7 +194,7 @@ def set_cpu_devices(arguments: list[str]) -> None:
     other_flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag.split("=")[0])]
     os.environ["XLA_FLAGS"] = " ".join([*other_flags, flag])
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # XLA's pool has one thread a device, and a device that waits in a collective keeps its thread
+    # by default there are as many as devices, or cores; a device that waits in a collective keeps its thread
     if int(number) > 2:
         os.environ.setdefault(POOL_THREADS, str(THREADS_OF_A_DEVICE * int(number)))
 

@@ -28,7 +28,8 @@ def place(
       num_rows: B, where `batch` holds only the rows of `process_rows`; by default it holds all.
 
     Returns:
-      The same pytree of jax arrays (M, B / M, ...) with PartitionSpec(None, batch_axes).
+      The same pytree of jax arrays (M, B / M, ...) with PartitionSpec(None, batch_axes). Weights of `Batches`
+      without padding are one array for all batches, which no program may donate.
 
     Raises:
       ValueError: B does not divide, an axis is not in the mesh, arrays differ in their rows, or a leaf is no
@@ -42,7 +43,7 @@ def place(
 
         def placed(leaf: Any) -> jax.Array:
             if leaf is full_weights(num_rows):
-                return _placed_ones(split.shape((num_rows,)), sharding)
+                return _shared_ones(split.shape((num_rows,)), sharding)
             return _placed(leaf.reshape(split.shape(leaf.shape)), sharding)
 
         return jax.tree.map(placed, batch)
@@ -93,6 +94,13 @@ def _is_list_of_numbers(tree: Any) -> bool:
 def _placed(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
     """Put an array on the devices: what `device_put` does, in a third of its time."""
     return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+
+def _shared_ones(shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    """Return `_placed_ones`, made again if a program was given them to overwrite."""
+    if _placed_ones(shape, sharding).is_deleted():
+        _placed_ones.cache_clear()
+    return _placed_ones(shape, sharding)
 
 
 @lru_cache(maxsize=64)

@@ -49,7 +49,8 @@ def cross_entropy(
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     if isinstance(logits, LogitsInChunks):
         return logits.sum_chunks(cross_entropy, targets, weights)
-    targets = targets.astype(jnp.int32)  # its dtype may be too small for all classes
+    # its dtype may be too small for all classes
+    targets = jnp.broadcast_to(targets.astype(jnp.int32), logits.shape[:-1])
     losses = _entropies(logits.astype(jnp.float32), targets, weights != 0)
     # an invalid target gives NaN, which is noticed; a wrong number would not be
     no_class = ((targets < 0) | (targets >= logits.shape[-1])) & (weights != 0)

@@ -25,7 +25,7 @@ CHEAP = ("sharding_constraint", "convert_element_type", "concatenate", "stack", 
 ELEMENTWISE = (
     *CHEAP,
     *("abs", "add", "add_any", "and", "clamp", "copy", "div"),
-    *("eq", "erf", "exp", "exp2", "expand_dims", "ge", "gt"),
+    *("eq", "erf", "exp", "exp2", "ge", "gt"),
     *("integer_pow", "iota", "layout_constraint", "le", "log", "logistic", "lt"),
     *("max", "min", "mul", "ne", "neg", "not", "optimization_barrier"),
     *("or", "pow", "reduce_max", "reduce_sum", "rsqrt", "select_n", "sign"),

@@ -30,6 +30,11 @@ class Device:
     float32_flops_per_second: float | None = None
     float16_flops_per_second: float | None = None
 
+    @property
+    def platform(self) -> str:
+        """The platform by jax: "tpu" or "gpu"."""
+        return "tpu" if self.kind.startswith("TPU") else "gpu"
+
 
 DEVICES = (
     # 8 GPUs: 1,440 GB, 64 TB/s, 72 petaflops in 8 bits with sparsity; half of that

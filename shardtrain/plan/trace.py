@@ -13,6 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from shardtrain import axes
 from shardtrain.functional.activation_rules import activation_rules
+from shardtrain.plan.devices import known_device
 from shardtrain.plan.jaxpr_walk import Walk
 from shardtrain.plan.partial_sums import num_terms
 from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS, Dims, Program
@@ -50,7 +51,8 @@ def trace(
     # a mesh with an axis for each dim, all of size 1: then a constraint's spec is the names of the dims
     known = {name for dims in (*names, *results) for name in dims or () if name}
     every = sorted(known | set(axes.DIMS) | {ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS})
-    device = AbstractDevice(device_kind=device_kind, num_cores=None, platform="any")
+    platform = ANY_DEVICE if (known := known_device(device_kind)) is None else known.platform
+    device = AbstractDevice(device_kind=device_kind, num_cores=None, platform=platform)
     types = (AxisType.Auto,) * len(every)
     mesh = AbstractMesh((1,) * len(every), tuple(every), axis_types=types, abstract_device=device)
     rules = {name: (name,) for name in every}

@@ -85,7 +85,7 @@ class Placement:
       in_float16: whether this island computes in float16, so that its gradients overflow.
       measures_noise: whether each step measures what the gradient noise scale is estimated from.
       accumulate_dtype: in which gradients of several microbatches are kept while they are added up.
-      in_parts: whether the program of the gradients is cut into parts, see `gradient_parts.py`.
+      in_parts: whether the program of the gradients is cut, see `gradient_parts.py` and `stage_functions.py`.
     """
 
     mesh: Mesh

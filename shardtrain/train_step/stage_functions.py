@@ -6,6 +6,7 @@ Next: `stage_programs.py`, which calls them task by task.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
@@ -235,7 +236,9 @@ class StageFunctions:
     def _each_replica(
         self, function: Callable[..., Any], in_axes: Sequence[int | None]
     ) -> Callable[..., Any]:
-        return each_replica(function, in_axes, self.placement, self.stage_model.model.axis_name)
+        # a backward is cut in two where it is deferred
+        placement = replace(self.placement, in_parts=True)
+        return each_replica(function, in_axes, placement, self.stage_model.model.axis_name)
 
     def _add_grads(self, part: int, grads: Tree, found: Tree) -> Tree:
         return self._constrain_grads(

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from shardtrain.axes import AXES
 from shardtrain.data import Batches, RowSplit, place, process_rows
+from shardtrain.data.row_split import full_weights
 
 BATCH_AXES = ("data", "fsdp")
 MESHES = [
@@ -178,3 +179,12 @@ def test_each_of_two_processes_gives_its_rows():
     ]
     outputs = [process.communicate(timeout=900)[0] for process in processes]
     assert all("rows 24" in output for output in outputs), "\n".join(outputs)
+
+
+def test_weights_that_a_program_took_over_are_placed_again():
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    batch = {"weights": full_weights(4)}
+    first = place(batch, mesh, ())
+    assert place(batch, mesh, ())["weights"] is first["weights"]
+    first["weights"].delete()
+    np.testing.assert_array_equal(place(batch, mesh, ())["weights"], np.ones((1, 4), np.float32))

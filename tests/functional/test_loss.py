@@ -56,6 +56,9 @@ def test_one_device_computes_the_same_by_a_lookup():
     found = jax.value_and_grad(of_one_device)(logits, targets, WEIGHTS)
     jax.tree.map(np.testing.assert_array_equal, found, plain)
     assert np.isfinite(found[0])
+    # one row of targets for all rows
+    shared = (f(LOGITS, TARGETS[0], WEIGHTS) for f in (of_one_device, lambda *a: cross_entropy(*a)[0]))
+    np.testing.assert_array_equal(*shared)
     assert np.isnan(of_one_device(LOGITS, np.where(TARGETS[0, 0] == TARGETS, 11, TARGETS), WEIGHTS))
 
 

@@ -31,7 +31,7 @@ TOKENS = jnp.asarray(np.arange(12).reshape(2, 6) % 7)
 @pytest.fixture
 def gpu(monkeypatch):
     """What is traced here is traced as for a GPU."""
-    monkeypatch.setattr(on_gpus, "target_kind", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(on_gpus, "target_platform", lambda: "gpu")
     monkeypatch.setattr(one_cpu, "target_devices", list)
     return monkeypatch
 
@@ -76,7 +76,7 @@ def test_loss_and_gradients_are_those_of_the_plain_form(config, inputs, monkeypa
     loss, params = loss_of(config, inputs)
     plain = jax.jit(jax.value_and_grad(loss))(params)
     assert "layout_constraint" not in program(loss, params)
-    monkeypatch.setattr(on_gpus, "target_kind", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(on_gpus, "target_platform", lambda: "gpu")
     loss, params = loss_of(config, inputs)
     found = jax.jit(jax.value_and_grad(loss))(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, plain)
@@ -90,8 +90,6 @@ def test_the_residual_stream_keeps_its_layout_and_blocks_of_one_gpu_are_plain_co
     # of the stream, and of its gradient
     assert text.count("layout_constraint") == 2
     assert "unroll=2" in text
-    # a norm before each half of a block and one before the head, and an activation: computed again
-    assert text.count("optimization_barrier") > 0
     assert "unroll=1" in program(*loss_of(DecoderConfig(**{**SIZES, "num_layers": MOST_UNROLLED_GPU + 1})))
     assert "unroll=1" in program(*loss_of(GPT, one_device=False))
 
@@ -104,13 +102,23 @@ def test_queries_keys_and_values_of_one_gpu_are_joined_in_blocks(gpu):
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm", "rmsnorm_plus_one"])
 def test_a_norm_far_from_0_has_the_gradient_of_the_plain_form(kind, gpu):
-    norm = Norm(kind, 8, eps=1e-5, bias=True, dtype="float32")
-    x = 1000 + jax.random.normal(jax.random.key(0), (3, 8))
+    norm = Norm(kind, 8, eps=1e-5, bias=True, dtype="bfloat16")
+    x = (1000 + 100 * jax.random.normal(jax.random.key(0), (3, 8))).astype(jnp.bfloat16)
     weights = jnp.sin(jnp.arange(24.0)).reshape(3, 8)
-    found = jax.grad(lambda x: (norm(x) * weights).sum())(x)
+
+    def gradient(x):
+        # a new function each time: jax keeps traces by function
+        found = jax.grad(lambda x: (norm(x).astype(jnp.float32) * weights).sum())
+        return found(x).astype(jnp.float32), str(jax.make_jaxpr(found)(x)).count("optimization_barrier")
+
+    found, num_barriers = gradient(x)
+    assert num_barriers > 0
+    # in float32 the derivative is that of the plain form, in which no digit is lost
+    assert gradient(x.astype(jnp.float32))[1] == 0
     gpu.undo()
-    plain = jax.grad(lambda x: (norm(x) * weights).sum())(x)
-    np.testing.assert_allclose(found, plain, rtol=2e-3, atol=2e-5)
+    plain, num_barriers = gradient(x)
+    assert num_barriers == 0
+    np.testing.assert_allclose(found, plain, rtol=2**-7, atol=1e-5)
 
 
 def test_gelu_in_16_bits_is_the_tanh_approximation_rounded_once(gpu):
@@ -138,12 +146,20 @@ def stacked_elements(loss, params):
     return sum(v.aval.size for v in forward.outvars if v.aval.shape[:1] == (GPT.num_layers,))
 
 
+def test_one_gpu_stores_what_norms_and_activations_read_alone(monkeypatch):
+    monkeypatch.setattr(one_cpu, "target_devices", list)
+    config = DecoderConfig(**{**SIZES, "remat": "none"})
+    stored = stacked_elements(*loss_of(config))
+    monkeypatch.setattr(on_gpus, "target_platform", lambda: "gpu")
+    assert stacked_elements(*loss_of(config)) < 0.8 * stored
+
+
 def test_a_scan_on_several_gpus_stores_products_and_no_elementwise_results(monkeypatch):
     monkeypatch.setattr(one_cpu, "target_devices", list)
     loss, params = loss_of(GPT, one_device=False)
     plain = jax.jit(jax.value_and_grad(loss))(params)
     stored = stacked_elements(loss, params)
-    monkeypatch.setattr(on_gpus, "target_kind", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(on_gpus, "target_platform", lambda: "gpu")
     loss, _ = loss_of(GPT, one_device=False)
     assert stacked_elements(loss, params) < 0.6 * stored
     found = jax.jit(jax.value_and_grad(loss))(params)

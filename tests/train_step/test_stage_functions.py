@@ -24,11 +24,11 @@ from shardtrain.train_step.stage_programs import StagePrograms
 STAGES, ROWS = 3, 4
 
 
-def make_stage(stage):
-    """The functions of a stage, and its programs at the begin of a step."""
+def make_stage(stage, replicas):
+    """The functions of a stage of so many devices, its parameters and a batch."""
     config = TinyConfig(vocab=32, seq=16, embed=32, mlp=64, num_layers=6, dropout=0.3, tied=False)
-    model, layout = from_nnx(config), Layout(mesh={"data": 1})
-    mesh = make_mesh(layout, jax.devices()[:1])
+    model, layout = from_nnx(config), Layout(mesh={"data": replicas})
+    mesh = make_mesh(layout, jax.devices()[:replicas])
     tokens = np.arange(ROWS * 17, dtype=np.int32).reshape(ROWS, 17) % 32
     batch = {"tokens": tokens, "weights": np.ones(ROWS, np.float32)}
     stages = make_partition(model, Pipeline(), STAGES, next_token_loss, batch)
@@ -41,17 +41,17 @@ def make_stage(stage):
     return functions, params, place(batch, mesh, layout.batch_axes)
 
 
-@pytest.mark.parametrize("stage", range(STAGES))
-def test_a_backward_and_a_weight_task_cost_one_backward_and_give_its_gradients(stage):
-    functions, params, batch = make_stage(stage)
+@pytest.mark.parametrize(("stage", "replicas"), [*((stage, 1) for stage in range(STAGES)), (1, 2)])
+def test_a_backward_and_a_weight_task_cost_one_backward_and_give_its_gradients(stage, replicas):
+    functions, params, batch = make_stage(stage, replicas)
     flow, key = functions.flow, jax.random.key(1)
 
     def values(names, number):
-        """An array for each value between parts, of one replica."""
+        """An array for each value between parts, with a dim of replicas."""
         keys = jax.random.split(jax.random.key(number), len(names))
         shapes = (flow.shapes[name] for name in names)
         return {
-            name: jax.random.normal(k, (1, *x.shape), x.dtype)
+            name: jax.random.normal(k, (replicas, x.shape[0] // replicas, *x.shape[1:]), x.dtype)
             for name, k, x in zip(names, keys, shapes, strict=True)
         }
 
