@@ -34,10 +34,18 @@ def each_replica(
     replica_axes = placement.layout.replica_axes
     if axis_name is None and all(placement.mesh.shape[axis] == 1 for axis in replica_axes):
         return _only_replica(function, in_axes)
-    if axis_name is None and placement.replica_is_one_cpu and not placement.in_parts:
-        return _by_device(_only_replica(function, in_axes), in_axes, placement)
     # spmd_axis_name shards the leading dim that vmap makes, so each device computes its own replica
-    return jax.vmap(function, tuple(in_axes), axis_name=axis_name, spmd_axis_name=replica_axes or None)
+    mapped = jax.vmap(function, tuple(in_axes), axis_name=axis_name, spmd_axis_name=replica_axes or None)
+    if axis_name is not None or not placement.replica_is_one_cpu or placement.in_parts:
+        return mapped
+    by_device = _by_device(_only_replica(function, in_axes), in_axes, placement)
+
+    def either(*arguments: Any) -> Any:
+        # jax cannot compile a callback, such as that of jax.debug.print, where some axes are manual
+        has_callbacks = bool(jax.make_jaxpr(mapped)(*arguments).effects)
+        return (mapped if has_callbacks else by_device)(*arguments)
+
+    return either
 
 
 def _by_device(

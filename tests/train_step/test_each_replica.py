@@ -35,9 +35,22 @@ def test_arguments_and_results_have_a_dim_of_replicas_and_the_function_sees_its_
     x = np.arange(3.0 * num_replicas).reshape(num_replicas, 3)
     rows = np.arange(5.0 * num_replicas).reshape(5, num_replicas)
     found = jax.jit(run)(jnp.float32(1), {"x": x}, rows)
-    assert seen == [((), (3,), (5,))]
+    assert set(seen) == {((), (3,), (5,))}
     np.testing.assert_allclose(found["sum"], 1 + x.sum(1))
     np.testing.assert_allclose(found["rows"][0], 2 * rows.T)
+
+
+def test_a_function_may_have_callbacks():
+    seen = []
+
+    def function(x):
+        jax.debug.callback(lambda x: seen.append(float(x.sum())), x)
+        return 2 * x
+
+    run = jax.jit(each_replica(function, (0,), placed(2)))
+    np.testing.assert_allclose(run(np.arange(4.0).reshape(2, 2)), [[0, 2], [4, 6]])
+    jax.effects_barrier()
+    assert sorted(seen) == [1, 5]
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
