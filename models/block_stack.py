@@ -12,9 +12,9 @@ from flax import nnx
 
 from shardtrain.axes import LAYERS
 from shardtrain.functional.remat_policies import REMAT_POLICIES, as_block_input, not_elementwise
-from shardtrain.models.attention import on_one_device
 from shardtrain.models.on_gpus import on_gpus
 from shardtrain.models.one_cpu import on_one_cpu
+from shardtrain.models.target import on_one_device
 from shardtrain.models.transformer_options import BlockOptions
 
 MOST_UNROLLED_CPU, MOST_UNROLLED_GPU = 8, 24

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from shardtrain.models.attention import target_platform
+from shardtrain.models.target import target_platform
 
 
 def on_gpus() -> bool:

@@ -9,8 +9,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from shardtrain.models.attention import on_one_device, target_devices
 from shardtrain.models.kernel_product import kernel_product
+from shardtrain.models.target import on_one_device, target_devices
 
 
 def on_one_cpu() -> bool:

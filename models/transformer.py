@@ -24,7 +24,7 @@ from shardtrain.axes import (
     SEQ,
     VOCAB,
 )
-from shardtrain.models.attention import attend, on_one_device
+from shardtrain.models.attention import attend
 from shardtrain.models.chunked_logits import ChunkedLogits, capped
 from shardtrain.models.float8 import product
 from shardtrain.models.layers import Dims, Linear, Norm, added_bias, at_use, restarted_positions
@@ -32,6 +32,7 @@ from shardtrain.models.lora import read_lora
 from shardtrain.models.on_gpus import on_gpus, recomputed
 from shardtrain.models.one_cpu import computed_once
 from shardtrain.models.rotary import block_frequencies, rotate
+from shardtrain.models.target import on_one_device
 from shardtrain.models.transformer_options import GATED, BlockOptions
 
 STREAM = (BATCH, RESIDUAL_SEQ, EMBED)

@@ -10,9 +10,10 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from shardtrain.models.attention import attend, has_flash, target_devices
+from shardtrain.models.attention import attend, has_flash
 from shardtrain.models.layers import Linear, Norm
 from shardtrain.models.rotary import frequencies, rotate
+from shardtrain.models.target import target_devices
 
 RNG = np.random.default_rng(0)
 
