@@ -21,7 +21,7 @@ from shardtrain.data.tokens import open_tokens, write_tokens
 from shardtrain.data.windows import Windows, split_problems, split_tokens
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
-from shardtrain.system.atomic_write import clear_parts, replace_file
+from shardtrain.system.atomic_write import clear_parts, replace_file, unlink_unlocked
 from shardtrain.system.excerpts import some
 from shardtrain.system.untrusted_files import of_kind, parse_json, read_text, whole_number
 
@@ -91,7 +91,7 @@ class Text:
 
         An existing file is reused, unless it is damaged, or the list of files, a size or a time has changed
         (the time of modification, or ctime, which no user can set). Token files that this host packed from
-        an earlier state of the same paths are deleted.
+        an earlier state of the same paths are deleted, except those that windows in any process are open on.
 
         Args:
           folder: the folder of the token file, such as that of the run. It is not searched for text.
@@ -230,5 +230,6 @@ def _delete_older(tokens: Path, made_by: dict[str, str]) -> None:
         except (OSError, ValueError):
             continue  # not written by `_write_record`
         if is_older:
-            record.with_suffix(".npy").unlink(missing_ok=True)
-            record.unlink(missing_ok=True)
+            unlink_unlocked(record.with_suffix(".npy"))
+            if not record.with_suffix(".npy").exists():
+                record.unlink(missing_ok=True)

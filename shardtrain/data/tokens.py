@@ -3,9 +3,11 @@
 They are mapped into memory: only the parts in use are read. Next: `windows.py`.
 """
 
+import fcntl
 import os
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -118,6 +120,7 @@ class TokenFile:
     """A token file that any number of threads read in pieces.
 
     It is not mapped into memory: if a mapped file is truncated or its disk fails, SIGBUS ends the process.
+    It holds a shared lock, so that `unlink_unlocked` leaves the file to it.
 
     Args:
       path: the token file.
@@ -133,6 +136,8 @@ class TokenFile:
         self._offset = tokens.offset
         self._handle = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._handle)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self._handle, fcntl.LOCK_SH)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Read tokens `start` to `stop`, integers (stop - start,).

@@ -44,6 +44,10 @@ class Windows:
     shards: TokenShards | None = None
     num_skipped: int | None = None
 
+    def __post_init__(self) -> None:
+        # a text that changes is packed again, and the file is kept only while it is open
+        _ = self._file
+
     def __len__(self) -> int:
         return max(0, self.stop - self.start - 1) // self.seq
 

@@ -95,18 +95,27 @@ def clear_parts(folder: Path, names: str) -> None:
       names: a glob pattern of the final names, such as `text-*`.
     """
     for part in folder.glob(f".{names}.????????????????.part"):
-        try:
-            handle = os.open(part, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            continue  # a link, or gone
-        try:
-            # its writer holds the lock; without locks this cannot be known
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            part.unlink(missing_ok=True)
-        except OSError:
-            continue
-        finally:
-            os.close(handle)
+        unlink_unlocked(part)
+
+
+def unlink_unlocked(path: Path) -> None:
+    """Delete a file that nothing has locked; one that is a link, locked or gone is left as it is.
+
+    Args:
+      path: the file. Whoever uses it holds a lock (`flock`); on a file system without locks nothing is
+        deleted, as it cannot be known.
+    """
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except OSError:
+        return
+    finally:
+        os.close(handle)
 
 
 def open_own(path: Path, *, append: bool) -> BinaryIO:

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import pickle
 import re
 import stat
 from pathlib import Path
@@ -164,6 +165,23 @@ def test_what_was_packed_of_an_earlier_state_is_deleted(tmp_path):
     assert not first.path.with_suffix(".json").exists()
     kept = {other.path.stem, second.path.stem, "text-0123456789abcdef"}
     assert {path.name for path in run.iterdir()} == {f"{s}.{e}" for s in kept for e in ("npy", "json")}
+
+
+def test_what_a_run_reads_stays_when_the_text_changes(tmp_path):
+    """Also for a process that opens it by its path later, such as a worker that loads held-out batches."""
+    data = make_files(tmp_path / "data", {"a.txt": b"one two three"})
+    text = Text(paths=(data,), seq=2)
+    train, heldout = text.train(tmp_path), text.heldout(tmp_path)
+    before = heldout[0]["tokens"]
+    (data / "a.txt").write_bytes(b"changed in the meantime")
+    text.summary(tmp_path)
+    assert pickle.loads(pickle.dumps(heldout))[0]["tokens"].tolist() == before.tolist()
+    # a run that is closed leaves nothing behind
+    path = train.path
+    del train, heldout
+    text.pack(tmp_path)
+    assert not path.exists()
+    assert not path.with_suffix(".json").exists()
 
 
 def test_what_another_host_packed_stays(tmp_path, monkeypatch):

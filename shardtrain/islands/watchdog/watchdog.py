@@ -43,10 +43,10 @@ STACKS = "stacks.txt"
 WRITE_SECONDS = 3.0
 """Time limit for writing the stacks: the file system may be what hangs."""
 
-OTHERS_SECONDS = 4.0
+OTHERS_SECONDS = 10.0
 """Time that the other ranks have for their stacks before MPI ends them."""
 
-LAST_SECONDS = 9.0
+LAST_SECONDS = 15.0
 """Seconds after a diagnosis at which this process exits, whatever MPI does."""
 
 
