@@ -42,7 +42,6 @@ from shardtrain.models.transformer_options import (
 
 __all__ = ("CrossAttention", "DecoderBlock", "EncoderBlock", "EncoderDecoder", "EncoderDecoderConfig")
 
-
 OWN = (
     "num_encoder_layers", "num_decoder_layers", "positions", "relative_buckets", "relative_distance",
     "head_scale",
