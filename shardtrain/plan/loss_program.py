@@ -52,6 +52,7 @@ def loss_program(
     attention: TracedAttention | None,
     experts: TracedExperts,
     device_kind: str,
+    one_device: bool,
 ) -> Program:
     """Trace the program of a loss.
 
@@ -62,7 +63,7 @@ def loss_program(
       gradient: whether the gradient of the parameters is computed too.
       attention: what the model gets as the attention of the run; None: it computes its own.
       experts: likewise for the exchange of experts.
-      device_kind: see `trace.trace`.
+      device_kind, one_device: see `trace.trace`.
     """
     params, model_state = jax.eval_shape(model.init, jax.random.key(0))
     loss_sum = loss_of(model, loss, next(iter(batch.values())).shape[0])
@@ -74,7 +75,8 @@ def loss_program(
         *((axes.BATCH, *(None for _ in x.shape[1:])) for x in jax.tree.leaves(inputs[3])),
     ]
     others = jax.tree.leaves(jax.eval_shape(loss_sum, *inputs))
-    of_run: dict[str, Any] = {"attention": attention, "experts": experts, "device_kind": device_kind}
+    of_run: dict[str, Any] = {"attention": attention, "experts": experts}
+    of_run |= {"device_kind": device_kind, "one_device": one_device}
     if not gradient:
         no_names, no_parameters = [None] * len(others), [False] * len(others)
         return trace(loss_sum, inputs, names, no_names, no_parameters, **of_run)

@@ -119,12 +119,14 @@ class CallCost(NamedTuple):
       moved_bytes: to memory and from it, beside what is read and written once.
       temporary_bytes: the most that it has at once beside its inputs and results.
       sent: its collectives, as values of `cost.Sent`.
+      timed_flops: as many flops of matrix products as it takes the time of; None: its own.
     """
 
     flops: Any
     moved_bytes: Any
     temporary_bytes: Any
     sent: Sequence[Any]
+    timed_flops: Any = None
 
 
 class DeviceCall(Protocol):

@@ -196,7 +196,8 @@ def _add_call(
     reads, writes = ([sizes[i] for i in each] for each in (kernel.operands, kernel.writes))
     found = kernel.call.cost(CallSizes(reads, writes, splits.axis_sizes, seconds.fuses))
     segment.flops = segment.flops + found.flops
-    segment.seconds = segment.seconds + seconds.kernel(found.flops, sum(reads + writes) + found.moved_bytes)
+    timed = found.flops if found.timed_flops is None else found.timed_flops
+    segment.seconds = segment.seconds + seconds.kernel(timed, sum(reads + writes) + found.moved_bytes)
     for each in found.sent:
         _add(segment.sent, (each.kind, each.axes), each.num_bytes, each.times * np.ones(len(splits.sizes)))
     return found.temporary_bytes

@@ -53,6 +53,7 @@ class Subject:
       unit: the name of what the loss counts.
       row_units: what the loss counts in a row; None: not known before the model has run.
       device_kind: the name of the devices by jax, in whose form the model is traced.
+      one_device: whether the model is traced in the form for one of them alone.
     """
 
     model: Callable[[str | None], Model]
@@ -63,6 +64,7 @@ class Subject:
     unit: str = "examples"
     row_units: float | None = 1.0
     device_kind: str = ANY_DEVICE
+    one_device: bool = False
     _programs: dict[Any, Program] = field(default_factory=dict, init=False, repr=False)
     _attentions: dict[Any, Sequence[Attended]] = field(default_factory=dict, init=False, repr=False)
     _models: dict[str | None, Model] = field(default_factory=dict, init=False, repr=False)
@@ -182,7 +184,14 @@ class Subject:
             attention = None if exchange.attention is None else TracedAttention(exchange.attention)
             experts = TracedExperts(exchange.experts, exchange.context)
             self._programs[key] = loss_program(
-                self.model_of(remat), self.loss, self.batch, gradient, attention, experts, self.device_kind
+                self.model_of(remat),
+                self.loss,
+                self.batch,
+                gradient,
+                attention,
+                experts,
+                self.device_kind,
+                self.one_device,
             )
             self._attentions[key] = () if attention is None else tuple(dict.fromkeys(attention.found))
         return self._programs[key]

@@ -17,6 +17,7 @@ from shardtrain.plan.devices import known_device
 from shardtrain.plan.jaxpr_walk import Walk
 from shardtrain.plan.partial_sums import num_terms
 from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS, Dims, Program
+from shardtrain.plan.traced_attention import planned_flash
 
 ANY_DEVICE = "any"
 """The kind of a device whose program is not fitted to it."""
@@ -32,6 +33,7 @@ def trace(
     attention: Any = None,
     experts: Any = None,
     device_kind: str = ANY_DEVICE,
+    one_device: bool = False,
 ) -> Program:
     """Trace a function into a program.
 
@@ -44,6 +46,7 @@ def trace(
       attention: what models get as attention, see `TracedAttention`; None: each computes its own.
       experts: what mixtures of experts get as their exchange, see `TracedExperts`; likewise.
       device_kind: the name of the devices by jax, in whose form models are traced.
+      one_device: whether they are traced in the form for one of them alone.
 
     Returns:
       The program of unsharded arrays.
@@ -56,7 +59,8 @@ def trace(
     types = (AxisType.Auto,) * len(every)
     mesh = AbstractMesh((1,) * len(every), tuple(every), axis_types=types, abstract_device=device)
     rules = {name: (name,) for name in every}
-    with activation_rules(rules, mesh, "replicate", attention=attention, experts=experts, any_mesh=True):
+    of_plan: dict[str, Any] = {"attention": attention, "experts": experts, "flash": planned_flash(device_kind)}
+    with activation_rules(rules, mesh, "replicate", **of_plan, any_mesh=not one_device):
         traced = jax.make_jaxpr(function)(*inputs)
     walk = Walk()
     of_inputs = [
