@@ -62,7 +62,7 @@ def trace(
     of_plan: dict[str, Any] = {"attention": attention, "experts": experts, "flash": planned_flash(device_kind)}
     with activation_rules(rules, mesh, "replicate", **of_plan, any_mesh=not one_device):
         traced = jax.make_jaxpr(function)(*inputs)
-    walk = Walk()
+    walk = Walk(for_gpus=platform == "gpu")
     of_inputs = [
         walk.add(variable.aval, dims) for variable, dims in zip(traced.jaxpr.invars, names, strict=True)
     ]
