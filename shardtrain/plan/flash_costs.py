@@ -4,7 +4,7 @@ Next: `traced_attention.py`, which puts such calls in the place of the kernel of
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardtrain.plan.program import CallCost, CallSizes, DeviceCall
 
