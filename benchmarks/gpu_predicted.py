@@ -1,7 +1,7 @@
 """Steps that were measured on one H200, beside what the planner predicts for them. No GPU, nothing runs.
 
-The measured figures are those of docs/benchmarks/gpu.md; the predictions are what `shardtrain plan` counts for
-one "NVIDIA H200". Figures: docs/benchmarks/planner.md.
+The measured figures are those of docs/benchmarks/gpu.md; the predictions are what `shardtrain plan` counts
+for one "NVIDIA H200". Figures: docs/benchmarks/planner.md.
 
 uv run python benchmarks/gpu_predicted.py
 """
@@ -88,7 +88,8 @@ def compared(measured: float | None, found: float) -> tuple[str, str, str]:
 
 
 HEADER = (
-    "model", "rows x tokens", "measured ms", "predicted ms", "ratio", "measured GiB", "predicted GiB", "ratio",
+    "model", "rows x tokens", "measured ms", "predicted ms", "ratio",
+    "measured GiB", "predicted GiB", "ratio",
 )  # fmt: skip
 
 

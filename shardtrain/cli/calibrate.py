@@ -96,10 +96,10 @@ def main(arguments: Sequence[str]) -> int:
         **({} if link == Link() else {"latency_us": 1e6 * link.latency_seconds}),
     }
     simulated = "simulated = true\n" if machine.simulated else ""
-    name = "" if known_device(kind) is None else f'name = "{kind}"\n'
+    of_table = "" if known_device(kind) is None else f'name = "{kind}"\n'
     terminal.out(
         f"# {kind}, products in {options.dtype}; put it below [[islands]] of a cluster file\n"
-        f"[islands.device]\n{name}"
+        f"[islands.device]\n{of_table}"
         + "".join(f"{name} = {value:.4g}\n" for name, value in lines.items())
         + simulated
     )

@@ -166,8 +166,8 @@ def activation_rules(
       attention: what models get as attention instead, called alike.
       experts: what mixtures of experts get as their exchange instead, called as `ExpertExchange`.
       any_mesh: whether the trace is for meshes that are not chosen yet, though this one has one device.
-      flash: for a device that is not here, what models ask for its `device_kind` and `compute_capability`, and
-        call in the place of cuDNN's attention (hashable).
+      flash: of a plan, a device that models ask for its `device_kind` and `compute_capability`, and call in
+        the place of cuDNN's attention (hashable).
 
     Raises:
       ValueError: (at exit) lists every constraint with a dim without a rule or an axis used twice in one

@@ -10,7 +10,7 @@ from shardtrain.plan.program import CallCost, CallSizes, DeviceCall
 
 PRODUCTS, COUNTED = (2, 5), (2, 4)
 """Products of queries and keys forward and backward: those of the kernel, whose backward computes the scores
-again (Dao et al. 2022, https://arxiv.org/abs/2205.14135, algorithms 1 and 4), and those of the model's flops."""
+again (Dao et al. 2022, https://arxiv.org/abs/2205.14135, algorithms 1 and 4); those of the model's flops."""
 
 FLOAT = 4
 """Bytes of an element of the gradient of the queries, which the backward adds up over blocks of keys."""

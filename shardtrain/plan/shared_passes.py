@@ -17,7 +17,7 @@ APART = MATERIAL | {LOOKUP, "sharding_constraint"}
 
 
 def shared_passes(kernels: Sequence[Kernel], sizes: Sequence[Any]) -> list[Kernel]:
-    """Return the kernels, each sum joined with an earlier pass over the largest array that it reads if it can.
+    """Return the kernels, each sum joined with an earlier pass over the largest array that it reads.
 
     A chain is joined with an earlier sum likewise. What waits for the result of a sum is not joined with it.
 
