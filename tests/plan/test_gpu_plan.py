@@ -20,6 +20,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.devices import known_device
 from shardtrain.plan.flash_costs import FlashCall
 from shardtrain.plan.machine import machine_of
+from shardtrain.plan.operator_plan import graph_of
 from shardtrain.plan.predict import sharding_of
 from shardtrain.plan.program import CallSizes
 from shardtrain.plan.program_cost import Durations, costs
@@ -155,6 +156,15 @@ def test_flash_attention_costs_what_queries_see():
     assert cost(causal=True, window=2).timed_flops == 6 * product * 15 / 64
     assert cost(causal=True, window=100).timed_flops == 6 * product * 36 / 64
     assert cost(causal=True).flops == 2 * product
+
+
+def test_operators_of_a_plan_have_the_flops_of_flash_attention():
+    subject = subject_of(one_device=False)
+    graph = graph_of(subject, 2, None)
+    work = [part.amount for each in graph.operators if "device_call" in each.name for part, *_ in each.work]
+    # 2 products forward and 5 back of all pairs that are seen, for heads of 16 features and 128 more
+    pairs = ROWS * HEADS * SEQ * (SEQ + 1) / 2
+    assert sum(work) == pytest.approx(7 * 2 * pairs * (HEAD_DIM + 128))
 
 
 def passes(function, shapes, kind=H100):
