@@ -245,6 +245,7 @@ def test_one_gpu_is_planned_for_in_the_form_for_one():
 
 def test_rates_are_those_of_the_device_and_a_cluster_file_may_say_others():
     known = known_device(H100)
+    assert known is not None
     rates = machine_of(ClusterDevice(name=H100), 1, in_float32=False).rates
     assert rates.flops_per_second == known.reached.products * 989.5e12
     assert rates.memory_bytes_per_second == known.reached.memory * 3.35e12
