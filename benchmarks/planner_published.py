@@ -25,7 +25,7 @@ from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.remat import with_remat
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.plan.machine import OF_PEAK_FLOPS, Machine, machine_of
+from shardtrain.plan.machine import Machine, machine_of
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import predictions
 from shardtrain.plan.space import mesh_text
@@ -345,8 +345,7 @@ def fitted(source: Source, machine: Machine, name: str, scaled: str) -> tuple[Ma
 def with_factor(machine: Machine, factor: float, scaled: str) -> Machine:
     """The machine that reaches this part of the data sheet's peak: of "rate" or "link"."""
     if scaled == "rate":
-        # half of the peak is taken where nothing was measured
-        peak = machine.rates.flops_per_second / OF_PEAK_FLOPS
+        peak = machine.peak_flops_per_second or machine.rates.flops_per_second
         return replace(machine, rates=replace(machine.rates, flops_per_second=factor * peak))
     link = machine.node_link
     return replace(machine, node_link=replace(link, bytes_per_second=factor * link.bytes_per_second))

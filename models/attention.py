@@ -192,8 +192,11 @@ def whole_attention(
     seen = None if mask_BS is None else (mask_BS if mask_BS.ndim == 3 else mask_BS[:, None])[:, None] != 0
     if segments_BT is not None:
         seen = _both(segments_BT[:, None, :, None] == segments_BT[:, None, None, :], seen)
-    # flash attention where it can run; it takes no mask here, and has a window of its own
-    devices, biased = target_devices(), bias_BHTS is not None
+    # flash attention where it can run; it takes no mask here, and has a window of its own. For a plan jax
+    # cannot trace it: the plan says which devices it is for, and has a call in its place
+    planned = getattr(get_logical_axis_rules(), "flash", None)
+    devices = target_devices() if planned is None else [planned]
+    biased = bias_BHTS is not None
     kind = _chosen(
         kind, q_BTHK, devices, masked=seen is not None, soft_cap=soft_cap, window=window, biased=biased
     )
@@ -213,6 +216,8 @@ def whole_attention(
         if kind == "cudnn":
             raise ValueError(f"attention 'cudnn' has no soft cap, and soft_cap is {soft_cap}; use 'xla'")
         return _capped_attention(q_BTHK, k_BSHK, v_BSHK, causal, seen, soft_cap).astype(dtype)
+    if kind == "cudnn" and planned is not None:
+        return planned(q_BTHK, k_BSHK, v_BSHK, causal=causal, window=window)
     context_BTHK = jax.nn.dot_product_attention(
         q_BTHK,
         k_BSHK,

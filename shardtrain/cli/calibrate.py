@@ -17,8 +17,9 @@ from shardtrain.cli.past_steps import past_steps
 from shardtrain.cli.run_options import parse_run
 from shardtrain.doctor.rates import best, measure
 from shardtrain.islands.cluster import IslandKind
+from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.plan.calibration import Fitted, fitted, spread
-from shardtrain.plan.devices import GB, TERA
+from shardtrain.plan.devices import GB, TERA, known_device
 from shardtrain.plan.machine import Link, Machine, Rates, simulated_machine
 from shardtrain.plan.search import predictions
 from shardtrain.plan.space import Space, allowed_choices, mesh_text
@@ -85,6 +86,7 @@ def main(arguments: Sequence[str]) -> int:
             machine = measured_machine(options.dtype)
     rates, link = machine.rates, machine.device_link
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    kind = jax.local_devices()[0].device_kind
     lines = {
         "teraflops": rates.flops_per_second / TERA,
         "memory_gb_per_second": rates.memory_bytes_per_second / GB,
@@ -94,10 +96,12 @@ def main(arguments: Sequence[str]) -> int:
         **({} if link == Link() else {"latency_us": 1e6 * link.latency_seconds}),
     }
     simulated = "simulated = true\n" if machine.simulated else ""
-    kind = jax.local_devices()[0].device_kind
+    of_table = "" if known_device(kind) is None else f'name = "{kind}"\n'
     terminal.out(
         f"# {kind}, products in {options.dtype}; put it below [[islands]] of a cluster file\n"
-        "[islands.device]\n" + "".join(f"{name} = {value:.4g}\n" for name, value in lines.items()) + simulated
+        f"[islands.device]\n{of_table}"
+        + "".join(f"{name} = {value:.4g}\n" for name, value in lines.items())
+        + simulated
     )
     return 0
 
@@ -159,8 +163,11 @@ def _fitted_machine(run: Run, options: ProbeOptions) -> Machine:
         start = replace(start, device_link=link)
     with TemporaryDirectory() as folder:
         source = run.data.train(Path(folder))
-        (subject,) = subjects_of(run, source, [IslandKind(kind="here", devices=devices)])
-        past = past_steps(run, options.past, jax.local_devices()[0].device_kind, devices)
+        name = jax.local_devices()[0].device_kind
+        device = None if known_device(name) is None else ClusterDevice(name=name)
+        here = IslandKind(kind="here", devices=devices, device=device)
+        (subject,) = subjects_of(run, source, [here])
+        past = past_steps(run, options.past, name, devices)
         every = allowed_choices(subject, devices, Space())[0] if options.probes else []
         if options.probes and not every:
             raise ValueError(f"no way to run a step on {devices} devices is accepted, so none is measured")

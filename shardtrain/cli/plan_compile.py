@@ -19,8 +19,8 @@ from shardtrain.trainer.config import Run
 from shardtrain.trainer.planned import planned_strategy
 
 ABSENT_ATTENTION = (
-    "its attention is XLA's: jax traces cuDNN's only where such a GPU is; a run there takes that in 16 bits,"
-    " and keeps less memory\n"
+    "its attention is XLA's, compiled and predicted: jax traces cuDNN's only where such a GPU is; a run there"
+    " takes that in 16 bits and keeps less memory, as the plan above counts\n"
 )
 
 EVERY_TICK = (
@@ -55,6 +55,7 @@ def compile_plan(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], kind:
         if not each.plan.ranked:
             continue
         several, devices = len(plan.shares) > 1, each.kind.devices or 1
+        subject = replace(subject, target=subject.target._replace(is_here=False))
         (step,) = steps(
             subject.share(each.rows) if several else subject,
             each.machine,

@@ -75,6 +75,8 @@ class _StrictRules(tuple):
     """How their mixtures of experts use the mesh, likewise."""
     note: Callable[[str], None] | None
     """Receives which attention a model computes and why, likewise; None: nobody asks."""
+    flash: Any
+    """A plan's device and flash attention, likewise; None: models ask jax for its devices and for cuDNN's."""
 
     def __iter__(self) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
         rules: Rules = dict(super().__iter__())
@@ -152,6 +154,7 @@ def activation_rules(
     attention: Any = None,
     experts: Any = None,
     any_mesh: bool = False,
+    flash: Any = None,
 ) -> Iterator[None]:
     """Within this, `nn.with_logical_constraint` of traced functions follows these rules, strictly.
 
@@ -163,6 +166,8 @@ def activation_rules(
       attention: what models get as attention instead, called alike.
       experts: what mixtures of experts get as their exchange instead, called as `ExpertExchange`.
       any_mesh: whether the trace is for meshes that are not chosen yet, though this one has one device.
+      flash: of a plan, a device that models ask for its `device_kind` and `compute_capability`, and call in
+        the place of cuDNN's attention (hashable).
 
     Raises:
       ValueError: (at exit) lists every constraint with a dim without a rule or an axis used twice in one
@@ -175,9 +180,9 @@ def activation_rules(
     of_run = ContextAttention(context_attention) if mesh.shape.get(CONTEXT, 1) > 1 else None
     strict.attention = of_run if attention is None else attention
     strict.experts = experts or (None if strict.one_device else ExpertExchange())
-    strict.note = _NOTE.get()
+    strict.note, strict.flash = _NOTE.get(), flash
     # who asks hears of a block that was traced before, too
-    key = (pairs, unnamed, strict.one_device, any_mesh, strict.attention, experts, strict.note)
+    key = (pairs, unnamed, strict.one_device, any_mesh, strict.attention, experts, strict.note, flash)
     with (
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
         nn.logical_axis_rules(strict),

@@ -16,7 +16,7 @@ class ClusterDevice:
       teraflops: 10**12 flops a second that matrix products really reach, in the dtype of the run.
       memory_gb: gigabytes of device memory.
       memory_gb_per_second: gigabytes a second that kernels really read and write.
-      kernel_us: microseconds of a kernel that does next to nothing.
+      kernel_us: microseconds of a kernel that does next to nothing; None: 5, or those in the table.
       per_node: number of devices of a node; None: all devices of an island are in one.
       link_gb_per_second: gigabytes a second that a device sends to others of its node; None: at once.
       node_link_gb_per_second: gigabytes a second that a node sends to others; None: at once.
@@ -32,7 +32,7 @@ class ClusterDevice:
     teraflops: float | None = None
     memory_gb: float | None = None
     memory_gb_per_second: float | None = None
-    kernel_us: float = 5.0
+    kernel_us: float | None = None
     per_node: int | None = None
     link_gb_per_second: float | None = None
     node_link_gb_per_second: float | None = None

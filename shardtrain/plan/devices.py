@@ -9,6 +9,32 @@ GB, GIB, TERA = 10**9, 2**30, 10**12
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reached:
+    """What programs are taken to reach of a data sheet's rates; a cluster file may say other rates.
+
+    The default is for devices of which nothing was measured.
+
+    Args:
+      products: the part of the peak of matrix products; in float32 the default's, for all devices.
+      memory: the part of the bandwidth of the memory, of fused elementwise operations and sums.
+      kernel_seconds: of a kernel that does next to nothing, in a program of many.
+      softmax_features: flash attention takes as long as products of heads with so many features more, as it
+        computes an exponential for each score beside its products.
+    """
+
+    products: float = 0.5
+    memory: float = 0.8
+    kernel_seconds: float = 5e-6
+    softmax_features: float = 128.0
+
+
+HOPPER = Reached(products=0.77, memory=0.8, kernel_seconds=2e-6, softmax_features=128.0)
+"""Of SXM boards of Hopper, by a step of GPT-2 124M on one H200 (docs/benchmarks/gpu.md): products at 730 to
+780 of 989 Tflop/s, the optimizer's update at 0.81 of the bandwidth, cuDNN's attention (heads of 64 features,
+1,024 positions) at a third of the rate of products. The time of a kernel is assumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Device:
     """One device by its data sheet; "GB" is read as 10**9 bytes, so memory is a lower bound.
 
@@ -20,6 +46,8 @@ class Device:
       memory_bytes_per_second: peak bandwidth of that memory.
       float32_flops_per_second: peak in float32 outside matrix units; None: not in this table.
       float16_flops_per_second: peak of dense matrix products in float16, where there are none in bfloat16.
+      compute_capability: of a GPU, by NVIDIA's table in the CUDA programming guide.
+      reached: what programs reach of these rates.
     """
 
     kind: str
@@ -29,6 +57,8 @@ class Device:
     memory_bytes_per_second: float
     float32_flops_per_second: float | None = None
     float16_flops_per_second: float | None = None
+    compute_capability: str | None = None
+    reached: Reached = Reached()
 
     @property
     def platform(self) -> str:
@@ -45,6 +75,7 @@ DEVICES = (
         matrix_flops_per_second=2250 * TERA,
         memory_bytes=180 * GB,
         memory_bytes_per_second=8000 * GB,
+        compute_capability="10.0",
     ),
     # 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL) bfloat16 teraflops with sparsity, half of that dense
     Device(
@@ -54,6 +85,8 @@ DEVICES = (
         memory_bytes=80 * GB,
         memory_bytes_per_second=3350 * GB,
         float32_flops_per_second=67 * TERA,
+        compute_capability="9.0",
+        reached=HOPPER,
     ),
     Device(
         kind="NVIDIA H100 PCIe",
@@ -62,6 +95,7 @@ DEVICES = (
         memory_bytes=80 * GB,
         memory_bytes_per_second=2000 * GB,
         float32_flops_per_second=51 * TERA,
+        compute_capability="9.0",
     ),
     Device(
         kind="NVIDIA H100 NVL",
@@ -70,6 +104,7 @@ DEVICES = (
         memory_bytes=94 * GB,
         memory_bytes_per_second=3900 * GB,
         float32_flops_per_second=60 * TERA,
+        compute_capability="9.0",
     ),
     # SXM: 1,979 bfloat16 teraflops with sparsity
     Device(
@@ -79,6 +114,8 @@ DEVICES = (
         memory_bytes=141 * GB,
         memory_bytes_per_second=4800 * GB,
         float32_flops_per_second=67 * TERA,
+        compute_capability="9.0",
+        reached=HOPPER,
     ),
     # 312 bfloat16 teraflops, dense, in all four
     Device(
@@ -88,6 +125,7 @@ DEVICES = (
         memory_bytes=40 * GB,
         memory_bytes_per_second=1555 * GB,
         float32_flops_per_second=19.5 * TERA,
+        compute_capability="8.0",
     ),
     Device(
         kind="NVIDIA A100-PCIE-40GB",
@@ -96,6 +134,7 @@ DEVICES = (
         memory_bytes=40 * GB,
         memory_bytes_per_second=1555 * GB,
         float32_flops_per_second=19.5 * TERA,
+        compute_capability="8.0",
     ),
     Device(
         kind="NVIDIA A100-SXM4-80GB",
@@ -104,6 +143,7 @@ DEVICES = (
         memory_bytes=80 * GB,
         memory_bytes_per_second=2039 * GB,
         float32_flops_per_second=19.5 * TERA,
+        compute_capability="8.0",
     ),
     Device(
         kind="NVIDIA A100 80GB PCIe",
@@ -112,6 +152,7 @@ DEVICES = (
         memory_bytes=80 * GB,
         memory_bytes_per_second=1935 * GB,
         float32_flops_per_second=19.5 * TERA,
+        compute_capability="8.0",
     ),
     # 242 bfloat16 teraflops with sparsity
     Device(
@@ -121,6 +162,7 @@ DEVICES = (
         memory_bytes=24 * GB,
         memory_bytes_per_second=300 * GB,
         float32_flops_per_second=30.3 * TERA,
+        compute_capability="8.9",
     ),
     # by chip: jax shows one device for a chip in each of them
     Device(
@@ -160,6 +202,7 @@ DEVICES = (
         memory_bytes_per_second=900 * GB,
         float32_flops_per_second=15.7 * TERA,
         float16_flops_per_second=125 * TERA,
+        compute_capability="7.0",
     ),
     Device(
         kind="Tesla V100-SXM2-32GB",
@@ -169,6 +212,7 @@ DEVICES = (
         memory_bytes_per_second=900 * GB,
         float32_flops_per_second=15.7 * TERA,
         float16_flops_per_second=125 * TERA,
+        compute_capability="7.0",
     ),
     Device(
         kind="Tesla V100-PCIE-16GB",
@@ -178,6 +222,7 @@ DEVICES = (
         memory_bytes_per_second=900 * GB,
         float32_flops_per_second=14 * TERA,
         float16_flops_per_second=112 * TERA,
+        compute_capability="7.0",
     ),
     Device(
         kind="Tesla T4",
@@ -187,6 +232,7 @@ DEVICES = (
         memory_bytes_per_second=320 * GB,
         float32_flops_per_second=8.1 * TERA,
         float16_flops_per_second=65 * TERA,
+        compute_capability="7.5",
     ),
     Device(
         kind="Tesla P100-PCIE-16GB",
@@ -196,6 +242,7 @@ DEVICES = (
         memory_bytes_per_second=732 * GB,
         float32_flops_per_second=9.3 * TERA,
         float16_flops_per_second=18.7 * TERA,
+        compute_capability="6.0",
     ),
     # cores and boost clock; the float32 peak is 2 flops a core and cycle:
     # 5120 x 1.455 GHz, 4608 x 1.77, 1920 x 1.68, 1792 x 1.48. The names were not seen on such a machine.
@@ -206,6 +253,7 @@ DEVICES = (
         memory_bytes=12 * GB,
         memory_bytes_per_second=652.8 * GB,
         float32_flops_per_second=14.9 * TERA,
+        compute_capability="7.0",
     ),
     Device(
         kind="NVIDIA TITAN RTX",
@@ -214,6 +262,7 @@ DEVICES = (
         memory_bytes=24 * GB,
         memory_bytes_per_second=672 * GB,
         float32_flops_per_second=16.3 * TERA,
+        compute_capability="7.5",
     ),
     Device(
         kind="NVIDIA GeForce RTX 2060",
@@ -222,6 +271,7 @@ DEVICES = (
         memory_bytes=6 * GB,
         memory_bytes_per_second=336 * GB,
         float32_flops_per_second=6.45 * TERA,
+        compute_capability="7.5",
     ),
     Device(
         kind="Quadro P4000",
@@ -230,6 +280,7 @@ DEVICES = (
         memory_bytes=8 * GB,
         memory_bytes_per_second=243 * GB,
         float32_flops_per_second=5.3 * TERA,
+        compute_capability="6.1",
     ),
 )
 

@@ -1,7 +1,7 @@
 """Fuse traced operations into kernels, as compilers do. No jax.
 
 Elementwise operations become parts of chains: only what a matrix product, a loop or the result needs is
-written to memory. Next: `trace.py`, which finds the operations.
+written to memory. Next: `trace.py`, which finds the operations; `shared_passes.py`, sums on GPUs.
 """
 
 from collections import Counter
@@ -36,7 +36,11 @@ EXPENSIVE = frozenset(
         "tanh",
     )
 )
-"""Elementwise operations that compilers do not compute twice, so that a result used twice is written."""
+"""Elementwise operations that compilers do not compute twice, so that a result used twice is written; those
+for GPUs do, as memory takes longer."""
+
+LOOKUP = "gather"
+"""The operation of which a GPU reads the rows that it looks up, and computes them if they are a chain's."""
 
 
 @dataclass(kw_only=True)
@@ -75,6 +79,7 @@ class Unfused:
       same: number of an array -> that of the array of which it is another view.
       constants: arrays that are computed from constants alone; compilers make them where they are read.
       resharded: activations whose sharding may change.
+      for_gpus: whether they are fused as for GPUs.
     """
 
     arrays: Sequence[Array]
@@ -82,6 +87,7 @@ class Unfused:
     same: Mapping[int, int]
     constants: Set[int]
     resharded: Sequence[Resharded]
+    for_gpus: bool = False
 
     def root(self, number: int) -> int:
         """Return the number of the array in memory of which this is a view."""
@@ -115,6 +121,7 @@ def fused(given: Unfused, inputs: Sequence[int], outputs: Sequence[int]) -> Prog
             each if each.source is None else replace(each, source=given.root(each.source))
             for each in given.resharded
         ),
+        for_gpus=given.for_gpus,
     )
 
 
@@ -130,6 +137,9 @@ def _kernels(given: Unfused, written: Set[int]) -> Iterator[Kernel]:
         results = tuple(i for i in step.writes if i in written)
         if results or step.body is not None:
             operands = roots if step.call is not None else ()
+            looked_up: Sequence[int] = ()
+            if given.for_gpus and step.name == LOOKUP:
+                looked_up = (roots[0],) if roots[0] in written else sources.get(roots[0], ())
             names = {name for i in (*step.reads, *step.writes) for name in given.arrays[i].dims if name}
             yield Kernel(
                 name=step.name,
@@ -142,6 +152,7 @@ def _kernels(given: Unfused, written: Set[int]) -> Iterator[Kernel]:
                 over=step.over,
                 operands=tuple(roots[-len(step.body.inputs) :] if step.body is not None else operands),
                 call=step.call,
+                looked_up=tuple(looked_up),
             )
 
 
@@ -155,10 +166,11 @@ def _written(given: Unfused, inputs: Sequence[int], outputs: Sequence[int]) -> s
             written.update((each.array, given.root(each.source)))
     for step in working:
         if step.body is not None or step.name in MATERIAL:
-            written.update(given.root(i) for i in step.reads)
+            first = 1 if given.for_gpus and step.name == LOOKUP else 0
+            written.update(given.root(i) for i in step.reads[first:])
             written.update(step.writes)
         elif step.name in REDUCTIONS:
             written.update(step.writes)
-        elif step.name in EXPENSIVE:
+        elif step.name in EXPENSIVE and not given.for_gpus:
             written.update(i for i in step.writes if uses[i] > 1)
     return written - given.constants

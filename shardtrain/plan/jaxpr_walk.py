@@ -41,6 +41,7 @@ class Walk:
       moves: number of an array -> the change of sharding that made it.
       resharded: sums that were completed.
       of: variable of jax -> number of its array.
+      for_gpus: whether they are fused as for GPUs.
     """
 
     arrays: list[Array] = field(default_factory=list)
@@ -52,6 +53,7 @@ class Walk:
     moves: dict[int, Resharded] = field(default_factory=dict)
     resharded: list[Resharded] = field(default_factory=list)
     of: dict[Any, int] = field(default_factory=dict)
+    for_gpus: bool = False
 
     def add(self, aval: Any, dims: Dims | None = None) -> int:
         """Add an array; return its number."""
@@ -238,7 +240,7 @@ class Walk:
         given[consts + carried :] = [dims[1:] for dims in given[consts + carried :]]
         # the names of what is carried may be known only from what the body makes of it
         for _ in range(2):
-            body = Walk()
+            body = Walk(for_gpus=self.for_gpus)
             numbers = [body.add(v.aval, dims) for v, dims in zip(jaxpr.invars, given, strict=True)]
             body.bind(jaxpr.invars, numbers)
             body.constants.update(
@@ -260,7 +262,7 @@ class Walk:
     def _while(self, equation: Any, reads: list[int]) -> list[int]:
         """A loop whose number of trips nobody knows before it runs: counted once."""
         jaxpr = equation.params["body_jaxpr"].jaxpr
-        body = Walk()
+        body = Walk(for_gpus=self.for_gpus)
         given = reads[equation.params["cond_nconsts"] :]
         numbers = [body.add(v.aval, self.arrays[i].dims) for v, i in zip(jaxpr.invars, given, strict=True)]
         body.bind(jaxpr.invars, numbers)
@@ -292,5 +294,5 @@ class Walk:
         for i in list(self.partial):
             self._complete(i, self.partial.pop(i))
         changes = [*self.resharded, *self.moves.values()]
-        found = Unfused(self.arrays, self.steps, self.same, self.constants, changes)
+        found = Unfused(self.arrays, self.steps, self.same, self.constants, changes, self.for_gpus)
         return fused(found, inputs, outputs)

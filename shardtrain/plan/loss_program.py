@@ -15,7 +15,7 @@ from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import row_key
 from shardtrain.plan.program import Program
-from shardtrain.plan.trace import trace
+from shardtrain.plan.trace import Target, trace
 from shardtrain.plan.traced_attention import TracedAttention
 from shardtrain.plan.traced_experts import TracedExperts
 from shardtrain.train_step.replica_sums import BoundModel
@@ -51,7 +51,7 @@ def loss_program(
     gradient: bool,
     attention: TracedAttention | None,
     experts: TracedExperts,
-    device_kind: str,
+    target: Target,
 ) -> Program:
     """Trace the program of a loss.
 
@@ -62,7 +62,7 @@ def loss_program(
       gradient: whether the gradient of the parameters is computed too.
       attention: what the model gets as the attention of the run; None: it computes its own.
       experts: likewise for the exchange of experts.
-      device_kind: see `trace.trace`.
+      target: the devices in whose form the model is traced.
     """
     params, model_state = jax.eval_shape(model.init, jax.random.key(0))
     loss_sum = loss_of(model, loss, next(iter(batch.values())).shape[0])
@@ -74,7 +74,7 @@ def loss_program(
         *((axes.BATCH, *(None for _ in x.shape[1:])) for x in jax.tree.leaves(inputs[3])),
     ]
     others = jax.tree.leaves(jax.eval_shape(loss_sum, *inputs))
-    of_run: dict[str, Any] = {"attention": attention, "experts": experts, "device_kind": device_kind}
+    of_run: dict[str, Any] = {"attention": attention, "experts": experts, "target": target}
     if not gradient:
         no_names, no_parameters = [None] * len(others), [False] * len(others)
         return trace(loss_sum, inputs, names, no_names, no_parameters, **of_run)

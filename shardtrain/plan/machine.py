@@ -13,7 +13,7 @@ import numpy as np
 
 from shardtrain.errors.messages import near
 from shardtrain.islands.cluster_device import ClusterDevice
-from shardtrain.plan.devices import DEVICES, GB, TERA, known_device
+from shardtrain.plan.devices import DEVICES, GB, TERA, Reached, known_device
 from shardtrain.plan.hlo.collectives import ALL_REDUCE, PERMUTE
 from shardtrain.plan.traffic import sent_bytes
 from shardtrain.sharding.axis_sizes import MOST_DEVICES
@@ -177,9 +177,6 @@ def simulated_machine(host: Machine, num_devices: int, num_cores: int) -> Machin
     return Machine(rates=rates, device_link=link, node_link=link, simulated=True)
 
 
-OF_PEAK_FLOPS, OF_PEAK_MEMORY = 0.5, 0.8
-"""The part of a data sheet's rates that programs are taken to reach where nothing was measured."""
-
 OF_MEMORY = 0.85
 """The part of a device's memory that a plan fills: the rest is for the runtime and for wrong predictions."""
 
@@ -209,16 +206,20 @@ def machine_of(device: ClusterDevice, devices: int, *, in_float32: bool, nodes: 
         if flops is None and peak is None:
             dtype = "float32" if in_float32 else "16 bits"
             raise ValueError(f"the table has no rate of {known.kind} in {dtype}; give its teraflops")
-        flops = OF_PEAK_FLOPS * (peak or 0.0) if flops is None else flops
+        # in float32 nothing was measured
+        reached = Reached() if in_float32 else known.reached
+        flops = reached.products * (peak or 0.0) if flops is None else flops
     assert flops is not None
     moved, memory = device.memory_gb_per_second, device.memory_gb
+    kernel = None if device.kernel_us is None else device.kernel_us * 1e-6
     if known is not None:
-        moved = OF_PEAK_MEMORY * known.memory_bytes_per_second / GB if moved is None else moved
+        moved = known.reached.memory * known.memory_bytes_per_second / GB if moved is None else moved
         memory = known.memory_bytes / GB if memory is None else memory
+        kernel = known.reached.kernel_seconds if kernel is None else kernel
     rates = Rates(
         flops_per_second=flops,
         memory_bytes_per_second=_bytes(moved),
-        kernel_seconds=device.kernel_us * 1e-6,
+        kernel_seconds=Reached().kernel_seconds if kernel is None else kernel,
         memory_bytes=OF_MEMORY * _bytes(memory),
         copies_stacked=device.simulated,
     )

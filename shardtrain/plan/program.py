@@ -82,6 +82,7 @@ class Kernel:
       operands: of a loop, for each input of its body the number of the array that it is a part of; of a
         call, the number of each input.
       call: of a call that is left closed, what it costs.
+      looked_up: those that it reads of which it needs as many elements as it writes.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Kernel:
     over: str | None = None
     operands: tuple[int, ...] = ()
     call: "DeviceCall | None" = None
+    looked_up: tuple[int, ...] = ()
 
 
 class CallSizes(NamedTuple):
@@ -119,12 +121,14 @@ class CallCost(NamedTuple):
       moved_bytes: to memory and from it, beside what is read and written once.
       temporary_bytes: the most that it has at once beside its inputs and results.
       sent: its collectives, as values of `cost.Sent`.
+      timed_flops: as many flops of matrix products as it takes the time of; None: its own.
     """
 
     flops: Any
     moved_bytes: Any
     temporary_bytes: Any
     sent: Sequence[Any]
+    timed_flops: Any = None
 
 
 class DeviceCall(Protocol):
@@ -161,6 +165,7 @@ class Program:
       resharded: activations that may be sent between devices.
       num_terms: of each result how many others it is the sum of; of the gradient of a parameter that is used
         twice 2.
+      for_gpus: whether its kernels are those of compilers for GPUs, see `shared_passes.py`.
     """
 
     arrays: tuple[Array, ...]
@@ -169,3 +174,4 @@ class Program:
     kernels: tuple[Kernel, ...]
     resharded: tuple[Resharded, ...] = ()
     num_terms: tuple[int, ...] = ()
+    for_gpus: bool = False

@@ -16,6 +16,7 @@ from shardtrain import axes
 from shardtrain.plan.cost import Cost, Loop, Segment, Sent
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from shardtrain.plan.program import Array, CallSizes, Kernel, Program, Resharded
+from shardtrain.plan.shared_passes import shared_passes
 from shardtrain.plan.splits import Sharding, Splits
 
 Seconds = Callable[[Any, Any], Any]
@@ -133,6 +134,8 @@ _AllSent = dict[tuple[str, tuple[str, ...]], tuple[np.ndarray, np.ndarray]]
 def _total(program: Program, splits: Splits, seconds: Durations) -> _Total:
     sizes = [array.num_bytes / splits.parts(array.dims, array.of_parameter) for array in program.arrays]
     kernels = _placed(program, splits)
+    if program.for_gpus:
+        kernels = shared_passes(kernels, sizes)
     zeros = np.zeros(len(splits.sizes))
     total = _Total(peak_bytes=zeros, segments=[_Segment(zeros, zeros)], loops=[])
     inside, behind = [], []
@@ -144,9 +147,10 @@ def _total(program: Program, splits: Splits, seconds: Durations) -> _Total:
         if kernel.body is None:
             flops = kernel.flops / splits.parts(kernel.dims)
             segment.flops = segment.flops + flops
-            segment.seconds = segment.seconds + seconds.kernel(
-                flops, sum(sizes[i] for i in (*kernel.reads, *kernel.writes))
-            )
+            read = sum(sizes[i] for i in kernel.reads if i not in kernel.looked_up)
+            written = sum(sizes[i] for i in kernel.writes)
+            moved = read + written + (written if kernel.looked_up else 0.0)
+            segment.seconds = segment.seconds + seconds.kernel(flops, moved)
             inside.append(zeros)
             continue
         body = _total(kernel.body, splits, seconds)
@@ -196,7 +200,8 @@ def _add_call(
     reads, writes = ([sizes[i] for i in each] for each in (kernel.operands, kernel.writes))
     found = kernel.call.cost(CallSizes(reads, writes, splits.axis_sizes, seconds.fuses))
     segment.flops = segment.flops + found.flops
-    segment.seconds = segment.seconds + seconds.kernel(found.flops, sum(reads + writes) + found.moved_bytes)
+    timed = found.flops if found.timed_flops is None else found.timed_flops
+    segment.seconds = segment.seconds + seconds.kernel(timed, sum(reads + writes) + found.moved_bytes)
     for each in found.sent:
         _add(segment.sent, (each.kind, each.axes), each.num_bytes, each.times * np.ones(len(splits.sizes)))
     return found.temporary_bytes
@@ -217,7 +222,13 @@ def _placed(program: Program, splits: Splits) -> list[Kernel]:
         return number
 
     return [
-        replace(kernel, reads=tuple(dict.fromkeys(map(source, kernel.reads)))) if same else kernel
+        replace(
+            kernel,
+            reads=tuple(dict.fromkeys(map(source, kernel.reads))),
+            looked_up=tuple(map(source, kernel.looked_up)),
+        )
+        if same
+        else kernel
         for kernel in program.kernels
         if not (kernel.writes and kernel.writes[0] in same)
     ]

@@ -31,7 +31,7 @@ from shardtrain.plan.prediction import Choice, StateFigures
 from shardtrain.plan.program import Program
 from shardtrain.plan.program_cost import Durations, costs
 from shardtrain.plan.splits import Sharding
-from shardtrain.plan.trace import ANY_DEVICE
+from shardtrain.plan.trace import ANY_TARGET, Target
 from shardtrain.plan.traced_attention import Attended, TracedAttention
 from shardtrain.plan.traced_experts import TracedExperts
 from shardtrain.sharding.axis_sizes import axis_sizes, divisors
@@ -52,7 +52,7 @@ class Subject:
       rows: of an island, its share of the batch, which it fills up with padding; None: the whole batch.
       unit: the name of what the loss counts.
       row_units: what the loss counts in a row; None: not known before the model has run.
-      device_kind: the name of the devices by jax, in whose form the model is traced.
+      target: the devices in whose form the model is traced.
     """
 
     model: Callable[[str | None], Model]
@@ -62,7 +62,7 @@ class Subject:
     rows: int | None = None
     unit: str = "examples"
     row_units: float | None = 1.0
-    device_kind: str = ANY_DEVICE
+    target: Target = ANY_TARGET
     _programs: dict[Any, Program] = field(default_factory=dict, init=False, repr=False)
     _attentions: dict[Any, Sequence[Attended]] = field(default_factory=dict, init=False, repr=False)
     _models: dict[str | None, Model] = field(default_factory=dict, init=False, repr=False)
@@ -182,7 +182,7 @@ class Subject:
             attention = None if exchange.attention is None else TracedAttention(exchange.attention)
             experts = TracedExperts(exchange.experts, exchange.context)
             self._programs[key] = loss_program(
-                self.model_of(remat), self.loss, self.batch, gradient, attention, experts, self.device_kind
+                self.model_of(remat), self.loss, self.batch, gradient, attention, experts, self.target
             )
             self._attentions[key] = () if attention is None else tuple(dict.fromkeys(attention.found))
         return self._programs[key]

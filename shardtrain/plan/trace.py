@@ -6,7 +6,7 @@ The constraints of the model name the dims of its activations, the model's own n
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -17,9 +17,28 @@ from shardtrain.plan.devices import known_device
 from shardtrain.plan.jaxpr_walk import Walk
 from shardtrain.plan.partial_sums import num_terms
 from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS, Dims, Program
+from shardtrain.plan.traced_attention import planned_flash
 
 ANY_DEVICE = "any"
 """The kind of a device whose program is not fitted to it."""
+
+
+class Target(NamedTuple):
+    """The devices in whose form models are traced.
+
+    Attributes:
+      device_kind: their name by jax.
+      one_device: whether the program is for one of them alone.
+      is_here: whether a GPU's own attention can be traced, as in a run; where a program is compiled for GPUs
+        that are absent, it is XLA's.
+    """
+
+    device_kind: str = ANY_DEVICE
+    one_device: bool = False
+    is_here: bool = True
+
+
+ANY_TARGET = Target()
 
 
 def trace(
@@ -31,7 +50,7 @@ def trace(
     *,
     attention: Any = None,
     experts: Any = None,
-    device_kind: str = ANY_DEVICE,
+    target: Target = ANY_TARGET,
 ) -> Program:
     """Trace a function into a program.
 
@@ -43,7 +62,7 @@ def trace(
       of_parameters: for each array of its results whether it is the gradient of a parameter.
       attention: what models get as attention, see `TracedAttention`; None: each computes its own.
       experts: what mixtures of experts get as their exchange, see `TracedExperts`; likewise.
-      device_kind: the name of the devices by jax, in whose form models are traced.
+      target: the devices in whose form models are traced.
 
     Returns:
       The program of unsharded arrays.
@@ -51,14 +70,17 @@ def trace(
     # a mesh with an axis for each dim, all of size 1: then a constraint's spec is the names of the dims
     known = {name for dims in (*names, *results) for name in dims or () if name}
     every = sorted(known | set(axes.DIMS) | {ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS})
-    platform = ANY_DEVICE if (known := known_device(device_kind)) is None else known.platform
-    device = AbstractDevice(device_kind=device_kind, num_cores=None, platform=platform)
+    kind = target.device_kind
+    platform = ANY_DEVICE if (known := known_device(kind)) is None else known.platform
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
     types = (AxisType.Auto,) * len(every)
     mesh = AbstractMesh((1,) * len(every), tuple(every), axis_types=types, abstract_device=device)
     rules = {name: (name,) for name in every}
-    with activation_rules(rules, mesh, "replicate", attention=attention, experts=experts, any_mesh=True):
+    of_plan: dict[str, Any] = {"attention": attention, "experts": experts}
+    of_plan["flash"] = planned_flash(kind, is_here=target.is_here)
+    with activation_rules(rules, mesh, "replicate", **of_plan, any_mesh=not target.one_device):
         traced = jax.make_jaxpr(function)(*inputs)
-    walk = Walk()
+    walk = Walk(for_gpus=platform == "gpu")
     of_inputs = [
         walk.add(variable.aval, dims) for variable, dims in zip(traced.jaxpr.invars, names, strict=True)
     ]

@@ -4,7 +4,7 @@ Models ask Flax's rules for their attention (`models/attention.py`). Next: `cont
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from shardtrain import axes
 from shardtrain.functional.context_attention import BIAS
 from shardtrain.plan.context_costs import AttentionCall
 from shardtrain.plan.device_calls import device_call, linear_call
+from shardtrain.plan.devices import known_device
+from shardtrain.plan.flash_costs import FlashCall
 from shardtrain.plan.hlo.collectives import ALL_TO_ALL
 from shardtrain.plan.moved import Moved
 
@@ -70,7 +72,51 @@ class TracedAttention:
             causal=causal,
             window=window if isinstance(window, int) and "mask_BS" not in seen else None,
         )
-        return _of_devices(call, q, k, v)
+        return of_devices(call, q, k, v)
+
+
+class PlannedFlash(NamedTuple):
+    """A device that need not be here, for the choice of a model's attention, and its flash attention.
+
+    Models read the first two fields as those of a device of jax (`models/attention.py`).
+
+    Attributes:
+      device_kind: its name by jax.
+      compute_capability: by NVIDIA, such as "9.0".
+      softmax_features: see `devices.Reached`.
+    """
+
+    device_kind: str
+    compute_capability: str
+    softmax_features: float
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, window: Any = None
+    ) -> jax.Array:
+        """Return attention in one call, whose arguments are those of `whole_attention`."""
+        call = FlashCall(
+            queries=q.shape[1],
+            keys=k.shape[1],
+            head_dim=q.shape[3],
+            item_bytes=q.dtype.itemsize,
+            causal=causal,
+            window=window if isinstance(window, int) else None,
+            softmax_features=self.softmax_features,
+        )
+        return of_devices(call, q, k, v)
+
+
+def planned_flash(device_kind: str, *, is_here: bool) -> PlannedFlash | None:
+    """Return the device and flash attention of a plan; None if it is no known NVIDIA GPU.
+
+    Args:
+      device_kind: the name of the devices by jax.
+      is_here: see `trace.Target`; of devices that are absent the choice is the model's own.
+    """
+    known = known_device(device_kind)
+    if known is None or known.compute_capability is None or not is_here:
+        return None
+    return PlannedFlash(device_kind, known.compute_capability, known.reached.softmax_features)
 
 
 def _exchanged(x: jax.Array, named: tuple[str, ...]) -> jax.Array:
@@ -79,7 +125,7 @@ def _exchanged(x: jax.Array, named: tuple[str, ...]) -> jax.Array:
     return linear_call(moved, moved, [x], named, (x.shape, x.dtype, named))
 
 
-def _of_devices(call: AttentionCall, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def of_devices(call: AttentionCall | FlashCall, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Compute attention that keeps its inputs, its output and the sums of its softmax for the backward."""
     of_q, of_k = (q.shape, q.dtype, QUERIES), (k.shape, k.dtype, KEYS)
     of_sums = (q.shape[:3], jnp.float32, QUERIES[:3])

@@ -16,12 +16,13 @@ from shardtrain.islands.cluster import IslandKind
 from shardtrain.islands.sections import range_text
 from shardtrain.optim.optimizer import make_optimizer
 from shardtrain.plan.advice.bottleneck import PARTS
+from shardtrain.plan.devices import known_device
 from shardtrain.plan.island_stages import StagesPlan
 from shardtrain.plan.islands import ClusterPlan
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.space import REMATS, Space
 from shardtrain.plan.subject import Subject
-from shardtrain.plan.trace import ANY_DEVICE
+from shardtrain.plan.trace import ANY_DEVICE, Target
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run, model_of
@@ -52,24 +53,31 @@ def subjects_of(run: Run, source: Any, kinds: Sequence[IslandKind]) -> list[Subj
     num_rows = min(run.batch, MOST_ROWS, max(len(source), 1))
     rows = Batches(source=source, batch=run.batch, seed=run.seed, rows=range(num_rows)).load(FIRST_POSITION)
     batch = {name: jax.ShapeDtypeStruct((run.batch, *x.shape[1:]), x.dtype) for name, x in rows.items()}
-    found: dict[tuple[str | None, str], Subject] = {}
-    names = [ANY_DEVICE if kind.device is None else kind.device.name or ANY_DEVICE for kind in kinds]
+    found: dict[tuple[str | None, Target], Subject] = {}
+    targets = [_target(kind) for kind in kinds]
     dtypes = [kind.strategy.get("compute_dtype", run.strategy.compute_dtype) for kind in kinds]
-    for dtype, name in dict.fromkeys(zip(dtypes, names, strict=True)):
+    for dtype, target in dict.fromkeys(zip(dtypes, targets, strict=True)):
         # one optimizer for all ways to recompute: it is made for the model's names alone
         model = _model(run, dtype, None)
         optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims, frozen=model.frozen)
         count = loss_count(model, run.loss, rows)
-        found[dtype, name] = Subject(
+        found[dtype, target] = Subject(
             model=partial(_model, run, dtype),
             loss=run.loss,
             optimizer=optimizer,
             batch=batch,
             unit=run.unit,
             row_units=None if count is None else count / num_rows,
-            device_kind=name,
+            target=target,
         )
-    return [found[key] for key in zip(dtypes, names, strict=True)]
+    return [found[key] for key in zip(dtypes, targets, strict=True)]
+
+
+def _target(kind: IslandKind) -> Target:
+    name = ANY_DEVICE if kind.device is None else kind.device.name or ANY_DEVICE
+    known = known_device(name)
+    # forms for one device alone are those of GPUs; the plan of a single CPU is that of several
+    return Target(name, one_device=kind.devices == 1 and known is not None and known.platform == "gpu")
 
 
 def _model(run: Run, dtype: str | None, remat: str | None) -> Model:

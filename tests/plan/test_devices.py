@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from shardtrain.plan import devices as topology
-from shardtrain.plan.devices import DEVICES, OTHER_NAMES, Device, known_device, mfu
+from shardtrain.plan.devices import DEVICES, HOPPER, OTHER_NAMES, Device, known_device, mfu
 
 
 def known(kind: str) -> Device:
@@ -25,6 +25,8 @@ def test_a_device_is_known_by_its_device_kind():
         memory_bytes=80_000_000_000,
         memory_bytes_per_second=3.35e12,
         float32_flops_per_second=67e12,
+        compute_capability="9.0",
+        reached=HOPPER,
     )
     assert known_device("NVIDIA H100 PCIe") != h100
 

@@ -38,7 +38,7 @@ from shardtrain.plan.space import Space, mesh_text
 from shardtrain.plan.splits import Sharding
 from shardtrain.plan.steps import steps
 from shardtrain.plan.subject import Subject
-from shardtrain.plan.trace import trace
+from shardtrain.plan.trace import Target, trace
 from shardtrain.plan.traffic import sent_bytes
 from shardtrain.report.plan import plan_text
 from shardtrain.report.plan_islands import explained_join_text
@@ -95,7 +95,7 @@ def test_chains_of_elementwise_operations_are_written_once():
 
 
 def test_a_plan_for_gpus_counts_what_their_programs_compute_again(subject):
-    on_gpus = replace(subject, device_kind="NVIDIA H100 80GB HBM3")
+    on_gpus = replace(subject, target=Target("NVIDIA H100 80GB HBM3"))
     kept = {name: one(each.program("none")) for name, each in (("any", subject), ("gpu", on_gpus))}
     assert kept["gpu"].flops == kept["any"].flops
     # norms and activations keep what they read, which is there already

@@ -9,8 +9,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from shardtrain import axes
-from shardtrain.plan.program import Array, Kernel, Program
+from shardtrain.plan.program import Array, CallSizes, Kernel, Program
 from shardtrain.plan.simulator.operators import (
     SAME_DIM,
     WHOLE,
@@ -217,7 +219,18 @@ def _work(program: Program, kernel: Kernel, times: float) -> Iterator[Work]:
         Part(program.arrays[i].num_bytes, frozenset(dims_of(program.arrays[i].dims)))
         for i in (*kernel.reads, *kernel.writes)
     )
-    yield Part(kernel.flops, frozenset(dims_of(kernel.dims))), moved, times
+    yield Part(_flops(program, kernel), frozenset(dims_of(kernel.dims))), moved, times
+
+
+def _flops(program: Program, kernel: Kernel) -> float:
+    """Return the flops that a kernel takes the time of; of a call those of one device that has all arrays."""
+    if kernel.call is None:
+        return kernel.flops
+    reads, writes = (
+        [np.array([program.arrays[i].num_bytes]) for i in each] for each in (kernel.operands, kernel.writes)
+    )
+    found = kernel.call.cost(CallSizes(reads, writes, lambda axis: 1, True))
+    return float(np.sum(found.flops if found.timed_flops is None else found.timed_flops))
 
 
 def _sizes(program: Program, kernel: Kernel) -> dict[str, int]:

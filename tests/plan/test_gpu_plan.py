@@ -1,0 +1,272 @@
+"""Plans for GPUs: the model's own choice of attention, passes over memory, the form for one device."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fine_tuning import Numbers, run_of
+from tiny_language_model import TinyConfig
+
+from shardtrain import cli, next_token_loss
+from shardtrain.cli import calibrate
+from shardtrain.functional.nnx_model import as_model
+from shardtrain.islands.cluster import IslandKind
+from shardtrain.islands.cluster_device import ClusterDevice
+from shardtrain.models import attention
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.plan.devices import known_device
+from shardtrain.plan.flash_costs import FlashCall
+from shardtrain.plan.machine import machine_of
+from shardtrain.plan.operator_plan import graph_of
+from shardtrain.plan.predict import sharding_of
+from shardtrain.plan.program import CallSizes
+from shardtrain.plan.program_cost import Durations, costs
+from shardtrain.plan.search import predictions
+from shardtrain.plan.space import Choice
+from shardtrain.plan.splits import Sharding
+from shardtrain.plan.subject import Subject
+from shardtrain.plan.trace import Target, trace
+from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.planned import subjects_of
+
+H100, V100, L4 = "NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-16GB", "NVIDIA L4"
+ROWS, SEQ, HEADS, HEAD_DIM = 4, 256, 2, 16
+CONFIG = DecoderConfig(
+    vocab=64, seq=SEQ, embed=HEADS * HEAD_DIM, num_layers=2, num_heads=HEADS, mlp=64, dtype="bfloat16"
+)
+WHOLE = Sharding((), (), ())
+
+
+def subject_of(kind=H100, *, one_device=True, is_here=True, **options):
+    model = as_model(replace(CONFIG, **options))
+    batch = {
+        "tokens": jax.ShapeDtypeStruct((ROWS, SEQ + 1), jnp.int32),
+        "weights": jax.ShapeDtypeStruct((ROWS,), jnp.float32),
+    }
+    return Subject(
+        model=lambda _: model,
+        loss=next_token_loss,
+        optimizer=optax.adamw(1e-3),
+        batch=batch,
+        target=Target(kind, one_device, is_here),
+    )
+
+
+def has_scores(program):
+    """Whether a program has an array in memory with a number for each query and key."""
+    in_memory = {i for kernel in program.kernels for i in (*kernel.reads, *kernel.writes)}
+    return any(program.arrays[i].shape.count(SEQ) > 1 for i in in_memory) or any(
+        has_scores(kernel.body) for kernel in program.kernels if kernel.body is not None
+    )
+
+
+def calls(program):
+    inside = [call for kernel in program.kernels if kernel.body for call in calls(kernel.body)]
+    return [*inside, *(kernel.call for kernel in program.kernels if kernel.call)]
+
+
+@pytest.mark.parametrize(
+    ("subject", "scores"),
+    [
+        ({}, False),
+        ({"kind": L4}, False),
+        ({"kind": V100}, True),
+        ({"kind": "any"}, True),
+        ({"is_here": False}, True),
+        ({"dtype": "float32"}, True),
+        ({"attention": "xla"}, True),
+        ({"soft_cap": 30.0}, True),
+        ({"one_device": False}, False),
+        ({"remat": "full"}, False),
+        ({"window": 32}, False),
+    ],
+    ids=str,
+)
+def test_a_plan_has_the_attention_that_the_model_chooses(subject, scores):
+    program = subject_of(**subject).program(None)
+    assert has_scores(program) == scores
+    assert all(isinstance(call, FlashCall) for call in calls(program))
+    # computed again where all is
+    backward = [call.backward for call in calls(program)]
+    number = 0 if scores else 1 + (subject.get("remat") == "full")
+    assert (backward.count(False), backward.count(True)) == (number, min(number, 1))
+
+
+def test_the_choice_is_that_of_the_models_own_function(monkeypatch):
+    seen = []
+
+    def obstacles(dtype, head_dim, devices, **asked):
+        capability = getattr(devices[0], "compute_capability", "")
+        seen.append((jnp.dtype(dtype).name, head_dim, devices[0].device_kind, capability))
+        return ["no planner"]
+
+    monkeypatch.setattr(attention, "flash_obstacles", obstacles)
+    assert has_scores(subject_of().program(None))
+    # shapes alone are found without a target before
+    assert {each for each in seen if each[2] != "cpu"} == {("bfloat16", HEAD_DIM, H100, "9.0")}
+
+
+def test_flash_attention_takes_less_memory_and_time_and_its_flops_are_those_of_the_model():
+    machine = machine_of(ClusterDevice(name=H100), 1, in_float32=False)
+    flash, xla = (
+        predictions(subject_of(is_here=is_here), machine, 1, [Choice(layout=Layout())])[0]
+        for is_here in (True, False)
+    )
+    scores = ROWS * HEADS * SEQ * SEQ * 4
+    assert flash.memory.total < xla.memory.total - scores
+    assert flash.seconds.total < xla.seconds.total
+    assert flash.flops == xla.flops
+
+
+def test_devices_that_split_heads_split_flash_attention():
+    subject = subject_of(one_device=False)
+    program = subject.program(None)
+
+    def found(tensor):
+        layout, sizes = Layout(mesh={"tensor": tensor}), axis_sizes({"tensor": tensor}, tensor)
+        completed = subject.state(Choice(layout=layout), tensor).layout
+        sharding = sharding_of(completed, sizes, 1)
+        return costs(program, [sharding], Durations(lambda flops, moved: flops))[0]
+
+    assert found(2).seconds == pytest.approx(found(1).seconds / 2)
+
+
+def test_flash_attention_costs_what_queries_see():
+    call = FlashCall(
+        queries=8, keys=8, head_dim=64, item_bytes=2, causal=False, window=None, softmax_features=128.0
+    )
+    sizes = CallSizes([np.array([8 * 64 * 2])] * 3, [], lambda axis: 1, True)
+    product = 2 * 8 * 8 * 64
+
+    def cost(**changes):
+        return call._replace(**changes).cost(sizes)
+
+    # two products, which take three times as long with heads of 64 features
+    assert (cost().flops, cost().timed_flops) == (2 * product, 3 * 2 * product)
+    assert cost().temporary_bytes == 0
+    # the backward computes the scores again, which is no flop of the model, and adds up in float32
+    assert (cost(backward=True).flops, cost(backward=True).timed_flops) == (4 * product, 3 * 5 * product)
+    assert cost(backward=True).temporary_bytes == 8 * 64 * 4
+    # 1 + 2 + ... + 8 of 64 pairs; with a window 1 + 2 + 6 x 2 and 1 + 2 + 3 + 5 x 3
+    assert cost(causal=True).timed_flops == 6 * product * 36 / 64
+    assert cost(causal=True, window=2).timed_flops == 6 * product * 15 / 64
+    assert cost(causal=True, window=100).timed_flops == 6 * product * 36 / 64
+    assert cost(causal=True).flops == 2 * product
+
+
+def test_operators_of_a_plan_have_the_flops_of_flash_attention():
+    subject = subject_of(one_device=False)
+    graph = graph_of(subject, 2, None)
+    work = [part.amount for each in graph.operators if "device_call" in each.name for part, *_ in each.work]
+    # 2 products forward and 5 back of all pairs that are seen, for heads of 16 features and 128 more
+    pairs = ROWS * HEADS * SEQ * (SEQ + 1) / 2
+    assert sum(work) == pytest.approx(7 * 2 * pairs * (HEAD_DIM + 128))
+
+
+def passes(function, shapes, kind=H100):
+    """Bytes that the kernels of a function read and write."""
+    inputs = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
+    names = [None] * len(inputs)
+    results = len(jax.tree.leaves(jax.eval_shape(function, *inputs)))
+    program = trace(function, inputs, names, [None] * results, [False] * results, target=Target(kind))
+    return costs(program, [WHOLE], Durations(lambda flops, moved: moved))[0].seconds
+
+
+X = ((64, 64), jnp.float32)
+ALL, DIM = 64 * 64 * 4, 64 * 4
+
+
+def test_on_gpus_sums_share_the_pass_of_what_reads_the_same_array():
+    def sums_beside_a_chain(x, y):
+        return x.sum(0), (x + y).astype(jnp.float32), (x * y).sum(1)
+
+    assert passes(sums_beside_a_chain, [X, X], "any") == 6 * ALL + 2 * DIM
+    assert passes(sums_beside_a_chain, [X, X]) == 3 * ALL + 2 * DIM
+
+    # what waits for a sum reads the array once more; a sum of what a chain writes does not
+    def normed(x):
+        y = x / x.sum(-1, keepdims=True)
+        return y, y.sum(0)
+
+    assert passes(normed, [X], "any") == 4 * ALL + 3 * DIM
+    assert passes(normed, [X]) == 3 * ALL + 3 * DIM
+
+
+def test_on_gpus_a_product_shares_no_pass():
+    def product_and_sum(x):
+        y = x @ x
+        return y, y.sum()
+
+    assert passes(product_and_sum, [X]) == passes(product_and_sum, [X], "any") == 3 * ALL + 4
+
+
+def test_on_gpus_elementwise_results_are_computed_twice_rather_than_written():
+    def twice(x, y):
+        hidden = jnp.exp(x)
+        return (hidden * y) @ y, (hidden + y) @ y
+
+    # x is read by both chains, in the place of one pass that reads it and writes what both read
+    assert passes(twice, [X, X], "any") - passes(twice, [X, X]) == 2 * ALL
+
+
+def test_on_gpus_a_lookup_reads_its_rows():
+    rows = ((8,), jnp.int32)
+
+    def looked_up(table, indices):
+        return jnp.take(table.astype(jnp.float32), indices, axis=0, mode="clip")
+
+    small = ((64, 64), jnp.bfloat16)
+    # the table is not converted first; indices are read, rows are read and written
+    of_gpu, of_any = (passes(looked_up, [small, rows], kind) for kind in (H100, "any"))
+    assert of_gpu < 2 * 8 * 64 * 4 + 200
+    assert of_any > ALL
+
+
+def test_one_gpu_is_planned_for_in_the_form_for_one():
+    run = run_of(TinyConfig(num_layers=2))
+    kinds = [
+        IslandKind(kind=str(i), devices=number, device=ClusterDevice(name=name, teraflops=1.0))
+        for i, (name, number) in enumerate(((H100, 1), (H100, 2), (None, 1)))
+    ]
+    targets = [subject.target for subject in subjects_of(run, Numbers(), kinds)]
+    assert targets == [Target(H100, one_device=True), Target(H100), Target()]
+
+    def lookups(one_device):
+        program = subject_of(one_device=one_device).program(None)
+        return sum(kernel.name == "gather" for kernel in program.kernels)
+
+    # the targets' logits, beside the tokens
+    assert (lookups(True), lookups(False)) == (2, 1)
+
+
+def test_rates_are_those_of_the_device_and_a_cluster_file_may_say_others():
+    known = known_device(H100)
+    assert known is not None
+    rates = machine_of(ClusterDevice(name=H100), 1, in_float32=False).rates
+    assert rates.flops_per_second == known.reached.products * 989.5e12
+    assert rates.memory_bytes_per_second == known.reached.memory * 3.35e12
+    assert rates.kernel_seconds == known.reached.kernel_seconds
+    # in float32 nothing was measured
+    assert machine_of(ClusterDevice(name=H100), 1, in_float32=True).rates.flops_per_second == 33.5e12
+    measured = ClusterDevice(name=H100, teraflops=700.0, memory_gb_per_second=3000.0, kernel_us=4.0)
+    rates = machine_of(measured, 1, in_float32=False).rates
+    assert (rates.flops_per_second, rates.memory_bytes_per_second) == (700e12, 3e12)
+    assert rates.kernel_seconds == pytest.approx(4e-6)
+    assert machine_of(ClusterDevice(teraflops=1.0), 1, in_float32=False).rates.kernel_seconds == 5e-6
+
+
+def test_calibrate_names_a_known_device(capsys, monkeypatch):
+    monkeypatch.setattr(
+        calibrate,
+        "measured_machine",
+        lambda dtype: machine_of(ClusterDevice(name=H100), 1, in_float32=False),
+    )
+    assert cli.main(["calibrate"]) == 0
+    assert "name = " not in capsys.readouterr().out
+    monkeypatch.setattr(calibrate, "known_device", lambda kind: known_device(H100))
+    assert cli.main(["calibrate"]) == 0
+    assert '[islands.device]\nname = "cpu"\nteraflops = ' in capsys.readouterr().out
