@@ -172,6 +172,7 @@ def test_what_a_run_reads_stays_when_the_text_changes(tmp_path):
     data = make_files(tmp_path / "data", {"a.txt": b"one two three"})
     text = Text(paths=(data,), seq=2)
     train, heldout = text.train(tmp_path), text.heldout(tmp_path)
+    assert heldout is not None
     before = heldout[0]["tokens"]
     (data / "a.txt").write_bytes(b"changed in the meantime")
     text.summary(tmp_path)
