@@ -59,11 +59,10 @@ def peak_resident_bytes(file: Path = Path("/proc/self/status")) -> int:
     True
     """
     try:
-        lines = file.read_text().splitlines()
+        own = re.search(rb"^VmHWM:\s*(\d+)", file.read_bytes(), re.MULTILINE)
     except OSError:
-        lines = []
-    own = next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if own is None else own)
+        own = None
+    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if own is None else int(own[1]))
 
 
 def network_links(folder: Path = Path("/sys/class/net")) -> dict[str, Any]:
