@@ -5,6 +5,7 @@ import platform
 import re
 import resource
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
