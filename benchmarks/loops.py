@@ -5,6 +5,7 @@ Same model, optimizer, batches and order. Both read a loss as late as `trainer/l
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import ExitStack
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from flax import nnx
 from rich.console import Console
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.data import Batches, Windows, place
+from shardtrain.data import Batches, Loader, Position, Windows, batch_shard
 from shardtrain.data.order import epoch_order
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import as_model
@@ -35,6 +36,8 @@ from shardtrain.system.xla_flags import step_options
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
+from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.feed import Feed
 from shardtrain.trainer.loop import run_loop
 from shardtrain.trainer.loop_parts import CheckpointWriter, LoopOptions, LoopParts
 from shardtrain.trainer.metric_log import STEPS_LATE
@@ -123,8 +126,12 @@ class Toolkit:
         placement = make_placement(model, optimizer, layout, mesh)
         self.state = init_state(model, optimizer, placement, seed)
         self.step = make_step(model, next_token_loss, optimizer, placement, rate)
-        self.loaded = Batches(source=source, batch=batch, seed=seed).iterate()
-        self.place = partial(place, mesh=mesh, batch_axes=layout.batch_axes)
+        shard = batch_shard([batch], 0, mesh, layout.batch_axes, 1)
+        batches = Batches(source=source, batch=batch, seed=seed, rows=shard.rows)
+        self.feed = Feed(Loader(batches, {batch: shard}, mesh, layout.batch_axes, 1))
+        self.reading = ExitStack()
+        self.reading.enter_context(self.feed.reading(Position(epoch=0, index=0)))
+        self.coordination = Coordination()
         self.done = 0
         self.metrics = folder / "metrics.jsonl"
         self.sink = JsonLines(self.metrics, resume_after=None)
@@ -135,13 +142,15 @@ class Toolkit:
         last = self.done + steps
         parts = LoopParts(
             step=self.step,
-            batches=self._on_mesh(ticks),
+            batches=self._ticking(ticks),
             evaluate=lambda state: {},
             checkpoints=cast("CheckpointWriter", _NoCheckpoints(last)),
             policy=CheckpointPolicy(),
             sink=self.sink,
             progress=self.progress,
             extra={},
+            vote=lambda step, own: self.coordination.vote(step, own).vote,
+            recompiles=self.feed.take_change,
         )
         with StopSignals() as stop:
             options = LoopOptions(steps=last, log_every=log_every)
@@ -149,11 +158,10 @@ class Toolkit:
         if stop.received is not None:
             raise KeyboardInterrupt
 
-    def _on_mesh(self, ticks: list[float]) -> Iterator[tuple[Any, Any]]:
+    def _ticking(self, ticks: list[float]) -> Iterator[tuple[Any, Any]]:
         while True:
             ticks.append(perf_counter())
-            batch, after = next(self.loaded)
-            yield self.place(batch), after
+            yield next(self.feed)
 
     def bare(self, ticks: list[float], steps: int, batch: Any) -> None:
         """The compiled step alone, on a batch that is on the mesh already."""
@@ -168,7 +176,7 @@ class Toolkit:
             float(loss)
 
     def close(self) -> None:
-        self.loaded.close()
+        self.reading.close()
         self.sink.close()
 
 

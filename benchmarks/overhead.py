@@ -37,8 +37,10 @@ BATCHES = {"tiny": 4, "brief": 4, "small": 4, "gpt2": 16}
 BATCHES_IN_EPOCH = 256
 HAND, AGAIN, TOOLKIT = "hand-written loop", "hand-written loop again", "toolkit loop"
 HAND_STEP, TOOLKIT_STEP = "hand-written step", "toolkit step"
+HAND_LONG, TOOLKIT_LONG = "hand-written loop, long", "toolkit loop, long"
 PAIRS = {
     "whole loop": (TOOLKIT, HAND),
+    "whole loop, long blocks": (TOOLKIT_LONG, HAND_LONG),
     "compiled step alone": (TOOLKIT_STEP, HAND_STEP),
     "noise floor": (AGAIN, HAND),
 }
@@ -56,6 +58,7 @@ class Options:
       batch: rows of a step; by default the model's own.
       seq: tokens of a row; by default the model's own.
       steps: steps of a block.
+      long: steps of long blocks, which show what the beginning and the end of a loop cost; 0: none are run.
       rounds: blocks of each side.
       quiet: on a machine that others use: rounds in which they took more than this share of the processors
         are run again; 1 takes all.
@@ -73,6 +76,7 @@ class Options:
     batch: int | None = None
     seq: int | None = None
     steps: int = 25
+    long: int = 0
     rounds: int = 60
     quiet: float = 1.0
     compare: int = 20
@@ -82,6 +86,7 @@ class Options:
 
     def __post_init__(self) -> None:
         least = {"steps": STEPS_LATE + 2, "rounds": 2, "compare": 1, "log_every": 1}
+        least |= {"long": STEPS_LATE + 2} if self.long else {}
         wrong = [
             f"{k} is {getattr(self, k)}; use {v} or more" for k, v in least.items() if getattr(self, k) < v
         ]
@@ -144,7 +149,7 @@ def measure(options: Options, config: DecoderConfig) -> Figures:
         with closing(Toolkit(config, source, batch, seed, folder)) as toolkit:
             losses = compare(hand, toolkit, options.compare)
             again = hand.twin()
-            hand_batch, toolkit_batch = hand.next_batch(), toolkit.place(next(toolkit.loaded)[0])
+            hand_batch, toolkit_batch = hand.next_batch(), next(toolkit.feed)[0]
             sides = {
                 HAND: partial(hand.loop, steps=steps),
                 AGAIN: partial(again.loop, steps=steps),
@@ -152,6 +157,9 @@ def measure(options: Options, config: DecoderConfig) -> Figures:
                 HAND_STEP: partial(hand.loop, steps=steps, batch=hand_batch),
                 TOOLKIT_STEP: partial(toolkit.bare, steps=steps, batch=toolkit_batch),
             }
+            if options.long:
+                sides[HAND_LONG] = partial(hand.loop, steps=options.long)
+                sides[TOOLKIT_LONG] = partial(toolkit.loop, steps=options.long, log_every=options.log_every)
             rounds(sides, 1, STEPS_LATE, seed)
             blocks = rounds(sides, options.rounds, STEPS_LATE, seed, options.quiet)
     return summed_up(options, config, losses, blocks)
@@ -183,6 +191,7 @@ def summed_up(
         spreads={
             pair: {field: ratios(field, blocks[side], blocks[over]) for field in Block._fields}
             for pair, (side, over) in PAIRS.items()
+            if side in blocks
         },
         tokens_per_second=tokens_per_second,
         mfu=mfu(tokens_per_second * flops_per_token(config), device)

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -241,32 +241,37 @@ def read_ahead(batches: Loadable, start: Position) -> Generator[tuple[Batch, Pos
             load = stack.enter_context(Workers(copied, batches.workers, batches.source)).load
         threads = ThreadPoolExecutor(max(ahead, 1), thread_name_prefix="shardtrain-loader")
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
-        loading: deque[tuple[Future[tuple[Batch, float]], Position]] = deque()
+        # (returns a batch and the seconds that loading it took, the position after it)
+        loading: deque[tuple[Callable[[], tuple[Batch, float]], Position]] = deque()
         upcoming, mean_seconds = _positions(batches, start), 2 * QUICK_SECONDS
         while True:
             if batches.workers or (ahead and mean_seconds > QUICK_SECONDS):
                 for position, after in islice(upcoming, ahead + 1 - len(loading)):
-                    loading.append((threads.submit(timed, position), after))
+                    loading.append((threads.submit(timed, position).result, after))
             elif not loading:
                 loading += [(_loaded(timed, p), after) for p, after in islice(upcoming, ahead + 1)]
             if not loading:
                 return
-            future, after = loading.popleft()
-            batch, seconds = future.result()
+            result, after = loading.popleft()
+            batch, seconds = result()
             mean_seconds += (seconds - mean_seconds) / 8
             yield batch, after
 
 
 def _loaded(
     load: Callable[[Position], tuple[Batch, float]], position: Position
-) -> Future[tuple[Batch, float]]:
-    """Load a batch at once; what that raises is raised when the batch is asked for."""
-    future = Future[tuple[Batch, float]]()
+) -> Callable[[], tuple[Batch, float]]:
+    """Load a batch at once, and return a function that returns it, or raises what loading it has raised."""
     try:
-        future.set_result(load(position))
+        found = load(position)
     except Exception as error:
-        future.set_exception(error)
-    return future
+        raised = error
+
+        def fail() -> tuple[Batch, float]:
+            raise raised
+
+        return fail
+    return lambda: found
 
 
 def _positions(batches: Loadable, position: Position) -> Iterator[tuple[Position, Position]]:

@@ -71,8 +71,7 @@ def samples_of(positions: range, num_samples: int, keys: list[int], bits: int) -
         # few samples may be far apart in the cycles, so all indices take each step, twice as far as the last
         found = encrypted(np.arange(4**bits, dtype=dtype), keys, bits)
         while np.any(found[positions.start : positions.stop] >= num_samples):
-            outside = found >= num_samples
-            found[outside] = found[found[outside]]
+            found = np.where(found < num_samples, found, np.take(found, found))
         return found[positions.start : positions.stop].copy()
     found = encrypted(np.arange(positions.start, positions.stop, dtype=dtype), keys, bits)
     while len(outside := np.flatnonzero(found >= num_samples)):

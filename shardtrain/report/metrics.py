@@ -4,8 +4,9 @@ No jax: the values are numbers that have left the device. Next: `sinks/`, where 
 `progress.py`, what people read on the terminal.
 """
 
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 
@@ -49,57 +50,55 @@ class Mean:
         return self.sum / self.count if self.count else None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Rate:
-    """Units per second over the last steps, without the first, which compiles.
+    """Units per second over the last steps, without the first, which compiles. The caller reads the clock.
 
-    A value: `after` and `paused` return the next one. The caller reads the clock.
+    It changes in place: a step of a millisecond has several rates.
 
     Args:
-        window_steps: how many of the last calls of `after` the rate is over; at least 1.
-        marks: (seconds, units until then), oldest first; leave it out.
+        window_steps: how many of the last calls of `add` the rate is over; at least 1.
 
     Raises:
-        ValueError: the window is shorter than one step, or (`after`) the clock ran backwards.
+        ValueError: the window is shorter than one step, or (`add`) the clock ran backwards.
 
     Examples:
-        >>> rate = Rate().after(now_seconds=60.0, units=512)
+        >>> rate = Rate()
+        >>> rate.add(now_seconds=60.0, units=512)
         >>> print(rate.per_second)
         None
-        >>> rate.after(now_seconds=62.0, units=512).per_second
+        >>> rate.add(now_seconds=62.0, units=512)
+        >>> rate.per_second
         256.0
     """
 
-    window_steps: int = 50
-    marks: tuple[tuple[float, float], ...] = ()
+    def __init__(self, window_steps: int = 50) -> None:
+        if window_steps < 1:
+            raise ValueError(f"a rate over {window_steps} steps was asked for. Use window_steps=1 or more.")
+        # (seconds, units until then), oldest first
+        self._marks: deque[tuple[float, float]] = deque(maxlen=window_steps + 1)
 
-    def __post_init__(self) -> None:
-        if self.window_steps < 1:
-            raise ValueError(
-                f"a rate over {self.window_steps} steps was asked for. Use window_steps=1 or more."
-            )
-
-    def after(self, *, now_seconds: float, units: float) -> "Rate":
-        """The rate once `units` more are done at `now_seconds`; the first call only starts the clock."""
-        last_seconds, total = self.marks[-1] if self.marks else (now_seconds, 0.0)
+    def add(self, *, now_seconds: float, units: float) -> None:
+        """Add `units` that are done at `now_seconds`; the first call only starts the clock."""
+        last_seconds, total = self._marks[-1] if self._marks else (now_seconds, 0.0)
         if now_seconds < last_seconds:
             raise ValueError(
                 f"a rate was asked for at {now_seconds:g} s, before its last step at {last_seconds:g} s. "
                 "Pass times of one clock that does not run backwards, such as time.monotonic()."
             )
-        marks = (*self.marks, (now_seconds, total + units))
-        return replace(self, marks=marks[-self.window_steps - 1 :])
+        self._marks.append((now_seconds, total + units))
 
-    def paused(self, seconds: float) -> "Rate":
-        """The rate as if `seconds` since the last step had not passed (held-out evaluation, a checkpoint)."""
-        return replace(self, marks=tuple((at + seconds, total) for at, total in self.marks))
+    def pause(self, seconds: float) -> None:
+        """Do not count `seconds` since the last step (held-out evaluation, a checkpoint)."""
+        marks = [(at + seconds, total) for at, total in self._marks]
+        self._marks.clear()
+        self._marks.extend(marks)
 
     @property
     def per_second(self) -> float | None:
         """Units per second; None until a second step is done."""
-        if not self.marks:
+        if not self._marks:
             return None
-        (start_seconds, start_units), (end_seconds, end_units) = self.marks[0], self.marks[-1]
+        (start_seconds, start_units), (end_seconds, end_units) = self._marks[0], self._marks[-1]
         elapsed_seconds = end_seconds - start_seconds
         return (end_units - start_units) / elapsed_seconds if elapsed_seconds > 0 else None
 

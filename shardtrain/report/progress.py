@@ -125,7 +125,7 @@ class _Status:
 
     def update(self, step: int, values: Mapping[str, float], now_seconds: float) -> None:
         done = step - self._step if self._step is not None else 0
-        self._steps = self._steps.after(now_seconds=now_seconds, units=done)
+        self._steps.add(now_seconds=now_seconds, units=done)
         self._step = step
         self._values |= values
 

@@ -52,9 +52,10 @@ class MetricLog:
     def add(self, step: int, metrics: Metrics) -> None:
         """Add the metrics of a step that may still be computing; reads those of earlier steps."""
         # on their way while later steps are started; from the memory of a CPU nothing is copied
-        for x in jax.tree.leaves(metrics):
-            if isinstance(x, jax.Array) and jax.default_backend() != "cpu":
-                x.copy_to_host_async()
+        if jax.default_backend() != "cpu":
+            for x in jax.tree.leaves(metrics):
+                if isinstance(x, jax.Array):
+                    x.copy_to_host_async()
         self._pending.append((step, metrics, self._parts.seconds_at_peak()))
         while len(self._pending) > STEPS_LATE:
             self._read()
@@ -76,8 +77,8 @@ class MetricLog:
         start_seconds = time.monotonic()
         heldout = evaluate(state)
         seconds = time.monotonic() - start_seconds
-        self._rate, self._updates = self._rate.paused(seconds), self._updates.paused(seconds)
-        self._at_peak = self._at_peak.paused(seconds)
+        for rate in (self._rate, self._updates, self._at_peak):
+            rate.pause(seconds)
         assert self.unlogged is not None
         self._write(self._unlogged_step, {**self.unlogged, **heldout})
         self._parts.hooks.evaluation(self._unlogged_step, heldout)
@@ -99,9 +100,9 @@ class MetricLog:
         updated = not skipped and "grad_norm" in values
         loss = Mean(sum=float(values.pop("loss_sum")), count=count)
         now_seconds = time.monotonic()
-        self._rate = self._rate.after(now_seconds=now_seconds, units=count)
-        self._updates = self._updates.after(now_seconds=now_seconds, units=updated)
-        self._at_peak = self._at_peak.after(now_seconds=now_seconds, units=seconds_at_peak)
+        self._rate.add(now_seconds=now_seconds, units=count)
+        self._updates.add(now_seconds=now_seconds, units=updated)
+        self._at_peak.add(now_seconds=now_seconds, units=seconds_at_peak)
         # sums over many steps of all islands leave skipped ones out, so they count whatever this step was
         of_many = "skipped_by_islands" in values
         if skipped:

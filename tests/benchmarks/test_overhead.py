@@ -29,7 +29,7 @@ def overhead():
 def printed_and_figures(tmp_path_factory, warm_python):
     """What a GPU runs but for its size and for bfloat16, in which the losses differ by its rounding."""
     path = tmp_path_factory.mktemp("overhead") / "figures.json"
-    options = {"model": "tiny", "dtype": "float32", "batch": 6, "seq": 8, "steps": 4, "rounds": 2}
+    options = {"model": "tiny", "dtype": "float32", "batch": 6, "seq": 8, "steps": 4, "rounds": 2, "long": 6}
     options |= {"compare": COMPARED, "json": path}
     arguments = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     done = subprocess.run([*warm_python, str(SCRIPT), *arguments], capture_output=True, text=True)
@@ -47,14 +47,19 @@ def test_both_sides_compute_the_same_losses(printed_and_figures):
 
 def test_every_pair_has_its_spread_and_the_noise_floor_stands_beside_it(printed_and_figures):
     printed, figures = printed_and_figures
-    assert set(figures["spreads"]) == {"whole loop", "compiled step alone", "noise floor"}
+    assert set(figures["spreads"]) == {
+        "whole loop",
+        "whole loop, long blocks",
+        "compiled step alone",
+        "noise floor",
+    }
     for pair, spreads in figures["spreads"].items():
         assert set(spreads) == {"step_seconds", "wall_seconds", "cpu_seconds"}
         for spread in spreads.values():
             low, high = spread["sure"]
             assert 0 < low <= spread["median"] <= high
             assert spread["low"] <= spread["median"] <= spread["high"]
-        assert printed.count(pair) == 3
+        assert sum(line.startswith(f"{pair:28}") for line in printed.splitlines()) == 3
 
 
 def test_tokens_per_second_are_those_of_the_toolkit_loop(printed_and_figures):
@@ -96,6 +101,9 @@ def test_mfu_and_its_formula_are_printed_for_a_known_device(overhead):
 
 def test_too_few_steps_are_refused(overhead):
     with pytest.raises(ValueError) as error:
-        overhead.Options(steps=2, rounds=1)
-    expected = "this cannot be measured: steps is 2; use 4 or more; rounds is 1; use 2 or more"
+        overhead.Options(steps=2, rounds=1, long=3)
+    expected = (
+        "this cannot be measured: steps is 2; use 4 or more; rounds is 1; use 2 or more; long is 3; use 4 or"
+        " more"
+    )
     assert str(error.value) == expected

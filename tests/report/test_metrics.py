@@ -63,36 +63,39 @@ def test_a_negative_count_is_refused():
     )
 
 
+def rate_of(*marks, **options):
+    rate = Rate(**options)
+    for now_seconds, units in marks:
+        rate.add(now_seconds=now_seconds, units=units)
+    return rate
+
+
 def test_the_rate_leaves_out_the_step_that_compiles():
-    rate = Rate()
-    assert rate.per_second is None
-    rate = rate.after(now_seconds=100.0, units=64)
-    assert rate.per_second is None
-    rate = rate.after(now_seconds=102.0, units=64)
-    assert rate.per_second == 32.0
-    assert rate.after(now_seconds=103.0, units=256).per_second == (64 + 256) / 3
+    assert rate_of().per_second is None
+    assert rate_of((100.0, 64)).per_second is None
+    assert rate_of((100.0, 64), (102.0, 64)).per_second == 32.0
+    assert rate_of((100.0, 64), (102.0, 64), (103.0, 256)).per_second == (64 + 256) / 3
 
 
 def test_the_rate_slides_over_its_window():
-    rate = Rate(window_steps=2)
-    for now_seconds, units in ((0.0, 9.0), (1.0, 1000.0), (2.0, 10.0), (4.0, 20.0)):
-        rate = rate.after(now_seconds=now_seconds, units=units)
+    rate = rate_of((0.0, 9.0), (1.0, 1000.0), (2.0, 10.0), (4.0, 20.0), window_steps=2)
     assert rate.per_second == (10 + 20) / (4 - 1)
-    assert len(rate.marks) == 3
 
 
 def test_a_pause_is_not_counted():
-    rate = Rate().after(now_seconds=0.0, units=1).after(now_seconds=1.0, units=10)
-    assert rate.paused(5.0).after(now_seconds=7.0, units=10).per_second == 10.0
+    rate = rate_of((0.0, 1), (1.0, 10))
+    rate.pause(5.0)
+    rate.add(now_seconds=7.0, units=10)
+    assert rate.per_second == 10.0
 
 
 def test_no_rate_without_time():
-    assert Rate().after(now_seconds=1.0, units=1).after(now_seconds=1.0, units=1).per_second is None
+    assert rate_of((1.0, 1), (1.0, 1)).per_second is None
 
 
 def test_a_clock_that_runs_backwards_is_refused():
     with pytest.raises(ValueError) as error:
-        Rate().after(now_seconds=5.0, units=1).after(now_seconds=4.0, units=1)
+        rate_of((5.0, 1), (4.0, 1))
     assert str(error.value) == (
         "a rate was asked for at 4 s, before its last step at 5 s. "
         "Pass times of one clock that does not run backwards, such as time.monotonic()."

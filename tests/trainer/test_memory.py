@@ -38,6 +38,27 @@ def test_the_peak_of_a_process_has_what_it_has_freed():
     assert 56 * MIB < after - before < 80 * MIB
 
 
+def test_the_memory_of_the_program_that_started_a_process_is_not_counted():
+    program = (
+        "from shardtrain.system.host import peak_resident_bytes\n"
+        "print(peak_resident_bytes())\n"
+        "memory = bytearray(b'x') * (32 << 20)\n"
+        "print(peak_resident_bytes())\n"
+        "more = bytearray(b'x') * (160 << 20)\n"
+        "print(peak_resident_bytes())"
+    )
+    starter = (
+        "import subprocess, sys\n"
+        "memory = bytearray(b'x') * (128 << 20)\n"
+        f"subprocess.run([sys.executable, '-c', {program!r}], check=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", starter], capture_output=True, text=True, check=True)
+    before, below, above = map(int, done.stdout.split())
+    assert before < 64 * MIB
+    assert 24 * MIB < below - before < 48 * MIB
+    assert 184 * MIB < above - before < 208 * MIB
+
+
 @pytest.mark.parametrize(
     ("num_islands", "num_stages", "text"),
     [
