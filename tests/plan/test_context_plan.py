@@ -115,13 +115,16 @@ def test_context_is_searched_where_it_is_named(subject):
     assert kinds(every) == {"ring", "all-gather", "all-to-all"}
     assert kinds(meshes(-1, "all-gather")) == {"all-gather"}
     assert sizes(meshes(2, "all-gather")) == {2}
-    # by the run's own checks: 4 heads, and a ring inside a pipeline
+    # by the run's own checks: 4 heads, and an odd ring inside a pipeline
     assert sizes(meshes(-1, "all-to-all")) == {1, 2, 4}
     refused = meshes(-1, "all-to-all").refused["--mesh context=8 --context-attention all-to-all"]
     assert "4 heads of a device cannot be split over 8; use a context that divides them" in refused
-    staged = next(text for mesh, text in every.refused.items() if "pipeline" in mesh and "context" in mesh)
-    assert "a ring over context=" in staged
-    assert "use --context-attention all-to-all or all-gather" in staged
+    staged = {"pipeline", "context"}
+    rings = [each.choice.layout for each in every.ranked if each.choice.layout.mesh.keys() >= staged]
+    assert "ring" in {layout.context_attention for layout in rings}
+    odd = Space(layout=layout_of("ring", pipeline=2, context=3), accumulates=(1,), remats=("weights",))
+    by_odd = search(subject, MACHINE, 6, odd, most=10**6)
+    assert "context=3 is odd; use context=2 or 4" in by_odd.refused["--mesh pipeline=2,context=3"]
 
 
 def test_context_is_searched_for_long_sequences_alone(subject, monkeypatch):
