@@ -110,7 +110,7 @@ class Ring:
         keeps_early = 2 * lax.axis_index(self.axis) < self.num
         first, second = jnp.split(x, 2, 1)
         kept, exchanged = _either(keeps_early, first, second) if inverse else (first, second)
-        opposite = [self.num - 1 - i for i in range(self.num)]
+        opposite = tuple(reversed(range(self.num)))
         if self.in_pairs:
             found = swapped(exchanged, self.axis, opposite)
         else:
