@@ -16,7 +16,9 @@ from shardtrain.functional.remat import with_remat
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.mlp import MlpConfig
+from shardtrain.pipeline.schedule import make_table
 from shardtrain.plan.compile import compile_step, figures
+from shardtrain.plan.hlo.collectives import PERMUTE
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import predictions, search
@@ -166,6 +168,27 @@ def test_a_window_of_a_ring_is_counted(subject):
 
     # of 4 devices only the neighbour's keys are needed, and no halves are exchanged
     assert all(near < far for near, far in zip(predicted(8), predicted(None), strict=True))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_ring_in_stages_is_planned_as_it_is_compiled(window):
+    """Each tick counts all segments; a window's neighbour is reached in two exchanges."""
+    staged = subject_of(replace(CONFIG, window=window))
+    layout = layout_of("ring", pipeline=2, context=4)
+    choice, sizes = Choice(layout=layout, accumulate=2, remat="weights"), axis_sizes(layout.mesh, 8)
+    (step,) = steps(staged, MACHINE, 8, [choice])
+    model, mesh = staged.model_of(choice.remat), make_mesh(layout, jax.devices()[:8])
+    placement = make_placement(model, staged.optimizer, layout, mesh, stages=staged.stages(2, 1))
+    compiled = compile_step(model, staged.loss, staged.optimizer, placement, staged.batch, microbatches=2)
+    found = figures(compiled, sizes)
+    assert step.forward is not None
+    segments = [*step.forward.segments[:2], *step.cost.segments[1:]]
+    ticks = make_table(choice.schedule, 2, 2, lockstep=True).num_ticks
+    # compilers leave out a part of the forward that is computed again
+    assert ticks * sum(each.flops for each in segments) == pytest.approx(found.flops, rel=0.01)
+    sent = sum(each.num_bytes for segment in segments for each in segment.sent if each.kind == PERMUTE)
+    in_pairs = [each for each in found.collectives if each.axes == ("context",) and each.group_size == 2]
+    assert ticks * sent == pytest.approx(sum(each.wire_bytes_per_device for each in in_pairs), rel=1e-3)
 
 
 def test_a_model_without_attention_of_the_run_is_refused():

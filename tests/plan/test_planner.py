@@ -206,7 +206,6 @@ STRATEGIES = [
     ({"tensor": 4}, 1, "weights", 3, True),
     ({"pipeline": 2, "data": 2}, 4, "weights", 3, False),
     ({"pipeline": 2, "tensor": 2}, 2, "outputs", 3, False),
-    ({"pipeline": 2, "context": 2}, 2, "weights", 3, False),
 ]
 
 
