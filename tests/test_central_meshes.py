@@ -18,7 +18,7 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.functional.rng import step_key
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.layout import ContextAttentions, Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
@@ -78,7 +78,7 @@ def rows():
     return {"tokens": random.integers(0, MODEL.vocab, (ROWS, MODEL.seq + 1), np.int32), "weights": weights}
 
 
-def gradients(mesh, kind="ring", num_devices=8):
+def gradients(mesh, kind: ContextAttentions = "ring", num_devices=8):
     """Loss and gradients of two microbatches."""
     stages = Partition(num_stages=2, num_chunks=1, placement="loop", counts=(1, 1))
     layout = Layout(mesh=mesh, context_attention=kind)

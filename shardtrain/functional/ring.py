@@ -75,7 +75,12 @@ class Ring:
 
     def from_opponent(self, arrays: Any, step: int) -> Any:
         """Exchange arrays with `other` of a tournament."""
-        return swapped(arrays, self.axis, partners(self.num, step))
+        return self._exchanged(arrays, partners(self.num, step))
+
+    def _exchanged(self, arrays: Any, partner: tuple[int, ...]) -> Any:
+        if self.in_pairs:
+            return swapped(arrays, self.axis, partner)
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis, list(enumerate(partner))), arrays)
 
     def sent(self, arrays: Any, places: int = 1) -> Any:
         """Send arrays so many places along the ring."""
@@ -109,12 +114,8 @@ class Ring:
         # the second device of a pair keeps its late part
         keeps_early = 2 * lax.axis_index(self.axis) < self.num
         first, second = jnp.split(x, 2, 1)
-        kept, exchanged = _either(keeps_early, first, second) if inverse else (first, second)
-        opposite = tuple(reversed(range(self.num)))
-        if self.in_pairs:
-            found = swapped(exchanged, self.axis, opposite)
-        else:
-            found = lax.ppermute(exchanged, self.axis, list(enumerate(opposite)))
+        kept, other = _either(keeps_early, first, second) if inverse else (first, second)
+        found = self._exchanged(other, tuple(reversed(range(self.num))))
         return jnp.concatenate((kept, found) if inverse else _either(keeps_early, kept, found), 1)
 
 
