@@ -18,7 +18,7 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.functional.rng import step_key
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.layout import ContextAttentions, Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
@@ -43,7 +43,7 @@ ALWAYS = (
     "pipeline2-data2-expert2",
     "pipeline2-fsdp2-context2",
     "pipeline2-expert2-context2",
-    "pipeline2-context2-tensor2",
+    "pipeline2-context2-tensor2-all-gather",
     "data2-expert2-context2",
     "expert2-context2-tensor2",
 )
@@ -51,9 +51,13 @@ ALWAYS = (
 
 
 def cases():
+    """Each mesh with a ring, and of stages another kind, whose collectives are not those of pairs."""
     for mesh in meshes():
-        name = "-".join(f"{axis}{size}" for axis, size in mesh.items())
-        yield pytest.param(mesh, id=name, marks=[] if name in ALWAYS else [pytest.mark.full])
+        kinds = ("ring", "all-gather") if mesh.keys() >= {PIPELINE, CONTEXT} else ("ring",)
+        for kind in kinds:
+            name = "-".join(f"{axis}{size}" for axis, size in mesh.items())
+            name = name if kind == "ring" else f"{name}-{kind}"
+            yield pytest.param(mesh, kind, id=name, marks=[] if name in ALWAYS else [pytest.mark.full])
 
 
 def test_the_grid_has_what_it_says():
@@ -74,11 +78,9 @@ def rows():
     return {"tokens": random.integers(0, MODEL.vocab, (ROWS, MODEL.seq + 1), np.int32), "weights": weights}
 
 
-def gradients(mesh, num_devices=8):
+def gradients(mesh, kind: ContextAttentions = "ring", num_devices=8):
     """Loss and gradients of two microbatches."""
     stages = Partition(num_stages=2, num_chunks=1, placement="loop", counts=(1, 1))
-    # a ring's permutes would wait for stages that compute something else
-    kind = "all-gather" if PIPELINE in mesh else "ring"
     layout = Layout(mesh=mesh, context_attention=kind)
     devices = make_mesh(layout, jax.devices()[:num_devices])
     partition = stages if PIPELINE in mesh else None
@@ -95,9 +97,9 @@ def gradients(mesh, num_devices=8):
 
 @cache
 def one_device():
-    return gradients({"data": 1}, 1)
+    return gradients({"data": 1}, num_devices=1)
 
 
-@pytest.mark.parametrize("mesh", list(cases()))
-def test_every_mesh_gives_the_step_of_one_device(mesh, assert_same):
-    assert_same(gradients(mesh), one_device())
+@pytest.mark.parametrize(("mesh", "kind"), list(cases()))
+def test_every_mesh_gives_the_step_of_one_device(mesh, kind, assert_same):
+    assert_same(gradients(mesh, kind), one_device())

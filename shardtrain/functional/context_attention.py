@@ -18,15 +18,10 @@ from jax.sharding import AxisType, PartitionSpec
 
 from shardtrain import axes
 from shardtrain.functional.key_heads import KeyHeads, check_split, key_heads, num_devices
-from shardtrain.functional.ring_attention import (
-    Ring,
-    Seen,
-    balanced_exchange,
-    gathered_attention,
-    ring_attention,
-    windowed_ring,
-)
+from shardtrain.functional.ring import Ring
+from shardtrain.functional.ring_attention import Seen, gathered_attention, ring_attention
 from shardtrain.functional.score_blocks import HIDDEN
+from shardtrain.functional.score_sizes import window_reach
 
 Whole = Callable[..., jax.Array]
 """(q, k, v, causal=, mask_BS=) -> attention over whole sequences, as the model computes it."""
@@ -105,7 +100,8 @@ class ContextAttention:
         rows = rows if q.shape[0] % num_devices(rows, mesh.shape) == 0 else ()
         # a window that is known is no argument
         known = facts.pop("window") if isinstance(window, int) else None
-        call = _Call(whole, num, causal, known, soft_cap)
+        in_stages = mesh.shape.get(axes.PIPELINE, 1) > 1
+        call = _Call(whole, num, causal, known, soft_cap, in_stages)
         return self._on_shards(call, own, (rows, seq, heads), q, k, v, facts)
 
     def _on_shards(
@@ -167,6 +163,7 @@ class _Call:
       causal: as for `ContextAttention`.
       window: likewise, where it is a number.
       soft_cap: likewise.
+      in_stages: whether the mesh has stages of a pipeline, which compute different things at a time.
     """
 
     whole: Whole
@@ -174,28 +171,27 @@ class _Call:
     causal: bool
     window: int | None
     soft_cap: float | None
+    in_stages: bool
 
 
 def _ring(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
     """Send keys and values round; causal ones in an order by which all devices compute as much."""
     seen = _seen(call, facts)
-    if not call.causal:
-        ring = Ring(axes.CONTEXT, call.num, "any", soft_cap=call.soft_cap)
-        return _grouped(q, k, v, lambda *arrays: ring_attention(*arrays, seen, ring))
+    order = "balanced" if call.causal else "any"
+    ring = Ring(axes.CONTEXT, call.num, order, soft_cap=call.soft_cap, in_pairs=call.in_stages)
     # contiguous shards where a window needs few of them; under a mask a query may see no key, which needs all
-    if call.window is not None and "mask_BS" not in facts:
-        near = windowed_ring(axes.CONTEXT, call.num, q.shape[1], call.window)
-        if near is not None:
-            ring = replace(near, soft_cap=call.soft_cap)
-            return _grouped(q, k, v, lambda *arrays: ring_attention(*arrays, seen, ring))
-    ring = Ring(axes.CONTEXT, call.num, "balanced", soft_cap=call.soft_cap)
-    exchange = partial(balanced_exchange, axis=axes.CONTEXT, num=call.num)
-    of_queries, of_keys = jax.tree.map(exchange, (seen.of_queries, seen.of_keys))
+    if call.causal and call.window is not None and "mask_BS" not in facts:
+        reach = window_reach(call.num, q.shape[1], call.window)
+        ring = ring if reach is None else replace(ring, order="window", reach=reach)
+    if ring.order != "balanced":
+        return _grouped(q, k, v, lambda *arrays: ring_attention(*arrays, seen, ring))
+    of_queries, of_keys = jax.tree.map(ring.balanced, (seen.of_queries, seen.of_keys))
     seen = Seen(of_queries, of_keys, seen.window)
     # one exchange for all three
     heads = (q.shape[2], q.shape[2] + k.shape[2])
-    q, k, v = jnp.split(exchange(jnp.concatenate([q, k, v], 2)), heads, 2)
-    return exchange(_grouped(q, k, v, lambda *arrays: ring_attention(*arrays, seen, ring)), inverse=True)
+    q, k, v = jnp.split(ring.balanced(jnp.concatenate([q, k, v], 2)), heads, 2)
+    out = _grouped(q, k, v, lambda *arrays: ring_attention(*arrays, seen, ring))
+    return ring.balanced(out, inverse=True)
 
 
 def _all_gather(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:

@@ -1,53 +1,18 @@
 """Attention of one device of a ring: its queries, and the keys and values of all that come round.
 
 Softmax is kept as running sums, so that memory does not grow with the ring, and the backward pass goes round
-once more. `context_attention.py` calls it. Next: `score_blocks.py`.
+once more. `context_attention.py` calls it. Next: `ring.py`, `score_blocks.py`.
 """
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardtrain.functional.ring import Ring
 from shardtrain.functional.score_blocks import Keys, Queries, add_gradients, add_keys
-from shardtrain.functional.score_sizes import window_reach
-
-Order = Literal["any", "balanced", "window", "gathered"]
-"""Which keys a device has, and when. "any": queries see keys of all positions. The others are causal:
-"balanced", in the order of `balanced_exchange`; "window", contiguous shards, and only as many steps as the
-window needs; "gathered", the keys of all at once."""
-
-
-@dataclass(frozen=True)
-class Ring:
-    """The devices of a ring, and the order of what they have.
-
-    Args:
-      axis: the mesh axis, manual where attention is computed.
-      num: devices of it; 1 where each has the keys of all.
-      order: see `Order`.
-      reach: in the order "window", how many halves of shards before its own a query sees at most.
-      soft_cap: see `Queries`.
-    """
-
-    axis: str
-    num: int
-    order: Order
-    reach: int = 0
-    soft_cap: float | None = None
-
-    @property
-    def num_steps(self) -> int:
-        """The steps in which a device has keys that some device needs: its own, and those of others."""
-        return 1 + (self.reach + 1) // 2 if self.order == "window" else self.num
-
-    @property
-    def num_parts(self) -> int:
-        """The parts of a device's queries and keys, of which pairs are needed or not."""
-        return 2 if self.order in ("balanced", "window") else 1
 
 
 class Seen(NamedTuple):
@@ -68,54 +33,6 @@ Pair = tuple[Any, Any, Any]
 """(part of the queries, part of the keys, `Queries.distance`)."""
 
 
-def windowed_ring(axis: str, num: int, num_queries: int, window: int) -> Ring | None:
-    """Return a ring for a window, or None where the balanced one computes less.
-
-    Args:
-      axis: the mesh axis.
-      num: devices of it.
-      num_queries: of a device, even.
-      window: see `Queries`.
-
-    >>> windowed_ring("context", 4, 8, window=5).num_steps
-    2
-    >>> windowed_ring("context", 4, 8, window=21) is None
-    True
-    """
-    reach = window_reach(num, num_queries, window)
-    return None if reach is None else Ring(axis, num, "window", reach)
-
-
-def balanced_exchange(x: jax.Array, axis: str, num: int, *, inverse: bool = False) -> jax.Array:
-    """Exchange halves of contiguous shards so that device i has the parts i and 2 num - 1 - i of a sequence.
-
-    Args:
-      x: (B, T, ...) of each device; T is even.
-      axis: the mesh axis, manual here.
-      num: devices of it.
-      inverse: from that order back to contiguous shards.
-
-    Returns:
-      The same shape, in rising order of positions.
-
-    References:
-      Brandon et al. 2023, Striped Attention, https://arxiv.org/abs/2311.09431, section 3, on the imbalance of
-      causal rings; the order of two parts for each device is that of Megatron-LM's context parallelism.
-    """
-    owner = [part if part < num else 2 * num - 1 - part for part in range(2 * num)]
-    pairs = [[(part // 2, owner[part]) for part in range(start, 2 * num, 2)] for start in (0, 1)]
-    # device i gets the part i and another one; the first is the one with an even number where i is even
-    is_even = lax.axis_index(axis) % 2 == 0
-    halves = jnp.split(x, 2, 1)
-    if inverse:
-        low, high = halves
-        sent = jnp.where(is_even, low, high), jnp.where(is_even, high, low)
-        back = [[(to, origin) for origin, to in found] for found in pairs]
-        return jnp.concatenate([lax.ppermute(s, axis, p) for s, p in zip(sent, back, strict=True)], 1)
-    even, odd = (lax.ppermute(half, axis, p) for half, p in zip(halves, pairs, strict=True))
-    return jnp.concatenate([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)], 1)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def ring_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, ring: Ring) -> jax.Array:
     """Return the attention of this device's queries to the keys of all devices; softmax in float32.
@@ -126,7 +43,7 @@ def ring_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, ring: R
       v: (B, S, kv_heads, K).
       seen: labels of these queries and keys. A query that sees no key gets the mean of all values, as of
         equal scores; in the order "window" there is none.
-      ring: its devices. In a balanced order, of every pair of devices two of four blocks of scores are
+      ring: its devices. In the balanced order, of every pair of devices two of four blocks of scores are
         computed, on all alike.
 
     Returns:
@@ -139,7 +56,8 @@ def ring_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, ring: R
 
 
 def _forward(q: Any, k: Any, v: Any, seen: Seen, ring: Ring) -> tuple[Any, Any]:
-    queries, keys = _parts((q, seen.of_queries), ring), _parts(Keys(k, v, seen.of_keys), ring)
+    queries = _parts((q, seen.of_queries), ring)
+    of_device = keys = _parts(Keys(k, v, seen.of_keys), ring)
     shape = queries[0].shape[:-1]
     sums = (
         jnp.zeros(queries[0].shape, jnp.float32),
@@ -148,7 +66,7 @@ def _forward(q: Any, k: Any, v: Any, seen: Seen, ring: Ring) -> tuple[Any, Any]:
     )
     sum_of_values = jnp.zeros((v.shape[0], *v.shape[2:]), jnp.float32)
     for step in range(ring.num_steps):
-        keys = keys if step == 0 else _sent(keys, ring)
+        keys = ring.next_keys(step, of_device, keys)
         sum_of_values += keys.v.astype(jnp.float32).sum((0, 2))
         for mine, theirs, distance in _pairs(step, ring, q.shape[1], seen.window):
             block = _block(queries, mine, distance, seen, ring)
@@ -168,7 +86,7 @@ def _backward(ring: Ring, kept: Any, cotangent: jax.Array) -> Any:
     of_out = cotangent.astype(jnp.float32)
     delta = (of_out * out.astype(jnp.float32)).sum(-1)
     queries, of_out, delta = _parts(((q, seen.of_queries), of_out, delta), ring)
-    keys = _parts(Keys(k, v, seen.of_keys), ring)
+    of_device = keys = _parts(Keys(k, v, seen.of_keys), ring)
     of_queries = jnp.zeros(queries[0].shape, jnp.float32)
     # of each value, by the queries that have the mean of all
     of_mean = jnp.where(jnp.isposinf(logsumexp)[..., None], of_out, 0).sum((0, 2, 4))
@@ -179,7 +97,7 @@ def _backward(ring: Ring, kept: Any, cotangent: jax.Array) -> Any:
     for step in range(ring.num_steps):
         found = own if step == 0 else visiting
         found = found[0], found[1] + of_mean
-        keys = keys if step == 0 else _sent(keys, ring)
+        keys = ring.next_keys(step, of_device, keys)
         for mine, theirs, distance in _pairs(step, ring, q.shape[1], seen.window):
             block = _block(queries, mine, distance, seen, ring)
             sums = (of_queries[mine], *_at(found, theirs))
@@ -188,9 +106,12 @@ def _backward(ring: Ring, kept: Any, cotangent: jax.Array) -> Any:
             of_queries, found = of_queries.at[mine].set(of_q), _put(found, theirs, tuple(of_keys))
         if step == 0:
             own = found
+        elif ring.is_tournament:
+            home = ring.from_opponent(found, step)
+            own = jax.tree.map(jnp.add, own, home)
         else:
             # with the keys, and home from the last step
-            visiting = _sent(found, ring, 1 if step < ring.num_steps - 1 else -step)
+            visiting = ring.sent(found, 1 if step < ring.num_steps - 1 else -step)
     of_k, of_v = (_whole(a + b).astype(x.dtype) for a, b, x in zip(own, visiting, (k, v), strict=True))
     return _whole(of_queries).astype(q.dtype), of_k, of_v, None
 
@@ -232,7 +153,7 @@ def _gathered(arrays: Any, axis: str) -> Any:
 
 
 def _pairs(step: int, ring: Ring, num_queries: int, window: Any) -> list[Pair]:
-    """List the blocks of scores of a step, when the keys of the device `step` places before are here.
+    """List the blocks of scores of a step, when the keys of `Ring.other` are here.
 
     Of a balanced ring each device has two parts, 0 early and 1 late. Its late queries see all early keys. Of
     a device before it, early queries see early keys too; of one behind it, late queries see late keys.
@@ -242,22 +163,24 @@ def _pairs(step: int, ring: Ring, num_queries: int, window: Any) -> list[Pair]:
     me = lax.axis_index(ring.axis)
     if ring.order == "gathered":
         return [(0, 0, me * num_queries)]
-    size, other = num_queries // 2, (me - step) % ring.num
+    size, other = num_queries // 2, ring.other(step)
     if ring.order == "window":
         near = [(i, j) for i in (0, 1) for j in (0, 1) if 0 <= 2 * step + i - j <= ring.reach]
         return [(i, j, (2 * (me - other) + i - j) * size) for i, j in near]
 
+    my_part, other_part = ring.early_part(me), ring.early_part(other)
+
     def distance(mine: Any, theirs: Any) -> Any:
         places = [
-            jnp.where(jnp.equal(part, 0), device, 2 * ring.num - 1 - device)
-            for part, device in ((mine, me), (theirs, other))
+            jnp.where(jnp.equal(half, 0), part, 2 * ring.num - 1 - part)
+            for half, part in ((mine, my_part), (theirs, other_part))
         ]
         return (places[0] - places[1]) * size
 
     if step == 0:
         pairs: list[Pair] = [(0, 0, 0), (1, 0, None), (1, 1, 0)]
     else:
-        either = jnp.where(me >= step, 0, 1)
+        either = jnp.where(my_part > other_part, 0, 1)
         pairs = [(1, 0, None), (either, either, None)]
     # behind the diagonal every key is seen, but for a window
     if window is None:
@@ -277,12 +200,6 @@ def _parts(arrays: Any, ring: Ring) -> Any:
 
 def _whole(x: jax.Array) -> jax.Array:
     return jnp.concatenate(list(x), 1)
-
-
-def _sent(arrays: Any, ring: Ring, places: int = 1) -> Any:
-    """Send arrays so many places along the ring."""
-    pairs = [(i, (i + places) % ring.num) for i in range(ring.num)]
-    return jax.tree.map(lambda x: lax.ppermute(x, ring.axis, pairs), arrays)
 
 
 def _at(arrays: Any, index: Any) -> Any:

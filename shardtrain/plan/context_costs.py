@@ -5,6 +5,7 @@ The formulas are those of `docs/context.md`: ring attention (Liu et al. 2023) an
 """
 
 from collections.abc import Iterable
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,13 +32,12 @@ are apart. As compiled programs for H100 GPUs and by XLA for CPU have them."""
 def moved_part(num: int) -> float:
     """Return the part of the positions that a causal ring moves to be balanced.
 
-    Of 2N halves device i has 2i and 2i + 1, and in the ring i and 2N - 1 - i.
+    Each device exchanges one of its two halves with another device; of an odd number one keeps both.
 
-    >>> moved_part(2), moved_part(4)
-    (0.5, 0.75)
+    >>> moved_part(3), moved_part(4)
+    (0.3333333333333333, 0.5)
     """
-    balanced = [min(half, 2 * num - 1 - half) for half in range(2 * num)]
-    return sum(half // 2 != device for half, device in enumerate(balanced)) / (2 * num)
+    return num // 2 / num
 
 
 class AttentionCall(NamedTuple):
@@ -76,18 +76,29 @@ class AttentionCall(NamedTuple):
 
     def cost(self, sizes: CallSizes) -> CallCost:
         """Return what one call costs; see `DeviceCall`."""
-        nums = np.broadcast_to(sizes.axis_sizes(axes.CONTEXT), np.shape(sizes.reads[0]))
+        nums, stages = (
+            np.broadcast_to(sizes.axis_sizes(axis), np.shape(sizes.reads[0]))
+            for axis in (axes.CONTEXT, axes.PIPELINE)
+        )
         found = np.zeros((5, len(nums)))
-        for num in np.unique(nums):
-            here = nums == num
-            for row, figures in zip(found, self._of(int(num), sizes, here), strict=True):
+        for num, in_pairs in product(np.unique(nums), (False, True)):
+            here = (nums == num) & ((stages > 1) == in_pairs)
+            for row, figures in zip(found, self._of(int(num), in_pairs, sizes, here), strict=True):
                 row[here] = figures
         flops, moved, temporary, num_bytes, messages = found
+        # an exchange between two devices takes what a permute does
         sent = Sent(PERMUTE, (axes.CONTEXT,), num_bytes, messages)  # pyright: ignore
         return CallCost(flops=flops, moved_bytes=moved, temporary_bytes=temporary, sent=(sent,))
 
-    def _of(self, num: int, sizes: CallSizes, here: Any) -> tuple[Any, ...]:
-        """Return flops, bytes moved and temporary, bytes and messages sent, of so many devices."""
+    def _of(self, num: int, in_pairs: bool, sizes: CallSizes, here: Any) -> tuple[Any, ...]:
+        """Return flops, bytes moved and temporary, bytes and messages sent, of so many devices.
+
+        Args:
+          num: devices of context.
+          in_pairs: whether those of a ring exchange in pairs, as in stages of a pipeline.
+          sizes: the arrays.
+          here: which of the shardings have so many devices.
+        """
         queries, keys = self.queries // num, self.keys
         q, kv = sizes.reads[0][here], (sizes.reads[1] + sizes.reads[2])[here]
         q_float, kv_float = (x * FLOAT / self.item_bytes for x in (q, kv))
@@ -96,6 +107,7 @@ class AttentionCall(NamedTuple):
         if self.kind == "all-gather":
             steps, of_four, part, moved, at_once = num, 0, 1.0, 0.0, keys * of_key
             visiting, travelling, gradients = num * kv, kv, num * kv_float
+            reach = None
         else:
             reach = window_reach(num, queries, self.window) if self.causal and self.window else None
             steps = num if reach is None else 1 + (reach + 1) // 2
@@ -125,9 +137,11 @@ class AttentionCall(NamedTuple):
         temporary = (
             q_float * (2 + back) + visiting + gradients * back + at_once / num_blocks * arrays + results
         )
-        sent = (steps - 1) * (kv * (not self.keys_are_here) + travelling * back) + moved
-        sends = 2 * (steps - 1)
-        messages = (sends + 4 * bool(np.any(moved))) * (1 + back) - sends * self.keys_are_here
+        # a neighbour of a contiguous ring is reached in two exchanges
+        hops = (steps - 1) * (2 if in_pairs and num > 2 and reach is not None else 1)
+        sent = hops * (kv * (not self.keys_are_here) + travelling * back) + moved
+        sends = 2 * hops
+        messages = (sends + 2 * bool(np.any(moved))) * (1 + back) - sends * self.keys_are_here
         return (
             products * 2 * part * keys * q_float / FLOAT,
             scores * PASSES[back],

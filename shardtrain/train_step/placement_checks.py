@@ -70,11 +70,12 @@ def check_stages(
             "all its stages run one program, so blocks must be alike, their parameters stacked along the dim"
             f" {axes.LAYERS!r}, and this model's are not; stack them, or use --across pipeline"
         )
-    if sizes.get(axes.CONTEXT, 1) > 1 and layout.context_attention == "ring":
+    num = sizes.get(axes.CONTEXT, 1)
+    if num > 1 and num % 2 and layout.context_attention == "ring":
         problems.append(
-            f"a ring over context={sizes[axes.CONTEXT]} sends keys by permutes, which all devices of a mesh"
-            " must reach at a time, and stages compute different things; use --context-attention all-to-all"
-            " or all-gather, or --across pipeline, where each island has a mesh of its own"
+            f"stages compute different things at a time, so a ring sends keys between pairs of devices, and"
+            f" context={num} is odd; use context={num - 1} or {num + 1}, --context-attention all-to-all or"
+            " all-gather, or --across pipeline, where each island has a mesh of its own"
         )
     # a microbatch does not wait for the model state of the one before it
     state = jax.eval_shape(lambda: model.init(jax.random.key(0))[1])

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.functional import ring_attention, score_blocks
 from shardtrain.functional.activation_rules import activation_rules
+from shardtrain.functional.ring import Ring
 from shardtrain.models.attention import attend, whole_attention
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -49,8 +50,13 @@ def on_mesh(kind, mesh, inputs, activations: Any = None, **options):
     return jax.jit(compute, in_shardings=NamedSharding(devices, PartitionSpec()))(*inputs)
 
 
+STAGES = {"pipeline": 2}
+"""In a mesh with stages a ring is one of pairs; these stages compute alike."""
 CASES = {
     "ring, causal": ("ring", {"context": 3}, arrays(12, 12), True, False),
+    "pairs, causal": ("ring", {**STAGES, "context": 4}, arrays(16, 16), True, False),
+    "pairs, causal, padding": ("ring", {**STAGES, "context": 2, "tensor": 2}, arrays(16, 16), True, True),
+    "pairs, to another sequence": ("ring", {**STAGES, "context": 4}, arrays(8, 12), False, True),
     "ring, causal, padding": ("ring", {"context": 4, "tensor": 2}, arrays(16, 16), True, True),
     "ring, to another sequence": ("ring", {"context": 4, "fsdp": 2}, arrays(8, 12), False, True),
     "all-gather, causal": ("all-gather", {"context": 4}, arrays(8, 8), True, False),
@@ -104,16 +110,20 @@ def test_16_bits_give_16_bits(dtype):
     np.testing.assert_allclose(out.astype(jnp.float32), whole_attention("xla", *wide), rtol=0.03, atol=0.03)
 
 
-@pytest.mark.parametrize("num", [2, 3, 4, 8])
-def test_a_balanced_ring_computes_what_is_needed_once_and_on_all_devices_as_much(num, monkeypatch):
+@pytest.mark.parametrize(
+    ("num", "in_pairs"), [(2, False), (3, False), (8, False), (2, True), (4, True), (6, True), (8, True)]
+)
+def test_a_balanced_ring_computes_what_is_needed_once_and_on_all_devices_as_much(num, in_pairs, monkeypatch):
     """Blocks of scores, as (part of the queries, part of the keys) of the sequence in 2 num parts."""
-    found, ring = [], ring_attention.Ring("context", num, "balanced")
+    found, ring = [], Ring("context", num, "balanced", in_pairs=in_pairs)
+    parts = [(2 * i, 2 * num - 1 - 2 * i) for i in range(num)]
+    parts = [(min(both), max(both)) for both in parts]
     for device in range(num):
         monkeypatch.setattr(ring_attention.lax, "axis_index", lambda axis, device=device: jnp.int32(device))
-        parts = [(i, 2 * num - 1 - i) for i in range(num)]
         for step in range(num):
+            other = int(ring.other(step))
             for mine, theirs, first in ring_attention._pairs(step, ring, 8, None):
-                pair = parts[device][int(mine)], parts[(device - step) % num][int(theirs)]
+                pair = parts[device][int(mine)], parts[other][int(theirs)]
                 # only on the diagonal are some keys behind some queries
                 assert (first is not None) == (pair[0] == pair[1])
                 found.append((device, *pair))
@@ -122,18 +132,22 @@ def test_a_balanced_ring_computes_what_is_needed_once_and_on_all_devices_as_much
     assert {sum(device == i for device, *_ in found) for i in range(num)} == {2 * num + 1}
 
 
-@pytest.mark.parametrize("num", [2, 3, 8])
-def test_the_balanced_order_pairs_early_with_late_parts_and_is_taken_back(num):
+@pytest.mark.parametrize(("num", "in_pairs"), [(2, False), (3, False), (8, False), (2, True), (6, True)])
+def test_the_balanced_order_pairs_early_with_late_parts_and_is_taken_back(num, in_pairs):
     mesh = make_mesh(Layout(mesh={"context": num}), jax.devices()[:num])
     split = PartitionSpec(None, "context")
+    ring = Ring("context", num, "balanced", in_pairs=in_pairs)
 
     def exchanged(x):
-        there = ring_attention.balanced_exchange(x, "context", num)
-        return there, ring_attention.balanced_exchange(there, "context", num, inverse=True)
+        there = ring.balanced(x)
+        return there, ring.balanced(there, inverse=True)
 
-    run = jax.shard_map(exchanged, mesh=mesh, in_specs=split, out_specs=(split, split))
+    run = jax.shard_map(exchanged, mesh=mesh, in_specs=split, out_specs=(split, split), check_vma=False)
     there, back = jax.jit(run)(jnp.arange(2 * num)[None])
-    assert there[0].tolist() == [part for i in range(num) for part in (i, 2 * num - 1 - i)]
+    parts = there[0].reshape(num, 2)
+    assert (parts[:, 0] < parts[:, 1]).all()
+    assert (parts.sum(1) == 2 * num - 1).all()
+    assert parts[:, 0].tolist() == [int(ring.early_part(i)) for i in range(num)]
     assert back[0].tolist() == list(range(2 * num))
 
 
@@ -175,6 +189,12 @@ PACKED: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "ring, wide window": ("ring", {"context": 4}, {"window": 12}),
     "ring, wider than all": ("ring", {"context": 2}, {"window": 40}),
     "ring, window, padding": ("ring", {"context": 4}, {"window": 3, "mask": True}),
+    "pairs, segments": ("ring", {**STAGES, "context": 4}, {"segments_BT": SEGMENTS}),
+    "pairs, window of one": ("ring", {**STAGES, "context": 4}, {"window": 1}),
+    "pairs, window of two parts": ("ring", {**STAGES, "context": 2}, {"window": 3}),
+    "pairs, window of many parts": ("ring", {**STAGES, "context": 4}, {"window": 6, "segments_BT": SEGMENTS}),
+    "pairs, wide window": ("ring", {**STAGES, "context": 4}, {"window": 12}),
+    "pairs, window, padding": ("ring", {**STAGES, "context": 4}, {"window": 3, "mask": True}),
     "ring, soft cap": ("ring", {"context": 2}, {"soft_cap": 0.5, "window": 3}),
     "all-gather, soft cap": ("all-gather", {"context": 2, "fsdp": 2}, {"soft_cap": 0.5}),
     "all-to-all, window, soft cap": ("all-to-all", {"context": 2}, {"soft_cap": 0.5, "window": 5}),
@@ -215,14 +235,21 @@ def test_a_window_may_be_computed(kind):
 WINDOWS = jnp.array([2, 5, 100])
 
 
-@pytest.mark.parametrize(("window", "num_permutes"), [(1, 0), (2, 2), (9, 2), (10, 4), (13, 4), (14, 6 + 4)])
-def test_a_ring_sends_as_far_as_a_window_needs(window, num_permutes):
-    """Keys and values, over 4 devices with 8 positions each; else to all, in the balanced order."""
+@pytest.mark.parametrize(("window", "num_sent"), [(1, 0), (2, 2), (9, 2), (10, 4), (13, 4), (14, 6 + 2)])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_ring_sends_as_far_as_a_window_needs(window, num_sent, stages):
+    """Keys and values, over 4 devices with 8 positions each; else to all, in the balanced order.
+
+    By pairs a neighbour is reached in two exchanges, and in the balanced order all are met in as many.
+    """
     inputs, _ = arrays(32, 32)
-    layout = Layout(mesh={"context": 4})
-    with activation_rules(layout.activation_rules, make_mesh(layout, jax.devices()[:4]), *layout.tracing):
+    layout = Layout(mesh={"context": 4, "pipeline": stages})
+    mesh = make_mesh(layout, jax.devices()[: 4 * stages])
+    with activation_rules(layout.activation_rules, mesh, *layout.tracing):
         text = str(jax.make_jaxpr(lambda q, k, v: attend(q, k, v, "xla", window=window))(*inputs))
-    assert text.count("ppermute[") == num_permutes
+    found = text.count("ppermute["), text.count("all_gather[")
+    by_pairs = num_sent if window == 14 else 2 * num_sent
+    assert found == ((num_sent, 0) if stages == 1 else (0, by_pairs))
 
 
 def test_sequences_that_a_layout_leaves_whole_are_not_split():

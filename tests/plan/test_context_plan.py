@@ -16,7 +16,9 @@ from shardtrain.functional.remat import with_remat
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.mlp import MlpConfig
+from shardtrain.pipeline.schedule import make_table
 from shardtrain.plan.compile import compile_step, figures
+from shardtrain.plan.hlo.collectives import PERMUTE
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import predictions, search
@@ -115,13 +117,16 @@ def test_context_is_searched_where_it_is_named(subject):
     assert kinds(every) == {"ring", "all-gather", "all-to-all"}
     assert kinds(meshes(-1, "all-gather")) == {"all-gather"}
     assert sizes(meshes(2, "all-gather")) == {2}
-    # by the run's own checks: 4 heads, and a ring inside a pipeline
+    # by the run's own checks: 4 heads, and an odd ring inside a pipeline
     assert sizes(meshes(-1, "all-to-all")) == {1, 2, 4}
     refused = meshes(-1, "all-to-all").refused["--mesh context=8 --context-attention all-to-all"]
     assert "4 heads of a device cannot be split over 8; use a context that divides them" in refused
-    staged = next(text for mesh, text in every.refused.items() if "pipeline" in mesh and "context" in mesh)
-    assert "a ring over context=" in staged
-    assert "use --context-attention all-to-all or all-gather" in staged
+    staged = {"pipeline", "context"}
+    rings = [each.choice.layout for each in every.ranked if each.choice.layout.mesh.keys() >= staged]
+    assert "ring" in {layout.context_attention for layout in rings}
+    odd = Space(layout=layout_of("ring", pipeline=2, context=3), accumulates=(1,), remats=("weights",))
+    by_odd = search(subject, MACHINE, 6, odd, most=10**6)
+    assert "context=3 is odd; use context=2 or 4" in by_odd.refused["--mesh pipeline=2,context=3"]
 
 
 def test_context_is_searched_for_long_sequences_alone(subject, monkeypatch):
@@ -163,6 +168,28 @@ def test_a_window_of_a_ring_is_counted(subject):
 
     # of 4 devices only the neighbour's keys are needed, and no halves are exchanged
     assert all(near < far for near, far in zip(predicted(8), predicted(None), strict=True))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_ring_in_stages_is_planned_as_it_is_compiled(window):
+    """Each tick counts all segments; a window's neighbour is reached in two exchanges."""
+    # loops of one block would be left out, and keys that are there twice merged
+    staged = subject_of(replace(CONFIG, num_layers=4, window=window))
+    layout = layout_of("ring", pipeline=2, context=4)
+    choice, sizes = Choice(layout=layout, accumulate=2, remat="weights"), axis_sizes(layout.mesh, 8)
+    (step,) = steps(staged, MACHINE, 8, [choice])
+    model, mesh = staged.model_of(choice.remat), make_mesh(layout, jax.devices()[:8])
+    placement = make_placement(model, staged.optimizer, layout, mesh, stages=staged.stages(2, 1))
+    compiled = compile_step(model, staged.loss, staged.optimizer, placement, staged.batch, microbatches=2)
+    found = figures(compiled, sizes)
+    assert step.forward is not None
+    segments = [*step.forward.segments[:2], *step.cost.segments[1:]]
+    ticks = make_table(choice.schedule, 2, 2, lockstep=True).num_ticks
+    # compilers leave out a part of the forward that is computed again
+    assert ticks * sum(each.flops for each in segments) == pytest.approx(found.flops, rel=0.01)
+    sent = sum(each.num_bytes for segment in segments for each in segment.sent if each.kind == PERMUTE)
+    in_pairs = [each for each in found.collectives if each.axes == ("context",) and each.group_size == 2]
+    assert ticks * sent == pytest.approx(sum(each.wire_bytes_per_device for each in in_pairs), rel=1e-3)
 
 
 def test_a_model_without_attention_of_the_run_is_refused():

@@ -16,6 +16,8 @@ from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
+from shardtrain.pipeline.schedule import make_table
+from shardtrain.pipeline.stacking import Partition
 from shardtrain.plan.compile import compile_step, described_devices, figures
 from shardtrain.plan.flows import StepSizes
 from shardtrain.plan.traffic import Key, step_traffic
@@ -59,7 +61,10 @@ class Program:
             "weights": jax.ShapeDtypeStruct((rows,), jnp.float32),
         }
         source = model(config, linen)
-        placement = make_placement(source, OPTIMIZER, self.layout, jax_mesh)
+        num_stages = self.sizes["pipeline"]
+        counts = (config.num_layers // num_stages,) * num_stages if num_stages > 1 else ()
+        stages = Partition(num_stages=num_stages, counts=counts) if counts else None
+        placement = make_placement(source, OPTIMIZER, self.layout, jax_mesh, stages=stages)
         compiled = compile_step(
             source, next_token_loss, OPTIMIZER, placement, batch, microbatches=microbatches
         )
@@ -200,12 +205,9 @@ def attention_bytes(kind, num):
     queries = 4 * tokens * GROUPED.embed
     keys = queries // 2  # half as many heads
     both, rest = 2 * keys, (num - 1) / num
-    # parts of a sequence that are where the balanced order wants them already
-    owner = [part if part < num else 2 * num - 1 - part for part in range(2 * num)]
-    moved = sum(part // 2 != owner[part] for part in range(2 * num)) / (2 * num)
     layer = {
-        # into the balanced order and back, and round the ring; gradients of keys go round too
-        "ring": {"collective-permute": 2 * moved * (2 * queries + both) + 3 * (num - 1) * both},
+        # half of it into the balanced order and back, and round the ring; gradients of keys go round too
+        "ring": {"collective-permute": 2 * (2 * queries + both) / 2 + 3 * (num - 1) * both},
         "all-gather": {"all-gather": 2 * (num - 1) * both, "reduce-scatter": (num - 1) * both},
         "all-to-all": {"all-to-all": 2 * rest * (2 * queries + both)},
     }[kind]
@@ -227,6 +229,20 @@ def test_attention_over_context_sends_the_bytes_of_theory(kind):
     # outside the blocks: gradients of the embedding and the head, and tokens
     outside = Key("all-reduce", ("context",), False)
     assert step.measured[outside] == pytest.approx(step.theory[outside], rel=0.02, abs=4 * 4 * ROWS * SEQ)
+
+
+def test_a_ring_in_stages_sends_as_many_bytes_in_pairs():
+    """In each tick the blocks of a stage, forward, and again before their backward."""
+    num, microbatches = 4, 2
+    step = program(GROUPED, {"pipeline": 2, "context": num}, microbatches=microbatches)
+    ticks = make_table("1f1b", 2, microbatches, 1, lockstep=True).num_ticks
+    both_ways = attention_bytes("ring", num)["collective-permute"] / GROUPED.num_layers / microbatches
+    queries = keys = 4 * ROWS // microbatches * SEQ // num * GROUPED.embed  # keys and values
+    forward = (2 * queries + keys) / 2 + (num - 1) * keys
+    found = [each for each in step.figures.collectives if each.axes == ("context",)]
+    assert {each.kind for each in found} == {"all-gather", "all-reduce"}
+    sent = sum(each.wire_bytes_per_device for each in found if each.group_size == 2)
+    assert sent == pytest.approx(ticks * GROUPED.num_layers // 2 * (forward + both_ways), rel=1e-3)
 
 
 MIXTURE = replace(PLAIN, mlp=32, activation="swiglu", experts="num=8,top=2,capacity=1.5,balance=0")

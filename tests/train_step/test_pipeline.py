@@ -346,6 +346,34 @@ def test_a_decoder_is_that_of_one_device_dropout_too(config, mesh, options, asse
     assert_same(got, expected)
 
 
+LONG = replace(
+    SMALL, seq=8, num_kv_heads=2, positions="rotary", activation="swiglu", bias=False, dropout=0.0, scan=True
+)
+RINGS = {
+    "interleaved": (LONG, {"pipeline": 2, "context": 4}),
+    "zero_bubble": (replace(LONG, window=3), {"pipeline": 2, "data": 2, "context": 2}),
+    "zb_v": (replace(LONG, window=3), {"pipeline": 2, "context": 4}),
+    "1f1b": (LONG, {"pipeline": 4, "context": 2}),
+}
+"""Schedule -> a decoder, and a mesh in which its keys are sent between pairs of devices."""
+
+
+@pytest.mark.parametrize("schedule", RINGS)
+def test_a_ring_in_stages_is_the_attention_of_one_device(schedule, assert_same):
+    """Of packed rows, with fewer key heads, with and without a window."""
+    config, mesh = RINGS[schedule]
+    random = np.random.default_rng(1)
+    segments = np.sort(random.integers(0, 3, (16, config.seq), np.int32), axis=1)
+    batch = {
+        "tokens": random.integers(0, VOCAB, (16, config.seq + 1), np.int32),
+        "weights": np.ones(16, np.float32),
+        "segments": segments,
+    }
+    expected = gradients(decoder(config), {"data": 1}, loss=next_token_loss, batch=batch)
+    got = gradients(decoder(config), mesh, 4, loss=next_token_loss, batch=batch, schedule=schedule)
+    assert_same(got, expected)
+
+
 def test_a_loss_in_chunks_is_that_of_plain_logits(assert_same):
     config = replace(SMALL, dropout=0.0, num_layers=2)
     chunked = decoder(replace(config, loss_chunk=24))
@@ -454,9 +482,15 @@ class TestRefusals:
         assert "more than once" in refused(words(), twice)
         assert "without calling the model" in refused(words(), never)
 
-    def test_sequences_that_are_sharded(self):
-        with pytest.raises(ValueError, match=r"a ring over context=2 .* --context-attention all-to-all"):
-            placed(words(), {"pipeline": 2, "context": 2})
+    def test_a_ring_of_an_odd_number_of_devices(self):
+        with pytest.raises(ValueError) as error:
+            placed(words(), {"pipeline": 2, "context": 3})
+        assert str(error.value).endswith(
+            "so a ring sends keys between pairs of devices, and context=3 is odd; use context=2 or 4,"
+            " --context-attention all-to-all or all-gather, or --across pipeline, where each island has a"
+            " mesh of its own"
+        )
+        placed(words(), {"pipeline": 2, "context": 3}, context_attention="all-gather")
 
     def test_blocks_that_are_not_stacked_and_statistics(self):
         class Counting(nnx.Module):

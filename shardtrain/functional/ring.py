@@ -1,0 +1,123 @@
+"""The devices of a ring, in which order they have the parts of a sequence, and how arrays go round.
+
+They send to their neighbours, or exchange in pairs. Next: `pairwise_exchange.py`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardtrain.functional.pairwise_exchange import partners, shifted, swapped
+
+Order = Literal["any", "balanced", "window", "gathered"]
+"""Which keys a device has, and when. "any": queries see keys of all positions. The others are causal:
+"balanced", in the order of `Ring.balanced`; "window", contiguous shards, and only as many steps as the
+window needs; "gathered", the keys of all at once."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The devices of a ring, and the order of what they have.
+
+    Args:
+      axis: the mesh axis, manual where attention is computed.
+      num: devices of it; 1 where each has the keys of all.
+      order: see `Order`.
+      reach: in the order "window", how many halves of shards before its own a query sees at most.
+      soft_cap: see `Queries`.
+      in_pairs: whether they exchange in pairs, in which no device of another ring takes part, and not by
+        permutes, which wait for all devices of the mesh; `num` is even.
+    """
+
+    axis: str
+    num: int
+    order: Order
+    reach: int = 0
+    soft_cap: float | None = None
+    in_pairs: bool = False
+
+    @property
+    def num_steps(self) -> int:
+        """The steps in which a device has keys that some device needs: its own, and those of others."""
+        return 1 + (self.reach + 1) // 2 if self.order == "window" else self.num
+
+    @property
+    def is_tournament(self) -> bool:
+        """Whether a device gets keys from their owner in each step, and not from its neighbour."""
+        return self.in_pairs and self.order != "window"
+
+    @property
+    def num_parts(self) -> int:
+        """The parts of a device's queries and keys, of which pairs are needed or not."""
+        return 2 if self.order in ("balanced", "window") else 1
+
+    def other(self, step: int) -> jax.Array:
+        """Return the device whose keys are here in a step."""
+        me = lax.axis_index(self.axis)
+        if self.is_tournament and step > 0:
+            return jnp.asarray(partners(self.num, step))[me]
+        return (me - step) % self.num
+
+    def next_keys(self, step: int, of_device: Any, keys: Any) -> Any:
+        """Return the keys of `other`.
+
+        Args:
+          step: from 0, where they are those of the device.
+          of_device: arrays of the keys of this device.
+          keys: those of the step before.
+        """
+        if step == 0:
+            return of_device
+        return self.from_opponent(of_device, step) if self.is_tournament else self.sent(keys)
+
+    def from_opponent(self, arrays: Any, step: int) -> Any:
+        """Exchange arrays with `other` of a tournament."""
+        return self._exchanged(arrays, partners(self.num, step))
+
+    def _exchanged(self, arrays: Any, partner: tuple[int, ...]) -> Any:
+        if self.in_pairs:
+            return swapped(arrays, self.axis, partner)
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis, list(enumerate(partner))), arrays)
+
+    def sent(self, arrays: Any, places: int = 1) -> Any:
+        """Send arrays so many places along the ring."""
+        if self.in_pairs:
+            return shifted(arrays, self.axis, self.num, places)
+        pairs = [(i, (i + places) % self.num) for i in range(self.num)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis, pairs), arrays)
+
+    def early_part(self, device: Any) -> jax.Array:
+        """Return the early one of the two parts that a device has in the balanced order."""
+        return jnp.where(2 * device < self.num, 2 * device, 2 * self.num - 1 - 2 * device)
+
+    def balanced(self, x: jax.Array, *, inverse: bool = False) -> jax.Array:
+        """Exchange halves of contiguous shards: each device has one part as early as its other is late.
+
+        Of 2 num parts device i has 2i and 2i + 1. It keeps the first and exchanges the other with device
+        num - 1 - i, so that it has `early_part(i)` and 2 num - 1 - `early_part(i)`.
+
+        Args:
+          x: (B, T, ...) of each device; T is even.
+          inverse: from that order back to contiguous shards.
+
+        Returns:
+          The same shape, in rising order of positions.
+
+        References:
+          Brandon et al. 2023, Striped Attention, https://arxiv.org/abs/2311.09431, section 3, on the
+          imbalance of causal rings; an early and a late part for each device is the order of Megatron-LM's
+          context parallelism, with the devices in another order.
+        """
+        # the second device of a pair keeps its late part
+        keeps_early = 2 * lax.axis_index(self.axis) < self.num
+        first, second = jnp.split(x, 2, 1)
+        kept, other = _either(keeps_early, first, second) if inverse else (first, second)
+        found = self._exchanged(other, tuple(reversed(range(self.num))))
+        return jnp.concatenate((kept, found) if inverse else _either(keeps_early, kept, found), 1)
+
+
+def _either(in_order: Any, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jnp.where(in_order, first, second), jnp.where(in_order, second, first)
