@@ -3,11 +3,13 @@
 Next: `stage_compute.py`.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 
 class Activations(NamedTuple):
@@ -23,20 +25,22 @@ class Activations(NamedTuple):
 
 
 class ActivationTree:
-    """The structure, shapes and dtypes of activations, to flatten and unflatten them.
+    """The structure, shapes, dtypes and specs of activations, to flatten and unflatten them.
 
     Args:
       example: activations, as arrays or shapes.
+      specs: the PartitionSpec of each array.
     """
 
-    def __init__(self, example: Any) -> None:
+    def __init__(self, example: Any, specs: Sequence[PartitionSpec]) -> None:
         leaves, self._structure = jax.tree.flatten(example)
         self._is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
         self.shapes = self.split(example)
+        self._specs = self.split(jax.tree.unflatten(self._structure, specs))
 
     def split(self, tree: Any) -> Activations:
         """Return the arrays of a pytree of this structure."""
-        leaves = list(zip(self._is_float, jax.tree.leaves(tree), strict=True))
+        leaves = list(zip(self._is_float, self._structure.flatten_up_to(tree), strict=True))
         return Activations(
             [x for is_float, x in leaves if is_float], [x for is_float, x in leaves if not is_float]
         )
@@ -47,6 +51,18 @@ class ActivationTree:
         return jax.tree.unflatten(
             self._structure, [next(floats if is_float else others) for is_float in self._is_float]
         )
+
+    def constrain(self, activations: Activations) -> Activations:
+        """Constrain activations to their specs."""
+        floats, others = (
+            list(map(lax.with_sharding_constraint, arrays, specs))
+            for arrays, specs in zip(activations, self._specs, strict=True)
+        )
+        return Activations(floats, others)
+
+    def constrain_floats(self, cotangents: list[Any]) -> list[Any]:
+        """Constrain cotangents of `floats` as these."""
+        return list(map(lax.with_sharding_constraint, cotangents, self._specs.floats))
 
 
 def make_slots(number: int, shapes: Any) -> Any:

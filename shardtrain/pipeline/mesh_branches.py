@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardtrain.functional.sums import Sums
+from shardtrain.pipeline.activations import Activations
 from shardtrain.pipeline.stage_compute import StageCompute
 
 
@@ -59,14 +60,17 @@ class Branches:
         return self._switch(condition.astype(jnp.int32), [no, yes], *operands)
 
     def constrain(self, result: Any) -> Any:
-        """Shard gradients as their parameters, and activations and cotangents by rows."""
+        """Shard gradients as their parameters, and activations and lists of cotangents as blocks do."""
+        tree = self._compute.tree
 
         def constrain(x: Any) -> Any:
-            if not isinstance(x, Sums):
-                return self._compute.shard_rows(x)
+            if isinstance(x, Activations):
+                return tree.constrain(x)
+            if isinstance(x, list):
+                return tree.constrain_floats(x)
             return x._replace(grads=jax.tree.map(lax.with_sharding_constraint, x.grads, self._grad_specs))
 
-        return jax.tree.map(constrain, result, is_leaf=lambda x: isinstance(x, Sums))
+        return jax.tree.map(constrain, result, is_leaf=lambda x: isinstance(x, Sums | Activations | list))
 
     def _switch(self, which: jax.Array, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
         def constrained(branch: Callable[..., Any]) -> Callable[..., Any]:

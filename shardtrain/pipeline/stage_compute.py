@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from shardtrain import axes
 from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.constrained_specs import constrained_specs
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Chain
 from shardtrain.functional.model_calls import model_inputs, once
@@ -50,7 +51,7 @@ class StageCompute:
         row_axes: Sequence[str],
         train: bool,
     ) -> None:
-        self.row_spec = PartitionSpec(tuple(row_axes))
+        self._rows = tuple(row_axes)
         self.chain, self.loss, self.stages, self.rng, self.batch = chain, loss, stages, rng, batch
         self.train = train
         self.blocks = params[BLOCKS]
@@ -62,10 +63,13 @@ class StageCompute:
         before = jax.eval_shape(lambda: self._first(self.rest, 0))
         size = self.stages.counts[0]
         blocks = self.block_params(size, 0)
-        after = jax.eval_shape(lambda tree: self._run(size, blocks, 0, 0, tree), before)
+        run = jax.make_jaxpr(lambda tree: self._run(size, blocks, 0, 0, tree), return_shape=True)
+        program, after = run(before)
         if changed := activation_changes(before, after):
             raise ValueError(changed)
-        return ActivationTree(before)
+        # between stages activations stay sharded as the blocks say, such as a sequence over context
+        specs = [PartitionSpec(self._rows, *(spec or ())[1:]) for spec in constrained_specs(program.jaxpr)]
+        return ActivationTree(before, specs)
 
     @cached_property
     def loss_shapes(self) -> Any:
@@ -74,7 +78,8 @@ class StageCompute:
 
     def shard_rows(self, arrays: Any) -> Any:
         """Constrain arrays to be sharded over their first dim, the rows of the batch."""
-        return jax.tree.map(lambda x: lax.with_sharding_constraint(x, self.row_spec), arrays)
+        spec = PartitionSpec(self._rows)
+        return jax.tree.map(lambda x: lax.with_sharding_constraint(x, spec), arrays)
 
     def microbatch(self, number: Any) -> Batch:
         """Return one microbatch of the batch."""

@@ -243,6 +243,11 @@ def test_a_ring_in_stages_sends_as_many_bytes_in_pairs():
     assert {each.kind for each in found} == {"all-gather", "all-reduce"}
     sent = sum(each.wire_bytes_per_device for each in found if each.group_size == 2)
     assert sent == pytest.approx(ticks * GROUPED.num_layers // 2 * (forward + both_ways), rel=1e-3)
+    # between stages the stream stays sharded; it is gathered once, for the gradient of the embedding
+    stream = 4 * ROWS // microbatches * SEQ * GROUPED.embed
+    gathered = [each for each in found if each.kind == "all-gather" and each.group_size == num]
+    whole = sum(each.wire_bytes_per_device for each in gathered)
+    assert whole == pytest.approx(ticks * stream * (num - 1) / num, rel=0.02)
 
 
 MIXTURE = replace(PLAIN, mlp=32, activation="swiglu", experts="num=8,top=2,capacity=1.5,balance=0")
