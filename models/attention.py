@@ -187,7 +187,7 @@ def whole_attention(
       The context, shaped and typed as `q_BTHK`.
 
     Raises:
-      ValueError: "cudnn" with a soft cap or a bias, or a bias with a soft cap.
+      ValueError: "cudnn" with a soft cap or a bias, or without cuDNN, or a bias with a soft cap.
     """
     seen = None if mask_BS is None else (mask_BS if mask_BS.ndim == 3 else mask_BS[:, None])[:, None] != 0
     if segments_BT is not None:
@@ -218,16 +218,25 @@ def whole_attention(
         return _capped_attention(q_BTHK, k_BSHK, v_BSHK, causal, seen, soft_cap).astype(dtype)
     if kind == "cudnn" and planned is not None:
         return planned(q_BTHK, k_BSHK, v_BSHK, causal=causal, window=window)
-    context_BTHK = jax.nn.dot_product_attention(
-        q_BTHK,
-        k_BSHK,
-        v_BSHK,
-        bias=bias_BHTS,
-        mask=seen,
-        is_causal=causal,
-        implementation=kind,
-        local_window_size=flash_window,
-    )
+    try:
+        context_BTHK = jax.nn.dot_product_attention(
+            q_BTHK,
+            k_BSHK,
+            v_BSHK,
+            bias=bias_BHTS,
+            mask=seen,
+            is_causal=causal,
+            implementation=kind,
+            local_window_size=flash_window,
+        )
+    except RuntimeError as error:
+        if kind != "cudnn":
+            raise
+        # a plan too asks for what a loss counts before it says which devices it is for
+        raise ValueError(
+            f"attention 'cudnn' cannot be traced here: {error} It needs an NVIDIA GPU of this process; use"
+            " 'auto', which takes it where such GPUs are, and counts it in plans for them"
+        ) from error
     return context_BTHK.astype(dtype)
 
 

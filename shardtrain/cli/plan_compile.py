@@ -7,6 +7,7 @@ from dataclasses import replace
 from shardtrain import axes
 from shardtrain.islands.cluster import Cluster
 from shardtrain.plan.compile import Figures, described_devices
+from shardtrain.plan.flash_costs import counts_flash
 from shardtrain.plan.islands import ClusterPlan
 from shardtrain.plan.predict import predict
 from shardtrain.plan.steps import Step, steps
@@ -55,7 +56,7 @@ def compile_plan(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], kind:
         if not each.plan.ranked:
             continue
         several, devices = len(plan.shares) > 1, each.kind.devices or 1
-        subject = replace(subject, target=subject.target._replace(is_here=False))
+        counted, subject = subject, replace(subject, target=subject.target._replace(has_flash=False))
         (step,) = steps(
             subject.share(each.rows) if several else subject,
             each.machine,
@@ -83,7 +84,8 @@ def compile_plan(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], kind:
         texts.append("\n" + compiled_text(found, step, predicted, title=title, simulated=kind == "cpu"))
         if step.sizes[axes.PIPELINE] > 1:
             texts.append(EVERY_TICK)
-        if kind != "cpu" and ":" not in kind and not subject.in_float32:
+        exchange = counted.exchange(step.choice.layout, step.sizes)
+        if counts_flash(counted.program(step.choice.remat, exchange=exchange)):
             texts.append(ABSENT_ATTENTION)
         texts += [f"{line}\n" for line in _flags(subject, step, found)]
     return "".join(texts)

@@ -136,8 +136,8 @@ class TokenFile:
         self._offset = tokens.offset
         self._handle = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._handle)
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(self._handle, fcntl.LOCK_SH)
+        with suppress(OSError):  # a file system without locks, or the file is being deleted
+            fcntl.flock(self._handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Read tokens `start` to `stop`, integers (stop - start,).

@@ -6,7 +6,7 @@ Next: `traced_attention.py`, which puts such calls in the place of the kernel of
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from shardtrain.plan.program import CallCost, CallSizes, DeviceCall
+from shardtrain.plan.program import CallCost, CallSizes, DeviceCall, Program
 
 PRODUCTS, COUNTED = (2, 5), (2, 4)
 """Products of queries and keys forward and backward: those of the kernel, whose backward computes the scores
@@ -76,3 +76,11 @@ class FlashCall(NamedTuple):
         most = min(self.keys, self.window or self.keys)
         growing = min(most, self.queries)
         return (growing * (growing + 1) / 2 + (self.queries - growing) * most) / (self.queries * self.keys)
+
+
+def counts_flash(program: Program) -> bool:
+    """Return whether a program, or a loop in it, has flash attention."""
+    return any(
+        isinstance(kernel.call, FlashCall) or (kernel.body is not None and counts_flash(kernel.body))
+        for kernel in program.kernels
+    )

@@ -29,13 +29,13 @@ class Target(NamedTuple):
     Attributes:
       device_kind: their name by jax.
       one_device: whether the program is for one of them alone.
-      is_here: whether a GPU's own attention can be traced, as in a run; where a program is compiled for GPUs
-        that are absent, it is XLA's.
+      has_flash: whether flash attention of known NVIDIA GPUs is counted where models choose it, as in a run;
+        False for a program that is compiled without such a GPU.
     """
 
     device_kind: str = ANY_DEVICE
     one_device: bool = False
-    is_here: bool = True
+    has_flash: bool = True
 
 
 ANY_TARGET = Target()
@@ -77,7 +77,7 @@ def trace(
     mesh = AbstractMesh((1,) * len(every), tuple(every), axis_types=types, abstract_device=device)
     rules = {name: (name,) for name in every}
     of_plan: dict[str, Any] = {"attention": attention, "experts": experts}
-    of_plan["flash"] = planned_flash(kind, is_here=target.is_here)
+    of_plan["flash"] = planned_flash(kind, has_flash=target.has_flash)
     with activation_rules(rules, mesh, "replicate", **of_plan, any_mesh=not target.one_device):
         traced = jax.make_jaxpr(function)(*inputs)
     walk = Walk(for_gpus=platform == "gpu")

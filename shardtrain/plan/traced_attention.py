@@ -106,15 +106,15 @@ class PlannedFlash(NamedTuple):
         return of_devices(call, q, k, v)
 
 
-def planned_flash(device_kind: str, *, is_here: bool) -> PlannedFlash | None:
+def planned_flash(device_kind: str, *, has_flash: bool) -> PlannedFlash | None:
     """Return the device and flash attention of a plan; None if it is no known NVIDIA GPU.
 
     Args:
       device_kind: the name of the devices by jax.
-      is_here: see `trace.Target`; of devices that are absent the choice is the model's own.
+      has_flash: see `trace.Target`; without it models ask jax for its devices.
     """
     known = known_device(device_kind)
-    if known is None or known.compute_capability is None or not is_here:
+    if known is None or known.compute_capability is None or not has_flash:
         return None
     return PlannedFlash(device_kind, known.compute_capability, known.reached.softmax_features)
 

@@ -77,7 +77,7 @@ def _target(kind: IslandKind) -> Target:
     name = ANY_DEVICE if kind.device is None else kind.device.name or ANY_DEVICE
     known = known_device(name)
     # forms for one device alone are those of GPUs; the plan of a single CPU is that of several
-    return Target(name, one_device=kind.devices == 1 and known is not None and known.platform == "gpu")
+    return Target(name, one_device=(kind.devices or 1) == 1 and known is not None and known.platform == "gpu")
 
 
 def _model(run: Run, dtype: str | None, remat: str | None) -> Model:

@@ -173,10 +173,9 @@ def test_what_a_run_reads_stays_when_the_text_changes(tmp_path):
     text = Text(paths=(data,), seq=2)
     train, heldout = text.train(tmp_path), text.heldout(tmp_path)
     assert heldout is not None
-    before = heldout[0]["tokens"]
     (data / "a.txt").write_bytes(b"changed in the meantime")
     text.summary(tmp_path)
-    assert pickle.loads(pickle.dumps(heldout))[0]["tokens"].tolist() == before.tolist()
+    assert bytes(pickle.loads(pickle.dumps(heldout))[0]["tokens"].tolist()) == b"ee\0"
     # a run that is closed leaves nothing behind
     path = train.path
     del train, heldout

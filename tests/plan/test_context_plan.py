@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -18,9 +19,11 @@ from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.plan.compile import compile_step, figures
+from shardtrain.plan.context_costs import AttentionCall
 from shardtrain.plan.hlo.collectives import PERMUTE
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.prediction import Choice
+from shardtrain.plan.program import CallSizes
 from shardtrain.plan.search import predictions, search
 from shardtrain.plan.sent import sent_by_axes
 from shardtrain.plan.space import Space, allowed_choices
@@ -168,6 +171,20 @@ def test_a_window_of_a_ring_is_counted(subject):
 
     # of 4 devices only the neighbour's keys are needed, and no halves are exchanged
     assert all(near < far for near, far in zip(predicted(8), predicted(None), strict=True))
+
+
+def test_a_balanced_exchange_is_two_messages():
+    """Its halves, there and back, beside keys and values."""
+
+    def messages(**options):
+        call = AttentionCall(kind="ring", queries=8, keys=8, head_dim=4, item_bytes=4, **options)
+        sizes = CallSizes([np.array([64.0])] * 3, [np.array([64.0])], lambda axis: 1 + (axis == "context"))
+        (sent,) = call.cost(sizes).sent
+        return sent.times
+
+    assert messages(causal=False) == 2
+    assert messages(causal=True) == 4
+    assert messages(causal=True, backward=True) == 8
 
 
 @pytest.mark.parametrize("window", [None, 5])

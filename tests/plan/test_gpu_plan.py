@@ -8,9 +8,11 @@ import numpy as np
 import optax
 import pytest
 from fine_tuning import Numbers, run_of
+from flax.linen.spmd import with_logical_constraint
 from tiny_language_model import TinyConfig
 
 from shardtrain import cli, next_token_loss
+from shardtrain.axes import EMBED, MLP
 from shardtrain.cli import calibrate
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.islands.cluster import IslandKind
@@ -18,7 +20,7 @@ from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.models import attention
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.devices import known_device
-from shardtrain.plan.flash_costs import FlashCall
+from shardtrain.plan.flash_costs import FlashCall, counts_flash
 from shardtrain.plan.machine import machine_of
 from shardtrain.plan.operator_plan import graph_of
 from shardtrain.plan.predict import sharding_of
@@ -41,7 +43,7 @@ CONFIG = DecoderConfig(
 WHOLE = Sharding((), (), ())
 
 
-def subject_of(kind=H100, *, one_device=True, is_here=True, **options):
+def subject_of(kind=H100, *, one_device=True, has_flash=True, **options):
     model = as_model(replace(CONFIG, **options))
     batch = {
         "tokens": jax.ShapeDtypeStruct((ROWS, SEQ + 1), jnp.int32),
@@ -52,7 +54,7 @@ def subject_of(kind=H100, *, one_device=True, is_here=True, **options):
         loss=next_token_loss,
         optimizer=optax.adamw(1e-3),
         batch=batch,
-        target=Target(kind, one_device, is_here),
+        target=Target(kind, one_device, has_flash),
     )
 
 
@@ -76,7 +78,7 @@ def calls(program):
         ({"kind": L4}, False),
         ({"kind": V100}, True),
         ({"kind": "any"}, True),
-        ({"is_here": False}, True),
+        ({"has_flash": False}, True),
         ({"dtype": "float32"}, True),
         ({"attention": "xla"}, True),
         ({"soft_cap": 30.0}, True),
@@ -90,6 +92,7 @@ def test_a_plan_has_the_attention_that_the_model_chooses(subject, scores):
     program = subject_of(**subject).program(None)
     assert has_scores(program) == scores
     assert all(isinstance(call, FlashCall) for call in calls(program))
+    assert counts_flash(program) == (not scores)
     # computed again where all is
     backward = [call.backward for call in calls(program)]
     number = 0 if scores else 1 + (subject.get("remat") == "full")
@@ -113,8 +116,8 @@ def test_the_choice_is_that_of_the_models_own_function(monkeypatch):
 def test_flash_attention_takes_less_memory_and_time_and_its_flops_are_those_of_the_model():
     machine = machine_of(ClusterDevice(name=H100), 1, in_float32=False)
     flash, xla = (
-        predictions(subject_of(is_here=is_here), machine, 1, [Choice(layout=Layout())])[0]
-        for is_here in (True, False)
+        predictions(subject_of(has_flash=has_flash), machine, 1, [Choice(layout=Layout())])[0]
+        for has_flash in (True, False)
     )
     scores = ROWS * HEADS * SEQ * SEQ * 4
     assert flash.memory.total < xla.memory.total - scores
@@ -224,6 +227,13 @@ def test_on_gpus_a_lookup_reads_its_rows():
     of_gpu, of_any = (passes(looked_up, [small, rows], kind) for kind in (H100, "any"))
     assert of_gpu < 2 * 8 * 64 * 4 + 200
     assert of_any > ALL
+
+    def looked_up_where_it_is_sent(table, indices):
+        made = with_logical_constraint(jnp.sin(table), (EMBED, None))
+        return jnp.take(with_logical_constraint(made, (MLP, None)), indices, axis=0, mode="clip")
+
+    # on one device nothing is sent, and the rows are those of the array before
+    assert passes(looked_up_where_it_is_sent, [X, rows]) < 2 * ALL + 2 * 8 * 64 * 4 + 200
 
 
 def test_one_gpu_is_planned_for_in_the_form_for_one():
