@@ -103,6 +103,12 @@ def test_attention_with_windows_soft_caps_and_segments(window, soft_cap, packed)
     np.testing.assert_allclose(compute(window), expected, 1e-5, 1e-6)
 
 
+def test_without_cudnn_its_attention_is_refused_with_what_to_use():
+    x = jnp.zeros((1, 4, 1, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="^attention 'cudnn' cannot be traced here: .* use 'auto', which"):
+        attend(x, x, x, "cudnn")
+
+
 def test_flash_attention_has_windows_that_are_known_and_no_soft_cap(monkeypatch):
     chosen = []
     monkeypatch.setattr(jax, "local_devices", lambda: [H100])
