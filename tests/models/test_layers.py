@@ -103,9 +103,17 @@ def test_attention_with_windows_soft_caps_and_segments(window, soft_cap, packed)
     np.testing.assert_allclose(compute(window), expected, 1e-5, 1e-6)
 
 
-def test_without_cudnn_its_attention_is_refused_with_what_to_use():
+def test_without_cudnn_its_attention_is_refused_with_what_to_use(monkeypatch):
+    def without_cudnn(*_, implementation, **__):
+        assert implementation == "cudnn"
+        raise RuntimeError("cuDNN is not detected.")
+
+    # as jax does without its plugin for CUDA
+    monkeypatch.setattr(jax.nn, "dot_product_attention", without_cudnn)
     x = jnp.zeros((1, 4, 1, 64), jnp.bfloat16)
-    with pytest.raises(ValueError, match="^attention 'cudnn' cannot be traced here: .* use 'auto', which"):
+    with pytest.raises(
+        ValueError, match="^attention 'cudnn' cannot be traced here: cuDNN is not .* use 'auto', which"
+    ):
         attend(x, x, x, "cudnn")
 
 
