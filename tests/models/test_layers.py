@@ -112,7 +112,7 @@ def test_without_cudnn_its_attention_is_refused_with_what_to_use(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", without_cudnn)
     x = jnp.zeros((1, 4, 1, 64), jnp.bfloat16)
     with pytest.raises(
-        ValueError, match="^attention 'cudnn' cannot be traced here: cuDNN is not .* use 'auto', which"
+        ValueError, match=r"^attention 'cudnn' cannot be traced here: cuDNN is not .* use 'auto', which"
     ):
         attend(x, x, x, "cudnn")
 
