@@ -244,7 +244,7 @@ def test_sequences_and_heads_that_context_cannot_split_are_refused_as_by_train(i
     assert "128 queries cannot be split into 6 parts" in inspected("--mesh", "context=3")
     text = inspected("--mesh", "context=4,tensor=4", "--context-attention", "all-to-all")
     assert "2 heads of a device cannot be split over 4" in text
-    assert "a ring over context=2 sends keys by permutes" in inspected("--mesh", "pipeline=2,context=2")
+    assert "context=3 is odd; use context=2 or 4" in inspected("--mesh", "pipeline=2,context=3")
     assert inspected("--mesh", "context=4,tensor=2").endswith(" a step\n")
 
 
