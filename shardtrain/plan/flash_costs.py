@@ -28,7 +28,7 @@ class FlashCall(NamedTuple):
       item_bytes: of an element of queries and keys.
       causal: whether queries see keys up to their own position alone; the kernel skips blocks of others.
       window: of causal attention, how many keys a query sees at most; None: any number.
-      softmax_features: see `devices.Reached`.
+      softmax_features: see `data_sheet.Reached`.
       backward: whether it is the gradient.
     """
 

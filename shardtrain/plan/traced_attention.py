@@ -83,7 +83,7 @@ class PlannedFlash(NamedTuple):
     Attributes:
       device_kind: its name by jax.
       compute_capability: by NVIDIA, such as "9.0".
-      softmax_features: see `devices.Reached`.
+      softmax_features: see `data_sheet.Reached`.
     """
 
     device_kind: str
