@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -218,17 +218,19 @@ def whole_attention(
         return _capped_attention(q_BTHK, k_BSHK, v_BSHK, causal, seen, soft_cap).astype(dtype)
     if kind == "cudnn" and planned is not None:
         return planned(q_BTHK, k_BSHK, v_BSHK, causal=causal, window=window)
+    options = {"bias": bias_BHTS, "mask": seen, "is_causal": causal, "local_window_size": flash_window}
+    return _attention_of_jax(kind, q_BTHK, k_BSHK, v_BSHK, options).astype(dtype)
+
+
+def _attention_of_jax(
+    kind: Literal["xla", "cudnn"],
+    q_BTHK: jax.Array,
+    k_BSHK: jax.Array,
+    v_BSHK: jax.Array,
+    options: Mapping[str, Any],
+) -> jax.Array:
     try:
-        context_BTHK = jax.nn.dot_product_attention(
-            q_BTHK,
-            k_BSHK,
-            v_BSHK,
-            bias=bias_BHTS,
-            mask=seen,
-            is_causal=causal,
-            implementation=kind,
-            local_window_size=flash_window,
-        )
+        return jax.nn.dot_product_attention(q_BTHK, k_BSHK, v_BSHK, implementation=kind, **options)
     except RuntimeError as error:
         if kind != "cudnn":
             raise
@@ -237,7 +239,6 @@ def whole_attention(
             f"attention 'cudnn' cannot be traced here: {error} It needs an NVIDIA GPU of this process; use"
             " 'auto', which takes it where such GPUs are, and counts it in plans for them"
         ) from error
-    return context_BTHK.astype(dtype)
 
 
 def _both(first: jax.Array, second: jax.Array | None) -> jax.Array:

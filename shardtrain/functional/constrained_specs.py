@@ -1,4 +1,4 @@
-"""Read from a traced program how it shards what it returns: by the constraints that its last steps have."""
+"""Read the sharding constraints on the outputs of a traced program."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def partners(num: int, turn: int) -> tuple[int, ...]:
-    """Return whom each device meets in a turn; in the turns 1 to num - 1 it meets each other one once.
+def partners(num: int, round_number: int) -> tuple[int, ...]:
+    """Return the partner of each device in a round; in the rounds 1 to num - 1 each has every other one once.
 
     Args:
       num: devices, an even number.
-      turn: from 1 on.
+      round_number: from 1 on.
 
     References:
       The circle method for round-robin tournaments, https://en.wikipedia.org/wiki/Round-robin_tournament.
@@ -26,9 +26,9 @@ def partners(num: int, turn: int) -> tuple[int, ...]:
     ((1, 0, 3, 2), (2, 3, 0, 1), (3, 2, 1, 0))
     """
     last = num - 1
-    # of a circle of all but the last, who would meet itself meets the last
-    alone = turn * (num // 2) % last
-    return (*(last if i == alone else (turn - i) % last for i in range(last)), alone)
+    # in a circle of all but the last, the device that would be its own partner has the last
+    alone = round_number * (num // 2) % last
+    return (*(last if i == alone else (round_number - i) % last for i in range(last)), alone)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -1,4 +1,4 @@
-"""The devices of a ring, in which order they have the parts of a sequence, and how arrays go round.
+"""A ring of devices: which parts of a sequence each one has, and how keys and values are exchanged.
 
 They send to their neighbours, or exchange in pairs. Next: `pairwise_exchange.py`.
 """

@@ -1,4 +1,7 @@
-"""A device by its data sheet, and what programs reach of it. No jax. Next: `devices.py`, the table."""
+"""The data sheet of a device, and the fractions of its peak rates that programs reach. No jax.
+
+Next: `devices.py`, the table.
+"""
 
 from dataclasses import dataclass
 

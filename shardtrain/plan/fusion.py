@@ -40,7 +40,8 @@ EXPENSIVE = frozenset(
 for GPUs do, as memory takes longer."""
 
 LOOKUP = "gather"
-"""The operation of which a GPU reads the rows that it looks up, and computes them if they are a chain's."""
+"""The lookup of rows in a table. A GPU reads these rows alone, or computes them alone where the table is the
+result of elementwise operations."""
 
 
 @dataclass(kw_only=True)

@@ -82,7 +82,7 @@ class Kernel:
       operands: of a loop, for each input of its body the number of the array that it is a part of; of a
         call, the number of each input.
       call: of a call that is left closed, what it costs.
-      looked_up: those that it reads of which it needs as many elements as it writes.
+      looked_up: arrays of which it reads a part alone, as many elements as it writes.
     """
 
     name: str

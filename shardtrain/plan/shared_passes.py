@@ -1,4 +1,4 @@
-"""Have a GPU's kernels sum what they or others read in the same pass over memory. No jax.
+"""Fuse sums with kernels that read the same arrays, as compilers for GPUs do. No jax.
 
 Compilers for GPUs join a sum with another sum, or with a chain of elementwise operations, that reads the same
 array or makes it. Next: `program_cost.py`, which counts the passes that are left.
@@ -13,7 +13,7 @@ from shardtrain.plan.named_dims import REDUCTIONS
 from shardtrain.plan.program import Kernel
 
 APART = MATERIAL | {LOOKUP, "sharding_constraint"}
-"""Kernels that are joined with none."""
+"""Kernels that are fused with no other."""
 
 
 def shared_passes(kernels: Sequence[Kernel], sizes: Sequence[Any]) -> list[Kernel]:
