@@ -61,16 +61,19 @@ class Ring:
             return jnp.asarray(partners(self.num, step))[me]
         return (me - step) % self.num
 
-    def next_keys(self, step: int, of_device: Any, keys: Any) -> Any:
+    def next_keys(self, step: int, of_device: Any, keys: Any, computed: Any) -> Any:
         """Return the keys of `other`.
 
         Args:
           step: from 0, where they are those of the device.
           of_device: arrays of the keys of this device.
           keys: those of the step before.
+          computed: arrays that the steps before that one have computed. Keys are sent after them: else a
+            compiler sends those of all steps as early as it can, and has memory for all at a time.
         """
         if step == 0:
             return of_device
+        (of_device, keys), _ = lax.optimization_barrier(((of_device, keys), computed))
         return self.from_opponent(of_device, step) if self.is_tournament else self.sent(keys)
 
     def from_opponent(self, arrays: Any, step: int) -> Any:

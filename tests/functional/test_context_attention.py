@@ -1,5 +1,6 @@
 """Attention over sequences sharded over context: that of whole ones, balanced, or refused."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain.functional import ring_attention, score_blocks
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.ring import Ring
+from shardtrain.functional.ring_attention import Seen
 from shardtrain.models.attention import attend, whole_attention
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
+from shardtrain.system.xla_flags import step_options
 
 RANDOM = np.random.default_rng(0)
 
@@ -130,6 +133,30 @@ def test_a_balanced_ring_computes_what_is_needed_once_and_on_all_devices_as_much
     needed = {(query, key) for query in range(2 * num) for key in range(query + 1)}
     assert sorted(pair for _, *pair in found) == sorted(map(list, needed))
     assert {sum(device == i for device, *_ in found) for i in range(num)} == {2 * num + 1}
+
+
+@pytest.mark.parametrize(("in_pairs", "least"), [(False, 4), (True, 4 / 1.15)])
+def test_a_ring_has_memory_for_the_keys_of_two_devices_and_not_of_all(in_pairs, least):
+    """Temporary memory falls as the part of a sequence; in pairs a device also receives its own keys."""
+    q, k = (jax.ShapeDtypeStruct((1, 4096, 8, *rest), jnp.float32) for rest in ((1, 64), (64,)))
+    split = PartitionSpec(None, "context")
+
+    def compiled(num):
+        ring = Ring("context", num, "balanced", in_pairs=in_pairs)
+
+        def both_directions(q, k, v):
+            out, gradients = jax.vjp(partial(ring_attention.ring_attention, seen=Seen(), ring=ring), q, k, v)
+            return out, *gradients(out)
+
+        mesh = make_mesh(Layout(mesh={"context": num}), jax.devices()[:num])
+        run = jax.shard_map(both_directions, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+        return jax.jit(run, compiler_options=step_options("cpu")).lower(q, k, k).compile()
+
+    two, eight = compiled(2), compiled(8)
+    assert two.memory_analysis().temp_size_in_bytes >= least * eight.memory_analysis().temp_size_in_bytes
+    # keys and values go round in both directions, their gradients in one
+    sent = re.findall(r" (?:all-gather|collective-permute)(?:-start)?\(", eight.as_text())
+    assert len(sent) == 3 * 2 * 7
 
 
 @pytest.mark.parametrize(("num", "in_pairs"), [(2, False), (3, False), (8, False), (2, True), (6, True)])
