@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -137,14 +138,27 @@ class Text:
         Raises:
           ValueError: see `pack`; or the text is too short.
         """
-        return self._split(folder)[0]
+        self._trained_on[folder] = self.pack(folder)
+        return self._split(self._trained_on[folder])[0]
 
     def heldout(self, folder: Path) -> Windows | None:
-        """Return the held-out windows; None if nothing is held out."""
-        return self._split(folder)[1]
+        """Return the held-out windows; None if nothing is held out.
 
-    def _split(self, folder: Path) -> tuple[Windows, Windows | None]:
-        return split_tokens(self.pack(folder).path, self.seq, self.heldout_fraction, self.vocab)
+        They are of the text that `train` has found, also where it has changed since, as long as its windows
+        are in use.
+        """
+        packed = self._trained_on.get(folder)
+        if packed is None or not packed.path.exists():
+            packed = self.pack(folder)
+        return self._split(packed)[1]
+
+    @cached_property
+    def _trained_on(self) -> dict[Path, Packed]:
+        """By folder what `train` has returned windows of: two calls must not split two states of a text."""
+        return {}
+
+    def _split(self, packed: Packed) -> tuple[Windows, Windows | None]:
+        return split_tokens(packed.path, self.seq, self.heldout_fraction, self.vocab)
 
 
 def _identity(found: os.stat_result) -> tuple[int, ...]:

@@ -65,9 +65,10 @@ def _forward(q: Any, k: Any, v: Any, seen: Seen, ring: Ring) -> tuple[Any, Any]:
         jnp.zeros(shape, jnp.float32),
     )
     sum_of_values = jnp.zeros((v.shape[0], *v.shape[2:]), jnp.float32)
-    before = sums
+    before = None
     for step in range(ring.num_steps):
-        keys, before = ring.next_keys(step, of_device, keys, before), sums
+        keys = ring.next_keys(step, of_device, keys, before)
+        before = sums
         sum_of_values += keys.v.astype(jnp.float32).sum((0, 2))
         for mine, theirs, distance in _pairs(step, ring, q.shape[1], seen.window):
             block = _block(queries, mine, distance, seen, ring)
@@ -84,8 +85,6 @@ def _forward(q: Any, k: Any, v: Any, seen: Seen, ring: Ring) -> tuple[Any, Any]:
 
 def _backward(ring: Ring, kept: Any, cotangent: jax.Array) -> Any:
     q, k, v, seen, out, logsumexp = kept
-    # sent again, not kept: to a compiler what this sends is what `_forward` has sent
-    k, v, cotangent = lax.optimization_barrier((k, v, cotangent))
     of_out = cotangent.astype(jnp.float32)
     delta = (of_out * out.astype(jnp.float32)).sum(-1)
     queries, of_out, delta = _parts(((q, seen.of_queries), of_out, delta), ring)
@@ -97,11 +96,13 @@ def _backward(ring: Ring, kept: Any, cotangent: jax.Array) -> Any:
     # gradients of this device's own keys, and of those that visit, which travel with them in float32
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in keys[:2])
     own, visiting = zeros, zeros
-    before: Any = of_queries
+    before: Any = None
     for step in range(ring.num_steps):
         found = own if step == 0 else visiting
         found = found[0], found[1] + of_mean
-        keys, before = ring.next_keys(step, of_device, keys, before), (of_queries, own)
+        keys = ring.next_keys(step, of_device, keys, before)
+        # `delta` is computed here alone: else a compiler keeps the first keys that the forward pass was sent
+        before = of_queries, own, delta
         for mine, theirs, distance in _pairs(step, ring, q.shape[1], seen.window):
             block = _block(queries, mine, distance, seen, ring)
             sums = (of_queries[mine], *_at(found, theirs))

@@ -99,6 +99,22 @@ def test_train_and_heldout_are_parts_of_one_file(tmp_path):
     assert Text(paths=(data,), seq=9, heldout_fraction=0.0).heldout(tmp_path) is None
 
 
+def test_a_text_that_changes_between_the_two_calls_is_split_as_it_was(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("one " * 100)
+    text = Text(paths=(file,), seq=8)
+    train = text.train(tmp_path / "run")
+    file.write_text("another one " * 50)
+    heldout = text.heldout(tmp_path / "run")
+    assert heldout is not None
+    assert (heldout.path, heldout.start) == (train.path, train.stop)
+    # once nobody reads it any more and it is gone, the text is read as it is
+    file.write_text("and another " * 60)
+    del train, heldout
+    Text(paths=(file,), seq=8).train(tmp_path / "run")
+    assert text.heldout(tmp_path / "run") == Text(paths=(file,), seq=8).heldout(tmp_path / "run")
+
+
 def test_default_is_the_standard_library(tmp_path):
     text = Text()
     packed = text.pack(tmp_path / "one")

@@ -141,7 +141,7 @@ def test_a_ring_has_memory_for_the_keys_of_two_devices_and_not_of_all(in_pairs, 
     q, k = (jax.ShapeDtypeStruct((1, 4096, 8, *rest), jnp.float32) for rest in ((1, 64), (64,)))
     split = PartitionSpec(None, "context")
 
-    def compiled(num):
+    def compiled(num) -> Any:
         ring = Ring("context", num, "balanced", in_pairs=in_pairs)
 
         def both_directions(q, k, v):
