@@ -31,11 +31,12 @@ if TYPE_CHECKING:
         Tokens,
         place,
     )
+    from shardtrain.functional.cross_entropy import cross_entropy
     from shardtrain.functional.linen_model import from_linen
     from shardtrain.functional.loss import (
         Loss,
+        Regularized,
         classification_loss,
-        cross_entropy,
         masked_token_loss,
         next_token_loss,
         translation_loss,
@@ -92,10 +93,11 @@ _MODULES = {
     "islands.watchdog.diagnosis": ("Watch",),
     "sharding.layout": ("Layout",),
     "sharding.layout_file": ("read_layout",),
+    "functional.cross_entropy": ("cross_entropy",),
     "functional.loss": (
         "Loss",
+        "Regularized",
         "classification_loss",
-        "cross_entropy",
         "masked_token_loss",
         "next_token_loss",
         "translation_loss",
@@ -144,6 +146,7 @@ __all__ = [
     "Outer",
     "Pipeline",
     "Recovery",
+    "Regularized",
     "Run",
     "Scaling",
     "Schedule",

@@ -4,13 +4,17 @@ So the gradients of any split of a batch, uneven or with empty parts, add up to 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from inspect import signature
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.core.spmd import get_logical_axis_rules
 
+from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
+from shardtrain.functional.cross_entropy import cross_entropy, regularized_cross_entropy, soft_cross_entropy
 from shardtrain.functional.next_tokens import without_first
 from shardtrain.functional.segments import apply_to_segments
 
@@ -18,118 +22,52 @@ Batch = Mapping[str, jax.Array]
 Apply = Callable[..., Any]
 Loss = Callable[[Apply, Batch], tuple[Any, ...]]
 """(apply, batch) -> (sum, count), or (sum, count, metrics) with metrics: name -> (sum, count)."""
+Entropy = Callable[[Any, jax.Array, jax.Array], tuple[Any, ...]]
+"""(logits, targets, weights) -> what the loss returns: `cross_entropy`, or `Regularized`'s."""
 
 
-@runtime_checkable
-class LogitsInChunks(Protocol):
-    """Logits that exist for a chunk of tokens at a time, as `models.chunked_logits.ChunkedLogits`."""
+@dataclass(frozen=True)
+class Regularized:
+    """A loss of tokens with label smoothing and a z-loss, in training and for held-out data alike.
 
-    def sum_chunks(self, compute: Callable[..., Any], *of_tokens: jax.Array) -> Any:
-        """Add up compute(logits, *arrays) -> (loss, others) over chunks; padding is 0 in all arrays."""
-        ...
-
-
-def cross_entropy(
-    logits: jax.Array | LogitsInChunks, targets: jax.Array, weights: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Return the summed softmax cross-entropy.
+    The cross-entropy without either is the metric `cross_entropy`.
 
     Args:
-      logits: float (..., V); or in chunks, of which one exists at a time.
-      targets: integer (...), from 0 to V - 1; any other makes the sum NaN, unless its weight is 0.
-      weights: float (...); weight 0 ignores a target. By default all are 1.
+      loss: `next_token_loss`, `masked_token_loss`, `translation_loss`, or one of your own that calls its
+        argument `entropy` in place of `cross_entropy` and returns what that does.
+      label_smoothing: the share of each target that all classes get alike, from 0 to less than 1.
+      z_loss: weight of the squared logarithm of the softmax's denominator, 0 or more; 1e-4 in PaLM.
 
-    Returns:
-      (sum in nats, count), float32 scalars; count is the sum of the weights.
+    Raises:
+      ValueError: lists every value out of range; the loss has no argument `entropy`.
 
-    >>> total, count = cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3]))
-    >>> round(float(total / count), 4)  # log(4)
-    1.3863
+    >>> loss = Regularized(next_token_loss, label_smoothing=0.1, z_loss=1e-4)
     """
-    weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
-    if isinstance(logits, LogitsInChunks):
-        return logits.sum_chunks(cross_entropy, targets, weights)
-    # its dtype may be too small for all classes
-    targets = jnp.broadcast_to(targets.astype(jnp.int32), logits.shape[:-1])
-    losses = _entropies(logits.astype(jnp.float32), targets, weights != 0)
-    # an invalid target gives NaN, which is noticed; a wrong number would not be
-    no_class = ((targets < 0) | (targets >= logits.shape[-1])) & (weights != 0)
-    return jnp.where(no_class.any(), jnp.nan, (losses * weights).sum()), weights.sum()
 
+    loss: Callable[..., tuple[Any, ...]]
+    _: KW_ONLY
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
 
-@jax.custom_jvp
-def _entropies(logits: jax.Array, targets: jax.Array, counts: jax.Array) -> jax.Array:
-    """Return the cross-entropy of each target that counts, and 0 of the others, whose logits may be infinite.
+    def __post_init__(self) -> None:
+        problems = wrong_types(self)
+        if not 0 <= self.label_smoothing < 1:
+            problems.append(f"label_smoothing is {self.label_smoothing}; use 0 (none) or more, below 1")
+        if not 0 <= self.z_loss < float("inf"):
+            problems.append(f"z_loss is {self.z_loss}; use 0 (none) or more, such as 1e-4")
+        if callable(self.loss) and "entropy" not in signature(self.loss).parameters:
+            name = getattr(self.loss, "__name__", type(self.loss).__name__)
+            allowed = "next_token_loss, masked_token_loss, translation_loss, or one that calls its argument"
+            problems.append(
+                f"loss is {name}, which takes no argument `entropy`; use {allowed} `entropy` as cross_entropy"
+            )
+        if problems:
+            raise problems_error("this loss cannot be regularized", problems)
 
-    The derivative is one expression of the logits and the logarithms of their sums. Those of the single steps
-    take a GPU longer than reading the logits does.
-
-    Args:
-      logits: float32 (..., V).
-      targets: int32 (...).
-      counts: bool (...).
-    """
-    return _entropies_and_sums(logits, targets, counts)[0]
-
-
-def _entropies_and_sums(
-    logits: jax.Array, targets: jax.Array, counts: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the cross-entropies, and the logarithm of the sum of each target's exponentials."""
-    highest = logits.max(-1)
-    shifted = logits - highest[..., None]
-    rules: Any = get_logical_axis_rules()
-    if getattr(rules, "one_device", False) and not rules.any_mesh:
-        own = jnp.take_along_axis(logits, targets[..., None], -1, mode="clip")[..., 0] - highest
-    else:
-        # logits that are sharded over the vocabulary stay sharded, unlike by a gather
-        own = jnp.where(_is_target(logits, targets), shifted, 0).sum(-1)
-    sums = jnp.log(jnp.exp(shifted).sum(-1))
-    return jnp.where(counts, sums - own, 0), sums + highest
-
-
-def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    return classes == targets[..., None]
-
-
-@_entropies.defjvp
-def _entropies_derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    logits, targets, counts = primals
-    losses, sums = _entropies_and_sums(logits, targets, counts)
-    slopes = jnp.exp(logits - sums[..., None]) - _is_target(logits, targets)
-    # where a target does not count, the slope of an infinite logit is not a number
-    return losses, (jnp.where(counts[..., None], slopes, 0) * tangents[0]).sum(-1)
-
-
-def soft_cross_entropy(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the summed softmax cross-entropy with targets that are shares of all classes.
-
-    Args:
-      logits: float (..., V).
-      targets: float (..., V), which add up to 1.
-      weights: float (...); weight 0 ignores a row.
-
-    Returns:
-      (sum in nats, count), float32 scalars; count is the sum of the weights.
-
-    >>> total, count = soft_cross_entropy(jnp.zeros((1, 4)), jnp.array([[0.5, 0.5, 0, 0]]), jnp.ones(1))
-    >>> round(float(total / count), 4)  # log(4)
-    1.3863
-    """
-    if targets.shape[-1] != logits.shape[-1]:
-        raise ValueError(
-            f"soft labels are shares of {targets.shape[-1]} classes, and the model has {logits.shape[-1]};"
-            " give data and model the same number of classes"
-        )
-    weights = weights.astype(jnp.float32)
-    logits = jnp.where(weights[..., None] != 0, logits.astype(jnp.float32), 0)
-    targets = jnp.where(weights[..., None] != 0, targets.astype(jnp.float32), 0)
-    own = jnp.where(targets != 0, targets * logits, 0).sum(-1)
-    losses = jax.nn.logsumexp(logits, -1) * targets.sum(-1) - own
-    return (losses * weights).sum(), weights.sum()
+    def __call__(self, apply: Apply, batch: Batch) -> tuple[Any, ...]:
+        """Return (sum in nats, count, metrics)."""
+        options = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
+        return self.loss(apply, batch, entropy=partial(regularized_cross_entropy, **options))
 
 
 def _ranked(batch: Batch, **ranks: int) -> None:
@@ -175,13 +113,14 @@ def target_weights(batch: Batch, targets: jax.Array) -> jax.Array:
     return jnp.broadcast_to(weights.reshape(rows, -1), targets.shape)
 
 
-def next_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def next_token_loss(apply: Apply, batch: Batch, entropy: Entropy = cross_entropy) -> tuple[Any, ...]:
     """Return the cross-entropy of next-token prediction.
 
     Args:
       apply: tokens int32 (B, T), and segments if the batch has them -> logits (B, T, V).
       batch: "tokens" int32 (B, T + 1), any, as -100, of weight 0; "weights" float32, see `target_weights`;
         and, optionally, "segments" int32 (B, T), the number of each input's document.
+      entropy: see `Entropy`.
 
     Returns:
       (sum in nats, number of tokens).
@@ -189,10 +128,10 @@ def next_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
     _ranked(batch, tokens=2)
     logits = apply_to_segments(apply, batch["tokens"][:, :-1], batch.get("segments"))
     targets = without_first(batch["tokens"])
-    return cross_entropy(logits, targets, target_weights(batch, targets))
+    return entropy(logits, targets, target_weights(batch, targets))
 
 
-def masked_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def masked_token_loss(apply: Apply, batch: Batch, entropy: Entropy = cross_entropy) -> tuple[Any, ...]:
     """Return the cross-entropy of masked tokens (BERT).
 
     Args:
@@ -200,6 +139,7 @@ def masked_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]
       batch: "tokens" int32 (B, T), as the model reads them; "targets" int32 (B, T), the original tokens;
         "chosen" (B, T), 1 where the target counts; "weights" float32 (B,) or (B, T); and, optionally,
         "mask" (B, T), 0 for padding, and "segments" int32 (B, T). See `shardtrain.data.MaskedTokens`.
+      entropy: see `Entropy`.
 
     Returns:
       (sum in nats, number of chosen tokens).
@@ -210,16 +150,17 @@ def masked_token_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]
         ones, zeros = jnp.ones_like(batch["tokens"]), jnp.zeros_like(batch["tokens"])
         inputs += [batch.get("mask", ones), batch.get("segments", zeros)]
     weights = batch["chosen"].astype(jnp.float32) * target_weights(batch, batch["targets"])
-    return cross_entropy(apply(*inputs), batch["targets"], weights)
+    return entropy(apply(*inputs), batch["targets"], weights)
 
 
-def translation_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def translation_loss(apply: Apply, batch: Batch, entropy: Entropy = cross_entropy) -> tuple[Any, ...]:
     """Return the cross-entropy of next-token prediction of a target sequence, given a source sequence.
 
     Args:
       apply: source int32 (B, S), target int32 (B, T), and if the batch has one its mask -> logits (B, T, V).
       batch: "source" int32 (B, S); "target" int32 (B, T + 1); "weights" as for `next_token_loss`; and,
         optionally, "source_mask" (B, S), 0 for padding of the source.
+      entropy: see `Entropy`.
 
     Returns:
       (sum in nats, number of tokens).
@@ -228,7 +169,7 @@ def translation_loss(apply: Apply, batch: Batch) -> tuple[jax.Array, jax.Array]:
     masks = [batch["source_mask"]] if "source_mask" in batch else []
     logits = apply(batch["source"], batch["target"][:, :-1], *masks)
     targets = without_first(batch["target"])
-    return cross_entropy(logits, targets, target_weights(batch, targets))
+    return entropy(logits, targets, target_weights(batch, targets))
 
 
 def classification_loss(

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardtrain.errors.user_code import UserCodeFailed
 from shardtrain.functional.auxiliary import plain, summed_loss
-from shardtrain.functional.loss import CLASSES, Loss
+from shardtrain.functional.loss import CLASSES, Loss, Regularized
 from shardtrain.functional.loss_checks import checked
 from shardtrain.functional.metrics import LossWithMetrics
 from shardtrain.functional.model import Model
@@ -188,7 +188,8 @@ def class_problems(expected: Expected, batch: Mapping[str, np.ndarray]) -> list[
     """
     limit = expected.num_classes
     loss: Any = getattr(expected.loss, "__wrapped__", expected.loss)
-    loss = loss.loss if isinstance(loss, LossWithMetrics) else loss
+    while isinstance(loss, LossWithMetrics | Regularized):
+        loss = loss.loss
     # a loss need not be hashable
     known: Mapping[str, Sequence[str]] = next((arrays for own, arrays in CLASSES.items() if own is loss), {})
     problems = []

@@ -13,13 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain.functional.activation_rules import activation_rules
-from shardtrain.functional.loss import (
-    classification_loss,
-    cross_entropy,
-    masked_token_loss,
-    next_token_loss,
-    soft_cross_entropy,
-)
+from shardtrain.functional.cross_entropy import cross_entropy, regularized_cross_entropy, soft_cross_entropy
+from shardtrain.functional.loss import Regularized, classification_loss, masked_token_loss, next_token_loss
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 
@@ -74,6 +69,46 @@ def test_the_gradient_is_that_of_the_single_steps_backward_and_forward():
     np.testing.assert_allclose(
         jax.jvp(loss, (LOGITS,), (along,))[1], jax.jvp(steps, (LOGITS,), (along,))[1], rtol=1e-5
     )
+
+
+def test_label_smoothing_and_a_z_loss_are_those_of_optax_and_of_the_definition():
+    # targets that are shares, and the square of the logarithm of the sum, by their single steps
+    def steps(logits):
+        shares = optax.smooth_labels(jax.nn.one_hot(TARGETS, 11), 0.2)
+        squares = jnp.square(jax.nn.logsumexp(logits, -1))
+        return ((optax.softmax_cross_entropy(logits, shares) + 0.1 * squares) * WEIGHTS).sum()
+
+    def loss(logits):
+        return regularized_cross_entropy(logits, TARGETS, WEIGHTS, label_smoothing=0.2, z_loss=0.1)[0]
+
+    assert loss(LOGITS) == pytest.approx(float(steps(LOGITS)), rel=1e-6)
+    np.testing.assert_allclose(jax.grad(loss)(LOGITS), jax.grad(steps)(LOGITS), rtol=1e-5, atol=1e-6)
+    tangents = (jax.jvp(each, (LOGITS,), (LOGITS[::-1],))[1] for each in (loss, steps))
+    np.testing.assert_allclose(*tangents, rtol=1e-5)
+    # without both it is the plain one, which is always the metric
+    plain = cross_entropy(LOGITS, TARGETS, WEIGHTS)
+    assert regularized_cross_entropy(LOGITS, TARGETS, WEIGHTS)[:2] == plain
+    metrics = regularized_cross_entropy(LOGITS, TARGETS, WEIGHTS, label_smoothing=0.2, z_loss=0.1)[2]
+    assert metrics == {"cross_entropy": plain}
+
+
+def test_padding_is_not_regularized():
+    logits, targets = LOGITS.copy(), TARGETS.copy()
+    logits[4:], targets[5] = np.inf, -100
+    loss = partial(regularized_cross_entropy, label_smoothing=0.2, z_loss=0.1)
+    of = jax.jit(jax.value_and_grad(lambda logits, targets: loss(logits, targets, WEIGHTS)[0]))
+    jax.tree.map(np.testing.assert_array_equal, of(logits, targets), of(LOGITS, TARGETS))
+    assert np.isnan(of(LOGITS, np.where(TARGETS[0, 0] == TARGETS, 11, TARGETS))[0])
+
+
+def test_what_cannot_be_regularized_is_refused():
+    with pytest.raises(ValueError, match=r"below 1\n.*z_loss is -1.0; use 0 \(none\) or more"):
+        Regularized(next_token_loss, label_smoothing=1.0, z_loss=-1.0)
+    with pytest.raises(ValueError, match="classification_loss, which takes no argument `entropy`"):
+        Regularized(classification_loss, z_loss=1e-4)
+    some: Any = "0.1"
+    with pytest.raises(ValueError, match="label_smoothing"):
+        Regularized(next_token_loss, label_smoothing=some)
 
 
 def test_weights():

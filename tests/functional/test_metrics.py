@@ -15,7 +15,7 @@ from shardtrain.report.sinks.json_lines import read_jsonl
 
 RUN_FILE = """
 from pathlib import Path
-from shardtrain import Layout, Run, Strategy, Text, next_token_loss, with_metrics
+from shardtrain import Layout, Regularized, Run, Strategy, Text, next_token_loss, with_metrics
 from shardtrain.functional.metrics import next_token_accuracy
 from tiny_language_model import TinyConfig
 
@@ -23,7 +23,7 @@ def run():
     return Run(
         model=TinyConfig(seq=4, num_layers=2),
         data=Text(paths=(Path({text!r}),), seq=4, heldout_fraction=0.2),
-        loss=with_metrics(next_token_loss, accuracy=next_token_accuracy),
+        loss=with_metrics(Regularized(next_token_loss, z_loss=0.1), accuracy=next_token_accuracy),
         strategy=Strategy(layout=Layout(mesh={{"pipeline": 2, "data": 4}}), accumulate=2),
         batch=8, steps=2, log_every=1, evaluate_every=1,
     )
@@ -43,7 +43,12 @@ def test_a_metric_of_a_run_file_is_logged_for_training_and_heldout_data(tmp_path
     for line in lines:
         assert 0 <= line["train/accuracy"] <= 1
         assert 0 <= line["heldout/accuracy"] <= 1
-    assert "loss.metrics.accuracy" in (tmp_path / "run" / "run.txt").read_text()
+        # 0.1 times the square of log(256) at least, before anything is learned
+        assert line["train/loss"] > line["train/cross_entropy"] + 2
+        assert line["heldout/loss"] > line["heldout/cross_entropy"] + 2
+    text = (tmp_path / "run" / "run.txt").read_text()
+    assert "loss.metrics.accuracy" in text
+    assert "loss.loss.z_loss" in text
 
 
 def test_the_loss_stays_the_same_and_padding_counts_nothing():

@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from shardtrain.functional.loss import cross_entropy, masked_token_loss, next_token_loss, translation_loss
+from shardtrain.functional.cross_entropy import cross_entropy
+from shardtrain.functional.loss import Regularized, masked_token_loss, next_token_loss, translation_loss
 from shardtrain.functional.metrics import next_token_accuracy, with_metrics
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.chunked_logits import ChunkedLogits
@@ -31,7 +32,9 @@ TOKENS = RANDOM.integers(0, 48, (3, 8), dtype=np.int32)
 BATCH: dict[str, Any] = {"tokens": TOKENS, "weights": np.array([1, 1, 0], np.float32)}
 MASKED = {**BATCH, "tokens": TOKENS[:, 1:], "targets": TOKENS[:, :-1], "chosen": TOKENS[:, 1:] % 2}
 TRANSLATION = {**BATCH, "source": TOKENS[:, :5], "target": TOKENS}
+REGULARIZED = Regularized(next_token_loss, label_smoothing=0.2, z_loss=0.01)
 HEADS = {
+    "regularized": (GPT, REGULARIZED, BATCH),
     "tied": (GPT, next_token_loss, BATCH),
     "untied": (replace(GPT, tied=False), next_token_loss, BATCH),
     "bfloat16": (replace(GPT, dtype="bfloat16"), next_token_loss, BATCH),
@@ -49,7 +52,7 @@ def loss_and_gradients(config, loss, batch, pure, quick_jit):
     apply = pure(config).apply
 
     def of(params):
-        total, count = loss(lambda *inputs: apply(params, *inputs), batch)
+        total, count, *_ = loss(lambda *inputs: apply(params, *inputs), batch)
         return total / count
 
     return quick_jit(jax.value_and_grad(of))(model.params)
@@ -142,8 +145,12 @@ def test_a_chunk_below_one_is_refused():
         replace(GPT, loss_chunk=0)
 
 
-@pytest.mark.parametrize("mesh", [{"data": 1}, {"fsdp": 2, "tensor": 2}], ids=["1 device", "4 devices"])
-def test_a_step_holds_an_eighth_of_the_logits_at_most(mesh):
+@pytest.mark.parametrize(
+    ("mesh", "loss"),
+    [({"data": 1}, next_token_loss), ({"fsdp": 2, "tensor": 2}, REGULARIZED)],
+    ids=["1 device", "4 devices, regularized"],
+)
+def test_a_step_holds_an_eighth_of_the_logits_at_most(mesh, loss):
     """The compiler's figures: 1,024 tokens a device, chunks of 16."""
     layout = Layout(mesh=mesh)
     devices = make_mesh(layout, described_devices("cpu", 4 if "fsdp" in mesh else 1))
@@ -158,7 +165,7 @@ def test_a_step_holds_an_eighth_of_the_logits_at_most(mesh):
     for chunk in (None, 16):
         model = from_nnx(replace(config, loss_chunk=chunk))
         placement = make_placement(model, optax.sgd(1e-3), layout, devices)
-        compiled = compile_step(model, next_token_loss, optax.sgd(1e-3), placement, batch)
+        compiled = compile_step(model, loss, optax.sgd(1e-3), placement, batch)
         found.append(figures(compiled, dict(devices.shape)).temp_bytes)
     assert found[0] >= logits_bytes
     assert found[1] <= logits_bytes / 8

@@ -15,9 +15,10 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 from tiny_language_model import TinyConfig
 
+from shardtrain.functional.cross_entropy import cross_entropy
 from shardtrain.functional.loss import (
+    Regularized,
     classification_loss,
-    cross_entropy,
     masked_token_loss,
     next_token_loss,
 )
@@ -374,11 +375,12 @@ def test_a_ring_in_stages_is_the_attention_of_one_device(schedule, assert_same):
     assert_same(got, expected)
 
 
-def test_a_loss_in_chunks_is_that_of_plain_logits(assert_same):
+def test_a_regularized_loss_in_chunks_is_that_of_plain_logits(assert_same):
     config = replace(SMALL, dropout=0.0, num_layers=2)
+    loss = Regularized(next_token_loss, label_smoothing=0.1, z_loss=1e-2)
     chunked = decoder(replace(config, loss_chunk=24))
-    got = gradients(chunked, {"pipeline": 2, "fsdp": 2, "tensor": 2}, 4, loss=next_token_loss)
-    assert_same(got, of_one_device(config))
+    got = gradients(chunked, {"pipeline": 2, "fsdp": 2, "tensor": 2}, 4, loss=loss)
+    assert_same(got, gradients(decoder(config), {"data": 1}, loss=loss))
 
 
 def test_it_computes_in_bfloat16():

@@ -19,9 +19,9 @@ from shardtrain.checkpoints.differences import Allow
 from shardtrain.cli import main
 from shardtrain.data import Batches
 from shardtrain.errors.user_code import UserCodeFailed
+from shardtrain.functional.cross_entropy import cross_entropy
 from shardtrain.functional.loss import (
     classification_loss,
-    cross_entropy,
     masked_token_loss,
     next_token_loss,
     translation_loss,
