@@ -149,7 +149,7 @@ def predict(
     times = step_times(found, state, layout, sizes, choice, machine, forward)
     table = times.table if times.num_stages > 1 else None
     return Prediction(
-        memory=_memory(state, choice, found, batch_bytes / rows, table),
+        memory=_memory(state, choice, found, machine, batch_bytes / rows, table),
         seconds=_seconds(times, waits, idle_costs=not machine.simulated),
         flops=sum(runs * each.flops for runs, each in stage_runs(found, forward, sizes, choice)),
     )
@@ -167,13 +167,19 @@ def _num_slots(table: Table) -> int:
 
 
 def _memory(
-    state: StateFigures, choice: Choice, found: Cost, batch_bytes: float, table: Table | None
+    state: StateFigures,
+    choice: Choice,
+    found: Cost,
+    machine: Machine,
+    batch_bytes: float,
+    table: Table | None,
 ) -> Memory:
     # one microbatch alone is not added to others: its gradients are results of the program
     adds_up = choice.accumulate > 1
     backward = found.peak_bytes + state.gathered + state.gradients * adds_up
-    # a step that may be skipped keeps the old optimizer state until the new one is accepted
-    update = state.gradients + state.optimizer
+    # whether a step is skipped is known before its update, which is computed in the place of the old state;
+    # XLA for CPU, which does not fuse several results, copies the optimizer's before
+    update = state.gradients + state.optimizer * machine.rates.copies_stacked
     live = 0 if table is None else _num_slots(table) + SENT_AND_ARRIVED
     return Memory(
         parameters=state.parameters,
