@@ -174,7 +174,7 @@ def test_conversations_packed_into_windows_do_too(tmp_path, assert_same):
 
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.full), 3])
 def test_learned_positions_are_restarted_over_context(window, assert_same):
-    """With a window too, of which a ring needs the near devices only; rotary positions have it without one."""
+    """With a window a ring needs the near devices only; without one rotary positions have a case."""
     config = replace(LEARNED, window=window)
     found = gradients(config, batches()[0], Layout(mesh={"context": 3}), 3)
     assert_same(found, expected(config))

@@ -51,7 +51,7 @@ def lines(folder):
 
 
 def test_experts_are_restored_on_another_mesh(tmp_path):
-    """A step on each: a mesh of experts restores what replicas saved, and another mesh what that one saved."""
+    """A step on each: a mesh of experts restores what replicas saved, another mesh what that one saved."""
     whole = train(run_on("replicas", tmp_path / "whole", 3)).state
     shutil.copytree(
         tmp_path / "whole", tmp_path / "parts", ignore=shutil.ignore_patterns("step_0000000[23]*")
