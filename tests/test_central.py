@@ -197,7 +197,7 @@ def mixture(text):
     return model, sharded(model, Layout(mesh={"data": 1}), num_devices=1)
 
 
-# a capacity has these axes, by pairs, in test_central_meshes.py, and its options with two others
+# a capacity has these axes, by pairs, in the two other cases and in train_step/test_pipeline.py
 PAIRS_ELSEWHERE = ("capacity, 2-2-2",)
 OF_EXPERTS = [pytest.param(case, marks=[pytest.mark.full] * (case in PAIRS_ELSEWHERE)) for case in EXPERTS]
 
