@@ -28,24 +28,38 @@ TESTS = Path(__file__).parent
 HELPERS = str(TESTS / "helpers")
 """Modules that tests, and programs and run files of tests, import by name."""
 SLOWEST_FIRST = (
-    "train_step/test_pipeline.py",
-    "faults/test_kills.py",
     "test_central.py",
-    "test_documents.py",
+    "train_step/test_pipeline.py",
     "train_step/test_stage_step.py",
-    "checkpoints/test_restore_matrix.py",
-    "faults/test_hang.py",
-    "trainer/test_islands_train.py",
+    "faults/test_kills.py",
+    "models/test_packed_rows.py",
     "train_step/test_island_step.py",
-    "combine/test_contract.py",
-    "trainer/test_stages_train.py",
+    "trainer/test_experts.py",
+    "faults/test_hang.py",
     "plan/test_traffic.py",
+    "trainer/test_islands_train.py",
+    "test_documents.py",
+    "trainer/test_fine_tuning.py",
+    "checkpoints/test_restore_matrix.py",
+    "combine/test_contract.py",
+    "trainer/test_pretrained.py",
+    "test_presets.py",
+    "cli/test_plan.py",
+    "plan/test_context_plan.py",
+    "trainer/test_stages_train.py",
+    "combine/test_synchronisation.py",
     "trainer/test_train.py",
-    "combine/test_replicas.py",
-    "combine/test_adasum.py",
     "cli/test_islands.py",
+    "functional/test_context_attention.py",
+    "trainer/test_token_batches.py",
+    "combine/test_replicas.py",
+    "test_published_models.py",
+    "combine/test_adasum.py",
 )
-"""Files of tests that take longest, of one or two minutes each."""
+"""Files of tests that take longest, of half a minute to two minutes each.
+
+Those of several ranks, each of which can take a core, come one at a time between others.
+"""
 
 DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), DEVICES, *FLAGS])

@@ -39,15 +39,9 @@ def meshes():
     return [mesh for mesh in found if mesh.keys() & {CONTEXT, EXPERT}]
 
 
-ALWAYS = (
-    "pipeline2-data2-expert2",
-    "pipeline2-fsdp2-context2",
-    "pipeline2-expert2-context2",
-    "pipeline2-context2-tensor2-all-gather",
-    "data2-expert2-context2",
-    "expert2-context2-tensor2",
-)
-"""The meshes of pairs of axes that `test_central.py` has not; the others are run by --full."""
+ALWAYS = ("pipeline2-fsdp2-context2", "pipeline2-expert2-context2")
+"""Stages with what shards positions or experts, in more than `train_step/test_pipeline.py` and
+`models/test_packed_rows.py` have; other pairs of axes are in `test_central.py`. --full runs the others."""
 
 
 def cases():

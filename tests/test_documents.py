@@ -62,7 +62,7 @@ def trained_example(monkeypatch):
         batch = 8 if run.batch_unit == "examples" else 64
         run = dataclasses.replace(run, batch=batch, evaluate_batches=4)
         # what is traced and compiled stays the same
-        small = {"embed": 16, "mlp": 32, "num_heads": 2}
+        small = {"embed": 16, "mlp": 32, "num_heads": 2, "depth": 11, "filters": 4}
         changes = {key: value for key, value in small.items() if hasattr(run.model, key)}
         if Path(name).stem != "gpt_text":
             run = dataclasses.replace(run, sample=None)
@@ -76,11 +76,11 @@ def trained_example(monkeypatch):
     return trained_example
 
 
-OF_PRESETS = ("digits_resnet", "digits_vgg", "translation_text")
-"""Those that `test_presets.py` trains, as launched."""
+ELSEWHERE = ("digits_vgg", "translation_text", "image_folder_vit")
+"""Those that `test_presets.py` trains, as launched, and `data/test_image_folder_example.py`."""
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if Path(name).stem not in OF_THE_PAGE + OF_PRESETS])
+@pytest.mark.parametrize("name", [name for name in RUNS if Path(name).stem not in OF_THE_PAGE + ELSEWHERE])
 def test_every_example_trains(name, tmp_path, trained_example):
     trained_example(name, tmp_path)
 

@@ -26,6 +26,7 @@ _LOG = logging.getLogger(__name__)
 _SAVE_TIMEOUT_SECONDS = 4 * 60 * 60
 _MOST_CHUNK_BYTES = 1 << 23
 _LARGE_ROW_BYTES = 1 << 20
+_LEAST_SLICE_BYTES = 1 << 20
 
 
 class SaveFailed(RuntimeError):
@@ -238,7 +239,10 @@ def _orbax() -> ocp.AsyncCheckpointer:
         timeout_secs=_SAVE_TIMEOUT_SECONDS, create_directories_asynchronously=False
     )
     # with zstd a restore takes twice the processor time, for 8 % of random float32 numbers
-    handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+    # every replica writes a slice of large arrays alone: each slice of a small one would be compiled
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_LEAST_SLICE_BYTES)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
     return ocp.AsyncCheckpointer(handler, async_options=options)
 
 

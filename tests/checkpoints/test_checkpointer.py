@@ -153,6 +153,23 @@ def test_donation_right_after_save_changes_nothing_that_is_saved(tmp_path, mesh_
     assert_same(restored.state, expected)
 
 
+def test_a_save_of_small_arrays_compiles_nothing(tmp_path):
+    """A slice for each replica to write would be a program for every shape and place."""
+    state = place({"w": jnp.ones((24, 40)), "v": jnp.ones(56)}, "data=4,tensor=2")
+    compiled = []
+
+    def heard(event, duration_secs, **about):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(about["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    with Checkpoints(tmp_path, KEEP_ALL) as checkpoints:
+        checkpoints.save(1, state, {})
+    jax.monitoring.unregister_event_duration_listener(heard)
+    assert compiled == []
+    assert_same(resumed(tmp_path, abstract(state, "fsdp=8")).state, state)
+
+
 def test_deleting_right_after_save_is_safe(tmp_path):
     state = small_state(5)
     with Checkpoints(tmp_path, KEEP_ALL) as checkpoints:

@@ -97,7 +97,7 @@ def expected(config):
     "config",
     [
         LEARNED,
-        ROTARY,
+        pytest.param(ROTARY, marks=pytest.mark.full),  # layouts have it, and the next config
         replace(ROTARY, scan=False, loss_chunk=8),
         EVERYTHING,
     ],
@@ -128,17 +128,20 @@ LAYOUTS = {
 }
 
 
+# every layout once, and every config: meshes have the last one, and a pipeline the second
+PAIRS_ELSEWHERE = ("mesh", "pipeline", "everything-mesh", "beside-pipeline")
+CONFIGS = {
+    **{name: (ROTARY, name) for name in LAYOUTS},
+    **{f"everything-{name}": (EVERYTHING, name) for name in ("mesh", "pipeline", "ring")},
+    **{f"beside-{name}": (BESIDE, name) for name in ("mesh", "pipeline")},
+}
+
+
 @pytest.mark.parametrize(
     ("config", "layout"),
     [
-        *((ROTARY, name) for name in LAYOUTS),
-        *((EVERYTHING, name) for name in ("mesh", "pipeline", "ring")),
-        *((BESIDE, name) for name in ("mesh", "pipeline")),
-    ],
-    ids=[
-        *LAYOUTS,
-        *(f"everything-{name}" for name in ("mesh", "pipeline", "ring")),
-        *(f"beside-{name}" for name in ("mesh", "pipeline")),
+        pytest.param(*case, id=name, marks=[pytest.mark.full] * (name in PAIRS_ELSEWHERE))
+        for name, case in CONFIGS.items()
     ],
 )
 def test_they_do_on_any_layout(config, layout, assert_same):
@@ -169,12 +172,12 @@ def test_conversations_packed_into_windows_do_too(tmp_path, assert_same):
     assert_same(gradients(ROTARY, packed, Layout(mesh=mesh), 8), expected)
 
 
-def test_learned_positions_are_restarted_over_context(assert_same):
-    """With a window too, of which a ring needs the near devices only."""
-    layout = Layout(mesh={"context": 3})
-    assert_same(gradients(LEARNED, batches()[0], layout, 3), expected(LEARNED))
-    near = replace(LEARNED, window=3)
-    assert_same(gradients(near, batches()[0], layout, 3), expected(near))
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.full), 3])
+def test_learned_positions_are_restarted_over_context(window, assert_same):
+    """With a window a ring needs the near devices only; without one rotary positions have a case."""
+    config = replace(LEARNED, window=window)
+    found = gradients(config, batches()[0], Layout(mesh={"context": 3}), 3)
+    assert_same(found, expected(config))
 
 
 def test_a_model_that_takes_no_segments_is_refused():

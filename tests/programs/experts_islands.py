@@ -22,7 +22,7 @@ from shardtrain.trainer.train import train
 FOLDER, ISLANDS = Path(sys.argv[1]), join()
 assert ISLANDS is not None
 MODEL = DecoderConfig(
-    vocab=64, seq=8, embed=8, num_layers=2, num_heads=2, mlp=8, activation="swiglu", bias=False,
+    vocab=64, seq=8, embed=8, num_layers=2, num_heads=2, mlp=8, activation="swiglu", bias=False, remat="none",
     experts="num=4,top=2,capacity=1.0,shared=1,balance=0.1",
 )  # fmt: skip
 MESH = Layout(mesh={"expert": 2, "tensor": 2, "data": -1})

@@ -96,9 +96,11 @@ if ISLANDS is None or ISLANDS.is_first:
     (FOLDER / "mean.txt").write_text(printed)
 # gradients that are rounded to 16 bits where they are computed, by two programs
 narrow = Across(bucket_bytes=3000, reduce_dtype="bfloat16", gradient_parts=2)
-_, printed = run("narrow", strategy=dataclasses.replace(RUN.strategy, across=narrow))
-if ISLANDS is None or ISLANDS.is_first:
-    (FOLDER / "narrow.txt").write_text(printed)
+if ISLANDS is not None:
+    strategy = dataclasses.replace(RUN.strategy, across=narrow)
+    _, printed = run("narrow", strategy=strategy, steps=4, evaluate_every=None)
+    if ISLANDS.is_first:
+        (FOLDER / "narrow.txt").write_text(printed)
 if ISLANDS is not None and "resumed" in sys.argv[4:]:
     # saved at step 4, between two merges: what was sent after step 3 is under way until step 5
     outer = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)

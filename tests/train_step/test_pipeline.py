@@ -347,36 +347,44 @@ def test_a_decoder_is_that_of_one_device_dropout_too(config, mesh, options, asse
     assert_same(got, expected)
 
 
-LONG = replace(
-    SMALL, seq=8, num_kv_heads=2, positions="rotary", activation="swiglu", bias=False, dropout=0.0, scan=True
-)
+LONG = replace(SMALL, seq=8, num_kv_heads=2, positions="rotary", activation="swiglu", bias=False, dropout=0.0)
+WINDOW = replace(LONG, window=3, remat="none")
 RINGS = {
     "interleaved": (LONG, {"pipeline": 2, "context": 4}),
-    "zero_bubble": (replace(LONG, window=3), {"pipeline": 2, "data": 2, "context": 2}),
-    "zb_v": (replace(LONG, window=3), {"pipeline": 2, "context": 4}),
+    "zero_bubble": (WINDOW, {"pipeline": 2, "data": 2, "context": 2}),
+    "zb_v": (WINDOW, {"pipeline": 2, "context": 4}),
     "1f1b": (LONG, {"pipeline": 4, "context": 2}),
 }
 """Schedule -> a decoder, and a mesh in which its keys are sent between pairs of devices."""
+
+
+@cache
+def packed_rows():
+    """Rows of several documents."""
+    random = np.random.default_rng(1)
+    segments = np.sort(random.integers(0, 3, (16, LONG.seq), np.int32), axis=1)
+    return {
+        "tokens": random.integers(0, VOCAB, (16, LONG.seq + 1), np.int32),
+        "weights": np.ones(16, np.float32),
+        "segments": segments,
+    }
+
+
+@cache
+def of_packed_rows(config):
+    return gradients(decoder(config), {"data": 1}, loss=next_token_loss, batch=packed_rows())
 
 
 @pytest.mark.parametrize("schedule", RINGS)
 def test_a_ring_in_stages_is_the_attention_of_one_device(schedule, assert_same):
     """Of packed rows, with fewer key heads, with and without a window."""
     config, mesh = RINGS[schedule]
-    random = np.random.default_rng(1)
-    segments = np.sort(random.integers(0, 3, (16, config.seq), np.int32), axis=1)
-    batch = {
-        "tokens": random.integers(0, VOCAB, (16, config.seq + 1), np.int32),
-        "weights": np.ones(16, np.float32),
-        "segments": segments,
-    }
-    expected = gradients(decoder(config), {"data": 1}, loss=next_token_loss, batch=batch)
-    got = gradients(decoder(config), mesh, 4, loss=next_token_loss, batch=batch, schedule=schedule)
-    assert_same(got, expected)
+    got = gradients(decoder(config), mesh, 4, loss=next_token_loss, batch=packed_rows(), schedule=schedule)
+    assert_same(got, of_packed_rows(config))
 
 
 def test_a_regularized_loss_in_chunks_is_that_of_plain_logits(assert_same):
-    config = replace(SMALL, dropout=0.0, num_layers=2)
+    config = replace(SMALL, dropout=0.0, num_layers=2, remat="none")
     loss = Regularized(next_token_loss, label_smoothing=0.1, z_loss=1e-2)
     chunked = decoder(replace(config, loss_chunk=24))
     got = gradients(chunked, {"pipeline": 2, "fsdp": 2, "tensor": 2}, 4, loss=loss)

@@ -2,6 +2,7 @@
 
 import doctest
 import io
+import shutil
 from dataclasses import replace
 
 import jax
@@ -66,16 +67,15 @@ def test_a_batch_grows_as_if_the_run_were_resumed_with_a_larger_one(run, mesh, t
     run = replace(run, strategy=Strategy(layout=Layout(mesh=mesh), accumulate=2))
     grown = trained(run, tmp_path / "grown")
     # saved in the middle of a stretch, and resumed there
-    for steps in (3, 6):
-        resumed = trained(replace(run, steps=steps), tmp_path / "resumed")
-    assert resumed == grown
+    late = shutil.ignore_patterns("step_00000006*")
+    shutil.copytree(tmp_path / "grown", tmp_path / "resumed", ignore=late)
+    assert trained(run, tmp_path / "resumed") == grown
     # by hand: the same data in the same order, and as many times the microbatches
     for steps, factor in ((2, 1), (4, 2), (6, 3)):
         strategy = replace(run.strategy, accumulate=2 * factor)
         part = replace(run, strategy=strategy, batch=8 * factor, batch_growth="", steps=steps)
         by_hand = trained(part, tmp_path / "by_hand")
     assert by_hand == grown
-    assert trained(replace(run, batch_growth=""), tmp_path / "same")[1][2:] != grown[1][2:]
 
 
 def test_the_text_is_read_by_value():

@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -12,6 +14,8 @@ import safetensors.numpy
 from fine_tuning import CONSTANT, by_hand, close, initial, paths, run_of
 from tiny_language_model import TinyConfig
 
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.checkpoints.reader import find_readers
 from shardtrain.functional.frozen import without
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.models.decoder import DecoderConfig
@@ -34,6 +38,16 @@ MODEL = DecoderConfig(
     norm="rmsnorm", activation="swiglu", bias=False, tied=False,
 )  # fmt: skip
 LORA = replace(MODEL, lora="rank=2,alpha=4,on=q+v+down")
+
+
+PLAIN = Optimizer(name="sgd", learning_rate=CONSTANT)
+"""Adam would enlarge the rounding of small gradients."""
+
+
+@cache
+def tuned_by_hand(optimizer=None):
+    """The parameters of `LORA` after three steps of a plain loop."""
+    return by_hand(run_of(LORA, **({"optimizer": optimizer} if optimizer else {})))
 
 
 def params_after(run):
@@ -60,12 +74,9 @@ def test_frozen_parameters_keep_their_bits_and_the_others_are_trained_as_without
 
 @pytest.mark.parametrize("layout", ["mesh", "pipeline"])
 def test_adapters_alone_are_trained(layout, tmp_path):
-    plain = Optimizer(
-        name="sgd", learning_rate=CONSTANT
-    )  # Adam would enlarge the rounding of small gradients
-    run = run_of(LORA, tmp_path, strategy=LAYOUTS[layout], optimizer=plain)
+    run = run_of(LORA, tmp_path, strategy=LAYOUTS[layout], optimizer=PLAIN)
     before, after = initial(run), params_after(run)
-    close(after, by_hand(run))
+    close(after, tuned_by_hand(PLAIN))
     pairs = zip(paths(after), jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     places = ("attention/q", "attention/v", "mlp/down")
     wanted = {f"blocks/{place}/lora_{x}" for place in places for x in "ab"}
@@ -80,8 +91,7 @@ def test_the_table_says_how_many_parameters_are_trained():
 
 
 def test_an_adapter_is_the_same_as_its_merged_kernel(tmp_path):
-    run = run_of(LORA)
-    params = by_hand(run)
+    params = tuned_by_hand()
     flat = {path: np.asarray(x) for path, x in zip(paths(params), jax.tree.leaves(params), strict=True)}
     files = export_model(
         tmp_path / "out", vars(LORA), {p: x.shape for p, x in flat.items()}, flat.__getitem__
@@ -94,13 +104,13 @@ def test_an_adapter_is_the_same_as_its_merged_kernel(tmp_path):
     wanted = as_model(LORA).apply(params, {}, jax.random.key(0), False, tokens)[0]
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
     base = as_model(MODEL).apply(
-        without(params, model_of(run).frozen ^ set(flat)), {}, jax.random.key(0), False, tokens
+        without(params, model_of(run_of(LORA)).frozen ^ set(flat)), {}, jax.random.key(0), False, tokens
     )[0]
     assert np.abs(found - base).max() > 1e-3
 
 
 def test_adapters_are_written_as_peft_has_them(tmp_path):
-    params = by_hand(run_of(LORA))
+    params = tuned_by_hand()
     flat = dict(zip(paths(params), jax.tree.leaves(params), strict=True))
     export_model(tmp_path / "out", vars(LORA), {}, flat.__getitem__, adapters=True)
     about = json.loads((tmp_path / "out/adapter_config.json").read_text())
@@ -119,14 +129,17 @@ def test_adapters_are_written_as_peft_has_them(tmp_path):
 
 def test_a_run_with_adapters_starts_from_parameters_without_them(tmp_path):
     base = params_after(run_of(MODEL, tmp_path / "base", steps=1))
-    run = run_of(LORA, tmp_path / "tuned", start_from=StartFrom(checkpoint=tmp_path / "base"))
+    start, checkpoints = StartFrom(checkpoint=tmp_path / "base"), CheckpointPolicy(every_steps=3, keep=2)
+    run = run_of(LORA, tmp_path / "tuned", start_from=start, checkpoints=checkpoints, steps=5)
     tuned = params_after(run)
     kept = without(tuned, set(paths(tuned)) - set(paths(base)))
     jax.tree.map(np.testing.assert_array_equal, kept, base)
     assert np.abs(tuned["blocks"]["attention"]["q"]["lora_b"]).max() > 0
-    resumed = params_after(replace(run, steps=5))
-    straight = params_after(replace(run, steps=5, run_dir=tmp_path / "straight"))
-    jax.tree.map(np.testing.assert_array_equal, resumed, straight)
+    late = shutil.ignore_patterns("step_00000005*")
+    shutil.copytree(tmp_path / "tuned", tmp_path / "resumed", ignore=late)
+    assert [each.step for each in find_readers(tmp_path / "resumed" / "checkpoints")] == [3]
+    resumed = params_after(replace(run, run_dir=tmp_path / "resumed"))
+    jax.tree.map(np.testing.assert_array_equal, resumed, tuned)
 
 
 def test_adapters_of_another_rank_are_not_replaced_in_silence(tmp_path):

@@ -84,15 +84,16 @@ def test_islands_train_as_one_device_does_and_resume(
     assert lines[-1]["tokens_per_second_per_device"] == pytest.approx(per_device)
     num_parameters = 256 * 8 + 2 * 2 * 8 * 16
     # in each of six steps the gradients, as inspect prints them, and sums of the loss: in float32, and half
-    # of that in bfloat16, with losses that are near
+    # of that in the four steps in bfloat16, with losses that are near
     narrow = read_jsonl(tmp_path / "narrow" / "metrics.jsonl")
     for found, dtype, num_bytes in ((lines, "float32", 4), (narrow, "bfloat16", 2)):
         printed = merges(Synchronisation(), dtype).most
         assert printed == num_bytes * num_parameters
-        assert sum(line["bytes/islands"] for line in found) == 6 * (printed + SUMS_BYTES)
-    for a, b in zip(narrow, lines, strict=True):
+        assert sum(line["bytes/islands"] for line in found) == len(found) * (printed + SUMS_BYTES)
+    assert (len(lines), len(narrow)) == (6, 4)
+    for a, b in zip(narrow, lines, strict=False):
         np.testing.assert_allclose(a["train/loss"], b["train/loss"], rtol=1e-3)
-    assert narrow[-1]["train/loss"] != lines[-1]["train/loss"]
+    assert narrow[3]["train/loss"] != lines[3]["train/loss"]
     # those of the layers are sent while that of the table is computed
     programs = "gradients: 2 programs, the last layers first; after each is sent: 1.0 KiB, 4.0 KiB"
     assert programs in (tmp_path / "narrow.txt").read_text()

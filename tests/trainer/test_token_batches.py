@@ -36,7 +36,7 @@ def alone(tmp_path_factory, mpiexec):
     [
         # 6, 7 and 15 rows do not divide: they are padded
         pytest.param(1, "1", 4, 2, id="one island, padded"),
-        pytest.param(2, "3,1", 1, 1, id="2 islands"),
+        pytest.param(2, "3,1", 1, 1, id="2 islands", marks=pytest.mark.full),
         pytest.param(3, "2,0,1", 1, 2, id="3 islands, one empty"),
         pytest.param(4, "1,2,3,4", 1, 1, id="4 islands", marks=pytest.mark.full),
     ],
