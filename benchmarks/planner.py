@@ -16,6 +16,7 @@ import csv
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +32,13 @@ from shardtrain.islands.malloc import tune_malloc
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.calibration import fitted
 from shardtrain.plan.compile import compile_step, described_devices, figures
+from shardtrain.plan.gpu_targets import GPU_TARGETS
 from shardtrain.plan.machine import Link, Machine, Rates, simulated_machine
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import predictions, search
 from shardtrain.plan.space import Space, mesh_text
 from shardtrain.plan.subject import Subject
+from shardtrain.plan.trace import Target
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -135,10 +138,12 @@ def placed(subject: Subject, choice: Choice, kind: str = "cpu") -> Any:
 
 def memory(kind: str) -> None:
     """Print predicted over compiled bytes of a device."""
-    machine = Machine(rates=Rates(flops_per_second=1e11))
+    machine = Machine(rates=Rates(flops_per_second=1e11, copies_stacked=kind == "cpu"))
     within = []
     for name, (config, rows) in MODELS.items():
         subject = subject_of(config, rows)
+        if kind in GPU_TARGETS:
+            subject = replace(subject, target=Target(GPU_TARGETS[kind][0]))
         for point in POINTS:
             choice = choice_of(*point)
             sizes = axis_sizes(choice.layout.mesh, math.prod(choice.layout.mesh.values()))

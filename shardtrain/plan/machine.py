@@ -43,7 +43,8 @@ class Rates:
       kernel_seconds: of a kernel that does next to nothing.
       memory_bytes: device memory; inf: not known.
       copies_stacked: whether loops copy what their trips read from stacked arrays and write to them, as
-        programs of XLA for CPU do; they also have more arrays at once (`CallSizes.fuses`).
+        programs of XLA for CPU do; they also have more arrays at once (`CallSizes.fuses`)
+        and copy the optimizer's state before a step that may be skipped.
     """
 
     flops_per_second: float

@@ -177,8 +177,8 @@ def _memory(
     # one microbatch alone is not added to others: its gradients are results of the program
     adds_up = choice.accumulate > 1
     backward = found.peak_bytes + state.gathered + state.gradients * adds_up
-    # whether a step is skipped is known before its update, which is computed in the place of the old state;
-    # XLA for CPU, which does not fuse several results, copies the optimizer's before
+    # whether a step is skipped is known before its update, which GPUs compute in the place of the old state;
+    # XLA for CPU copies that of the optimizer first
     update = state.gradients + state.optimizer * machine.rates.copies_stacked
     live = 0 if table is None else _num_slots(table) + SENT_AND_ARRIVED
     return Memory(

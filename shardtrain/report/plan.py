@@ -30,8 +30,8 @@ MEMORY_TERMS = {
     "parameters": "as they are stored, by the specs of the layout",
     "optimizer": "the optimizer's state, by the specs",
     "gradients": "sums over microbatches, float32",
-    "activations": "the most that is alive at once in loss and gradient, with gathered weights; or the new"
-    " optimizer state if that is more",
+    "activations": "the most that is alive at once in loss and gradient, with gathered weights; or, on"
+    " simulated devices, a copy of the optimizer's state if that is more",
     "pipeline": "inputs and cotangents of parts, for the microbatches that the schedule has in flight",
     "batch": "rows of this device",
     "local": "what an island changed since the last merge, and the outer optimizer's state, float32",

@@ -209,6 +209,28 @@ STRATEGIES = [
 ]
 
 
+def test_the_optimizers_state_is_copied_by_xla_for_cpu_alone(subject, monkeypatch):
+    # the form for one CPU copies none
+    monkeypatch.setattr(Placement, "replica_is_one_cpu", False)
+    model, layout = as_model(replace(CONFIG, seq=4, mlp=1024, remat="full")), Layout()
+    batch = {
+        "tokens": jax.ShapeDtypeStruct((1, 4 + 1), jnp.int32),
+        "weights": jax.ShapeDtypeStruct((1,), jnp.float32),
+    }
+    few_tokens = Subject(
+        model=lambda _: model, loss=next_token_loss, optimizer=subject.optimizer, batch=batch
+    )
+    of_gpu, of_cpu = (
+        predictions(few_tokens, replace(MACHINE, rates=rates), 1, [Choice(layout=layout)])[0].memory
+        for rates in (RATES, COPYING)
+    )
+    assert of_gpu.activations < 0.5 * of_gpu.gradients
+    placement = make_placement(model, subject.optimizer, layout, make_mesh(layout, jax.devices()[:1]))
+    compiled = compile_step(model, next_token_loss, subject.optimizer, placement, batch)
+    temporary = figures(compiled, {}).temp_bytes
+    assert of_cpu.gradients + of_cpu.activations == pytest.approx(temporary, rel=0.01)
+
+
 def in_every_tick(step):
     """Return the segments that each tick counts in a compiled pipeline, and the ticks.
 
