@@ -240,7 +240,11 @@ def _orbax() -> ocp.AsyncCheckpointer:
     )
     # with zstd a restore takes twice the processor time, for 8 % of random float32 numbers
     # every replica writes a slice of large arrays alone: each slice of a small one would be compiled
-    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_LEAST_SLICE_BYTES)
+    default: Any = ocp.type_handlers.get_type_handler(jax.Array)
+    arrays = ocp.type_handlers.ArrayHandler(
+        min_slice_bytes_for_replica_parallel=_LEAST_SLICE_BYTES,
+        array_metadata_store=default._array_metadata_store,
+    )
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
     return ocp.AsyncCheckpointer(handler, async_options=options)

@@ -138,8 +138,8 @@ class Text:
         Raises:
           ValueError: see `pack`; or the text is too short.
         """
-        self._trained_on[folder] = self.pack(folder)
-        return self._split(self._trained_on[folder])[0]
+        packed = self._trained_on[folder.resolve()] = self.pack(folder)
+        return self._split(packed)[0]
 
     def heldout(self, folder: Path) -> Windows | None:
         """Return the held-out windows; None if nothing is held out.
@@ -147,8 +147,8 @@ class Text:
         They are of the text that `train` has found, also where it has changed since, as long as its windows
         are in use.
         """
-        packed = self._trained_on.get(folder)
-        if packed is None or not packed.path.exists():
+        packed = self._trained_on.get(folder.resolve())
+        if packed is None or _existing(packed.path) is None:
             packed = self.pack(folder)
         return self._split(packed)[1]
 

@@ -55,11 +55,12 @@ class Regularized:
             problems.append(f"label_smoothing is {self.label_smoothing}; use 0 (none) or more, below 1")
         if not 0 <= self.z_loss < float("inf"):
             problems.append(f"z_loss is {self.z_loss}; use 0 (none) or more, such as 1e-4")
-        if callable(self.loss) and "entropy" not in signature(self.loss).parameters:
+        if callable(self.loss) and not _takes_entropy(self.loss):
             name = getattr(self.loss, "__name__", type(self.loss).__name__)
-            allowed = "next_token_loss, masked_token_loss, translation_loss, or one that calls its argument"
             problems.append(
-                f"loss is {name}, which takes no argument `entropy`; use {allowed} `entropy` as cross_entropy"
+                f"loss is {name}, which takes no argument `entropy`; use next_token_loss, masked_token_loss,"
+                " translation_loss, or one that calls its argument `entropy` as cross_entropy. Metrics go"
+                " outside: with_metrics(Regularized(loss, ...), ...)"
             )
         if problems:
             raise problems_error("this loss cannot be regularized", problems)
@@ -68,6 +69,14 @@ class Regularized:
         """Return (sum in nats, count, metrics)."""
         options = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         return self.loss(apply, batch, entropy=partial(regularized_cross_entropy, **options))
+
+
+def _takes_entropy(loss: Callable[..., Any]) -> bool:
+    try:
+        parameters = signature(loss, follow_wrapped=False).parameters
+    except ValueError:  # of builtin functions
+        return False
+    return "entropy" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def _ranked(batch: Batch, **ranks: int) -> None:

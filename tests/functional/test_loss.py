@@ -1,7 +1,7 @@
 """Losses: against optax, over splits of the batch, with padding rows of any values."""
 
 import itertools
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.cross_entropy import cross_entropy, regularized_cross_entropy, soft_cross_entropy
 from shardtrain.functional.loss import Regularized, classification_loss, masked_token_loss, next_token_loss
+from shardtrain.functional.metrics import with_metrics
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 
@@ -106,6 +107,12 @@ def test_what_cannot_be_regularized_is_refused():
         Regularized(next_token_loss, label_smoothing=1.0, z_loss=-1.0)
     with pytest.raises(ValueError, match="classification_loss, which takes no argument `entropy`"):
         Regularized(classification_loss, z_loss=1e-4)
+    # a wrapper passes on what it takes itself
+    wrapper = wraps(next_token_loss)(lambda apply, batch: next_token_loss(apply, batch))
+    for loss in (wrapper, max, with_metrics(next_token_loss, mine=lambda outputs, batch: (0.0, 1.0))):
+        with pytest.raises(ValueError, match="takes no argument `entropy`"):
+            Regularized(loss, z_loss=1e-4)
+    Regularized(lambda *inputs, **options: next_token_loss(*inputs, **options), z_loss=1e-4)
     some: Any = "0.1"
     with pytest.raises(ValueError, match="label_smoothing"):
         Regularized(next_token_loss, label_smoothing=some)

@@ -12,6 +12,7 @@ from rich.console import Console
 from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.checkpoints.reader import find_readers
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Text
 from shardtrain.data.stream import NO_END
@@ -69,6 +70,7 @@ def test_a_batch_grows_as_if_the_run_were_resumed_with_a_larger_one(run, mesh, t
     # saved in the middle of a stretch, and resumed there
     late = shutil.ignore_patterns("step_00000006*")
     shutil.copytree(tmp_path / "grown", tmp_path / "resumed", ignore=late)
+    assert [each.step for each in find_readers(tmp_path / "resumed" / "checkpoints")] == [3]
     assert trained(run, tmp_path / "resumed") == grown
     # by hand: the same data in the same order, and as many times the microbatches
     for steps, factor in ((2, 1), (4, 2), (6, 3)):

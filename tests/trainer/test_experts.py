@@ -56,6 +56,7 @@ def test_experts_are_restored_on_another_mesh(tmp_path):
     shutil.copytree(
         tmp_path / "whole", tmp_path / "parts", ignore=shutil.ignore_patterns("step_0000000[23]*")
     )
+    assert [each.step for each in find_readers(tmp_path / "parts" / "checkpoints")] == [1]
     train(run_on("experts", tmp_path / "parts", 2))
     state = train(run_on("both", tmp_path / "parts", 3)).state
     for name in ("train/loss", "grad_norm", "train/expert_drops", "train/router_balance"):

@@ -79,6 +79,7 @@ def test_another_layout_resumes_it_and_saves_everything_if_asked(base, whole, in
     shutil.copytree(
         interrupted, tmp_path, ignore=shutil.ignore_patterns("step_00000004*"), dirs_exist_ok=True
     )
+    assert [each.step for each in find_readers(tmp_path / "checkpoints")] == [2]
     strategy = Strategy(layout=Layout(mesh={"pipeline": 2, "data": 4}), accumulate=2)
     given = run(base, tmp_path, strategy=strategy, checkpoints=replace(POLICY, trained_only=False))
     found = jax.device_get(train(given, None).state.params)
