@@ -260,13 +260,11 @@ def _evaluated(
         prefix = heldout_prefix(name)
         values = {key.removeprefix(prefix): value for key, value in means.items() if key.startswith(prefix)}
         if saved.is_decoder:
-            # without label smoothing and a z-loss, which `loss` has
-            nats = values.get("cross_entropy", values["loss"])
-            values["perplexity"] = math.exp(min(nats, MOST_EXPONENT))
+            values["perplexity"] = math.exp(min(values["loss"], MOST_EXPONENT))
             num_rows = len(source) if options.batches is None else min(len(source), options.batches * rows)
             num_tokens, num_bytes = count_tokens(source, num_rows, tokenizer)
             if num_bytes:
-                values["bits_per_byte"] = nats * num_tokens / num_bytes / math.log(2)
+                values["bits_per_byte"] = values["loss"] * num_tokens / num_bytes / math.log(2)
             values["tokens"] = num_tokens
         found[name] = values
     return found

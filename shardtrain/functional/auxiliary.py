@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from shardtrain.functional.loss import Apply, Batch, Loss
+from shardtrain.functional.loss import Apply, Batch, Loss, for_evaluation
 from shardtrain.functional.loss_checks import checked
 
 AUXILIARY = "auxiliary"
@@ -55,7 +55,9 @@ def plain(outputs: Any) -> Any:
     return outputs.outputs if isinstance(outputs, Outputs) else outputs
 
 
-def summed_loss(loss: Loss, apply: Apply, batch: Batch) -> tuple[Any, Any, dict[str, Any]]:
+def summed_loss(
+    loss: Loss, apply: Apply, batch: Batch, train: bool = True
+) -> tuple[Any, Any, dict[str, Any]]:
     """Return (sum, count, metrics) of a loss, with those that the model has of its own.
 
     A loss that calls the model several times gets their mean.
@@ -64,6 +66,7 @@ def summed_loss(loss: Loss, apply: Apply, batch: Batch) -> tuple[Any, Any, dict[
       loss: returns (sum, count) or (sum, count, metrics), see `loss.Loss`.
       apply: the model; it returns outputs, or `Outputs`.
       batch: what the loss reads; "weights" (rows, ...), if there are some, weigh the rows.
+      train: whether it is the loss of training, or that of held-out data.
 
     Raises:
       ValueError: the loss returns something else, or a metric that the model has too.
@@ -76,6 +79,7 @@ def summed_loss(loss: Loss, apply: Apply, batch: Batch) -> tuple[Any, Any, dict[
             found.append(outputs)
         return plain(outputs)
 
+    loss = loss if train else for_evaluation(loss)
     loss_sum, count, metrics = checked(loss(without_auxiliary, batch))
     for outputs in found:
         rows = jax.tree.leaves(outputs.auxiliary)[0].shape[0]

@@ -4,7 +4,7 @@ So the gradients of any split of a batch, uneven or with empty parts, add up to 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -28,7 +28,7 @@ Entropy = Callable[[Any, jax.Array, jax.Array], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Regularized:
-    """A loss of tokens with label smoothing and a z-loss, in training and for held-out data alike.
+    """A loss of tokens with label smoothing and a z-loss in training, and without them for held-out data.
 
     The cross-entropy without either is the metric `cross_entropy`.
 
@@ -65,10 +65,24 @@ class Regularized:
         if problems:
             raise problems_error("this loss cannot be regularized", problems)
 
+    @property
+    def for_evaluation(self) -> "Regularized":
+        """The loss without label smoothing and z-loss, see `for_evaluation`."""
+        is_plain = self.label_smoothing == self.z_loss == 0
+        return self if is_plain else replace(self, label_smoothing=0.0, z_loss=0.0)
+
     def __call__(self, apply: Apply, batch: Batch) -> tuple[Any, ...]:
         """Return (sum in nats, count, metrics)."""
         options = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         return self.loss(apply, batch, entropy=partial(regularized_cross_entropy, **options))
+
+
+def for_evaluation(loss: Loss) -> Loss:
+    """Return the loss of held-out data: the attribute `for_evaluation` of a loss, or the loss itself.
+
+    It returns metrics of the same names.
+    """
+    return getattr(loss, "for_evaluation", loss)
 
 
 def _takes_entropy(loss: Callable[..., Any]) -> bool:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from shardtrain.errors.messages import problems_error
 from shardtrain.errors.user_code import user_code
-from shardtrain.functional.loss import Apply, Batch, Loss
+from shardtrain.functional.loss import Apply, Batch, Loss, for_evaluation
 
 RESERVED = ("loss", "loss_sum", "count", "grad_norm", "skipped", "learning_rate")
 """Names of metrics that the step itself logs."""
@@ -64,6 +64,9 @@ def guarded(loss: Loss) -> Loss:
         with user_code(lambda error: where(error, batch)):
             return loss(apply, batch)
 
+    plain = for_evaluation(loss)
+    if plain is not loss:
+        vars(call)["for_evaluation"] = guarded(plain)
     return call
 
 

@@ -4,13 +4,13 @@ Next: `loss.py`, what a loss returns.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from shardtrain.functional.loss import Apply, Batch, Loss, hard_label, target_weights
+from shardtrain.functional.loss import Apply, Batch, Loss, for_evaluation, hard_label, target_weights
 from shardtrain.functional.loss_checks import checked
 from shardtrain.functional.next_tokens import without_first
 
@@ -25,6 +25,12 @@ class LossWithMetrics:
 
     loss: Loss
     metrics: Mapping[str, Metric]
+
+    @property
+    def for_evaluation(self) -> "LossWithMetrics":
+        """The same metrics with the loss of held-out data, see `loss.for_evaluation`."""
+        plain = for_evaluation(self.loss)
+        return self if plain is self.loss else replace(self, loss=plain)
 
     def __call__(self, apply: Apply, batch: Batch) -> tuple[Any, Any, dict[str, Any]]:
         outputs: list[Any] = []

@@ -157,7 +157,7 @@ class Traced:
             left.append(changed)
             return outputs
 
-        loss_sum, count, metrics = summed_loss(self.loss, once(apply), batch)
+        loss_sum, count, metrics = summed_loss(self.loss, once(apply), batch, train)
         return (loss_sum, (count, metrics)), left[0]
 
     def flow(self, stages: Partition, microbatch: Mapping[str, Any]) -> Flow:

@@ -136,5 +136,6 @@ class StageCompute:
         def last(*inputs: Any) -> Any:
             return self.chain.last(rest, {}, self.rng(number), self.train, self.tree.join(leaving))[0]
 
-        loss_sum, count, metrics = summed_loss(self.loss, once(last), self.microbatch(number))
+        batch = self.microbatch(number)
+        loss_sum, count, metrics = summed_loss(self.loss, once(last), batch, self.train)
         return loss_sum, (count, metrics)

@@ -263,7 +263,7 @@ def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[[S
     def evaluate(state: State, batch: Batch) -> Metrics:
         def microbatch(batch: Batch) -> Any:
             bound = BoundModel(model, state.params, state.model_state, jax.random.key(0), train=False)
-            loss_sum, count, metrics = summed_loss(loss, bound, batch)
+            loss_sum, count, metrics = summed_loss(loss, bound, batch, train=False)
             return {**metrics, "loss_sum": loss_sum, "count": count}
 
         with activation_rules(layout.activation_rules, mesh, *layout.tracing):

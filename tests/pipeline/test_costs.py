@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from shardtrain.functional.linen_model import from_linen
-from shardtrain.functional.loss import classification_loss, next_token_loss
+from shardtrain.functional.loss import Regularized, classification_loss, next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
@@ -15,6 +15,7 @@ from shardtrain.models.resnet import ResNetConfig
 from shardtrain.pipeline.costs import Traced
 from shardtrain.pipeline.cuts import make_partition
 from shardtrain.pipeline.options import Pipeline
+from shardtrain.pipeline.stacking import Partition
 
 VOCAB, SEQ, EMBED, MLP = 64, 8, 16, 32
 TIED = DecoderConfig(vocab=VOCAB, seq=SEQ, embed=EMBED, num_layers=4, num_heads=2, mlp=MLP, bias=False)
@@ -36,6 +37,24 @@ def test_a_decoders_parameters_by_hand():
     assert costs.last == VOCAB * EMBED + EMBED
     assert traced.first_paths == {"embedding", "positions"}
     assert traced.last_paths == {"embedding", "final_norm/scale"}
+
+
+def test_the_last_part_has_the_loss_of_training_or_of_evaluation():
+    model = from_nnx(TIED)
+    traced = Traced(model, Regularized(next_token_loss, z_loss=0.1), BATCH)
+    one = Partition(num_stages=1, counts=(4,))
+    params, state = model.init(jax.random.key(0))
+
+    @jax.jit
+    def losses(params):
+        return [
+            traced.run_part(one, 0, params, state, jax.random.key(1), train, BATCH, None)[0]
+            for train in (True, False)
+        ]
+
+    (training, (count, metrics)), (evaluation, _) = losses(params)
+    np.testing.assert_allclose(evaluation, metrics["cross_entropy"][0], rtol=1e-6)
+    assert training > evaluation + count
 
 
 def test_a_decoders_flops_are_those_of_its_products():

@@ -13,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtrain.functional.linen_model import from_linen
-from shardtrain.functional.loss import classification_loss, next_token_loss, translation_loss
+from shardtrain.functional.loss import (
+    Regularized,
+    classification_loss,
+    for_evaluation,
+    next_token_loss,
+    translation_loss,
+)
 from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.functional.rng import row_key
@@ -89,7 +95,7 @@ def conv_net() -> Model:
 
 CASES = {
     "linen": (conv_net, classification_loss, images),
-    "nnx": (lambda: from_nnx(Translator), translation_loss, sentences),
+    "nnx": (lambda: from_nnx(Translator), Regularized(translation_loss, z_loss=0.1), sentences),
 }
 
 
@@ -115,7 +121,7 @@ def test_the_parts_compute_what_the_whole_model_does(name):
             states.append(changed)
             return outputs
 
-        total, *rest = loss(apply, batch)
+        total, *rest = (loss if train else for_evaluation(loss))(apply, batch)
         return total, (rest, states[0])
 
     def in_parts(params, train):
