@@ -33,6 +33,10 @@ LAYOUTS: dict[str, tuple[Layout, int]] = {
     "fsdp=8, zero 2, 4 microbatches": (Layout(mesh={"fsdp": 8}, zero=2), 4),
     "tensor=8": (Layout(mesh={"tensor": 8}), 1),
     "tensor=8, sequence sharded": (Layout(mesh={"tensor": 8}, sequence_sharded=True), 1),
+    "tensor=8, collective matmul": (
+        Layout(mesh={"tensor": 8}, sequence_sharded=True, collective_matmul=True),
+        1,
+    ),
     "data=2 fsdp=2 tensor=2, 4 microbatches": (Layout(mesh={"data": 2, "fsdp": 2, "tensor": 2}), 4),
 }
 

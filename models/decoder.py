@@ -25,7 +25,8 @@ from shardtrain.models.float8 import Products
 from shardtrain.models.key_value_cache import KeyValueCache, NewCache, read
 from shardtrain.models.layers import Norms, at_use, coming_keys, looked_up, normal, positions_of
 from shardtrain.models.on_gpus import rows_last
-from shardtrain.models.transformer import STREAM, TABLE, linear_of, logits_of, norm_of, too_long, whole_seq
+from shardtrain.models.residual_stream import STREAM, whole_seq
+from shardtrain.models.transformer import TABLE, linear_of, logits_of, norm_of, too_long
 from shardtrain.models.transformer_options import (
     Activations,
     Dtypes,

@@ -10,7 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from shardtrain.functional.remat_policies import BLOCK_OUTPUT
 from shardtrain.models.experts import MixtureOfExperts
 from shardtrain.models.key_value_cache import LayerCache
-from shardtrain.models.transformer import Attention, FeedForward, added, norm_of, whole_seq
+from shardtrain.models.residual_stream import added, read_by_products
+from shardtrain.models.transformer import Attention, FeedForward, norm_of
 from shardtrain.models.transformer_options import BlockOptions
 
 Stream = jax.Array | dict[str, Any]
@@ -67,7 +68,7 @@ class Block(nnx.Module):
         entering_BTD = x_BTD
         for (norm, layer, post_norm), dropout_key in zip(halves, keys, strict=True):
             read_BTD = entering_BTD if self.parallel else x_BTD
-            h_BTD = layer(whole_seq(read_BTD if norm is None else norm(read_BTD)))
+            h_BTD = layer(read_by_products(read_BTD if norm is None else norm(read_BTD)))
             if is_mixture and layer is mlp:
                 h_BTD, counts = h_BTD
             h_BTD = checkpoint_name(h_BTD, BLOCK_OUTPUT)

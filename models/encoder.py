@@ -23,17 +23,15 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.float8 import Products
 from shardtrain.models.layers import Linear, at_use, coming_keys, looked_up, normal, parameter
 from shardtrain.models.on_gpus import rows_last
+from shardtrain.models.residual_stream import STREAM, added, read_by_products, whole_seq
 from shardtrain.models.transformer import (
-    STREAM,
     TABLE,
     Attention,
     FeedForward,
-    added,
     linear_of,
     logits_of,
     norm_of,
     too_long,
-    whole_seq,
 )
 from shardtrain.models.transformer_options import BlockOptions, Dtypes, Remats, problems
 
@@ -144,7 +142,7 @@ class EncoderBlock(nnx.Module):
         halves = (attention, self.attention_norm), (self.mlp, self.mlp_norm)
         # attention sees no padding; the norm comes after each sum, as in BERT
         for (layer, norm), dropout_key in zip(halves, keys, strict=True):
-            h_BTD = checkpoint_name(layer(whole_seq(x_BTD)), BLOCK_OUTPUT)
+            h_BTD = checkpoint_name(layer(read_by_products(x_BTD)), BLOCK_OUTPUT)
             x_BTD = added(x_BTD, self.dropout(h_BTD, rngs=dropout_key))
             x_BTD = with_logical_constraint(norm(x_BTD), STREAM)
         return x_BTD

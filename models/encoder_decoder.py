@@ -29,8 +29,9 @@ from shardtrain.models.key_value_cache import NewCache
 from shardtrain.models.layers import Norms, at_use, coming_keys, looked_up, normal, positions_of
 from shardtrain.models.on_gpus import rows_last
 from shardtrain.models.relative_positions import relative_table
+from shardtrain.models.residual_stream import STREAM, whole_seq
 from shardtrain.models.source_cache import SourceCache, read_target
-from shardtrain.models.transformer import STREAM, TABLE, linear_of, logits_of, norm_of, too_long, whole_seq
+from shardtrain.models.transformer import TABLE, linear_of, logits_of, norm_of, too_long
 from shardtrain.models.transformer_options import (
     Activations,
     Dtypes,

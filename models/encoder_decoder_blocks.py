@@ -18,16 +18,8 @@ from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES, a
 from shardtrain.models.attention import attend
 from shardtrain.models.key_value_cache import LayerCache
 from shardtrain.models.relative_positions import cached_relative_bias, relative_bias
-from shardtrain.models.transformer import (
-    STREAM,
-    Attention,
-    FeedForward,
-    added,
-    linear_of,
-    norm_of,
-    to_stream,
-    whole_seq,
-)
+from shardtrain.models.residual_stream import STREAM, added, read_by_products, to_stream, whole_seq
+from shardtrain.models.transformer import Attention, FeedForward, linear_of, norm_of
 from shardtrain.models.transformer_options import BlockOptions, Remats
 
 Stream = dict[str, jax.Array]
@@ -121,9 +113,9 @@ class EncoderBlock(nnx.Module):
         # pre-norm: each half reads the normed stream and is added to the stream itself
         keys = split_key(key, 2)
         bias_BHSS = _bias(table_BNH, x_BSD.shape[1], self.max_distance, causal=False)
-        h_BSD = self.attention(whole_seq(self.attention_norm(x_BSD)), mask_BS, bias_BHTS=bias_BHSS)
+        h_BSD = self.attention(read_by_products(self.attention_norm(x_BSD)), mask_BS, bias_BHTS=bias_BHSS)
         x_BSD = _added(x_BSD, h_BSD, self.dropout, keys[0])
-        x_BSD = _added(x_BSD, self.mlp(whole_seq(self.mlp_norm(x_BSD))), self.dropout, keys[1])
+        x_BSD = _added(x_BSD, self.mlp(read_by_products(self.mlp_norm(x_BSD))), self.dropout, keys[1])
         if self.source_norm is None:
             return x_BSD
         return with_logical_constraint(self.source_norm(x_BSD), STREAM)
@@ -177,12 +169,12 @@ class DecoderBlock(nnx.Module):
         # earlier target positions, then the source, then the feed-forward
         keys = split_key(key, 3)
         bias_BHTS = _bias(table_BNH, x_BTD.shape[1], self.max_distance, causal=True, cache=cache)
-        h_BTD = self.attention(whole_seq(self.attention_norm(x_BTD)), cache=cache, bias_BHTS=bias_BHTS)
+        h_BTD = self.attention(read_by_products(self.attention_norm(x_BTD)), cache=cache, bias_BHTS=bias_BHTS)
         x_BTD = _added(x_BTD, h_BTD, self.dropout, keys[0])
         source_BSD = None if source_BSD is None else whole_seq(source_BSD)
         h_BTD = self.cross(whole_seq(self.cross_norm(x_BTD)), source_BSD, mask_BS, kept)
         x_BTD = _added(x_BTD, h_BTD, self.dropout, keys[1])
-        return _added(x_BTD, self.mlp(whole_seq(self.mlp_norm(x_BTD))), self.dropout, keys[2])
+        return _added(x_BTD, self.mlp(read_by_products(self.mlp_norm(x_BTD))), self.dropout, keys[2])
 
 
 def _bias(

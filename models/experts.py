@@ -20,7 +20,8 @@ from shardtrain.models.experts_options import Experts, read_experts
 from shardtrain.models.experts_products import Slots, slots_of_all, slots_of_rows
 from shardtrain.models.experts_routing import Choice, choose
 from shardtrain.models.layers import at_use, normal, parameter
-from shardtrain.models.transformer import STREAM, FeedForward
+from shardtrain.models.residual_stream import STREAM, gathered
+from shardtrain.models.transformer import FeedForward
 from shardtrain.models.transformer_options import BlockOptions
 
 
@@ -64,10 +65,11 @@ class MixtureOfExperts(nnx.Module):
         """Return the output of the layer, and what its router counted (`experts_routing.with_block`).
 
         Args:
-          x_BTD: the normed residual stream.
+          x_BTD: the normed residual stream, of `read_by_products`.
           dropless: whether experts take all tokens, whatever their capacity is.
         """
         options = replace(self.options, capacity=None) if dropless else self.options
+        of_products_BTD, x_BTD = x_BTD, gathered(x_BTD)
         logits_BTE = jnp.tensordot(
             x_BTD.astype(jnp.float32), at_use(self.router, (EMBED, None), "float32"), 1, precision="highest"
         )
@@ -81,7 +83,7 @@ class MixtureOfExperts(nnx.Module):
         y_BTD = with_logical_constraint(y_BTD.astype(x_BTD.dtype), (BATCH, SEQ, EMBED))
         y_BTD = with_logical_constraint(y_BTD, STREAM)
         if self.shared is not None:
-            y_BTD += self._gated(self.shared(x_BTD), x_BTD)
+            y_BTD += self._gated(self.shared(of_products_BTD), x_BTD)
         return y_BTD, counts
 
     def _gated(self, y_BTD: jax.Array, x_BTD: jax.Array) -> jax.Array:

@@ -29,13 +29,9 @@ from shardtrain.models import checks
 from shardtrain.models.attention import attend
 from shardtrain.models.chunked_logits import ChunkedLogits
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.transformer import (
-    STREAM,
-    TABLE,
-    to_stream,
-    too_long,
-    whole_seq,
-)
+from shardtrain.models.float8 import Products
+from shardtrain.models.residual_stream import STREAM, from_stream, read_by_products, to_stream, whole_seq
+from shardtrain.models.transformer import TABLE, too_long
 
 SAME = {
     "positions": "learned",
@@ -125,7 +121,7 @@ class LinenBlock(nn.Module):
         x_BTD = as_block_input(x_BTD, self.config.remat)
         parts = ("attention_norm", LinenAttention, "attention"), ("mlp_norm", LinenFeedForward, "mlp")
         for norm_name, layer, name in parts:
-            h_BTD = whole_seq(_norm(norm_name, self.config)(x_BTD))
+            h_BTD = read_by_products(_norm(norm_name, self.config)(x_BTD))
             h_BTD = checkpoint_name(layer(self.config, name=name)(h_BTD), BLOCK_OUTPUT)
             h_BTD = nn.Dropout(self.config.dropout, deterministic=not self.train)(h_BTD)
             x_BTD = with_logical_constraint(x_BTD + h_BTD, STREAM)
@@ -145,8 +141,8 @@ class LinenAttention(nn.Module):
         ]
         # one product, whose gradient is then reduced over devices once
         kernel = jnp.stack([linear.cast() for linear in linears], 2)
-        kernel = with_logical_constraint(kernel, (EMBED, KV_HEADS, None, HEAD_DIM))
-        y = with_logical_constraint(jnp.tensordot(x_BTD, kernel, 1), (BATCH, SEQ, KV_HEADS, None, HEAD_DIM))
+        y = from_stream(x_BTD, kernel, (EMBED, KV_HEADS, None, HEAD_DIM))
+        y = with_logical_constraint(y, (BATCH, SEQ, KV_HEADS, None, HEAD_DIM))
         q_BTHK, k_BSHK, v_BSHK = (
             with_logical_constraint(linear.shifted(y[:, :, :, i]), (BATCH, SEQ, linear.out[0], HEAD_DIM))
             for i, linear in enumerate(linears)
@@ -163,7 +159,8 @@ class LinenFeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        h_BTF = LinenLinear(self.config, (EMBED,), (MLP,), name="up")(x_BTD)
+        up = LinenLinear(self.config, (EMBED,), (MLP,), name="up")
+        h_BTF = up.shifted(from_stream(x_BTD, up.cast(), (EMBED, MLP)))
         h_BTF = jax.nn.gelu(with_logical_constraint(h_BTF, (BATCH, SEQ, MLP)), approximate=True)
         return to_stream(LinenLinear(self.config, (MLP,), (EMBED,), name="down"), h_BTF)
 
@@ -174,6 +171,7 @@ class LinenLinear(nn.Module):
     config: DecoderConfig
     into: tuple[str, ...]
     out: tuple[str, ...]
+    products: Products = ""
 
     def setup(self) -> None:
         std = 0.02 / math.sqrt(2 * self.config.num_layers) if self.out == (EMBED,) else 0.02
@@ -183,13 +181,14 @@ class LinenLinear(nn.Module):
         )
         self.bias = self.param("bias", *_partitioned(nn.initializers.zeros, self.out, sizes))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.shifted(self.product(x))
-
     def product(self, x: jax.Array) -> jax.Array:
         """Apply the map without its bias."""
         kernel = with_logical_constraint(self.cast(), (*self.into, *self.out))
         return jnp.tensordot(x, kernel, axes=len(self.into))
+
+    def adapted(self, y: jax.Array, x: jax.Array) -> jax.Array:
+        """Return y: this map has no adapter."""
+        return y
 
     def cast(self) -> jax.Array:
         """Cast the kernel to the compute dtype, sharded as stored, for concatenation and gathering."""

@@ -20,7 +20,7 @@ from shardtrain.models.key_value_cache import (
     last_of,
     new_cache,
 )
-from shardtrain.models.transformer import whole_seq
+from shardtrain.models.residual_stream import whole_seq
 
 
 class SourceCache(NamedTuple):

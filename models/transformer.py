@@ -1,7 +1,7 @@
 """The parts that the transformers share: attention, feed-forward, and a stack of blocks with remat.
 
-The activations between blocks are the residual stream (batch, seq, embed). `layers.py` has the single layers;
-`decoder.py` is the plainest model made of these parts.
+The activations between blocks are the residual stream (`residual_stream.py`). `layers.py` has the single
+layers; `decoder.py` is the plainest model made of these parts.
 """
 
 import math
@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
-from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.axes import (
     BATCH,
@@ -20,22 +19,19 @@ from shardtrain.axes import (
     HEADS,
     KV_HEADS,
     MLP,
-    RESIDUAL_SEQ,
     SEQ,
     VOCAB,
 )
 from shardtrain.models.attention import attend
 from shardtrain.models.chunked_logits import ChunkedLogits, capped
-from shardtrain.models.float8 import product
 from shardtrain.models.layers import Dims, Linear, Norm, added_bias, at_use, restarted_positions
 from shardtrain.models.lora import read_lora
 from shardtrain.models.on_gpus import on_gpus, recomputed
-from shardtrain.models.one_cpu import computed_once
+from shardtrain.models.residual_stream import from_stream, to_stream
 from shardtrain.models.rotary import block_frequencies, rotate
 from shardtrain.models.target import on_one_device
 from shardtrain.models.transformer_options import GATED, BlockOptions
 
-STREAM = (BATCH, RESIDUAL_SEQ, EMBED)
 TABLE = (VOCAB, EMBED)
 
 
@@ -97,7 +93,7 @@ class Attention(nnx.Module):
         """Attend to the keys of the same sequence.
 
         Args:
-          x_BTD: the normed residual stream.
+          x_BTD: the normed residual stream, of `read_by_products`.
           mask_BS: 0 for keys that no query sees.
           segments_BT: the number of each token's document.
           sees_all: with `full_every`, whether this block has no window, a bool scalar.
@@ -140,7 +136,7 @@ class Attention(nnx.Module):
         group = (num_groups, -1, sizes[HEAD_DIM])
         kernels = [linear.cast().reshape(sizes[EMBED], *group) for linear in (self.q, self.k, self.v)]
         kernel, dims = jnp.concatenate(kernels, 2), (EMBED, KV_HEADS, None, HEAD_DIM)
-        y = product(x_BTD, kernel, dims, 1, self.config.products)
+        y = from_stream(x_BTD, kernel, dims, self.config.products)
         y = with_logical_constraint(y, (BATCH, SEQ, KV_HEADS, None, HEAD_DIM))
         # take queries, keys and values apart again, each with its own bias
         num_keys = kernels[1].shape[2]
@@ -162,7 +158,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Two or three projections around an activation, from (batch, seq, embed) back to the residual stream."""
+    """Two or three projections around an activation, from `read_by_products` back to the residual stream."""
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs):
         self.activation = ACTIVATIONS[config.activation]
@@ -174,12 +170,13 @@ class FeedForward(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         # hidden features are split over devices, from here to the second projection
         if self.gate is None:
-            y_BTF = with_logical_constraint(self.up.product(x_BTD), (BATCH, SEQ, MLP))
+            y_BTF = from_stream(x_BTD, self.up.cast(), (EMBED, MLP), self.up.products)
+            y_BTF = with_logical_constraint(self.up.adapted(y_BTF, x_BTD), (BATCH, SEQ, MLP))
             h_BTF = recomputed(self._activated)(y_BTF, self.up.cast_bias())
         else:
             # one product for both, as for queries, keys and values
             kernel = jnp.stack([self.up.cast(), self.gate.cast()], 1)
-            y = product(x_BTD, kernel, (EMBED, None, MLP), 1, self.up.products)
+            y = from_stream(x_BTD, kernel, (EMBED, None, MLP), self.up.products)
             y = with_logical_constraint(y, (BATCH, SEQ, None, MLP))
             linears = self.up, self.gate
             if any(linear.lora for linear in linears):
@@ -192,30 +189,6 @@ class FeedForward(nnx.Module):
 
     def _gated(self, y: jax.Array, up_bias: jax.Array | None, gate_bias: jax.Array | None) -> jax.Array:
         return added_bias(y[:, :, 0], up_bias) * self.activation(added_bias(y[:, :, 1], gate_bias))
-
-
-def to_stream(linear: Any, x: jax.Array) -> jax.Array:
-    """Project onto the residual stream: reduced over tensor, or reduce-scattered along a sharded sequence.
-
-    The product is constrained unsharded first, so that the backward pass gathers its gradient once.
-    """
-    y_BTD = with_logical_constraint(linear.product(x), (BATCH, SEQ, EMBED))
-    return with_logical_constraint(linear.shifted(with_logical_constraint(y_BTD, STREAM)), STREAM)
-
-
-def added(x_BTD: jax.Array, h_BTD: jax.Array) -> jax.Array:
-    """Add what a part of a block computed to the residual stream."""
-    return computed_once(with_logical_constraint(x_BTD + h_BTD, STREAM))
-
-
-def whole_seq(x_BTD: jax.Array) -> jax.Array:
-    """All-gather a norm's output along a sharded sequence, after it was computed on shards.
-
-    Both constraints are needed: the backward pass then reduces the norm's bias from shards. A checkpoint
-    name makes remat "weights" keep it instead of gathering it again.
-    """
-    x_BTD = with_logical_constraint(with_logical_constraint(x_BTD, STREAM), (BATCH, SEQ, EMBED))
-    return checkpoint_name(x_BTD, "whole_seq")
 
 
 def logits_of(

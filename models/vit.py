@@ -22,7 +22,8 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.decoder_block import Block
 from shardtrain.models.layers import Linear, at_use, coming_keys, normal
 from shardtrain.models.on_gpus import rows_last
-from shardtrain.models.transformer import STREAM, linear_of, norm_of, whole_seq
+from shardtrain.models.residual_stream import STREAM, whole_seq
+from shardtrain.models.transformer import linear_of, norm_of
 from shardtrain.models.transformer_options import Dtypes, Remats, problems
 
 Poolings = Literal["token", "mean"]

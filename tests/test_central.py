@@ -147,6 +147,21 @@ def test_sequence_sharded_activations_give_the_plain_step(mesh, assert_same):
     assert_same(got, plain("nnx"))
 
 
+COLLECTIVE_MATMULS = {
+    "8": ({"tensor": 8}, "nnx", 1),
+    "2-2-2": ({"data": 2, "fsdp": 2, "tensor": 2}, "linen", 4),
+    "with context": ({"context": 2, "tensor": 4}, "nnx", 4),
+}
+
+
+@pytest.mark.parametrize("case", COLLECTIVE_MATMULS)
+def test_products_beside_the_exchange_of_their_parts_give_the_plain_step(case, assert_same):
+    mesh, framework, microbatches = COLLECTIVE_MATMULS[case]
+    layout = Layout(mesh=mesh, sequence_sharded=True, collective_matmul=True)
+    got = sharded(models(CONFIG)[framework], layout, microbatches=microbatches)
+    assert_same(got, plain(framework))
+
+
 CONTEXTS = {
     "ring, 4-2": ({"data": 4, "context": 2}, "ring", "nnx", 4, {}),
     "ring, 2-4": ({"fsdp": 2, "context": 4}, "ring", "linen", 1, {}),

@@ -109,7 +109,7 @@ def _choice(options: Mapping[str, Any], num_devices: int) -> Choice:
     mesh = {name.removeprefix(MESH): size for name, size in options.items() if name.startswith(MESH)}
     layout = {
         name: options[f"strategy.layout.{name}"]
-        for name in ("zero", "sequence_sharded", "context_attention", "unnamed")
+        for name in ("zero", "sequence_sharded", "collective_matmul", "context_attention", "unnamed")
         if f"strategy.layout.{name}" in options
     }
     sizes = axis_sizes(mesh or {axes.DATA: -1}, num_devices)

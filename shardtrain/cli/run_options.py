@@ -40,6 +40,7 @@ SHORT = {
     f"{LAYOUT}mesh": "mesh",
     f"{LAYOUT}zero": "zero",
     f"{LAYOUT}sequence_sharded": "sequence_sharded",
+    f"{LAYOUT}collective_matmul": "collective_matmul",
     f"{LAYOUT}context_attention": "context_attention",
     f"{LAYOUT}unnamed": "unnamed",
     f"{SYNCHRONISATION}by": "combine",

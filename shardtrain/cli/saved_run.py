@@ -196,7 +196,7 @@ def _whole(layout: Layout) -> Layout:
             f"the mesh has {' and '.join(split)}, and this command has neither stages nor parts of sequences;"
             " use data, fsdp and tensor"
         )
-    return replace(layout, sequence_sharded=False)
+    return replace(layout, sequence_sharded=False, collective_matmul=False)
 
 
 def _own_mesh(options: Mapping[str, Any]) -> dict[str, int]:

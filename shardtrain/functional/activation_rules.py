@@ -19,9 +19,10 @@ from flax.core import Scope
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import AbstractMesh, Mesh
 
-from shardtrain.axes import CONTEXT
+from shardtrain.axes import CONTEXT, TENSOR
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.errors.user_code import UserCodeFailed
+from shardtrain.functional.collective_matmul import CollectiveMatmul
 from shardtrain.functional.context_attention import ContextAttention
 from shardtrain.functional.convolution_batching import products_for_convolutions
 from shardtrain.functional.expert_exchange import ExpertExchange
@@ -73,6 +74,8 @@ class _StrictRules(tuple):
     """The attention of the models, which look for it here; None: each computes its own."""
     experts: ExpertExchange | None
     """How their mixtures of experts use the mesh, likewise."""
+    products: CollectiveMatmul | None
+    """How their blocks multiply what is sharded over tensor, likewise; None: each its own products."""
     note: Callable[[str], None] | None
     """Receives which attention a model computes and why, likewise; None: nobody asks."""
     flash: Any
@@ -150,6 +153,7 @@ def activation_rules(
     mesh: Mesh | AbstractMesh,
     unnamed: str = "refuse",
     context_attention: str = "ring",
+    collective_matmul: bool = False,
     *,
     attention: Any = None,
     experts: Any = None,
@@ -163,6 +167,8 @@ def activation_rules(
       mesh: a mesh with these axes. On one device every constraint is accepted.
       unnamed: "refuse" dims without a rule, or "replicate" them.
       context_attention: how attention is computed where sequences are sharded, see `ContextAttention`.
+      collective_matmul: whether products are computed while a sharded sequence is exchanged, see
+        `CollectiveMatmul`.
       attention: what models get as attention instead, called alike.
       experts: what mixtures of experts get as their exchange instead, called as `ExpertExchange`.
       any_mesh: whether the trace is for meshes that are not chosen yet, though this one has one device.
@@ -177,12 +183,14 @@ def activation_rules(
     strict = _StrictRules(pairs)
     strict.findings, strict.unnamed = _Findings(), unnamed
     strict.one_device, strict.any_mesh = is_one_device(mesh.shape), any_mesh
-    of_run = ContextAttention(context_attention) if mesh.shape.get(CONTEXT, 1) > 1 else None
-    strict.attention = of_run if attention is None else attention
+    over_context = ContextAttention(context_attention) if mesh.shape.get(CONTEXT, 1) > 1 else None
+    strict.attention = over_context if attention is None else attention
     strict.experts = experts or (None if strict.one_device else ExpertExchange())
+    strict.products = CollectiveMatmul() if collective_matmul and mesh.shape.get(TENSOR, 1) > 1 else None
     strict.note, strict.flash = _NOTE.get(), flash
     # who asks hears of a block that was traced before, too
-    key = (pairs, unnamed, strict.one_device, any_mesh, strict.attention, experts, strict.note, flash)
+    of_run = (strict.attention, experts, strict.products is None, strict.note, flash)
+    key = (pairs, unnamed, strict.one_device, any_mesh, of_run)
     with (
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
         nn.logical_axis_rules(strict),

@@ -237,7 +237,7 @@ def _grouped(q: Any, k: Any, v: Any, attention: Callable[..., jax.Array]) -> jax
     return out.reshape(*out.shape[:2], -1, out.shape[4]).astype(dtype)
 
 
-def mesh_axes_of(*dims: str) -> list[tuple[str, ...]]:
+def mesh_axes_of(*dims: str | None) -> list[tuple[str, ...]]:
     """Return the mesh axes that shard each dim of an activation."""
     spec = logical_to_mesh_axes(dims) or ()
     return [_names(entry) for entry in (*spec, *(None,) * len(dims))][: len(dims)]

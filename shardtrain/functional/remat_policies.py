@@ -15,6 +15,9 @@ BLOCK_INPUT = "block_input"
 BLOCK_OUTPUT = "block_output"
 """The name, by `checkpoint_name`, of what a block adds to the residual stream."""
 
+WHOLE_SEQ = "whole_seq"
+"""The name, by `checkpoint_name`, of what a block reads, once it is gathered along a sharded sequence."""
+
 OFFLOAD = "offload"
 """The policy that keeps arrays in the memory of the host."""
 

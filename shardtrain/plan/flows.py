@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shardtrain import axes
-from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
 from shardtrain.plan.weights import GRADIENT_BYTES, Weight
 from shardtrain.sharding.layout import Layout
 
@@ -135,10 +135,16 @@ def of_activations(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) ->
     # with a sharded sequence an all-reduce becomes a reduce-scatter and, before the next matrix product, an
     # all-gather
     kinds = (ALL_GATHER, REDUCE_SCATTER) if layout.sequence_sharded else (ALL_REDUCE,)
+    # two halves of a block, forward and backward: 4; outside the blocks the vocabulary alone: 2
+    in_blocks = 4 * work.num_blocks * stream_bytes
     for kind in kinds:
-        # two halves of a block, forward and backward: 4; outside the blocks the vocabulary alone: 2
-        yield kind, (axes.TENSOR,), True, 4 * work.num_blocks * stream_bytes
+        if not layout.collective_matmul:
+            yield kind, (axes.TENSOR,), True, in_blocks
         yield kind, (axes.TENSOR,), False, 2 * has_vocab * stream_bytes
+    if layout.collective_matmul:
+        # the same bytes, part by part
+        num = sizes.get(axes.TENSOR, 1)
+        yield PERMUTE, (axes.TENSOR,), True, len(kinds) * in_blocks * (num - 1) / num
     yield ALL_REDUCE, (axes.TENSOR,), False, LOSS_SUMS * has_vocab * tokens * 4
 
 

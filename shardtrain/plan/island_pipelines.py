@@ -160,7 +160,9 @@ class IslandPipelines:
         key = kind, rows, accumulate
         if key not in self._whole:
             subject, devices = self._subjects[kind], self.num_devices(kind)
-            layout = replace(self._space.layout, mesh={axes.DATA: devices}, sequence_sharded=False)
+            layout = replace(
+                self._space.layout, mesh={axes.DATA: devices}, sequence_sharded=False, collective_matmul=False
+            )
             remat = allowed_remats(subject, self._space)[0]
             choice = Choice(layout=layout, accumulate=accumulate, remat=remat)
             machine = self._plan.kinds[kind].machine

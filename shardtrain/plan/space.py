@@ -163,7 +163,9 @@ def layouts(num_devices: int, given: Layout, searched: Sequence[str] = MESH_AXES
         zeros = (3, 1) if axes.FSDP in mesh else (3,)
         sequences = (False, True) if axes.TENSOR in mesh else (False,)
         for zero, sequence, kind in product(zeros, sequences, kinds):
-            yield replace(given, mesh=mesh, zero=zero, sequence_sharded=sequence, context_attention=kind)
+            products = given.collective_matmul and sequence
+            options = {"sequence_sharded": sequence, "collective_matmul": products, "context_attention": kind}
+            yield replace(given, mesh=mesh, zero=zero, **options)
 
 
 def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -212,4 +214,6 @@ def mesh_text(layout: Layout) -> str:
     zero = f" --zero {layout.zero}" if layout.zero != 3 else ""
     kind = layout.context_attention
     attention = f" --context-attention {kind}" if kind != "ring" and axes.CONTEXT in layout.mesh else ""
-    return f"--mesh {mesh}{zero}{' --sequence-sharded' if layout.sequence_sharded else ''}{attention}"
+    sequence = " --sequence-sharded" if layout.sequence_sharded else ""
+    products = " --collective-matmul" if layout.collective_matmul else ""
+    return f"--mesh {mesh}{zero}{sequence}{products}{attention}"

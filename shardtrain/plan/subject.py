@@ -239,7 +239,8 @@ class Subject:
         if sizes.get(axes.CONTEXT, 1) > 1:
             self._check_context(layout, found.layout.activation_rules, sizes)
         # whether activations are sharded along the sequence changes no parameter
-        return found._replace(layout=replace(found.layout, sequence_sharded=layout.sequence_sharded))
+        options = {name: getattr(layout, name) for name in ("sequence_sharded", "collective_matmul")}
+        return found._replace(layout=replace(found.layout, **options))
 
     def _check_context(
         self, layout: Layout, rules: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]

@@ -27,6 +27,10 @@ class Layout:
         to the same step: gradients are replicated while they are accumulated, and sharded right after.
       sequence_sharded: shard the activations between blocks over tensor along the sequence
         (Korthikanti et al. 2022, section 4.2.2).
+      collective_matmul: with `sequence_sharded`, multiply parts of a sequence while others are sent from
+        device to device, in the place of gathering it before a product and of reducing behind one, in models
+        of this library (Wang et al. 2023, Overlap Communication with Dependent Computation via
+        Decomposition, section 3).
       context_attention: how attention is computed where the axis context shards sequences. "ring": keys and
         values go from device to device, and causal work is balanced (Liu et al. 2023, Ring Attention,
         section 3); "all-gather": each device gathers all keys and values; "all-to-all": devices exchange
@@ -50,6 +54,7 @@ class Layout:
     mesh: Mapping[str, int] = field(default_factory=lambda: {axes.DATA: -1})
     zero: int = 3
     sequence_sharded: bool = False
+    collective_matmul: bool = False
     context_attention: ContextAttentions = "ring"
     parameters: Rules = field(default_factory=dict)
     activations: Rules = field(default_factory=dict)
@@ -84,6 +89,11 @@ class Layout:
                 ]
         if self.zero not in (1, 2, 3):
             problems.append(f"zero is {self.zero!r}; allowed: 1, 2 or 3")
+        if self.collective_matmul and not self.sequence_sharded:
+            problems.append(
+                "collective_matmul multiplies parts of a sequence that is sharded over tensor, and"
+                " sequence_sharded is False; set it too (--sequence-sharded)"
+            )
         if self.unnamed not in ("refuse", "replicate", "shard"):
             problems.append(f"unnamed is {self.unnamed!r}; allowed: 'refuse', 'replicate' or 'shard'")
         if problems:
@@ -115,9 +125,12 @@ class Layout:
         return {**used, **itself, **ACTIVATION_RULES, **own, **self.activations}
 
     @property
-    def tracing(self) -> tuple[str, str]:
-        """What a model is traced with beside rules and mesh: `unnamed`, `context_attention`."""
-        return self.unnamed, self.context_attention
+    def tracing(self) -> tuple[str, str, bool]:
+        """What a model is traced with beside rules and mesh.
+
+        `unnamed`, `context_attention` and `collective_matmul`.
+        """
+        return self.unnamed, self.context_attention, self.collective_matmul
 
     def rules_of_replica(self) -> Rules:
         """Return `activation_rules` inside one replica: without the replica axes."""

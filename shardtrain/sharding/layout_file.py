@@ -44,6 +44,7 @@ def layout_text(layout: Layout) -> str:
     lines = [
         f"zero = {layout.zero}",
         f"sequence_sharded = {str(layout.sequence_sharded).lower()}",
+        f"collective_matmul = {str(layout.collective_matmul).lower()}",
         f'context_attention = "{layout.context_attention}"',
         f'unnamed = "{layout.unnamed}"',
         "\n[mesh]",

@@ -77,6 +77,12 @@ def check_stages(
             f" context={num} is odd; use context={num - 1} or {num + 1}, --context-attention all-to-all or"
             " all-gather, or --across pipeline, where each island has a mesh of its own"
         )
+    num = sizes.get(axes.TENSOR, 1)
+    if layout.collective_matmul and num > 1 and num % 2:
+        problems.append(
+            "stages compute different things at a time, so parts of a sequence are sent between pairs of"
+            f" devices, and tensor={num} is odd; use tensor={num - 1} or {num + 1}, or no --collective-matmul"
+        )
     # a microbatch does not wait for the model state of the one before it
     state = jax.eval_shape(lambda: model.init(jax.random.key(0))[1])
     if kept := [path_text(path) for path, _ in jax.tree.leaves_with_path(state)]:

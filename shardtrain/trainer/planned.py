@@ -137,7 +137,9 @@ def staged_strategy(run: Run, stages: StagesPlan) -> Strategy:
     )
     return replace(
         run.strategy,
-        layout=replace(run.strategy.layout, mesh={axes.DATA: -1}, sequence_sharded=False),
+        layout=replace(
+            run.strategy.layout, mesh={axes.DATA: -1}, sequence_sharded=False, collective_matmul=False
+        ),
         accumulate=stages.accumulate,
         across=across,
         pipeline=pipeline,
@@ -245,4 +247,6 @@ def _section(run: Run, choice: Choice) -> dict[str, Any]:
 
 def _layout(layout: Layout) -> dict[str, Any]:
     found = {"mesh": dict(layout.mesh), "zero": layout.zero, "sequence_sharded": layout.sequence_sharded}
+    if layout.collective_matmul:
+        found["collective_matmul"] = True
     return {**found, "context_attention": layout.context_attention} if axes.CONTEXT in layout.mesh else found

@@ -127,6 +127,7 @@ LAYOUTS = {
     "tensor": (TIED, TENSOR, {}, set()),
     "tensor, linen": (TIED, TENSOR, {"linen": True}, set()),
     "sequence": (LARGE, TENSOR, {"sequence_sharded": True}, POSITIONS),
+    "collective matmul": (LARGE, TENSOR, {"sequence_sharded": True, "collective_matmul": True}, POSITIONS),
     "mixed": (UNTIED, MIXED, {"microbatches": 4}, KEPT),
     "data and fsdp, zero 2": (PLAIN, {"data": 2, "fsdp": 4}, {"zero": 2, "microbatches": 4}, set()),
     "mixed, zero 1": (TIED, MIXED, {"zero": 1, "microbatches": 4}, set()),
@@ -174,6 +175,10 @@ def test_a_block_reduces_four_times_over_tensor(sequence_sharded):
     in_blocks = program(LARGE, TENSOR, sequence_sharded=True).in_blocks
     weights = 2 * TIED.num_layers  # of those that tensor does not shard
     assert in_blocks == {"all-gather": runs, "reduce-scatter": runs, "all-reduce": weights}
+    # by collective matmul each of both is one exchange less than there are devices
+    in_blocks = program(LARGE, TENSOR, sequence_sharded=True, collective_matmul=True).in_blocks
+    assert in_blocks.pop("all-reduce") <= weights
+    assert in_blocks == {"collective-permute": 2 * runs * (TENSOR["tensor"] - 1)}
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,13 @@ def test_sequence_sharded():
     assert asked.activation_rules == known
 
 
+def test_collective_matmul_needs_a_sharded_sequence():
+    assert refused(Layout, collective_matmul=True) == (
+        "this layout cannot be used:\n  - collective_matmul multiplies parts of a sequence that is sharded"
+        " over tensor, and sequence_sharded is False; set it too (--sequence-sharded)"
+    )
+
+
 def test_a_rule_for_parameters_holds_for_activations_too():
     """Without the axes that shard the batch: over those, weights are gathered where they are used."""
     layout = Layout(parameters={"kv": ("tensor", "fsdp"), "odd": ("data",), "mlp": ("fsdp",)})
@@ -260,7 +267,7 @@ layouts = st.builds(
     parameters=rules,
     activations=rules,
     unnamed=st.sampled_from(["refuse", "replicate"]),
-)
+).flatmap(lambda found: st.sampled_from([found, replace(found, collective_matmul=found.sequence_sharded)]))
 
 
 @given(layout=layouts)
@@ -275,6 +282,7 @@ def test_a_layout_as_text():
     assert layout_text(layout) == (
         "zero = 3\n"
         "sequence_sharded = false\n"
+        "collective_matmul = false\n"
         'context_attention = "ring"\n'
         'unnamed = "refuse"\n'
         "\n"

@@ -327,6 +327,12 @@ DECODERS = [
         {"schedule": "interleaved", "sequence_sharded": True},
         id="rotary, sequence",
     ),
+    pytest.param(
+        replace(SMALL, dropout=0.0),
+        {"pipeline": 2, "tensor": 4},
+        {"sequence_sharded": True, "collective_matmul": True},
+        id="collective matmul",
+    ),
     pytest.param(TINY, {"pipeline": 2, "data": 2, "tensor": 2}, {"schedule": "zb_v"}, id="tiny, V"),
     pytest.param(ROUTED, {"pipeline": 2, "data": 2, "expert": 2}, {}, id="experts"),
 ]
@@ -501,6 +507,16 @@ class TestRefusals:
             " mesh of its own"
         )
         placed(words(), {"pipeline": 2, "context": 3}, context_attention="all-gather")
+
+    def test_products_of_parts_of_a_sequence_on_an_odd_number_of_devices(self):
+        options = {"sequence_sharded": True, "parameters": dict.fromkeys(("mlp", "vocab"), ())}
+        with pytest.raises(ValueError) as error:
+            placed(words(), {"pipeline": 2, "tensor": 3}, collective_matmul=True, **options)
+        assert str(error.value).endswith(
+            "so parts of a sequence are sent between pairs of devices, and tensor=3 is odd; use tensor=2 or"
+            " 4, or no --collective-matmul"
+        )
+        placed(words(), {"pipeline": 2, "tensor": 3}, **options)
 
     def test_blocks_that_are_not_stacked_and_statistics(self):
         class Counting(nnx.Module):

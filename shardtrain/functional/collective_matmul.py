@@ -1,0 +1,259 @@
+"""Matrix products beside a sequence that is sharded over tensor, computed while its parts are exchanged.
+
+A device multiplies the part that it has while the next one comes, in the place of an all-gather before the
+product or a reduce-scatter behind it. A run hands it to models with the rules of their constraints
+(docs/decisions/0058); outside a run they multiply themselves. Next: `ring.py`, `activation_rules.py`.
+
+References:
+  Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition,
+  https://dl.acm.org/doi/10.1145/3567955.3567959, sections 3 and 5.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax.core.spmd import get_logical_axis_rules
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, PartitionSpec
+
+from shardtrain import axes
+from shardtrain.functional.context_attention import mesh_axes_of
+from shardtrain.functional.remat_policies import WHOLE_SEQ
+from shardtrain.functional.ring import Ring
+
+Dims = tuple[str | None, ...]
+Axes = tuple[str, ...]
+
+
+class _Call(NamedTuple):
+    """What a product has beside its arrays.
+
+    Attributes:
+      ring: the devices along tensor.
+      rows: mesh axes that shard the rows of x.
+      seq: those of its positions where features are sharded over tensor.
+      of_kernel: those of each dim of the kernel.
+      num_in: the first dims of the kernel, over which the product sums.
+    """
+
+    ring: Ring
+    rows: Axes
+    seq: Axes
+    of_kernel: tuple[Axes, ...]
+    num_in: int
+
+    def spec(self, features: range) -> PartitionSpec:
+        """Return how activations are sharded whose features are these dims of the kernel."""
+        of_features = [self.of_kernel[i] for i in features]
+        is_split = any(axes.TENSOR in each for each in of_features)
+        seq = self.seq if is_split else (*self.seq, axes.TENSOR)
+        return PartitionSpec(self.rows or None, seq or None, *(each or None for each in of_features))
+
+
+class CollectiveMatmul:
+    """Products of activations with kernels, from parts of a sequence to parts of features, or back."""
+
+    def gathered(self, x_BTD: jax.Array, kernel: jax.Array, dims: Dims) -> jax.Array | None:
+        """Multiply the residual stream with a kernel whose other dims are sharded over tensor.
+
+        Args:
+          x_BTD: named (batch, residual_seq, embed).
+          kernel: (embed, ...), in the dtype of x.
+          dims: its names where it is used.
+
+        Returns:
+          (B, T, ...), named (batch, seq, ...); None where the rules of the layout shard other dims.
+
+        Raises:
+          ValueError: the positions cannot be split.
+        """
+        call = _call(x_BTD, kernel, dims, 1, range(1, kernel.ndim))
+        return None if call is None else _gathered(call, x_BTD, kernel)
+
+    def scattered(self, x: jax.Array, kernel: jax.Array, dims: Dims) -> jax.Array | None:
+        """Multiply features that are sharded over tensor with a kernel that makes them the residual stream.
+
+        Args:
+          x: (B, T, ...), named (batch, seq, ...).
+          kernel: (..., embed), in the dtype of x.
+          dims: its names where it is used.
+
+        Returns:
+          (B, T, D), named (batch, residual_seq, embed), summed in the dtype of x; None as for `gathered`.
+
+        Raises:
+          ValueError: the positions cannot be split.
+        """
+        call = _call(x, kernel, dims, kernel.ndim - 1, range(kernel.ndim - 1))
+        return None if call is None else _scattered(call, x, kernel)
+
+
+def _call(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int, split: range) -> _Call | None:
+    """Return a call of dims of the kernel of which those in `split`, alone, must be sharded over tensor."""
+    mesh = jax.sharding.get_abstract_mesh()
+    num = mesh.shape.get(axes.TENSOR, 1)
+    rows, seq = mesh_axes_of(axes.BATCH, axes.SEQ)
+    _, parts = mesh_axes_of(axes.BATCH, axes.RESIDUAL_SEQ)
+    of_kernel = tuple(mesh_axes_of(*dims))
+    over_tensor = [i for i, each in enumerate(of_kernel) if axes.TENSOR in each]
+    if num == 1 or parts != (*seq, axes.TENSOR) or len(over_tensor) != 1 or over_tensor[0] not in split:
+        return None
+    num_parts = math.prod(mesh.shape[axis] for axis in parts)
+    if x.shape[1] % num_parts:
+        raise ValueError(
+            f"{x.shape[1]} positions cannot be split over {list(parts)} of total size {num_parts}:"
+            f" {x.shape[1]} % {num_parts} = {x.shape[1] % num_parts}. Use another length or mesh, or no"
+            " --collective-matmul"
+        )
+    # a few rows that are only traced need not divide
+    rows = rows if x.shape[0] % math.prod(mesh.shape[axis] for axis in rows) == 0 else ()
+    ring = Ring(axes.TENSOR, num, "any", in_pairs=mesh.shape.get(axes.PIPELINE, 1) > 1)
+    if (note := getattr(get_logical_axis_rules(), "note", None)) is not None:
+        note(f"products: while parts of the sequence are exchanged over tensor={num} (collective matmul)")
+    return _Call(ring, rows, seq, of_kernel, num_in)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(call: _Call, x_BTD: jax.Array, kernel: jax.Array) -> jax.Array:
+    return _gathered_forward(call, x_BTD, kernel)[0]
+
+
+def _gathered_forward(call: _Call, x_BTD: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
+    y, whole_BTD = _gather_and_multiply(call, x_BTD, kernel, range(call.num_in))
+    return y, (checkpoint_name(whole_BTD, WHOLE_SEQ), kernel)
+
+
+def _gathered_backward(call: _Call, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    whole_BTD, kernel = kept
+    return _multiply_and_scatter(call, dy, kernel, range(call.num_in, kernel.ndim)), _of_kernel(whole_BTD, dy)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scattered(call: _Call, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return _multiply_and_scatter(call, x, kernel, range(call.num_in))
+
+
+def _scattered_forward(call: _Call, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
+    return _scattered(call, x, kernel), (x, kernel)
+
+
+def _scattered_backward(call: _Call, kept: Any, dy_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = kept
+    dx, whole_BTD = _gather_and_multiply(call, dy_BTD, kernel, range(call.num_in, kernel.ndim))
+    return dx, _of_kernel(x, whole_BTD)
+
+
+_scattered.defvjp(_scattered_forward, _scattered_backward)
+
+
+def _of_kernel(x: jax.Array, dy: jax.Array) -> jax.Array:
+    """Return the gradient of a kernel, a sum over tokens, which the compiler reduces as that of any layer."""
+    return lax.dot_general(x, dy, (((0, 1), (0, 1)), ((), ())))
+
+
+def _gather_and_multiply(call: _Call, x: jax.Array, kernel: jax.Array, summed: range) -> Any:
+    """Multiply parts of a sequence, that of this device and then those of the others, with a kernel.
+
+    Args:
+      call: of the product.
+      x: (B, T, ...), sharded along the sequence.
+      kernel: the kernel.
+      summed: its dims that the product sums over, the last of x.
+
+    Returns:
+      The product (B, T, ...), and x gathered.
+    """
+    ring, features = call.ring, _others(kernel, summed)
+
+    def of_device(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+        here, parts, products = x, [x], [_multiplied(x, kernel, summed)]
+        for step in range(1, ring.num):
+            if step > 1:
+                # parts are sent one at a time, each beside a product, and not all of them before
+                x, here, products[-2] = lax.optimization_barrier((x, here, products[-2]))
+            here = ring.from_opponent(x, step) if ring.is_tournament else ring.sent(here)
+            parts.append(here)
+            products.append(_multiplied(here, kernel, summed))
+        return _joined(products, ring), _joined(parts, ring)
+
+    whole = PartitionSpec(*call.spec(features)[:2], *[None] * len(summed))
+    return _on_shards(call, of_device, call.spec(summed), (call.spec(features), whole))(x, kernel)
+
+
+def _joined(parts: Sequence[jax.Array], ring: Ring) -> jax.Array:
+    """Join the parts (B, T, ...) of a sequence, which a device has in the order of the ring's steps."""
+    first, num_tokens = parts[0], parts[0].shape[1]
+    whole = jnp.zeros((len(first), ring.num * num_tokens, *first.shape[2:]), first.dtype)
+    for step, part in enumerate(parts):
+        whole = lax.dynamic_update_slice_in_dim(whole, part, ring.other(step) * num_tokens, 1)
+    return whole
+
+
+def _multiply_and_scatter(call: _Call, x: jax.Array, kernel: jax.Array, summed: range) -> jax.Array:
+    """Multiply parts of features with a kernel; each device gets the sums for its part of the sequence.
+
+    Args:
+      call: of the product.
+      x: (B, T, ...), its features sharded.
+      kernel: the kernel.
+      summed: its dims that the product sums over, the last of x.
+
+    Returns:
+      The product (B, T, ...), sharded along the sequence.
+    """
+    ring = call.ring
+
+    def of_device(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        num_tokens = x.shape[1] // ring.num
+
+        def of(device: jax.Array) -> jax.Array:
+            """Return this device's term of the sums that another one gets."""
+            part = lax.dynamic_slice_in_dim(x, device * num_tokens, num_tokens, 1)
+            return _multiplied(part, kernel, summed)
+
+        if ring.is_tournament:
+            terms = [ring.from_opponent(of(ring.other(step)), step) for step in range(1, ring.num)]
+            return sum(terms, of(ring.other(0)))
+        # sums go round, and each device adds its term; a device's own sums are those that it completes
+        total = of(ring.other(1))
+        for step in range(2, ring.num + 1):
+            total = ring.sent(total) + of(ring.other(step))
+        return total
+
+    return _on_shards(call, of_device, call.spec(summed), call.spec(_others(kernel, summed)))(x, kernel)
+
+
+def _on_shards(call: _Call, function: Any, of_x: PartitionSpec, of_result: Any) -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+    # manual over every axis, as attention over context
+    free = {
+        name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto
+    }
+    of_kernel = PartitionSpec(*(each or None for each in call.of_kernel))
+    return jax.shard_map(
+        function, in_specs=(of_x, of_kernel), out_specs=of_result, axis_names=free, check_vma=False
+    )
+
+
+def _multiplied(x: jax.Array, kernel: jax.Array, summed: range) -> jax.Array:
+    """Multiply the last dims of x with some of the kernel, in a product of its own.
+
+    Compilers join products with one kernel to a large one, which would wait for the parts of all devices.
+    Behind a barrier each has another operand.
+    """
+    x, kernel = lax.optimization_barrier((x, kernel))
+    last = tuple(range(x.ndim - len(summed), x.ndim))
+    return lax.dot_general(x, kernel, ((last, tuple(summed)), ((), ())))
+
+
+def _others(kernel: jax.Array, summed: range) -> range:
+    """Return the dims of a kernel beside its first or its last."""
+    return range(summed.stop, kernel.ndim) if summed.start == 0 else range(summed.start)

@@ -1,0 +1,135 @@
+"""Products of parts of a sequence while others are sent: those of whole sequences, in order, or refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardtrain.functional.activation_rules import activation_rules, noting
+from shardtrain.functional.collective_matmul import CollectiveMatmul
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.encoder import EncoderConfig
+from shardtrain.models.encoder_decoder import EncoderDecoderConfig
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+
+SMALL = DecoderConfig(vocab=16, seq=8, embed=8, num_layers=1, num_heads=4, mlp=16, remat="none", scan=False)
+TOKENS = np.random.default_rng(0).integers(0, 16, (4, 8), np.int32)
+MODELS: dict[str, tuple[Any, int]] = {
+    "adapters, grouped heads, parallel halves": (
+        replace(SMALL, num_kv_heads=2, lora="rank=2,on=q+o+up+down", parallel=True, positions="rotary"),
+        1,
+    ),
+    "gated, recomputed": (replace(SMALL, activation="swiglu", remat="full", scan=True), 1),
+    "dots kept": (replace(SMALL, remat="dots", scan=True), 1),
+    "experts and a shared feed-forward": (
+        replace(SMALL, activation="swiglu", bias=False, experts="num=2,top=1,shared=1"),
+        1,
+    ),
+    "encoder": (EncoderConfig(vocab=16, seq=8, embed=8, num_layers=1, num_heads=4, mlp=16, remat="none"), 1),
+    "encoder and decoder": (
+        EncoderDecoderConfig(
+            vocab=16, seq=8, embed=8, num_encoder_layers=1, num_decoder_layers=1, num_heads=4, mlp=16,
+            remat="none",
+        ),
+        2,
+    ),
+}  # fmt: skip
+
+
+def under(function: Any, mesh: dict[str, int], **options: Any) -> Any:
+    """A function that is traced under the rules of a mesh, and that mesh."""
+    layout = Layout(mesh=mesh, sequence_sharded=True, collective_matmul=True, **options)
+    devices = make_mesh(layout, jax.devices()[: int(np.prod(list(mesh.values())))])
+
+    def traced(*arguments: Any) -> Any:
+        with activation_rules(layout.activation_rules, devices, *layout.tracing):
+            return function(*arguments)
+
+    return traced, devices
+
+
+def gradients(apply: Any, inputs: Any) -> Any:
+    def loss(params: Any) -> jax.Array:
+        found = apply(params, *inputs)
+        floats = [x for x in jax.tree.leaves(found) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return jnp.stack([jnp.sin(x).sum() for x in floats]).sum()
+
+    return lambda params: (loss(params), jax.grad(loss)(params))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_one_device(name, pure, quick_jit):
+    config, num_inputs = MODELS[name]
+    model = pure(config)
+    compute = gradients(model.apply, (TOKENS,) * num_inputs)
+    expected = quick_jit(compute)(model.params)
+    on_mesh, devices = under(compute, {"data": 2, "tensor": 2})
+    whole = NamedSharding(devices, PartitionSpec())
+    got = jax.jit(on_mesh, in_shardings=whole, out_shardings=whole)(model.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
+
+
+def permutes(config: Any, pure: Any, mesh: dict[str, int], **options: Any) -> int:
+    """How many permutes the traced forward pass of a model has."""
+    model = pure(config)
+    on_mesh, _ = under(model.apply, mesh, **options)
+    return str(jax.make_jaxpr(on_mesh)(model.params, TOKENS)).count(" ppermute[")
+
+
+def test_each_product_of_a_block_has_its_exchanges(pure):
+    # of four products, queries, keys and values together, on four devices
+    assert permutes(SMALL, pure, {"tensor": 4}) == 4 * 3
+    assert permutes(SMALL, pure, {"data": 4}) == 0
+    # in stages, pairs of devices gather from each other
+    assert permutes(SMALL, pure, {"pipeline": 2, "tensor": 4}) == 0
+
+
+def test_what_a_layout_does_not_shard_over_tensor_is_multiplied_whole(pure):
+    whole = dict.fromkeys(("heads", "kv_heads"), ())
+    assert permutes(SMALL, pure, {"tensor": 4}, activations=whole) == 2 * 3
+    assert permutes(SMALL, pure, {"tensor": 4}, activations={"residual_seq": ()}) == 0
+
+
+def test_a_part_is_sent_while_the_one_before_is_multiplied():
+    """Each exchange but the first waits for the product before the last; each product has its barrier."""
+    x, kernel = jax.ShapeDtypeStruct((2, 8, 4), jnp.float32), jax.ShapeDtypeStruct((4, 16), jnp.float32)
+    on_mesh, _ = under(lambda x, k: CollectiveMatmul().gathered(x, k, ("embed", "mlp")), {"tensor": 4})
+    (call,) = [
+        each for each in jax.make_jaxpr(on_mesh)(x, kernel).eqns if "custom_vjp" in each.primitive.name
+    ]
+    (on_shards,) = call.params["call_jaxpr"].eqns[:1]
+    steps = on_shards.params["jaxpr"].eqns
+    made_by = {id(out): step for step in steps for out in step.outvars}
+    sent = [step for step in steps if step.primitive.name == "ppermute"]
+    dots = [step for step in steps if step.primitive.name == "dot_general"]
+    assert (len(sent), len(dots)) == (3, 4)
+    operands = [made_by[id(dot.invars[1])] for dot in dots]
+    assert {step.primitive.name for step in operands} == {"optimization_barrier"}
+    assert len({id(step) for step in operands}) == 4
+    for exchange, dot in zip(sent[1:], dots[:2], strict=True):
+        barrier = made_by[id(exchange.invars[0])]
+        assert barrier.primitive.name == "optimization_barrier"
+        assert any(dot is made_by.get(id(each)) for each in barrier.invars)
+
+
+def test_what_cannot_be_multiplied_in_parts_is_refused(pure):
+    short = replace(SMALL, seq=6)
+    on_mesh, _ = under(pure(short).apply, {"tensor": 4})
+    with pytest.raises(ValueError, match=r"6 positions cannot be split over .* of total size 4: 6 % 4 = 2"):
+        jax.eval_shape(on_mesh, pure(short).params, TOKENS[:, :6])
+    on_mesh, _ = under(pure(replace(SMALL, products="float8")).apply, {"tensor": 4})
+    with pytest.raises(ValueError, match="products='float8' are of whole sequences, and the layout has coll"):
+        jax.eval_shape(on_mesh, pure(SMALL).params, TOKENS)
+
+
+def test_the_run_says_so(pure):
+    lines: list[str] = []
+    with noting(lines.append):
+        on_mesh, _ = under(pure(SMALL).apply, {"tensor": 4})
+        jax.eval_shape(on_mesh, pure(SMALL).params, TOKENS)
+    assert "products: while parts of the sequence are exchanged over tensor=4 (collective matmul)" in lines
