@@ -120,9 +120,9 @@ class DeltaIslandStep:
         new, metrics = self._synchronous(plain, batch)
         return with_own(new, state), metrics
 
-    def compiled(self, state: State, batch: Batch) -> jax.stages.Compiled:
-        """Return the program of a local step, see `island_step.GradientIslandStep.compiled`."""
-        return self._step.lower(state._replace(combine_state=()), batch, self.first_row).compile()
+    def lowered(self, state: State, batch: Batch) -> list[jax.stages.Lowered]:
+        """Return the program of a local step, see `island_step.GradientIslandStep.lowered`."""
+        return [self._step.lower(state._replace(combine_state=()), batch, self.first_row)]
 
     def close(self) -> None:
         """End what the merge keeps open, see `island_step.IslandStep`."""

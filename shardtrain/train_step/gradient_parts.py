@@ -16,7 +16,7 @@ from shardtrain.functional.program_parts import ProgramPart, cut_program, ready_
 from shardtrain.functional.scan_pieces import Pieces, PiecewiseProgram
 from shardtrain.functional.sums import Sums
 from shardtrain.system.xla_flags import step_options
-from shardtrain.train_step.gradient_pieces import Local, PiecePlan
+from shardtrain.train_step.gradient_pieces import PiecePlan
 
 Pack = Callable[[Mapping[str, jax.Array], jax.Array], dict[str, jax.Array]]
 """(name -> piece of a gradient, count) -> name -> what is sent."""
@@ -56,7 +56,7 @@ class GradientParts:
     """The program of an island's gradients in parts, compiled for each shape of a batch.
 
     Args:
-      local: the whole program.
+      program: the whole program, a jit of `gradient_pieces.Local`: it is traced once for all its uses.
       plan: the pieces that each part returns.
       packs: how the pieces of each part are packed.
       shardings: of what the last part sends, by name. What the others send is gathered in their programs: a
@@ -66,13 +66,13 @@ class GradientParts:
 
     def __init__(
         self,
-        local: Local,
+        program: Any,
         plan: PiecePlan,
         packs: Sequence[Pack],
         shardings: Mapping[str, NamedSharding],
         whole: NamedSharding,
     ) -> None:
-        self._local, self._plan, self._packs = local, plan, packs
+        self._program, self._plan, self._packs = program, plan, packs
         self._shardings, self._whole = shardings, whole
         self._cuts: dict[Any, _Cut] = {}
 
@@ -90,7 +90,8 @@ class GradientParts:
             yield SentPart(sent, others[0].count, others if part == len(cut.grads) - 1 else None)
 
     def _cut(self, state: Any, batch: Batch, first_row: jax.Array) -> _Cut:
-        traced, shapes = jax.make_jaxpr(self._local, return_shape=True)(state, batch, first_row)
+        whole = self._program.trace(state, batch, first_row)
+        traced, shapes = whole.jaxpr, whole.out_info
 
         def run(*inputs: Any) -> Any:
             outputs = PiecewiseProgram(len(self._plan)).run(traced, inputs)

@@ -96,6 +96,11 @@ class IslandCombiner:
         """Return the shapes, dtypes and shardings of the combiner's state."""
         return [bucket.state for bucket in self._buckets]
 
+    def shapes(self) -> CombinedIslands:
+        """Return the shapes and dtypes of what `finish` returns, without sums."""
+        value = {path: leaf for bucket in self._buckets for path, leaf in bucket.like.items()}
+        return CombinedIslands(value, self.wanted(), [bucket.metrics for bucket in self._buckets])
+
     @property
     def keeps_state(self) -> bool:
         """Whether the combiner has a state."""

@@ -74,7 +74,7 @@ class IslandGradients:
         all_gather: AllGather,
     ) -> None:
         mesh, specs = placement.mesh, placement.specs
-        self._local = local = _make_local(gradients, placement, synchronisation, dtype)
+        local = _make_local(gradients, placement, synchronisation, dtype)
         # a mean sends sums over examples: they are weighted already, and divided where they are used
         self._of_sums = synchronisation.is_mean
         assert num_parts == 1 or self._of_sums
@@ -120,7 +120,7 @@ class IslandGradients:
         )
         self._parts = None
         if not is_one:
-            self._parts = GradientParts(local, self._plan, packs, self.shardings[-1], whole)
+            self._parts = GradientParts(self._whole_program, self._plan, packs, self.shardings[-1], whole)
 
     def __call__(self, state: State, batch: Batch, first_row: Any) -> Iterator[SentPart]:
         """Start the program, and yield what each part of it sends; nothing is waited for."""
@@ -138,9 +138,9 @@ class IslandGradients:
         grads = join_pieces(self._plan, grads) if self._plan else grads
         return {path: g.astype(jnp.float32) for path, g in grads.items()}
 
-    def compiled(self, state: State, batch: Batch, first_row: Any) -> jax.stages.Compiled:
-        """Return the program as one, of shapes, whose memory is about that of its parts."""
-        return self._whole_program.lower(state, batch, first_row).compile()
+    def lowered(self, state: State, batch: Batch, first_row: Any) -> jax.stages.Lowered:
+        """Return the program as one, for arrays or shapes; its memory is about that of its parts."""
+        return self._whole_program.lower(state, batch, first_row)
 
     def _shapes(self, params: dict[str, Any]) -> list[dict[str, jax.ShapeDtypeStruct] | None]:
         """Return name -> shape of what each part sends; None for all gradients."""

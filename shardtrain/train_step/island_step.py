@@ -4,7 +4,7 @@ An island's own gradient (or, after local steps, what it changed) is sent bucket
 every island makes the same update of the result. A run of one island uses `step.py` alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -193,7 +193,7 @@ class GradientIslandStep:
             return unless_skipped(updated, placement, state, metrics, learning_rate, finite)
 
         # between the two programs gradients stay sharded; everything else is replicated
-        whole = NamedSharding(placement.mesh, PartitionSpec())
+        self._whole = whole = NamedSharding(placement.mesh, PartitionSpec())
         state = placement.state._replace(combine_state=whole)
         shardings = Sums._make([whole, whole, whole, self._gradients.shardings, whole, whole])
         self._update = jax.jit(
@@ -237,16 +237,32 @@ class GradientIslandStep:
 
     def _finish(self, number: int, part: SentPart, started: Any) -> CombinedIslands:
         """Wait for what was started, and put it on the mesh in the shardings of the update."""
-        shardings = self._gradients.shardings[number]
-        like = {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name])
-            for name, x in part.grads.items()
-        }
+        like = self._landed(number, part.grads)
         return self._combiners[number].finish(like, started, _sums_beside(part))
 
-    def compiled(self, state: State, batch: Batch) -> jax.stages.Compiled:
-        """Return the program of the gradients, of shapes; a step in one part compiles it no more."""
-        return self._gradients.compiled(state, batch, self.first_row)
+    def _landed(self, number: int, grads: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes and shardings of a part's gradients on the mesh, once they are combined."""
+        shardings = self._gradients.shardings[number]
+        return {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name])
+            for name, x in grads.items()
+        }
+
+    def lowered(self, state: State, batch: Batch) -> list[jax.stages.Lowered]:
+        """Return the programs of the gradients and of the update, for arrays or shapes.
+
+        A step traces and lowers them no more; gradients in several parts are lowered as one program.
+        """
+        gradients = self._gradients.lowered(state, batch, self.first_row)
+        whole = self._whole
+        found, own = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), gradients.out_info
+        )
+        combined = [each.shapes() for each in self._combiners]
+        grads = [self._landed(number, each.value) for number, each in enumerate(combined)]
+        found = found._replace(grads=grads)
+        metrics = [bucket for each in combined for bucket in each.metrics]
+        return [gradients, self._update.lower(state, found, [each.state for each in combined], metrics, own)]
 
     def close(self) -> None:
         """There is nothing to end, see `IslandStep`."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardtrain.axes import CONTEXT, PIPELINE
 from shardtrain.data import Batch
@@ -12,10 +12,7 @@ from shardtrain.errors.messages import problems_error
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.model import Model
 from shardtrain.plan.hlo.rendezvous import permutes_in_branches
-from shardtrain.train_step.initial_state import restorable_state
-from shardtrain.train_step.step import make_step
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.setup import RunSetup
 
 
 def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch: Batch) -> None:
@@ -41,22 +38,21 @@ def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch
         jax.eval_shape(loss, params, model_state, jax.eval_shape(lambda: jax.random.key(0)), microbatch)
 
 
-def check_permutes(run: Run, setup: RunSetup, batch: Any) -> None:
+def has_permutes(mesh: Mesh) -> bool:
+    """Return whether a mesh has a pipeline over sharded sequences, whose program `check_permutes` checks."""
+    return mesh.shape[PIPELINE] > 1 and mesh.shape[CONTEXT] > 1
+
+
+def check_permutes(program: jax.stages.Lowered) -> None:
     """Compile the step of a pipeline over sharded sequences, and check it.
 
     Args:
-      run: the run.
-      setup: its parts.
-      batch: the first batch.
+      program: of the step.
 
     Raises:
       ValueError: a loss, a metric or a model cuts positions out of a sharded sequence.
     """
-    if setup.mesh.shape[PIPELINE] == 1 or setup.mesh.shape[CONTEXT] == 1:
-        return
-    step: Any = make_step(setup.model, run.loss, setup.optimizer, setup.placement, setup.learning_rate)
-    text = step.lower(restorable_state(setup.placement), batch).compile().as_text()
-    if found := permutes_in_branches(text):
+    if found := permutes_in_branches(program.compile().as_text() or ""):
         raise problems_error(
             "the axes pipeline and context in one mesh need a program whose stages send no parts of sequences"
             " by permutes, and this one does. Where a loss, metric or model shifts positions, as in"

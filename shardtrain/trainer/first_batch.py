@@ -4,7 +4,7 @@ The loss is computed from two rows and made-up outputs of the model; labels are 
 classes of the model. Next: `prepared_run.py`, which calls these checks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +32,8 @@ class Expected(NamedTuple):
 
     Args:
       loss: the loss function of the run.
-      model: the whole model.
+      apply: (params, model_state, key, *inputs) -> the outputs of the whole model, in evaluation mode; one
+        function, so that jax traces it once for all inputs of the same shapes.
       abstract: the shapes and dtypes of its (params, model_state).
       outputs: the shapes and dtypes of its outputs for two rows.
       rows: two rows of a batch, on the host.
@@ -41,7 +42,7 @@ class Expected(NamedTuple):
     """
 
     loss: Loss
-    model: Model
+    apply: Callable[..., Any]
     abstract: Any
     outputs: Any
     rows: Mapping[str, np.ndarray]
@@ -56,11 +57,7 @@ class Expected(NamedTuple):
 
     def outputs_of(self, inputs: Any) -> Any:
         """Return the shapes of the model's outputs for some inputs, in evaluation mode."""
-
-        def apply(params: Any, model_state: Any, key: jax.Array, *inputs: Any) -> Any:
-            return self.model.apply(params, model_state, key, False, *inputs)[0]
-
-        return jax.eval_shape(apply, *self.abstract, jax.eval_shape(lambda: jax.random.key(0)), *inputs)
+        return jax.eval_shape(self.apply, *self.abstract, jax.eval_shape(lambda: jax.random.key(0)), *inputs)
 
 
 def make_expected(model: Model, loss: Loss, batch: Mapping[str, np.ndarray], vocab: Any = None) -> Expected:
@@ -78,8 +75,12 @@ def make_expected(model: Model, loss: Loss, batch: Mapping[str, np.ndarray], voc
     """
     last = len(next(iter(batch.values()))) - 1
     rows = {name: np.asarray(x)[[0, min(1, last)]] for name, x in batch.items()}
-    abstract = jax.eval_shape(lambda: model.init(jax.random.key(0)))
-    found = Expected(loss, model, abstract, None, rows, vocab if type(vocab) is int else None)
+    abstract = jax.eval_shape(model.init, jax.random.key(0))
+
+    def evaluate(params: Any, model_state: Any, key: jax.Array, *inputs: Any) -> Any:
+        return model.apply(params, model_state, key, False, *inputs)[0]
+
+    found = Expected(loss, evaluate, abstract, None, rows, vocab if type(vocab) is int else None)
     outputs: list[Any] = []
 
     def apply(*inputs: Any) -> Any:
@@ -154,7 +155,7 @@ def _totals(expected: Expected, with_sums: bool) -> tuple[Any, Any] | None:
 
     together = dict(expected.rows), jnp.arange(2)
     one_by_one = jax.tree.map(lambda x: x[:, None], together)
-    of_each = jax.vmap(totals)
+    of_each = jax.jit(jax.vmap(totals))
     with jax.sharding.use_abstract_mesh(ONE):
         try:
             jax.eval_shape(of_each, *one_by_one)

@@ -15,7 +15,7 @@ from shardtrain.train_step.delta_island_step import DeltaIslandStep
 from shardtrain.train_step.island_step import GradientIslandStep
 from shardtrain.train_step.stage_step import StageStep
 from shardtrain.train_step.state import State
-from shardtrain.train_step.step import Metrics, Step, combined_labels, make_step
+from shardtrain.train_step.step import Metrics, Step, combined_labels
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.evaluation import evaluated_every, make_evaluation
@@ -97,13 +97,10 @@ def make_loop_parts(
 
 
 def _make_step(prepared: PreparedRun, feed: Feed) -> Step:
-    """Make the step; among several islands it is told which rows of the whole batch its own are."""
-    run, setup, island_step = prepared.run, prepared.setup, prepared.island_step
-    if island_step is None:
-        rate, last = setup.learning_rate, run.steps
-        return make_step(setup.model, run.loss, setup.optimizer, setup.placement, rate, last_step=last)
+    """Return the step; among several islands it receives which rows of the whole batch its own are."""
+    island_step = prepared.island_step
     if not isinstance(island_step, GradientIslandStep | DeltaIslandStep):
-        return island_step
+        return prepared.step
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         island_step.first_row = np.uint32(feed.first_row)

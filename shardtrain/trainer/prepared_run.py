@@ -18,34 +18,29 @@ from shardtrain.islands.watchdog.stragglers import Stragglers
 from shardtrain.report.islands import binding_text
 from shardtrain.report.sharding import sharding_text
 from shardtrain.report.sinks import check_installed
-from shardtrain.train_step.initial_state import init_state, restorable_state
+from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.state import State
+from shardtrain.train_step.step import Step
 from shardtrain.trainer.batch_growth import growth_by_step
+from shardtrain.trainer.checked_step import make_checked_step
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
-from shardtrain.trainer.context_checks import check_permutes
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.evaluation import heldout_prefix
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
 from shardtrain.trainer.island_run import run_of_island
-from shardtrain.trainer.multi_island_step import (
-    bridge_text,
-    make_multi_island_step,
-    pipeline_text,
-)
+from shardtrain.trainer.multi_island_step import bridge_text, pipeline_text
 from shardtrain.trainer.row_memory import fit_to_memory
 from shardtrain.trainer.row_shares import RowShares
-from shardtrain.trainer.run_facts import pipeline_facts, run_facts, step_program
+from shardtrain.trainer.run_facts import pipeline_facts, run_facts
 from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, make_setup, microbatch_of, unused_text
 from shardtrain.trainer.sources import make_batches, open_sources
 from shardtrain.trainer.stage_cut import with_stage_cut
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.transfers import make_transfers
 from shardtrain.trainer.utilization import row_seconds_at_peak
-from shardtrain.trainer.wave_log import WaveLog
-from shardtrain.trainer.waves import make_meetings
 
 
 class PreparedRun(NamedTuple):
@@ -60,10 +55,8 @@ class PreparedRun(NamedTuple):
       loader: the loader of this process's rows, as they are at first.
       later_loaders: number of steps done -> the loader from then on, of a batch that has grown.
       heldout: name -> samples held out; a single set has the name "", {} without any.
-      island_step: the step of several islands; None for a run of one island.
-      meetings: after which steps all islands meet.
+      step, island_step, meetings, wanted: see `checked_step.CheckedStep`.
       init: makes the state before the first step.
-      wanted: its shapes, dtypes and shardings.
       description: the description of the run, see `config.describe`.
       expected: what batches should look like.
       strategy: the strategy as the user gave it, with the fields that some islands have otherwise.
@@ -79,6 +72,7 @@ class PreparedRun(NamedTuple):
     loader: Loader
     later_loaders: dict[int, Loader]
     heldout: dict[str, Any]
+    step: Step
     island_step: IslandStep | None
     meetings: Meetings
     init: Callable[[], State]
@@ -120,23 +114,14 @@ def prepare_run(
     loader = shares.loader(batches)
     # Check the first batch: one that cannot be split or learned from is refused before anything compiles.
     first, batch, expected = _place_first_batch(run, setup, heldout, loader)
-    check_permutes(run, setup, batch)
-    if islands is not None and setup.stage_model is None:
-        coordination.check_agreement(step_program(run, setup, batch))
     _show(run, folder, setup, output)
-    meetings = make_meetings(run)
-    wave_log = WaveLog(folder, 0 if islands is None else islands.seat.island, output.note)
-    stack.callback(wave_log.close)
-    island_step = make_multi_island_step(
-        run, setup, coordination, loader, batch, shares=shares, meetings=meetings, wave_log=wave_log
+    step, island_step, meetings, wanted = make_checked_step(
+        run, folder, setup, coordination, loader, batch, shares, output, stack
     )
-    if island_step is not None:
-        stack.callback(island_step.close)
     if text := bridge_text(coordination, island_step, run.strategy.across.num_gradient_programs):
         output.note(text)
     devices = coordination.devices(setup.mesh)
     row_seconds = row_seconds_at_peak(run, first, devices, output.note) if coordination.is_first else 0.0
-    wanted = restorable_state(setup.placement)
     if run.strategy.across.share_limits == "auto" and island_step is not None:
         loader = fit_to_memory(coordination, shares, loader, island_step, wanted, batch, output.note)
     later_loaders = _make_later_loaders(run, setup, coordination, source, shares.limits)
@@ -154,10 +139,11 @@ def prepare_run(
         loader=loader,
         later_loaders=later_loaders,
         heldout=heldout,
+        step=step,
         island_step=island_step,
         meetings=meetings,
         init=init,
-        wanted=wanted if island_step is None else island_step.wanted(wanted, batch),
+        wanted=wanted,
         description=description,
         expected=expected,
         strategy=strategy,

@@ -95,7 +95,7 @@ def fit_to_memory(
       shares: the rows of each island, which are limited.
       loader: of this island's rows.
       step: the step of this island.
-      wanted: the shapes of the state of a run of one island.
+      wanted: the shapes of its state.
       batch: a first batch of this island.
       note: receives a line if an island has a limit.
 
@@ -103,7 +103,7 @@ def fit_to_memory(
       ValueError: see `find_fit` and `RowShares.limit`.
     """
     assert isinstance(step, GradientIslandStep | DeltaIslandStep)
-    fit = find_fit(coordination, step, step.wanted(wanted, batch), batch, shares.multiple)
+    fit = find_fit(coordination, step, wanted, batch, shares.multiple)
     text = shares.limit_rows([each.rows for each in fit], loader.batches.num_rows(None))
     if text is None:
         return loader
@@ -136,7 +136,7 @@ def find_fit(
             shape = (x.shape[0], rows // x.shape[0], *x.shape[2:])
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
 
-        memory: Any = step.compiled(state, jax.tree.map(of_rows, batch)).memory_analysis()
+        memory: Any = step.lowered(state, jax.tree.map(of_rows, batch))[0].compile().memory_analysis()
         arguments = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return arguments + memory.temp_size_in_bytes
 

@@ -5,7 +5,7 @@ Next: `prepared_run.py`, which compares them.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,9 +15,7 @@ from shardtrain.islands.rank_facts import facts, program_fact
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.traced_cut import TracedModel
-from shardtrain.train_step.initial_state import restorable_state
 from shardtrain.train_step.replica_state import fragments_of
-from shardtrain.train_step.step import make_step
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.setup import RunSetup
 
@@ -87,12 +85,12 @@ def _rows_digest(run: Run, setup: RunSetup) -> str | None:
     return hashlib.sha256(repr((stored, rows)).encode()).hexdigest()[:16]
 
 
-def step_program(run: Run, setup: RunSetup, batch: Any) -> dict[str, str]:
-    """Return the hash of the compiled step; equal on islands of the same mesh and share of the batch."""
-    placement = setup.placement
-    step: Any = make_step(setup.model, run.loss, setup.optimizer, placement, setup.learning_rate)
+def step_program(
+    run: Run, setup: RunSetup, batch: Any, programs: Sequence[jax.stages.Lowered]
+) -> dict[str, str]:
+    """Return the hash of the programs of a step, equal on islands of the same mesh and share of the batch."""
     return program_fact(
-        step.lower(restorable_state(placement), batch).as_text(),
+        "\n".join(program.as_text() for program in programs),
         mesh=dict(setup.mesh.shape),
         batch=str(jax.tree.map(jnp.shape, batch)),
         layout=str(describe(run.strategy.layout)),

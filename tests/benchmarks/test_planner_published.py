@@ -41,7 +41,7 @@ def test_rows_are_those_of_the_tables(published):
 def test_correlation_and_regret(published):
     assert published.spearman([1, 2, 3, 4], [10, 20, 40, 30]) == pytest.approx(0.8)
     assert published.spearman([3, 2, 1], [1, 2, 3]) == pytest.approx(-1)
-    rows = published.ONEFLOW.rows
+    rows = published.SOURCES["oneflow"].rows
     groups = [row.group for row in rows]
     measured = [1.0 + i for i in range(len(rows))]
     best = groups.index("1.5B, 32 GPUs")
@@ -56,7 +56,7 @@ def test_correlation_and_regret(published):
 
 def test_a_row_is_predicted_by_the_planner(published):
     """More tensor parallelism over the slow links between nodes is slower, as in the table."""
-    source = published.ONEFLOW
+    source = published.SOURCES["oneflow"]
     rows = [row for row in source.rows if row.name in ("2D_PP_2x4x4_512_2304x24", "MP_PP_1x8x4_512_2304x24")]
     machine = published.machine_of(source.device, 32, in_float32=False)
     seconds = published.predicted_seconds(published.replace(source, rows=tuple(rows)), machine)

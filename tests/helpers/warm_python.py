@@ -42,6 +42,32 @@ def request(address: str, words: list[str]) -> int:
             return int(answers.readline())
 
 
+def trace_a_step() -> None:
+    """Trace a step, which needs no backend: what jax does only the first time, no child has to do."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from tiny_language_model import TinyConfig
+
+    from shardtrain.functional.loss import next_token_loss
+    from shardtrain.functional.nnx_model import from_nnx
+
+    model, optimizer = from_nnx(TinyConfig(num_layers=2)), optax.adam(1.0)
+
+    def step(seed, batch):
+        key = jax.random.key(seed)
+        params, _ = model.init(key)
+
+        def loss(params):
+            return next_token_loss(lambda *inputs: model.apply(params, {}, key, True, *inputs)[0], batch)[0]
+
+        return optimizer.update(jax.grad(loss)(params), optimizer.init(params), params)
+
+    shapes = {"tokens": ((4, 9), jnp.int32), "weights": ((4,), jnp.float32)}
+    batch = {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
+    jax.eval_shape(step, jax.ShapeDtypeStruct((), jnp.uint32), batch)
+
+
 def serve(address: str) -> dict:
     """Fork children until standard input is closed; returns, in each child, what was asked of it."""
     import gc
@@ -52,6 +78,7 @@ def serve(address: str) -> dict:
         importlib.import_module(name)
     # a loss curve takes a tenth of the time of a run here
     setattr(sys.modules["shardtrain.trainer.train"], "draw_curve", lambda folder, output: None)  # noqa: B010
+    trace_a_step()
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)

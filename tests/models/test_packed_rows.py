@@ -128,8 +128,8 @@ LAYOUTS = {
 }
 
 
-# every layout once, and every config: meshes have the last one, and a pipeline the second
-PAIRS_ELSEWHERE = ("mesh", "pipeline", "everything-mesh", "beside-pipeline")
+# every layout once, and every config: meshes have the last one, a pipeline and a ring the second
+PAIRS_ELSEWHERE = ("mesh", "pipeline", "ring", "everything-mesh", "beside-pipeline")
 CONFIGS = {
     **{name: (ROTARY, name) for name in LAYOUTS},
     **{f"everything-{name}": (EVERYTHING, name) for name in ("mesh", "pipeline", "ring")},

@@ -58,14 +58,17 @@ def gradients_as_state() -> optax.GradientTransformation:
     return optax.GradientTransformation(zeros, update)  # type: ignore[arg-type]
 
 
+AS_STATE = gradients_as_state()
+
+
 def one_device():
     """Loss and gradients of the whole batch, on one device."""
     layout = Layout(mesh={"data": 1})
     mesh = make_mesh(layout, jax.local_devices()[:1])
-    placement = make_placement(MODEL, gradients_as_state(), layout, mesh)
-    state = init_state(MODEL, gradients_as_state(), placement, 7)
+    placement = make_placement(MODEL, AS_STATE, layout, mesh)
+    state = first_state(MODEL, AS_STATE, placement)
     batch = place(BATCH, mesh, layout.batch_axes)
-    state, metrics = make_step(MODEL, classification_loss, gradients_as_state(), placement)(state, batch)
+    state, metrics = make_step(MODEL, classification_loss, AS_STATE, placement)(state, batch)
     return jax.device_get((metrics["loss_sum"], metrics["count"], state.opt_state))
 
 
@@ -82,8 +85,8 @@ def noise_of_parts(shares, unit, num_parts):
     """The estimates of the gradient noise from the gradients of every island's parts, on one device."""
     layout = Layout(mesh={"data": 1})
     mesh = make_mesh(layout, jax.local_devices()[:1])
-    placement = make_placement(MODEL, gradients_as_state(), layout, mesh)
-    state = init_state(MODEL, gradients_as_state(), placement, 7)
+    placement = make_placement(MODEL, AS_STATE, layout, mesh)
+    state = first_state(MODEL, AS_STATE, placement)
     gradients = jax.jit(make_gradients(MODEL, classification_loss, placement, mean=False))
     norms, counts, whole = [], [], 0.0
     for island in range(len(shares)):
@@ -104,6 +107,17 @@ def noise_of_parts(shares, unit, num_parts):
     system = [[np.square(counts).sum(), count], [count**2, count]]
     square, trace = np.linalg.solve(system, [sum(norms), np.square(whole).sum()])
     return [(square, 1.0), (trace, 1.0), (count, 1.0)]
+
+
+@functools.cache
+def initial_values(model, optimizer):
+    """The state before the first step, on the host; computed once, as it has the same values on any mesh."""
+    mesh = make_mesh(layout := Layout(mesh={"data": 1}, unnamed="replicate"), jax.local_devices()[:1])
+    return jax.device_get(init_state(model, optimizer, make_placement(model, optimizer, layout, mesh), 7))
+
+
+def first_state(model, optimizer, placement):
+    return jax.device_put(initial_values(model, optimizer), placement.state)
 
 
 def check(comm, got, expected, case) -> None:
@@ -133,14 +147,12 @@ def main() -> None:
     for sizes, shares, microbatches in cases:
         layout = Layout(mesh=sizes)
         mesh = make_mesh(layout, devices)
-        placement = make_placement(MODEL, gradients_as_state(), layout, mesh, measures_noise=True)
+        placement = make_placement(MODEL, AS_STATE, layout, mesh, measures_noise=True)
         rows, start = rows_of(shares, island, len(devices) * microbatches)
         batch = place(rows, mesh, layout.batch_axes, microbatches)
         transfer = Transfer(mesh, groups["all_reduce"], 3000, 1000)
-        step = make_island_step(
-            MODEL, classification_loss, gradients_as_state(), placement, transfer, start_row=start
-        )
-        state = init_state(MODEL, gradients_as_state(), placement, 7)
+        step = make_island_step(MODEL, classification_loss, AS_STATE, placement, transfer, start_row=start)
+        state = first_state(MODEL, AS_STATE, placement)
         state = step.begin(state, batch)
         state, metrics = step(state, batch)
         got = (metrics["loss_sum"], metrics["count"], state.opt_state)
@@ -188,9 +200,9 @@ def sent_bytes(transfer, placement, tree, count) -> None:
 def one_bad_island(comm, transfer, placement, batch, start) -> None:
     """A gradient that is not finite on one island changes nothing on any, what a codec keeps included."""
     synchronisation = Synchronisation(by="int8+adasum")
-    arguments = (MODEL, classification_loss, gradients_as_state(), placement, transfer)
+    arguments = (MODEL, classification_loss, AS_STATE, placement, transfer)
     step = make_island_step(*arguments, synchronisation=synchronisation, start_row=start)
-    state = init_state(MODEL, gradients_as_state(), placement, 7)
+    state = first_state(MODEL, AS_STATE, placement)
     state, metrics = step(step.begin(state, batch), batch)
     assert metrics["skipped"] == 0
     assert comm.rank or any(jnp.any(x) for x in jax.tree.leaves(state.combine_state))
@@ -211,7 +223,7 @@ def an_empty_island(comm, transfer, layout, mesh, batch, start) -> None:
     step = make_island_step(
         *arguments, synchronisation=Synchronisation(by="adasum", on="deltas"), start_row=start
     )
-    state = step.begin(init_state(MODEL, optimizer, placement, 7), batch)
+    state = step.begin(first_state(MODEL, optimizer, placement), batch)
     first = jax.device_get(state.params)
     state, _ = step(state, batch)
     assert state.opt_state[0].count == (1 if comm.rank == 0 else 0)
@@ -249,7 +261,7 @@ def own_statistics(comm, transfer, layout, mesh, batch, start) -> None:
         step = make_island_step(
             model, classification_loss, optimizer, placement, transfer, synchronisation=way, start_row=start
         )
-        state = step.begin(init_state(model, optimizer, placement, 7), batch)
+        state = step.begin(first_state(model, optimizer, placement), batch)
         before = jax.device_get(state.model_state)
         state, _ = step(state, batch)
         # what is saved and evaluated is still that of the last merge
@@ -329,7 +341,7 @@ def local_steps(comm, transfer, layout, mesh) -> None:
         step = make_island_step(
             model, next_token_loss, optimizer, placement, transfer, synchronisation=way, **rows_and_end
         )
-        state = step.begin(init_state(model, optimizer, placement, 7), batches[0])
+        state = step.begin(first_state(model, optimizer, placement), batches[0])
         fragments = fragments_of(way, placement.specs)
         params = jax.tree.map(jnp.asarray, jax.device_get(state.params))
         reference = functools.partial(

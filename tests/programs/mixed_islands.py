@@ -19,7 +19,7 @@ from shardtrain.data import Text
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
-from shardtrain.trainer import prepared_run
+from shardtrain.trainer import checked_step
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy, read_strategy
 from shardtrain.trainer.train import train
@@ -92,22 +92,18 @@ def dtypes_of_products(step) -> set[str]:
 
 
 lowered = []
-hashed = prepared_run.step_program
+hashed = checked_step.step_program
 
 
-def watched(run, setup, batch):
+def watched(run, setup, batch, programs):
     """What the run compares between islands, from which the test reads what this one computes in."""
-    from shardtrain.train_step.initial_state import restorable_state
-    from shardtrain.train_step.step import make_step
-
-    step = make_step(setup.model, run.loss, setup.optimizer, setup.placement)
-    lowered.append(step.lower(restorable_state(setup.placement), batch).as_text())
+    lowered.append(programs[0].as_text())
     assert len(batch["tokens"]) == (2 if ME == 2 else 1)
     assert run.strategy.remat == (None if ME else "dots")
-    return hashed(run, setup, batch)
+    return hashed(run, setup, batch, programs)
 
 
-prepared_run.step_program = watched
+checked_step.step_program = watched
 state, text = resumed_as_never_interrupted("mean")
 assert dtypes_of_products(lowered[0]) == {["f32", "bf16", "f16"][ME]}
 # each island has a scale of its own: only that of float16 became smaller, by a factor for each overflow

@@ -72,7 +72,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.full] * (case == "a decoder")) for case in CASES]
+)
 def test_several_programs_give_the_steps_of_one(case):
     model, loss, batch, sizes, num_parts, microbatches = CASES[case]
     options = {"scales_loss": True, "measures_noise": True} if microbatches > 1 else {}

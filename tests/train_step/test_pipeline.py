@@ -381,7 +381,10 @@ def of_packed_rows(config):
     return gradients(decoder(config), {"data": 1}, loss=next_token_loss, batch=packed_rows())
 
 
-@pytest.mark.parametrize("schedule", RINGS)
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(name, marks=[pytest.mark.full] * (name in ("zb_v", "1f1b"))) for name in RINGS],
+)
 def test_a_ring_in_stages_is_the_attention_of_one_device(schedule, assert_same):
     """Of packed rows, with fewer key heads, with and without a window."""
     config, mesh = RINGS[schedule]
