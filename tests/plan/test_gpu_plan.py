@@ -261,12 +261,11 @@ def test_on_gpus_sums_that_nothing_needs_come_last_outside_of_loops():
     assert order_on_gpus([*kernels, kernel((3,), (4,))], None) == [0, 2, 3, 1]
 
 
-def peak(function, shapes, names, kind=H100, rules=(), stored=()):
-    """The most bytes of a traced function; dims are sharded over two devices of fsdp by rules."""
+def peak(function, shapes, names, kind=H100, stored=()):
+    """The most bytes of a traced function; devices have halves of the dims of weights that are named."""
     inputs = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     program = trace(function, inputs, names, [None], [False], target=Target(kind))
-    over = [tuple((dim, ("fsdp",)) for dim in dims) for dims in (rules, stored)]
-    sharding = Sharding(*over, (("fsdp", 2),))
+    sharding = Sharding((), tuple((dim, ("fsdp",)) for dim in stored), (("fsdp", 2),))
     return costs(program, [sharding], Durations(lambda flops, moved: flops))[0].peak_bytes
 
 
