@@ -218,6 +218,8 @@ def long_memory(kind: str) -> None:
     for num_layers, seq, rows, mesh, attention, remat in LONG:
         config = DecoderConfig(vocab=256, seq=seq, embed=256, num_layers=num_layers, num_heads=4, mlp=256)
         subject = subject_of(config, rows)
+        if kind in GPU_TARGETS:
+            subject = replace(subject, target=Target(GPU_TARGETS[kind][0]))
         choice = Choice(layout=Layout(mesh=mesh, context_attention=attention), remat=remat)
         compiled = compile_step(
             subject.model_of(remat),

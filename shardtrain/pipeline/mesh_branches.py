@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from shardtrain.functional.sums import Sums
 from shardtrain.pipeline.activations import Activations
@@ -68,7 +69,8 @@ class Branches:
                 return tree.constrain(x)
             if isinstance(x, list):
                 return tree.constrain_floats(x)
-            return x._replace(grads=jax.tree.map(lax.with_sharding_constraint, x.grads, self._grad_specs))
+            grads = jax.tree.map(lax.with_sharding_constraint, x.grads, self._grad_specs)
+            return x._replace(grads=jax.tree.map(_replicas_first, grads))
 
         return jax.tree.map(constrain, result, is_leaf=lambda x: isinstance(x, Sums | Activations | list))
 
@@ -77,3 +79,18 @@ class Branches:
             return lambda *operands: self.constrain(branch(*operands))
 
         return lax.switch(which, [constrained(branch) for branch in branches], *operands)
+
+
+def _replicas_first(x: jax.Array) -> jax.Array:
+    """Return a sum of gradients as it is; on GPUs it is stored in the order of its dims.
+
+    XLA for GPUs otherwise stores the result of a branch with the blocks before the replicas, in the order in
+    which the scan of a backward pass makes gradients, and copies all sums before each conditional. XLA for
+    CPUs copies them where the order is given.
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if _on_gpus() else x
+
+
+def _on_gpus() -> bool:
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.platform in ("gpu", "cuda", "rocm")

@@ -53,7 +53,7 @@ class Step:
       reads, writes: its arrays.
       flops: of a matrix product or a convolution.
       summed: the names of the dims that it sums over.
-      body, trips, over: of a loop, as in `Kernel`.
+      body, trips, unrolled, over: of a loop, as in `Kernel`.
       call: of a call that is left closed, as in `Kernel`.
       grouped: the names of dims of its arrays that its work is not over.
     """
@@ -65,6 +65,7 @@ class Step:
     summed: tuple[str, ...] = ()
     body: Program | None = None
     trips: int = 1
+    unrolled: bool = False
     over: str | None = None
     call: DeviceCall | None = None
     grouped: tuple[str, ...] = ()
@@ -150,6 +151,7 @@ def _kernels(given: Unfused, written: Set[int]) -> Iterator[Kernel]:
                 dims=frozenset((names | set(step.summed)) - set(step.grouped)),
                 body=step.body,
                 trips=step.trips,
+                unrolled=step.unrolled,
                 over=step.over,
                 operands=tuple(roots[-len(step.body.inputs) :] if step.body is not None else operands),
                 call=step.call,

@@ -282,7 +282,9 @@ class Walk:
         writes = [self.add(out.aval, each) for out, each in zip(equation.outvars, dims, strict=True)]
         self._sums("scan", reads, writes, ())
         name = equation.primitive.name
-        self.steps.append(Step(name=name, reads=reads, writes=writes, body=program, trips=trips, over=over))
+        unrolled = equation.params.get("unroll", 1) >= max(trips, 2)
+        step = Step(name=name, reads=reads, writes=writes, body=program, trips=trips, over=over)
+        self.steps.append(replace(step, unrolled=unrolled))
         return writes
 
     def root(self, number: int) -> int:

@@ -38,7 +38,8 @@ class StateFigures:
       gradients: bytes of its sums of gradients over microbatches, float32.
       updated: bytes of the parameters that it updates.
       updated_float32: the same in float32.
-      gathered: bytes of weights that fsdp shards and a device has gathered: one block, and all others.
+      gathered: bytes of weights that fsdp shards and a device has gathered: one block, and all others; 0
+        where the costs of the program have them, as for GPUs.
       weights: the parameters, for the theory of their traffic.
       num_blocks: number of blocks.
       item_bytes: of an element in computations.

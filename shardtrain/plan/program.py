@@ -78,6 +78,7 @@ class Kernel:
       dims: the names of all dims that its work is over.
       body: the program of a loop; then reads and writes are those of the whole loop.
       trips: how often the loop runs.
+      unrolled: whether the loop is compiled as plain code, one trip after the other.
       over: the name of the dim that the loop runs over, such as `layers`; None: it has none.
       operands: of a loop, for each input of its body the number of the array that it is a part of; of a
         call, the number of each input.
@@ -92,6 +93,7 @@ class Kernel:
     dims: frozenset[str] = frozenset()
     body: "Program | None" = None
     trips: int = 1
+    unrolled: bool = False
     over: str | None = None
     operands: tuple[int, ...] = ()
     call: "DeviceCall | None" = None

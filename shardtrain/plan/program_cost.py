@@ -5,7 +5,7 @@ The same program is costed for every layout: a layout says which dims are sharde
 """
 
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ import numpy as np
 from shardtrain import axes
 from shardtrain.plan.cost import Cost, Loop, Segment, Sent
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from shardtrain.plan.live_arrays import Trip, copies_on_gpus, order_on_gpus, peak_bytes
 from shardtrain.plan.program import Array, CallSizes, Kernel, Program, Resharded
 from shardtrain.plan.shared_passes import shared_passes
 from shardtrain.plan.splits import Sharding, Splits
@@ -131,7 +132,8 @@ _AllSent = dict[tuple[str, tuple[str, ...]], tuple[np.ndarray, np.ndarray]]
 """(collective, axes) -> bytes and number of collectives, with a number for each sharding."""
 
 
-def _total(program: Program, splits: Splits, seconds: Durations) -> _Total:
+def _total(program: Program, splits: Splits, seconds: Durations, trip: Trip | None = None) -> _Total:
+    """Return the costs of a program; of the body of a loop those of one trip."""
     sizes = [array.num_bytes / splits.parts(array.dims, array.of_parameter) for array in program.arrays]
     kernels = _placed(program, splits)
     if program.for_gpus:
@@ -153,9 +155,17 @@ def _total(program: Program, splits: Splits, seconds: Durations) -> _Total:
             segment.seconds = segment.seconds + seconds.kernel(flops, moved)
             inside.append(zeros)
             continue
-        body = _total(kernel.body, splits, seconds)
+        # what a loop writes is stacked over its trips, or carried from one to the next
+        stacked = {
+            i
+            for i in kernel.writes + kernel.operands
+            if kernel.over is not None and program.arrays[i].dims[:1] == (kernel.over,)
+        }
         # a stage of a pipeline runs its own blocks alone
         trips = kernel.trips / splits.parts((kernel.over,))
+        body = _total(
+            kernel.body, splits, seconds, _trip(kernel, stacked, (trips > 1) & (not kernel.unrolled))
+        )
         if kernel.over == axes.LAYERS:
             segment = _Segment(zeros, zeros)
             total.segments += [segment, _Segment(zeros, zeros)]
@@ -163,13 +173,9 @@ def _total(program: Program, splits: Splits, seconds: Durations) -> _Total:
         segment.flops = segment.flops + trips * body.flops
         segment.seconds = segment.seconds + trips * body.seconds
         if kernel.over is not None:
-            # what a loop writes is stacked over its trips, or carried from one to the next
-            stacked = {
-                i: program.arrays[i].dims[:1] == (kernel.over,) for i in kernel.writes + kernel.operands
-            }
-            carried = sum((sizes[i] for i in kernel.writes if not stacked[i]), zeros)
-            written = sum((sizes[i] for i in kernel.writes if stacked[i]), zeros)
-            read = sum((sizes[i] for i in kernel.operands if stacked[i]), zeros)
+            carried = sum((sizes[i] for i in kernel.writes if i not in stacked), zeros)
+            written = sum((sizes[i] for i in kernel.writes if i in stacked), zeros)
+            read = sum((sizes[i] for i in kernel.operands if i in stacked), zeros)
             # a loop of one trip is none: its arrays are used where they are
             stacking = np.where(trips > 1, seconds.stacking(written, read), 0.0)
             segment.seconds = segment.seconds + stacking
@@ -179,13 +185,28 @@ def _total(program: Program, splits: Splits, seconds: Durations) -> _Total:
         # what one trip makes is its part of what the loop makes, and is there once
         made = np.where(trips <= 1, sum((sizes[i] for i in kernel.writes), zeros), 0.0)
         inside.append(np.maximum(body.peak_bytes - made, 0.0))
-    total.peak_bytes = _peak_bytes(program, kernels, sizes, inside)
+    copies: dict[int, Any] = {}
+    if program.for_gpus:
+        order = order_on_gpus(kernels, trip)
+        kernels, inside = [kernels[at] for at in order], [inside[at] for at in order]
+        copies = copies_on_gpus(program, kernels, sizes, splits, trip)
+    total.peak_bytes = peak_bytes(program, kernels, sizes, inside, copies)
     for each in program.resharded:
         rows = None if each.rows is None else program.arrays[each.rows]
         # arrays are numbered in the order of the program
         segment = total.segments[2 * bisect(behind, each.array)]
         _add_sent(segment.sent, each, program.arrays[each.array], rows, splits)
     return total
+
+
+def _trip(kernel: Kernel, stacked: Set[int], is_loop: np.ndarray) -> Trip:
+    """Return what the body of a loop is to it."""
+    assert kernel.body is not None
+    return Trip(
+        carried=[of for of, i in zip(kernel.body.outputs, kernel.writes, strict=True) if i not in stacked],
+        parts=[of for of, i in zip(kernel.body.inputs, kernel.operands, strict=True) if i in stacked],
+        is_loop=is_loop,
+    )
 
 
 def _add_call(
@@ -232,26 +253,6 @@ def _placed(program: Program, splits: Splits) -> list[Kernel]:
         for kernel in program.kernels
         if not (kernel.writes and kernel.writes[0] in same)
     ]
-
-
-def _peak_bytes(
-    program: Program, kernels: Sequence[Kernel], sizes: Sequence[np.ndarray], inside: Sequence[np.ndarray]
-) -> np.ndarray:
-    """Return the most bytes of arrays that are alive at any time, inputs left out."""
-    last = {number: at for at, kernel in enumerate(kernels) for number in kernel.reads}
-    last |= dict.fromkeys(program.outputs, len(kernels))
-    given = set(program.inputs)
-    ending: dict[int, list[int]] = {}
-    for number, at in last.items():
-        if number not in given:
-            ending.setdefault(at, []).append(number)
-    alive = peak = np.zeros(1)
-    for at, kernel in enumerate(kernels):
-        alive = alive + sum(sizes[number] for number in kernel.writes)
-        peak = np.maximum(peak, alive + inside[at])
-        gone = [*ending.get(at, ()), *(number for number in kernel.writes if number not in last)]
-        alive = alive - sum(sizes[number] for number in gone)
-    return peak
 
 
 def _add_sent(sent: _AllSent, each: Resharded, array: Array, rows: Array | None, splits: Splits) -> None:

@@ -232,8 +232,11 @@ class Subject:
             stages = self.stages(sizes[axes.PIPELINE], choice.virtual_stages)
             specs = state_specs(model, self.optimizer, layout, sizes, stages=stages)
             item_bytes = 4 if self.in_float32 else 2
-            num_gradients = self.program(None).num_terms[-len(specs.arrays) :]
-            figures = state_figures(specs, sizes, item_bytes, num_gradients)
+            program = self.program(None)
+            figures = state_figures(specs, sizes, item_bytes, program.num_terms[-len(specs.arrays) :])
+            if program.for_gpus:
+                # counted where they are read
+                figures = replace(figures, gathered=0.0)
             self._states[key] = StateOf(specs.layout, figures)
         found = self._states[key]
         if sizes.get(axes.CONTEXT, 1) > 1:

@@ -12,7 +12,7 @@ from flax.linen.spmd import with_logical_constraint
 from tiny_language_model import TinyConfig
 
 from shardtrain import cli, next_token_loss
-from shardtrain.axes import EMBED, MLP
+from shardtrain.axes import EMBED, LAYERS, MLP
 from shardtrain.cli import calibrate
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.islands.cluster import IslandKind
@@ -21,10 +21,11 @@ from shardtrain.models import attention
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.devices import known_device
 from shardtrain.plan.flash_costs import FlashCall, counts_flash
+from shardtrain.plan.live_arrays import Trip, order_on_gpus
 from shardtrain.plan.machine import machine_of
 from shardtrain.plan.operator_plan import graph_of
 from shardtrain.plan.predict import sharding_of
-from shardtrain.plan.program import CallSizes
+from shardtrain.plan.program import CallSizes, Kernel
 from shardtrain.plan.program_cost import Durations, costs
 from shardtrain.plan.search import predictions
 from shardtrain.plan.space import Choice
@@ -234,6 +235,89 @@ def test_on_gpus_a_lookup_reads_its_rows():
 
     # on one device nothing is sent, and the rows are those of the array before
     assert passes(looked_up_where_it_is_sent, [X, rows]) < 2 * ALL + 2 * 8 * 64 * 4 + 200
+
+
+def kernel(reads, writes, name="dot_general", call=None):
+    return Kernel(name=name, reads=reads, writes=writes, call=call)
+
+
+def test_on_gpus_a_trip_runs_what_the_next_one_needs_first_and_each_product_when_it_is_needed():
+    call = FlashCall(
+        queries=8, keys=8, head_dim=8, item_bytes=2, causal=False, window=None, softmax_features=0
+    )
+    gradient, early, late = kernel((0,), (1,)), kernel((0,), (2,)), kernel((0,), (3,))
+    carried = kernel((3, 2), (4,))
+    trip = Trip(carried=[4], parts=[], is_loop=np.array([True]))
+    assert order_on_gpus([gradient, early, late, carried], trip) == [2, 1, 3, 0]
+    # what devices compute by hand, such as what they send, keeps its place
+    called = kernel((2,), (5,), "device_call", call)
+    assert order_on_gpus([gradient, early, called, late, carried], trip) == [1, 2, 3, 4, 0]
+    # a result that is carried as it came needs no kernel
+    assert order_on_gpus([gradient], trip._replace(carried=[0])) == [0]
+
+
+def test_on_gpus_sums_that_nothing_needs_come_last_outside_of_loops():
+    kernels = [kernel((0,), (1,)), kernel((0,), (2,), "reduce_sum"), kernel((0,), (3,), "reduce_sum")]
+    assert order_on_gpus([*kernels, kernel((3,), (4,))], None) == [0, 2, 3, 1]
+
+
+def peak(function, shapes, names, kind=H100, stored=()):
+    """The most bytes of a traced function; devices have halves of the dims of weights that are named."""
+    inputs = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    program = trace(function, inputs, names, [None], [False], target=Target(kind))
+    sharding = Sharding((), tuple((dim, ("fsdp",)) for dim in stored), (("fsdp", 2),))
+    return costs(program, [sharding], Durations(lambda flops, moved: flops))[0].peak_bytes
+
+
+BLOCKS = [(64, 64), (4, 64, 64)]
+NAMES = [("batch", None), (LAYERS, EMBED, MLP)]
+
+
+def test_on_gpus_a_trip_copies_the_parts_of_stacked_arrays_that_products_or_several_kernels_read():
+    def products(x, ws, unroll=1):
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, ws, unroll=unroll)[0]
+
+    def elementwise(x, ws):
+        return jax.lax.scan(lambda x, w: (jnp.sin(x + w) @ x, None), x, ws)[0]
+
+    def twice(x, ws):
+        return jax.lax.scan(lambda x, w: (jnp.cos(jnp.sin(x + w) @ x + w) @ x, None), x, ws)[0]
+
+    def copied(function, shapes=BLOCKS):
+        return peak(function, shapes, NAMES) - peak(function, shapes, NAMES, "any")
+
+    assert (copied(products), copied(elementwise), copied(twice)) == (ALL, 0, ALL)
+    # plain code and a loop of one trip use it where it is
+    assert copied(lambda x, ws: products(x, ws, unroll=4)) == 0
+    assert copied(products, [(64, 64), (1, 64, 64)]) == 0
+
+
+def test_on_gpus_gathered_weights_live_while_they_are_read_and_some_are_transposed():
+    def product(x, w):
+        return jnp.sin(x @ w) @ x
+
+    weights = [("batch", None), (EMBED, MLP)]
+    # x @ w beside the gathered w, or what is made of it beside the result
+    assert peak(product, [(64, 64)] * 2, weights, stored=[EMBED]) == 2 * ALL
+    assert peak(lambda x, w: x @ w, [(64, 64)] * 2, weights, stored=[EMBED]) == 2 * ALL
+    assert peak(lambda x, w: x @ w, [(64, 64)] * 2, weights) == ALL
+
+    def blocks(x, ws):
+        return jax.lax.scan(lambda x, w: (jnp.sin(x @ x + w) @ x, None), x, ws)[0]
+
+    def gathered(dim):
+        return peak(blocks, BLOCKS, NAMES, stored=[dim]) - peak(blocks, BLOCKS, NAMES)
+
+    # a trip's, and for blocks that are gathered along their second dim a copy of all that is stored
+    assert gathered(EMBED) == ALL
+    assert gathered(MLP) == ALL + 4 * ALL / 2
+
+    def figures(kind):
+        choice = Choice(layout=Layout(mesh={"fsdp": 2}))
+        return subject_of(kind, one_device=False).state(choice, 2).figures
+
+    # other programs have them all the time
+    assert figures(H100).gathered == 0 < figures("any").gathered
 
 
 def test_one_gpu_is_planned_for_in_the_form_for_one():

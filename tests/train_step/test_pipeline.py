@@ -28,6 +28,7 @@ from shardtrain.functional.rng import step_key
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
 from shardtrain.models.vit import VitConfig
+from shardtrain.pipeline import mesh_branches
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.schedule import (
     SCHEDULES,
@@ -268,6 +269,23 @@ def test_a_table_of_your_own_runs_in_a_mesh(name, stages, chunks, tmp_path, asse
     path = tmp_path / "mine.csv"
     write_table(make_table(name, stages, 4, chunks), path)  # one task a tick, as islands have it
     assert_same(gradients(words(), {"pipeline": stages}, 4, schedule=str(path)), plain())
+
+
+def test_on_gpus_sums_are_stored_in_the_order_of_their_dims_and_stay_the_plain_ones(monkeypatch, assert_same):
+    mesh = {"pipeline": 2, "data": 2}
+
+    def num_constraints():
+        placement = placed(words(), mesh)
+        params, key = stored(placement, initial(words()).params), step_key(jnp.uint32(7), jnp.int32(0))
+        # a new function each time: jax keeps traces by function
+        function = partial(make_gradients(words(), words_loss, placement))
+        traced = jax.make_jaxpr(function)(params, {}, key, on_mesh(rows(), placement, 5))
+        return str(traced).count("layout_constraint")
+
+    assert num_constraints() == 0
+    monkeypatch.setattr(mesh_branches, "_on_gpus", lambda: True)
+    assert num_constraints() > 0
+    assert_same(gradients(words(), mesh, 5), plain())
 
 
 def test_a_v_evaluates_like_one_device():
