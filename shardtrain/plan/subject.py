@@ -231,19 +231,20 @@ class Subject:
         if key not in self._states:
             stages = self.stages(sizes[axes.PIPELINE], choice.virtual_stages)
             specs = state_specs(model, self.optimizer, layout, sizes, stages=stages)
-            item_bytes = 4 if self.in_float32 else 2
-            program = self.program(None)
+            program, item_bytes = self.program(None), 4 if self.in_float32 else 2
             figures = state_figures(specs, sizes, item_bytes, program.num_terms[-len(specs.arrays) :])
-            if program.for_gpus:
-                # counted where they are read
-                figures = replace(figures, gathered=0.0)
+            # for GPUs gathered weights are counted where they are read
+            figures = replace(figures, gathered=0.0) if program.for_gpus else figures
             self._states[key] = StateOf(specs.layout, figures)
         found = self._states[key]
-        if sizes.get(axes.CONTEXT, 1) > 1:
+        has_context = sizes.get(axes.CONTEXT, 1) > 1
+        if sizes[axes.PIPELINE] > 1 and (has_context or layout.collective_matmul):
+            check_stages(model, layout, sizes, Synchronisation(), self.stages(sizes[axes.PIPELINE], 1))
+        if has_context:
             self._check_context(layout, found.layout.activation_rules, sizes)
-        # whether activations are sharded along the sequence changes no parameter
-        options = {name: getattr(layout, name) for name in ("sequence_sharded", "collective_matmul")}
-        return found._replace(layout=replace(found.layout, **options))
+        # how activations are sharded changes no parameter
+        of_activations = {name: getattr(layout, name) for name in ("sequence_sharded", "collective_matmul")}
+        return found._replace(layout=replace(found.layout, **of_activations))
 
     def _check_context(
         self, layout: Layout, rules: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]
@@ -254,10 +255,6 @@ class Subject:
             raise ValueError(
                 f"context={sizes[axes.CONTEXT]} is planned for models that let the run compute attention"
                 " (docs/context.md), and this one does not; use context=1"
-            )
-        if sizes[axes.PIPELINE] > 1:
-            check_stages(
-                self.model_of(None), layout, sizes, Synchronisation(), self.stages(sizes[axes.PIPELINE], 1)
             )
         for q, k, causal in found:
             check_layout(layout.context_attention, q, k, causal, rules, sizes)

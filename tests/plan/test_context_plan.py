@@ -26,7 +26,7 @@ from shardtrain.plan.prediction import Choice
 from shardtrain.plan.program import CallSizes
 from shardtrain.plan.search import predictions, search
 from shardtrain.plan.sent import sent_by_axes
-from shardtrain.plan.space import Space, allowed_choices
+from shardtrain.plan.space import Space, allowed_choices, mesh_text
 from shardtrain.plan.steps import steps
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.axis_sizes import axis_sizes
@@ -131,6 +131,15 @@ def test_context_is_searched_where_it_is_named(subject):
     odd = Space(layout=layout_of("ring", pipeline=2, context=3), accumulates=(1,), remats=("weights",))
     by_odd = search(subject, MACHINE, 6, odd, most=10**6)
     assert "context=3 is odd; use context=2 or 4" in by_odd.refused["--mesh pipeline=2,context=3"]
+    parts = replace(
+        odd.layout, mesh={"pipeline": 2, "tensor": 3}, sequence_sharded=True, collective_matmul=True
+    )
+    whole = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ())
+    by_odd = search(subject, MACHINE, 6, replace(odd, layout=replace(parts, parameters=whole)), most=10**6)
+    named = "--mesh pipeline=2,tensor=3 --sequence-sharded --collective-matmul"
+    assert "tensor=3 is odd; use tensor=2 or 4" in by_odd.refused[named]
+    # the other way to shard activations is planned too
+    assert {mesh_text(each.choice.layout) for each in by_odd.ranked} == {"--mesh pipeline=2,tensor=3"}
 
 
 def test_context_is_searched_for_long_sequences_alone(subject, monkeypatch):

@@ -581,3 +581,5 @@ def test_pooling_and_images_are_traced():
 def test_layouts_are_named_as_the_command_line_takes_them():
     layout = Layout(mesh={"fsdp": 2, "tensor": 2}, zero=1, sequence_sharded=True)
     assert mesh_text(layout) == "--mesh fsdp=2,tensor=2 --zero 1 --sequence-sharded"
+    parts = replace(layout, zero=3, collective_matmul=True)
+    assert mesh_text(parts) == "--mesh fsdp=2,tensor=2 --sequence-sharded --collective-matmul"
