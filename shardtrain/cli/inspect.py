@@ -137,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
         terminal.out("\n" + _stages_by_time(run, options) + "\n")
     elif model.chain is None and run.strategy.across.axis == "pipeline":
         terminal.out("\n" + _traced_stages(run, options) + "\n")
-    if sizes[axes.CONTEXT] > 1:
+    if sizes[axes.CONTEXT] > 1 or layout.collective_matmul:
         _check_sequences(run, model, sizes)
     if options.unused:
         terminal.out(_unused(run, model) + "\n")

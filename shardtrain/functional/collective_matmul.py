@@ -29,6 +29,9 @@ from shardtrain.functional.ring import Ring
 Dims = tuple[str | None, ...]
 Axes = tuple[str, ...]
 
+NOTED = "products: while parts of the sequence are exchanged"
+"""How the line begins by which a traced model says that it has such products."""
+
 
 class _Call(NamedTuple):
     """What a product has beside its arrays.
@@ -114,7 +117,7 @@ def _call(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int, split: range
     rows = rows if x.shape[0] % math.prod(mesh.shape[axis] for axis in rows) == 0 else ()
     ring = Ring(axes.TENSOR, num, "any", in_pairs=mesh.shape.get(axes.PIPELINE, 1) > 1)
     if (note := getattr(get_logical_axis_rules(), "note", None)) is not None:
-        note(f"products: while parts of the sequence are exchanged over tensor={num} (collective matmul)")
+        note(f"{NOTED} over tensor={num} (collective matmul)")
     return _Call(ring, rows, seq, of_kernel, num_in)
 
 

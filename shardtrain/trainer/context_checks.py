@@ -1,4 +1,4 @@
-"""Check that sequences can be sharded over context: their sizes, and the program of a pipeline."""
+"""Check that sequences can be sharded: their sizes, what the model makes of it, the program of a pipeline."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,10 +6,11 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from shardtrain.axes import CONTEXT, PIPELINE
+from shardtrain.axes import CONTEXT, PIPELINE, TENSOR
 from shardtrain.data import Batch
 from shardtrain.errors.messages import problems_error
-from shardtrain.functional.activation_rules import activation_rules
+from shardtrain.functional.activation_rules import activation_rules, noting
+from shardtrain.functional.collective_matmul import NOTED
 from shardtrain.functional.model import Model
 from shardtrain.plan.hlo.rendezvous import permutes_in_branches
 from shardtrain.trainer.config import Run
@@ -25,7 +26,8 @@ def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch
       microbatch: a batch as the loss receives it, arrays or shapes.
 
     Raises:
-      ValueError: attention cannot split the sequences or heads; or a constraint has no rule.
+      ValueError: attention or products cannot split the sequences or heads; a constraint has no rule; or the
+        layout has collective matmul, and the model has no product of parts.
     """
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     params, model_state = jax.eval_shape(lambda: model.init(jax.random.key(0)))
@@ -34,8 +36,16 @@ def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch
         return run.loss(lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0], batch)[0]
 
     layout = run.strategy.layout
-    with activation_rules(layout.activation_rules, mesh, *layout.tracing):
+    notes: list[str] = []
+    with noting(notes.append), activation_rules(layout.activation_rules, mesh, *layout.tracing):
         jax.eval_shape(loss, params, model_state, jax.eval_shape(lambda: jax.random.key(0)), microbatch)
+    if layout.collective_matmul and sizes[TENSOR] > 1 and not any(note.startswith(NOTED) for note in notes):
+        raise ValueError(
+            f"collective_matmul is set, and no product of this model is computed part by part over"
+            f" tensor={sizes[TENSOR]}: it leaves none to the run, as the transformers of this library do, or"
+            " the layout has rules that leave residual_seq, or heads and mlp, whole. Set collective_matmul ="
+            " false"
+        )
 
 
 def has_permutes(mesh: Mesh) -> bool:

@@ -27,6 +27,7 @@ from shardtrain.trainer.batch_growth import growth_by_step
 from shardtrain.trainer.checked_step import make_checked_step
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
+from shardtrain.trainer.context_checks import check_sequences
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.evaluation import heldout_prefix
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
@@ -179,7 +180,10 @@ def _agreed_setup(
 def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConsole) -> RunSetup:
     """Make the setup of this island; report unused parameters, and batch statistics that stay apart."""
     num_islands, island = (1, 0) if islands is None else (islands.seat.num_islands, islands.seat.island)
-    setup = make_setup(run, num_islands, microbatch_of(run, source), island)
+    microbatch = microbatch_of(run, source)
+    setup = make_setup(run, num_islands, microbatch, island)
+    if run.strategy.layout.collective_matmul:
+        check_sequences(run, setup.whole_model, setup.mesh.shape, microbatch)
     if setup.unused:
         output.note(unused_text(setup.unused, run.optimizer))
     if num_islands > 1 and (name := setup.whole_model.axis_name):

@@ -1,5 +1,7 @@
 """A loss that cuts positions out of shards is refused in stages, where its permute would hang."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tiny_language_model import TinyConfig
@@ -35,3 +37,16 @@ def test_a_loss_that_shifts_sequences_is_refused_in_stages(tmp_path):
     )
     with pytest.raises(ValueError, match=r"next_tokens\.without_first.*\n  - collective-permute"):
         st.train(run)
+
+
+@pytest.mark.parametrize("mesh", [{"data": 4, "tensor": 2}, {"data": 8}])
+def test_collective_matmul_of_a_model_that_multiplies_itself_is_refused(mesh, tmp_path):
+    """Where tensor has several devices: else there is nothing to exchange."""
+    layout = st.Layout(mesh=mesh, sequence_sharded=True, collective_matmul=True)
+    strategy = st.Strategy(layout=layout)
+    run = st.Run(model=TinyConfig(vocab=16), data=Windows(), batch=8, steps=1, strategy=strategy)
+    if "tensor" not in mesh:
+        assert st.train(replace(run, run_dir=tmp_path)).step == 1
+        return
+    with pytest.raises(ValueError, match="no product of this model is computed part by part over tensor=2"):
+        st.train(replace(run, run_dir=tmp_path))
