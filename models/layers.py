@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
-from shardtrain.axes import BATCH, EMBED, SEQ
+from shardtrain.axes import BATCH, EMBED, SEQ, TENSOR
 from shardtrain.models.float8 import Products, product
 from shardtrain.models.lora import Lora
 from shardtrain.models.on_gpus import recomputed
@@ -71,10 +71,11 @@ def looked_up(table: jax.Array, indices: jax.Array) -> jax.Array:
 @looked_up.defjvp
 def _looked_up_derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     table, indices = primals
-    tangent = jnp.take(tangents[0].astype(jnp.float32), indices, axis=0)
-    # Parts of a sequence would be summed by permutes, for which stages of a pipeline could wait for ever; and
-    # with replicas beside such stages jaxlib 0.10.2 would end the process.
-    tangent = with_logical_constraint(tangent.astype(table.dtype), (BATCH, SEQ, EMBED))
+    tangent = jnp.take(tangents[0].astype(jnp.float32), indices, axis=0).astype(table.dtype)
+    if jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1) > 1:
+        # Parts of a sequence would be summed by permutes, for which stages of a pipeline could wait for ever;
+        # and with replicas beside such stages jaxlib 0.10.2 would end the process.
+        tangent = with_logical_constraint(tangent, (BATCH, SEQ, EMBED))
     return looked_up(table, indices), tangent
 
 

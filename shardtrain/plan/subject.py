@@ -236,7 +236,11 @@ class Subject:
             figures = state_figures(specs, sizes, item_bytes, num_gradients)
             self._states[key] = StateOf(specs.layout, figures)
         found = self._states[key]
-        if sizes.get(axes.CONTEXT, 1) > 1:
+        over_context = sizes.get(axes.CONTEXT, 1) > 1
+        if sizes[axes.PIPELINE] > 1 and (over_context or layout.collective_matmul):
+            # stages exchange in pairs, which an odd number of devices cannot
+            check_stages(model, layout, sizes, Synchronisation(), self.stages(sizes[axes.PIPELINE], 1))
+        if over_context:
             self._check_context(layout, found.layout.activation_rules, sizes)
         # whether activations are sharded along the sequence changes no parameter
         options = {name: getattr(layout, name) for name in ("sequence_sharded", "collective_matmul")}
@@ -251,10 +255,6 @@ class Subject:
             raise ValueError(
                 f"context={sizes[axes.CONTEXT]} is planned for models that let the run compute attention"
                 " (docs/context.md), and this one does not; use context=1"
-            )
-        if sizes[axes.PIPELINE] > 1:
-            check_stages(
-                self.model_of(None), layout, sizes, Synchronisation(), self.stages(sizes[axes.PIPELINE], 1)
             )
         for q, k, causal in found:
             check_layout(layout.context_attention, q, k, causal, rules, sizes)

@@ -131,6 +131,17 @@ def test_context_is_searched_where_it_is_named(subject):
     odd = Space(layout=layout_of("ring", pipeline=2, context=3), accumulates=(1,), remats=("weights",))
     by_odd = search(subject, MACHINE, 6, odd, most=10**6)
     assert "context=3 is odd; use context=2 or 4" in by_odd.refused["--mesh pipeline=2,context=3"]
+    layout = Layout(
+        mesh={"pipeline": 2, "tensor": 3},
+        sequence_sharded=True,
+        collective_matmul=True,
+        parameters=dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ()),
+    )
+    products = Space(layout=layout, accumulates=(1,), remats=("weights",))
+    by_odd = search(subject, MACHINE, 6, products, most=10**6)
+    (refused,) = by_odd.refused
+    assert refused == "--mesh pipeline=2,tensor=3 --sequence-sharded --collective-matmul"
+    assert "tensor=3 is odd; use tensor=2 or 4" in by_odd.refused[refused]
 
 
 def test_context_is_searched_for_long_sequences_alone(subject, monkeypatch):
