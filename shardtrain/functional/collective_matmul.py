@@ -70,7 +70,8 @@ class CollectiveMatmul:
           dims: its names where it is used.
 
         Returns:
-          (B, T, ...), named (batch, seq, ...); None where the rules of the layout shard other dims.
+          (B, T, ...), named (batch, seq, ...); None where the rules of the layout shard other dims, or over
+          other axes too.
 
         Raises:
           ValueError: the positions cannot be split.
@@ -97,14 +98,17 @@ class CollectiveMatmul:
 
 
 def _call(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int, split: range) -> _Call | None:
-    """Return a call of dims of the kernel of which those in `split`, alone, must be sharded over tensor."""
+    """Return a call of dims of the kernel of which one in `split`, alone, must be sharded, over tensor alone.
+
+    Sums over dims that other axes shard too would need these devices' terms.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     num = mesh.shape.get(axes.TENSOR, 1)
     rows, seq = mesh_axes_of(axes.BATCH, axes.SEQ)
     _, parts = mesh_axes_of(axes.BATCH, axes.RESIDUAL_SEQ)
     of_kernel = tuple(mesh_axes_of(*dims))
-    over_tensor = [i for i, each in enumerate(of_kernel) if axes.TENSOR in each]
-    if num == 1 or parts != (*seq, axes.TENSOR) or len(over_tensor) != 1 or over_tensor[0] not in split:
+    sharded = {i: each for i, each in enumerate(of_kernel) if each}
+    if num == 1 or parts != (*seq, axes.TENSOR) or sharded not in [{i: (axes.TENSOR,)} for i in split]:
         return None
     num_parts = math.prod(mesh.shape[axis] for axis in parts)
     if x.shape[1] % num_parts:

@@ -93,6 +93,11 @@ def test_what_a_layout_does_not_shard_over_tensor_is_multiplied_whole(pure):
     whole = dict.fromkeys(("heads", "kv_heads"), ())
     assert permutes(SMALL, pure, {"tensor": 4}, activations=whole) == 2 * 3
     assert permutes(SMALL, pure, {"tensor": 4}, activations={"residual_seq": ()}) == 0
+    # dims that another axis shards too, as where examples are over data alone
+    mesh, alone = {"fsdp": 2, "tensor": 2}, {"batch": ("data",)}
+    assert permutes(SMALL, pure, mesh, activations={**alone, "mlp": ("tensor", "fsdp")}) == 2
+    assert permutes(SMALL, pure, mesh, activations={**alone, "head_dim": ("fsdp",)}) == 2
+    assert permutes(SMALL, pure, mesh, activations={**alone, "embed": ("fsdp",)}) == 0
 
 
 def test_a_part_is_sent_while_the_one_before_is_multiplied():

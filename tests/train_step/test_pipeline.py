@@ -341,7 +341,7 @@ DECODERS = [
     ),
     pytest.param(
         replace(SMALL, dropout=0.0, positions="rotary", activation="swiglu", norm="rmsnorm", remat="dots"),
-        {"pipeline": 2, "tensor": 2},
+        {"pipeline": 2, "data": 2, "tensor": 2},
         {"schedule": "interleaved", "sequence_sharded": True},
         id="rotary, sequence",
     ),
@@ -352,7 +352,9 @@ DECODERS = [
         id="collective matmul",
     ),
     pytest.param(TINY, {"pipeline": 2, "data": 2, "tensor": 2}, {"schedule": "zb_v"}, id="tiny, V"),
-    pytest.param(ROUTED, {"pipeline": 2, "data": 2, "expert": 2}, {}, id="experts"),
+    pytest.param(
+        ROUTED, {"pipeline": 2, "expert": 2, "tensor": 2}, {"sequence_sharded": True}, id="experts, sequence"
+    ),
 ]
 
 
