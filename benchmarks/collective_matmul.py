@@ -10,6 +10,7 @@ Nothing is timed. The table is in docs/speed.md.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,8 +60,9 @@ def main() -> None:
     for num_devices in options.devices:
         for collective_matmul in (False, True):
             compiled = _compiled(options, num_devices, collective_matmul)
-            found = list(exchanges(compiled.as_text()))
-            megabytes = compiled.memory_analysis().temp_size_in_bytes / 1e6
+            found = list(exchanges(compiled.as_text() or ""))
+            memory: Any = compiled.memory_analysis()
+            megabytes = memory.temp_size_in_bytes / 1e6
             name = "collective matmul" if collective_matmul else "whole"
             print(f"| {num_devices} | {name} | {len(found)} | {sum(found)} | {megabytes:,.0f} |", flush=True)
 

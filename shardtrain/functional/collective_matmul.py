@@ -71,10 +71,7 @@ class CollectiveMatmul:
 
         Returns:
           (B, T, ...), named (batch, seq, ...); None where the rules of the layout shard other dims, or over
-          other axes too.
-
-        Raises:
-          ValueError: the positions cannot be split.
+          other axes too, or the positions cannot be split into equal parts.
         """
         call = _call(x_BTD, kernel, dims, 1, range(1, kernel.ndim))
         return None if call is None else _gathered(call, x_BTD, kernel)
@@ -89,9 +86,6 @@ class CollectiveMatmul:
 
         Returns:
           (B, T, D), named (batch, residual_seq, embed), summed in the dtype of x; None as for `gathered`.
-
-        Raises:
-          ValueError: the positions cannot be split.
         """
         call = _call(x, kernel, dims, kernel.ndim - 1, range(kernel.ndim - 1))
         return None if call is None else _scattered(call, x, kernel)
@@ -110,13 +104,8 @@ def _call(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int, split: range
     sharded = {i: each for i, each in enumerate(of_kernel) if each}
     if num == 1 or parts != (*seq, axes.TENSOR) or sharded not in [{i: (axes.TENSOR,)} for i in split]:
         return None
-    num_parts = math.prod(mesh.shape[axis] for axis in parts)
-    if x.shape[1] % num_parts:
-        raise ValueError(
-            f"{x.shape[1]} positions cannot be split over {list(parts)} of total size {num_parts}:"
-            f" {x.shape[1]} % {num_parts} = {x.shape[1] % num_parts}. Use another length or mesh, or no"
-            " --collective-matmul"
-        )
+    if x.shape[1] % math.prod(mesh.shape[axis] for axis in parts):
+        return None
     # a few rows that are only traced need not divide
     rows = rows if x.shape[0] % math.prod(mesh.shape[axis] for axis in rows) == 0 else ()
     ring = Ring(axes.TENSOR, num, "any", in_pairs=mesh.shape.get(axes.PIPELINE, 1) > 1)

@@ -26,8 +26,8 @@ def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch
       microbatch: a batch as the loss receives it, arrays or shapes.
 
     Raises:
-      ValueError: attention or products cannot split the sequences or heads; a constraint has no rule; or the
-        layout has collective matmul, and the model has no product of parts.
+      ValueError: attention cannot split the sequences or heads; a constraint has no rule; or the layout has
+        collective matmul, and no product is of parts.
     """
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     params, model_state = jax.eval_shape(lambda: model.init(jax.random.key(0)))
@@ -42,9 +42,9 @@ def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch
     if layout.collective_matmul and sizes[TENSOR] > 1 and not any(note.startswith(NOTED) for note in notes):
         raise ValueError(
             f"collective_matmul is set, and no product of this model is computed part by part over"
-            f" tensor={sizes[TENSOR]}: it leaves none to the run, as the transformers of this library do, or"
-            " the layout has rules that leave residual_seq, or heads and mlp, whole. Set collective_matmul ="
-            " false"
+            f" tensor={sizes[TENSOR]}: it leaves none to the run, as the transformers of this library do; or"
+            " context times tensor does not divide the positions of its sequences; or the layout has rules"
+            " that shard residual_seq, heads or mlp otherwise. Set collective_matmul = false"
         )
 
 

@@ -103,6 +103,7 @@ def case(request, pure):
 MODULES = (
     "layers",
     "float8",
+    "residual_stream",
     "transformer",
     "decoder",
     "linen_decoder",
