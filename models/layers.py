@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
-from shardtrain.axes import BATCH, EMBED, SEQ, TENSOR
+from shardtrain.axes import BATCH, EMBED, PIPELINE, SEQ, TENSOR
 from shardtrain.models.float8 import Products, product
 from shardtrain.models.lora import Lora
 from shardtrain.models.on_gpus import recomputed
@@ -55,8 +55,8 @@ def at_use(parameter: nnx.Param | jax.Array, dims: tuple[str | None, ...], dtype
 def looked_up(table: jax.Array, indices: jax.Array) -> jax.Array:
     """Return rows of a table, NaN for an index out of range; in 16 bits their gradients are summed in 32.
 
-    A row that is looked up often would otherwise get a sum in 16 bits, to which little can be added. Where
-    the sequence is sharded between blocks, gradients are gathered before they are summed.
+    A row that is looked up often would otherwise get a sum in 16 bits, to which little can be added. In a
+    pipeline whose sequence is sharded between blocks, gradients are gathered before they are summed.
 
     Args:
       table: (rows, embed).
@@ -72,7 +72,8 @@ def looked_up(table: jax.Array, indices: jax.Array) -> jax.Array:
 def _looked_up_derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     table, indices = primals
     tangent = jnp.take(tangents[0].astype(jnp.float32), indices, axis=0).astype(table.dtype)
-    if jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1) > 1:
+    sizes = jax.sharding.get_abstract_mesh().shape
+    if sizes.get(PIPELINE, 1) > 1 and sizes.get(TENSOR, 1) > 1:
         # Parts of a sequence would be summed by permutes, for which stages of a pipeline could wait for ever;
         # and with replicas beside such stages jaxlib 0.10.2 would end the process.
         tangent = with_logical_constraint(tangent, (BATCH, SEQ, EMBED))
