@@ -91,12 +91,12 @@ def _check_programs(
     run: Run, setup: RunSetup, coordination: Coordination, step: Any, wanted: State, batch: Any
 ) -> None:
     """Check the programs of a step; it traces and lowers them no more when it is called."""
-    over_context = has_permutes(setup.mesh)
-    if isinstance(step, StageStep) or not (over_context or coordination.islands):
+    in_stages = has_permutes(setup.mesh, sequence_sharded=run.strategy.layout.sequence_sharded)
+    if isinstance(step, StageStep) or not (in_stages or coordination.islands):
         return
     several = isinstance(step, GradientIslandStep | DeltaIslandStep)
     programs = step.lowered(wanted, batch) if several else [step.lower(wanted, batch)]
-    if over_context:
+    if in_stages:
         check_permutes(programs[0])
     if coordination.islands is not None:
         coordination.check_agreement(step_program(run, setup, batch, programs))

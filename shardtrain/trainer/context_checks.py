@@ -48,9 +48,10 @@ def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch
         )
 
 
-def has_permutes(mesh: Mesh) -> bool:
+def has_permutes(mesh: Mesh, *, sequence_sharded: bool) -> bool:
     """Return whether a mesh has a pipeline over sharded sequences, whose program `check_permutes` checks."""
-    return mesh.shape[PIPELINE] > 1 and mesh.shape[CONTEXT] > 1
+    over_tensor = sequence_sharded and mesh.shape[TENSOR] > 1
+    return mesh.shape[PIPELINE] > 1 and (mesh.shape[CONTEXT] > 1 or over_tensor)
 
 
 def check_permutes(program: jax.stages.Lowered) -> None:
@@ -64,10 +65,10 @@ def check_permutes(program: jax.stages.Lowered) -> None:
     """
     if found := permutes_in_branches(program.compile().as_text() or ""):
         raise problems_error(
-            "the axes pipeline and context in one mesh need a program whose stages send no parts of sequences"
+            "a pipeline over sharded sequences in one mesh needs a program whose stages send no parts of them"
             " by permutes, and this one does. Where a loss, metric or model shifts positions, as in"
             ' batch["tokens"][:, 1:], use shardtrain.functional.next_tokens.without_first(batch["tokens"]),'
             " or whole sequences, by flax.linen.with_logical_constraint(x, ('batch', None)); or use --across"
-            " pipeline, or context=1",
+            " pipeline, or context=1 and no --sequence-sharded",
             found,
         )

@@ -363,6 +363,13 @@ def of_one_device(config):
     return gradients(decoder(config), {"data": 1}, loss=next_token_loss)
 
 
+def test_a_sharded_sequence_with_one_row_for_each_device(assert_same):
+    """XLA then looks up the parts of a sequence otherwise than of several rows: by permutes."""
+    config, mesh = replace(SMALL, dropout=0.0), {"pipeline": 2, "data": 2, "tensor": 2}
+    got = gradients(decoder(config), mesh, ROWS // 2, loss=next_token_loss, sequence_sharded=True)
+    assert_same(got, of_one_device(config))
+
+
 @pytest.mark.parametrize(("config", "mesh", "options"), DECODERS)
 def test_a_decoder_is_that_of_one_device_dropout_too(config, mesh, options, assert_same):
     got = gradients(decoder(config), mesh, 4, loss=next_token_loss, **options)
