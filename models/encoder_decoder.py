@@ -101,10 +101,8 @@ class EncoderDecoderConfig:
       norms before each part of a block and after the last (Xiong et al. 2020,
       https://arxiv.org/abs/2002.04745); relative positions of Raffel et al. 2019, T5, arXiv 1910.10683.
 
-    >>> config = EncoderDecoderConfig(
-    ...     vocab=256, seq=32, embed=64, num_encoder_layers=2, num_decoder_layers=3, num_heads=4
-    ... )
-    >>> config.num_blocks
+    >>> sizes = {"vocab": 256, "seq": 32, "embed": 64, "num_heads": 4}
+    >>> EncoderDecoderConfig(**sizes, num_encoder_layers=2, num_decoder_layers=3).num_blocks
     5
     """
 

@@ -30,7 +30,7 @@ def whole_seq(x_BTD: jax.Array) -> jax.Array:
 
 
 def _of_run() -> Any:
-    """How the run multiplies over its mesh, which it hands to models as attention (`attention.attend`)."""
+    """Return the run's `CollectiveMatmul`, which models look up as its attention; None without one."""
     return getattr(get_logical_axis_rules(), "products", None)
 
 

@@ -30,11 +30,11 @@ Dims = tuple[str | None, ...]
 Axes = tuple[str, ...]
 
 NOTED = "products: while parts of the sequence are exchanged"
-"""How the line begins by which a traced model says that it has such products."""
+"""The beginning of the line in the log of a run whose model has such products."""
 
 
 class _Call(NamedTuple):
-    """What a product has beside its arrays.
+    """The mesh axes of a product's arrays, and the devices that exchange parts.
 
     Attributes:
       ring: the devices along tensor.
@@ -92,9 +92,10 @@ class CollectiveMatmul:
 
 
 def _call(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int, split: range) -> _Call | None:
-    """Return a call of dims of the kernel of which one in `split`, alone, must be sharded, over tensor alone.
+    """Return the mesh axes of a product's arrays, or None where it cannot be computed part by part.
 
-    Sums over dims that other axes shard too would need these devices' terms.
+    Of the kernel's dims exactly one may be sharded, one of `split`, and over tensor alone: sums over dims
+    that other axes shard would need the terms of their devices too.
     """
     mesh = jax.sharding.get_abstract_mesh()
     num = mesh.shape.get(axes.TENSOR, 1)
@@ -251,5 +252,5 @@ def _multiplied(x: jax.Array, kernel: jax.Array, summed: range) -> jax.Array:
 
 
 def _others(kernel: jax.Array, summed: range) -> range:
-    """Return the dims of a kernel beside its first or its last."""
+    """Return the dims of a kernel that a product does not sum over."""
     return range(summed.stop, kernel.ndim) if summed.start == 0 else range(summed.start)

@@ -17,7 +17,7 @@ from shardtrain.plan.splits import Splits
 
 
 class Trip(NamedTuple):
-    """What a loop's body is to the loop.
+    """A trip of a loop: what the next trip needs, and which inputs are parts of stacked arrays.
 
     Args:
       carried: the numbers of the results that the next trip needs; all others are stacked.

@@ -155,17 +155,11 @@ def _total(program: Program, splits: Splits, seconds: Durations, trip: Trip | No
             segment.seconds = segment.seconds + seconds.kernel(flops, moved)
             inside.append(zeros)
             continue
-        # what a loop writes is stacked over its trips, or carried from one to the next
-        stacked = {
-            i
-            for i in kernel.writes + kernel.operands
-            if kernel.over is not None and program.arrays[i].dims[:1] == (kernel.over,)
-        }
+        stacked = _stacked(program, kernel)
         # a stage of a pipeline runs its own blocks alone
         trips = kernel.trips / splits.parts((kernel.over,))
-        body = _total(
-            kernel.body, splits, seconds, _trip(kernel, stacked, (trips > 1) & (not kernel.unrolled))
-        )
+        each_trip = _trip(kernel, stacked, (trips > 1) & (not kernel.unrolled))
+        body = _total(kernel.body, splits, seconds, each_trip)
         if kernel.over == axes.LAYERS:
             segment = _Segment(zeros, zeros)
             total.segments += [segment, _Segment(zeros, zeros)]
@@ -199,8 +193,15 @@ def _total(program: Program, splits: Splits, seconds: Durations, trip: Trip | No
     return total
 
 
+def _stacked(program: Program, kernel: Kernel) -> set[int]:
+    """Return the arrays of a loop that are stacked over its trips; others go from one trip to the next."""
+    if kernel.over is None:
+        return set()
+    return {i for i in kernel.writes + kernel.operands if program.arrays[i].dims[:1] == (kernel.over,)}
+
+
 def _trip(kernel: Kernel, stacked: Set[int], is_loop: np.ndarray) -> Trip:
-    """Return what the body of a loop is to it."""
+    """Return the trip of a loop: what the next one needs, and which inputs are parts of stacked arrays."""
     assert kernel.body is not None
     return Trip(
         carried=[of for of, i in zip(kernel.body.outputs, kernel.writes, strict=True) if i not in stacked],

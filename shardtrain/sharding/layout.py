@@ -126,10 +126,7 @@ class Layout:
 
     @property
     def tracing(self) -> tuple[str, str, bool]:
-        """What a model is traced with beside rules and mesh.
-
-        `unnamed`, `context_attention` and `collective_matmul`.
-        """
+        """The fields that change how a model is traced: unnamed, context_attention, collective_matmul."""
         return self.unnamed, self.context_attention, self.collective_matmul
 
     def rules_of_replica(self) -> Rules:

@@ -90,7 +90,7 @@ def make_checked_step(
 def _check_programs(
     run: Run, setup: RunSetup, coordination: Coordination, step: Any, wanted: State, batch: Any
 ) -> None:
-    """Check the programs of a step; it traces and lowers them no more when it is called."""
+    """Check the programs of a step, which it uses when it is called, without tracing them again."""
     in_stages = has_permutes(setup.mesh, sequence_sharded=run.strategy.layout.sequence_sharded)
     if isinstance(step, StageStep) or not (in_stages or coordination.islands):
         return
