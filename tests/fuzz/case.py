@@ -83,7 +83,7 @@ def read_case(text: str) -> Case:
             pairs = (pair.partition(":") for pair in value.split(","))
             found[name] = {key: _value(each) for key, _, each in pairs}
         elif name == "shares":
-            found[name] = tuple(map(int, value.split("+")))
+            found[name] = tuple(map(int, _value(value)))
         else:
             found[name] = _value(value)
     return Case(**found)
@@ -93,13 +93,13 @@ def _text(value: Any) -> str:
     if isinstance(value, Mapping):
         return ",".join(f"{key}:{_text(each)}" for key, each in value.items())
     if isinstance(value, tuple):
-        return "+".join(map(str, value))
+        return "+".join(map(str, value)) + "+" * (len(value) < 2)
     return str(value).replace(",", "|")
 
 
 def _value(text: str) -> Any:
     if "+" in text:
-        return tuple(text.split("+"))
+        return tuple(filter(None, text.split("+")))
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

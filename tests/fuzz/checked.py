@@ -4,7 +4,7 @@ What is run is what a user's run does before and in its first step: all its chec
 Next: `forked.py`, which does this in a child.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from io import StringIO
@@ -32,6 +32,10 @@ from shardtrain.trainer.setup import FIRST_POSITION
 
 RTOL, FLOOR = 1e-5, 1e-6
 """How far an array may be off: parts of its own largest entry, and of the largest of all arrays."""
+
+
+Arrays = dict[str, np.ndarray]
+"""Name -> array."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,8 @@ def check_case(case: Case) -> dict[str, Any]:
             if not is_of_package(mistake):
                 raise
             return {"end": "refused", "text": str(mistake)}
-    expected = compute_on_one_device(case, prepared, subject, start, batch, params)
+    got = {group: flatten(tree) for group, tree in got.items()}
+    expected = compute_on_one_device(case, prepared, subject, start, batch, params, set(got["gradient"]))
     worst = differences(got, expected)
     name = max(worst, key=lambda each: np.nan_to_num(worst[each], nan=np.inf))
     end = "right" if worst[name] <= 1 else "wrong"
@@ -129,7 +134,7 @@ def compute(prepared: PreparedRun) -> tuple[dict[str, Any], Any, Any, Any]:
     run, setup = prepared.run, prepared.setup
 
     def ordered(params: Any) -> Any:
-        return jax.tree.map(np.asarray, in_order(setup.placement, params))
+        return jax.tree.map(np.array, in_order(setup.placement, params))
 
     evaluate = make_evaluation(run, setup, prepared.coordination, prepared.heldout, None)
     host = prepared.loader.batches.load(FIRST_POSITION)
@@ -154,12 +159,32 @@ def compute(prepared: PreparedRun) -> tuple[dict[str, Any], Any, Any, Any]:
 
 
 def compute_on_one_device(
-    case: Case, prepared: PreparedRun, subject: Subject, start: Any, host: Any, after: Any
-) -> dict[str, Any]:
-    """Return the groups of arrays that `compute` returns, of one device without a layout."""
+    case: Case,
+    prepared: PreparedRun,
+    subject: Subject,
+    start: Any,
+    host: Any,
+    after: Any,
+    trained: Collection[str],
+) -> dict[str, Arrays]:
+    """Return the groups of arrays that `compute` returns, of one device without a layout.
+
+    Args:
+      case: the case.
+      prepared: its run.
+      subject: its model and data.
+      start: the state before the step.
+      host: the batch.
+      after: the state after the step, which is evaluated.
+      trained: names of the parameters that the run trains.
+    """
     model = model_of(prepared.run)
-    value_and_grad = plain_gradients(case, model, subject) if subject.apply else library_gradients(model, subject)
+    value_and_grad = (
+        plain_gradients(case, model, subject) if subject.apply else library_gradients(model, subject)
+    )
     loss_sum, count, grads, model_state = value_and_grad(start, jax.tree.map(jnp.asarray, host))
+    before = flatten(start["params"])
+    grads = {name: x for name, x in flatten(grads).items() if name in trained}
     optimizer = make_optimizer()
 
     def update(params: Any, grads: Any) -> Any:
@@ -168,13 +193,20 @@ def compute_on_one_device(
 
     held = stack_samples(prepared.heldout[""])
     total, num = jax.jit(evaluate_plainly(model, subject))(after["params"], after["model_state"], held)
-    return {
+    found = {
         "value": {"loss_sum": loss_sum, "count": count},
         "gradient": grads,
-        "step": jax.jit(update)(start["params"], grads),
+        "step": {**before, **jax.jit(update)({name: before[name] for name in grads}, grads)},
         "model_state": model_state if start["model_state"] else {},
         "evaluation": {"loss": total / num},
     }
+    return {group: flatten(tree) for group, tree in found.items()}
+
+
+def flatten(tree: Any) -> Arrays:
+    """Return the arrays of a tree by their paths."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in leaves}
 
 
 def stack_samples(samples: Any) -> dict[str, np.ndarray]:
@@ -235,18 +267,15 @@ def evaluate_plainly(model: Any, subject: Subject) -> Callable[..., Any]:
     return evaluate
 
 
-def differences(got: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, float]:
+def differences(got: Mapping[str, Arrays], expected: Mapping[str, Arrays]) -> dict[str, float]:
     """Return how far each array is off, in units of what it may be; NaN and infinity are not right."""
     found = {}
-    for group in got:
-        ours, theirs = (
-            {jax.tree_util.keystr(path): np.asarray(x, np.float64) for path, x in jax.tree.leaves_with_path(tree)}
-            for tree in (got[group], expected[group])
-        )
+    for group, ours in got.items():
+        theirs = expected[group]
         assert ours.keys() == theirs.keys(), (group, sorted(ours.keys() ^ theirs.keys()))
         largest = max((np.abs(x).max(initial=0) for x in theirs.values()), default=0)
         for name, x in theirs.items():
             assert ours[name].shape == x.shape, (group, name, ours[name].shape, x.shape)
             allowed = RTOL * np.abs(x).max(initial=0) + FLOOR * largest + 1e-12
-            found[f"{group}{name}"] = float(np.abs(ours[name] - x).max(initial=0) / allowed)
+            found[f"{group}/{name}"] = float(np.abs(ours[name] - x).max(initial=0) / allowed)
     return found

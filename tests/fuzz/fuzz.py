@@ -1,4 +1,4 @@
-"""Random models on random layouts against one device: `python tests/fuzz/fuzz.py --cases 1500 --seed 7 --jobs 2`.
+"""Random models and layouts against one device: `python tests/fuzz/fuzz.py --cases 1500 --seed 7 --jobs 2`.
 
 Each case runs in a child with a time limit, and ends as right, refused, wrong, abort, hang or error. With
 `--log FILE` each end is a line of JSON, and the same command continues. `--case 'kind=...'` runs one.
@@ -34,7 +34,9 @@ Ends = list[tuple[Case, dict[str, Any]]]
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=20, help="number of cases")
     parser.add_argument("--seed", type=int, default=0, help="seed of all cases")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
@@ -46,6 +48,12 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--case", help="run this case alone")
     parser.add_argument("--shrink", action="store_true", help="make failing cases smaller")
     return parser.parse_args(words)
+
+
+def say(*texts: str) -> None:
+    """Print a line at once: a run of many cases is watched."""
+    sys.stdout.write(" ".join(texts) + "\n")
+    sys.stdout.flush()
 
 
 def command(case: Case) -> str:
@@ -87,8 +95,8 @@ def run_one(text: str, shrinks: bool) -> int:
     found = run_case(case)
     if shrinks and found["end"] in FAULTS:
         case, found = shrink(case, found["end"])
-        print(command(case))
-    print(found.pop("traceback", ""), json.dumps(found, indent=1))
+        say(command(case))
+    say(found.pop("traceback", ""), json.dumps(found, indent=1))
     return int(found["end"] in FAULTS)
 
 
@@ -119,11 +127,13 @@ def main(words: list[str] | None = None) -> int:
         ends.append((case, found))
         if asked.log:
             with asked.log.open("a") as file:
-                file.write(json.dumps({"seed": asked.seed, "number": number, "case": str(case), **found}) + "\n")
+                file.write(
+                    json.dumps({"seed": asked.seed, "number": number, "case": str(case), **found}) + "\n"
+                )
         if failed:
             again = read_case(found.get("shrunk", str(case)))
-            print(f"{asked.seed}-{number} {found['end']}: {found['text']}\n  {command(again)}", flush=True)
-    print(summary(ends))
+            say(f"{asked.seed}-{number} {found['end']}: {found['text']}\n  {command(again)}")
+    say(summary(ends))
     return int(any(found["end"] in FAULTS for _, found in ends))
 
 

@@ -1,6 +1,6 @@
 """Plain nnx models that constrain nothing: a few layers, each written as a word such as `conv.16.3x3.s2.g4`.
 
-A layer takes any shape (rows, ..., features), so that any layer can be taken out of a list. Next: `subjects.py`.
+A layer takes any shape (rows, ..., features), so any layer can be left out. Next: `subjects.py`.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,9 @@ FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "split": lambda x: jnp.concatenate([part * (i + 1.0) for i, part in enumerate(halves(x))], -1),
     "pool": lambda x: over_windows(x, nnx.avg_pool),
     "maxpool": lambda x: over_windows(x, nnx.max_pool),
-    "resize": lambda x: jax.image.resize(x, (x.shape[0], *(2 * n for n in x.shape[1:-1]), x.shape[-1]), "linear"),
+    "resize": lambda x: jax.image.resize(
+        x, (x.shape[0], *(2 * n for n in x.shape[1:-1]), x.shape[-1]), "linear"
+    ),
     "topk": lambda x: jax.lax.top_k(x, max(1, x.shape[-1] // 2))[0],
 }
 """Layers without parameters, by name."""

@@ -10,7 +10,9 @@ from forked import FAULTS, run_case
 MOST_TRIALS = 60
 
 
-def shrink(case: Case, end: str, run: Callable[[Case], dict[str, Any]] = run_case) -> tuple[Case, dict[str, Any]]:
+def shrink(
+    case: Case, end: str, run: Callable[[Case], dict[str, Any]] = run_case
+) -> tuple[Case, dict[str, Any]]:
     """Return the smallest case found that ends as this one does, and its end.
 
     Args:
@@ -53,7 +55,6 @@ def smaller_cases(case: Case) -> Iterator[Case]:
     for name in case.layout:
         yield replace(case, layout={key: value for key, value in case.layout.items() if key != name})
     layers = case.model.get("layers", ())
-    layers = layers if isinstance(layers, tuple) else (layers,)
     for number in range(len(layers)):
         yield _with(case, layers=layers[:number] + layers[number + 1 :])
     for number, word in enumerate(layers):
@@ -73,8 +74,8 @@ def smaller_cases(case: Case) -> Iterator[Case]:
 
 
 OPTIONAL = (
-    "loss_chunk", "dropout", "scan", "positions", "norm", "activation", "tied", "bias", "post_norm", "parallel",
-    "qk_norm", "window", "soft_cap", "num_kv_heads", "lora", "tokens", "head", "pooling",
+    "loss_chunk", "dropout", "scan", "positions", "norm", "activation", "tied", "bias", "post_norm",
+    "parallel", "qk_norm", "window", "soft_cap", "num_kv_heads", "lora", "tokens", "head", "pooling",
 )  # fmt: skip
 """Options of models that have a default."""
 

@@ -229,12 +229,13 @@ def make_mlp(case: Case, random: np.random.Generator) -> Subject:
 def make_stack(case: Case, random: np.random.Generator) -> Subject:
     """Plain nnx layers that constrain nothing."""
     options = dict(case.model)
-    layers, shape = (_words(options.get(name, ())) for name in ("layers", "shape"))
-    shape = tuple(map(int, shape))
+    layers, shape = options["layers"], tuple(map(int, options["shape"]))
     tokens, head = int(options.get("tokens", 0)), options.get("head", "mean")
     factory = partial(_build_stack, layers, shape, tokens, head)
     places = jax.eval_shape(
-        lambda: factory(nnx.Rngs(0))(jnp.zeros((1, *shape[:-1]), jnp.int32) if tokens else jnp.zeros((1, *shape)))
+        lambda: factory(nnx.Rngs(0))(
+            jnp.zeros((1, *shape[:-1]), jnp.int32) if tokens else jnp.zeros((1, *shape))
+        )
     ).shape[1:-1]
     samples = []
     for _ in range(num_drawn(case)):
@@ -253,10 +254,6 @@ def _build_stack(
     layers: tuple[str, ...], shape: tuple[int, ...], tokens: int, head: str, rngs: nnx.Rngs
 ) -> LayerStack:
     return LayerStack(layers, shape, tokens, head, rngs)
-
-
-def _words(value: Any) -> tuple[str, ...]:
-    return value if isinstance(value, tuple) else tuple(str(value).split("+")) if value != "" else ()
 
 
 def dim_names(case: Case, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str | None, ...]]:

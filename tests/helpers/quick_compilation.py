@@ -2,8 +2,8 @@
 
 from importlib.metadata import version
 
-# Most of a test's time is the compiler's, and what makes programs fast does not pay. The fusion emitters would
-# build an MLIR context for each kernel, half of all the time.
+# Most of a test's time is the compiler's, and what makes programs fast does not pay. The fusion emitters
+# would build an MLIR context for each kernel, half of all the time.
 QUICK_COMPILATION = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
