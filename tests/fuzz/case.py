@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any
 
-
 TUPLES = ("layers", "shape")
 """Options of models that are several words."""
 
