@@ -17,6 +17,7 @@ import numpy as np
 import optax
 from case import Case
 from rich.console import Console
+from share_sums import sum_shares
 from subjects import Subject, dim_names, make_subject
 
 import shardtrain as st
@@ -98,7 +99,7 @@ def check_case(case: Case) -> dict[str, Any]:
             run = make_run(case, subject)
             output = stack.enter_context(RunConsole(Console(file=StringIO()), None))
             prepared = prepare_run(run, Path("fuzz"), None, output, stack)
-            got, start, batch, params = compute(prepared)
+            got, start, batch, params = compute(case, prepared)
         except Exception as mistake:
             if is_of_package(mistake):
                 return {"end": "refused", "text": str(mistake)}
@@ -130,7 +131,7 @@ def differing(worst: Mapping[str, float]) -> str:
     return "; ".join(f"{name} {worst[name]:.3g}" for name in found[:6])
 
 
-def compute(prepared: PreparedRun) -> tuple[dict[str, Any], Any, Any, Any]:
+def compute(case: Case, prepared: PreparedRun) -> tuple[dict[str, Any], Any, Any, Any]:
     """Do the first step and the evaluation of a run.
 
     Returns:
@@ -149,6 +150,7 @@ def compute(prepared: PreparedRun) -> tuple[dict[str, Any], Any, Any, Any]:
         "model_state": jax.tree.map(np.array, state.model_state),
         "seed": np.array(state.seed),
     }
+    shares = ordered(sum_shares(case, prepared, state, host)) if case.shares else {}
     state, metrics = prepared.step(state, prepared.loader.place(host))
     jax.block_until_ready(state)
     params = ordered(state.params)
@@ -156,6 +158,7 @@ def compute(prepared: PreparedRun) -> tuple[dict[str, Any], Any, Any, Any]:
     got = {
         "value": {name: np.asarray(metrics[name]) for name in ("loss_sum", "count")},
         "gradient": ordered(state.opt_state[0].trace),
+        "shares": shares,
         "step": params,
         "model_state": after["model_state"],
         "evaluation": {"loss": np.asarray(evaluate(state)["heldout/loss"])},
@@ -201,6 +204,7 @@ def compute_on_one_device(
     found = {
         "value": {"loss_sum": loss_sum, "count": count},
         "gradient": grads,
+        "shares": grads if case.shares else {},
         "step": {**before, **jax.jit(update)({name: before[name] for name in grads}, grads)},
         "model_state": model_state if start["model_state"] else {},
         "evaluation": {"loss": total / num},
