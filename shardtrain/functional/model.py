@@ -168,6 +168,26 @@ def with_names(model: Model, names: Mapping[str, Sequence[str | None]]) -> Model
     return replace(model, dims=dims)
 
 
+def check_float_parameters(model: Model) -> None:
+    """Check that parameters have gradients.
+
+    Raises:
+      ValueError: lists those of whole numbers.
+    """
+    params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    wrong = [
+        f"{path_text(path)} is {leaf.dtype}"
+        for path, leaf in jax.tree.leaves_with_path(params)
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) and path_text(path) not in model.frozen
+    ]
+    if wrong:
+        raise problems_error(
+            "parameters are trained, so they are floats; make these constants of the model, as self.table ="
+            " jnp.arange(8), or variables of its state, as nnx.Variable(...)",
+            wrong,
+        )
+
+
 def named_arrays(model: Model, shapes: Tree) -> dict[str, Named]:
     """Return path -> dim names and shape of every parameter, for `resolve`.
 
