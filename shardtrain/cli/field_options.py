@@ -211,9 +211,7 @@ def _spelled(options: Sequence[FieldOption], words: Sequence[str]) -> list[str]:
         name, equals, value = word.partition("=")
         before = spelled[-1] if spelled else ""
         if (before in paths and not word) or (names.get(name, name) in paths and equals and not value):
-            raise ValueError(
-                f"{before if not word else name} is ''; give a path, such as . for the current folder"
-            )
+            raise ValueError(f"{name or before} is ''; give a path, such as . for the current folder")
         if spelled and spelled[-1] in flags and word in ("True", "False"):
             # the last dot is where a negated flag gets its "no-"
             scope, dot, last = spelled[-1].removeprefix("--").rpartition(".")

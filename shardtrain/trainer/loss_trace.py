@@ -76,7 +76,8 @@ def check_trace(model: Model, loss: Loss, batch: Mapping[str, np.ndarray]) -> Lo
     of_batch[-len(rows) :] = [True] * len(rows)
     once = equations(first, of_batch)
     problems = [*_draws(once, prime), *_differences(once, equations(second, of_batch))]
-    return LossFindings(problems, [*_unweighted(first.jaxpr, list(rows)), *promoted])
+    warned = [*_unweighted(first.jaxpr, list(rows)), *_row_constants(once, prime), *promoted]
+    return LossFindings(problems, warned)
 
 
 def _unused_prime(arrays: list[Any]) -> int:
@@ -103,6 +104,26 @@ def _draws(traced: list[TracedEquation], prime: int) -> list[str]:
         " replicas, microbatches, islands and steps have the same numbers; use the key of the step: apply.key"
         " in the loss, also as an argument, apply(x, apply.key); in an nnx module self.rngs = rngs and"
         " self.rngs.noise(); in a linen module self.make_rng('noise')"
+        for line in dict.fromkeys(lines)
+    ]
+
+
+def _row_constants(traced: list[TracedEquation], prime: int) -> list[str]:
+    """Return a warning about each constant that has numbers of its own for each row, such as numpy's noise."""
+    lines = []
+    for each in traced:
+        for constant in each.constants:
+            shape, dtype = np.shape(constant), getattr(constant, "dtype", np.dtype(int))
+            if not any(size % prime == 0 for size in shape) or not jax.dtypes.issubdtype(dtype, np.inexact):
+                continue
+            values = np.asarray(constant)
+            # numbers of rows, masks and one-hot rows are whole
+            if (values != np.round(values)).any() and (values != values.flat[0]).any():
+                lines.append(each.line)
+    return [
+        f"WARNING: {line} has a constant with numbers for each row of a batch, and every replica, microbatch"
+        " and island has the same for its first row; give such numbers with the samples, or draw them by"
+        " apply.key"
         for line in dict.fromkeys(lines)
     ]
 
@@ -145,7 +166,7 @@ def _unweighted(jaxpr: Any, names: list[str]) -> list[str]:
     if not ignoring:
         return []
     return [
-        f"WARNING: the {' and the '.join(ignoring)} of the loss do not depend on batch['weights'], which are"
+        f"WARNING: batch['weights'] do not change the {' or the '.join(ignoring)} of the loss, and they are"
         " 0 in rows of padding (where the last batch of an epoch or of the held-out data is short, or islands"
         " have uneven shares): such rows count, and losses are wrong; return"
         " (losses * batch['weights']).sum(), batch['weights'].sum()"
