@@ -22,9 +22,9 @@ from jax.sharding import AbstractMesh, Mesh
 from shardtrain.axes import CONTEXT, TENSOR
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.errors.user_code import UserCodeFailed
+from shardtrain.functional import per_device as _installed  # noqa: F401
 from shardtrain.functional.collective_matmul import CollectiveMatmul
 from shardtrain.functional.context_attention import ContextAttention
-from shardtrain.functional.convolution_batching import products_for_convolutions
 from shardtrain.functional.expert_exchange import ExpertExchange
 from shardtrain.sharding.axis_sizes import is_one_device
 from shardtrain.sharding.placement_problems import rules_text, ways_text
@@ -78,6 +78,8 @@ class _StrictRules(tuple):
     """How their blocks multiply what is sharded over tensor, likewise; None: each its own products."""
     note: Callable[[str], None] | None
     """Receives which attention a model computes and why, likewise; None: nobody asks."""
+    per_device: bool
+    """Whether convolutions and FFTs are computed per device (`per_device.py`)."""
     flash: Any
     """A plan's device and flash attention, likewise; None: models ask jax for its devices and for cuDNN's."""
 
@@ -188,6 +190,7 @@ def activation_rules(
     strict.experts = experts or (None if strict.one_device else ExpertExchange())
     strict.products = CollectiveMatmul() if collective_matmul and mesh.shape.get(TENSOR, 1) > 1 else None
     strict.note, strict.flash = _NOTE.get(), flash
+    strict.per_device = not any_mesh
     # who asks hears of a block that was traced before, too
     of_run = (strict.attention, experts, strict.products is None, strict.note, flash)
     key = (pairs, unnamed, strict.one_device, any_mesh, of_run)
@@ -195,7 +198,6 @@ def activation_rules(
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
         nn.logical_axis_rules(strict),
         _RULES_IN_USE(key),
-        products_for_convolutions(),
     ):
         try:
             yield

@@ -240,8 +240,9 @@ def _grouped(q: Any, k: Any, v: Any, attention: Callable[..., jax.Array]) -> jax
 def mesh_axes_of(*dims: str | None) -> list[tuple[str, ...]]:
     """Return the mesh axes that shard each dim of an activation."""
     spec = logical_to_mesh_axes(dims) or ()
-    return [_names(entry) for entry in (*spec, *(None,) * len(dims))][: len(dims)]
+    return [axis_names(entry) for entry in (*spec, *(None,) * len(dims))][: len(dims)]
 
 
-def _names(entry: Any) -> tuple[str, ...]:
+def axis_names(entry: Any) -> tuple[str, ...]:
+    """Return the mesh axes of an entry of a PartitionSpec."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())

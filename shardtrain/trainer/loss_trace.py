@@ -109,7 +109,7 @@ def _draws(traced: list[TracedEquation], prime: int) -> list[str]:
 
 
 def _row_constants(traced: list[TracedEquation], prime: int) -> list[str]:
-    """Return a warning about each constant that has numbers of its own for each row, such as numpy's noise."""
+    """Return a warning about each constant with numbers of its own for each row, such as numpy's noise."""
     lines = []
     for each in traced:
         for constant in each.constants:

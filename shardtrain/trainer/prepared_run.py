@@ -32,6 +32,7 @@ from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.evaluation import heldout_prefix
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
 from shardtrain.trainer.island_run import run_of_island
+from shardtrain.trainer.layout_check import check_layout
 from shardtrain.trainer.loss_trace import check_trace
 from shardtrain.trainer.multi_island_step import bridge_text, pipeline_text
 from shardtrain.trainer.row_memory import fit_to_memory
@@ -117,6 +118,7 @@ def prepare_run(
     # Check the first batch: one that cannot be split or learned from is refused before anything compiles.
     first, batch, expected = _place_first_batch(run, setup, heldout, loader, output)
     _show(run, folder, setup, output)
+    check_layout(run, setup, batches, output.note)
     step, island_step, meetings, wanted = make_checked_step(
         run, folder, setup, coordination, loader, batch, shares, output, stack
     )

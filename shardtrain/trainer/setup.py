@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from shardtrain.axes import PIPELINE
 from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.data import Batch, Batches, Position
+from shardtrain.data import Batch, Batches, Position, TokenBatches
 from shardtrain.functional.frozen import parameter_paths
 from shardtrain.functional.model import Model, check_float_parameters
 from shardtrain.functional.unused_parameters import unused_parameters
@@ -246,10 +246,15 @@ def _check_evaluated(run: Run, placement: Placement) -> None:
 def microbatch_of(run: Run, source: Any) -> Batch:
     """Return a microbatch of all devices with the shapes of the first batch; only one sample is loaded."""
     batches = make_batches(run, source)
-    num_rows = batches.num_rows(FIRST_POSITION)
-    rows = max(num_rows // run.strategy.accumulate, 1)
-    if isinstance(batches, Batches):
-        batch = replace(batches, rows=[0]).load(FIRST_POSITION)
-    else:
-        batch = replace(batches, rows={num_rows: [0]}).load(FIRST_POSITION)
+    rows = max(batches.num_rows(FIRST_POSITION) // run.strategy.accumulate, 1)
+    batch = load_first_rows(batches, 1)
     return {name: np.broadcast_to(x, (rows, *x.shape[1:])) for name, x in batch.items()}
+
+
+def load_first_rows(batches: Batches | TokenBatches, number: int) -> Batch:
+    """Load so many rows of the first batch, from its first row on; again from there if it has fewer."""
+    num_rows = batches.num_rows(FIRST_POSITION)
+    rows = [row % num_rows for row in range(number)]
+    if isinstance(batches, Batches):
+        return replace(batches, rows=rows).load(FIRST_POSITION)
+    return replace(batches, rows={num_rows: rows}).load(FIRST_POSITION)

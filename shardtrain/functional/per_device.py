@@ -1,0 +1,121 @@
+"""Convolutions and FFTs of traced models, computed by each device from its own rows in a shard_map.
+
+XLA's partitioner gets convolutions wrong and fails at FFTs (docs/decisions/0059). Importing this module
+installs the rule; it acts while a model is traced for several devices (`activation_rules.py`).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax.core.spmd import get_logical_axis_rules
+from jax.sharding import AxisType, PartitionSpec
+
+from shardtrain import axes
+from shardtrain.functional.context_attention import axis_names, mesh_axes_of
+
+Split = tuple[tuple[PartitionSpec, ...], PartitionSpec, dict[str, Any]]
+"""The specs of an operation's operands and of its result; the parameters that differ on a device."""
+
+
+def install(primitive: Any, split: Callable[..., Split]) -> None:
+    """Let a primitive run per device wherever the rules of a run are active.
+
+    Args:
+      primitive: the operation.
+      split: (operands, parameters, mesh) -> `Split`.
+    """
+    bind = primitive.bind
+
+    def bind_per_device(*operands: Any, **parameters: Any) -> Any:
+        rules, mesh = get_logical_axis_rules(), jax.sharding.get_abstract_mesh()
+        if not getattr(rules, "per_device", False) or _is_mapped_by_model(operands):
+            return bind(*operands, **parameters)
+        auto = {
+            axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto
+        }
+        if _total(auto, mesh) == 1:
+            return bind(*operands, **parameters)
+        in_specs, out_specs, own = split(operands, parameters, mesh)
+        split_axes = {axis for spec in in_specs for entry in spec for axis in axis_names(entry)}
+
+        def run(*operands: jax.Array) -> Any:
+            # all vary over the same axes: so the gradient of what each device has whole is summed
+            return bind(*(_vary(x, split_axes) for x in operands), **{**parameters, **own})
+
+        # replicas, a vmap around this, add their axes to the specs
+        per_device = jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, axis_names=auto)
+        _note_repeated(primitive.name, rules, mesh, split_axes)
+        return per_device(*operands)
+
+    primitive.bind = bind_per_device
+
+
+def _is_mapped_by_model(operands: tuple[Any, ...]) -> bool:
+    """Return whether the model's own vmap is around the operation: jax merges its dim, and binds again."""
+    mapped = [getattr(getattr(x, "_trace", None), "axis_data", None) for x in operands]
+    return any(data is not None and data.spmd_name is None for data in mapped)
+
+
+def _vary(x: jax.Array, names: set[str]) -> jax.Array:
+    missing = tuple(names - jax.typeof(x).manual_axis_type.varying)
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _note_repeated(name: str, rules: Any, mesh: Any, split_axes: set[str]) -> None:
+    """Say where several devices compute the same; the axes of replicas never do."""
+    repeated = [
+        f"{axis}={mesh.shape[axis]}"
+        for axis in (axes.CONTEXT, axes.TENSOR)
+        if mesh.shape[axis] > 1 and axis not in split_axes
+    ]
+    if repeated and rules.note is not None:
+        rules.note(f"{name}: devices along {', '.join(repeated)} each compute all of it")
+
+
+def _total(names: Any, mesh: Any) -> int:
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def _dividing(names: tuple[str, ...], size: int, mesh: Any) -> tuple[str, ...]:
+    """Return the first of these axes, as many as divide a dim."""
+    while size % _total(names, mesh):
+        names = names[:-1]
+    return names
+
+
+def _spec(ndim: int, names: dict[int, tuple[str, ...]]) -> PartitionSpec:
+    return PartitionSpec(*(names.get(dim) or None for dim in range(ndim)))
+
+
+def _split_convolution(operands: Any, parameters: Any, mesh: Any) -> Split:
+    """Split the images over the axes of rows, and the channels of the result over theirs, by whole groups."""
+    lhs, rhs = operands
+    lhs_dims, rhs_dims, out_dims = parameters["dimension_numbers"]
+    groups = parameters["feature_group_count"]
+    rows, channels = mesh_axes_of(axes.BATCH, axes.CHANNELS_OUT)
+    rows = _dividing(rows if parameters["batch_group_count"] == 1 else (), lhs.shape[lhs_dims[0]], mesh)
+    # kernels without names are whole on devices along tensor, and so is what surrounds them
+    rules: Any = get_logical_axis_rules()
+    channels = _dividing(
+        channels if rules.unnamed == "refuse" else (), rhs.shape[rhs_dims[0]] if groups == 1 else groups, mesh
+    )
+    of_lhs = _spec(lhs.ndim, {lhs_dims[0]: rows, lhs_dims[1]: () if groups == 1 else channels})
+    of_rhs = _spec(rhs.ndim, {rhs_dims[0]: channels})
+    of_out = _spec(lhs.ndim, {out_dims[0]: rows, out_dims[1]: channels})
+    own = {} if groups == 1 else {"feature_group_count": groups // _total(channels, mesh)}
+    return (of_lhs, of_rhs), of_out, own
+
+
+def _split_fft(operands: Any, parameters: Any, mesh: Any) -> Split:
+    """Split the first dim over the axes of rows, unless it is transformed."""
+    (x,) = operands
+    (rows,) = mesh_axes_of(axes.BATCH)
+    rows = _dividing(rows, x.shape[0], mesh) if x.ndim > len(parameters["fft_lengths"]) else ()
+    spec = _spec(x.ndim, {0: rows})
+    return (spec,), spec, {}
+
+
+install(jax.lax.conv_general_dilated_p, _split_convolution)
+install(jax.lax.fft_p, _split_fft)

@@ -1,0 +1,186 @@
+"""Convolutions and FFTs of models that constrain nothing: losses and gradients of one device on any mesh."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from shardtrain import init_state, make_gradients, make_mesh, make_placement, place
+from shardtrain.functional.activation_rules import activation_rules, noting
+from shardtrain.functional.nnx_model import from_nnx
+from shardtrain.functional.rng import step_key
+from shardtrain.pipeline.cuts import make_partition
+from shardtrain.pipeline.options import Pipeline
+from shardtrain.sharding.layout import Layout
+
+CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+def mean_square(apply: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    y = apply(batch["x"])
+    rows = jnp.square(y - 1).mean(tuple(range(1, y.ndim)))
+    return (rows * batch["weights"]).sum(), batch["weights"].sum()
+
+
+class Net(nnx.Module):
+    """Layers, and how they are applied: one after another, by default."""
+
+    def __init__(self, layers: Sequence[Any], apply: Callable[..., Any] | None = None):
+        self.layers, self.apply = nnx.List(layers), apply
+
+    def __call__(self, x):
+        if self.apply is not None:
+            return self.apply(self.layers, x)
+        for layer in self.layers:
+            x = jax.nn.silu(layer(x))
+        return x
+
+
+def layer(
+    kind: Any,
+    channels_in: int,
+    channels_out: int,
+    *size: Any,
+    rngs: nnx.Rngs,
+    named: bool = True,
+    **options: Any,
+):
+    """A layer of Flax whose kernel and bias are named or not."""
+    init, zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros
+    if named:
+        window = () if not size else (None,) * len(size[0])
+        init = nnx.with_partitioning(init, (*window, "embed", "mlp"))
+        zeros = nnx.with_partitioning(zeros, ("mlp",))
+    return kind(channels_in, channels_out, *size, kernel_init=init, bias_init=zeros, rngs=rngs, **options)
+
+
+def two_convolutions(rngs):
+    make = lambda *sizes: layer(nnx.Conv, *sizes, (3, 3), rngs=rngs)  # noqa: E731
+    return Net([make(16, 32), make(32, 32)])
+
+
+def of_one_pixel(rngs, groups=4):
+    return Net([layer(nnx.Conv, 16, 16, (1, 1), feature_group_count=groups, rngs=rngs)])
+
+
+def pointwise(rngs):
+    return of_one_pixel(rngs, groups=1)
+
+
+def few_groups(rngs):
+    return Net([layer(nnx.Conv, 16, 16, (3, 3), feature_group_count=2, rngs=rngs)])
+
+
+def depthwise(rngs):
+    linear = lambda *sizes: layer(nnx.Linear, *sizes, rngs=rngs, named=False)  # noqa: E731
+    conv = layer(nnx.Conv, 16, 16, (4,), feature_group_count=16, rngs=rngs, named=False)
+    return Net([linear(8, 16), conv, linear(16, 4)])
+
+
+def strided(rngs):
+    up = layer(nnx.ConvTranspose, 8, 16, (3, 3), strides=2, rngs=rngs)
+    down = layer(nnx.Conv, 16, 8, (2, 2), strides=2, kernel_dilation=2, rngs=rngs)
+    return Net([up, down, layer(nnx.Conv, 8, 16, (1, 1), strides=2, rngs=rngs)])
+
+
+def in_scan(rngs):
+    def apply(layers, x):
+        def body(x, _):
+            # of a model that maps over examples itself, in a block that is computed again
+            return x + jax.vmap(lambda one: jax.nn.silu(layers[0](one)))(x), None
+
+        return jax.lax.scan(jax.checkpoint(body), x, None, length=2)[0]
+
+    return Net([layer(nnx.Conv, 16, 16, (3, 3), rngs=rngs)], apply)
+
+
+def fourier(rngs):
+    linear = lambda *sizes: layer(nnx.Linear, *sizes, rngs=rngs)  # noqa: E731
+    return Net([linear(8, 16), linear(16, 8)], lambda layers, x: layers[1](jnp.fft.fft2(layers[0](x)).real))
+
+
+class Staged(nnx.Module):
+    """Blocks with a depthwise convolution, which a pipeline inside a mesh can cut."""
+
+    def __init__(self, rngs):
+        self.stem = layer(nnx.Conv, 8, 16, (3,), rngs=rngs)
+        block = lambda key: layer(nnx.Conv, 16, 16, (3,), feature_group_count=16, rngs=nnx.Rngs(key))  # noqa: E731
+        keys = jax.random.split(rngs.params(), 2)
+        self.blocks = nnx.vmap(block, transform_metadata={nnx.PARTITION_NAME: "layers"})(keys)
+        self.head = layer(nnx.Linear, 16, 4, rngs=rngs)
+
+    def first(self, x):
+        return self.stem(x)
+
+    def run(self, blocks, x, keys=None):
+        return jax.lax.scan(lambda x, block: (x + jax.nn.silu(block(x)), None), x, blocks)[0]
+
+    def last(self, x):
+        return self.head(x)
+
+    def __call__(self, x):
+        return self.last(self.run(self.blocks, self.first(x)))
+
+
+def two_dense(rngs):
+    return Net([layer(nnx.Linear, 16, 16, rngs=rngs) for _ in range(2)])
+
+
+CASES: dict[str, tuple[Any, tuple[int, ...], dict[str, int], dict[str, Any]]] = {
+    "two dense layers": (two_dense, (16,), CUBE, {}),
+    "two of 3 x 3": (two_convolutions, (4, 4, 16), CUBE, {}),
+    "one pixel in groups": (of_one_pixel, (4, 4, 16), {"tensor": 2}, {}),
+    "groups fewer than the axis": (few_groups, (4, 4, 16), {"tensor": 4}, {}),
+    "depthwise beside an idle axis": (depthwise, (10, 8), CUBE, {"unnamed": "replicate"}),
+    "strides, dilation, transposed": (strided, (5, 5, 8), CUBE, {}),
+    "one pixel, each replica its own gradient": (pointwise, (4, 4, 16), {"data": 2, "tensor": 2}, {}),
+    "vmap, scan and remat": (in_scan, (4, 4, 16), CUBE, {}),
+    "FFT": (fourier, (4, 8), CUBE, {}),
+    "stages": (Staged, (6, 8), {"pipeline": 2, "data": 2, "tensor": 2}, {}),
+}
+"""Name -> model, shape of a row, mesh, options of the layout.
+
+Without the rule all convolutions but those of strides and of stages fail: numbers are wrong, or XLA ends
+the process. Dense layers are wrong in plain jit (docs/xla/partitioner.py), and right here because replicas
+are a vmap.
+"""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_one_device(case, assert_same):
+    make, row, sizes, options = CASES[case]
+    rng = np.random.default_rng(0)
+    rows = {"x": rng.normal(size=(16, *row)).astype(np.float32), "weights": np.ones(16, np.float32)}
+    model, found = from_nnx(make), []
+    for mesh_sizes in ({"data": 1}, sizes):
+        layout = Layout(mesh=mesh_sizes, **options)
+        mesh = make_mesh(layout, jax.devices()[: np.prod(list(mesh_sizes.values()))])
+        stages = None
+        if (num_stages := mesh_sizes.get("pipeline", 1)) > 1:
+            microbatch = {name: x[:8] for name, x in rows.items()}
+            stages = make_partition(model, Pipeline(), num_stages, mean_square, microbatch)
+        placement = make_placement(model, optax.identity(), layout, mesh, stages=stages)
+        state = init_state(model, optax.identity(), placement, 7)
+        gradients = jax.jit(make_gradients(model, mean_square, placement))
+        batch = place(rows, mesh, layout.batch_axes, 2)
+        sums = gradients(state.params, state.model_state, step_key(state.seed, jnp.int32(0)), batch)
+        found.append(jax.device_get((sums.loss_sum, sums.grads)))
+    assert_same(found[1], found[0])
+
+
+def test_a_run_says_where_devices_compute_the_same():
+    mesh = make_mesh(Layout(mesh={"fsdp": 2, "context": 2}), jax.devices()[:4])
+    notes: list[str] = []
+    x, kernel = jnp.ones((4, 8, 2)), jnp.ones((3, 2, 2))
+    with noting(notes.append), activation_rules(Layout().activation_rules, mesh):
+        jax.make_jaxpr(
+            lambda: jax.lax.conv_general_dilated(
+                x, kernel, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
+            )
+        )()
+    assert notes == ["conv_general_dilated: devices along context=2 each compute all of it"]
