@@ -97,7 +97,7 @@ def _zeros(like: Any) -> Any:
         return like
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(0), like.shape) if like.shape else jax.random.key(0)
-    return jnp.zeros(like.shape, like.dtype)
+    return jnp.zeros(like.shape, jax.dtypes.canonicalize_dtype(like.dtype))
 
 
 def _rngs(rng: jax.Array, streams: tuple[str, ...]) -> dict[str, jax.Array]:

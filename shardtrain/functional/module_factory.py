@@ -5,6 +5,7 @@ Next: `nnx_model.py`.
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -56,14 +57,9 @@ def _arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with which a factory is called, by position and by name."""
     try:
-        # the call of a class of modules is that of its metaclass
-        parameters = dict(
-            inspect.signature(factory.__init__ if isinstance(factory, type) else factory).parameters
-        )
+        parameters = inspect.signature(_with_own_arguments(factory)).parameters
     except ValueError:  # of builtin functions
         return (rngs,), {}
-    if isinstance(factory, type):
-        parameters.pop(next(iter(parameters)))
     required = [
         each.name
         for each in parameters.values()
@@ -85,6 +81,13 @@ def _arguments(
         f"model is {name}, which {needs}, and a run gives {STREAMS} alone; write"
         f" model=lambda {STREAMS}: {name if isinstance(factory, type) else 'MyModule'}({given})"
     )
+
+
+def _with_own_arguments(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the arguments of a factory; those of a class of modules are its metaclass's."""
+    if isinstance(factory, partial):
+        return partial(_with_own_arguments(factory.func), *factory.args, **factory.keywords)
+    return partial(factory.__init__, None) if isinstance(factory, type) else factory
 
 
 def _takes_position(factory: Any, parameters: Any, required: list[str]) -> bool:

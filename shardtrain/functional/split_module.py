@@ -13,8 +13,10 @@ from flax import nnx
 
 from shardtrain.functional.auxiliary import Outputs
 from shardtrain.functional.batch_norm import REPLICAS, one_axis_name, with_axis_bound
-from shardtrain.functional.model import Tree, path_text, same_structure
+from shardtrain.functional.model import Tree, same_structure
 from shardtrain.functional.module_factory import construct
+from shardtrain.functional.output_shardings import output_shardings
+from shardtrain.functional.parameter_guard import guard_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,6 @@ class SplitModule:
       rngs: the rng streams.
       model_state: all other variables.
       axis_name: the axis name of its norms over replicas.
-      normalised: paths of Flax's norms of parameters, which set them within a call.
     """
 
     graphs: Mapping[bool | None, Any]
@@ -35,7 +36,6 @@ class SplitModule:
     rngs: Any
     model_state: Any
     axis_name: str | None
-    normalised: tuple[str, ...]
 
     def pure(self, method: Callable[..., Any]) -> Callable[..., tuple[Any, Tree]]:
         """Return a method of the module as a pure function.
@@ -51,12 +51,14 @@ class SplitModule:
                 _seeded(self.rngs, rng),
                 fill_values(self.model_state, model_state),
             )
-            outputs = method(module, *inputs)
+            check = guard_parameters(module)
+            with output_shardings():
+                outputs = method(module, *inputs)
+            check()
             if isinstance(outputs, Outputs):
                 outputs = replace(outputs, train=train)
             nnx.pop(module, nnx.Intermediate)
-            _, used, _, changed = split_variables(module)
-            _check_unchanged(params, plain_values(used), self.normalised)
+            _, _, _, changed = split_variables(module)
             return outputs, same_structure(plain_values(changed), model_state)
 
         return with_axis_bound(call, self.axis_name)
@@ -117,11 +119,6 @@ def split_module(factory: Callable[..., Any], sync_batch_norm: bool) -> tuple[An
         rngs=rngs,
         model_state=model_state,
         axis_name=axis_names[0],
-        normalised=tuple(
-            "/".join(map(str, path))
-            for path, node in nnx.iter_graph(abstract)
-            if isinstance(node, nnx.SpectralNorm | nnx.WeightNorm)
-        ),
     )
 
 
@@ -164,26 +161,6 @@ def _value(leaf: Any) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct) or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
     return jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
-
-
-def _check_unchanged(before: Tree, after: Tree, normalised: tuple[str, ...]) -> None:
-    """Check that a call has not set a parameter: the optimizer alone changes them, so it would be lost.
-
-    What Flax's norms of parameters set holds within the call, as their papers have it.
-
-    Raises:
-      ValueError: lists those that it has set.
-    """
-    given = {path_text(path): x for path, x in jax.tree.leaves_with_path(before)}
-    now = {path_text(path): x for path, x in jax.tree.leaves_with_path(after)}
-    set_ones = [path for path, x in now.items() if given.get(path, x) is not x]
-    set_ones = [path for path in set_ones if not any(path.startswith(f"{each}/") for each in normalised)]
-    if set_ones:
-        raise ValueError(
-            f"a call of the model sets its parameters {', '.join(set_ones)}, which the optimizer alone"
-            " changes, so what was set would be lost; make them a variable of the model's state, such as"
-            " nnx.BatchStat(...), or compute the value in the call without setting it"
-        )
 
 
 def fill_values(state: Any, tree: Tree) -> Any:

@@ -32,7 +32,8 @@ class TracedEquation(NamedTuple):
             own = (f"{frame.file_name}:{frame.line_num}" for frame in frames if is_users(frame.file_name))
             found = next(own, found)
             # functions of jax are traced once, and keep the lines of the call for which they were
-            if each.primitive.name == "jit" and each.params["name"].startswith("_"):
+            name = each.params["name"] if each.primitive.name == "jit" else ""
+            if name.startswith("_") and not name.startswith("__"):
                 break
         return found
 
