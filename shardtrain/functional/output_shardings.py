@@ -10,8 +10,8 @@ from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
-import flax.linen as nn
 from flax import nnx
+from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import AXES, BATCH
 from shardtrain.errors.user_code import raised_at
@@ -61,7 +61,7 @@ def _following(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*arguments, **options)
         outputs = original(*bound.args, **bound.kwargs)
         names = dim_names(given, outputs.shape, f"{ARGUMENT} of {type(arguments[0]).__name__}") or ()
-        return nn.with_logical_constraint(outputs, tuple(map(_dim, names)))
+        return with_logical_constraint(outputs, tuple(map(_dim, names)))
 
     return call
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax
 from flax import nnx
 
 NORMS = (nnx.SpectralNorm, nnx.WeightNorm)
@@ -39,13 +40,16 @@ def _parameters(module: nnx.Module, norms: tuple[Any, ...]) -> dict[Any, nnx.Par
     return {
         path: node
         for path, node in nnx.iter_graph(module)
-        if isinstance(node, nnx.Param) and not any(path[: len(norm)] == norm for norm in norms)
+        if isinstance(node, nnx.Param)
+        # a stage of a pipeline has no values of the parameters of others
+        and not isinstance(node.get_raw_value(), jax.ShapeDtypeStruct)
+        and not any(path[: len(norm)] == norm for norm in norms)
     }
 
 
 def _refuse(path: Any, *_: Any) -> Any:
     raise ValueError(
         f"a call of the model sets its parameter {'/'.join(map(str, path))}, which only the optimizer"
-        " changes, so what was set would be lost; make it a variable of the model's state, such as nnx.BatchStat(...),"
-        " or compute the value in the call without setting it"
+        " changes, so what was set would be lost; make it a variable of the model's state, such as"
+        " nnx.BatchStat(...), or compute the value in the call without setting it"
     )

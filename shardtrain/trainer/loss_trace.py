@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
 
@@ -114,7 +115,7 @@ def _row_constants(traced: list[TracedEquation], prime: int) -> list[str]:
     for each in traced:
         for constant in each.constants:
             shape, dtype = np.shape(constant), getattr(constant, "dtype", np.dtype(int))
-            if not any(size % prime == 0 for size in shape) or not jax.dtypes.issubdtype(dtype, np.inexact):
+            if not any(size % prime == 0 for size in shape) or not jnp.issubdtype(dtype, np.inexact):
                 continue
             values = np.asarray(constant)
             # numbers of rows, masks and one-hot rows are whole
@@ -140,7 +141,7 @@ def _differences(once: list[TracedEquation], again: list[TracedEquation]) -> lis
 def _is_same(one: Any, two: Any) -> bool:
     if one is two or getattr(one, "dtype", None) != getattr(two, "dtype", None):
         return one is two
-    if jax.dtypes.issubdtype(getattr(one, "dtype", np.float32), jax.dtypes.extended):
+    if jnp.issubdtype(getattr(one, "dtype", np.float32), jax.dtypes.extended):
         return True
     return np.array_equal(np.asarray(one), np.asarray(two), equal_nan=np.asarray(one).dtype.kind in "fc")
 
