@@ -31,7 +31,7 @@ def loss_count(model: Model, loss: Loss, batch: Mapping[str, Any]) -> float | No
 
     def count(params: Any, model_state: Any, key: jax.Array, batch: Batch) -> jax.Array:
         apply = lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0]  # noqa: E731
-        return summed_loss(loss, apply, batch)[1]
+        return summed_loss(loss, apply, batch, rng=key)[1]
 
     with jax.sharding.use_abstract_mesh(ONE):
         traced = jax.make_jaxpr(count)(*others, dict(batch))

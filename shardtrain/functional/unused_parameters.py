@@ -40,7 +40,7 @@ def unused_parameters(model: Model, loss: Loss, batch: Mapping[str, Any]) -> tup
     def derivative(tangents: Any, params: Any, model_state: Any, key: jax.Array, batch: Batch) -> jax.Array:
         def loss_sum(params: Any) -> jax.Array:
             apply = lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0]  # noqa: E731
-            return summed_loss(loss, apply, batch)[0]
+            return summed_loss(loss, apply, batch, rng=key)[0]
 
         return jax.jvp(loss_sum, (params,), (tangents,))[1]
 

@@ -80,7 +80,7 @@ class Traced:
 
     def enter(self, params: Any, model_state: Any, rng: Any, train: bool, batch: Any) -> tuple[Any, Any]:
         """Return (activations that enter the blocks, model state) for the inputs that the loss selects."""
-        return self.chain.first(params, model_state, rng, train, *model_inputs(self.loss, batch))
+        return self.chain.first(params, model_state, rng, train, *model_inputs(self.loss, batch, rng))
 
     def run(self, start: int, blocks: Any, activations: Any, number: int = 1) -> Any:
         """Return the activations behind `number` blocks, from block `start` on."""
@@ -157,7 +157,7 @@ class Traced:
             left.append(changed)
             return outputs
 
-        loss_sum, count, metrics = summed_loss(self.loss, once(apply), batch, train)
+        loss_sum, count, metrics = summed_loss(self.loss, once(apply), batch, train, rng)
         return (loss_sum, (count, metrics)), left[0]
 
     def flow(self, stages: Partition, microbatch: Mapping[str, Any]) -> Flow:

@@ -260,7 +260,7 @@ class TracedModel:
                 outputs, states[0] = self.model.apply(params, model_state, rng, train, *inputs)
                 return outputs
 
-            results = summed_loss(self.loss, apply, batch, train)
+            results = summed_loss(self.loss, apply, batch, train, rng)
             return jax.tree.leaves(states[0]), results
 
         num_states = len(jax.tree.leaves(self.model_state))

@@ -16,7 +16,7 @@ from shardtrain.axes import PIPELINE
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Batch, Batches, Position, TokenBatches
 from shardtrain.functional.frozen import parameter_paths
-from shardtrain.functional.model import Model
+from shardtrain.functional.model import Model, check_float_parameters
 from shardtrain.functional.unused_parameters import unused_parameters
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import evaluated_params, missing_arguments
@@ -98,6 +98,7 @@ def make_setup(
       ValueError: the mesh does not fit the devices, or the layout does not fit the model.
     """
     model = model_of(run)
+    check_float_parameters(model)
     if isinstance(run.optimizer, Optimizer):
         check_rates(run.optimizer.rates, [p for p in parameter_paths(model) if p not in model.frozen])
     mesh = mesh or make_mesh(run.strategy.layout)

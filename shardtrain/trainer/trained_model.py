@@ -20,7 +20,9 @@ from shardtrain.checkpoints.manifest_entries import Leaf
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model, Tree, path_text
+from shardtrain.functional.module_factory import construct
 from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.split_module import fill_values, in_mode, split_module, split_variables
 from shardtrain.system.xla_flags import quick_options
 from shardtrain.trainer.config import describe
 from shardtrain.trainer.restore_state import PARAMETERS
@@ -104,7 +106,7 @@ def load(
     built = _assembled(model, params, model_state, _saved_values(reader, evaluated), seed=0)
     if isinstance(model, Model):
         return built
-    return nnx.view(built, deterministic=True, use_running_average=True, raise_if_not_found=False)
+    return in_mode(built, train=False)
 
 
 def _saved_values(reader: CheckpointReader, evaluated: bool) -> Values:
@@ -131,30 +133,19 @@ def _assembled(model: Any, params: Tree, model_state: Tree, values: Values, seed
     """Return the model with the given values; the trees may contain shapes instead of arrays."""
     if isinstance(model, Model):
         return {"params": _filled("params", params, values), **_filled("model_state", model_state, values)}
-    with nnx.use_eager_sharding(False):
-        abstract = nnx.eval_shape(lambda: model(nnx.Rngs(0)))
-    graph, own_params, _, own_state = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
+    _, split = split_module(model, sync_batch_norm=False)
 
     def rngs() -> Any:
         with nnx.use_eager_sharding(False):
-            return nnx.split(model(nnx.Rngs(seed)), nnx.RngState, ...)[1]
+            return split_variables(construct(model, nnx.Rngs(seed)))[2]
 
     # jit removes the unused initial parameters: only the keys of dropout are computed
     return nnx.merge(
-        graph,
-        _variables("params", own_params, values),
+        split.graphs[None],
+        fill_values(split.params, _filled("params", params, values)),
         jax.jit(rngs)(),
-        _variables("model_state", own_state, values),
+        fill_values(split.model_state, _filled("model_state", model_state, values)),
     )
-
-
-def _variables(kind: str, state: Any, values: Values) -> Any:
-    """Return the variables of an nnx module with values, which are looked up by path."""
-    flat = [
-        (path, variable.replace(values("/".join([kind, *map(str, path)]))))
-        for path, variable in nnx.to_flat_state(state)
-    ]
-    return nnx.from_flat_state(flat)
 
 
 def _filled(kind: str, tree: Tree, values: Values) -> Tree:
