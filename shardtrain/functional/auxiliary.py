@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from shardtrain.functional.loss import Apply, Batch, Loss, for_evaluation
 from shardtrain.functional.loss_checks import checked
+from shardtrain.functional.model_calls import ModelCall
 
 AUXILIARY = "auxiliary"
 """The argument by which a module is asked for its own losses."""
@@ -56,7 +57,7 @@ def plain(outputs: Any) -> Any:
 
 
 def summed_loss(
-    loss: Loss, apply: Apply, batch: Batch, train: bool = True
+    loss: Loss, apply: Apply, batch: Batch, train: bool = True, rng: jax.Array | None = None
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Return (sum, count, metrics) of a loss, with those that the model has of its own.
 
@@ -67,6 +68,8 @@ def summed_loss(
       apply: the model; it returns outputs, or `Outputs`.
       batch: what the loss reads; "weights" (rows, ...), if there are some, weigh the rows.
       train: whether it is the loss of training, or that of held-out data.
+      rng: the key of the model's call, from which the loss has its `apply.key`; None: the attribute `rng` of
+        the model.
 
     Raises:
       ValueError: the loss returns something else, or a metric that the model has too.
@@ -79,8 +82,8 @@ def summed_loss(
             found.append(outputs)
         return plain(outputs)
 
-    loss = loss if train else for_evaluation(loss)
-    loss_sum, count, metrics = checked(loss(without_auxiliary, batch))
+    loss, rng = loss if train else for_evaluation(loss), getattr(apply, "rng", None) if rng is None else rng
+    loss_sum, count, metrics = checked(loss(ModelCall(without_auxiliary, rng), batch))
     for outputs in found:
         rows = jax.tree.leaves(outputs.auxiliary)[0].shape[0]
         weights = batch.get("weights")

@@ -97,7 +97,7 @@ class StageCompute:
     def _first(self, rest: Any, number: Any) -> Any:
         # without the constraint XLA slices a sharded sequence from the batch by a permute, which waits for
         # all stages
-        inputs = self.shard_rows(model_inputs(self.loss, self.microbatch(number)))
+        inputs = self.shard_rows(model_inputs(self.loss, self.microbatch(number), self.rng(number)))
         return self.chain.first(rest, {}, self.rng(number), self.train, *inputs)[0]
 
     def first_block(self, chunk: Any) -> Any:
@@ -137,5 +137,5 @@ class StageCompute:
             return self.chain.last(rest, {}, self.rng(number), self.train, self.tree.join(leaving))[0]
 
         batch = self.microbatch(number)
-        loss_sum, count, metrics = summed_loss(self.loss, once(last), batch, self.train)
+        loss_sum, count, metrics = summed_loss(self.loss, once(last), batch, self.train, self.rng(number))
         return loss_sum, (count, metrics)

@@ -98,7 +98,8 @@ def _trace_operations(run: Run, setup: RunSetup, rows: Batch) -> tuple[set[str],
 
     def loss_sum(params: Any, model_state: Any, key: jax.Array, batch: Any) -> jax.Array:
         key = row_key(key, 0, len(next(iter(batch.values()))))
-        return summed_loss(run.loss, lambda *x: model.apply(params, model_state, key, True, *x)[0], batch)[0]
+        apply = lambda *x: model.apply(params, model_state, key, True, *x)[0]  # noqa: E731
+        return summed_loss(run.loss, apply, batch, rng=key)[0]
 
     def collect(jaxpr: Any) -> None:
         for equation in jaxpr.eqns:

@@ -33,13 +33,14 @@ from shardtrain.trainer.evaluation import heldout_prefix
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
 from shardtrain.trainer.island_run import run_of_island
 from shardtrain.trainer.layout_check import check_layout
+from shardtrain.trainer.loss_trace import check_trace
 from shardtrain.trainer.multi_island_step import bridge_text, pipeline_text
 from shardtrain.trainer.program_mark import make_mark
 from shardtrain.trainer.row_memory import fit_to_memory
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.run_facts import pipeline_facts, run_facts
 from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, make_setup, microbatch_of, unused_text
-from shardtrain.trainer.sources import make_batches, open_sources
+from shardtrain.trainer.sources import make_batches, open_sources, source_warnings
 from shardtrain.trainer.stage_cut import with_stage_cut
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.transfers import make_transfers
@@ -118,7 +119,7 @@ def prepare_run(
     # Check the first batch: one that cannot be split or learned from is refused before anything compiles.
     mark = make_mark(run.strategy, folder, coordination)
     with mark.running("the check of the first batch"):
-        first, batch, expected = _place_first_batch(run, setup, heldout, loader)
+        first, batch, expected = _place_first_batch(run, setup, heldout, loader, output)
     _show(run, folder, setup, output)
     with mark.running("the check of the layout"):
         check_layout(run, setup, batches, output.note)
@@ -227,7 +228,7 @@ def _make_later_loaders(
 
 
 def _place_first_batch(
-    run: Run, setup: RunSetup, heldout: Mapping[str, Any], loader: Loader
+    run: Run, setup: RunSetup, heldout: Mapping[str, Any], loader: Loader, output: RunConsole
 ) -> tuple[Batch, Any, Expected]:
     """Load, check and place the first batch; return it, as placed too, and what later ones should look like.
 
@@ -236,11 +237,16 @@ def _place_first_batch(
     """
     first = loader.batches.load(FIRST_POSITION)
     expected = make_expected(setup.whole_model, run.loss, first, getattr(run.model, "vocab", None))
-    _check_first_batch(run, heldout, expected, first)
+    found = check_trace(setup.whole_model, run.loss, first)
+    for text in [*found.warnings, *source_warnings(loader.batches, run)]:
+        output.note(text)
+    _check_first_batch(run, heldout, expected, first, found.problems)
     return first, loader.place(first), expected
 
 
-def _check_first_batch(run: Run, heldout: Mapping[str, Any], expected: Expected, first: Batch) -> None:
+def _check_first_batch(
+    run: Run, heldout: Mapping[str, Any], expected: Expected, first: Batch, traced: list[str]
+) -> None:
     """Check that a run learns from its first batch and evaluates the metric of its best checkpoint.
 
     Raises:
@@ -253,7 +259,7 @@ def _check_first_batch(run: Run, heldout: Mapping[str, Any], expected: Expected,
             f"checkpoints.best is {run.checkpoints.best!r}, and {have}; use"
             f" {'one of these, or ' if names else ''}None"
         )
-    problems = [*loss_problems(expected), *class_problems(expected, first)]
+    problems = [*traced, *loss_problems(expected), *class_problems(expected, first)]
     if problems:
         raise problems_error("this run would learn nothing, or something else than it should", problems)
 

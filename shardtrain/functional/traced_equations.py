@@ -1,0 +1,82 @@
+"""Equations of a traced program, and of the programs in it: constants, lines, what they depend on."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from shardtrain.errors.user_code import is_users
+
+
+class TracedEquation(NamedTuple):
+    """An equation of a program, or of a program in it.
+
+    Args:
+      equation: jax's.
+      constants: its inputs that are constants, numbers and arrays.
+      depends: whether each input depends on the chosen inputs of the program.
+      outer: the equations that it is in, the outermost first.
+    """
+
+    equation: Any
+    constants: list[Any]
+    depends: list[bool]
+    outer: tuple[Any, ...]
+
+    @property
+    def line(self) -> str:
+        """The file and line of the user's code that has the operation."""
+        found = "?"
+        for each in (*self.outer, self.equation):
+            frames = each.source_info.traceback.frames if each.source_info.traceback else ()
+            own = (f"{frame.file_name}:{frame.line_num}" for frame in frames if is_users(frame.file_name))
+            found = next(own, found)
+            # functions of jax are traced once, and keep the lines of the call for which they were
+            name = each.params["name"] if each.primitive.name == "jit" else ""
+            if name.startswith("_") and not name.startswith("__"):
+                break
+        return found
+
+
+def equations(closed: Any, chosen: Sequence[bool]) -> list[TracedEquation]:
+    """Return all equations of a program in order, those of an inner program after the one that it is in.
+
+    Args:
+      closed: the program, a ClosedJaxpr.
+      chosen: for each input of the program, whether it is one of those for `depends`.
+    """
+    return _equations(closed.jaxpr, closed.consts, chosen, ())
+
+
+def _equations(
+    jaxpr: Any, consts: Sequence[Any], chosen: Sequence[bool], outer: tuple[Any, ...]
+) -> list[TracedEquation]:
+    values = dict(zip(jaxpr.constvars, consts, strict=False))
+    depends = dict(zip(jaxpr.invars, chosen, strict=True))
+    found: list[TracedEquation] = []
+    for equation in jaxpr.eqns:
+        variables = [v for v in equation.invars if not isinstance(v, Literal)]
+        constants = [v.val for v in equation.invars if isinstance(v, Literal)]
+        constants += [values[v] for v in variables if v in values]
+        given = [not isinstance(v, Literal) and depends.get(v, False) for v in equation.invars]
+        found.append(TracedEquation(equation, constants, given, outer))
+        for inner, inner_consts in _inner(equation.params.values()):
+            # most inner programs have the inputs of their equation; a branch has all but the first
+            number = len(inner.invars)
+            same = equation.primitive.name != "while" and number <= len(given)
+            entering = given[len(given) - number :] if same else [any(given)] * number
+            found += _equations(inner, inner_consts, entering, (*outer, equation))
+        depends |= dict.fromkeys(equation.outvars, any(given))
+    return found
+
+
+def _inner(parameters: Iterable[Any]) -> list[tuple[Any, Sequence[Any]]]:
+    """Return the programs among the parameters of an equation, each with its constants."""
+    found: list[tuple[Any, Sequence[Any]]] = []
+    for value in parameters:
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(each, ClosedJaxpr):
+                found.append((each.jaxpr, each.consts))
+            elif isinstance(each, Jaxpr):
+                found.append((each, ()))
+    return found
