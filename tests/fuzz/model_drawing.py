@@ -132,13 +132,16 @@ def draw_vit(rng: random.Random, case: Case, unit: int) -> Case:
 
 def draw_resnet(rng: random.Random, case: Case, unit: int) -> Case:
     """Draw the options of a ResNet of the CIFAR kind."""
+    # its batch norm is of each replica
+    replicated = "data" in case.mesh or case.layout.get("zero", 3) < 3
+    norm = "group" if replicated else rng.choice(("group", "batch"))
     model: dict[str, Any] = {"depth": 11 if case.mesh.get("pipeline", 1) * case.virtual < 4 else 20}
     model |= {
         "filters": unit,
         "height": 8,
         "width": 8,
         "classes": unit,
-        "norm": rng.choice(("group", "batch")),
+        "norm": norm,
     }
     return replace(case, model=model)
 
