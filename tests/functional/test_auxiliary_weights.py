@@ -11,7 +11,6 @@ from shardtrain.functional.loss import masked_token_loss, next_token_loss
 from shardtrain.models.experts_options import read_experts
 from shardtrain.models.experts_routing import Routing
 
-
 ROWS, SEQ = 4, 6
 
 
@@ -50,7 +49,7 @@ def test_penalties_of_any_split_are_means_weighted_by_what_rows_count(loss, coun
         some: Any = {name: jnp.asarray(x)[rows] for name, x in batch.items()}
         logits = jnp.zeros((len(z[rows]), SEQ, 3))
         with_, without = (
-            summed_loss(loss, lambda *_: Outputs(logits, routing, train=train), some)[0]
+            summed_loss(loss, lambda *_, train=train: Outputs(logits, routing, train=train), some)[0]
             for train in (True, False)
         )
         return float(with_ - without)
