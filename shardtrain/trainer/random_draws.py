@@ -13,7 +13,7 @@ from shardtrain.trainer.config import Run
 
 
 def with_draws(run: Run, model: Model, microbatch: Batch, mesh: Mesh, num_islands: int) -> Model:
-    """Return the model with its random draws, found in its training loss.
+    """Return the model with its random draws, found in its losses of training and of held-out data.
 
     Args:
       run: the run.
@@ -25,11 +25,12 @@ def with_draws(run: Run, model: Model, microbatch: Batch, mesh: Mesh, num_island
     Raises:
       ValueError: rows are split, and draws depend on how.
     """
-    found = find_draws(model, run.loss, microbatch)
+    both = [find_draws(model, run.loss, microbatch, train) for train in (True, False)]
+    problems = list(dict.fromkeys(problem for found in both for problem in found.problems))
     num_replicas = math.prod(mesh.shape[axis] for axis in run.strategy.layout.replica_axes)
-    if found.problems and num_replicas * num_islands * run.strategy.accumulate > 1:
+    if problems and num_replicas * num_islands * run.strategy.accumulate > 1:
         raise problems_error(
             "losses would not be those of one device, as random numbers would depend on how rows are split",
-            found.problems,
+            problems,
         )
-    return replace(model, draws=found.draws)
+    return replace(model, draws=tuple(dict.fromkeys(draw for found in both for draw in found.draws)))
