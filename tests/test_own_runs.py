@@ -44,12 +44,15 @@ REFUSED = {
     "whole_number_parameters": "parameters are trained, so they are floats; make these constants | - table is int32",
     "sets_a_parameter": "a call of the model sets its parameter up/bias, which only the optimizer changes, so what was set would be lost",
     "explicit_shardings": f"{line('jnp.matmul(x, jnp.eye(4), out_sharding')}: the model gives out_sharding to a function of jax | nn.with_logical_constraint(x,",
+    "optimizer_of_other_shapes": "the optimizer gives updates of another structure or of other shapes than the parameters",
     "grown_state": "a step must keep it; initialise each array with the shape that it has after a call: - mean: () -> (1, 4)",
 }  # fmt: skip
 """Run -> parts of its message, between bars; with exit code 2."""
 
 FAILED = {
     "wrong_name": "return undefined_thing | NameError: name 'undefined_thing' is not defined | the run of | raised NameError",
+    "optimizer_without_name": "undefined_rate * step | the optimizer raised NameError: name 'undefined_rate' is not defined",
+    "evaluated_without_name": "lambda opt_state, params: undefined_average | evaluate_with raised NameError",
     "broken_constructor": "self.up = nnx.Linear(4, rngs=rngs) | the constructor of the model, Own, raised TypeError: Linear.__init__() missing 1",
     "broken_call": "return super().__call__(x.reshape(-1, 3)) | the loss squares, given a batch of 'weights' float32 (2,), 'x' float32 (2, 4)",
 }  # fmt: skip
