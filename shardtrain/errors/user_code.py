@@ -83,7 +83,7 @@ def raised_at(error: BaseException) -> str:
     """
     calls = traceback.extract_tb(error.__traceback__)
     # the first call is that of this package; libraries, which are installed, are no code of the user
-    own = [call for call in calls[1:] if not _is_installed(call.filename)] or calls
+    own = [call for call in calls[1:] if not is_installed(call.filename)] or calls
     return f"{own[-1].filename}:{own[-1].lineno}"
 
 
@@ -95,8 +95,8 @@ def calling_line() -> str:
 
 def is_users(path: str) -> bool:
     """Return whether a file is of the user: neither installed nor of this package."""
-    return not _is_installed(path) and not path.startswith((FOLDER, "<"))
+    return not is_installed(path) and not path.startswith((FOLDER, "<"))
 
 
-def _is_installed(path: str) -> bool:
+def is_installed(path: str) -> bool:
     return "site-packages" in path or path.startswith((sysconfig.get_path("stdlib"), "<frozen"))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.errors.messages import problems_error
+from shardtrain.functional.rng import Draws
 from shardtrain.sharding.array_dims import JOINT, Dims, Named, dims_by_pattern, is_dims
 
 Tree = dict[str, Any]
@@ -60,6 +61,7 @@ class Model:
       axis_name: over which it averages batch statistics, as BatchNorm(axis_name="batch") does; None if each
         replica has its own. Where the axis is not bound, `apply` runs as with one replica.
       frozen: paths of the parameters that are not trained, see `frozen.py`.
+      draws: the random draws in training, see `row_draws.find_draws`; None: they have not been looked for.
     """
 
     init: Callable[[jax.Array], tuple[Tree, Tree]]
@@ -68,6 +70,7 @@ class Model:
     chain: Chain | None = None
     axis_name: str | None = None
     frozen: frozenset[str] = frozenset()
+    draws: Draws | None = None
 
 
 def dim_names(given: Any, shape: Sequence[int], path: str) -> Dims:

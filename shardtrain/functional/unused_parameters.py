@@ -15,6 +15,7 @@ from shardtrain.axes import AXES
 from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model, path_text
+from shardtrain.functional.rng import new_key
 
 ONE = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 """A mesh of axes of size 1: a few rows could not be sharded over the axes of a run's mesh."""
@@ -35,7 +36,7 @@ def unused_parameters(model: Model, loss: Loss, batch: Mapping[str, Any]) -> tup
     Raises:
       ValueError: the loss returns something else.
     """
-    params, model_state = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    params, model_state = jax.eval_shape(lambda: model.init(new_key(0)))
 
     def derivative(tangents: Any, params: Any, model_state: Any, key: jax.Array, batch: Batch) -> jax.Array:
         def loss_sum(params: Any) -> jax.Array:
@@ -44,7 +45,7 @@ def unused_parameters(model: Model, loss: Loss, batch: Mapping[str, Any]) -> tup
 
         return jax.jvp(loss_sum, (params,), (tangents,))[1]
 
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.eval_shape(lambda: new_key(0))
     # not around `init`, where linen would take names of dims for axes of the mesh
     with jax.sharding.use_abstract_mesh(ONE):
         traced = jax.make_jaxpr(derivative)(params, params, model_state, key, batch).jaxpr

@@ -19,7 +19,7 @@ from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Model
-from shardtrain.functional.rng import row_key
+from shardtrain.functional.rng import new_key, row_key
 from shardtrain.functional.sums import GradientSquares, Sums
 from shardtrain.pipeline.mesh_pipeline import pipeline_sums
 from shardtrain.pipeline.schedule import forward_only, make_table
@@ -126,7 +126,7 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
         params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch, scale: Any
     ) -> tuple[jax.Array, Any]:
         num_rows = jax.tree.leaves(batch)[0].shape[0]
-        bound = BoundModel(model, params, model_state, row_key(key, first_row, num_rows))
+        bound = BoundModel(model, params, model_state, row_key(key, first_row, num_rows, model.draws))
         loss_sum, count, metrics = summed_loss(loss, bound, batch)
         # rows of padding alone leave the model's state as it was
         model_state = jax.tree.map(
@@ -193,7 +193,9 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
         run_stage = _stage_function(model, loss, placement, table, rules)
 
         def replica(params: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
-            return run_stage(params, lambda number: row_key(key, first_rows[number], num_rows), batch)
+            return run_stage(
+                params, lambda number: row_key(key, first_rows[number], num_rows, model.draws), batch
+            )
 
         # manual over `pipeline` outside, vmap over replicas inside
         def run(*arguments: Any) -> Sums:
@@ -233,7 +235,7 @@ def make_pipeline_losses(model: Model, loss: Loss, placement: Placement) -> Call
 
         def run(params: Any, batch: Batch) -> Sums:
             with activation_rules(rules, jax.sharding.get_abstract_mesh(), *placement.layout.tracing):
-                return run_stage(params, lambda number: jax.random.key(0), batch)
+                return run_stage(params, lambda number: new_key(0), batch)
 
         return _over_stages(run, placement.mesh, params)(params, batch)
 

@@ -174,7 +174,7 @@ class StageFunctions:
 
         def run(params: Tree, model_state: Tree, first_row: Any, batch: Batch, inputs: Any) -> Any:
             num_rows = jax.tree.leaves(batch)[0].shape[0]
-            rng = row_key(key, first_row, num_rows)
+            rng = row_key(key, first_row, num_rows, self.stage_model.model.draws)
             entering = self._entering(part, inputs, num_rows)
             found, changed = self.stage_model.run(part, params, model_state, rng, train, batch, entering)
             # a replica whose rows are all padding does not change the model state

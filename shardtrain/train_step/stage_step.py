@@ -18,7 +18,7 @@ from shardtrain.combine import mean
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree
-from shardtrain.functional.rng import step_key
+from shardtrain.functional.rng import new_key, step_key
 from shardtrain.islands.transfer import Transfer
 from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.in_flight import forwards_ahead
@@ -251,7 +251,7 @@ class StageStep:
         # the tasks are forwards alone; the last stages then hold the sums of the loss
         programs = self._evaluation_programs
         params = self._borrowed.exchange(state.params)
-        programs.begin(params, state.model_state, jax.random.key(0), batch)
+        programs.begin(params, state.model_state, new_key(0), batch)
         self._turns.once("evaluation tasks", programs.compile)
         self._evaluation_executor.run(programs)
         own = self._gradient_programs.loss_sums(programs.take_sums())

@@ -17,7 +17,7 @@ from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
-from shardtrain.functional.rng import step_key
+from shardtrain.functional.rng import new_key, step_key
 from shardtrain.functional.sums import Sums
 from shardtrain.optim.clip import TakesNorm
 from shardtrain.optim.optimizer_state import stored, value_function
@@ -262,7 +262,7 @@ def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[[S
 
     def evaluate(state: State, batch: Batch) -> Metrics:
         def microbatch(batch: Batch) -> Any:
-            bound = BoundModel(model, state.params, state.model_state, jax.random.key(0), train=False)
+            bound = BoundModel(model, state.params, state.model_state, new_key(0), train=False)
             loss_sum, count, metrics = summed_loss(loss, bound, batch, train=False)
             return {**metrics, "loss_sum": loss_sum, "count": count}
 

@@ -35,6 +35,7 @@ from shardtrain.trainer.island_run import run_of_island
 from shardtrain.trainer.layout_check import check_layout
 from shardtrain.trainer.loss_trace import check_trace
 from shardtrain.trainer.multi_island_step import bridge_text, pipeline_text
+from shardtrain.trainer.program_mark import make_mark
 from shardtrain.trainer.row_memory import fit_to_memory
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.run_facts import pipeline_facts, run_facts
@@ -116,9 +117,11 @@ def prepare_run(
     shares = RowShares(coordination, batches.row_counts, run, setup.mesh, run.strategy.accumulate)
     loader = shares.loader(batches)
     # Check the first batch: one that cannot be split or learned from is refused before anything compiles.
-    first, batch, expected = _place_first_batch(run, setup, heldout, loader, output)
+    with make_mark(run.strategy, folder, coordination).running("the check of the first batch"):
+        first, batch, expected = _place_first_batch(run, setup, heldout, loader, output)
     _show(run, folder, setup, output)
-    check_layout(run, setup, batches, output.note)
+    with make_mark(run.strategy, folder, coordination).running("the check of the layout"):
+        check_layout(run, setup, batches, output.note)
     step, island_step, meetings, wanted = make_checked_step(
         run, folder, setup, coordination, loader, batch, shares, output, stack
     )

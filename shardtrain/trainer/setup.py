@@ -29,6 +29,7 @@ from shardtrain.train_step.placement import Placement, make_placement
 from shardtrain.train_step.seats import Seats
 from shardtrain.trainer.config import Run, model_of
 from shardtrain.trainer.gradient_noise import check_noise
+from shardtrain.trainer.random_draws import with_draws
 from shardtrain.trainer.sources import make_batches
 from shardtrain.trainer.stage_checks import (
     HOST_INPUTS,
@@ -103,6 +104,8 @@ def make_setup(
         check_rates(run.optimizer.rates, [p for p in parameter_paths(model) if p not in model.frozen])
     mesh = mesh or make_mesh(run.strategy.layout)
     unused = () if microbatch is None else find_unused(run, model, microbatch)
+    if microbatch is not None:
+        model = with_draws(run, model, microbatch, mesh, num_islands)
     if num_islands > 1 and run.strategy.across.axis == "pipeline":
         assert microbatch is not None
         setup = _make_stage_setup(run, model, mesh, num_islands, island, microbatch, unused)

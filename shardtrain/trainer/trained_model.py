@@ -22,6 +22,7 @@ from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model, Tree, path_text
 from shardtrain.functional.module_factory import construct
 from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.rng import new_key
 from shardtrain.functional.split_module import fill_values, in_mode, split_module, split_variables
 from shardtrain.system.xla_flags import quick_options
 from shardtrain.trainer.config import describe
@@ -52,7 +53,7 @@ def build(model: Any, seed: int = 0) -> Any:
     (1, 4, 8)
     """
     pure = as_model(model)
-    key = jax.random.key(seed)
+    key = new_key(seed)
     # inside another jit the options are those of the whole program
     options = None if isinstance(key, Tracer) else quick_options(jax.default_backend())
     params, model_state = jax.jit(pure.init, compiler_options=options)(key)
@@ -93,7 +94,7 @@ def load(
         options that differ. Or the run evaluates with a function, which no checkpoint contains.
     """
     reader = find_parameters(Path(run_dir), step, None if base is None else Path(base))
-    params, model_state = jax.eval_shape(as_model(model).init, jax.random.key(0))
+    params, model_state = jax.eval_shape(as_model(model).init, new_key(0))
     wanted = {
         f"{kind}/{path}": Leaf(shape=tuple(x.shape), dtype=x.dtype.name)
         for kind, tree in (("params", params), ("model_state", model_state))

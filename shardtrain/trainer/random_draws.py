@@ -1,0 +1,35 @@
+"""The random draws of a run's model: the same in any layout, or refused. Next: `functional/row_draws.py`."""
+
+import math
+from dataclasses import replace
+
+from jax.sharding import Mesh
+
+from shardtrain.data import Batch
+from shardtrain.errors.messages import problems_error
+from shardtrain.functional.model import Model
+from shardtrain.functional.row_draws import find_draws
+from shardtrain.trainer.config import Run
+
+
+def with_draws(run: Run, model: Model, microbatch: Batch, mesh: Mesh, num_islands: int) -> Model:
+    """Return the model with its random draws, found in its training loss.
+
+    Args:
+      run: the run.
+      model: the whole model.
+      microbatch: a batch as the loss receives it, arrays or shapes.
+      mesh: the mesh of this island.
+      num_islands: number of islands.
+
+    Raises:
+      ValueError: rows are split, and draws depend on how.
+    """
+    found = find_draws(model, run.loss, microbatch)
+    num_replicas = math.prod(mesh.shape[axis] for axis in run.strategy.layout.replica_axes)
+    if found.problems and num_replicas * num_islands * run.strategy.accumulate > 1:
+        raise problems_error(
+            "losses would not be those of one device, as random numbers would depend on how rows are split",
+            found.problems,
+        )
+    return replace(model, draws=found.draws)
