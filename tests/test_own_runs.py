@@ -13,7 +13,7 @@ from shardtrain.cli import main
 
 FILE = Path(__file__).parent / "programs" / "own_runs.py"
 LINES = FILE.read_text().splitlines()
-DRAWS = "draws random numbers for the rows of a batch by a key that is not of the step | use the key of the step: apply.key in the loss | self.rngs.noise()"
+DRAWS = "its key is not made from that which the model gets, so each microbatch and replica would get the same numbers, in every step; use apply.key in the loss"
 CONSTANT = "gives other numbers each time that it is traced | they would be constants | draw with the key of the step"
 
 
@@ -24,10 +24,10 @@ def line(text):
 
 
 REFUSED = {
-    "own_key": f"{line('super().__call__(x + jax.random.normal(key, x.shape))')} {DRAWS}",
-    "key_in_call": f"{line('PRNGKey(3)')} {DRAWS}",
-    "key_of_rows": f"{line('jax.vmap(jax.random.normal, (0, None))')} {DRAWS}",
-    "key_as_state": f"{line('return x + jax.random.normal(key, x.shape), None')} {DRAWS}",
+    "own_key": f"{line('super().__call__(x + jax.random.normal(key, x.shape))')} | {DRAWS}",
+    "key_in_call": f"{line('PRNGKey(3)')} | {DRAWS}",
+    "key_of_rows": f"{line('jax.random.split(jax.random.key(1)')} | {DRAWS}",
+    "key_as_state": f"{line('return x + jax.random.normal(key, x.shape), None')} | {DRAWS}",
     "key_as_attribute": "Own keeps the random key key, which would draw the same numbers in every step | self.rngs = rngs",
     "numpy_noise": f"{line('np.random.normal(size=4)})')} {CONSTANT}",
     "python_noise": f"{line('random.random()')} {CONSTANT}",
@@ -126,6 +126,11 @@ def test_what_is_right_or_may_be_meant_trains(name, run_one):
     check(text, TRAINED[name])
     assert ("WARNING" in text) == bool(TRAINED[name])
     assert code == 0
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "tensor=8"])
+def test_a_key_of_the_loss_is_refused_in_any_layout(mesh, run_one):
+    assert "use apply.key in the loss" in run_one("own_key", "--mesh", mesh)[1]
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ from shardtrain.cli import main
 from shardtrain.cli.run_file import load_file, load_run
 from shardtrain.data import Batches, place
 from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.row_draws import find_draws
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
@@ -48,6 +50,9 @@ def trained(run, sizes, microbatches=1):
     layout = Layout(**{**vars(run.strategy.layout), "mesh": sizes})
     mesh = make_mesh(layout, jax.devices()[: np.prod(list(sizes.values()))])
     model = as_model(run.model, run.names)
+    draws = find_draws(model, run.loss, batches_of(run)[0])
+    assert draws.problems == ()
+    model = replace(model, draws=draws.draws)
     placement = make_placement(model, run.optimizer, layout, mesh)
     state = init_state(model, run.optimizer, placement, run.seed)
     step = make_step(model, run.loss, run.optimizer, placement)

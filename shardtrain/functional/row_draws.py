@@ -54,7 +54,7 @@ def find_draws(model: Model, loss: Loss, batch: Mapping[str, Any]) -> RowDraws:
                 found.append(changed)
                 return outputs
 
-            return summed_loss(loss, apply, batch), found
+            return summed_loss(loss, apply, batch, rng=key), found
 
         with jax.sharding.use_abstract_mesh(ONE):
             return jax.make_jaxpr(loss_sum)(key, rows, params, model_state)

@@ -210,6 +210,18 @@ class Swin(nnx.Module):
         return self.head(x.mean((1, 2)))
 
 
+class FlatDropout(nnx.Module):
+    """Tokens are flattened into rows before dropout."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed, self.drop = nnx.Embed(16, 8, rngs=rngs), nnx.Dropout(0.3, rngs=rngs)
+        self.head = nnx.Linear(8, 16, rngs=rngs)
+
+    def __call__(self, x):
+        y = self.drop(self.embed(x.reshape(-1)))
+        return self.head(y).reshape(*x.shape, 16)
+
+
 class Vae(nn.Module):
     """That of Flax's examples."""
 
@@ -432,6 +444,7 @@ STYLES = {
     "lstm": (Lstm, predict_next, TOKENS),
     "linen gru": (partial(from_linen, LinenGru(), TOKENS), predict_next, TOKENS),
     "swin": (Swin, classify, IMAGE),
+    "flat dropout": (FlatDropout, predict_next, TOKENS),
     "vae": (partial(from_linen, Vae(), IMAGE, jax.random.key(0)), with_key(reconstruct), IMAGE),
     "critic": (Critic, tell_apart, IMAGE),
     "mamba": (Mamba, predict_next, TOKENS),
