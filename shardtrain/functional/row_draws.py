@@ -55,7 +55,7 @@ def find_draws(model: Model, loss: Loss, batch: Mapping[str, Any], train: bool =
                 found.append(changed)
                 return outputs
 
-            return summed_loss(loss, apply, batch, train), found
+            return summed_loss(loss, apply, batch, train, key), found
 
         with jax.sharding.use_abstract_mesh(ONE):
             return jax.make_jaxpr(loss_sum)(key, rows, params, model_state)

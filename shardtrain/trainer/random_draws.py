@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from shardtrain.data import Batch
 from shardtrain.errors.messages import problems_error
+from shardtrain.functional.draw_record import FOREIGN
 from shardtrain.functional.model import Model
 from shardtrain.functional.row_draws import find_draws
 from shardtrain.trainer.config import Run
@@ -23,7 +24,7 @@ def with_draws(run: Run, model: Model, microbatch: Batch, mesh: Mesh, num_island
       num_islands: number of islands.
 
     Raises:
-      ValueError: rows are split, and draws depend on how.
+      ValueError: rows are split, and draws depend on how; or a key is not that of the step.
     """
     both = [find_draws(model, run.loss, microbatch, train) for train in (True, False)]
     problems = list(dict.fromkeys(problem for found in both for problem in found.problems))
@@ -33,4 +34,7 @@ def with_draws(run: Run, model: Model, microbatch: Batch, mesh: Mesh, num_island
             "losses would not be those of one device, as random numbers would depend on how rows are split",
             problems,
         )
+    # without a split they would still be the same in every step
+    if foreign := [problem for problem in problems if problem.endswith(FOREIGN)]:
+        raise problems_error("the rows of a batch would get the same random numbers in every step", foreign)
     return replace(model, draws=tuple(dict.fromkeys(draw for found in both for draw in found.draws)))
