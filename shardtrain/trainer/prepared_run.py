@@ -15,6 +15,7 @@ from shardtrain.functional.activation_rules import noting
 from shardtrain.functional.loss_checks import guarded
 from shardtrain.islands.membership import Islands, binding
 from shardtrain.islands.watchdog.stragglers import Stragglers
+from shardtrain.optim.optimizer import Optimizer
 from shardtrain.report.islands import binding_text
 from shardtrain.report.sharding import sharding_text
 from shardtrain.report.sinks import check_installed
@@ -29,10 +30,12 @@ from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.context_checks import check_sequences
 from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.data_facts import data_facts
 from shardtrain.trainer.evaluation import heldout_prefix
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
 from shardtrain.trainer.island_run import run_of_island
 from shardtrain.trainer.multi_island_step import bridge_text, pipeline_text
+from shardtrain.trainer.optimizer_values import VALUES, initial_values
 from shardtrain.trainer.row_memory import fit_to_memory
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.run_facts import pipeline_facts, run_facts
@@ -172,7 +175,9 @@ def _agreed_setup(
     Coordination(islands).check_agreement(pipeline_facts(description))
     run = with_stage_cut(run, source, islands, output)
     setup = _make_setup(run, source, islands, output)
-    description["data.fingerprint"] = getattr(source, "fingerprint", None)
+    if not isinstance(run.optimizer, Optimizer):
+        description[VALUES] = initial_values(setup.optimizer, setup.placement.specs.abstract.params)
+    description |= data_facts(source, heldout, with_contents=run.checkpoints.best is not None)
     Coordination(islands).check_agreement(run_facts(run, setup, description))
     return run, description, source, heldout, setup
 
