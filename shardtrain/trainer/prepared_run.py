@@ -9,16 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from shardtrain.data import Batch, Loader
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.activation_rules import noting
 from shardtrain.functional.loss_checks import guarded
+from shardtrain.functional.model import named_arrays
+from shardtrain.functional.rng import new_key
 from shardtrain.islands.membership import Islands, binding
 from shardtrain.islands.watchdog.stragglers import Stragglers
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.report.islands import binding_text
 from shardtrain.report.sharding import sharding_text
 from shardtrain.report.sinks import check_installed
+from shardtrain.sharding.moved_names import moved_names
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.meetings import Meetings
@@ -191,7 +196,10 @@ def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConso
         check_sequences(run, setup.whole_model, setup.mesh.shape, microbatch)
     if setup.unused:
         output.note(unused_text(setup.unused, run.optimizer))
-    if num_islands > 1 and (name := setup.whole_model.axis_name):
+    model = setup.whole_model
+    if text := moved_names(named_arrays(model, jax.eval_shape(model.init, new_key(0))[0])):
+        output.note(text)
+    if num_islands > 1 and (name := model.axis_name):
         output.note(
             f"WARNING: batch statistics, or loads of experts, over the axis {name!r} are those of each"
             " island: islands do not exchange them. Where that matters use one island, a norm without them"
