@@ -125,10 +125,11 @@ def prepare_run(
     shares = RowShares(coordination, batches.row_counts, run, setup.mesh, run.strategy.accumulate)
     loader = shares.loader(batches)
     # Check the first batch: one that cannot be split or learned from is refused before anything compiles.
-    with make_mark(run.strategy, folder, coordination).running("the check of the first batch"):
+    mark = make_mark(run.strategy, folder, coordination)
+    with mark.running("the check of the first batch"):
         first, batch, expected = _place_first_batch(run, setup, heldout, loader, output)
     _show(run, folder, setup, output)
-    with make_mark(run.strategy, folder, coordination).running("the check of the layout"):
+    with mark.running("the check of the layout"):
         check_layout(run, setup, batches, output.note)
     step, island_step, meetings, wanted = make_checked_step(
         run, folder, setup, coordination, loader, batch, shares, output, stack
