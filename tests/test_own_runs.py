@@ -13,7 +13,7 @@ from shardtrain.cli import main
 
 FILE = Path(__file__).parent / "programs" / "own_runs.py"
 LINES = FILE.read_text().splitlines()
-DRAWS = "draws random numbers for the rows of a batch by a key that is not of the step | use the key of the step: apply.key in the loss | self.rngs.noise()"
+DRAWS = "its key is not made from that which the model gets, so each microbatch and replica would get the same numbers, in every step; use apply.key in the loss"
 CONSTANT = "gives other numbers each time that it is traced | they would be constants | draw with the key of the step"
 
 
@@ -24,10 +24,10 @@ def line(text):
 
 
 REFUSED = {
-    "own_key": f"{line('super().__call__(x + jax.random.normal(key, x.shape))')} {DRAWS}",
-    "key_in_call": f"{line('PRNGKey(3)')} {DRAWS}",
-    "key_of_rows": f"{line('jax.vmap(jax.random.normal, (0, None))')} {DRAWS}",
-    "key_as_state": f"{line('return x + jax.random.normal(key, x.shape), None')} {DRAWS}",
+    "own_key": f"{line('super().__call__(x + jax.random.normal(key, x.shape))')} | {DRAWS}",
+    "key_in_call": f"{line('PRNGKey(3)')} | {DRAWS}",
+    "key_of_rows": f"{line('jax.random.split(jax.random.key(1)')} | {DRAWS}",
+    "key_as_state": f"{line('return x + jax.random.normal(key, x.shape), None')} | {DRAWS}",
     "key_as_attribute": "Own keeps the random key key, which would draw the same numbers in every step | self.rngs = rngs",
     "numpy_noise": f"{line('np.random.normal(size=4)})')} {CONSTANT}",
     "python_noise": f"{line('random.random()')} {CONSTANT}",
@@ -44,12 +44,15 @@ REFUSED = {
     "whole_number_parameters": "parameters are trained, so they are floats; make these constants | - table is int32",
     "sets_a_parameter": "a call of the model sets its parameter up/bias, which only the optimizer changes, so what was set would be lost",
     "explicit_shardings": f"{line('jnp.matmul(x, jnp.eye(4), out_sharding')}: the model gives out_sharding to a function of jax | nn.with_logical_constraint(x,",
+    "optimizer_of_other_shapes": "the optimizer gives updates of another structure or of other shapes than the parameters",
     "grown_state": "a step must keep it; initialise each array with the shape that it has after a call: - mean: () -> (1, 4)",
 }  # fmt: skip
 """Run -> parts of its message, between bars; with exit code 2."""
 
 FAILED = {
     "wrong_name": "return undefined_thing | NameError: name 'undefined_thing' is not defined | the run of | raised NameError",
+    "optimizer_without_name": "undefined_rate * step | the optimizer raised NameError: name 'undefined_rate' is not defined",
+    "evaluated_without_name": "lambda opt_state, params: undefined_average | evaluate_with raised NameError",
     "broken_constructor": "self.up = nnx.Linear(4, rngs=rngs) | the constructor of the model, Own, raised TypeError: Linear.__init__() missing 1",
     "broken_call": "return super().__call__(x.reshape(-1, 3)) | the loss squares, given a batch of 'weights' float32 (2,), 'x' float32 (2, 4)",
 }  # fmt: skip
@@ -123,6 +126,11 @@ def test_what_is_right_or_may_be_meant_trains(name, run_one):
     check(text, TRAINED[name])
     assert ("WARNING" in text) == bool(TRAINED[name])
     assert code == 0
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "tensor=8"])
+def test_a_key_of_the_loss_is_refused_in_any_layout(mesh, run_one):
+    assert "use apply.key in the loss" in run_one("own_key", "--mesh", mesh)[1]
 
 
 @pytest.mark.parametrize("name", SAME)

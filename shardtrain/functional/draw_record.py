@@ -200,7 +200,8 @@ NOT_ROWS = (
 )
 FOREIGN = (
     "its key is not made from that which the model gets, so each microbatch and replica would get the same"
-    " numbers; use a stream of the model's Rngs (self.rngs.noise()), in linen self.make_rng('dropout')"
+    " numbers, in every step; use apply.key in the loss, also as an argument, apply(x, apply.key), in the"
+    " model a stream of its Rngs (self.rngs.noise()), in linen self.make_rng('dropout')"
 )
 KEYS_AND_ROWS = (
     "there is a key for each row, and each draws for all rows; draw for one row with the key of a row"

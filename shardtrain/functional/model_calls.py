@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from shardtrain.functional.loss import Batch, Loss
+from shardtrain.functional.rng import new_key
 
 LOSS_STREAM = 0x105500
 """Folded into the key of a call for what the loss draws itself; the model's streams have small numbers."""
@@ -66,7 +67,7 @@ class ModelCall:
         Draws whose first dim is the rows are the same for any split of a batch. It is always the same key:
         split it to draw several times.
         """
-        rng = jax.random.key(0) if self.rng is None else self.rng
+        rng = new_key(0) if self.rng is None else self.rng
         return jax.random.fold_in(rng, LOSS_STREAM)
 
 

@@ -87,7 +87,9 @@ def _with_own_arguments(factory: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with the arguments of a factory; those of a class of modules are its metaclass's."""
     if isinstance(factory, partial):
         return partial(_with_own_arguments(factory.func), *factory.args, **factory.keywords)
-    return partial(factory.__init__, None) if isinstance(factory, type) else factory
+    if not isinstance(factory, type):
+        return factory
+    return (lambda: None) if factory.__init__ is object.__init__ else partial(factory.__init__, None)
 
 
 def _takes_position(factory: Any, parameters: Any, required: list[str]) -> bool:

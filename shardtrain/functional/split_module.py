@@ -71,14 +71,8 @@ def split_variables(module: Any) -> Any:
 
 def in_mode(module: Any, train: bool) -> Any:
     """Return a module in the mode of training or evaluation, of the same variables."""
-    return nnx.view(
-        module,
-        # a set of streams has every attribute, as a stream
-        only=lambda _, node: isinstance(node, nnx.Module),
-        deterministic=not train,
-        use_running_average=not train,
-        raise_if_not_found=False,
-    )
+    mode = {"deterministic": not train, "use_running_average": not train}
+    return nnx.view(module, raise_if_not_found=False, **mode)
 
 
 def split_module(factory: Callable[..., Any], sync_batch_norm: bool) -> tuple[Any, SplitModule]:

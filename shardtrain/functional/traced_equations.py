@@ -1,4 +1,4 @@
-"""Equations of a traced program, and of the programs in it: constants, lines, what they depend on."""
+"""Equations of a traced program, and of the programs in it, with their constants and lines."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -14,13 +14,11 @@ class TracedEquation(NamedTuple):
     Args:
       equation: jax's.
       constants: its inputs that are constants, numbers and arrays.
-      depends: whether each input depends on the chosen inputs of the program.
       outer: the equations that it is in, the outermost first.
     """
 
     equation: Any
     constants: list[Any]
-    depends: list[bool]
     outer: tuple[Any, ...]
 
     @property
@@ -38,35 +36,21 @@ class TracedEquation(NamedTuple):
         return found
 
 
-def equations(closed: Any, chosen: Sequence[bool]) -> list[TracedEquation]:
-    """Return all equations of a program in order, those of an inner program after the one that it is in.
-
-    Args:
-      closed: the program, a ClosedJaxpr.
-      chosen: for each input of the program, whether it is one of those for `depends`.
-    """
-    return _equations(closed.jaxpr, closed.consts, chosen, ())
+def equations(closed: Any) -> list[TracedEquation]:
+    """Return all equations of a program, a ClosedJaxpr; those of an inner one after the one that it is in."""
+    return _equations(closed.jaxpr, closed.consts, ())
 
 
-def _equations(
-    jaxpr: Any, consts: Sequence[Any], chosen: Sequence[bool], outer: tuple[Any, ...]
-) -> list[TracedEquation]:
+def _equations(jaxpr: Any, consts: Sequence[Any], outer: tuple[Any, ...]) -> list[TracedEquation]:
     values = dict(zip(jaxpr.constvars, consts, strict=False))
-    depends = dict(zip(jaxpr.invars, chosen, strict=True))
     found: list[TracedEquation] = []
     for equation in jaxpr.eqns:
         variables = [v for v in equation.invars if not isinstance(v, Literal)]
         constants = [v.val for v in equation.invars if isinstance(v, Literal)]
         constants += [values[v] for v in variables if v in values]
-        given = [not isinstance(v, Literal) and depends.get(v, False) for v in equation.invars]
-        found.append(TracedEquation(equation, constants, given, outer))
+        found.append(TracedEquation(equation, constants, outer))
         for inner, inner_consts in _inner(equation.params.values()):
-            # most inner programs have the inputs of their equation; a branch has all but the first
-            number = len(inner.invars)
-            same = equation.primitive.name != "while" and number <= len(given)
-            entering = given[len(given) - number :] if same else [any(given)] * number
-            found += _equations(inner, inner_consts, entering, (*outer, equation))
-        depends |= dict.fromkeys(equation.outvars, any(given))
+            found += _equations(inner, inner_consts, (*outer, equation))
     return found
 
 

@@ -1,7 +1,7 @@
 """Checks of the traced program of a loss with its model, before the first step; nothing is computed.
 
-They find numbers that are no function of what a step gives: draws with a key of their own, randomness of
-numpy. Next: `first_batch.py`, whose checks compute the loss of two rows.
+They find numbers that are no function of what a step gives, such as numpy's random numbers, and what the
+loss ignores. Next: `first_batch.py`, whose checks compute the loss of two rows.
 """
 
 import re
@@ -19,7 +19,7 @@ from shardtrain.errors.user_code import UserCodeFailed, calling_line
 from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
-from shardtrain.functional.rng import row_key
+from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_equations import TracedEquation, equations
 from shardtrain.functional.unused_parameters import ONE
 
@@ -52,19 +52,18 @@ def check_trace(model: Model, loss: Loss, batch: Mapping[str, np.ndarray]) -> Lo
       loss: the loss function of the run.
       batch: any batch of the run, for its shapes.
     """
-    abstract = jax.eval_shape(model.init, jax.random.key(0))
+    abstract = jax.eval_shape(lambda: model.init(new_key(0)))
     prime = _unused_prime([*jax.tree.leaves(abstract), *(x[0] for x in batch.values())])
     rows = {name: jax.ShapeDtypeStruct((2 * prime, *x.shape[1:]), x.dtype) for name, x in batch.items()}
     promoted: list[str] = []
 
     def trace() -> Any:
         def traced(params: Any, model_state: Any, key: jax.Array, batch: Any) -> Any:
-            key = row_key(key, 0, 2 * prime)
             apply = lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0]  # noqa: E731
             return summed_loss(loss, apply, batch, rng=key)[:2]
 
         with jax.sharding.use_abstract_mesh(ONE):
-            return jax.make_jaxpr(traced)(*abstract, jax.eval_shape(lambda: jax.random.key(0)), rows)
+            return jax.make_jaxpr(traced)(*abstract, jax.eval_shape(lambda: new_key(0)), rows)
 
     try:
         first = trace()
@@ -73,40 +72,15 @@ def check_trace(model: Model, loss: Loss, batch: Mapping[str, np.ndarray]) -> Lo
             second = trace()
     except (UserCodeFailed, ValueError):
         return LossFindings([], [])
-    of_batch = [False] * len(first.jaxpr.invars)
-    of_batch[-len(rows) :] = [True] * len(rows)
-    once = equations(first, of_batch)
-    problems = [*_draws(once, prime), *_differences(once, equations(second, of_batch))]
+    once = equations(first)
     warned = [*_unweighted(first.jaxpr, list(rows)), *_row_constants(once, prime), *promoted]
-    return LossFindings(problems, warned)
+    return LossFindings(_differences(once, equations(second)), warned)
 
 
 def _unused_prime(arrays: list[Any]) -> int:
     """Return a prime that divides no dim of some arrays."""
     dims = {size for x in arrays for size in x.shape}
     return next((prime for prime in PRIMES if not any(size % prime == 0 for size in dims)), PRIMES[-1])
-
-
-def _draws(traced: list[TracedEquation], prime: int) -> list[str]:
-    """Return the draws for rows whose key is none of the step, each by its line."""
-    foreign = [jax.random.key(0, impl=name).dtype for name in ("threefry2x32", "rbg", "unsafe_rbg")]
-    lines = []
-    for each in traced:
-        if each.equation.primitive.name != "random_bits":
-            continue
-        key = each.equation.invars[0].aval
-        is_for_rows = any(size % prime == 0 for size in each.equation.outvars[0].aval.shape)
-        # a key for each row, made of what the row has, is the same wherever the row is
-        of_rows = key.shape != () and each.depends[0]
-        if key.dtype in foreign and is_for_rows and not of_rows:
-            lines.append(each.line)
-    return [
-        f"{line} draws random numbers for the rows of a batch by a key that is not of the step, so all"
-        " replicas, microbatches, islands and steps have the same numbers; use the key of the step: apply.key"
-        " in the loss, also as an argument, apply(x, apply.key); in an nnx module self.rngs = rngs and"
-        " self.rngs.noise(); in a linen module self.make_rng('noise')"
-        for line in dict.fromkeys(lines)
-    ]
 
 
 def _row_constants(traced: list[TracedEquation], prime: int) -> list[str]:

@@ -150,11 +150,16 @@ def numpy_noise():
     )
 
 
+@jax.jit
+def scale_at_random(x):
+    return x * random.random()
+
+
 def python_noise():
     class Own(Net):
         @nnx.jit
         def __call__(self, x):
-            return super().__call__(x) * random.random()
+            return scale_at_random(super().__call__(x))
 
     return make(Own)
 
@@ -230,6 +235,19 @@ def unknown_field_of_a_part():
 
 def wrong_name():
     return undefined_thing  # noqa: F821
+
+
+def optimizer_without_name():
+    return make(optimizer=optax.sgd(lambda step: undefined_rate * step))  # noqa: F821
+
+
+def optimizer_of_other_shapes():
+    update = optax.stateless(lambda updates, params: jax.tree.map(jnp.sum, updates))
+    return make(optimizer=update)
+
+
+def evaluated_without_name():
+    return make(evaluate_with=lambda opt_state, params: undefined_average)  # noqa: F821
 
 
 # -- modules

@@ -41,7 +41,8 @@ class Tokens(nnx.Module):
     def __call__(self, x):
         y = self.dense(x)
         if not self.merged:
-            return y + jax.random.normal(jax.random.key(0), y.shape)
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(self.drop.rngs(), jnp.arange(len(y)))
+            return y + jax.vmap(lambda key: jax.random.normal(key, y.shape[1:]))(keys)
         return self.drop(y.reshape(-1, 4)).reshape(x.shape)
 
 
