@@ -40,7 +40,7 @@ class Case:
     mesh: Mapping[str, int] = field(default_factory=dict)
     names: str = "none"
     layout: Mapping[str, Any] = field(default_factory=dict)
-    remat: str | None = None
+    remat: Any = None
     schedule: str = "1f1b"
     virtual: int = 1
     accumulate: int = 1

@@ -102,7 +102,7 @@ class Recurrent(nnx.Module):
         self.hidden = hidden
         self.rnn = nnx.RNN(cell(features, hidden, rngs=rngs), rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> Any:
         return self.rnn(x.reshape(*x.shape[:2], -1))
 
 
