@@ -13,7 +13,7 @@ from typing import Any
 
 from shardtrain.errors.exit_codes import COME_AGAIN, DONE, FAILED, MISTAKE
 from shardtrain.system import terminal
-from shardtrain.system.standard_streams import close_quietly, fill_closed
+from shardtrain.system.standard_streams import close_quietly, escape_unencodable, fill_closed
 from shardtrain.system.stop_signals import StopSignals, write_raw
 
 COMMANDS = {
@@ -66,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     fill_closed()
+    escape_unencodable()
     command, *rest = arguments or HELP
     # before anything large is imported: until then Ctrl-C ends the process at once
     stop = StopSignals(

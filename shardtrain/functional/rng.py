@@ -56,6 +56,11 @@ def step_key(seed: jax.Array, step: jax.Array) -> jax.Array:
     return jax.random.fold_in(new_key(seed), step)
 
 
+def evaluation_key(number: jax.Array | int) -> jax.Array:
+    """Return the key of a held-out batch, by its number: the same in every evaluation of a run."""
+    return jax.random.fold_in(new_key(0), number)
+
+
 def row_key(
     key: jax.Array, first_row: jax.Array | int, num_rows: int, draws: Draws | None = None
 ) -> jax.Array:

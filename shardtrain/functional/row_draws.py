@@ -32,13 +32,14 @@ OTHER_GENERATORS = ("rng_bit_generator", "rng_uniform", "threefry2x32")
 """Operations that draw without a key of the step."""
 
 
-def find_draws(model: Model, loss: Loss, batch: Mapping[str, Any]) -> RowDraws:
-    """Return the random draws of a training loss, without computing anything.
+def find_draws(model: Model, loss: Loss, batch: Mapping[str, Any], train: bool = True) -> RowDraws:
+    """Return the random draws of a loss, without computing anything.
 
     Args:
       model: the whole model.
       loss: returns (sum, count), see `loss.Loss`.
       batch: arrays or shapes of any number of rows.
+      train: whether it is the loss of training, or that of held-out data.
     """
 
     def trace(num_rows: int) -> Any:
@@ -50,11 +51,11 @@ def find_draws(model: Model, loss: Loss, batch: Mapping[str, Any]) -> RowDraws:
             found = []
 
             def apply(*inputs: Any) -> Any:
-                outputs, changed = model.apply(params, model_state, key, True, *inputs)
+                outputs, changed = model.apply(params, model_state, key, train, *inputs)
                 found.append(changed)
                 return outputs
 
-            return summed_loss(loss, apply, batch, rng=key), found
+            return summed_loss(loss, apply, batch, train, key), found
 
         with jax.sharding.use_abstract_mesh(ONE):
             return jax.make_jaxpr(loss_sum)(key, rows, params, model_state)

@@ -19,7 +19,7 @@ from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Model
-from shardtrain.functional.rng import new_key, row_key
+from shardtrain.functional.rng import row_key
 from shardtrain.functional.sums import GradientSquares, Sums
 from shardtrain.pipeline.mesh_pipeline import pipeline_sums
 from shardtrain.pipeline.schedule import forward_only, make_table
@@ -213,17 +213,17 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
     return compute
 
 
-def make_pipeline_losses(model: Model, loss: Loss, placement: Placement) -> Callable[[Any, Batch], Sums]:
+def make_pipeline_losses(model: Model, loss: Loss, placement: Placement) -> Callable[..., Sums]:
     """Make a function that evaluates a batch through a pipeline, for use inside jit.
 
     Returns:
-      (params, batch) -> the sums of losses, counts and metrics, without gradients.
+      (params, key, first rows (M,), batch) -> the sums of losses, counts and metrics, without gradients.
     """
     stages, rules = placement.stages, placement.layout.activation_rules
     assert stages is not None
 
-    def losses(params: Any, batch: Batch) -> Sums:
-        num_microbatches = jax.tree.leaves(batch)[0].shape[0]
+    def losses(params: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
+        num_microbatches, num_rows = jax.tree.leaves(batch)[0].shape[:2]
         table = forward_only(
             stages.num_stages,
             num_microbatches,
@@ -233,11 +233,12 @@ def make_pipeline_losses(model: Model, loss: Loss, placement: Placement) -> Call
         )
         run_stage = _stage_function(model, loss, placement, table, rules)
 
-        def run(params: Any, batch: Batch) -> Sums:
+        def run(params: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
             with activation_rules(rules, jax.sharding.get_abstract_mesh(), *placement.layout.tracing):
-                return run_stage(params, lambda number: new_key(0), batch)
+                keys = lambda number: row_key(key, first_rows[number], num_rows, model.draws)  # noqa: E731
+                return run_stage(params, keys, batch)
 
-        return _over_stages(run, placement.mesh, params)(params, batch)
+        return _over_stages(run, placement.mesh, params)(params, key, first_rows, batch)
 
     return losses
 

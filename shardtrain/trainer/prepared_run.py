@@ -9,15 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from shardtrain.data import Batch, Loader
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.activation_rules import noting
 from shardtrain.functional.loss_checks import guarded
+from shardtrain.functional.model import named_arrays
+from shardtrain.functional.rng import new_key
 from shardtrain.islands.membership import Islands, binding
 from shardtrain.islands.watchdog.stragglers import Stragglers
+from shardtrain.optim.optimizer import Optimizer
 from shardtrain.report.islands import binding_text
 from shardtrain.report.sharding import sharding_text
 from shardtrain.report.sinks import check_installed
+from shardtrain.sharding.moved_names import moved_names
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.meetings import Meetings
@@ -29,12 +35,14 @@ from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.context_checks import check_sequences
 from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.data_facts import data_facts
 from shardtrain.trainer.evaluation import heldout_prefix
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
 from shardtrain.trainer.island_run import run_of_island
 from shardtrain.trainer.layout_check import check_layout
 from shardtrain.trainer.loss_trace import check_trace
 from shardtrain.trainer.multi_island_step import bridge_text, pipeline_text
+from shardtrain.trainer.optimizer_values import VALUES, initial_values
 from shardtrain.trainer.program_mark import make_mark
 from shardtrain.trainer.row_memory import fit_to_memory
 from shardtrain.trainer.row_shares import RowShares
@@ -117,10 +125,11 @@ def prepare_run(
     shares = RowShares(coordination, batches.row_counts, run, setup.mesh, run.strategy.accumulate)
     loader = shares.loader(batches)
     # Check the first batch: one that cannot be split or learned from is refused before anything compiles.
-    with make_mark(run.strategy, folder, coordination).running("the check of the first batch"):
+    mark = make_mark(run.strategy, folder, coordination)
+    with mark.running("the check of the first batch"):
         first, batch, expected = _place_first_batch(run, setup, heldout, loader, output)
     _show(run, folder, setup, output)
-    with make_mark(run.strategy, folder, coordination).running("the check of the layout"):
+    with mark.running("the check of the layout"):
         check_layout(run, setup, batches, output.note)
     step, island_step, meetings, wanted = make_checked_step(
         run, folder, setup, coordination, loader, batch, shares, output, stack
@@ -178,7 +187,9 @@ def _agreed_setup(
     Coordination(islands).check_agreement(pipeline_facts(description))
     run = with_stage_cut(run, source, islands, output)
     setup = _make_setup(run, source, islands, output)
-    description["data.fingerprint"] = getattr(source, "fingerprint", None)
+    if not isinstance(run.optimizer, Optimizer):
+        description[VALUES] = initial_values(setup.optimizer, setup.placement.specs.abstract.params)
+    description |= data_facts(source, heldout, with_contents=run.checkpoints.best is not None)
     Coordination(islands).check_agreement(run_facts(run, setup, description))
     return run, description, source, heldout, setup
 
@@ -192,7 +203,10 @@ def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConso
         check_sequences(run, setup.whole_model, setup.mesh.shape, microbatch)
     if setup.unused:
         output.note(unused_text(setup.unused, run.optimizer))
-    if num_islands > 1 and (name := setup.whole_model.axis_name):
+    model = setup.whole_model
+    if text := moved_names(named_arrays(model, jax.eval_shape(model.init, new_key(0))[0])):
+        output.note(text)
+    if num_islands > 1 and (name := model.axis_name):
         output.note(
             f"WARNING: batch statistics, or loads of experts, over the axis {name!r} are those of each"
             " island: islands do not exchange them. Where that matters use one island, a norm without them"

@@ -14,7 +14,7 @@ from shardtrain.trainer.config import Run
 
 
 def with_draws(run: Run, model: Model, microbatch: Batch, mesh: Mesh, num_islands: int) -> Model:
-    """Return the model with its random draws, found in its training loss.
+    """Return the model with its random draws, found in its losses of training and of held-out data.
 
     Args:
       run: the run.
@@ -26,14 +26,15 @@ def with_draws(run: Run, model: Model, microbatch: Batch, mesh: Mesh, num_island
     Raises:
       ValueError: rows are split, and draws depend on how; or a key is not that of the step.
     """
-    found = find_draws(model, run.loss, microbatch)
+    both = [find_draws(model, run.loss, microbatch, train) for train in (True, False)]
+    problems = list(dict.fromkeys(problem for found in both for problem in found.problems))
     num_replicas = math.prod(mesh.shape[axis] for axis in run.strategy.layout.replica_axes)
-    if found.problems and num_replicas * num_islands * run.strategy.accumulate > 1:
+    if problems and num_replicas * num_islands * run.strategy.accumulate > 1:
         raise problems_error(
             "losses would not be those of one device, as random numbers would depend on how rows are split",
-            found.problems,
+            problems,
         )
     # without a split they would still be the same in every step
-    if foreign := [problem for problem in found.problems if problem.endswith(FOREIGN)]:
+    if foreign := [problem for problem in problems if problem.endswith(FOREIGN)]:
         raise problems_error("the rows of a batch would get the same random numbers in every step", foreign)
-    return replace(model, draws=found.draws)
+    return replace(model, draws=tuple(dict.fromkeys(draw for found in both for draw in found.draws)))

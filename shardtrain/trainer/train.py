@@ -98,8 +98,9 @@ def train(
         programs = stack.enter_context(ProgramCounts())
         # Set up the run, and check that it is the same on all islands.
         if Coordination(islands).is_first:
+            # at once: notes wait for a display, and the same program may end this process before
             if text := take_mark(folder):
-                output.note(text)
+                output.say(text)
             if stop is not None:
                 stop.before_end = partial(remove_mark, folder)
         prepared = prepare_run(run, folder, islands, output, stack)

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any
 
+TUPLES = ("layers", "shape")
+"""Options of models that are several words."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -81,9 +84,9 @@ def read_case(text: str) -> Case:
         name, _, value = word.partition("=")
         if name in ("model", "mesh", "layout"):
             pairs = (pair.partition(":") for pair in value.split(","))
-            found[name] = {key: _value(each) for key, _, each in pairs}
+            found[name] = {key: _words(each) if key in TUPLES else _value(each) for key, _, each in pairs}
         elif name == "shares":
-            found[name] = tuple(map(int, _value(value)))
+            found[name] = tuple(map(int, _words(value)))
         else:
             found[name] = _value(value)
     return Case(**found)
@@ -93,13 +96,15 @@ def _text(value: Any) -> str:
     if isinstance(value, Mapping):
         return ",".join(f"{key}:{_text(each)}" for key, each in value.items())
     if isinstance(value, tuple):
-        return "+".join(map(str, value)) + "+" * (len(value) < 2)
+        return "+".join(map(str, value))
     return str(value).replace(",", "|")
 
 
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split("+")))
+
+
 def _value(text: str) -> Any:
-    if "+" in text:
-        return tuple(filter(None, text.split("+")))
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -6,7 +6,7 @@ Next: `forked.py`, which does this in a child.
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ import numpy as np
 import optax
 from case import Case
 from rich.console import Console
+from share_sums import sum_shares
 from subjects import Subject, dim_names, make_subject
 
 import shardtrain as st
 from shardtrain.checkpoints.origins import in_order
+from shardtrain.errors.compiler_errors import compiler_text
 from shardtrain.errors.user_code import OWN_MISTAKES, PACKAGE
 from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.rng import step_key
@@ -69,7 +71,6 @@ def make_run(case: Case, subject: Subject) -> Run:
         params, _ = jax.eval_shape(pure.init, jax.random.key(0))
         leaves = jax.tree.leaves_with_path(params)
         shapes = {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in leaves}
-    options = {"check_layout": "off"} if "check_layout" in {each.name for each in fields(Run)} else {}
     return Run(
         model=model,
         names=dim_names(case, shapes),
@@ -86,7 +87,7 @@ def make_run(case: Case, subject: Subject) -> Run:
         steps=1,
         seed=case.seed,
         evaluate_batches=None,
-        **options,
+        check_layout="off",  # what it would find shall be found here
     )
 
 
@@ -98,11 +99,14 @@ def check_case(case: Case) -> dict[str, Any]:
             run = make_run(case, subject)
             output = stack.enter_context(RunConsole(Console(file=StringIO()), None))
             prepared = prepare_run(run, Path("fuzz"), None, output, stack)
-            got, start, batch, params = compute(prepared)
-        except OWN_MISTAKES as mistake:
-            if not is_of_package(mistake):
-                raise
-            return {"end": "refused", "text": str(mistake)}
+            got, start, batch, params = compute(case, prepared)
+        except Exception as mistake:
+            if is_of_package(mistake):
+                return {"end": "refused", "text": str(mistake)}
+            # as the command line does with what XLA refuses
+            if text := compiler_text(mistake):
+                return {"end": "refused", "text": text}
+            raise
     got = {group: flatten(tree) for group, tree in got.items()}
     expected = compute_on_one_device(case, prepared, subject, start, batch, params, set(got["gradient"]))
     worst = differences(got, expected)
@@ -113,6 +117,8 @@ def check_case(case: Case) -> dict[str, Any]:
 
 def is_of_package(error: BaseException) -> bool:
     """Whether this library raised an error itself, which says what to change: no error of jax or Flax."""
+    if not isinstance(error, OWN_MISTAKES):
+        return False
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
@@ -125,7 +131,7 @@ def differing(worst: Mapping[str, float]) -> str:
     return "; ".join(f"{name} {worst[name]:.3g}" for name in found[:6])
 
 
-def compute(prepared: PreparedRun) -> tuple[dict[str, Any], Any, Any, Any]:
+def compute(case: Case, prepared: PreparedRun) -> tuple[dict[str, Any], Any, Any, Any]:
     """Do the first step and the evaluation of a run.
 
     Returns:
@@ -144,6 +150,7 @@ def compute(prepared: PreparedRun) -> tuple[dict[str, Any], Any, Any, Any]:
         "model_state": jax.tree.map(np.array, state.model_state),
         "seed": np.array(state.seed),
     }
+    shares = ordered(sum_shares(case, prepared, state, host)) if case.shares else {}
     state, metrics = prepared.step(state, prepared.loader.place(host))
     jax.block_until_ready(state)
     params = ordered(state.params)
@@ -151,6 +158,7 @@ def compute(prepared: PreparedRun) -> tuple[dict[str, Any], Any, Any, Any]:
     got = {
         "value": {name: np.asarray(metrics[name]) for name in ("loss_sum", "count")},
         "gradient": ordered(state.opt_state[0].trace),
+        "shares": shares,
         "step": params,
         "model_state": after["model_state"],
         "evaluation": {"loss": np.asarray(evaluate(state)["heldout/loss"])},
@@ -196,6 +204,7 @@ def compute_on_one_device(
     found = {
         "value": {"loss_sum": loss_sum, "count": count},
         "gradient": grads,
+        "shares": grads if case.shares else {},
         "step": {**before, **jax.jit(update)({name: before[name] for name in grads}, grads)},
         "model_state": model_state if start["model_state"] else {},
         "evaluation": {"loss": total / num},

@@ -121,4 +121,7 @@ def draw_rows(rng: random.Random, case: Case) -> Case:
         # statistics are those of a microbatch over all replicas
         case, rows = replace(case, accumulate=1), replicas * rng.choice((2, 3))
         samples = 0
+    elif is_drawn(rng, 0.1) and "pipeline" not in case.mesh:
+        first = rng.randint(0, rows)
+        case = replace(case, shares=(first, rows - first))
     return replace(case, rows=rows, samples=samples, weights=weights, packed=packed)

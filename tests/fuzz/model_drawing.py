@@ -29,7 +29,7 @@ def is_drawn(rng: random.Random, share: float) -> bool:
 def num_blocks(rng: random.Random, case: Case) -> int:
     """Draw a number of blocks that the stages of a case can share."""
     parts = case.mesh.get("pipeline", 1) * case.virtual
-    return parts + rng.choice((0, 0, 1)) if parts > 1 else rng.choice((1, 2, 3))
+    return parts + rng.choice((0, 0, 0, 1)) if parts > 1 else rng.choice((1, 1, 2))
 
 
 def draw_decoder(rng: random.Random, case: Case, unit: int) -> Case:
@@ -110,8 +110,8 @@ def draw_encoder_decoder(rng: random.Random, case: Case, unit: int) -> Case:
         "head_dim": 2,
     }
     model |= {
-        "num_encoder_layers": rng.choice((1, 2)),
-        "num_decoder_layers": rng.choice((1, 2)),
+        "num_encoder_layers": rng.choice((1, 1, 2)),
+        "num_decoder_layers": 1,
         "mlp": 2 * unit,
     }
     model |= {"positions": rng.choice(("learned", "rotary", "relative")), "tied": rng.choice((True, False))}

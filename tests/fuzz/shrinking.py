@@ -69,7 +69,7 @@ def smaller_cases(case: Case) -> Iterator[Case]:
         if name in case.model:
             yield replace(case, model={key: value for key, value in case.model.items() if key != name})
     for rows in (case.rows // 2, case.rows - case.accumulate):
-        if 0 < rows < case.rows:
+        if 0 < rows < case.rows and not case.shares:
             yield replace(case, rows=rows)
 
 

@@ -256,6 +256,9 @@ def _build_stack(
     return LayerStack(layers, shape, tokens, head, rngs)
 
 
+SHARDED_OVER = {"embed": "fsdp", "mlp": "tensor", "fsdp": "fsdp", "tensor": "tensor"}
+
+
 def dim_names(case: Case, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str | None, ...]]:
     """Return the names of the dims of a plain model's parameters, as `Run.names` takes them."""
     if case.kind != "stack" or case.names == "none":
@@ -267,7 +270,12 @@ def dim_names(case: Case, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tu
         )
         if path.endswith("head/kernel"):
             pair = ("embed", None)
-        found[path] = (*(None,) * (len(shape) - 2), *pair) if len(shape) > 1 else (None,)
+        names = (*(None,) * (len(shape) - 2), *pair) if len(shape) > 1 else (None,)
+        # a size that an axis does not divide would be refused
+        found[path] = tuple(
+            None if name and size % case.mesh.get(SHARDED_OVER[name], 1) else name
+            for name, size in zip(names, shape, strict=True)
+        )
     return found
 
 
