@@ -139,9 +139,10 @@ def test_losses_are_those_of_any_split(name, run_one, tmp_path):
     for options in (["--mesh", "tensor=8"], ["--mesh", "data=2,fsdp=2,tensor=2", "--accumulate", "2"]):
         code, text = run_one(name, *options)
         assert code == 0, text
-        rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-        losses.append([row["train/loss"] for row in map(json.loads, rows) if "train/loss" in row])
-    assert len(losses[0]) == 2
+        rows = list(map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
+        logged = ("train/loss", "heldout/loss")
+        losses.append([row[each] for each in logged for row in rows if each in row])
+    assert len(losses[0]) == 2 + (name == "step_key")
     assert losses[0][0] != losses[0][1]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5, atol=1e-6)
 

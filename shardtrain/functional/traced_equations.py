@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardtrain.errors.user_code import is_users
+from shardtrain.functional.row_draws import line_of
 
 
 class TracedEquation(NamedTuple):
@@ -26,13 +26,7 @@ class TracedEquation(NamedTuple):
         """The file and line of the user's code that has the operation."""
         found = "?"
         for each in (*self.outer, self.equation):
-            frames = each.source_info.traceback.frames if each.source_info.traceback else ()
-            own = (f"{frame.file_name}:{frame.line_num}" for frame in frames if is_users(frame.file_name))
-            found = next(own, found)
-            # functions of jax are traced once, and keep the lines of the call for which they were
-            name = each.params["name"] if each.primitive.name == "jit" else ""
-            if name.startswith("_") and not name.startswith("__"):
-                break
+            found = line_of(each) or found
         return found
 
 

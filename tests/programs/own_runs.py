@@ -29,14 +29,14 @@ class Rows:
 
 
 class Data:
-    def __init__(self, source=None):
-        self.source = source or Rows()
+    def __init__(self, source=None, heldout=None):
+        self.source, self.of_evaluation = source or Rows(), heldout
 
     def train(self, folder):
         return self.source
 
     def heldout(self, folder):
-        return None
+        return self.of_evaluation
 
 
 class Net(nnx.Module):
@@ -55,10 +55,10 @@ def squares(apply, batch, *arguments, **options):
     return weigh((apply(batch["x"], *arguments, **options)[:, 0] - batch["y"]) ** 2, batch)
 
 
-def make(model=Net, loss=squares, source=None, **options):
+def make(model=Net, loss=squares, source=None, heldout=None, **options):
     optimizer = optax.sgd(0.05)
     given = {"batch": 8, "steps": 2, "log_every": 1, "optimizer": optimizer, **options}
-    return st.Run(model=model, data=Data(source), loss=loss, **given)
+    return st.Run(model=model, data=Data(source, heldout), loss=loss, **given)
 
 
 # -- losses and models that draw
@@ -76,7 +76,7 @@ def own_key():
 
 
 def step_key():
-    return make(Noisy, lambda apply, batch: squares(apply, batch, apply.key))
+    return make(Noisy, lambda apply, batch: squares(apply, batch, apply.key), heldout=Rows(12))
 
 
 def step_key_with_metrics():
