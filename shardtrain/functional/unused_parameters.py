@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, AxisType
 
@@ -43,7 +45,13 @@ def unused_parameters(model: Model, loss: Loss, batch: Mapping[str, Any]) -> tup
             apply = lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0]  # noqa: E731
             return summed_loss(loss, apply, batch, rng=key)[0]
 
-        return jax.jvp(loss_sum, (params,), (tangents,))[1]
+        # whole numbers have no derivative
+        floats = jax.tree.map(
+            lambda x, t: t if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros(x.shape, jax.dtypes.float0),
+            params,
+            tangents,
+        )
+        return jax.jvp(loss_sum, (params,), (floats,))[1]
 
     key = jax.eval_shape(lambda: new_key(0))
     # not around `init`, where linen would take names of dims for axes of the mesh

@@ -11,6 +11,7 @@ import jax
 
 from shardtrain import axes
 from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.float_gradients import value_and_grad
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key, row_key
@@ -66,7 +67,7 @@ def loss_program(
     """
     params, model_state = jax.eval_shape(model.init, new_key(0))
     loss_sum = loss_of(model, loss, next(iter(batch.values())).shape[0])
-    differentiated = jax.value_and_grad(loss_sum, has_aux=True)
+    differentiated = value_and_grad(loss_sum)
     inputs = (params, model_state, jax.eval_shape(lambda: new_key(0)), dict(batch))
     names = [
         *jax.tree.leaves(model.dims, is_leaf=is_dims),

@@ -106,8 +106,9 @@ def escape_unencodable() -> None:
     \xe9
     """
     for stream in (sys.stdout, sys.stderr):
-        # a stream that took the place of the standard one may not encode
-        if reconfigure := getattr(stream, "reconfigure", None):
+        # UTF-8 lacks nothing; a stream that took the place of the standard one may not encode
+        encoding = (getattr(stream, "encoding", None) or "utf-8").lower().replace("_", "-")
+        if encoding not in ("utf-8", "utf8") and (reconfigure := getattr(stream, "reconfigure", None)):
             reconfigure(errors="backslashreplace")
 
 

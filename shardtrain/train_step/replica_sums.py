@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardtrain import axes
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.float_gradients import value_and_grad
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Model
 from shardtrain.functional.rng import row_key
@@ -28,6 +29,7 @@ from shardtrain.sharding.rules import Rules
 from shardtrain.sharding.specs import with_leading_dim
 from shardtrain.train_step.each_replica import each_replica
 from shardtrain.train_step.gradient_noise import squares_of
+from shardtrain.train_step.local_steps import add_drift
 from shardtrain.train_step.placement import Placement, constrain
 
 _Compute = Callable[..., Sums]
@@ -98,7 +100,7 @@ def make_replica_sums(model: Model, loss: Loss, placement: Placement, start_row:
     ) -> Sums:
         if local_params:
             # drift is over `data` alone: the replicas of the other axes start from the same parameters
-            params = constrain(jax.tree.map(jnp.add, params, drift), local_specs, mesh)
+            params = constrain(add_drift(params, drift), local_specs, mesh)
             params = jax.tree.map(lambda x: jnp.repeat(x, num_replicas // len(x), 0), params)
             params = constrain(params, replica_specs, mesh)
 
@@ -135,7 +137,7 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
         return loss_sum * scale, (loss_sum, count, metrics, model_state)
 
     in_axes = (0 if placement.synchronisation.keeps_drift else None, 0, None, 0, 0, None)
-    grad = each_replica(jax.value_and_grad(replica_loss, has_aux=True), in_axes, placement, model.axis_name)
+    grad = each_replica(value_and_grad(replica_loss), in_axes, placement, model.axis_name)
 
     def compute(
         params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch, scale: Any
