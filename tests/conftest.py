@@ -77,6 +77,8 @@ import numpy as np
 import pytest
 from compiled_programs import keep_every_program
 
+pytest_plugins = ["retry_alone"]
+
 keep_every_program()
 # how long an example takes says nothing where other work shares the cores
 hypothesis.settings.register_profile(
