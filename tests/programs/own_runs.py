@@ -1,5 +1,9 @@
 """Runs of models and losses as people write them, right and wrong ones, for `test_own_runs.py`."""
 
+# the mistakes are meant
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalSubscript=false
+# pyright: reportUndefinedVariable=false
+
 import random
 from functools import partial
 

@@ -31,7 +31,7 @@ class Samples:
         if self.shape == TOKENS:
             x = draws.integers(0, 16, self.shape).astype(np.int32)
         else:
-            x = draws.normal(size=self.shape).astype(np.float32)
+            x = np.asarray(draws.normal(size=self.shape), np.float32)
         return {"x": x, "label": np.int32(draws.integers(3))}
 
     def train(self, folder):
@@ -182,7 +182,7 @@ class Lstm(nnx.Module):
         self.head = nnx.Linear(8, 16, rngs=rngs)
 
     def __call__(self, x):
-        return self.head(self.rnn(self.embed(x)))
+        return self.head(jnp.asarray(self.rnn(self.embed(x))))
 
 
 class LinenGru(nn.Module):

@@ -31,8 +31,9 @@ class Net(nnx.Module):
 
     def __init__(self, rngs, mean=lambda x: x):
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, None, "embed", "mlp"))
-        make = lambda *sizes: nnx.Conv(*sizes, (3, 3), kernel_init=init, use_bias=False, rngs=rngs)  # noqa: E731
-        self.first, self.second, self.mean = make(16, 32), make(32, 32), mean
+        self.first = nnx.Conv(16, 32, (3, 3), kernel_init=init, use_bias=False, rngs=rngs)
+        self.second = nnx.Conv(32, 32, (3, 3), kernel_init=init, use_bias=False, rngs=rngs)
+        self.mean = mean
 
     def __call__(self, images):
         y = self.second(nnx.silu(self.first(images)))

@@ -36,12 +36,12 @@ class Equal:
 class Tokens(nnx.Module):
     def __init__(self, rngs, merged=True):
         self.dense, self.merged = nnx.Linear(4, 4, rngs=rngs), merged
-        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.drop, self.streams = nnx.Dropout(0.5, rngs=rngs), rngs.dropout.fork()
 
     def __call__(self, x):
         y = self.dense(x)
         if not self.merged:
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(self.drop.rngs(), jnp.arange(len(y)))
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(self.streams(), jnp.arange(len(y)))
             return y + jax.vmap(lambda key: jax.random.normal(key, y.shape[1:]))(keys)
         return self.drop(y.reshape(-1, 4)).reshape(x.shape)
 
