@@ -78,7 +78,6 @@ def from_nnx(factory: Factory, *, sync_batch_norm: bool = False) -> Model:
       ValueError: batch statistics or dim names of the module cannot be used.
     """
     abstract, split = split_module(factory, sync_batch_norm)
-    call_arguments = _call_arguments(abstract)
 
     def init(key: jax.Array) -> tuple[Tree, Tree]:
         with nnx.use_eager_sharding(False):
@@ -89,7 +88,7 @@ def from_nnx(factory: Factory, *, sync_batch_norm: bool = False) -> Model:
     def apply(params: Tree, model_state: Tree, rng: jax.Array, train: bool, *inputs: Any) -> tuple[Any, Tree]:
         inputs, given = split_options(inputs)
         options: dict[str, Any] = mode_arguments(type(abstract).__call__, train)
-        if streams := call_arguments.get(STREAMS):
+        if streams := _call_arguments(abstract).get(STREAMS):
             # a key that no stream of the module has
             key = jax.random.fold_in(rng, len(nnx.to_flat_state(split.rngs)))
             options[STREAMS] = key if _is_key(streams.annotation) else nnx.Rngs(key)
