@@ -36,12 +36,13 @@ def data_facts(source: Any, heldout: Mapping[str, Any], with_contents: bool) -> 
 def is_other_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return whether a saved position is of other samples, or of other numbers of the same."""
     # the number of samples was not always saved
-    return saved.get(FINGERPRINT) != now[FINGERPRINT] or saved.get(SAMPLES, now[SAMPLES]) != now[SAMPLES]
+    is_other_number = SAMPLES in saved and saved[SAMPLES] != now.get(SAMPLES)
+    return saved.get(FINGERPRINT) != now[FINGERPRINT] or is_other_number
 
 
 def has_other_heldout(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return whether losses of held-out data cannot be compared with those before."""
-    return HELDOUT in saved and saved[HELDOUT] != now[HELDOUT]
+    return HELDOUT in saved and saved[HELDOUT] != now.get(HELDOUT)
 
 
 def _num_samples(source: Any) -> int | None:
