@@ -167,8 +167,8 @@ class Routing:
         """Return the losses of the router, summed over blocks, and its metrics.
 
         Args:
-          weights_B: float32, how much a row counts; 0 for padding.
-          count: float32 scalar, what the loss of the model counts in these rows.
+          weights_B: float32, what the loss of the model counts in each row; 0 for padding.
+          count: float32 scalar, what it counts in these rows.
 
         Returns:
           (the mean, to be added to the mean loss; metrics: name -> (sum, count)). `router_balance` and
@@ -194,8 +194,9 @@ class Routing:
             metrics["router_z"] = z_L.mean()
         found = {name: (value * count, count) for name, value in metrics.items()}
         if options.capacity is not None:
-            num_choices = total * (self.seq * options.top * num_blocks)
-            found["expert_drops"] = (weights_B @ self.dropped_BL.sum(1), num_choices)
+            is_row_B = (weights_B != 0).astype(jnp.float32)
+            num_choices = is_row_B.sum() * (self.seq * options.top * num_blocks)
+            found["expert_drops"] = (is_row_B @ self.dropped_BL.sum(1), num_choices)
         return options.balance * balance_L.sum() + options.z * z_L.sum(), found
 
     def moved_bias(self, bias_LE: jax.Array) -> jax.Array:

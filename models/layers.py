@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
-from shardtrain.axes import BATCH, EMBED, PIPELINE, SEQ, TENSOR
+from shardtrain.axes import BATCH, EMBED
 from shardtrain.models.float8 import Products, product
 from shardtrain.models.lora import Lora
 from shardtrain.models.on_gpus import recomputed
@@ -55,8 +55,7 @@ def at_use(parameter: nnx.Param | jax.Array, dims: tuple[str | None, ...], dtype
 def looked_up(table: jax.Array, indices: jax.Array) -> jax.Array:
     """Return rows of a table, NaN for an index out of range; in 16 bits their gradients are summed in 32.
 
-    A row that is looked up often would otherwise get a sum in 16 bits, to which little can be added. In a
-    pipeline whose sequence is sharded between blocks, whole sequences are looked up.
+    A row that is looked up often would otherwise get a sum in 16 bits, to which little can be added.
 
     Args:
       table: (rows, embed).
@@ -65,26 +64,14 @@ def looked_up(table: jax.Array, indices: jax.Array) -> jax.Array:
     Returns:
       (batch, seq, embed), typed as the table.
     """
-    return _of_whole_seq(jnp.take(table, indices, axis=0))
+    return jnp.take(table, indices, axis=0)
 
 
 @looked_up.defjvp
 def _looked_up_derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     table, indices = primals
     tangent = jnp.take(tangents[0].astype(jnp.float32), indices, axis=0).astype(table.dtype)
-    return looked_up(table, indices), _of_whole_seq(tangent)
-
-
-def _of_whole_seq(x_BTD: jax.Array) -> jax.Array:
-    """Constrain what was looked up to whole sequences, in a pipeline that may shard them over tensor.
-
-    Parts would be looked up, and their gradients summed, by permutes, for which stages could wait for ever;
-    and with replicas beside such stages jaxlib 0.10.2 would end the process.
-    """
-    sizes = jax.sharding.get_abstract_mesh().shape
-    if sizes.get(PIPELINE, 1) == 1 or sizes.get(TENSOR, 1) == 1:
-        return x_BTD
-    return with_logical_constraint(x_BTD, (BATCH, SEQ, EMBED))
+    return looked_up(table, indices), tangent
 
 
 class Linear(nnx.Module):

@@ -9,24 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# The programs are tiny and run once: most of a test's time is the compiler's, and what makes programs fast
-# does not pay. The fusion emitters would build an MLIR context for each kernel, half of all the time.
-# DEFAULT_OPTIMIZATION=1 leaves XLA's own level; one test runs the central tests so.
-QUICK_COMPILATION = (
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-    # later ones have no other emitters, and end a process that has the flag
-    *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []),
-    "--xla_cpu_parallel_codegen_split_count=1",
-)
-FLAGS = () if os.environ.get("DEFAULT_OPTIMIZATION") else QUICK_COMPILATION
 TESTS = Path(__file__).parent
 HELPERS = str(TESTS / "helpers")
 """Modules that tests, and programs and run files of tests, import by name."""
+sys.path.insert(0, HELPERS)
+from quick_compilation import QUICK_COMPILATION
+
+# DEFAULT_OPTIMIZATION=1 leaves XLA's own level; one test runs the central tests so
+FLAGS = () if os.environ.get("DEFAULT_OPTIMIZATION") else QUICK_COMPILATION
 SLOWEST_FIRST = (
     "test_central.py",
     "train_step/test_pipeline.py",
@@ -68,7 +61,6 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1]
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 # ten frames of Python at every operation would be copied at each step of a compilation
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
-sys.path.insert(0, HELPERS)
 os.environ["PYTHONPATH"] = os.pathsep.join([HELPERS, *filter(None, [os.environ.get("PYTHONPATH")])])
 # a rank of MPICH that waits sleeps between its looks: it leaves its core to those that work
 os.environ["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"

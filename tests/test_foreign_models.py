@@ -291,3 +291,20 @@ def test_a_call_may_have_arguments_that_are_no_arrays():
     (outputs, cache), _ = from_nnx(Cached).apply({"scale": jnp.ones(4)}, {}, KEY, True, X, None, X > 0)
     np.testing.assert_array_equal(outputs, np.where(X > 0, X, 0))
     assert cache is None
+
+
+def test_arrays_that_are_attributes_are_constants_that_no_mean_rounds():
+    class Kept(nnx.Module):
+        def __init__(self, rngs):
+            self.table, self.half = rngs.normal((4,)), jnp.full(4, 0.1, jnp.bfloat16)
+
+        def __call__(self, x):
+            return x * self.table + self.half
+
+    model = from_nnx(Kept)
+    params, state = model.init(KEY)
+    assert {leaf.dtype.kind for leaf in jax.tree.leaves(state)} == {"u"}
+    found, after = model.apply(params, state, KEY, True, X)
+    table = nnx.Rngs(KEY).normal((4,))
+    np.testing.assert_array_equal(found, X * table + jnp.bfloat16(0.1))
+    jax.tree.map(np.testing.assert_array_equal, after, state)

@@ -42,6 +42,7 @@ from shardtrain.pipeline.table_file import read_table, write_table
 from shardtrain.report.checkpoints import list_text, show_text
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout_file import layout_text, read_layout
+from shardtrain.trainer.program_mark import MARK, take_mark
 
 NUMBER = 150
 """Of files per format, without `--full`."""
@@ -336,6 +337,16 @@ def test_options_of_imported_models(guarded, tmp_path):
         token = guarded(lambda: read_mask_token(path, 32))
         assert isinstance(token, Exception) or 0 <= token < 32
     assert set(found) == {DecoderConfig, ValueError}
+
+
+def test_marks_of_programs(guarded, tmp_path):
+    mark = {"program": "the training step", "options": "--mesh data=2", "jax": "0.10.2"}
+    said = []
+    for data in json_inputs(mark, "mark"):
+        (tmp_path / MARK).write_bytes(data)
+        said.append(guarded(lambda: take_mark(tmp_path)))
+    assert all(isinstance(text, str) and text.isprintable() for text in said)
+    assert {"an earlier start" in text for text in said} == {True, False}
 
 
 def test_meshes(guarded, tmp_path):

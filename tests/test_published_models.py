@@ -3,6 +3,7 @@
 import functools
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 
 from shardtrain.cli import main
-from shardtrain.cli.run_file import load_run
+from shardtrain.cli.run_file import load_file, load_run
 from shardtrain.data import Batches, place
 from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.row_draws import find_draws
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
@@ -21,6 +23,7 @@ from shardtrain.train_step.step import make_step
 
 PROGRAMS = Path(__file__).parent / "programs"
 FILE = PROGRAMS / "published_models.py"
+STYLED = load_file(PROGRAMS / "styled_models.py")
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
@@ -47,6 +50,9 @@ def trained(run, sizes, microbatches=1):
     layout = Layout(**{**vars(run.strategy.layout), "mesh": sizes})
     mesh = make_mesh(layout, jax.devices()[: np.prod(list(sizes.values()))])
     model = as_model(run.model, run.names)
+    draws = find_draws(model, run.loss, batches_of(run)[0])
+    assert draws.problems == ()
+    model = replace(model, draws=draws.draws)
     placement = make_placement(model, run.optimizer, layout, mesh)
     state = init_state(model, run.optimizer, placement, run.seed)
     step = make_step(model, run.loss, run.optimizer, placement)
@@ -81,6 +87,19 @@ def test_gradients_are_those_of_a_plain_loop(name, sizes, published, assert_same
     if sizes == MESH:
         specs = jax.tree.leaves(placement.state.params)
         assert sum(not sharding.is_fully_replicated for sharding in specs) == NUM_SHARDED[name]
+
+
+@pytest.mark.parametrize("name", STYLED.STYLES)
+def test_models_of_many_styles(name, assert_same):
+    """Losses and the sum of gradients are those of one device, dropout included."""
+    run = STYLED.styled_run(name)
+    assert_same(trained(run, MESH, 2)[0][:2], trained(run, {"data": 1})[0][:2])
+
+
+def test_models_of_many_styles_on_two_islands(mpiexec, tmp_path, pytestconfig):
+    full = pytestconfig.getoption("--full")
+    names = list(STYLED.STYLES) if full else ["denoiser", "vae", "fourier"]
+    assert mpiexec(2, PROGRAMS / "styled_islands.py", tmp_path, *names) == [" ".join(names) + "\n"] * 2
 
 
 @pytest.mark.parametrize(("options", "microbatches"), [({"sync": True}, 1), ({"axis_name": "batch"}, 2)])

@@ -156,6 +156,10 @@ class Checkpoints:
         """Record the held-out values of a step that is saved, or being saved; the best step is kept."""
         self._folders.evaluations.add(step, values, self._folders.steps_of_all())
 
+    def forget_evaluations(self) -> None:
+        """Forget all held-out values: those to come are of other data."""
+        self._folders.evaluations.drop_after(-1)
+
     def drop_after(self, step: int) -> None:
         """Delete this writer's part of all later steps, which turned out to be bad."""
         self._folders.delete_after(step)

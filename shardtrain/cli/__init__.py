@@ -13,7 +13,7 @@ from typing import Any
 
 from shardtrain.errors.exit_codes import COME_AGAIN, DONE, FAILED, MISTAKE
 from shardtrain.system import terminal
-from shardtrain.system.standard_streams import close_quietly, fill_closed
+from shardtrain.system.standard_streams import close_quietly, escape_unencodable, fill_closed
 from shardtrain.system.stop_signals import StopSignals, write_raw
 
 COMMANDS = {
@@ -66,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     fill_closed()
+    escape_unencodable()
     command, *rest = arguments or HELP
     # before anything large is imported: until then Ctrl-C ends the process at once
     stop = StopSignals(
@@ -101,6 +102,7 @@ def _end_other_ranks(code: int) -> None:
 
 
 def _run(command: str, rest: list[str], stop: StopSignals) -> int:
+    from shardtrain.errors.compiler_errors import compiler_text
     from shardtrain.errors.messages import near
     from shardtrain.errors.user_code import UserCodeFailed, user_traceback
 
@@ -110,16 +112,17 @@ def _run(command: str, rest: list[str], stop: StopSignals) -> int:
     try:
         code = _command(command, rest, stop)
         sys.stdout.flush()
-    except (ValueError, OSError) as error:
-        if os.environ.get(TRACEBACK):
-            raise
-        return _report(command, error)
     except UserCodeFailed as failure:
         terminal.err(f"{user_traceback(failure)}shardtrain {command}: {failure}\n")
         return FAILED
     except KeyboardInterrupt:
         end_at_once(command, stop.received or signal.SIGINT)
         raise
+    except Exception as error:
+        text = compiler_text(error)
+        if os.environ.get(TRACEBACK) or not (text or isinstance(error, ValueError | OSError)):
+            raise
+        return _report(command, error, text)
     return code
 
 
@@ -132,17 +135,17 @@ def _command(command: str, rest: list[str], stop: StopSignals) -> int:
     return importlib.import_module(f"shardtrain.cli.{command}").main(rest, **own)
 
 
-def _report(command: str, error: ValueError | OSError) -> int:
-    """Print an error and return its exit code."""
+def _report(command: str, error: Exception, text: str | None) -> int:
+    """Print an error, in other words if there are some, and return its exit code."""
     code = exit_code(error)
     # no message if the reader closed the pipe (`| head`)
     if not isinstance(error, BrokenPipeError):
-        terminal.err(f"shardtrain {command}: {error}\n(the traceback: {TRACEBACK}=1)\n")
+        terminal.err(f"shardtrain {command}: {text or error}\n(the traceback: {TRACEBACK}=1)\n")
     close_quietly(sys.stdout)
     return code
 
 
-def exit_code(error: ValueError | OSError) -> int:
+def exit_code(error: Exception) -> int:
     """Return the exit code for an error: a mistake of the user, or a machine that failed.
 
     >>> [exit_code(each) for each in (ValueError("no"), FileNotFoundError(2, "no"), OSError(28, "full"))]
@@ -152,7 +155,8 @@ def exit_code(error: ValueError | OSError) -> int:
         return 128 + signal.SIGPIPE
     # an OSError without a number was raised by this package, for a mistake of the user
     asked = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
-    return USER_ERROR if isinstance(error, (ValueError, *asked)) or error.errno is None else FAILED
+    by_user = isinstance(error, (ValueError, *asked)) or (isinstance(error, OSError) and error.errno is None)
+    return USER_ERROR if by_user else FAILED
 
 
 def usage() -> str:

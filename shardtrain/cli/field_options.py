@@ -204,10 +204,14 @@ def _flag(name: str) -> str:
 def _spelled(options: Sequence[FieldOption], words: Sequence[str]) -> list[str]:
     """Replace paths by the names that tyro knows, and `True` or `False` after a flag by its two forms."""
     names = {_flag(option.path): option.name for option in options}
+    paths = {option.name for option in options if Path in (option.kind, *typing.get_args(option.kind))}
     flags = {option.name for option in options if option.kind is bool}
     spelled: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
+        before = spelled[-1] if spelled else ""
+        if (before in paths and not word) or (names.get(name, name) in paths and equals and not value):
+            raise ValueError(f"{name or before} is ''; give a path, such as . for the current folder")
         if spelled and spelled[-1] in flags and word in ("True", "False"):
             # the last dot is where a negated flag gets its "no-"
             scope, dot, last = spelled[-1].removeprefix("--").rpartition(".")

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardtrain.combine import Combiner
 from shardtrain.errors.messages import near
+from shardtrain.errors.user_code import PACKAGE, UserCodeFailed, raised_at, user_code
 from shardtrain.trainer.config import Run
 
 
@@ -36,7 +37,7 @@ def load_run(source: str) -> Run:
         raise ValueError(f"{origin} has no {near(name or 'run', names)}; a run file defines def run() -> Run")
     if callable(make) and inspect.signature(make).parameters:
         raise ValueError(f"{source} is a function with arguments; a run file defines def run() -> Run")
-    run = make() if callable(make) else make
+    run = _call(make, origin) if callable(make) else make
     if not isinstance(run, Run):
         raise ValueError(f"{source} gave {type(run).__name__} {run!r}; it must return a shardtrain.Run")
     if run.run_dir is None:
@@ -87,8 +88,40 @@ def load_file(path: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
+    with user_code(lambda error: f"{path}, as it was imported,"):
+        spec.loader.exec_module(module)
     return module
+
+
+UNKNOWN = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
+
+
+def _call(make: Callable[[], Any], origin: str) -> Any:
+    """Call the function of a run file.
+
+    Raises:
+      ValueError: it gives a field to a class of this package that has none of this name.
+      UserCodeFailed: it raised something else.
+    """
+    try:
+        with user_code(lambda error: f"the run of {origin}"):
+            return make()
+    except UserCodeFailed as failure:
+        unknown = UNKNOWN.search(str(failure.__cause__))
+        names = _fields(unknown[1]) if unknown else []
+        if unknown is None or not names:
+            raise
+        line = raised_at(failure.__cause__) if failure.__cause__ else origin
+        raise ValueError(f"{line}: {unknown[1]} has no field {near(unknown[2], names)}") from failure
+
+
+def _fields(name: str) -> list[str]:
+    """Return the fields of the dataclass of this package that has a name; none if there is none."""
+    for module in [module for key, module in sys.modules.items() if key.partition(".")[0] == PACKAGE]:
+        found = vars(module).get(name)
+        if isinstance(found, type) and dataclasses.is_dataclass(found):
+            return [field.name for field in dataclasses.fields(found) if field.init]
+    return []
 
 
 def _load_module(name: str) -> Any:

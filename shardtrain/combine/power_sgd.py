@@ -23,6 +23,7 @@ from shardtrain.combine.codec import (
 )
 from shardtrain.combine.combiner import Codec, Combined, Combiner, flatten
 from shardtrain.combine.group import Group
+from shardtrain.functional.rng import new_key
 
 TINY = float(jnp.finfo(jnp.float32).tiny)
 
@@ -127,7 +128,7 @@ def _start(rank: int, leaves: Sequence[Any]) -> list[Any]:
     found = []
     for i, leaf in enumerate(leaves):
         shape = matrix_shape(leaf.shape, rank)
-        key = jax.random.fold_in(jax.random.key(0), i)
+        key = jax.random.fold_in(new_key(0), i)
         found.append(None if shape is None else orthonormal(jax.random.normal(key, (shape[1], rank))))
     return found
 

@@ -32,10 +32,11 @@ def place(
       without padding are one array for all batches, which no program may donate.
 
     Raises:
-      ValueError: B does not divide, an axis is not in the mesh, arrays differ in their rows, or a leaf is no
-        array with rows, such as a list or a number.
+      ValueError: B does not divide, an axis is not in the mesh, arrays differ in their rows, a leaf is no
+        array with rows, such as a list or a number, or has integers that 32 bits do not hold.
     """
     num_local = _num_rows(batch)
+    _check_integers(batch)
     num_rows = num_local if num_rows is None else num_rows
     # (B, ...) -> (M, B / M, ...): a device gets its rows of every microbatch
     split, sharding = _split_over(num_rows, mesh, tuple(batch_axes), microbatches)
@@ -66,6 +67,32 @@ def _num_rows(batch: Any) -> int:
         rows = {jax.tree_util.keystr(path): len(leaf) for path, leaf in jax.tree.leaves_with_path(batch)}
         raise ValueError(f"arrays of one batch have different numbers of rows: {rows}; give each the same")
     return num_rows
+
+
+def _check_integers(batch: Any) -> None:
+    """Check that integers of 64 bits fit in the 32 bits that devices have, in which others would wrap.
+
+    Raises:
+      ValueError: lists the arrays with others.
+    """
+    problems = []
+    leaves = [] if getattr(jax.config, "jax_enable_x64", False) else jax.tree.leaves_with_path(batch)
+    for path, leaf in leaves:
+        kind = leaf.dtype.kind
+        if kind not in "iu" or leaf.dtype.itemsize < 8 or not leaf.size:
+            continue
+        limits = np.iinfo(f"{kind}4")
+        wrong = [x for x in (leaf.max(), leaf.min()) if not limits.min <= x <= limits.max]
+        if wrong:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            problems.append(
+                f"{name!r} is {leaf.dtype} and has {wrong[0]}; devices have {limits.dtype}, from"
+                f" {limits.min} to {limits.max}, in which it would wrap: give smaller numbers (a difference"
+                " from the first, two arrays of 32 bits), .astype('float32') where rounding does no harm, or"
+                " leave it out"
+            )
+    if problems:
+        raise problems_error("this batch has integers that devices do not have", problems)
 
 
 def leaf_problems(batch: Any) -> list[str]:

@@ -1,12 +1,14 @@
 """The check `names`: host names, whether they resolve on the other hosts, and whether the clocks agree."""
 
 import ipaddress
+import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, each, time_text
+from shardtrain.islands.network import PROXIES
 
 SLOW_SECONDS = 1.0
 """Lookups of names that take longer are a warning; they take seconds if a name server does not answer."""
@@ -27,6 +29,7 @@ def collect(context: RankContext) -> Facts:
         "launcher_name": context.environment.host,
         "machine": machine.read_text().strip() if machine.exists() else "",
         "own": resolve(name),
+        "proxies": {each: os.environ[each] for each in PROXIES if os.environ.get(each)},
     }
     names = [other for other in dict.fromkeys(context.control.all_gather("names", name)) if other != name]
     others = {other: resolve(other) for other in names[:MOST_HOSTS]} if context.is_first_on_host else {}
@@ -62,7 +65,7 @@ def is_loopback(address: str) -> bool:
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for own names, other hosts' names, and clocks."""
     firsts = [ranks[0] for ranks in by_host(all_facts).values()]
-    rows = [_own(firsts), *_doubles(firsts), *_slow(firsts)]
+    rows = [_own(firsts), *_doubles(firsts), *_slow(firsts), *_proxies(firsts)]
     if len(firsts) > 1:
         rows += [_others(firsts), _clocks(all_facts)]
     return rows
@@ -137,6 +140,18 @@ def _slow(firsts: Sequence[RankFacts]) -> list[Row]:
     finding = f"{host} took {time_text(seconds)} to look up {name}"
     fix = "a name server does not answer: correct /etc/resolv.conf there, or put the hosts into /etc/hosts"
     return [Row(check="names", item="speed", finding=finding, status="warning", fix=fix)]
+
+
+def _proxies(firsts: Sequence[RankFacts]) -> list[Row]:
+    """Return a row for variables of proxies, which gRPC uses between hosts too."""
+    found = each((one.host, ", ".join(one.facts["proxies"])) for one in firsts if one.facts["proxies"])
+    if not found:
+        return []
+    fix = (
+        "nothing for ranks of a run, which exempt each other (no_proxy); for programs of yours that connect"
+        " to these hosts: export no_proxy=" + ",".join(one.facts["name"] for one in firsts)
+    )
+    return [Row(check="names", item="proxies", finding=f"{found} set", status="note", fix=fix)]
 
 
 def _others(firsts: Sequence[RankFacts]) -> Row:

@@ -7,9 +7,13 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 
 PACKAGE = __name__.partition(".")[0]
+
+FOLDER = str(Path(__file__).parents[1])
+"""Where this package is."""
 
 OWN_MISTAKES = (ValueError, OSError)
 """What shardtrain raises for a mistake in options or inputs, with the fix in the text."""
@@ -55,14 +59,14 @@ def _is_own(trace: TracebackType) -> bool:
 
 
 def user_traceback(failure: UserCodeFailed) -> str:
-    """Return the traceback of the user's exception, from its first call outside of this package."""
+    """Return the traceback of the user's exception: the calls in the user's files, or else in libraries."""
     error = failure.__cause__
     assert error is not None
-    trace = error.__traceback__
-    while trace is not None and _is_own(trace):
-        trace = trace.tb_next
-    shown = trace or error.__traceback__
-    return "".join(traceback.format_exception(type(error), error, shown, chain=False))
+    formatted = traceback.TracebackException.from_exception(error)
+    users = [call for call in formatted.stack if is_users(call.filename)]
+    shown = users or [call for call in formatted.stack if not call.filename.startswith(FOLDER)]
+    formatted.stack = traceback.StackSummary.from_list(shown)
+    return "".join(formatted.format(chain=False))
 
 
 def raised_at(error: BaseException) -> str:
@@ -79,9 +83,20 @@ def raised_at(error: BaseException) -> str:
     """
     calls = traceback.extract_tb(error.__traceback__)
     # the first call is that of this package; libraries, which are installed, are no code of the user
-    own = [call for call in calls[1:] if not _is_installed(call.filename)] or calls
+    own = [call for call in calls[1:] if not is_installed(call.filename)] or calls
     return f"{own[-1].filename}:{own[-1].lineno}"
 
 
-def _is_installed(path: str) -> bool:
+def calling_line() -> str:
+    """Return the file and line of the user's code that is running, the innermost."""
+    calls = [call for call in traceback.extract_stack() if is_users(call.filename)]
+    return f"{calls[-1].filename}:{calls[-1].lineno}" if calls else "?"
+
+
+def is_users(path: str) -> bool:
+    """Return whether a file is of the user: neither installed nor of this package."""
+    return not is_installed(path) and not path.startswith((FOLDER, "<"))
+
+
+def is_installed(path: str) -> bool:
     return "site-packages" in path or path.startswith((sysconfig.get_path("stdlib"), "<frozen"))

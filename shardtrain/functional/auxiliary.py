@@ -4,15 +4,19 @@ A module whose call takes the argument `auxiliary` returns (outputs, object) if 
 `Auxiliary`, or None. Losses see the outputs alone (docs/decisions/0040). Next: `nnx_model.py`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import partial_eval
 
 from shardtrain.functional.loss import Apply, Batch, Loss, for_evaluation
 from shardtrain.functional.loss_checks import checked
+from shardtrain.functional.model_calls import ModelCall
 
 AUXILIARY = "auxiliary"
 """The argument by which a module is asked for its own losses."""
@@ -27,9 +31,8 @@ class Auxiliary(Protocol):
         """Return (what is added to the mean loss, metrics: name -> (sum, count)).
 
         Args:
-          weights: float32 (rows,), how much a row counts; 0 for padding. Where the batch has weights of
-            tokens, 1 for a row with one that is not 0.
-          count: float32 scalar, what the loss counts in these rows.
+          weights: float32 (rows,), what the loss counts in each row, such as tokens; 0 for padding.
+          count: float32 scalar, their sum.
         """
         ...
 
@@ -56,7 +59,7 @@ def plain(outputs: Any) -> Any:
 
 
 def summed_loss(
-    loss: Loss, apply: Apply, batch: Batch, train: bool = True
+    loss: Loss, apply: Apply, batch: Batch, train: bool = True, rng: jax.Array | None = None
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Return (sum, count, metrics) of a loss, with those that the model has of its own.
 
@@ -65,30 +68,27 @@ def summed_loss(
     Args:
       loss: returns (sum, count) or (sum, count, metrics), see `loss.Loss`.
       apply: the model; it returns outputs, or `Outputs`.
-      batch: what the loss reads; "weights" (rows, ...), if there are some, weigh the rows.
+      batch: what the loss reads.
       train: whether it is the loss of training, or that of held-out data.
+      rng: the key of the model's call, from which the loss has its `apply.key`; None: the attribute `rng` of
+        the model.
 
     Raises:
       ValueError: the loss returns something else, or a metric that the model has too.
     """
-    found: list[Outputs] = []
+    called: list[Any] = []
 
     def without_auxiliary(*inputs: Any) -> Any:
-        outputs = apply(*inputs)
-        if isinstance(outputs, Outputs):
-            found.append(outputs)
-        return plain(outputs)
+        called.append(apply(*inputs))
+        return plain(called[-1])
 
-    loss = loss if train else for_evaluation(loss)
-    loss_sum, count, metrics = checked(loss(without_auxiliary, batch))
+    loss, rng = loss if train else for_evaluation(loss), getattr(apply, "rng", None) if rng is None else rng
+    loss_sum, count, metrics = checked(loss(ModelCall(without_auxiliary, rng), batch))
+    found = [outputs for outputs in called if isinstance(outputs, Outputs)]
     for outputs in found:
         rows = jax.tree.leaves(outputs.auxiliary)[0].shape[0]
-        weights = batch.get("weights")
-        if weights is None or weights.shape[0] != rows:
-            weights = jnp.ones(rows)
-        # a row counts if any of its tokens does
-        weights = weights if weights.ndim == 1 else (weights.reshape(rows, -1) != 0).any(1)
-        penalty, own = outputs.auxiliary.losses(weights.astype(jnp.float32), jnp.float32(count) / len(found))
+        weights = _row_counts(loss, [plain(each) for each in called], batch, rows, count) / len(found)
+        penalty, own = outputs.auxiliary.losses(weights, jnp.float32(count) / len(found))
         if twice := sorted(metrics.keys() & own.keys()) if outputs is found[0] else ():
             raise ValueError(f"the loss returns metrics {', '.join(twice)}, as the model does; rename them")
         before = {name: metrics.get(name, (0, 0)) for name in own}
@@ -96,3 +96,37 @@ def summed_loss(
         if outputs.train:
             loss_sum += penalty * count / len(found)
     return loss_sum, count, metrics
+
+
+def _row_counts(loss: Loss, outputs: Sequence[Any], batch: Batch, rows: int, total: Any) -> jax.Array:
+    """Return what a loss counts in each row, float32 (rows,): the weights of the row times their derivatives.
+
+    They add up over any split of a batch, which a mean over rows times the count of the split does not where
+    rows count differently. Where the count has no derivative, as a number of weights above 0 has none, it is
+    divided as those that are not 0.
+
+    Args:
+      loss: returns (sum, count), see `loss.Loss`.
+      outputs: what its calls of the model returned, in order.
+      batch: what it read.
+      rows: the number of rows.
+      total: what it counted.
+    """
+    weights = batch.get("weights")
+    if weights is None or weights.shape[0] != rows:
+        weights = jnp.ones(rows)
+    weights = weights.astype(jnp.float32)
+
+    def count(weights: jax.Array) -> jax.Array:
+        calls = iter(outputs)
+        return jnp.float32(checked(loss(lambda *_: next(calls), {**batch, "weights": weights}))[1])
+
+    # the operations of the loss that the derivative of its count depends on, and no others
+    traced = jax.make_jaxpr(lambda x, dx: jax.jvp(count, (x,), (dx,))[1])(weights, weights)
+    needed, (reads_weights, has_derivative) = partial_eval.dce_jaxpr(traced.jaxpr, [True])
+    if not has_derivative:
+        present = (weights != 0).reshape(rows, -1).sum(1, dtype=jnp.float32)
+        return present * total / jnp.maximum(present.sum(), 1)
+    change = partial(jaxpr_as_fun(ClosedJaxpr(needed, traced.consts)), *[weights] * reads_weights)
+    derivative = jax.grad(lambda dx: change(dx)[0])(weights)
+    return (weights * derivative).reshape(rows, -1).sum(1)

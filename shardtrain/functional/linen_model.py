@@ -1,7 +1,8 @@
 """The pure functions of a linen module. Next: `model.py` (what they are)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import flax.linen as nn
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 
 from shardtrain.functional.batch_norm import REPLICAS, one_axis_name, with_axis_bound
 from shardtrain.functional.model import Model, Tree, dim_names, path_text, same_structure
+from shardtrain.functional.model_calls import split_options
 from shardtrain.functional.training_mode import Call, check_evaluation, mode_arguments, recorded
 
 
@@ -20,19 +22,22 @@ def from_linen(
     evaluation: nn.Module | None = None,
     without: tuple[str, ...] = (),
     sync_batch_norm: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Model:
     """Return the pure functions of a linen module.
 
     Args:
       module: dims come from `nn.with_partitioning` and `nn.with_logical_partitioning`. Arguments of
         `__call__` that set the mode are passed (see `training_mode.mode_arguments`).
-      *inputs: arrays or jax.ShapeDtypeStruct of one batch, of any batch size.
+      *inputs: arrays or jax.ShapeDtypeStruct of one batch, of any batch size; a random key and what is no
+        array as it is.
       rng_streams: names of the module's rng streams; streams of other names share one key.
       evaluation: the same module constructed for evaluation, if its mode is a field and not an argument of
         its call: TransformerLM(config.replace(deterministic=True)).
       without: variable collections that are dropped after each call, such as sown values.
       sync_batch_norm: every nn.BatchNorm takes the statistics of a microbatch over all replicas, like one
         with an axis_name; otherwise each replica has its own.
+      options: arguments of `__call__` by name, given like the inputs.
 
     Raises:
       ValueError: the module would apply dropout or use batch statistics in evaluation too.
@@ -40,9 +45,9 @@ def from_linen(
     evaluated = module if evaluation is None else evaluation
 
     def variables(key: jax.Array) -> dict[str, Tree]:
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
-        options: dict[str, Any] = mode_arguments(type(evaluated).__call__, False)
-        found: Any = evaluated.init({"params": key}, *zeros, **options)
+        zeros, given = jax.tree.map(_zeros, (inputs, dict(options)))
+        modes: dict[str, Any] = mode_arguments(type(evaluated).__call__, False)
+        found: Any = evaluated.init({"params": key}, *zeros, **{**modes, **given})
         return {name: tree for name, tree in found.items() if name not in without}
 
     def init(key: jax.Array) -> tuple[Tree, Tree]:
@@ -51,14 +56,15 @@ def from_linen(
 
     def apply(params: Tree, model_state: Tree, rng: jax.Array, train: bool, *inputs: Any) -> tuple[Any, Tree]:
         used = module if train else evaluated
-        options: dict[str, Any] = mode_arguments(type(used).__call__, train)
+        inputs, given = split_options(inputs)
+        modes: dict[str, Any] = mode_arguments(type(used).__call__, train)
         # only training changes the model state, such as running statistics
         mutable = list(model_state) if train else []
         with _synchronised(axis_name if sync_batch_norm else None):
             outputs, changed = used.apply(
                 {"params": params, **model_state},
                 *inputs,
-                **options,
+                **{**modes, **given},
                 rngs=_rngs(rng, rng_streams),
                 mutable=mutable,
             )
@@ -83,6 +89,15 @@ def _trace(variables: Callable[[jax.Array], dict[str, Tree]]) -> tuple[Tree, lis
         # raise about axis names first: a norm that cannot be synchronised fails with an unbound axis name
         axis_name = one_axis_name(call.module for call in calls)
     return boxed, calls, axis_name
+
+
+def _zeros(like: Any) -> Any:
+    """Return zeros of a shape and dtype; of a key's a key, and what has no shape as it is."""
+    if not hasattr(like, "shape"):
+        return like
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0), like.shape) if like.shape else jax.random.key(0)
+    return jnp.zeros(like.shape, jax.dtypes.canonicalize_dtype(like.dtype))
 
 
 def _rngs(rng: jax.Array, streams: tuple[str, ...]) -> dict[str, jax.Array]:

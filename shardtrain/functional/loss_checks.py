@@ -32,6 +32,11 @@ def checked(result: Any) -> tuple[jax.Array, jax.Array, dict[str, tuple[jax.Arra
         for name, value in (("sum", loss_sum), ("count", count))
         if jnp.shape(value) != ()
     ]
+    if not problems and not jnp.issubdtype(jnp.result_type(loss_sum), jnp.floating):
+        problems.append(
+            f"sum is {jnp.result_type(loss_sum)}, which has no gradient; return a float, as by"
+            " .astype('float32') before what depends on the parameters is rounded"
+        )
     for name, pair in metrics.items():
         if name in RESERVED:
             problems.append(f"metric {name!r} is a name of the step's own; use another")

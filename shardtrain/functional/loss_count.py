@@ -10,6 +10,7 @@ from jax.interpreters import partial_eval
 from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
+from shardtrain.functional.rng import new_key
 from shardtrain.functional.unused_parameters import ONE
 
 
@@ -26,12 +27,12 @@ def loss_count(model: Model, loss: Loss, batch: Mapping[str, Any]) -> float | No
     Raises:
       ValueError: the loss returns something else.
     """
-    params, model_state = jax.eval_shape(lambda: model.init(jax.random.key(0)))
-    others = (params, model_state, jax.eval_shape(lambda: jax.random.key(0)))
+    params, model_state = jax.eval_shape(lambda: model.init(new_key(0)))
+    others = (params, model_state, jax.eval_shape(lambda: new_key(0)))
 
     def count(params: Any, model_state: Any, key: jax.Array, batch: Batch) -> jax.Array:
         apply = lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0]  # noqa: E731
-        return summed_loss(loss, apply, batch)[1]
+        return summed_loss(loss, apply, batch, rng=key)[1]
 
     with jax.sharding.use_abstract_mesh(ONE):
         traced = jax.make_jaxpr(count)(*others, dict(batch))

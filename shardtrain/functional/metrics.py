@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from shardtrain.functional.loss import Apply, Batch, Loss, for_evaluation, hard_label, target_weights
 from shardtrain.functional.loss_checks import checked
+from shardtrain.functional.model_calls import ModelCall, split_options
 from shardtrain.functional.next_tokens import without_first
 
 Metric = Callable[[Any, Batch], tuple[Any, Any]]
@@ -36,10 +37,12 @@ class LossWithMetrics:
         outputs: list[Any] = []
 
         def recording(*inputs: Any) -> Any:
-            outputs.append(apply(*inputs))
+            given, options = split_options(inputs)
+            outputs.append(apply(*given, **options))
             return outputs[-1]
 
-        loss_sum, count, metrics = checked(self.loss(recording, batch))
+        recorded = ModelCall(recording, getattr(apply, "rng", None))
+        loss_sum, count, metrics = checked(self.loss(recorded, batch))
         if len(outputs) != 1:
             raise ValueError(
                 f"metrics {', '.join(self.metrics)} are of the model's outputs, but the loss calls the model"

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.errors.messages import problems_error
+from shardtrain.functional.rng import Draws
 from shardtrain.sharding.array_dims import JOINT, Dims, Named, dims_by_pattern, is_dims
 
 Tree = dict[str, Any]
@@ -60,6 +61,7 @@ class Model:
       axis_name: over which it averages batch statistics, as BatchNorm(axis_name="batch") does; None if each
         replica has its own. Where the axis is not bound, `apply` runs as with one replica.
       frozen: paths of the parameters that are not trained, see `frozen.py`.
+      draws: the random draws in training, see `row_draws.find_draws`; None: they have not been looked for.
     """
 
     init: Callable[[jax.Array], tuple[Tree, Tree]]
@@ -68,6 +70,7 @@ class Model:
     chain: Chain | None = None
     axis_name: str | None = None
     frozen: frozenset[str] = frozenset()
+    draws: Draws | None = None
 
 
 def dim_names(given: Any, shape: Sequence[int], path: str) -> Dims:
@@ -109,9 +112,12 @@ def _is_entry(entry: Any) -> bool:
 def same_structure(changed: Tree, before: Tree) -> Tree:
     """Return the model state after a call if it has the structure that it had before.
 
+    Leading dims of 1, which statistics with kept dims have after their first update, are dropped.
+
     Raises:
       ValueError: lists every array that was added, is missing or has another shape.
     """
+    changed = jax.tree.map_with_path(_without_kept_dims(before), changed)
     shapes = [
         {path_text(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
         for tree in (before, changed)
@@ -122,12 +128,26 @@ def same_structure(changed: Tree, before: Tree) -> Tree:
         if shapes[0].get(path) != shapes[1].get(path)
     ]
     if problems:
+        advice = "return what is sown, or leave its collection out, as from_linen(..., without=('losses',))"
+        if shapes[0].keys() == shapes[1].keys():
+            advice = "initialise each array with the shape that it has after a call"
         raise problems_error(
-            "a call changes the structure of the model's state, and a step must keep it; return what is sown,"
-            " or leave its collection out, as from_linen(..., without=('losses',))",
-            problems,
+            f"a call changes the structure of the model's state, and a step must keep it; {advice}", problems
         )
     return changed
+
+
+def _without_kept_dims(before: Tree) -> Callable[..., Any]:
+    """Return (path, array) -> the array in its shape before, if only leading dims of 1 differ."""
+    shapes = {path: jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(before)}
+
+    def restore(path: Any, x: Any) -> Any:
+        old, new = shapes.get(path), jnp.shape(x)
+        if old is None or old == new or (1,) * (len(new) - len(old)) + old != new:
+            return x
+        return jnp.reshape(x, old)
+
+    return restore
 
 
 def with_names(model: Model, names: Mapping[str, Sequence[str | None]]) -> Model:
@@ -149,6 +169,26 @@ def with_names(model: Model, names: Mapping[str, Sequence[str | None]]) -> Model
         is_leaf=is_dims,
     )
     return replace(model, dims=dims)
+
+
+def check_float_parameters(model: Model) -> None:
+    """Check that parameters have gradients.
+
+    Raises:
+      ValueError: lists those of whole numbers.
+    """
+    params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    wrong = [
+        f"{path_text(path)} is {leaf.dtype}"
+        for path, leaf in jax.tree.leaves_with_path(params)
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) and path_text(path) not in model.frozen
+    ]
+    if wrong:
+        raise problems_error(
+            "parameters are trained, so they are floats; make these constants of the model, as self.table ="
+            " jnp.arange(8), or variables of its state, as nnx.Variable(...)",
+            wrong,
+        )
 
 
 def named_arrays(model: Model, shapes: Tree) -> dict[str, Named]:

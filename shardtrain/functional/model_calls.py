@@ -1,9 +1,74 @@
-"""The one call of the model in a loss: its inputs, and its outputs put in. For pipelines; next: `loss.py`."""
+"""The model as a loss calls it: with options by name, and a random key; its one call, for pipelines.
+
+Next: `loss.py`.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from shardtrain.functional.loss import Batch, Loss
+from shardtrain.functional.rng import new_key
+
+LOSS_STREAM = 0x105500
+"""Folded into the key of a call for what the loss draws itself; the model's streams have small numbers."""
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class Options:
+    """The arguments by name of a call of the model, as its last input."""
+
+    values: dict[str, Any]
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        """Return (values, names), for jax."""
+        return tuple(self.values.values()), tuple(self.values)
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], values: tuple[Any, ...]) -> "Options":
+        """Make it from names and values, for jax."""
+        return cls(dict(zip(names, values, strict=True)))
+
+
+def split_options(inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional arguments and those by name of a call of the model.
+
+    >>> split_options((1, Options({"scale": 2})))
+    ((1,), {'scale': 2})
+    """
+    if inputs and isinstance(inputs[-1], Options):
+        return inputs[:-1], inputs[-1].values
+    return inputs, {}
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """What a loss gets as `apply`.
+
+    Args:
+      call: *inputs -> outputs; arguments by name are its last input, `Options`.
+      rng: the key of the model's call; None where nothing can be drawn.
+    """
+
+    call: Callable[..., Any]
+    rng: jax.Array | None = None
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """Call the model."""
+        return self.call(*inputs, *([Options(options)] if options else []))
+
+    @property
+    def key(self) -> jax.Array:
+        """A random key for what the loss draws itself or gives the model; one for each step.
+
+        Draws whose first dim is the rows are the same for any split of a batch. It is always the same key:
+        split it to draw several times.
+        """
+        rng = new_key(0) if self.rng is None else self.rng
+        return jax.random.fold_in(rng, LOSS_STREAM)
 
 
 class _ModelCalled(BaseException):
@@ -14,8 +79,13 @@ class _ModelCalled(BaseException):
         self.inputs = inputs
 
 
-def model_inputs(loss: Loss, batch: Batch) -> tuple[Any, ...]:
+def model_inputs(loss: Loss, batch: Batch, rng: jax.Array | None = None) -> tuple[Any, ...]:
     """Return the inputs that a loss passes to the model.
+
+    Args:
+      loss: calls the model.
+      batch: its batch.
+      rng: the key of the model's call.
 
     Raises:
       ValueError: the loss does not call the model.
@@ -25,7 +95,7 @@ def model_inputs(loss: Loss, batch: Batch) -> tuple[Any, ...]:
         raise _ModelCalled(inputs)
 
     try:
-        loss(apply, batch)
+        loss(ModelCall(apply, rng), batch)
     except _ModelCalled as call:
         return call.inputs
     raise ValueError("the loss returned without calling the model; a pipeline needs one call, apply(inputs)")

@@ -97,9 +97,9 @@ def _split_convolution(operands: Any, parameters: Any, mesh: Any) -> Split:
     rows, channels = mesh_axes_of(axes.BATCH, axes.CHANNELS_OUT)
     rows = _dividing(rows if parameters["batch_group_count"] == 1 else (), lhs.shape[lhs_dims[0]], mesh)
     # kernels without names are whole on devices along tensor, and so is what surrounds them
-    has_names = get_logical_axis_rules().unnamed == "refuse"
+    rules: Any = get_logical_axis_rules()
     channels = _dividing(
-        channels if has_names else (), rhs.shape[rhs_dims[0]] if groups == 1 else groups, mesh
+        channels if rules.unnamed == "refuse" else (), rhs.shape[rhs_dims[0]] if groups == 1 else groups, mesh
     )
     of_lhs = _spec(lhs.ndim, {lhs_dims[0]: rows, lhs_dims[1]: () if groups == 1 else channels})
     of_rhs = _spec(rhs.ndim, {rhs_dims[0]: channels})

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, AxisType
 
@@ -15,6 +17,7 @@ from shardtrain.axes import AXES
 from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model, path_text
+from shardtrain.functional.rng import new_key
 
 ONE = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 """A mesh of axes of size 1: a few rows could not be sharded over the axes of a run's mesh."""
@@ -35,16 +38,22 @@ def unused_parameters(model: Model, loss: Loss, batch: Mapping[str, Any]) -> tup
     Raises:
       ValueError: the loss returns something else.
     """
-    params, model_state = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    params, model_state = jax.eval_shape(lambda: model.init(new_key(0)))
 
     def derivative(tangents: Any, params: Any, model_state: Any, key: jax.Array, batch: Batch) -> jax.Array:
         def loss_sum(params: Any) -> jax.Array:
             apply = lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0]  # noqa: E731
-            return summed_loss(loss, apply, batch)[0]
+            return summed_loss(loss, apply, batch, rng=key)[0]
 
-        return jax.jvp(loss_sum, (params,), (tangents,))[1]
+        # whole numbers have no derivative
+        floats = jax.tree.map(
+            lambda x, t: t if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros(x.shape, jax.dtypes.float0),
+            params,
+            tangents,
+        )
+        return jax.jvp(loss_sum, (params,), (floats,))[1]
 
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.eval_shape(lambda: new_key(0))
     # not around `init`, where linen would take names of dims for axes of the mesh
     with jax.sharding.use_abstract_mesh(ONE):
         traced = jax.make_jaxpr(derivative)(params, params, model_state, key, batch).jaxpr

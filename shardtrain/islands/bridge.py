@@ -19,7 +19,7 @@ from jax import lax
 
 from shardtrain.islands.chunks import MOST_ELEMENTS, in_chunks
 from shardtrain.islands.malloc import tune_malloc
-from shardtrain.islands.mpi_library import library_environment, not_loaded_text, vendor
+from shardtrain.islands.mpi_library import check_started, library_environment, not_loaded_text, vendor
 from shardtrain.islands.options import REDUCE
 from shardtrain.islands.rank_timeout import RankTimeout, missing_text
 from shardtrain.islands.watchdog.activity import ActivityRecord
@@ -34,6 +34,7 @@ try:
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:
     raise ValueError(not_loaded_text(error)) from error
+check_started(MPI.Is_initialized(), os.environ)
 
 
 class MpiGroup:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from shardtrain.islands.binding import runtime_device_ids
-from shardtrain.islands.network import listening_address
+from shardtrain.islands.network import listening_address, proxy_exceptions
 from shardtrain.islands.seat import Seat
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ def join_processes(seat: Seat, comm: "MPI.Comm", host: str) -> None:
             port = free.getsockname()[1]
         # by name: many hosts know their own name by an address of loopback, 127.0.1.1
         address = island.bcast(f"{mine or socket.gethostname()}:{port}", 0)
+        # ranks of one run meet without a proxy, which may not know their hosts
+        hosts = [*island.allgather(host), address.rpartition(":")[0]]
+        os.environ.update(proxy_exceptions(hosts, os.environ))
         start_runtime(seat, address, mine)
     island.Free()
 

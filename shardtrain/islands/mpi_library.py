@@ -65,3 +65,18 @@ def not_loaded_text(error: BaseException) -> str:
         "Install shardtrain[mpi] (README, Installing), or rebuild the installed packages;"
         " `shardtrain doctor` finds out what does not fit. One process, without a launcher, needs no MPI."
     )
+
+
+def check_started(is_started: bool, environ: Mapping[str, str]) -> None:
+    """Check that mpi4py has started MPI at its import.
+
+    Raises:
+      ValueError: it was told not to.
+    """
+    if not is_started:
+        variable = environ.get("MPI4PY_RC_INITIALIZE")
+        told = "mpi4py.rc.initialize" if variable is None else f"MPI4PY_RC_INITIALIZE={variable}"
+        raise ValueError(
+            f"mpi4py did not start MPI when it was imported, as {told} says, and ranks cannot meet without;"
+            " use `unset MPI4PY_RC_INITIALIZE`, and set mpi4py.rc.initialize nowhere"
+        )

@@ -35,6 +35,34 @@ def listening_address(hosts: Sequence[str], environ: Mapping[str, str]) -> str |
     return address_of(name) if name else None
 
 
+PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+"""Variables by which gRPC, and so jax.distributed, connects to another host."""
+
+
+def proxy_exceptions(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that keep connections between hosts of a run from going through a proxy.
+
+    Args:
+      hosts: names and addresses.
+      environ: the environment.
+
+    >>> proxy_exceptions(["a", "a", "10.0.0.7"], {"http_proxy": "http://p:8", "NO_PROXY": "b,a"})
+    {'no_proxy': 'b,a,10.0.0.7'}
+    >>> proxy_exceptions(["a"], {})
+    {}
+    """
+    if not any(environ.get(name) for name in PROXIES):
+        return {}
+    found = {}
+    # gRPC reads the first of the two that is set
+    for name in ("no_grpc_proxy", "no_proxy"):
+        before = environ.get(name) or (environ.get("NO_PROXY", "") if name == "no_proxy" else "")
+        if before or name == "no_proxy":
+            entries = [entry.strip() for entry in before.split(",") if entry.strip()]
+            found[name] = ",".join(dict.fromkeys([*entries, *hosts]))
+    return found
+
+
 def address_of(interface: str) -> str:
     """Return the IPv4 address of an interface.
 

@@ -114,7 +114,7 @@ class Keeper:
             child = self._child = self._start(program)
         except OSError as error:
             text = f"shardtrain.launch.rank: {program[0]} cannot be run: {error.strerror}\n"
-            with self._log.open("a") as log:
+            with self._log.open("a", encoding="utf-8") as log:
                 log.write(text)
             self._write_record(code=NOT_FOUND, end_seconds=time.time())
             return NOT_FOUND

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import ScheduleFreeState, schedule_free_eval_params
 
+from shardtrain.errors.user_code import UserCodeFailed, user_code
 from shardtrain.functional.frozen import like, merged
 
 Choose = Callable[[Any, Any], Any]
@@ -104,6 +105,10 @@ def missing_arguments(
       optimizer: any optax transformation.
       params: arrays or shapes.
       line_search: whether the step can compute the loss at other parameters.
+
+    Raises:
+      ValueError: its updates are not like the parameters.
+      UserCodeFailed: it raised.
     """
     extra: dict[str, Any] = {"value_fn": lambda params: jnp.float32(0)} if line_search else {}
     used = stored(optimizer)
@@ -112,11 +117,17 @@ def missing_arguments(
         return used.update(params, used.init(params), params, value=jnp.float32(0), grad=params, **extra)
 
     try:
-        jax.eval_shape(update, params)
-    except TypeError as error:
-        if "required keyword-only argument" not in str(error):
+        with user_code(lambda error: "the optimizer"):
+            updates, _ = jax.eval_shape(update, params)
+    except UserCodeFailed as failure:
+        if "required keyword-only argument" not in str(failure.__cause__):
             raise
-        return re.findall(r"'(\w+)'", str(error).partition("argument")[2])
+        return re.findall(r"'(\w+)'", str(failure.__cause__).partition("argument")[2])
+    if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, params):
+        raise ValueError(
+            "the optimizer gives updates of another structure or of other shapes than the parameters; return"
+            " one for each parameter, of its shape"
+        )
     return []
 
 
@@ -198,7 +209,8 @@ def evaluated_params(how: str | Choose | None, opt_state: Any, params: Any) -> A
             )
         opt_state, choose = found[0], from_state
     assert callable(choose)
-    chosen = choose(opt_state, float32(params))
+    with user_code(lambda error: "evaluate_with"):
+        chosen = choose(opt_state, float32(params))
     # an optimizer has only the parameters that are trained
     chosen = merged(chosen, params)
     return jax.tree.map(lambda x, p: x.astype(p.dtype), chosen, params)

@@ -12,12 +12,14 @@ import numpy as np
 import optax
 
 from shardtrain import axes
+from shardtrain.functional.dependencies import dependencies
 from shardtrain.functional.model import Tree
 from shardtrain.optim.optimizer_state import stored
 from shardtrain.sharding.array_dims import is_dims
+from shardtrain.system.xla_flags import quick_options
 
-Arrays = list[np.ndarray]
-"""The leaves of a tree of parameters, in order."""
+CHANGES = (1e6, 1e30, 1e-30, np.nan)
+"""Factors of one layer, for couplings that begin above or below a size; a nan gets through them all."""
 
 MIXED_ARRAYS = "the update of one array depends on the gradients of others, as clipping by their norm does"
 MIXED_LAYERS = (
@@ -30,7 +32,9 @@ def coupling_problems(optimizer: optax.GradientTransformation, dims: Tree, param
     """List how the update of an array, or of a layer of a stacked array, depends on gradients of others.
 
     Pipeline stages that each update their own parameters would then differ from an update of all parameters.
-    Found by trial on small random arrays of the same structure, so a dependence on shapes is not detected.
+    Dependences between arrays are followed through the traced update, whatever the values are. Those between
+    layers are found by trial on small random arrays with the gradient of one layer changed (`CHANGES`), so a
+    dependence on shapes is not detected.
 
     Args:
       optimizer: any optax transformation.
@@ -54,48 +58,50 @@ def coupling_problems(optimizer: optax.GradientTransformation, dims: Tree, param
         (4, *[2] * (x.ndim - 1)) if is_stacked else (2,) * x.ndim
         for x, is_stacked in zip(leaves, stacked, strict=True)
     ]
-    update = _second_update(optimizer, shapes, structure)
-    before = update(lambda i, x: x)
-    # scale every other array: the arrays in between must be updated as before
-    others_scaled = update(lambda i, x: x * np.float32(1e6) if i % 2 else x)
-    arrays_alike = all(map(_close, before[::2], others_scaled[::2]))
-    # scale the first layer of each stack: its other layers must be updated as before
-    layer_scaled = update(lambda i, x: np.concatenate([x[:1] * np.float32(1e6), x[1:]]) if stacked[i] else x)
-    layers_alike = all(
-        _close(a[1:], b[1:])
-        for a, b, is_stacked in zip(before, layer_scaled, stacked, strict=True)
-        if is_stacked
-    )
-    return [*([] if arrays_alike else [MIXED_ARRAYS]), *([] if layers_alike else [MIXED_LAYERS])]
+    update = _second_update(optimizer, structure)
+    random = np.random.default_rng(0)
+    inputs = [[random.normal(size=shape).astype(np.float32) for shape in shapes] for _ in range(3)]
+    traced = jax.make_jaxpr(update)(*inputs).jaxpr
+    arrays = [1 << i for i in range(len(shapes))]
+    # the update of each array may depend on that array alone
+    found = dependencies(traced, arrays * 3)
+    is_mixed = any(groups & ~own for groups, own in zip(found, arrays, strict=True))
+    compiled = jax.jit(update, compiler_options=quick_options(jax.default_backend()))
+    before = compiled(*inputs)
+    are_layers_mixed = False
+    for factor in CHANGES if any(stacked) else ():
+        # change the first layer of each stack: its other layers must be updated as before
+        changed = [
+            [
+                np.concatenate([x[:1] * np.float32(factor), x[1:]]) if is_stacked else x
+                for x, is_stacked in zip(arrays, stacked, strict=True)
+            ]
+            for arrays in (inputs[0], inputs[2])
+        ]
+        after = compiled(changed[0], inputs[1], changed[1])
+        are_layers_mixed |= not all(
+            np.allclose(a[1:], b[1:], rtol=1e-4)
+            for a, b, is_stacked in zip(before, after, stacked, strict=True)
+            if is_stacked
+        )
+    return [*([MIXED_ARRAYS] if is_mixed else []), *([MIXED_LAYERS] if are_layers_mixed else [])]
 
 
-def _second_update(
-    optimizer: optax.GradientTransformation, shapes: list[tuple[int, ...]], structure: Any
-) -> Callable[[Callable[[int, np.ndarray], np.ndarray]], Arrays]:
-    """Return a function: change of (index, array) of weights and second gradients -> the second update.
+def _second_update(optimizer: optax.GradientTransformation, structure: Any) -> Callable[..., Any]:
+    """Return a function: leaves of weights, first and second gradients -> leaves of the second update.
 
     The second, because the first update of some optimizers does not depend on the size of a gradient.
     """
     used = stored(optimizer)
-    random = np.random.default_rng(0)
 
-    def draw() -> Arrays:
-        return [random.normal(size=shape).astype(np.float32) for shape in shapes]
-
-    weights, first_grads, second_grads = draw(), draw(), draw()
-
-    def update(change: Callable[[int, np.ndarray], np.ndarray]) -> Arrays:
-        changed = ([change(i, x) for i, x in enumerate(arrays)] for arrays in (weights, second_grads))
-        params, second = (jax.tree.unflatten(structure, arrays) for arrays in changed)
-        first = jax.tree.unflatten(structure, first_grads)
+    def update(weights: Any, first_grads: Any, second_grads: Any) -> Any:
+        params, first, second = (
+            jax.tree.unflatten(structure, arrays) for arrays in (weights, first_grads, second_grads)
+        )
         # the loss is that of the whole pipeline, which every stage receives
         loss = jnp.float32(1)
         _, state = used.update(first, used.init(params), params, value=loss, grad=first)
         updates, _ = used.update(second, state, params, value=loss, grad=second)
-        return [np.asarray(x) for x in jax.tree.leaves(updates)]
+        return jax.tree.leaves(updates)
 
     return update
-
-
-def _close(a: np.ndarray, b: np.ndarray) -> bool:
-    return np.allclose(a, b, rtol=1e-4)

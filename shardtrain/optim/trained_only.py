@@ -44,8 +44,12 @@ def trained_only(
             extra["value_fn"] = lambda trained: value(merged(trained, params))
         trained = None if params is None else without(params, frozen)
         found, state = inner.update(without(updates, frozen), state, trained, **extra)
-        # adding -0.0 changes no bit of any number, adding 0.0 changes -0.0
-        return merged(found, jax.tree.map(lambda x: jnp.full_like(x, -0.0), updates)), state
+        return merged(found, jax.tree.map(_nothing, updates if params is None else params)), state
 
     made = optax.GradientTransformationExtraArgs(init, update)
     return TakesNorm(*made) if isinstance(optimizer, TakesNorm) else made
+
+
+def _nothing(x: Any) -> jax.Array:
+    """Return what changes no bit of an array when it is added: -0.0, as 0.0 changes -0.0."""
+    return jnp.full_like(x, -0.0) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros_like(x)

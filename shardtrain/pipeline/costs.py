@@ -13,6 +13,7 @@ from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Chain, Model, Tree, path_text
 from shardtrain.functional.model_calls import model_inputs, once
+from shardtrain.functional.rng import new_key
 from shardtrain.pipeline.flow import Flow, find_flow
 from shardtrain.pipeline.partition import Costs
 from shardtrain.pipeline.stacking import Partition
@@ -42,7 +43,7 @@ class Traced:
         self.chain: Chain = model.chain
         self.loss = loss
         self.batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in microbatch.items()}
-        self.params, self.model_state = jax.eval_shape(model.init, jax.random.key(0))
+        self.params, self.model_state = jax.eval_shape(model.init, new_key(0))
         self.entering = jax.eval_shape(self.first, self.params, self.batch)
 
     @property
@@ -76,16 +77,16 @@ class Traced:
         """Return the activations that enter the blocks."""
         inputs = model_inputs(self.loss, batch)
         state = self.model_zeros() if model_state is None else model_state
-        return self.chain.first(params, state, jax.random.key(0), True, *inputs)[0]
+        return self.chain.first(params, state, new_key(0), True, *inputs)[0]
 
     def enter(self, params: Any, model_state: Any, rng: Any, train: bool, batch: Any) -> tuple[Any, Any]:
         """Return (activations that enter the blocks, model state) for the inputs that the loss selects."""
-        return self.chain.first(params, model_state, rng, train, *model_inputs(self.loss, batch))
+        return self.chain.first(params, model_state, rng, train, *model_inputs(self.loss, batch, rng))
 
     def run(self, start: int, blocks: Any, activations: Any, number: int = 1) -> Any:
         """Return the activations behind `number` blocks, from block `start` on."""
         return self.chain.run(
-            {BLOCKS: blocks}, self.model_zeros(), jax.random.key(0), True, start, number, activations
+            {BLOCKS: blocks}, self.model_zeros(), new_key(0), True, start, number, activations
         )[0]
 
     def last(self, params: Any, activations: Any, batch: Any, model_state: Any = None) -> Any:
@@ -96,7 +97,7 @@ class Traced:
         state = self.model_zeros() if model_state is None else model_state
 
         def apply(*inputs: Any) -> Any:
-            return self.chain.last(params, state, jax.random.key(0), True, activations)[0]
+            return self.chain.last(params, state, new_key(0), True, activations)[0]
 
         return summed_loss(self.loss, once(apply), batch)
 
@@ -157,7 +158,7 @@ class Traced:
             left.append(changed)
             return outputs
 
-        loss_sum, count, metrics = summed_loss(self.loss, once(apply), batch, train)
+        loss_sum, count, metrics = summed_loss(self.loss, once(apply), batch, train, rng)
         return (loss_sum, (count, metrics)), left[0]
 
     def flow(self, stages: Partition, microbatch: Mapping[str, Any]) -> Flow:
@@ -175,7 +176,7 @@ class Traced:
                 else:
                     numbers = map(str, range(start, start + count))
                     blocks = {name: blocks[name] for name in numbers if name in blocks}
-                key = jax.random.key(0)
+                key = new_key(0)
                 params = {**params, BLOCKS: blocks}
                 return self.run_part(stages, number, params, state, key, True, batch, activations)[0]
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardtrain.functional.float_gradients import vjp
 from shardtrain.functional.sums import Sums, add_block_grads, add_grads, add_loss
 from shardtrain.pipeline.activations import Activations, get, put
 from shardtrain.pipeline.mesh_branches import Branches
@@ -175,7 +176,7 @@ class StageTasks:
             inputs = Activations(floats, entering.others)
             return compute.run(size, params, task.chunk, task.microbatch, inputs)
 
-        floats, pull, others = jax.vjp(run, {name: values[name] for name in wanted}, has_aux=True)
+        floats, pull, others = vjp(run, {name: values[name] for name in wanted})
         return Activations(floats, others), lambda cotangent: pull(cotangent)[0]
 
     def _output_cotangent(
@@ -188,7 +189,7 @@ class StageTasks:
             def loss_of(rest: Any, floats: Any) -> Any:
                 return compute.loss_of(rest, Activations(floats, leaving.others), task.microbatch)
 
-            loss_sum, pull, (count, metrics) = jax.vjp(loss_of, compute.rest, leaving.floats, has_aux=True)
+            loss_sum, pull, (count, metrics) = vjp(loss_of, compute.rest, leaving.floats)
             grads, cotangent = pull(jnp.ones_like(loss_sum))
             return cotangent, add_grads(add_loss(sums, loss_sum, count, metrics), grads)
 
@@ -204,7 +205,7 @@ class StageTasks:
         """Add the gradients of what comes before the blocks, on the first part."""
 
         def add(sums: Sums) -> Sums:
-            _, pull, _ = jax.vjp(partial(self._first, task), self._compute.rest, has_aux=True)
+            _, pull, _ = vjp(partial(self._first, task), self._compute.rest)
             return add_grads(sums, *pull(cotangent))
 
         return self._branches.either(task.is_first, add, lambda sums: sums, sums)

@@ -146,8 +146,8 @@ class Program:
         for number, equation in enumerate(self.equations):
             if self._is_needed[number]:
                 found.update({v: number for v in equation.invars if isinstance(v, Var) and v in self.defined})
-        found.update({v: len(self.equations) for v in self.results if v in self.defined})
-        return found
+        ends = {v: len(self.equations) for v in self.results if isinstance(v, Var) and v in self.defined}
+        return found | ends
 
     @cached_property
     def first_use(self) -> dict[int, int]:

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardtrain import axes
+from shardtrain.functional.activation_rules import whole_sequences
 from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.constrained_specs import constrained_specs
 from shardtrain.functional.loss import Batch, Loss
@@ -97,8 +98,10 @@ class StageCompute:
     def _first(self, rest: Any, number: Any) -> Any:
         # without the constraint XLA slices a sharded sequence from the batch by a permute, which waits for
         # all stages
-        inputs = self.shard_rows(model_inputs(self.loss, self.microbatch(number)))
-        return self.chain.first(rest, {}, self.rng(number), self.train, *inputs)[0]
+        inputs = self.shard_rows(model_inputs(self.loss, self.microbatch(number), self.rng(number)))
+        with whole_sequences():
+            entering = self.chain.first(rest, {}, self.rng(number), self.train, *inputs)[0]
+        return self.shard_rows(entering)
 
     def first_block(self, chunk: Any) -> Any:
         """Return the index of a chunk's first block among the stacked blocks of this stage."""
@@ -137,5 +140,5 @@ class StageCompute:
             return self.chain.last(rest, {}, self.rng(number), self.train, self.tree.join(leaving))[0]
 
         batch = self.microbatch(number)
-        loss_sum, count, metrics = summed_loss(self.loss, once(last), batch, self.train)
+        loss_sum, count, metrics = summed_loss(self.loss, once(last), batch, self.train, self.rng(number))
         return loss_sum, (count, metrics)

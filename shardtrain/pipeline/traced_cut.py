@@ -16,6 +16,7 @@ from shardtrain.errors.messages import problems_error
 from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model, Tree, path_text
+from shardtrain.functional.rng import new_key
 from shardtrain.functional.unused_parameters import ONE
 from shardtrain.pipeline.boundaries import Boundaries, Boundary
 from shardtrain.pipeline.costs import STATE
@@ -45,7 +46,7 @@ class TracedModel:
     def __init__(self, model: Model, loss: Loss, microbatch: Mapping[str, Any]) -> None:
         self.model, self.loss = model, loss
         self.batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in microbatch.items()}
-        self.params, self.model_state = jax.eval_shape(model.init, jax.random.key(0))
+        self.params, self.model_state = jax.eval_shape(model.init, new_key(0))
         params, states = (tuple(_by_path(tree)) for tree in (self.params, self.model_state))
         self._states = states
         self._paths = (*params, *(f"{STATE}{path}" for path in states))
@@ -245,7 +246,7 @@ class TracedModel:
             for name, x in batch.items()
         }
         with use_abstract_mesh(ONE):
-            return self._traced(jax.eval_shape(lambda: jax.random.key(0)), shapes, train)
+            return self._traced(jax.eval_shape(lambda: new_key(0)), shapes, train)
 
     def _traced(self, rng: Any, batch: Mapping[str, Any], train: bool) -> Program:
         weights, structure = jax.tree.flatten((self.params, self.model_state))
@@ -260,7 +261,7 @@ class TracedModel:
                 outputs, states[0] = self.model.apply(params, model_state, rng, train, *inputs)
                 return outputs
 
-            results = summed_loss(self.loss, apply, batch, train)
+            results = summed_loss(self.loss, apply, batch, train, rng)
             return jax.tree.leaves(states[0]), results
 
         num_states = len(jax.tree.leaves(self.model_state))

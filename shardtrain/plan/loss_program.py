@@ -11,9 +11,10 @@ import jax
 
 from shardtrain import axes
 from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.float_gradients import value_and_grad
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
-from shardtrain.functional.rng import row_key
+from shardtrain.functional.rng import new_key, row_key
 from shardtrain.plan.program import Program
 from shardtrain.plan.trace import Target, trace
 from shardtrain.plan.traced_attention import TracedAttention
@@ -64,10 +65,10 @@ def loss_program(
       experts: likewise for the exchange of experts.
       target: the devices in whose form the model is traced.
     """
-    params, model_state = jax.eval_shape(model.init, jax.random.key(0))
+    params, model_state = jax.eval_shape(model.init, new_key(0))
     loss_sum = loss_of(model, loss, next(iter(batch.values())).shape[0])
-    differentiated = jax.value_and_grad(loss_sum, has_aux=True)
-    inputs = (params, model_state, jax.eval_shape(lambda: jax.random.key(0)), dict(batch))
+    differentiated = value_and_grad(loss_sum)
+    inputs = (params, model_state, jax.eval_shape(lambda: new_key(0)), dict(batch))
     names = [
         *jax.tree.leaves(model.dims, is_leaf=is_dims),
         *(None for _ in jax.tree.leaves((model_state, inputs[2]))),

@@ -97,7 +97,7 @@ def read_trace(path: Path) -> list[Mapping[str, Any]]:
       OSError: it cannot be read.
     """
     try:
-        with gzip.open(path, "rt") as file:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
             return json.load(file)["traceEvents"]
     except (ValueError, KeyError, TypeError, EOFError, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} is no trace of jax's profiler ({error}); record it again") from error

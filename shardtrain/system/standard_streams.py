@@ -1,7 +1,8 @@
 """Keep a run alive when standard output or error cannot be written or is closed. No jax.
 
-Every command uses `fill_closed`, and `wait_until_read` where it aborts other ranks; the rest is for `train`
-alone. The output of other commands is their result, so an error in writing it must end them.
+Every command uses `fill_closed` and `escape_unencodable`, and `wait_until_read` where it aborts other ranks;
+the rest is for `train` alone: the output of other commands is their result, so an error in writing it must
+end them.
 """
 
 import fcntl
@@ -91,6 +92,24 @@ def fill_closed() -> None:
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+
+
+def escape_unencodable() -> None:
+    r"""Write characters that the encoding of standard output or error lacks as escapes, in place of failing.
+
+    >>> import io
+    >>> from contextlib import redirect_stdout
+    >>> with redirect_stdout(io.TextIOWrapper(io.BytesIO(), "ascii")) as ascii:
+    ...     escape_unencodable()
+    ...     print(chr(233), end="", flush=True)
+    >>> print(ascii.buffer.getvalue().decode())
+    \xe9
+    """
+    for stream in (sys.stdout, sys.stderr):
+        # UTF-8 lacks nothing; a stream that took the place of the standard one may not encode
+        encoding = (getattr(stream, "encoding", None) or "utf-8").lower().replace("_", "-")
+        if encoding not in ("utf-8", "utf8") and (reconfigure := getattr(stream, "reconfigure", None)):
+            reconfigure(errors="backslashreplace")
 
 
 def close_quietly(stream: Any) -> None:

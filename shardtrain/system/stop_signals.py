@@ -70,6 +70,7 @@ class StopSignals:
         self.time_over = False
         self.can_save = end is None
         self.until_seconds = until_seconds
+        self.before_end: Callable[[], object] = lambda: None
         self._end, self._listens, self._unwinds = end, listens and end is not None, unwinds
         self._before: dict[signal.Signals, Any] = {}
         self._pipe, self._ending, self._repeats = -1, threading.Lock(), Repeats()
@@ -140,6 +141,7 @@ class StopSignals:
         """End the process; only the first thread that calls this does so."""
         if self._ending.acquire(blocking=False):
             assert self._end is not None
+            self.before_end()
             self._end(signal.Signals(number))
 
 

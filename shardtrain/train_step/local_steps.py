@@ -18,9 +18,18 @@ from shardtrain.optim.optimizer_state import stored
 from shardtrain.train_step.state import Local
 
 
+def add_drift(params: Any, drift: Any) -> Any:
+    """Add what a replica has changed to the common parameters; whole numbers (frozen) keep their bits."""
+
+    def add(p: jax.Array, d: jax.Array) -> jax.Array:
+        return p + (d if jnp.issubdtype(p.dtype, jnp.floating) else d.astype(p.dtype))
+
+    return jax.tree.map(add, params, drift)
+
+
 def own_params(params: Any, drift: Any) -> Any:
     """Return a replica's own parameters: the common ones plus its drift, in the dtypes of the former."""
-    return jax.tree.map(lambda p, d: (p.astype(jnp.float32) + d).astype(p.dtype), params, drift)
+    return jax.tree.map(lambda x, p: x.astype(p.dtype), add_drift(params, drift), params)
 
 
 def make_local_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[Any, Any]]:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardtrain import axes
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.float_gradients import value_and_grad
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Model
 from shardtrain.functional.rng import row_key
@@ -28,6 +29,7 @@ from shardtrain.sharding.rules import Rules
 from shardtrain.sharding.specs import with_leading_dim
 from shardtrain.train_step.each_replica import each_replica
 from shardtrain.train_step.gradient_noise import squares_of
+from shardtrain.train_step.local_steps import add_drift
 from shardtrain.train_step.placement import Placement, constrain
 
 _Compute = Callable[..., Sums]
@@ -98,7 +100,7 @@ def make_replica_sums(model: Model, loss: Loss, placement: Placement, start_row:
     ) -> Sums:
         if local_params:
             # drift is over `data` alone: the replicas of the other axes start from the same parameters
-            params = constrain(jax.tree.map(jnp.add, params, drift), local_specs, mesh)
+            params = constrain(add_drift(params, drift), local_specs, mesh)
             params = jax.tree.map(lambda x: jnp.repeat(x, num_replicas // len(x), 0), params)
             params = constrain(params, replica_specs, mesh)
 
@@ -126,7 +128,7 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
         params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch, scale: Any
     ) -> tuple[jax.Array, Any]:
         num_rows = jax.tree.leaves(batch)[0].shape[0]
-        bound = BoundModel(model, params, model_state, row_key(key, first_row, num_rows))
+        bound = BoundModel(model, params, model_state, row_key(key, first_row, num_rows, model.draws))
         loss_sum, count, metrics = summed_loss(loss, bound, batch)
         # rows of padding alone leave the model's state as it was
         model_state = jax.tree.map(
@@ -135,7 +137,7 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
         return loss_sum * scale, (loss_sum, count, metrics, model_state)
 
     in_axes = (0 if placement.synchronisation.keeps_drift else None, 0, None, 0, 0, None)
-    grad = each_replica(jax.value_and_grad(replica_loss, has_aux=True), in_axes, placement, model.axis_name)
+    grad = each_replica(value_and_grad(replica_loss), in_axes, placement, model.axis_name)
 
     def compute(
         params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch, scale: Any
@@ -193,7 +195,9 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
         run_stage = _stage_function(model, loss, placement, table, rules)
 
         def replica(params: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
-            return run_stage(params, lambda number: row_key(key, first_rows[number], num_rows), batch)
+            return run_stage(
+                params, lambda number: row_key(key, first_rows[number], num_rows, model.draws), batch
+            )
 
         # manual over `pipeline` outside, vmap over replicas inside
         def run(*arguments: Any) -> Sums:
@@ -211,17 +215,17 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
     return compute
 
 
-def make_pipeline_losses(model: Model, loss: Loss, placement: Placement) -> Callable[[Any, Batch], Sums]:
+def make_pipeline_losses(model: Model, loss: Loss, placement: Placement) -> Callable[..., Sums]:
     """Make a function that evaluates a batch through a pipeline, for use inside jit.
 
     Returns:
-      (params, batch) -> the sums of losses, counts and metrics, without gradients.
+      (params, key, first rows (M,), batch) -> the sums of losses, counts and metrics, without gradients.
     """
     stages, rules = placement.stages, placement.layout.activation_rules
     assert stages is not None
 
-    def losses(params: Any, batch: Batch) -> Sums:
-        num_microbatches = jax.tree.leaves(batch)[0].shape[0]
+    def losses(params: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
+        num_microbatches, num_rows = jax.tree.leaves(batch)[0].shape[:2]
         table = forward_only(
             stages.num_stages,
             num_microbatches,
@@ -231,11 +235,12 @@ def make_pipeline_losses(model: Model, loss: Loss, placement: Placement) -> Call
         )
         run_stage = _stage_function(model, loss, placement, table, rules)
 
-        def run(params: Any, batch: Batch) -> Sums:
+        def run(params: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
             with activation_rules(rules, jax.sharding.get_abstract_mesh(), *placement.layout.tracing):
-                return run_stage(params, lambda number: jax.random.key(0), batch)
+                keys = lambda number: row_key(key, first_rows[number], num_rows, model.draws)  # noqa: E731
+                return run_stage(params, keys, batch)
 
-        return _over_stages(run, placement.mesh, params)(params, batch)
+        return _over_stages(run, placement.mesh, params)(params, key, first_rows, batch)
 
     return losses
 

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain import axes
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.deferred_outputs import Deferred, defer
+from shardtrain.functional.float_gradients import vjp
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree, path_text
 from shardtrain.functional.rng import row_key
@@ -174,7 +175,7 @@ class StageFunctions:
 
         def run(params: Tree, model_state: Tree, first_row: Any, batch: Batch, inputs: Any) -> Any:
             num_rows = jax.tree.leaves(batch)[0].shape[0]
-            rng = row_key(key, first_row, num_rows)
+            rng = row_key(key, first_row, num_rows, self.stage_model.model.draws)
             entering = self._entering(part, inputs, num_rows)
             found, changed = self.stage_model.run(part, params, model_state, rng, train, batch, entering)
             # a replica whose rows are all padding does not change the model state
@@ -211,7 +212,7 @@ class StageFunctions:
                 return list(compress(found, has_cotangent)), ((), changed)
 
             floats = list(compress(inputs, is_float))
-            out, pull, (counted, changed) = jax.vjp(outputs, params, floats, has_aux=True)
+            out, pull, (counted, changed) = vjp(outputs, params, floats)
             # the last part starts from its loss, others from the cotangents that arrived
             grads, found = pull(jnp.ones_like(out) if is_last else cotangents)
             return grads, found, (out, *counted) if is_last else (), changed

@@ -18,7 +18,7 @@ from shardtrain.combine import mean
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree
-from shardtrain.functional.rng import step_key
+from shardtrain.functional.rng import evaluation_key, step_key
 from shardtrain.islands.transfer import Transfer
 from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.in_flight import forwards_ahead
@@ -246,12 +246,12 @@ class StageStep:
         self._table = table
         self._train_executor = StageExecutor(table, self._flow, self.mailbox, self._observe)
 
-    def evaluate(self, state: State, batch: Batch) -> Metrics:
-        """Return loss_sum, count and metrics of the loss as (sum, count) of a batch, over all pipelines."""
+    def evaluate(self, state: State, batch: Batch, number: int = 0, first_row: int = 0) -> Metrics:
+        """Return what `make_evaluate` does, over all pipelines; each knows the number of its first row."""
         # the tasks are forwards alone; the last stages then hold the sums of the loss
         programs = self._evaluation_programs
         params = self._borrowed.exchange(state.params)
-        programs.begin(params, state.model_state, jax.random.key(0), batch)
+        programs.begin(params, state.model_state, evaluation_key(number), batch)
         self._turns.once("evaluation tasks", programs.compile)
         self._evaluation_executor.run(programs)
         own = self._gradient_programs.loss_sums(programs.take_sums())

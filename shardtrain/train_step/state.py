@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from shardtrain.functional.model import BLOCKS, Model, Tree, path_text
+from shardtrain.functional.rng import new_key
 from shardtrain.optim.optimizer_state import stored
 from shardtrain.pipeline.stacking import Partition
 
@@ -117,7 +118,7 @@ def new_state(
       seed: uint32 scalar.
       store: model parameters -> parameters as they are stored, see `in_stage_order`.
     """
-    params, model_state = model.init(jax.random.key(seed))
+    params, model_state = model.init(new_key(seed))
     params = store(params)
     state = State(jnp.int32(0), seed, params, model_state, stored(optimizer).init(params))
     # weak types do not survive a checkpoint, and results of another dtype would follow from that

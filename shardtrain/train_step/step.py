@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -17,7 +18,7 @@ from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
-from shardtrain.functional.rng import step_key
+from shardtrain.functional.rng import evaluation_key, row_key, step_key
 from shardtrain.functional.sums import Sums
 from shardtrain.optim.clip import TakesNorm
 from shardtrain.optim.optimizer_state import stored, value_function
@@ -249,30 +250,42 @@ def combined_labels(placement: Placement) -> list[str]:
     return combined_entries(placement.specs)[0]
 
 
-def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[[State, Batch], Metrics]:
+def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[..., Metrics]:
     """Make the function that computes the loss in evaluation mode: no dropout, running statistics.
 
     Returns:
-      (state, batch) -> metrics: loss_sum, count and the loss's own as (sum, count).
+      (state, batch, number=0, first_row=0) -> metrics: loss_sum, count and the loss's own as (sum, count). A
+      model that draws all the same draws by the number of the batch and of the row in it, on any mesh;
+      `first_row` is the number of the batch's first row if it is a part of a larger batch.
     """
     mesh, layout = placement.mesh, placement.layout
 
-    def evaluate_stages(state: State, batch: Batch) -> Metrics:
-        return make_pipeline_losses(model, loss, placement)(state.params, batch).logged
-
-    def evaluate(state: State, batch: Batch) -> Metrics:
-        def microbatch(batch: Batch) -> Any:
-            bound = BoundModel(model, state.params, state.model_state, jax.random.key(0), train=False)
+    def evaluate_whole(state: State, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Metrics:
+        def microbatch(inputs: tuple[jax.Array, Batch]) -> Any:
+            first_row, batch = inputs
+            rng = row_key(key, first_row, jax.tree.leaves(batch)[0].shape[0], model.draws)
+            bound = BoundModel(model, state.params, state.model_state, rng, train=False)
             loss_sum, count, metrics = summed_loss(loss, bound, batch, train=False)
             return {**metrics, "loss_sum": loss_sum, "count": count}
 
         with activation_rules(layout.activation_rules, mesh, *layout.tracing):
-            return jax.tree.map(lambda x: x.sum(0), jax.lax.map(microbatch, batch))
+            return jax.tree.map(lambda x: x.sum(0), jax.lax.map(microbatch, (first_rows, batch)))
+
+    def evaluate(state: State, batch: Batch, number: jax.Array, first_row: jax.Array) -> Metrics:
+        num_microbatches, num_rows = jax.tree.leaves(batch)[0].shape[:2]
+        first_rows = first_row + num_rows * jnp.arange(num_microbatches, dtype=jnp.uint32)
+        key = evaluation_key(number)
+        if placement.stages is None:
+            return evaluate_whole(state, key, first_rows, batch)
+        return make_pipeline_losses(model, loss, placement)(state.params, key, first_rows, batch).logged
 
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(
-        evaluate if placement.stages is None else evaluate_stages,
-        in_shardings=(placement.state, placement.batch),
+    compiled = jax.jit(
+        evaluate,
+        in_shardings=(placement.state, placement.batch, whole, whole),
         out_shardings=whole,
         compiler_options=mesh_options(mesh.devices.flat[0].platform),
+    )
+    return lambda state, batch, number=0, first_row=0: compiled(
+        state, batch, np.uint32(number), np.uint32(first_row)
     )

@@ -15,6 +15,7 @@ FREE = (
     *("batch", "batch_unit", "batch_growth", "steps", "nonfinite"),
     *("strategy.*", "optimizer", "optimizer.*", "scaling.*"),
     *("log_every", "evaluate_every", "evaluate_batches", "evaluate_with", "gradient_noise_scale"),
+    "check_layout",
     *("checkpoints.*", "run_dir", "sample", "unit", "loss.metrics.*", "freeze"),
     *("names.*", "allow.*", "start_from.*", "recovery.*", "data", "data.*", "watch.*", "time_limit*"),
     *("loading.*", "hooks", "hook_errors", "sinks", "replay", "model.loss_chunk"),

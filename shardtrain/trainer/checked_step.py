@@ -20,6 +20,7 @@ from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.context_checks import check_permutes, has_permutes
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.multi_island_step import make_multi_island_step
+from shardtrain.trainer.program_mark import make_mark
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.run_facts import step_program
 from shardtrain.trainer.setup import RunSetup
@@ -83,7 +84,9 @@ def make_checked_step(
     if step is None:
         rate = setup.learning_rate
         step = make_step(setup.model, run.loss, setup.optimizer, setup.placement, rate, last_step=run.steps)
-    _check_programs(run, setup, coordination, step, wanted, batch)
+    # the program of a pipeline is compiled for its check, where XLA may end the process already
+    with make_mark(run.strategy, folder, coordination).running("the training step"):
+        _check_programs(run, setup, coordination, step, wanted, batch)
     return CheckedStep(step, island_step, meetings, wanted)
 
 

@@ -5,6 +5,7 @@ Next: `loop.py`, the training loop.
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -75,6 +76,9 @@ class Run:
       log_every: number of steps between two lines of metrics.
       gradient_noise_scale: log the gradient noise scale, from which the critical batch follows, by the norms
         of the gradients of microbatches and replicas.
+      check_layout: before the first step, compare the gradients of a few rows on this mesh with those of one
+        device: "rows=2" takes 2 rows for each device along the batch, "off" none; "auto" takes 2 if the mesh
+        has two axes or more and the model has operations that were not tried on such meshes.
       evaluate_every: number of steps between two evaluations on held-out data; None: only at the end.
       evaluate_batches: number of held-out batches in an evaluation, always the first ones; None: all.
       checkpoints: when to save checkpoints and which to keep.
@@ -116,6 +120,7 @@ class Run:
     nonfinite: Literal["skip", "stop", "roll_back"] = "skip"
     log_every: int = 10
     gradient_noise_scale: bool = False
+    check_layout: str = "auto"
     evaluate_every: int | None = 100
     evaluate_batches: int | None = 8
     evaluate_with: Literal["ema", "schedule_free"] | Callable[[Any, Any], Any] | None = None
@@ -203,6 +208,8 @@ def _wrong_values(run: Run) -> list[str]:
         )
     problems += [*growth_problems(run), *noise_problems(run)]
     problems += sink_problems(run.sinks)
+    if checked_rows(run.check_layout) is None:
+        problems.append(f"check_layout is {run.check_layout!r}; use auto, off, or a number of rows: rows=2")
     if not 0 <= run.seed < 2**32:
         problems.append(f"seed is {run.seed}; use a number from 0 to 2**32 - 1")
     for pattern, dims in run.names.items():
@@ -214,6 +221,18 @@ def _wrong_values(run: Run) -> list[str]:
                 " as ('embed', 'mlp') or (None,)"
             )
     return problems
+
+
+def checked_rows(check_layout: str) -> int | None:
+    """Return how many rows of each device `check_layout` asks for; None if it is no such option.
+
+    >>> checked_rows("auto"), checked_rows("off"), checked_rows("rows=4"), checked_rows("4")
+    (2, 0, 4, None)
+    """
+    if check_layout in (named := {"auto": 2, "off": 0}):
+        return named[check_layout]
+    found = re.fullmatch(r"rows=([1-9]\d{0,5})", check_layout)
+    return int(found[1]) if found else None
 
 
 def describe(value: Any, prefix: str = "") -> dict[str, Any]:

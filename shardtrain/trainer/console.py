@@ -12,6 +12,7 @@ from rich.console import Console
 from shardtrain.islands.membership import Islands
 from shardtrain.report.metrics import Progress
 from shardtrain.system import terminal
+from shardtrain.system.standard_streams import escape_unencodable
 from shardtrain.system.terminal import printable
 
 
@@ -31,6 +32,7 @@ class RunConsole:
     """
 
     def __init__(self, console: Console | None, islands: Islands | None) -> None:
+        escape_unencodable()
         is_first = jax.process_index() == 0 if islands is None else islands.is_first
         self.console = (console or Console()) if is_first else Console(quiet=True)
         self._name = None if is_first or islands is None else islands.control.names[islands.environment.rank]

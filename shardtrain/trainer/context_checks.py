@@ -10,6 +10,7 @@ from shardtrain.axes import CONTEXT, PIPELINE, TENSOR
 from shardtrain.data import Batch
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.activation_rules import activation_rules, noting
+from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.collective_matmul import NOTED
 from shardtrain.functional.model import Model
 from shardtrain.plan.hlo.rendezvous import permutes_in_branches
@@ -33,7 +34,8 @@ def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch
     params, model_state = jax.eval_shape(lambda: model.init(jax.random.key(0)))
 
     def loss(params: Any, model_state: Any, key: jax.Array, batch: Any) -> Any:
-        return run.loss(lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0], batch)[0]
+        apply = lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0]  # noqa: E731
+        return summed_loss(run.loss, apply, batch, rng=key)[0]
 
     layout = run.strategy.layout
     notes: list[str] = []

@@ -78,9 +78,12 @@ def make_evaluation(
         # start all batches of all sets before waiting for the first result
         metrics = {}
         for prefix, loader in loaders.items():
+            metrics[prefix], position = [], None
             with closing(loader.iterate()) as placed:
-                first = islice(placed, run.evaluate_batches)
-                metrics[prefix] = [evaluate(state, batch) for batch, _ in first]
+                for number, (batch, after) in enumerate(islice(placed, run.evaluate_batches)):
+                    first_row = loader.shard(position).start
+                    metrics[prefix].append(evaluate(state, batch, number, first_row))
+                    position = after
         # islands add up sums and counts, so the mean is that of all rows, however they are split
         sums = {
             f"{prefix}{name}": (mean.sum, mean.count)

@@ -14,7 +14,7 @@ import numpy as np
 from shardtrain.errors.user_code import UserCodeFailed
 from shardtrain.functional.auxiliary import plain, summed_loss
 from shardtrain.functional.loss import CLASSES, Loss, Regularized
-from shardtrain.functional.loss_checks import checked
+from shardtrain.functional.loss_count import loss_count
 from shardtrain.functional.metrics import LossWithMetrics
 from shardtrain.functional.model import Model
 from shardtrain.functional.unused_parameters import ONE
@@ -39,6 +39,7 @@ class Expected(NamedTuple):
       rows: two rows of a batch, on the host.
       vocab: number of tokens in the model's vocabulary; None if it is not known.
       metrics: names of the metrics that the loss returns beside its sum and count.
+      count: () -> the count of the loss in the whole batch; None if it depends on what the model computes.
     """
 
     loss: Loss
@@ -48,6 +49,7 @@ class Expected(NamedTuple):
     rows: Mapping[str, np.ndarray]
     vocab: int | None
     metrics: tuple[str, ...] = ()
+    count: Callable[[], float | None] = lambda: None
 
     @property
     def num_classes(self) -> int | None:
@@ -57,7 +59,20 @@ class Expected(NamedTuple):
 
     def outputs_of(self, inputs: Any) -> Any:
         """Return the shapes of the model's outputs for some inputs, in evaluation mode."""
-        return jax.eval_shape(self.apply, *self.abstract, jax.eval_shape(lambda: jax.random.key(0)), *inputs)
+        # what is no array, such as a flag of the call, stays what it is
+        leaves, structure = jax.tree.flatten(inputs)
+        is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+        arrays = [leaf for leaf, known in zip(leaves, is_array, strict=True) if known]
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        if all(is_array):
+            return jax.eval_shape(self.apply, *self.abstract, key, *inputs)
+
+        def apply(params: Any, model_state: Any, key: jax.Array, arrays: list[Any]) -> Any:
+            given = iter(arrays)
+            inputs = [next(given) if known else leaf for leaf, known in zip(leaves, is_array, strict=True)]
+            return self.apply(params, model_state, key, *jax.tree.unflatten(structure, inputs))
+
+        return jax.eval_shape(apply, *self.abstract, key, arrays)
 
 
 def make_expected(model: Model, loss: Loss, batch: Mapping[str, np.ndarray], vocab: Any = None) -> Expected:
@@ -90,7 +105,9 @@ def make_expected(model: Model, loss: Loss, batch: Mapping[str, np.ndarray], voc
 
     with jax.sharding.use_abstract_mesh(ONE):
         _, _, metrics = jax.eval_shape(lambda batch: summed_loss(loss, apply, batch), rows)
-    return found._replace(outputs=outputs, metrics=tuple(metrics))
+    return found._replace(
+        outputs=outputs, metrics=tuple(metrics), count=lambda: loss_count(model, loss, batch)
+    )
 
 
 def loss_problems(expected: Expected) -> list[str]:
@@ -112,6 +129,14 @@ def loss_problems(expected: Expected) -> list[str]:
     if totals is None:
         return []
     whole, alone = totals
+    if not whole["count"] > 0 and np.any(expected.rows.get("weights", 1)):
+        # rows may have nothing that counts, as masks may; the whole batch should have
+        count = expected.count() if whole["count"] == 0 else float(whole["count"])
+        if count is not None and not count > 0:
+            return [
+                f"the count of the loss is {count:g} for the first batch, and a step divides by it; return"
+                " the number of examples or tokens that the sum is of, such as batch['weights'].sum()"
+            ]
     if whole["count"] != 0 and np.allclose(alone["count"], whole["count"], rtol=1e-4):
         one, two = alone["count"]
         return [
@@ -150,7 +175,7 @@ def _totals(expected: Expected, with_sums: bool) -> tuple[Any, Any] | None:
         def apply(*inputs: Any) -> Any:
             return jax.tree.map(lambda x: _made_up(x, numbers), plain(expected.outputs_of(inputs)))
 
-        loss_sum, count, _ = checked(expected.loss(apply, batch))
+        loss_sum, count, _ = summed_loss(expected.loss, apply, batch)
         return {"count": count, "sum": loss_sum} if with_sums else {"count": count}
 
     together = dict(expected.rows), jnp.arange(2)

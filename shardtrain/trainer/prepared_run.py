@@ -9,15 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from shardtrain.data import Batch, Loader
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.activation_rules import noting
 from shardtrain.functional.loss_checks import guarded
+from shardtrain.functional.model import named_arrays
+from shardtrain.functional.rng import new_key
 from shardtrain.islands.membership import Islands, binding
 from shardtrain.islands.watchdog.stragglers import Stragglers
+from shardtrain.optim.optimizer import Optimizer
 from shardtrain.report.islands import binding_text
 from shardtrain.report.sharding import sharding_text
 from shardtrain.report.sinks import check_installed
+from shardtrain.sharding.moved_names import moved_names
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.meetings import Meetings
@@ -29,15 +35,20 @@ from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.context_checks import check_sequences
 from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.data_facts import data_facts
 from shardtrain.trainer.evaluation import heldout_prefix
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
 from shardtrain.trainer.island_run import run_of_island
+from shardtrain.trainer.layout_check import check_layout
+from shardtrain.trainer.loss_trace import check_trace
 from shardtrain.trainer.multi_island_step import bridge_text, pipeline_text
+from shardtrain.trainer.optimizer_values import VALUES, initial_values
+from shardtrain.trainer.program_mark import make_mark
 from shardtrain.trainer.row_memory import fit_to_memory
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.run_facts import pipeline_facts, run_facts
 from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, make_setup, microbatch_of, unused_text
-from shardtrain.trainer.sources import make_batches, open_sources
+from shardtrain.trainer.sources import make_batches, open_sources, source_warnings
 from shardtrain.trainer.stage_cut import with_stage_cut
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.transfers import make_transfers
@@ -114,8 +125,12 @@ def prepare_run(
     shares = RowShares(coordination, batches.row_counts, run, setup.mesh, run.strategy.accumulate)
     loader = shares.loader(batches)
     # Check the first batch: one that cannot be split or learned from is refused before anything compiles.
-    first, batch, expected = _place_first_batch(run, setup, heldout, loader)
+    mark = make_mark(run.strategy, folder, coordination)
+    with mark.running("the check of the first batch"):
+        first, batch, expected = _place_first_batch(run, setup, heldout, loader, output)
     _show(run, folder, setup, output)
+    with mark.running("the check of the layout"):
+        check_layout(run, setup, batches, output.note)
     step, island_step, meetings, wanted = make_checked_step(
         run, folder, setup, coordination, loader, batch, shares, output, stack
     )
@@ -172,7 +187,9 @@ def _agreed_setup(
     Coordination(islands).check_agreement(pipeline_facts(description))
     run = with_stage_cut(run, source, islands, output)
     setup = _make_setup(run, source, islands, output)
-    description["data.fingerprint"] = getattr(source, "fingerprint", None)
+    if not isinstance(run.optimizer, Optimizer):
+        description[VALUES] = initial_values(setup.optimizer, setup.placement.specs.abstract.params)
+    description |= data_facts(source, heldout, with_contents=run.checkpoints.best is not None)
     Coordination(islands).check_agreement(run_facts(run, setup, description))
     return run, description, source, heldout, setup
 
@@ -186,7 +203,10 @@ def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConso
         check_sequences(run, setup.whole_model, setup.mesh.shape, microbatch)
     if setup.unused:
         output.note(unused_text(setup.unused, run.optimizer))
-    if num_islands > 1 and (name := setup.whole_model.axis_name):
+    model = setup.whole_model
+    if text := moved_names(named_arrays(model, jax.eval_shape(model.init, new_key(0))[0])):
+        output.note(text)
+    if num_islands > 1 and (name := model.axis_name):
         output.note(
             f"WARNING: batch statistics, or loads of experts, over the axis {name!r} are those of each"
             " island: islands do not exchange them. Where that matters use one island, a norm without them"
@@ -221,7 +241,7 @@ def _make_later_loaders(
 
 
 def _place_first_batch(
-    run: Run, setup: RunSetup, heldout: Mapping[str, Any], loader: Loader
+    run: Run, setup: RunSetup, heldout: Mapping[str, Any], loader: Loader, output: RunConsole
 ) -> tuple[Batch, Any, Expected]:
     """Load, check and place the first batch; return it, as placed too, and what later ones should look like.
 
@@ -230,11 +250,16 @@ def _place_first_batch(
     """
     first = loader.batches.load(FIRST_POSITION)
     expected = make_expected(setup.whole_model, run.loss, first, getattr(run.model, "vocab", None))
-    _check_first_batch(run, heldout, expected, first)
+    found = check_trace(setup.whole_model, run.loss, first)
+    for text in [*found.warnings, *source_warnings(loader.batches, run)]:
+        output.note(text)
+    _check_first_batch(run, heldout, expected, first, found.problems)
     return first, loader.place(first), expected
 
 
-def _check_first_batch(run: Run, heldout: Mapping[str, Any], expected: Expected, first: Batch) -> None:
+def _check_first_batch(
+    run: Run, heldout: Mapping[str, Any], expected: Expected, first: Batch, traced: list[str]
+) -> None:
     """Check that a run learns from its first batch and evaluates the metric of its best checkpoint.
 
     Raises:
@@ -247,7 +272,7 @@ def _check_first_batch(run: Run, heldout: Mapping[str, Any], expected: Expected,
             f"checkpoints.best is {run.checkpoints.best!r}, and {have}; use"
             f" {'one of these, or ' if names else ''}None"
         )
-    problems = [*loss_problems(expected), *class_problems(expected, first)]
+    problems = [*traced, *loss_problems(expected), *class_problems(expected, first)]
     if problems:
         raise problems_error("this run would learn nothing, or something else than it should", problems)
 

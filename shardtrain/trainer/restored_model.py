@@ -19,6 +19,7 @@ from shardtrain.errors.messages import problems_error
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.auxiliary import plain
 from shardtrain.functional.model import Model, path_text
+from shardtrain.functional.rng import new_key
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import restorable_state
@@ -99,4 +100,4 @@ class _Apply:
     def __call__(self, params: Any, model_state: Any, *inputs: Any) -> Any:
         layout = self.placement.layout
         with activation_rules(layout.activation_rules, self.placement.mesh, *layout.tracing):
-            return plain(self.model.apply(params, model_state, jax.random.key(0), False, *inputs)[0])
+            return plain(self.model.apply(params, model_state, new_key(0), False, *inputs)[0])

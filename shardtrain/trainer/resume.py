@@ -23,7 +23,9 @@ from shardtrain.train_step.state import State
 from shardtrain.trainer.base_parameters import BASE, with_base
 from shardtrain.trainer.changed_options import SEED, check_options, check_synchronous_steps
 from shardtrain.trainer.config import Run
+from shardtrain.trainer.data_facts import has_other_heldout, is_other_data
 from shardtrain.trainer.loop import UNLOGGED, WALL_SECONDS
+from shardtrain.trainer.optimizer_values import with_new_values
 from shardtrain.trainer.pretrained import CONFIG, is_pretrained, open_pretrained, upcycled, with_adapters
 from shardtrain.trainer.restore_state import assemble, read_arrays, synchronise_restored
 from shardtrain.trainer.run_checkpoints import CHECKPOINTS, RunCheckpoints
@@ -109,6 +111,12 @@ def find_start_point(
         _refuse_imported(run, found.extra)
         check_options(found.extra["run"], description, run, note)
         check_synchronous_steps(found.extra["run"], run, found.step)
+        if run.checkpoints.best is not None and has_other_heldout(found.extra["run"], description):
+            note(
+                "WARNING: the held-out data is not that of the checkpoint: the best step is chosen from those"
+                " that are evaluated from now on"
+            )
+            store.forget_evaluations()
         reader = with_base(found.reader(store.folders), base, "give --start-from.checkpoint FOLDER as before")
     elif run.start_from.checkpoint is not None:
         reader = _find_start(run, run.start_from.checkpoint, note)
@@ -121,6 +129,7 @@ def find_start_point(
     state = synchronise_restored(run, checkpoints, state, arrays, resumed=found.step is not None)
     if found.step is None:
         return StartPoint(state=state, step=0, position=FIRST_POSITION)
+    state = with_new_values(state, found.extra["run"], description, note)
     note(f"resumed from step {found.step} in {run.run_dir}")
     return StartPoint(
         state=state,
@@ -151,7 +160,7 @@ def _next_position(
 ) -> Position:
     """Return the position in the data where a checkpoint was saved, or the first if that is other data."""
     position = _position(extra["position"])
-    if extra["run"].get("data.fingerprint") != description["data.fingerprint"]:
+    if is_other_data(extra["run"], description):
         note("WARNING: the data is not that of the checkpoint: training continues from its beginning")
         return FIRST_POSITION
     if _forms_other_batches(extra["run"], run):

@@ -9,6 +9,7 @@ from shardtrain.checkpoints.origins import in_order
 from shardtrain.errors.user_code import user_code
 from shardtrain.functional.auxiliary import plain
 from shardtrain.functional.model import Model
+from shardtrain.functional.rng import new_key
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.evaluation import make_select_params
@@ -34,7 +35,7 @@ class _Apply:
     model: Model
 
     def __call__(self, params: Any, model_state: Any, *inputs: Any) -> Any:
-        return plain(self.model.apply(params, model_state, jax.random.key(0), False, *inputs)[0])
+        return plain(self.model.apply(params, model_state, new_key(0), False, *inputs)[0])
 
     def __hash__(self) -> int:
         return id(self.model)

@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 
 from shardtrain.axes import PIPELINE
 from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.data import Batch, Batches, Position
+from shardtrain.data import Batch, Batches, Position, TokenBatches
 from shardtrain.functional.frozen import parameter_paths
-from shardtrain.functional.model import Model
+from shardtrain.functional.model import Model, check_float_parameters
 from shardtrain.functional.unused_parameters import unused_parameters
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import evaluated_params, missing_arguments
@@ -29,6 +29,7 @@ from shardtrain.train_step.placement import Placement, make_placement
 from shardtrain.train_step.seats import Seats
 from shardtrain.trainer.config import Run, model_of
 from shardtrain.trainer.gradient_noise import check_noise
+from shardtrain.trainer.random_draws import with_draws
 from shardtrain.trainer.sources import make_batches
 from shardtrain.trainer.stage_checks import (
     HOST_INPUTS,
@@ -98,10 +99,13 @@ def make_setup(
       ValueError: the mesh does not fit the devices, or the layout does not fit the model.
     """
     model = model_of(run)
+    check_float_parameters(model)
     if isinstance(run.optimizer, Optimizer):
         check_rates(run.optimizer.rates, [p for p in parameter_paths(model) if p not in model.frozen])
     mesh = mesh or make_mesh(run.strategy.layout)
     unused = () if microbatch is None else find_unused(run, model, microbatch)
+    if microbatch is not None:
+        model = with_draws(run, model, microbatch, mesh, num_islands)
     if num_islands > 1 and run.strategy.across.axis == "pipeline":
         assert microbatch is not None
         setup = _make_stage_setup(run, model, mesh, num_islands, island, microbatch, unused)
@@ -245,10 +249,15 @@ def _check_evaluated(run: Run, placement: Placement) -> None:
 def microbatch_of(run: Run, source: Any) -> Batch:
     """Return a microbatch of all devices with the shapes of the first batch; only one sample is loaded."""
     batches = make_batches(run, source)
-    num_rows = batches.num_rows(FIRST_POSITION)
-    rows = max(num_rows // run.strategy.accumulate, 1)
-    if isinstance(batches, Batches):
-        batch = replace(batches, rows=[0]).load(FIRST_POSITION)
-    else:
-        batch = replace(batches, rows={num_rows: [0]}).load(FIRST_POSITION)
+    rows = max(batches.num_rows(FIRST_POSITION) // run.strategy.accumulate, 1)
+    batch = load_first_rows(batches, 1)
     return {name: np.broadcast_to(x, (rows, *x.shape[1:])) for name, x in batch.items()}
+
+
+def load_first_rows(batches: Batches | TokenBatches, number: int) -> Batch:
+    """Load so many rows of the first batch, from its first row on; again from there if it has fewer."""
+    num_rows = batches.num_rows(FIRST_POSITION)
+    rows = [row % num_rows for row in range(number)]
+    if isinstance(batches, Batches):
+        return replace(batches, rows=rows).load(FIRST_POSITION)
+    return replace(batches, rows={num_rows: rows}).load(FIRST_POSITION)

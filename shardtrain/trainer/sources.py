@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.data import Batches, TokenBatches
+from shardtrain.data.samples import load_rows
 from shardtrain.errors.messages import problems_error
 from shardtrain.errors.user_code import user_code
 from shardtrain.trainer.config import Run
@@ -40,6 +41,29 @@ def open_sources(run: Run, folder: Path) -> tuple[Any, dict[str, Any]]:
     if problems:
         raise problems_error("the data cannot be read", problems)
     return train, sets
+
+
+def source_warnings(batches: Batches | TokenBatches, run: Run) -> list[str]:
+    """Return what is odd about samples: they change from one reading to the next, or do not fill a batch."""
+    source = batches.source
+    found = []
+    if run.batch_unit == "examples" and run.batch > len(source):
+        found.append(
+            f"WARNING: batch is {run.batch}, and the data has {len(source)} samples, so in every batch"
+            f" {run.batch - len(source)} rows are padding of weight 0; use --batch {len(source)} or less"
+        )
+    if getattr(source, "is_stream", False):
+        return found
+    one, two = (load_rows(source, [0], run.seed) for _ in range(2))
+    changed = [name for name in one if one[name].tobytes() != two[name].tobytes()]
+    if changed:
+        found.append(
+            f"WARNING: sample 0 of {type(source).__name__} has other values when it is read again, of"
+            f" {', '.join(map(repr, changed))}: a resumed run, and one with other workers, reads other data;"
+            " draw in a method augmented(index, epoch, random) of the source, or by"
+            " np.random.default_rng((seed, index))"
+        )
+    return found
 
 
 def make_batches(

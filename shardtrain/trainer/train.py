@@ -22,6 +22,7 @@ from shardtrain.system.stop_signals import StopSignals
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, run_text
 from shardtrain.trainer.console import RunConsole
+from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.environment import record_environment
 from shardtrain.trainer.feed import Feed
 from shardtrain.trainer.hooks import calling_end
@@ -32,6 +33,7 @@ from shardtrain.trainer.memory import memory_text, peak_memory
 from shardtrain.trainer.prepared_run import PreparedRun, prepare_run
 from shardtrain.trainer.profiling import ProfiledStep, ProfiledSteps
 from shardtrain.trainer.program_cache import ProgramCounts, kept_in
+from shardtrain.trainer.program_mark import make_mark, remove_mark, take_mark
 from shardtrain.trainer.recovery import RollBack, Rollbacks
 from shardtrain.trainer.resume import StartPoint, find_start_point
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
@@ -95,6 +97,12 @@ def train(
         output = stack.enter_context(RunConsole(console, islands))
         programs = stack.enter_context(ProgramCounts())
         # Set up the run, and check that it is the same on all islands.
+        if Coordination(islands).is_first:
+            # at once: notes wait for a display, and the same program may end this process before
+            if text := take_mark(folder):
+                output.say(text)
+            if stop is not None:
+                stop.before_end = partial(remove_mark, folder)
         prepared = prepare_run(run, folder, islands, output, stack)
         # Lock the folder: from now on this run writes to it.
         if prepared.coordination.is_first:
@@ -106,7 +114,15 @@ def train(
             )
         )
         stop = stop or stack.enter_context(StopSignals())
-        parts = replace(make_loop_parts(prepared, checkpoints, output, activity), totals=totals)
+        mark = make_mark(prepared.run.strategy, folder, prepared.coordination)
+        prepared = prepared._replace(init=mark.first_run("the initial state", prepared.init))
+        parts = make_loop_parts(prepared, checkpoints, output, activity)
+        parts = replace(
+            parts,
+            totals=totals,
+            step=mark.first_run("the training step", parts.step),
+            evaluate=mark.first_run("the evaluation", parts.evaluate),
+        )
         if profile is not None and prepared.coordination.is_first:
             profiled = ProfiledStep(parts.step, profile, lambda: parts.activity.step, folder, output.note)
             stack.callback(profiled.close)

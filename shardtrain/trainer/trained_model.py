@@ -20,7 +20,10 @@ from shardtrain.checkpoints.manifest_entries import Leaf
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model, Tree, path_text
+from shardtrain.functional.module_factory import construct
 from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.rng import new_key
+from shardtrain.functional.split_module import fill_values, in_mode, split_module, split_variables
 from shardtrain.system.xla_flags import quick_options
 from shardtrain.trainer.config import describe
 from shardtrain.trainer.restore_state import PARAMETERS
@@ -50,7 +53,7 @@ def build(model: Any, seed: int = 0) -> Any:
     (1, 4, 8)
     """
     pure = as_model(model)
-    key = jax.random.key(seed)
+    key = new_key(seed)
     # inside another jit the options are those of the whole program
     options = None if isinstance(key, Tracer) else quick_options(jax.default_backend())
     params, model_state = jax.jit(pure.init, compiler_options=options)(key)
@@ -91,7 +94,7 @@ def load(
         options that differ. Or the run evaluates with a function, which no checkpoint contains.
     """
     reader = find_parameters(Path(run_dir), step, None if base is None else Path(base))
-    params, model_state = jax.eval_shape(as_model(model).init, jax.random.key(0))
+    params, model_state = jax.eval_shape(as_model(model).init, new_key(0))
     wanted = {
         f"{kind}/{path}": Leaf(shape=tuple(x.shape), dtype=x.dtype.name)
         for kind, tree in (("params", params), ("model_state", model_state))
@@ -104,7 +107,7 @@ def load(
     built = _assembled(model, params, model_state, _saved_values(reader, evaluated), seed=0)
     if isinstance(model, Model):
         return built
-    return nnx.view(built, deterministic=True, use_running_average=True, raise_if_not_found=False)
+    return in_mode(built, train=False)
 
 
 def _saved_values(reader: CheckpointReader, evaluated: bool) -> Values:
@@ -131,30 +134,19 @@ def _assembled(model: Any, params: Tree, model_state: Tree, values: Values, seed
     """Return the model with the given values; the trees may contain shapes instead of arrays."""
     if isinstance(model, Model):
         return {"params": _filled("params", params, values), **_filled("model_state", model_state, values)}
-    with nnx.use_eager_sharding(False):
-        abstract = nnx.eval_shape(lambda: model(nnx.Rngs(0)))
-    graph, own_params, _, own_state = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
+    _, split = split_module(model, sync_batch_norm=False)
 
     def rngs() -> Any:
         with nnx.use_eager_sharding(False):
-            return nnx.split(model(nnx.Rngs(seed)), nnx.RngState, ...)[1]
+            return split_variables(construct(model, nnx.Rngs(seed)))[2]
 
     # jit removes the unused initial parameters: only the keys of dropout are computed
     return nnx.merge(
-        graph,
-        _variables("params", own_params, values),
+        split.graphs[None],
+        fill_values(split.params, _filled("params", params, values)),
         jax.jit(rngs)(),
-        _variables("model_state", own_state, values),
+        fill_values(split.model_state, _filled("model_state", model_state, values)),
     )
-
-
-def _variables(kind: str, state: Any, values: Values) -> Any:
-    """Return the variables of an nnx module with values, which are looked up by path."""
-    flat = [
-        (path, variable.replace(values("/".join([kind, *map(str, path)]))))
-        for path, variable in nnx.to_flat_state(state)
-    ]
-    return nnx.from_flat_state(flat)
 
 
 def _filled(kind: str, tree: Tree, values: Values) -> Tree:

@@ -123,6 +123,21 @@ def test_refuses_what_is_no_array_with_rows(batch, problems):
     assert str(error.value).splitlines()[1:] == [f"  - {problem}" for problem in problems]
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_integers_that_would_wrap_are_refused(dtype):
+    mesh, limits = jax.make_mesh((8,), ("data",), (AxisType.Auto,)), np.iinfo(dtype.replace("64", "32"))
+    fits = np.array([limits.min, limits.max] * 4, dtype)
+    np.testing.assert_array_equal(place({"id": fits}, mesh, ("data",))["id"][0], fits)
+    wrong = fits.copy()
+    wrong[5] = 8_600_000_000
+    with pytest.raises(ValueError) as error:
+        place({"id": wrong, "x": fits}, mesh, ("data",))
+    assert str(error.value).startswith(
+        f"this batch has integers that devices do not have:\n  - 'id' is {dtype} and has 8600000000; devices"
+        f" have {limits.dtype}, from {limits.min} to {limits.max}, in which it would wrap"
+    )
+
+
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_weights_without_padding_are_placed_once(sizes):
     mesh = make_mesh(sizes)

@@ -1,13 +1,63 @@
-"""Weights of tokens, which a model's own losses see as one weight for each row."""
+"""A model's own losses weigh each row by what the loss counts in it."""
 
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from shardtrain.functional.auxiliary import Outputs, summed_loss
+from shardtrain.functional.loss import masked_token_loss, next_token_loss
 from shardtrain.models.experts_options import read_experts
 from shardtrain.models.experts_routing import Routing
+
+ROWS, SEQ = 4, 6
+
+
+def positive_weights(apply, batch):
+    """A loss whose count has no derivative."""
+    return next_token_loss(apply, batch)[0], (batch["weights"] > 0).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "counted"),
+    [(next_token_loss, "tokens"), (next_token_loss, "rows"), (next_token_loss, "first unused"),
+     (masked_token_loss, "rows"), (positive_weights, "tokens")],
+)  # fmt: skip
+def test_penalties_of_any_split_are_means_weighted_by_what_rows_count(loss, counted):
+    """By hand: each row's penalty times its number of counted tokens; so microbatches and replicas add up."""
+    random = np.random.default_rng(0)
+    shape = {"rows": (ROWS,), "tokens": (ROWS, SEQ), "first unused": (ROWS, SEQ + 1)}[counted]
+    weights = (random.random(shape) < 0.5) * random.choice([0.5, 1, 2], shape)
+    tokens = random.integers(0, 3, (ROWS, SEQ + (loss is not masked_token_loss)))
+    batch = {"tokens": tokens, "weights": weights}
+    per_row = weights[:, 1:].sum(1) if counted == "first unused" else weights.reshape(ROWS, -1).sum(1)
+    per_row = per_row * SEQ if counted == "rows" else per_row
+    if loss is masked_token_loss:
+        chosen = random.integers(0, 2, tokens.shape)
+        batch |= {"targets": tokens, "chosen": chosen}
+        per_row = weights * chosen.sum(1)
+    if loss is positive_weights:
+        per_row = (weights > 0).sum(1)
+    z = random.random(ROWS) * SEQ
+    options: Any = read_experts("num=2,top=1,balance=0,z=1")
+
+    def penalty(rows):
+        shapes = {"chosen_BLE": (ROWS, 1, 2), "probability_BLE": (ROWS, 1, 2), "dropped_BL": (ROWS, 1)}
+        arrays: Any = {name: jnp.zeros(shape)[rows] for name, shape in shapes.items()}
+        routing = Routing(**arrays, z_BL=jnp.asarray(z)[rows, None], options=options, seq=SEQ)
+        some: Any = {name: jnp.asarray(x)[rows] for name, x in batch.items()}
+        logits = jnp.zeros((len(z[rows]), SEQ, 3))
+        with_, without = (
+            summed_loss(loss, lambda *_, train=train: Outputs(logits, routing, train=train), some)[0]
+            for train in (True, False)
+        )
+        return float(with_ - without)
+
+    expected = [count * mean / SEQ for count, mean in zip(per_row, z, strict=True)]
+    assert penalty(slice(None)) == pytest.approx(sum(expected), rel=1e-5)
+    for cut in (1, 2, 3):
+        assert penalty(slice(cut)) + penalty(slice(cut, None)) == pytest.approx(sum(expected), rel=1e-5)
 
 
 @pytest.mark.parametrize("weights", [[[1.0], [0.0]], [[0.0, 0.0, 0.5], [0.0, 0.0, 0.0]], [1.0, 0.0]])

@@ -381,7 +381,7 @@ def test_as_model():
         (
             nnx.Module(),
             "model is an nnx module Module that is already initialised on one device;"
-            " give the function that makes it: lambda rngs: MyModule(..., rngs=rngs)",
+            " give its class, Module, or the function that makes it: lambda rngs: Module(..., rngs=rngs)",
         ),
         ("gpt", "model is 'gpt'; allowed: a Model, or a function rngs -> nnx.Module"),
     ],

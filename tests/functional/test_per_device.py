@@ -12,10 +12,13 @@ from flax import nnx
 
 from shardtrain import init_state, make_gradients, make_mesh, make_placement, place
 from shardtrain.functional.activation_rules import activation_rules, noting
+from shardtrain.functional.loss import classification_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.functional.rng import step_key
+from shardtrain.models.resnet import ResNetConfig
 from shardtrain.pipeline.cuts import make_partition
 from shardtrain.pipeline.options import Pipeline
+from shardtrain.plan.compile import compile_step, described_devices, figures
 from shardtrain.sharding.layout import Layout
 
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -184,3 +187,25 @@ def test_a_run_says_where_devices_compute_the_same():
             )
         )()
     assert notes == ["conv_general_dilated: devices along context=2 each compute all of it"]
+
+
+def test_no_more_is_sent_than_by_the_partitioner_where_it_is_right(monkeypatch):
+    """Of a model that constrains its convolutions."""
+    model = from_nnx(ResNetConfig(depth=11, filters=8, height=8, width=8, num_groups=4))
+    layout = Layout(mesh={"fsdp": 2, "tensor": 2})
+    rows = {
+        "image": jax.ShapeDtypeStruct((16, 8, 8, 3), jnp.float32),
+        "label": jax.ShapeDtypeStruct((16,), jnp.int32),
+        "weights": jax.ShapeDtypeStruct((16,), jnp.float32),
+    }
+    mesh = make_mesh(layout, described_devices("cpu", 4))
+    placement = make_placement(model, optax.identity(), layout, mesh)
+
+    def sent_bytes():
+        compiled = compile_step(model, classification_loss, optax.identity(), placement, rows, microbatches=1)
+        found = figures(compiled, dict(mesh.shape)).collectives
+        return sum(each.wire_bytes_per_device for each in found)
+
+    per_device = sent_bytes()
+    monkeypatch.delattr(jax.lax.conv_general_dilated_p, "bind")
+    assert 0 < per_device <= 1.02 * sent_bytes()

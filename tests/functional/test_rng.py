@@ -142,3 +142,14 @@ def test_rows_are_uniform_and_independent():
     assert abs(between_rows).max() < 6 / np.sqrt(width)
     assert abs(between_places).max() < 6 / np.sqrt(rows)
     assert len(np.unique(numbers.round(6))) > 0.9 * numbers.size
+
+
+@pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
+def test_keys_do_not_depend_on_the_default_of_jax(kind):
+    def numbers():
+        key = step_key(jnp.uint32(3), jnp.int32(1))
+        return np.asarray(jax.random.uniform(row_key(jax.random.split(key)[0], 4, 2), (2, 3)))
+
+    expected = numbers()
+    with jax.default_prng_impl(kind):
+        np.testing.assert_array_equal(numbers(), expected)

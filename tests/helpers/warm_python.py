@@ -143,6 +143,9 @@ def become(asked: dict) -> None:
     for descriptor, number in zip(above, asked["descriptors"], strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    # streams remember whether their old files could seek
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        setattr(sys, name, open(descriptor, "w", buffering=1, closefd=False))  # noqa: SIM115
     os.environ.clear()
     os.environ.update(asked["environ"])
     os.chdir(asked["folder"])

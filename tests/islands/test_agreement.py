@@ -29,6 +29,7 @@ from shardtrain.islands.rank_facts import (
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run, describe
+from shardtrain.trainer.data_facts import data_facts
 from shardtrain.trainer.strategy import Strategy
 
 THREE = ["island 0 (host a)", "island 1 (host b)", "island 2 (host c)"]
@@ -300,3 +301,16 @@ def test_all_ranks_end_with_the_same_error():
     check_agreement(share, "island 1", {"run/batch": 32}, 7.0)
     with pytest.raises(ValueError, match="batch: 32 on island 0, island 1; 64 on island 2"):
         check_agreement(share, "island 2", {"run/batch": 64}, 7.0)
+
+
+@pytest.mark.parametrize("change", ["train", "heldout"])
+def test_samples_of_the_users_own_must_be_as_many_on_all_islands(change):
+    def mine(num_train, num_heldout):
+        return facts(describe(RUN) | data_facts([0] * num_train, {"": [0] * num_heldout}, False))
+
+    found = diff(mine(10, 4), mine(14, 4) if change == "train" else mine(10, 5))
+    name, first, second = {
+        "train": ("data.samples", "10", "14"),
+        "heldout": ("data.heldout", "4 samples", "5 samples"),
+    }[change]
+    assert found[:-1] == [f"{name}: {first} on island 0 (host a); {second} on island 1 (host b)"]

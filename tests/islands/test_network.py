@@ -1,6 +1,8 @@
 """Where a run listens, and what jax is told of its devices."""
 
 import os
+import socket
+import types
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from shardtrain.islands.binding import (
     runtime_device_ids,
     visible_list,
 )
+from shardtrain.islands.mpi_library import check_started
 from shardtrain.islands.network import address_of, listening_address
 from shardtrain.islands.rank_environment import RankEnvironment
 from shardtrain.islands.seat import Seat
@@ -26,6 +29,36 @@ def test_on_one_host_loopback_on_several_the_interface_of_the_job():
     assert listening_address(["a", "b"], {}) is None
     with pytest.raises(ValueError, match=r"interface 'nope' has no IPv4 address here .*; use one of .*lo"):
         address_of("nope")
+
+
+class Two:
+    """The communicator of two processes on two hosts."""
+
+    def Split(self, *_: int) -> "Two":
+        return self
+
+    def allgather(self, mine: str) -> list[str]:
+        return [mine, "b"]
+
+    def bcast(self, mine: str, root: int) -> str:
+        return mine
+
+    def Free(self) -> None: ...
+
+
+@pytest.mark.parametrize("proxy", ["http_proxy", None])
+def test_ranks_of_an_island_meet_without_a_proxy(proxy, monkeypatch):
+    for name in ("http_proxy", "https_proxy", "grpc_proxy", "no_grpc_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("no_proxy", "localhost")
+    if proxy:
+        monkeypatch.setenv(proxy, "http://127.0.0.1:9")
+    met = []
+    monkeypatch.setattr(jax_runtime, "start_runtime", lambda *_: met.append(os.environ["no_proxy"]))
+    seat: Any = types.SimpleNamespace(island=0, process=0, num_processes=2)
+    comm: Any = Two()
+    jax_runtime.join_processes(seat, comm, "a")
+    assert met == [f"localhost,a,b,{socket.gethostname()}" if proxy else "localhost"]
 
 
 @pytest.mark.parametrize(("mine", "bind"), [("127.0.0.1", "127.0.0.1:77"), (None, None)])
@@ -138,3 +171,13 @@ def test_memory_loses_its_name_and_nothing_else_does(tmp_path):
     (tmp_path / "other").touch()
     membership.unlink_shared_memory(maps)
     assert (tmp_path / "other").exists()
+
+
+def test_an_mpi_that_was_told_not_to_start_is_named():
+    check_started(True, {})
+    for environ, said in (
+        ({"MPI4PY_RC_INITIALIZE": "0"}, "MPI4PY_RC_INITIALIZE=0"),
+        ({}, "mpi4py.rc.initialize"),
+    ):
+        with pytest.raises(ValueError, match=f"as {said} says.* use `unset MPI4PY_RC_INITIALIZE`"):
+            check_started(False, environ)

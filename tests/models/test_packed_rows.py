@@ -172,6 +172,15 @@ def test_conversations_packed_into_windows_do_too(tmp_path, assert_same):
     assert_same(gradients(ROTARY, packed, Layout(mesh=mesh), 8), expected)
 
 
+@pytest.mark.parametrize(
+    ("others", "microbatches"), [({"data": 2}, 4), ({"tensor": 2}, 2), ({"fsdp": 2}, 2)], ids=str
+)
+def test_stages_look_up_restarted_positions_over_context(others, microbatches, assert_same):
+    """Looked up in parts, XLA would end the process, or stages would wait for ever."""
+    layout = Layout(mesh={"pipeline": 2, "context": 2, **others}, context_attention="all-gather")
+    assert_same(gradients(LEARNED, batches()[0], layout, 8, microbatches), expected(LEARNED))
+
+
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.full), 3])
 def test_learned_positions_are_restarted_over_context(window, assert_same):
     """With a window a ring needs the near devices only; without one rotary positions have a case."""

@@ -309,6 +309,17 @@ def test_the_learning_rate_is_the_schedule_of_the_run():
     assert [round(float(rate(step)), 6) for step in range(5)] == [0, 0.5, 1, 0.5, 0]
 
 
+def scaled_together(wanted, limit):
+    """Divide the arrays of a group by their norm, if that is above a limit."""
+
+    def update(grads, state, params=None):
+        norm = jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(grads) if wanted(x)))
+        factor = jnp.where(norm > limit, limit / norm, 1)
+        return jax.tree.map(lambda x: x * factor if wanted(x) else x, grads), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
 ARRAYS, LAYERS_OF_A_STACK = "of one array depends", "of one layer depends"
 
 
@@ -320,6 +331,11 @@ ARRAYS, LAYERS_OF_A_STACK = "of one array depends", "of one layer depends"
         (optax.contrib.reduce_on_plateau(), []),
         (optax.chain(optax.clip_by_global_norm(1e3), optax.sgd(0.1)), [ARRAYS, LAYERS_OF_A_STACK]),
         (optax.chain(optax.clip(1.0), optax.rmsprop(0.1)), []),
+        (scaled_together(lambda x: x.ndim > 1, 1.0), [ARRAYS, LAYERS_OF_A_STACK]),
+        (scaled_together(lambda x: x.ndim < 3, 1e12), [ARRAYS, LAYERS_OF_A_STACK]),
+        (optax.apply_if_finite(optax.sgd(0.1), 3), [ARRAYS, LAYERS_OF_A_STACK]),
+        (optax.chain(optax.clip_by_block_rms(1e12), optax.sgd(0.1)), [LAYERS_OF_A_STACK]),
+        (optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), []),
     ],
 )
 def test_optimizers_that_mix_arrays_or_layers_are_detected(optimizer, problems):

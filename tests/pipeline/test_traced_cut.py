@@ -93,7 +93,15 @@ def conv_net() -> Model:
     return from_linen(ConvNet(), jax.ShapeDtypeStruct((1, 4, 4, 3), jnp.float32))
 
 
+def constant_count(apply, batch):
+    """A loss whose count and metrics are constants, inputs, or parts of the result."""
+    loss_sum, _, _ = classification_loss(apply, batch)
+    rows = batch["label"].shape[0]
+    return loss_sum, rows, {"constant": (1.0, jnp.int32(2)), "again": (loss_sum, batch["weights"].sum())}
+
+
 CASES = {
+    "constants": (conv_net, constant_count, images),
     "linen": (conv_net, classification_loss, images),
     "nnx": (lambda: from_nnx(Translator), Regularized(translation_loss, z_loss=0.1), sentences),
 }

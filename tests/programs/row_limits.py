@@ -53,9 +53,9 @@ make_evaluate = evaluation.make_evaluate
 def make_counted(*arguments):
     evaluate = make_evaluate(*arguments)
 
-    def counted(state, batch):
+    def counted(state, batch, *numbers):
         evaluated.append(batch["weights"].size)
-        return evaluate(state, batch)
+        return evaluate(state, batch, *numbers)
 
     return counted
 

@@ -1,5 +1,6 @@
 """What a run prints on a full disk, or to nobody: dropped, and told once on the other stream."""
 
+import os
 import subprocess
 import sys
 
@@ -97,3 +98,20 @@ def test_the_wait_for_a_reader_has_an_end():
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_output_that_is_not_utf_8_gets_escapes(encoding):
+    """A run prints lines of its own in it, and what its files and hooks print."""
+    program = (
+        "from shardtrain.trainer.console import RunConsole\n"
+        "RunConsole(None, None).say('a \\u2713 \\u2500')\n"
+        "print('b \\u2713')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=True,
+    )
+    assert done.stdout == b"a \\u2713 \\u2500\nb \\u2713\n"

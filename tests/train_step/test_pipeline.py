@@ -27,6 +27,7 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.functional.rng import step_key
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
+from shardtrain.models.layers import coming_keys
 from shardtrain.models.vit import VitConfig
 from shardtrain.pipeline import mesh_branches
 from shardtrain.pipeline.partition import counts
@@ -296,6 +297,40 @@ def test_a_v_evaluates_like_one_device():
         state = init_state(words(7), optax.identity(), placement, seed=7)
         losses.append(make_evaluate(words(7), words_loss, placement)(state, on_mesh(rows(), placement, 5)))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), losses[1], losses[0])
+
+
+class Noisy(Words):
+    """It draws in evaluation too."""
+
+    def __init__(self, num_layers: int, rngs: nnx.Rngs):
+        super().__init__(num_layers, rngs)
+        self.rngs = rngs["dropout"].fork()
+
+    def first(self, tokens, mask):
+        stream = super().first(tokens, mask)
+        noise = jax.random.normal(coming_keys(self.rngs, 1)[0], stream["x"].shape)
+        return {**stream, "x": stream["x"] + noise}
+
+
+def test_a_model_that_draws_evaluates_like_one_device():
+    """Also in parts of a batch, as islands do; another batch has other draws."""
+    model = from_nnx(partial(Noisy, 4))
+
+    def evaluated(mesh, microbatches=1, part=slice(None), number=3):
+        placement = placed(model, mesh)
+        state = init_state(model, optax.identity(), placement, seed=7)
+        batch = {name: x[part] for name, x in rows().items()}
+        evaluate = make_evaluate(model, words_loss, placement)
+        found = evaluate(state, on_mesh(batch, placement, microbatches), number, part.start or 0)
+        return jax.tree.map(np.asarray, found)
+
+    expected = evaluated({"data": 1})
+    same = partial(np.testing.assert_allclose, rtol=1e-5)
+    for mesh in ({"fsdp": 2}, {"pipeline": 2, "data": 2}):
+        jax.tree.map(same, evaluated(mesh, 5), expected)
+    parts = [evaluated({"data": 1}, part=part) for part in (slice(0, 100), slice(100, ROWS))]
+    jax.tree.map(lambda a, b, whole: same(a + b, whole), *parts, expected)
+    assert abs(evaluated({"data": 1}, number=4)["loss_sum"] - expected["loss_sum"]) > 0.1
 
 
 def test_a_partition_for_another_placement_is_refused():

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from shardtrain.functional.model import path_text
+from shardtrain.functional.rng import new_key
 from shardtrain.functional.scan_operands import scan_counts
 from shardtrain.plan.fusion import ALIASES
 from shardtrain.plan.jaxpr_walk import CALLED, OPAQUE
@@ -70,8 +71,8 @@ def layers_of(subject: Subject) -> tuple[Layer, ...]:
       subject: the model, its loss and its batch.
     """
     model, rows = subject.model_of(None), subject.batch_rows
-    params, model_state = jax.eval_shape(model.init, jax.random.key(0))
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    params, model_state = jax.eval_shape(model.init, new_key(0))
+    key = jax.eval_shape(lambda: new_key(0))
     traced = jax.make_jaxpr(loss_of(model, subject.loss, rows))(params, model_state, key, dict(subject.batch))
     names = jax.tree.leaves(model.dims, is_leaf=lambda leaf: leaf is None or isinstance(leaf, tuple))
     inputs = [

@@ -1,0 +1,37 @@
+"""A sentence for what XLA refuses to compile or to run: its reason, the operation, what to change. No jax."""
+
+import re
+
+LONGEST_REASON = 300
+"""Characters of the compiler's own words that a message quotes."""
+
+_CHANGES = {
+    "sdy.manual_computation": "a shard_map of the model that is manual over some axes of the mesh only cannot"
+    " be mapped over replicas; make it manual over all of them: leave axis_names out",
+    "RESOURCE_EXHAUSTED": "it needs more memory than the device has; use more microbatches (--accumulate),"
+    " --remat full or more devices (shardtrain inspect --compile shows what a step holds)",
+}
+"""What is in the compiler's words -> the change to make."""
+
+_OTHER_CHANGE = "try a mesh of one axis (--mesh data=-1), or write the operation in another way"
+
+
+def compiler_text(error: BaseException) -> str | None:
+    """Return the message for an error of XLA, or of jax's lowering for it; None for any other error.
+
+    >>> error = ValueError('''Cannot lower jaxpr with verifier errors:
+    ...     'sort' op must have one dim
+    ...     at loc("jvp()/sort"(callsite("Net.__call__"("net.py":16:16 to :104)))''')
+    >>> compiler_text(error).partition("; ")[0].partition(": ")[2]
+    "'sort' op must have one dim. The operation is 'jvp()/sort', called at net.py:16"
+    """
+    words = str(error)
+    in_lowering = words.startswith("Cannot lower jaxpr")
+    # what a callback of the user raises comes this way too, and has a traceback of its own
+    if not in_lowering and (type(error).__name__ != "JaxRuntimeError" or "callback" in words.lower()):
+        return None
+    reasons = [line.strip() for line in words.splitlines()[in_lowering:] if line.strip()]
+    found = re.search(r'loc\("([^"]*)"\(callsite\("[^"]*"\("([^"]*)":(\d+)', words)
+    operation = f". The operation is {found[1]!r}, called at {found[2]}:{found[3]}" if found else ""
+    change = next((text for sign, text in _CHANGES.items() if sign in words), _OTHER_CHANGE)
+    return f"the compiler refused the program: {''.join(reasons[:1])[:LONGEST_REASON]}{operation}; {change}"

@@ -1,0 +1,216 @@
+"""Find the random draws of a traced loss, and which of their dims counts the rows of the batch.
+
+The loss is traced with two numbers of rows: what differs counts rows. Where a dim counts rows and something
+else (tokens, windows), `row_positions.py` follows the rows to it. Next: `rng.py`, which draws by it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend.core import jaxprs_in_params
+
+from shardtrain.errors.user_code import is_installed
+from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.draw_record import DRAWN, FOREIGN, ROWS, DrawRecord, RowDraws, Variable, shapes_of
+from shardtrain.functional.loss import Batch, Loss
+from shardtrain.functional.model import Model
+from shardtrain.functional.rng import BITS, new_key, row_key
+from shardtrain.functional.row_positions import DATA, position_in, positions_after
+from shardtrain.functional.scan_operands import scan_counts
+from shardtrain.functional.unused_parameters import ONE
+
+PACKAGE = str(Path(__file__).parents[1])
+
+CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
+"""Parameters that hold the computation that an operation stands for."""
+
+OTHER_GENERATORS = ("rng_bit_generator", "rng_uniform", "threefry2x32")
+"""Operations that draw without a key of the step."""
+
+
+def find_draws(model: Model, loss: Loss, batch: Mapping[str, Any], train: bool = True) -> RowDraws:
+    """Return the random draws of a loss, without computing anything.
+
+    Args:
+      model: the whole model.
+      loss: returns (sum, count), see `loss.Loss`.
+      batch: arrays or shapes of any number of rows.
+      train: whether it is the loss of training, or that of held-out data.
+    """
+
+    def trace(num_rows: int) -> Any:
+        rows = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in batch.items()}
+        params, model_state = jax.eval_shape(lambda: model.init(new_key(0)))
+        key = jax.eval_shape(lambda: row_key(new_key(0), 0, num_rows))
+
+        def loss_sum(key: jax.Array, batch: Batch, params: Any, model_state: Any) -> Any:
+            found = []
+
+            def apply(*inputs: Any) -> Any:
+                outputs, changed = model.apply(params, model_state, key, train, *inputs)
+                found.append(changed)
+                return outputs
+
+            return summed_loss(loss, apply, batch, train, key), found
+
+        with jax.sharding.use_abstract_mesh(ONE):
+            return jax.make_jaxpr(loss_sum)(key, rows, params, model_state)
+
+    few = trace(ROWS[0])
+    if not _draws_any(few.jaxpr):
+        return RowDraws()
+    walk = _Walk(DrawRecord(few.jaxpr.invars[0].aval.dtype))
+    try:
+        walk.run(few.jaxpr, trace(ROWS[1]).jaxpr, [Variable()] * len(few.jaxpr.invars), "")
+    except _Differ as error:
+        problem = (
+            f"{str(error) or 'the model'} does something else for {ROWS[0]} rows than for {ROWS[1]}, so its"
+            " draws cannot be followed; let the model do the same for any number of rows"
+        )
+        return RowDraws(problems=(problem,))
+    return walk.record.found()
+
+
+def _draws_any(jaxpr: Any) -> bool:
+    """Return whether any operation of a program draws; `fold_in` and `seed` alone do not."""
+    names = {*DRAWN, *OTHER_GENERATORS} - {"random_fold_in", "random_seed"}
+    found = any(each.primitive.name in names for each in jaxpr.eqns)
+    inner = [each for equation in jaxpr.eqns for each in jaxprs_in_params(equation.params)]
+    return found or any(_draws_any(getattr(each, "jaxpr", each)) for each in inner)
+
+
+class _Differ(Exception):
+    """The two programs have other operations; the text is the line."""
+
+
+@dataclass
+class _Walk:
+    """Walk two programs of one loss, traced with different numbers of rows, side by side."""
+
+    record: DrawRecord
+    given: dict[Any, Variable] = field(default_factory=dict)
+
+    def run(
+        self, jaxpr: Any, other: Any, inputs: Sequence[Variable], line: str, is_cached: bool = False
+    ) -> list[Variable]:
+        """Walk two jaxprs; return what is known of their outputs.
+
+        Args:
+          jaxpr, other: the two.
+          inputs: what is known of their inputs.
+          line: that of the operation they stand for.
+          is_cached: whether jax may have traced them for another line.
+        """
+        for pair, known in zip(zip(jaxpr.invars, other.invars, strict=True), inputs, strict=True):
+            self._set(pair, known)
+        for pair in zip(jaxpr.constvars, other.constvars, strict=False):
+            # an array of the model's own that has as many entries as there are rows
+            self._set(pair, Variable(is_number=shapes_of(pair).row_dim is not None))
+        where = line
+        for equation, of_other in zip(jaxpr.eqns, other.eqns, strict=False):
+            where = line if is_cached and line else line_of(equation) or line
+            if equation.primitive is not of_other.primitive:
+                raise _Differ(where)
+            for pair, known in zip(
+                zip(equation.outvars, of_other.outvars, strict=True),
+                self._equation(equation, of_other, where, is_cached),
+                strict=True,
+            ):
+                self._set(pair, known)
+        if len(jaxpr.eqns) != len(other.eqns):
+            raise _Differ(where)
+        return [self._known(atom) for atom in jaxpr.outvars]
+
+    def _set(self, pair: tuple[Any, Any], known: Variable) -> None:
+        # a dim that counts rows alone says where they are; what is followed to it has to agree
+        anchor = position_in(shapes_of(pair))
+        if anchor is not None:
+            if known.position is not None:
+                self.record.meet([known.position, anchor])
+            known = known._replace(position=anchor)
+        self.given[pair[0]] = known
+
+    def _known(self, atom: Any) -> Variable:
+        return Variable() if hasattr(atom, "val") else self.given.get(atom, Variable())
+
+    def _equation(self, equation: Any, other: Any, line: str, is_cached: bool) -> list[Variable]:
+        name, inputs = equation.primitive.name, [self._known(atom) for atom in equation.invars]
+        if name in DRAWN:
+            return [DRAWN[name](self.record, equation, other, inputs, line)]
+        if name in OTHER_GENERATORS:
+            for pair in zip(equation.outvars, other.outvars, strict=True):
+                self.record.add(BITS, shapes_of(pair), line, FOREIGN)
+            return [Variable()] * len(equation.outvars)
+        if name == "scan":
+            return self._scan(equation, other, inputs, line, is_cached)
+        if name == "cond":
+            branches = zip(equation.params["branches"], other.params["branches"], strict=True)
+            found = [self.run(few.jaxpr, many.jaxpr, inputs[1:], line, is_cached) for few, many in branches]
+            return found[0]
+        if name == "while":
+            after = inputs[equation.params["cond_nconsts"] :]
+            return self._called(equation, other, "body_jaxpr", after, line, is_cached)
+        inner = next((key for key in CALLED if key in equation.params), None)
+        if inner is not None and name not in ("pallas_call", "reduce", "reduce_window"):
+            return self._called(equation, other, inner, inputs, line, is_cached or name in ("jit", "pjit"))
+        is_number = any(each.is_number for each in inputs)
+        if name == "iota":
+            shapes = shapes_of((equation.outvars[0], other.outvars[0]))
+            is_number = shapes.row_dim is not None and shapes.row_dim == equation.params["dimension"]
+        found = [
+            self.record.meet(positions_after(equation, number, [each.position for each in inputs], ROWS[0]))
+            for number in range(len(equation.outvars))
+        ]
+        return [Variable(position, is_number) for position in found]
+
+    def _called(
+        self, equation: Any, other: Any, key: str, inputs: Sequence[Variable], line: str, is_cached: bool
+    ) -> list[Variable]:
+        few, many = (getattr(each.params[key], "jaxpr", each.params[key]) for each in (equation, other))
+        return self.run(few, many, inputs[len(inputs) - len(few.invars) :], line, is_cached)
+
+    def _scan(
+        self, equation: Any, other: Any, inputs: Sequence[Variable], line: str, is_cached: bool
+    ) -> list[Variable]:
+        few, many = equation.params["jaxpr"].jaxpr, other.params["jaxpr"].jaxpr
+        consts, carried = scan_counts(equation)
+        # a slice, and an array of slices, have as many entries behind those of a row
+        given = [
+            known
+            if known.position is None or max(known.position.inner) * ROWS[0] <= math.prod(of_body.aval.shape)
+            else known._replace(position=None)
+            for known, of_body in zip(inputs, few.invars, strict=True)
+        ]
+        before = len(self.record.seen)
+        found = self.run(few, many, given, line, is_cached)
+        # what is carried may have rows only from the first step on
+        coming = [each.position for each in found[:carried]]
+        late = [
+            i
+            for i, position in enumerate(coming, consts)
+            if given[i].position is None and position is not None and position.draw is DATA
+        ]
+        if not late:
+            return found
+        for i in late:
+            given[i] = found[i - consts]
+        del self.record.seen[before:]
+        return self.run(few, many, given, line, is_cached)
+
+
+def line_of(equation: Any) -> str | None:
+    """Return the file and line of the code outside of libraries that an operation is of; None if unknown."""
+    trace = equation.source_info.traceback
+    for frame in [] if trace is None else trace.frames:
+        if not is_installed(frame.file_name) and not _is_own(frame.file_name):
+            return f"{frame.file_name}:{frame.line_num}"
+    return None
+
+
+def _is_own(file: str) -> bool:
+    """Return whether a file is of this package, without the models."""
+    return file.startswith(f"{PACKAGE}/") and not file.startswith(f"{PACKAGE}/models/")

@@ -1,0 +1,60 @@
+"""Equations of a traced program, and of the programs in it, with their constants and lines."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from shardtrain.functional.row_draws import line_of
+
+
+class TracedEquation(NamedTuple):
+    """An equation of a program, or of a program in it.
+
+    Args:
+      equation: jax's.
+      constants: its inputs that are constants, numbers and arrays.
+      outer: the equations that it is in, the outermost first.
+    """
+
+    equation: Any
+    constants: list[Any]
+    outer: tuple[Any, ...]
+
+    @property
+    def line(self) -> str:
+        """The file and line of the user's code that has the operation."""
+        found = "?"
+        for each in (*self.outer, self.equation):
+            found = line_of(each) or found
+        return found
+
+
+def equations(closed: Any) -> list[TracedEquation]:
+    """Return all equations of a program, a ClosedJaxpr; those of an inner one after the one that it is in."""
+    return _equations(closed.jaxpr, closed.consts, ())
+
+
+def _equations(jaxpr: Any, consts: Sequence[Any], outer: tuple[Any, ...]) -> list[TracedEquation]:
+    values = dict(zip(jaxpr.constvars, consts, strict=False))
+    found: list[TracedEquation] = []
+    for equation in jaxpr.eqns:
+        variables = [v for v in equation.invars if not isinstance(v, Literal)]
+        constants = [v.val for v in equation.invars if isinstance(v, Literal)]
+        constants += [values[v] for v in variables if v in values]
+        found.append(TracedEquation(equation, constants, outer))
+        for inner, inner_consts in _inner(equation.params.values()):
+            found += _equations(inner, inner_consts, (*outer, equation))
+    return found
+
+
+def _inner(parameters: Iterable[Any]) -> list[tuple[Any, Sequence[Any]]]:
+    """Return the programs among the parameters of an equation, each with its constants."""
+    found: list[tuple[Any, Sequence[Any]]] = []
+    for value in parameters:
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(each, ClosedJaxpr):
+                found.append((each.jaxpr, each.consts))
+            elif isinstance(each, Jaxpr):
+                found.append((each, ()))
+    return found

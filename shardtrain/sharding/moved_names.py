@@ -1,0 +1,59 @@
+"""Find names that a stack of layers has moved by one dim, as `nnx.vmap` without metadata does. No jax."""
+
+from collections.abc import Iterable, Mapping
+
+from shardtrain.sharding.array_dims import Named
+
+
+def moved_names(arrays: Mapping[str, Named]) -> str | None:
+    """Return a warning about names that have other sizes elsewhere, and would not one dim further; else None.
+
+    Args:
+      arrays: path -> names and shape of each parameter.
+
+    >>> found = moved_names({
+    ...     "blocks/bias": Named(dims=("mlp", None), shape=(4, 64)),
+    ...     "blocks/kernel": Named(dims=("embed", "mlp", None), shape=(4, 16, 64)),
+    ...     "embedding": Named(dims=("vocab", "embed"), shape=(32, 16)),
+    ... })
+    >>> print(found[: found.index(": mlp")])
+    WARNING: names of dims seem to have moved by one dim in blocks/bias, blocks/kernel
+    >>> print(moved_names({"up": Named(dims=("embed", "mlp"), shape=(16, 64))}))
+    None
+    """
+    named = {path: _whole(each) for path, each in arrays.items() if each.dims and any(each.dims)}
+    sizes = _sizes(named.values())
+    # a stack has one name too few, so its last dim has none
+    moved = {
+        path: Named(dims=(None, *dims[:-1]), shape=each.shape)
+        for path, each in named.items()
+        if (dims := each.dims) and len(dims) > 1 and dims[0] and not dims[-1]
+        if any(len(sizes[name]) > 1 for name in dims if name)
+    }
+    after = _sizes((named | moved).values())
+    cured = [name for name in sizes if len(sizes[name]) > 1 and len(after[name]) == 1]
+    if not cured:
+        return None
+    paths = [path for path, each in moved.items() if set(each.dims or ()) & set(cured)]
+    found = "; ".join(f"{name} has sizes {', '.join(map(str, sorted(sizes[name])))}" for name in cured)
+    return (
+        f"WARNING: names of dims seem to have moved by one dim in {', '.join(paths)}: {found}. A stack of"
+        " layers counts layers first, so these parameters are sharded and decayed by the wrong dims; name"
+        " that dim: nnx.vmap(..., transform_metadata={nnx.PARTITION_NAME: 'layers'}), or names=... of the run"
+    )
+
+
+def _whole(array: Named) -> Named:
+    """Return an array with an entry for each dim."""
+    dims = array.dims or ()
+    return Named(dims=(*dims, *(None,) * (len(array.shape) - len(dims))), shape=array.shape)
+
+
+def _sizes(arrays: Iterable[Named]) -> dict[str, set[int]]:
+    """Return the sizes of each name."""
+    found: dict[str, set[int]] = {}
+    for array in arrays:
+        for name, size in zip(array.dims or (), array.shape, strict=False):
+            if name is not None:
+                found.setdefault(name, set()).add(size)
+    return found

@@ -1,0 +1,173 @@
+"""Compare the gradients of a few rows on the run's mesh with those of one device, before the first step.
+
+The compiler's partitioner can be wrong without a word (docs/xla/README.md), and so can a shard_map of the
+model's own. Next: `prepared_run.py`, which calls this check.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding
+
+from shardtrain import axes
+from shardtrain.data import Batch, place, process_rows
+from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.model import Model, path_text
+from shardtrain.functional.rng import row_key, step_key
+from shardtrain.functional.unused_parameters import ONE
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.gradients import make_gradients
+from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.placement import Placement, make_placement
+from shardtrain.train_step.state import in_stage_order
+from shardtrain.trainer.config import Run, checked_rows
+from shardtrain.trainer.setup import RunSetup, load_first_rows
+
+_COVERED = """
+    abs add add_any and argmax argmin asin atan2 bitcast_convert_type broadcast_in_dim cbrt ceil
+    checkpoint clamp concatenate cond conv_general_dilated convert_element_type copy copy_p cos
+    cumlogsumexp cummax cumprod cumsum custom_jvp_call custom_vjp_call div dot_general dynamic_slice
+    dynamic_update_slice eq erf erf_inv exp exp2 expm1 fft floor gather ge gt integer_pow iota
+    is_finite jit le log log1p logistic lt max min mul name ne neg not optimization_barrier or pad
+    pow random_bits random_fold_in random_seed random_split random_unwrap random_wrap reduce_and
+    reduce_max reduce_min reduce_or reduce_precision reduce_prod reduce_sum reduce_window
+    reduce_window_max reduce_window_sum rem remat2 reshape rev round rsqrt scan scatter scatter-add
+    select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin
+    slice sort split sqrt square squeeze stop_gradient sub tan tanh threefry2x32 top_k transpose
+    while xor
+"""
+COVERED = frozenset(_COVERED.split())
+"""Operations that random models on random meshes were right with (tests/fuzz)."""
+
+TOLERANCES = {2: 0.1, 4: 0.01}
+"""Bytes of the narrowest floats -> largest difference by rounding, of a gradient's largest entry."""
+
+LEAST = 1e-4
+"""Part of the largest entry of all gradients below which a gradient's own is no measure."""
+
+
+def check_layout(run: Run, setup: RunSetup, batches: Any, note: Callable[[str], None]) -> None:
+    """Check that gradients on the mesh are those of one device, where asked or the loss is unusual.
+
+    Stages on islands are not checked: no island has the whole model.
+
+    Args:
+      run: the run.
+      setup: its model, mesh and placement.
+      batches: of the run, on any process.
+      note: receives the result.
+
+    Raises:
+      ValueError: they differ by more than rounding.
+    """
+    sizes = {axis: size for axis, size in setup.mesh.shape.items() if size > 1}
+    asked = run.check_layout != "auto"
+    rows_of_device = checked_rows(run.check_layout)
+    if not rows_of_device or len(sizes) < (1 if asked else 2) or setup.seats is not None:
+        return
+    operations, float_bytes = _trace_operations(run, setup, load_first_rows(batches, 2))
+    unusual = sorted(operations - COVERED)
+    if not (asked or unusual):
+        return
+    began_seconds = time.monotonic()
+    # a schedule of stages is made for the run's number of microbatches
+    num_microbatches = run.strategy.accumulate if setup.placement.stages else 1
+    num_devices = math.prod(setup.mesh.shape[axis] for axis in setup.placement.layout.batch_axes)
+    rows = load_first_rows(batches, rows_of_device * num_devices * num_microbatches)
+    differences = _compare(run, setup, rows, num_microbatches)
+    wrong = {path: off for path, off in differences.items() if not off <= TOLERANCES[float_bytes]}
+    if wrong:
+        raise ValueError(_difference_text(sizes, wrong, len(differences), unusual))
+    note(
+        f"layout checked: the gradients of {len(next(iter(rows.values())))} rows are those of one device,"
+        f" up to {max(differences.values()):.0e} ({time.monotonic() - began_seconds:.1f} s)"
+    )
+
+
+def _trace_operations(run: Run, setup: RunSetup, rows: Batch) -> tuple[set[str], int]:
+    """Return the operations of the training loss, and the bytes of its narrowest floats: 2 or 4."""
+    model, names, sizes = setup.whole_model, set[str](), {4}
+
+    def loss_sum(params: Any, model_state: Any, key: jax.Array, batch: Any) -> jax.Array:
+        key = row_key(key, 0, len(next(iter(batch.values()))))
+        apply = lambda *x: model.apply(params, model_state, key, True, *x)[0]  # noqa: E731
+        return summed_loss(run.loss, apply, batch, rng=key)[0]
+
+    def collect(jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            names.add(equation.primitive.name)
+            floats = [x.aval.dtype for x in equation.outvars if jnp.issubdtype(x.aval.dtype, jnp.floating)]
+            sizes.update(max(dtype.itemsize, 2) for dtype in floats)
+            for inner in jaxprs_in_params(equation.params):
+                collect(getattr(inner, "jaxpr", inner))
+
+    abstract = jax.eval_shape(model.init, jax.random.key(0))
+    with jax.sharding.use_abstract_mesh(ONE):
+        collect(jax.make_jaxpr(loss_sum)(*abstract, jax.eval_shape(lambda: jax.random.key(0)), rows).jaxpr)
+    return names, min(sizes)
+
+
+def _compare(run: Run, setup: RunSetup, rows: Batch, num_microbatches: int) -> dict[str, float]:
+    """Return path -> largest difference from one device, as a part of the largest entry of the gradient."""
+    given, model, mesh = setup.placement, setup.model, setup.mesh
+    placement = make_placement(
+        model, optax.identity(), run.strategy.layout, mesh, stages=given.stages, schedule=given.schedule
+    )
+    num_replicas = math.prod(mesh.shape[axis] for axis in placement.layout.replica_axes)
+    # what is computed over the rows of a replica, such as batch statistics, is so on one device too
+    parts = num_microbatches * (1 if model.axis_name else num_replicas)
+    found = _gradients(run, model, placement, rows, num_microbatches)
+    one = Layout(mesh={axes.DATA: 1})
+    one_device = make_placement(model, optax.identity(), one, make_mesh(one, jax.local_devices()[:1]))
+    expected = jax.device_get(_gradients(run, model, one_device, rows, parts))
+    expected = jax.device_get(in_stage_order(given.stages)(expected))
+
+    def on_mesh(x: np.ndarray, spec: Any) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), x.__getitem__)
+
+    expected = jax.tree.map(on_mesh, expected, placement.specs.sharded)
+    largest, off = jax.device_get(jax.jit(_largest_differences)(found, expected))
+    least = LEAST * max(map(float, jax.tree.leaves(largest)))
+    scale = jax.tree.map(lambda x: max(float(x), least, float(jnp.finfo(jnp.float32).tiny)), largest)
+    relative = jax.tree.map(lambda x, scale: float(x) / scale, off, scale)
+    return {path_text(path): x for path, x in jax.tree.leaves_with_path(relative)}
+
+
+def _gradients(run: Run, model: Model, placement: Placement, rows: Batch, microbatches: int) -> Any:
+    state = init_state(model, optax.identity(), placement, run.seed)
+    mesh, batch_axes, num_rows = placement.mesh, placement.layout.batch_axes, len(next(iter(rows.values())))
+    own = process_rows(num_rows, mesh, batch_axes, microbatches)
+    batch = place({name: x[own] for name, x in rows.items()}, mesh, batch_axes, microbatches, num_rows)
+    gradients = make_gradients(model, run.loss, placement)
+    compute = jax.jit(gradients, compiler_options=placement.compiler_options)
+    return compute(state.params, state.model_state, step_key(state.seed, state.step), batch).grads
+
+
+def _largest_differences(found: Any, expected: Any) -> tuple[Any, Any]:
+    """Return the largest entry of each expected array, and of the difference of the found one; for jit."""
+    largest = jax.tree.map(lambda x: jnp.max(jnp.abs(x)), expected)
+    return largest, jax.tree.map(lambda x, y: jnp.max(jnp.abs(x - y)), found, expected)
+
+
+def _difference_text(
+    sizes: Mapping[str, int], wrong: Mapping[str, float], num_parameters: int, unusual: Sequence[str]
+) -> str:
+    """Format the error for gradients that differ from those of one device."""
+    worst = max(wrong, key=lambda path: wrong[path] if wrong[path] == wrong[path] else math.inf)
+    mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+    untried = f" It has operations that were not tried on meshes: {', '.join(unusual)}." if unusual else ""
+    return (
+        f"on the mesh {mesh} the gradients of {len(wrong)} of {num_parameters} parameters are not those of"
+        f" one device: that of {worst!r} is off by {wrong[worst]:.1%} of its largest entry.{untried} If the"
+        " model has a shard_map of its own, correct its collectives; else the compiler splits the model"
+        f" wrongly: use one axis, data={math.prod(sizes.values())}, or name the dims of activations by"
+        " nn.with_logical_constraint. --check-layout off trains with these gradients"
+    )

@@ -1,0 +1,186 @@
+"""Checks of the traced program of a loss with its model, before the first step; nothing is computed.
+
+They find numbers that are no function of what a step gives, such as numpy's random numbers, and what the
+loss ignores. Next: `first_batch.py`, whose checks compute the loss of two rows.
+"""
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import partial_eval
+
+from shardtrain.errors.user_code import UserCodeFailed, calling_line
+from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.loss import Loss
+from shardtrain.functional.model import Model
+from shardtrain.functional.rng import new_key
+from shardtrain.functional.traced_equations import TracedEquation, equations
+from shardtrain.functional.unused_parameters import ONE
+
+PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
+"""Twice one of these is the number of rows that is traced; what has a dim that it divides depends on rows."""
+
+PROMOTED = re.compile(r"rank promotion for (\w+) on shapes (.+)\. Set the")
+"""What jax warns of when it adds dims to an array to broadcast it."""
+
+
+class LossFindings(NamedTuple):
+    """What is wrong with a loss.
+
+    Args:
+      problems: why the run would learn something else than it should.
+      warnings: what may be meant.
+    """
+
+    problems: list[str]
+    warnings: list[str]
+
+
+def check_trace(model: Model, loss: Loss, batch: Mapping[str, np.ndarray]) -> LossFindings:
+    """Trace a loss and its model twice, as a step does, and check the programs.
+
+    Nothing is found in a model that takes other numbers of rows only.
+
+    Args:
+      model: the whole model.
+      loss: the loss function of the run.
+      batch: any batch of the run, for its shapes.
+    """
+    abstract = jax.eval_shape(lambda: model.init(new_key(0)))
+    prime = _unused_prime([*jax.tree.leaves(abstract), *(x[0] for x in batch.values())])
+    rows = {name: jax.ShapeDtypeStruct((2 * prime, *x.shape[1:]), x.dtype) for name, x in batch.items()}
+    promoted: list[str] = []
+
+    def trace() -> Any:
+        def traced(params: Any, model_state: Any, key: jax.Array, batch: Any) -> Any:
+            apply = lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0]  # noqa: E731
+            return summed_loss(loss, apply, batch, rng=key)[:2]
+
+        with jax.sharding.use_abstract_mesh(ONE):
+            return jax.make_jaxpr(traced)(*abstract, jax.eval_shape(lambda: new_key(0)), rows)
+
+    try:
+        first = trace()
+        # under another option jax traces inner functions again too
+        with jax.numpy_rank_promotion("warn"), _promotions(2 * prime, promoted):
+            second = trace()
+    except (UserCodeFailed, ValueError):
+        return LossFindings([], [])
+    once = equations(first)
+    warned = [*_unweighted(first.jaxpr, list(rows)), *_row_constants(once, prime), *promoted]
+    return LossFindings(_differences(once, equations(second)), warned)
+
+
+def _unused_prime(arrays: list[Any]) -> int:
+    """Return a prime that divides no dim of some arrays."""
+    dims = {size for x in arrays for size in x.shape}
+    return next((prime for prime in PRIMES if not any(size % prime == 0 for size in dims)), PRIMES[-1])
+
+
+def _row_constants(traced: list[TracedEquation], prime: int) -> list[str]:
+    """Return a warning about each constant with numbers of its own for each row, such as numpy's noise."""
+    lines = []
+    for each in traced:
+        for constant in each.constants:
+            shape, dtype = np.shape(constant), getattr(constant, "dtype", np.dtype(int))
+            if not any(size % prime == 0 for size in shape) or not jnp.issubdtype(dtype, np.inexact):
+                continue
+            values = np.asarray(constant)
+            # numbers of rows, masks and one-hot rows are whole
+            if (values != np.round(values)).any() and (values != values.flat[0]).any():
+                lines.append(each.line)
+    return [
+        f"WARNING: {line} has a constant with numbers for each row of a batch, and every replica, microbatch"
+        " and island has the same for its first row; give such numbers with the samples, or draw them by"
+        " apply.key"
+        for line in dict.fromkeys(lines)
+    ]
+
+
+def _differences(once: list[TracedEquation], again: list[TracedEquation]) -> list[str]:
+    """Return the first difference of two traces of one program."""
+    for one, two in zip(once, again, strict=False):
+        same = one.equation.primitive is two.equation.primitive and len(one.constants) == len(two.constants)
+        if not same or not all(map(_is_same, one.constants, two.constants)):
+            return [_difference_text(two.line)]
+    return [] if len(once) == len(again) else [_difference_text(max(once, again, key=len)[-1].line)]
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    if one is two or getattr(one, "dtype", None) != getattr(two, "dtype", None):
+        return one is two
+    if jnp.issubdtype(getattr(one, "dtype", np.float32), jax.dtypes.extended):
+        return True
+    return np.array_equal(np.asarray(one), np.asarray(two), equal_nan=np.asarray(one).dtype.kind in "fc")
+
+
+def _difference_text(line: str) -> str:
+    return (
+        f"{line} gives other numbers each time that it is traced, as numpy's or Python's random numbers and"
+        " the time do; a step is traced once, so they would be constants, and others after a restart and on"
+        " each island: draw with the key of the step, apply.key in the loss or self.rngs in the model"
+    )
+
+
+def _unweighted(jaxpr: Any, names: list[str]) -> list[str]:
+    """Return a warning if neither sum nor count of a loss, or only one of them, depends on the weights."""
+    if "weights" not in names:
+        return []
+    place = len(jaxpr.invars) - len(names) + sorted(names).index("weights")
+    ignoring = [
+        name
+        for name, output in (("sum", 0), ("count", 1))
+        if not partial_eval.dce_jaxpr(jaxpr, [output == 0, output == 1])[1][place]
+    ]
+    if not ignoring:
+        return []
+    return [
+        f"WARNING: batch['weights'] do not change the {' or the '.join(ignoring)} of the loss, and they are"
+        " 0 in rows of padding (where the last batch of an epoch or of the held-out data is short, or islands"
+        " have uneven shares): such rows count, and losses are wrong; return"
+        " (losses * batch['weights']).sum(), batch['weights'].sum()"
+    ]
+
+
+@contextmanager
+def _promotions(rows: int, found: list[str]) -> Iterator[None]:
+    """Within this, collect where an array (rows, 1) and one (rows,) give (rows, rows)."""
+
+    def note(message: Any, *_: Any, **__: Any) -> None:
+        told = PROMOTED.search(str(message))
+        shapes = [] if told is None else [_shape(text) for text in re.findall(r"\([^)]*\)", told[2])]
+        if told is None or len(shapes) != 2:
+            return
+        small, large = sorted(shapes, key=len)
+        if small[:1] == large[:1] == (rows,) and large[-len(small)] == 1:
+            text = (
+                f"WARNING: {calling_line()} broadcasts arrays of shapes {_rows_text(shapes[0])} and"
+                f" {_rows_text(shapes[1])}, so each row meets all others; give both the same shape, as by"
+                " x.squeeze(-1), or write y[None, :] if all pairs are meant"
+            )
+            if text not in found:
+                found.append(text)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        yield
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.strip("()").split(",") if word.strip())
+
+
+def _rows_text(shape: tuple[int, ...]) -> str:
+    """Format a shape whose first dim is rows.
+
+    >>> _rows_text((22, 1)), _rows_text((22,))
+    ('(rows, 1)', '(rows,)')
+    """
+    return f"(rows{''.join(f', {size}' for size in shape[1:])}{',' if len(shape) == 1 else ''})"

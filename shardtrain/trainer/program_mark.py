@@ -1,0 +1,168 @@
+"""The file `program.json` of a run's folder: which program is compiled or run for the first time.
+
+It is there while that happens, so it is left where XLA ends the process: no exception says so then. The next
+start reads it, says which program it was and what to change, and goes on. Next: `train.py`.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shardtrain.system.atomic_write import replace_file
+from shardtrain.system.run_lock import Locked, locked
+from shardtrain.system.untrusted_files import read_json
+from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.strategy import Strategy
+
+MARK = "program.json"
+MOST_BYTES, MOST_CHARACTERS = 1 << 14, 400
+"""Limits of the file, and of each text in it."""
+
+TEXTS = ("program", "options", "jax")
+"""Its keys."""
+
+
+class ProgramMark(NamedTuple):
+    """Marks programs in the folder of a run before they first run.
+
+    Args:
+      folder: the folder; None on ranks that write none, which mark nothing.
+      options: the options of the layout, in words.
+    """
+
+    folder: Path | None
+    options: str
+
+    @contextmanager
+    def running(self, program: str) -> Iterator[None]:
+        """Mark a program as long as the block lasts; an exception takes the mark away too."""
+        if self.folder is None:
+            yield
+            return
+        path, is_new = self.folder / MARK, not self.folder.exists()
+        content = {"program": program, "options": self.options, "jax": version("jax")}
+        with suppress(OSError):  # a full disk ends no run
+            self.folder.mkdir(parents=True, exist_ok=True)
+            replace_file(path, json.dumps(content).encode())
+        try:
+            yield
+        finally:
+            remove_mark(self.folder)
+            # a run that is refused leaves no folder
+            if is_new:
+                with suppress(OSError):
+                    self.folder.rmdir()
+
+    def first_run(self, program: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose first call is marked until its results are there.
+
+        Args:
+          program: its name.
+          call: takes the state first, if anything; new shapes of its other arguments are another program.
+        """
+        if self.folder is None:
+            return call
+        seen: set[Any] = set()
+
+        def marked(*arguments: Any) -> Any:
+            shapes = tuple(np.shape(x) for x in jax.tree.leaves(arguments[1:]))
+            if shapes in seen:
+                return call(*arguments)
+            with self.running(program):
+                result = jax.block_until_ready(call(*arguments))
+            seen.add(shapes)
+            return result
+
+        return marked
+
+
+def make_mark(strategy: Strategy, folder: Path, coordination: Coordination) -> ProgramMark:
+    """Return what marks the programs of a run, on its first rank."""
+    return ProgramMark(folder if coordination.is_first else None, layout_words(strategy))
+
+
+def layout_words(strategy: Strategy) -> str:
+    """Return what shapes the programs of a strategy, as options of the command line.
+
+    >>> from shardtrain.sharding.layout import Layout
+    >>> layout_words(Strategy(layout=Layout(mesh={"data": 2, "tensor": 1}, zero=1), accumulate=2))
+    '--mesh data=2 --zero 1 --accumulate 2'
+    """
+    layout, default = strategy.layout, Strategy()
+    axes = ",".join(f"{axis}={size}" for axis, size in layout.mesh.items() if size != 1)
+    words = [f"--mesh {axes}"] if axes else []
+    for name in ("zero", "context_attention", "unnamed"):
+        if (value := getattr(layout, name)) != getattr(default.layout, name):
+            words.append(f"--{name.replace('_', '-')} {value}")
+    words += [
+        f"--{name.replace('_', '-')}"
+        for name in ("sequence_sharded", "collective_matmul")
+        if getattr(layout, name)
+    ]
+    for name, value in (
+        ("accumulate", strategy.accumulate),
+        ("remat", strategy.remat),
+        ("schedule", strategy.pipeline.schedule),
+    ):
+        if value not in (1, None, default.pipeline.schedule):
+            words.append(f"--{name} {value}")
+    return " ".join(words)
+
+
+def remove_mark(folder: Path) -> None:
+    """Remove the mark of a folder, if it has one: the program ran, or the user ends the process."""
+    with suppress(OSError):
+        (folder / MARK).unlink(missing_ok=True)
+
+
+def take_mark(folder: Path) -> str | None:
+    """Read and remove the mark of a start that ended inside a program; return the note about it, or None."""
+    path = folder / MARK
+    if not folder.is_dir():
+        return None
+    try:
+        # a mark of a process that trains here now is none of one that ended
+        with locked(folder):
+            found = read_json(path, MOST_BYTES)
+    except Locked:
+        return None
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        return f"WARNING: {error}; remove it"
+    remove_mark(folder)
+    if not _is_mark(found):
+        return (
+            f"WARNING: {path} is no mark of a program: it needs the texts {', '.join(TEXTS)}; it is removed"
+        )
+    return ended_text(found)
+
+
+def _is_mark(found: Any) -> bool:
+    return isinstance(found, dict) and all(
+        isinstance(text := found.get(key), str) and len(text) <= MOST_CHARACTERS and text.isprintable()
+        for key in TEXTS
+    )
+
+
+def ended_text(mark: Mapping[str, str]) -> str:
+    """Return the note about a start that ended inside a program.
+
+    >>> mark = {"program": "the step", "options": "--mesh data=2,tensor=2", "jax": "0.10.2"}
+    >>> ended_text(mark).partition(". ")[0].partition("while ")[2]
+    'the step was compiled or run for the first time (jax 0.10.2, --mesh data=2,tensor=2)'
+    """
+    options = mark["options"] or "one device"
+    return (
+        f"WARNING: an earlier start of this run ended without an exception while {mark['program']} was"
+        f" compiled or run for the first time (jax {mark['jax']}, {options}). If nobody killed it and memory"
+        " was enough, XLA aborted: the last lines that it printed say so, as 'Check failed'. It would again:"
+        " leave out one of these axes or options (inspect --compile cpu tries a layout on this machine), or"
+        " take another jax. This start goes on as it was asked to"
+    )

@@ -1,0 +1,73 @@
+"""Values in the state of an optax optimizer: a new one is used at resume, or a line says which is."""
+
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rich.console import Console
+from tiny_language_model import TinyConfig
+
+from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.optimizer_values import VALUES, initial_values, with_new_values
+from shardtrain.trainer.train import train
+
+
+class Tokens:
+    def train(self, folder: Path) -> Any:
+        found = np.random.default_rng(0).integers(0, 32, (64, 9)).astype(np.int32)
+        return [{"tokens": row} for row in found]
+
+    def heldout(self, folder: Path) -> Any:
+        return None
+
+
+RUN = Run(model=TinyConfig(vocab=32), data=Tokens(), batch=8, checkpoints=CheckpointPolicy(every_steps=1))
+
+
+def sgd(rate):
+    return optax.inject_hyperparams(optax.sgd)(learning_rate=rate, momentum=0.5)
+
+
+def trained(folder, rate, steps):
+    console = Console(file=io.StringIO(), width=300)
+    run = dataclasses.replace(RUN, run_dir=folder, optimizer=sgd(rate), steps=steps)
+    return train(run, console).state.opt_state.hyperparams, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_new_value_is_used_at_resume(tmp_path):
+    trained(tmp_path, 0.125, 1)
+    found, text = trained(tmp_path, 0.25, 2)
+    name = "opt_state/hyperparams/learning_rate"
+    assert f"{name} is 0.25, and was 0.125 in the checkpoint: the new value is used" in text
+    assert (float(found["learning_rate"]), float(found["momentum"])) == (0.25, 0.5)
+    assert name not in trained(tmp_path, 0.25, 3)[1].replace("changed since then", "")
+
+
+PARAMS = {"w": jnp.ones(())}
+
+
+def test_numbers_of_parameters_and_of_schedules_are_no_values():
+    """Schedules are computed anew in each step, whatever the state holds."""
+    assert initial_values(sgd(lambda step: 0.1 * step), PARAMS) == {
+        "opt_state/count": 0.0,
+        "opt_state/hyperparams/momentum": 0.5,
+        "opt_state/hyperparams_states/learning_rate/count": 0.0,
+    }
+
+
+@pytest.mark.parametrize("old", [{VALUES: {"opt_state/scale": 2.0}}, {}])
+def test_a_value_that_steps_have_changed_is_kept(old):
+    notes: list[str] = []
+    state = {"opt_state": {"scale": jax.device_put(jnp.float32(3))}}
+    found: Any = with_new_values(state, old, {VALUES: {"opt_state/scale": 4.0}}, notes.append)  # type: ignore[arg-type]
+    assert float(found["opt_state"]["scale"]) == 3
+    assert notes == [
+        "WARNING: opt_state/scale is 4 in the code, and was 2; steps have made it 3 since, which is used"
+    ] * len(old)

@@ -1,0 +1,85 @@
+"""A run whose model draws with other dims than rows first: the losses of one device, or a refusal."""
+
+import io
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from shardtrain.report.sinks.json_lines import read_jsonl
+from shardtrain.sharding.layout import Layout
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.strategy import Strategy
+from shardtrain.trainer.train import train
+
+
+class Equal:
+    """120 equal samples: masks alone make rows differ."""
+
+    def train(self, folder):
+        return self
+
+    def heldout(self, folder):
+        return None
+
+    def __len__(self):
+        return 120
+
+    def __getitem__(self, index):
+        return {"x": np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4)}
+
+
+class Tokens(nnx.Module):
+    def __init__(self, rngs, merged=True):
+        self.dense, self.merged = nnx.Linear(4, 4, rngs=rngs), merged
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        y = self.dense(x)
+        if not self.merged:
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(self.drop.rngs(), jnp.arange(len(y)))
+            return y + jax.vmap(lambda key: jax.random.normal(key, y.shape[1:]))(keys)
+        return self.drop(y.reshape(-1, 4)).reshape(x.shape)
+
+
+def loss(apply, batch):
+    errors = ((apply(batch["x"]) - batch["x"]) ** 2).mean((1, 2))
+    return (errors * batch["weights"]).sum(), batch["weights"].sum()
+
+
+RUN = Run(model=Tokens, data=Equal(), loss=loss, batch=12, steps=3, log_every=1)
+
+ONE = Layout(mesh={"tensor": 8}, unnamed="replicate")
+"""Rows are not split."""
+
+
+def losses(folder, **strategy):
+    run = replace(RUN, run_dir=folder, strategy=Strategy(**strategy))
+    train(run, Console(file=io.StringIO()))
+    return [line["train/loss"] for line in read_jsonl(folder / "metrics.jsonl")]
+
+
+def test_merged_tokens_have_the_masks_of_one_device(tmp_path):
+    one = losses(tmp_path / "one", layout=ONE)
+    halves = losses(tmp_path / "halves", layout=ONE, accumulate=2)
+    mesh = losses(
+        tmp_path / "mesh",
+        layout=Layout(mesh={"data": 2, "fsdp": 2, "tensor": 2}, unnamed="replicate"),
+        accumulate=3,
+    )
+    np.testing.assert_allclose([halves, mesh], [one, one], rtol=1e-5, atol=1e-6)
+
+
+def test_what_depends_on_the_split_is_refused_if_rows_are_split(tmp_path):
+    run = replace(RUN, model=lambda rngs: Tokens(rngs, merged=False), steps=1, run_dir=tmp_path)
+    split = Strategy(layout=ONE, accumulate=2)
+    with pytest.raises(ValueError) as error:
+        train(replace(run, strategy=split), Console(file=io.StringIO()))
+    text = "losses would not be those of one device, as random numbers would depend on how rows are split"
+    assert str(error.value).startswith(f"{text}:\n  - {__file__}:")
+    train(replace(run, strategy=Strategy(layout=ONE)), Console(file=io.StringIO()))
+    assert jnp.isfinite(read_jsonl(tmp_path / "metrics.jsonl")[0]["train/loss"])
