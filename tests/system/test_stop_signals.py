@@ -53,10 +53,11 @@ def test_once_a_step_is_done_it_is_asked_and_ended_by_a_second_ctrl_c(stop, ende
 def test_while_the_main_thread_is_in_a_library_another_ends_the_process(can_save, signals, monkeypatch):
     monkeypatch.setattr(stop_signals, "REPEAT_SECONDS", 0)
     read, write = os.pipe()
-    ended = []
+    ended, is_over = [], threading.Event()
 
     def end(number):
         ended.append((number, threading.current_thread().name))
+        is_over.set()
         os.write(write, b".")
 
     def press():
@@ -66,6 +67,8 @@ def test_while_the_main_thread_is_in_a_library_another_ends_the_process(can_save
         for _ in range(signals):
             # received by this thread: that of the library is not interrupted
             signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        if not is_over.wait(60):
+            os.write(write, b".")
 
     with StopSignals(end) as stop:
         stop.can_save = can_save
