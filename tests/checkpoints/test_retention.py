@@ -118,7 +118,7 @@ def test_islands_with_disks_of_their_own_choose_what_all_parts_of_which_somebody
     shared: dict[str, list] = {
         name: [None] * 3 for name in ("checkpoints", "verify step 30", "verify step 20")
     }
-    barrier = threading.Barrier(3, timeout=20)
+    barrier = threading.Barrier(3, timeout=300)
     threads = [threading.Thread(target=run, args=(island,)) for island in range(3)]
     for thread in threads:
         thread.start()

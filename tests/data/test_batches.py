@@ -158,7 +158,7 @@ def test_threads_end(ending):
         with pytest.raises(UserCodeFailed, match="sample 9 of Failing raised OSError: disk 7 is gone"):
             list(iterator)
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=300)
         assert not thread.is_alive()
     assert next(iterator, None) is None
 

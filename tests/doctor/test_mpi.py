@@ -128,9 +128,9 @@ def test_hosts_with_different_mpis_are_named(told, by_what):
 
 def test_a_child_that_crashes_or_hangs_has_told_what_it_knew():
     crash = "print('{\"a\": 1}', flush=True); import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-    assert run_child(crash, os.environ, 30.0) == {"a": 1, "died": "it was ended by SIGSEGV"}
+    assert run_child(crash, os.environ, 300.0) == {"a": 1, "died": "it was ended by SIGSEGV"}
     hang = "print('{\"a\": 1}', flush=True); import time; time.sleep(100)"
-    assert run_child(hang, os.environ, 0.5) == {"a": 1, "died": "it did not end within 0 s"}
+    assert run_child(hang, os.environ, 5.0) == {"a": 1, "died": "it did not end within 5 s"}
 
 
 def test_a_child_is_no_rank_of_the_run():

@@ -21,7 +21,7 @@ ALONE = RankContext(
 
 
 def check(
-    collect, evaluate=lambda told: [Row(check="x", item="facts", finding=str(told[0].facts))], limit=20.0
+    collect, evaluate=lambda told: [Row(check="x", item="facts", finding=str(told[0].facts))], limit=200.0
 ):
     return Check(about="x", collect=collect, evaluate=evaluate, limit_seconds=limit, if_it_hangs="wake it up")
 
@@ -53,7 +53,7 @@ def test_a_check_that_fails_is_a_row_and_the_others_are_made():
 
 
 def test_a_check_that_hangs_is_wrong_and_says_what_to_do():
-    found = examined(bad=check(lambda here: time.sleep(5) or {}, limit=0.1), good=check(lambda here: {}))
+    found = examined(bad=check(lambda here: time.sleep(30) or {}, limit=0.1), good=check(lambda here: {}))
     assert (found.status, found.hung) == ("wrong", True)
     assert (found.rows[0].finding, found.rows[0].fix) == ("it did not end within 0 s", "wake it up")
     assert found.rows[1].check == "x"
@@ -113,7 +113,7 @@ def evaluate(told):
 def never(told):
     return []
 
-one = Check(about="", collect=collect, evaluate=evaluate, limit_seconds=20.0, if_it_hangs="")
+one = Check(about="", collect=collect, evaluate=evaluate, limit_seconds=200.0, if_it_hangs="")
 two = dataclasses.replace(one, collect=late, evaluate=never, limit_seconds=0.5)
 heres = [RankContext(environment=environment, hosts=started.hosts, control=control, comm=started.comm,
               environ=os.environ, run_dir=Path("runs"), quick=False, given_cores=())
@@ -121,10 +121,9 @@ heres = [RankContext(environment=environment, hosts=started.hosts, control=contr
 examined = run_checks({"one": one}, heres[:2])
 assert examined.rows == () and examined.present == (0, 1, 2), examined
 if environment.rank == 1:
-    time.sleep(4.0)
     found = None
 else:
-    found = run_checks({"two": two, "three": one}, [heres[0], heres[2], heres[2]], slack_seconds=0.5)
+    found = run_checks({"two": two, "three": one}, [heres[0], heres[2], heres[2]], slack_seconds=9.5)
     assert found.hung and found.present == (0, 2), found
     print(found.rows[-1].finding)
 """
@@ -134,4 +133,4 @@ def test_a_rank_that_does_not_come_is_named_by_the_others(mpiexec):
     outputs = mpiexec(3, PROGRAM)
     for rank in (0, 2):
         assert "island 1 (host " in outputs[rank]
-        assert "did not reach 'two' within 1 s; not checked: three" in outputs[rank]
+        assert "did not reach 'two' within 10 s; not checked: three" in outputs[rank]

@@ -12,13 +12,13 @@ print("came through")
 """
 
 
-def run(inside, seconds=30.0):
+def run(inside, seconds=200.0):
     program = PROGRAM.format(inside=inside, seconds=seconds)
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 

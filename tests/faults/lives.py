@@ -156,7 +156,7 @@ class Lives:
     def __exit__(self, *exception):
         self.end()
         self._process.kill()
-        self._process.communicate(timeout=20)
+        self._process.communicate(timeout=300)
 
     @property
     def pid(self):

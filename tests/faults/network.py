@@ -154,7 +154,7 @@ class Hosts:
         return self
 
     def __exit__(self, *exception):
-        self._process.communicate(timeout=20)
+        self._process.communicate(timeout=300)
 
     def command(self, host, words):
         """What runs a command on a host."""

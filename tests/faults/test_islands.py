@@ -19,7 +19,7 @@ TRAIN = ["train", "tiny.py", "--cpu-devices", "1"]
 # each island has an optimizer of its own, and saves a part of each step
 DELTAS = ["--combine", "adasum", "--combine-on", "deltas", "--local-steps", "2"]
 DELTAS += ["--optimizer.learning-rate.name", "constant", "--checkpoints.keep", "1", "--steps"]
-SEED, GONE_SECONDS = 7, 30
+SEED, GONE_SECONDS = 7, 300
 
 
 def below(pid):

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from shardtrain.errors.exit_codes import COME_AGAIN
 from shardtrain.report.sinks.json_lines import read_jsonl
 
-GONE_SECONDS = 30
+GONE_SECONDS = 300  # ends what would hang for ever
 
 
 @pytest.fixture
@@ -58,9 +57,8 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(hosts, folder, started, u
     until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 3, process)
     assert len(of_this_test(folder)) > 2
     hosts.turn(1, "down")
-    began = time.monotonic()
     assert process.wait(GONE_SECONDS) == COME_AGAIN
-    until(lambda: not of_this_test(folder), seconds=GONE_SECONDS - (time.monotonic() - began))
+    until(lambda: not of_this_test(folder), seconds=GONE_SECONDS)
     assert [line["step"] for line in read_jsonl(metrics)][:3] == [1, 2, 3]
     for mine, other in ((0, 1), (1, 0)):
         text = (

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -50,21 +51,23 @@ def test_once_a_step_is_done_it_is_asked_and_ended_by_a_second_ctrl_c(stop, ende
 
 @pytest.mark.parametrize(("can_save", "signals"), [(False, 1), (True, 2)])
 def test_while_the_main_thread_is_in_a_library_another_ends_the_process(can_save, signals, monkeypatch):
-    monkeypatch.setattr(stop_signals, "REPEAT_SECONDS", 0.1)
+    monkeypatch.setattr(stop_signals, "REPEAT_SECONDS", 0)
     read, write = os.pipe()
-    ended = []
+    ended, is_over = [], threading.Event()
 
     def end(number):
         ended.append((number, threading.current_thread().name))
+        is_over.set()
         os.write(write, b".")
 
     def press():
-        time.sleep(0.2)
+        # until the main thread is in the library
+        while f" {read:#x} " not in Path(f"/proc/self/task/{os.getpid()}/syscall").read_text():
+            time.sleep(0.01)
         for _ in range(signals):
             # received by this thread: that of the library is not interrupted
             signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-            time.sleep(0.2)
-        if not ended:
+        if not is_over.wait(60):
             os.write(write, b".")
 
     with StopSignals(end) as stop:

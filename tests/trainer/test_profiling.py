@@ -1,13 +1,12 @@
 """`--profile`: the steps asked for are in the trace, no others, and its summary says what they computed."""
 
-import time
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from shardtrain.report.trace import operations, read_trace
+from shardtrain.report.trace import ASIDE, operations, read_trace
 from shardtrain.report.trace_programs import sources
 from shardtrain.trainer.profiling import ProfiledStep, parse_steps
 
@@ -35,7 +34,6 @@ def test_the_steps_asked_for_are_traced(tmp_path):
         # an evaluation, which is no part of the steps
         with step.aside():
             jax.block_until_ready(batch @ batch)
-            time.sleep(0.2)
     step.close()
     (text,) = reports
     assert text.startswith("profile of 2 steps, ")
@@ -43,12 +41,17 @@ def test_the_steps_asked_for_are_traced(tmp_path):
     (path,) = tmp_path.glob("profile/plugins/profile/*/*.trace.json.gz")
     assert text.endswith(str(path))
     origin = sources(next(path.parent.glob("*.xplane.pb")))
-    (found,) = operations(read_trace(path), origin).values()
+    events = read_trace(path)
+    (found,) = operations(events, origin).values()
     assert {"matmul", "attention"} <= {op.kind for op in found}
     products = [op for op in found if op.kind == "matmul"]
     assert len(products) == 2 * len({op.name for op in products})
-    # without the pause between them
-    assert found[-1].end - found[0].start < 0.2e6
+    # without the time of the evaluation between them
+    (aside,) = [event for event in events if event.get("name") == ASIDE]
+    (whole,) = operations([event for event in events if event.get("name") != ASIDE], origin).values()
+    assert len(whole) > len(found)
+    left_out = (whole[-1].end - whole[0].start) - (found[-1].end - found[0].start)
+    assert left_out == pytest.approx(aside["dur"])
 
 
 def test_a_rollback_ends_the_trace(tmp_path):
