@@ -7,11 +7,9 @@ import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
-from shardtrain.functional.auxiliary import summed_loss
-from shardtrain.functional.loss import Batch, Loss
+from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
-from shardtrain.functional.rng import new_key
-from shardtrain.functional.unused_parameters import ONE
+from shardtrain.functional.traced_loss import trace_loss
 
 
 def loss_count(model: Model, loss: Loss, batch: Mapping[str, Any]) -> float | None:
@@ -27,19 +25,12 @@ def loss_count(model: Model, loss: Loss, batch: Mapping[str, Any]) -> float | No
     Raises:
       ValueError: the loss returns something else.
     """
-    params, model_state = jax.eval_shape(lambda: model.init(new_key(0)))
-    others = (params, model_state, jax.eval_shape(lambda: new_key(0)))
-
-    def count(params: Any, model_state: Any, key: jax.Array, batch: Batch) -> jax.Array:
-        apply = lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0]  # noqa: E731
-        return summed_loss(loss, apply, batch, rng=key)[1]
-
-    with jax.sharding.use_abstract_mesh(ONE):
-        traced = jax.make_jaxpr(count)(*others, dict(batch))
-    needed, is_used = partial_eval.dce_jaxpr(traced.jaxpr, [True])
-    number = len(jax.tree.leaves(others))
-    if any(is_used[:number]):
+    given = jax.tree.leaves(dict(batch))
+    traced = trace_loss(model, loss, batch, len(given[0]))
+    is_count = [number == 1 for number in range(len(traced.jaxpr.outvars))]
+    needed, is_used = partial_eval.dce_jaxpr(traced.jaxpr, is_count)
+    if any(is_used[: -len(given)]):
         return None
-    arrays = [x for x, used in zip(jax.tree.leaves(dict(batch)), is_used[number:], strict=True) if used]
+    arrays = [x for x, used in zip(given, is_used[-len(given) :], strict=True) if used]
     (found,) = jaxpr_as_fun(ClosedJaxpr(needed, traced.consts))(*arrays)
     return float(found)

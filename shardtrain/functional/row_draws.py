@@ -7,26 +7,17 @@ else (tokens, windows), `row_positions.py` follows the rows to it. Next: `rng.py
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import jax
-from jax.extend.core import jaxprs_in_params
-
-from shardtrain.errors.user_code import is_installed
-from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.dependencies import CALLED
 from shardtrain.functional.draw_record import DRAWN, FOREIGN, ROWS, DrawRecord, RowDraws, Variable, shapes_of
-from shardtrain.functional.loss import Batch, Loss
+from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
-from shardtrain.functional.rng import BITS, new_key, row_key
+from shardtrain.functional.rng import BITS
 from shardtrain.functional.row_positions import DATA, position_in, positions_after
 from shardtrain.functional.scan_operands import scan_counts
-from shardtrain.functional.unused_parameters import ONE
-
-PACKAGE = str(Path(__file__).parents[1])
-
-CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
-"""Parameters that hold the computation that an operation stands for."""
+from shardtrain.functional.traced_equations import equations, line_of
+from shardtrain.functional.traced_loss import trace_loss
 
 OTHER_GENERATORS = ("rng_bit_generator", "rng_uniform", "threefry2x32")
 """Operations that draw without a key of the step."""
@@ -42,30 +33,15 @@ def find_draws(model: Model, loss: Loss, batch: Mapping[str, Any], train: bool =
       train: whether it is the loss of training, or that of held-out data.
     """
 
-    def trace(num_rows: int) -> Any:
-        rows = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in batch.items()}
-        params, model_state = jax.eval_shape(lambda: model.init(new_key(0)))
-        key = jax.eval_shape(lambda: row_key(new_key(0), 0, num_rows))
-
-        def loss_sum(key: jax.Array, batch: Batch, params: Any, model_state: Any) -> Any:
-            found = []
-
-            def apply(*inputs: Any) -> Any:
-                outputs, changed = model.apply(params, model_state, key, train, *inputs)
-                found.append(changed)
-                return outputs
-
-            return summed_loss(loss, apply, batch, train, key), found
-
-        with jax.sharding.use_abstract_mesh(ONE):
-            return jax.make_jaxpr(loss_sum)(key, rows, params, model_state)
-
-    few = trace(ROWS[0])
-    if not _draws_any(few.jaxpr):
+    few = trace_loss(model, loss, batch, ROWS[0], train)
+    # `fold_in` and `seed` alone draw nothing
+    draws = {*DRAWN, *OTHER_GENERATORS} - {"random_fold_in", "random_seed"}
+    if not any(each.equation.primitive.name in draws for each in equations(few)):
         return RowDraws()
     walk = _Walk(DrawRecord(few.jaxpr.invars[0].aval.dtype))
     try:
-        walk.run(few.jaxpr, trace(ROWS[1]).jaxpr, [Variable()] * len(few.jaxpr.invars), "")
+        many = trace_loss(model, loss, batch, ROWS[1], train)
+        walk.run(few.jaxpr, many.jaxpr, [Variable()] * len(few.jaxpr.invars), "")
     except _Differ as error:
         problem = (
             f"{str(error) or 'the model'} does something else for {ROWS[0]} rows than for {ROWS[1]}, so its"
@@ -73,14 +49,6 @@ def find_draws(model: Model, loss: Loss, batch: Mapping[str, Any], train: bool =
         )
         return RowDraws(problems=(problem,))
     return walk.record.found()
-
-
-def _draws_any(jaxpr: Any) -> bool:
-    """Return whether any operation of a program draws; `fold_in` and `seed` alone do not."""
-    names = {*DRAWN, *OTHER_GENERATORS} - {"random_fold_in", "random_seed"}
-    found = any(each.primitive.name in names for each in jaxpr.eqns)
-    inner = [each for equation in jaxpr.eqns for each in jaxprs_in_params(equation.params)]
-    return found or any(_draws_any(getattr(each, "jaxpr", each)) for each in inner)
 
 
 class _Differ(Exception):
@@ -200,17 +168,3 @@ class _Walk:
             given[i] = found[i - consts]
         del self.record.seen[before:]
         return self.run(few, many, given, line, is_cached)
-
-
-def line_of(equation: Any) -> str | None:
-    """Return the file and line of the code outside of libraries that an operation is of; None if unknown."""
-    trace = equation.source_info.traceback
-    for frame in [] if trace is None else trace.frames:
-        if not is_installed(frame.file_name) and not _is_own(frame.file_name):
-            return f"{frame.file_name}:{frame.line_num}"
-    return None
-
-
-def _is_own(file: str) -> bool:
-    """Return whether a file is of this package, without the models."""
-    return file.startswith(f"{PACKAGE}/") and not file.startswith(f"{PACKAGE}/models/")

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardtrain.functional.row_draws import line_of
+from shardtrain.errors.user_code import FOLDER, is_users
 
 
 class TracedEquation(NamedTuple):
@@ -27,7 +27,20 @@ class TracedEquation(NamedTuple):
         found = "?"
         for each in (*self.outer, self.equation):
             found = line_of(each) or found
+            # functions of jax are traced once, and keep the lines of the call for which they were
+            name = each.params["name"] if each.primitive.name == "jit" else ""
+            if name.startswith("_") and not name.startswith("__"):
+                break
         return found
+
+
+def line_of(equation: Any) -> str | None:
+    """Return the file and line of the model or the loss that has an operation; None if unknown."""
+    trace = equation.source_info.traceback
+    for frame in trace.frames if trace else ():
+        if is_users(frame.file_name) or frame.file_name.startswith(f"{FOLDER}/models/"):
+            return f"{frame.file_name}:{frame.line_num}"
+    return None
 
 
 def equations(closed: Any) -> list[TracedEquation]:

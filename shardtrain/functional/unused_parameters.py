@@ -11,16 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
-from jax.sharding import AbstractMesh, AxisType
 
-from shardtrain.axes import AXES
 from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key
-
-ONE = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-"""A mesh of axes of size 1: a few rows could not be sharded over the axes of a run's mesh."""
+from shardtrain.functional.traced_loss import ONE
 
 
 def unused_parameters(model: Model, loss: Loss, batch: Mapping[str, Any]) -> tuple[str, ...]:

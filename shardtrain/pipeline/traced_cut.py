@@ -17,7 +17,7 @@ from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model, Tree, path_text
 from shardtrain.functional.rng import new_key
-from shardtrain.functional.unused_parameters import ONE
+from shardtrain.functional.traced_loss import ONE
 from shardtrain.pipeline.boundaries import Boundaries, Boundary
 from shardtrain.pipeline.costs import STATE
 from shardtrain.pipeline.flow import Flow, Value

@@ -17,7 +17,7 @@ from shardtrain.functional.loss import CLASSES, Loss, Regularized
 from shardtrain.functional.loss_count import loss_count
 from shardtrain.functional.metrics import LossWithMetrics
 from shardtrain.functional.model import Model
-from shardtrain.functional.unused_parameters import ONE
+from shardtrain.functional.traced_loss import ONE
 from shardtrain.system.xla_flags import quick_options
 
 MOST_ELEMENTS = 1 << 24

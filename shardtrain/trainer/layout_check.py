@@ -13,15 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 
 from shardtrain import axes
 from shardtrain.data import Batch, place, process_rows
-from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.model import Model, path_text
-from shardtrain.functional.rng import row_key, step_key
-from shardtrain.functional.unused_parameters import ONE
+from shardtrain.functional.rng import step_key
+from shardtrain.functional.traced_equations import equations
+from shardtrain.functional.traced_loss import trace_loss
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.gradients import make_gradients
@@ -73,7 +72,7 @@ def check_layout(run: Run, setup: RunSetup, batches: Any, note: Callable[[str], 
     rows_of_device = checked_rows(run.check_layout)
     if not rows_of_device or len(sizes) < (1 if asked else 2) or setup.seats is not None:
         return
-    operations, float_bytes = _trace_operations(run, setup, load_first_rows(batches, 2))
+    operations, float_bytes = _trace_operations(run, setup, load_first_rows(batches, 1))
     unusual = sorted(operations - COVERED)
     if not (asked or unusual):
         return
@@ -94,25 +93,10 @@ def check_layout(run: Run, setup: RunSetup, batches: Any, note: Callable[[str], 
 
 def _trace_operations(run: Run, setup: RunSetup, rows: Batch) -> tuple[set[str], int]:
     """Return the operations of the training loss, and the bytes of its narrowest floats: 2 or 4."""
-    model, names, sizes = setup.whole_model, set[str](), {4}
-
-    def loss_sum(params: Any, model_state: Any, key: jax.Array, batch: Any) -> jax.Array:
-        key = row_key(key, 0, len(next(iter(batch.values()))))
-        apply = lambda *x: model.apply(params, model_state, key, True, *x)[0]  # noqa: E731
-        return summed_loss(run.loss, apply, batch, rng=key)[0]
-
-    def collect(jaxpr: Any) -> None:
-        for equation in jaxpr.eqns:
-            names.add(equation.primitive.name)
-            floats = [x.aval.dtype for x in equation.outvars if jnp.issubdtype(x.aval.dtype, jnp.floating)]
-            sizes.update(max(dtype.itemsize, 2) for dtype in floats)
-            for inner in jaxprs_in_params(equation.params):
-                collect(getattr(inner, "jaxpr", inner))
-
-    abstract = jax.eval_shape(model.init, jax.random.key(0))
-    with jax.sharding.use_abstract_mesh(ONE):
-        collect(jax.make_jaxpr(loss_sum)(*abstract, jax.eval_shape(lambda: jax.random.key(0)), rows).jaxpr)
-    return names, min(sizes)
+    traced = [each.equation for each in equations(trace_loss(setup.whole_model, run.loss, rows, 2))]
+    dtypes = {x.aval.dtype for equation in traced for x in equation.outvars if hasattr(x.aval, "dtype")}
+    floats = [max(dtype.itemsize, 2) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+    return {equation.primitive.name for equation in traced}, min([4, *floats])
 
 
 def _compare(run: Run, setup: RunSetup, rows: Batch, num_microbatches: int) -> dict[str, float]:

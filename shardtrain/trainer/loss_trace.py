@@ -16,12 +16,11 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 from shardtrain.errors.user_code import UserCodeFailed, calling_line
-from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_equations import TracedEquation, equations
-from shardtrain.functional.unused_parameters import ONE
+from shardtrain.functional.traced_loss import trace_loss
 
 PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
 """Twice one of these is the number of rows that is traced; what has a dim that it divides depends on rows."""
@@ -54,26 +53,17 @@ def check_trace(model: Model, loss: Loss, batch: Mapping[str, np.ndarray]) -> Lo
     """
     abstract = jax.eval_shape(lambda: model.init(new_key(0)))
     prime = _unused_prime([*jax.tree.leaves(abstract), *(x[0] for x in batch.values())])
-    rows = {name: jax.ShapeDtypeStruct((2 * prime, *x.shape[1:]), x.dtype) for name, x in batch.items()}
     promoted: list[str] = []
 
-    def trace() -> Any:
-        def traced(params: Any, model_state: Any, key: jax.Array, batch: Any) -> Any:
-            apply = lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0]  # noqa: E731
-            return summed_loss(loss, apply, batch, rng=key)[:2]
-
-        with jax.sharding.use_abstract_mesh(ONE):
-            return jax.make_jaxpr(traced)(*abstract, jax.eval_shape(lambda: new_key(0)), rows)
-
     try:
-        first = trace()
+        first = trace_loss(model, loss, batch, 2 * prime)
         # under another option jax traces inner functions again too
         with jax.numpy_rank_promotion("warn"), _promotions(2 * prime, promoted):
-            second = trace()
+            second = trace_loss(model, loss, batch, 2 * prime)
     except (UserCodeFailed, ValueError):
         return LossFindings([], [])
     once = equations(first)
-    warned = [*_unweighted(first.jaxpr, list(rows)), *_row_constants(once, prime), *promoted]
+    warned = [*_unweighted(first.jaxpr, list(batch)), *_row_constants(once, prime), *promoted]
     return LossFindings(_differences(once, equations(second)), warned)
 
 
@@ -133,10 +123,11 @@ def _unweighted(jaxpr: Any, names: list[str]) -> list[str]:
     if "weights" not in names:
         return []
     place = len(jaxpr.invars) - len(names) + sorted(names).index("weights")
+    results = range(len(jaxpr.outvars))
     ignoring = [
         name
         for name, output in (("sum", 0), ("count", 1))
-        if not partial_eval.dce_jaxpr(jaxpr, [output == 0, output == 1])[1][place]
+        if not partial_eval.dce_jaxpr(jaxpr, [number == output for number in results])[1][place]
     ]
     if not ignoring:
         return []
