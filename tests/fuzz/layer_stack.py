@@ -103,7 +103,7 @@ class Recurrent(nnx.Module):
         self.rnn = nnx.RNN(cell(features, hidden, rngs=rngs), rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.rnn(x.reshape(*x.shape[:2], -1))
+        return self.rnn(x.reshape(*x.shape[:2], -1))  # pyright: ignore[reportReturnType]
 
 
 class Scanned(nnx.Module):

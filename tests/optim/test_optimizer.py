@@ -317,7 +317,7 @@ def scaled_together(wanted, limit):
         factor = jnp.where(norm > limit, limit / norm, 1)
         return jax.tree.map(lambda x: x * factor if wanted(x) else x, grads), state
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]
 
 
 ARRAYS, LAYERS_OF_A_STACK = "of one array depends", "of one layer depends"

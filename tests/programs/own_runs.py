@@ -1,5 +1,9 @@
 """Runs of models and losses as people write them, right and wrong ones, for `test_own_runs.py`."""
 
+# mistakes on purpose
+# pyright: reportArgumentType=false, reportCallIssue=false, reportUndefinedVariable=false
+# pyright: reportOptionalSubscript=false
+
 import random
 from functools import partial
 

@@ -31,7 +31,7 @@ class Samples:
         if self.shape == TOKENS:
             x = draws.integers(0, 16, self.shape).astype(np.int32)
         else:
-            x = draws.normal(size=self.shape).astype(np.float32)
+            x = draws.normal(size=self.shape).astype(np.float32)  # pyright: ignore[reportAttributeAccessIssue]
         return {"x": x, "label": np.int32(draws.integers(3))}
 
     def train(self, folder):
@@ -182,7 +182,7 @@ class Lstm(nnx.Module):
         self.head = nnx.Linear(8, 16, rngs=rngs)
 
     def __call__(self, x):
-        return self.head(self.rnn(self.embed(x)))
+        return self.head(self.rnn(self.embed(x)))  # pyright: ignore[reportArgumentType]
 
 
 class LinenGru(nn.Module):

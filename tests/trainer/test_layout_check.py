@@ -1,5 +1,7 @@
 """Gradients on a mesh against one device, before the first step."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +33,7 @@ class Net(nnx.Module):
 
     def __init__(self, rngs, mean=lambda x: x):
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, None, "embed", "mlp"))
-        make = lambda *sizes: nnx.Conv(*sizes, (3, 3), kernel_init=init, use_bias=False, rngs=rngs)  # noqa: E731
+        make = partial(nnx.Conv, kernel_size=(3, 3), kernel_init=init, use_bias=False, rngs=rngs)
         self.first, self.second, self.mean = make(16, 32), make(32, 32), mean
 
     def __call__(self, images):

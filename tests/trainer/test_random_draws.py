@@ -41,7 +41,7 @@ class Tokens(nnx.Module):
     def __call__(self, x):
         y = self.dense(x)
         if not self.merged:
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(self.drop.rngs(), jnp.arange(len(y)))
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(self.drop.rngs(), jnp.arange(len(y)))  # pyright: ignore[reportOptionalCall]
             return y + jax.vmap(lambda key: jax.random.normal(key, y.shape[1:]))(keys)
         return self.drop(y.reshape(-1, 4)).reshape(x.shape)
 
