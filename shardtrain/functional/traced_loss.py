@@ -34,7 +34,7 @@ def trace_loss(
       order of their names. Its first two results are the sum and the count of the loss.
     """
     rows = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in batch.items()}
-    params, model_state = jax.eval_shape(lambda: model.init(new_key(0)))
+    params, model_state = jax.eval_shape(model.init, new_key(0))
     key = jax.eval_shape(lambda: row_key(new_key(0), 0, num_rows))
 
     def traced(key: jax.Array, params: Any, model_state: Any, batch: Batch) -> Any:

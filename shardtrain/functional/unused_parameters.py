@@ -34,7 +34,7 @@ def unused_parameters(model: Model, loss: Loss, batch: Mapping[str, Any]) -> tup
     Raises:
       ValueError: the loss returns something else.
     """
-    params, model_state = jax.eval_shape(lambda: model.init(new_key(0)))
+    params, model_state = jax.eval_shape(model.init, new_key(0))
 
     def derivative(tangents: Any, params: Any, model_state: Any, key: jax.Array, batch: Batch) -> jax.Array:
         def loss_sum(params: Any) -> jax.Array:

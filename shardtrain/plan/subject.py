@@ -1,7 +1,4 @@
-"""What is planned: a model with its loss, optimizer and batch, traced once for each way to recompute.
-
-Next: `search.py`.
-"""
+"""What is planned: a model with its loss, optimizer and batch, traced once for each way to recompute."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

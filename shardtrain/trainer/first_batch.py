@@ -17,6 +17,7 @@ from shardtrain.functional.loss import CLASSES, Loss, Regularized
 from shardtrain.functional.loss_count import loss_count
 from shardtrain.functional.metrics import LossWithMetrics
 from shardtrain.functional.model import Model
+from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_loss import ONE
 from shardtrain.system.xla_flags import quick_options
 
@@ -63,7 +64,7 @@ class Expected(NamedTuple):
         leaves, structure = jax.tree.flatten(inputs)
         is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
         arrays = [leaf for leaf, known in zip(leaves, is_array, strict=True) if known]
-        key = jax.eval_shape(lambda: jax.random.key(0))
+        key = jax.eval_shape(lambda: new_key(0))
         if all(is_array):
             return jax.eval_shape(self.apply, *self.abstract, key, *inputs)
 
@@ -90,7 +91,7 @@ def make_expected(model: Model, loss: Loss, batch: Mapping[str, np.ndarray], voc
     """
     last = len(next(iter(batch.values()))) - 1
     rows = {name: np.asarray(x)[[0, min(1, last)]] for name, x in batch.items()}
-    abstract = jax.eval_shape(model.init, jax.random.key(0))
+    abstract = jax.eval_shape(model.init, new_key(0))
 
     def evaluate(params: Any, model_state: Any, key: jax.Array, *inputs: Any) -> Any:
         return model.apply(params, model_state, key, False, *inputs)[0]

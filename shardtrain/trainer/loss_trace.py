@@ -51,7 +51,7 @@ def check_trace(model: Model, loss: Loss, batch: Mapping[str, np.ndarray]) -> Lo
       loss: the loss function of the run.
       batch: any batch of the run, for its shapes.
     """
-    abstract = jax.eval_shape(lambda: model.init(new_key(0)))
+    abstract = jax.eval_shape(model.init, new_key(0))
     prime = _unused_prime([*jax.tree.leaves(abstract), *(x[0] for x in batch.values())])
     promoted: list[str] = []
 

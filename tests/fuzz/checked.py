@@ -81,7 +81,7 @@ def make_run(case: Case, subject: Subject) -> Run:
             layout=st.Layout(mesh=dict(case.mesh) or {"data": 1}, **case.layout),
             accumulate=case.accumulate,
             pipeline=st.Pipeline(schedule=case.schedule, virtual_stages=case.virtual),
-            remat=case.remat,
+            remat=case.remat,  # pyright: ignore[reportArgumentType]
         ),
         batch=case.rows,
         steps=1,
