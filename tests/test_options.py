@@ -38,6 +38,7 @@ OTHERS = {
     "MLflow": "--backend-store-uri",
     "containers": "--cpus --memory --shm-size",
     "the tests": "--full",
+    "the fuzzer": "--cases --jobs --log --seed --shrink",
     "benchmarks": "--measured",
     "other programs": "--add-source --cpunodebind --format --launcher --membind --query-gpu --usr1 --zone",
     "patterns of ours": "--model --model.NAME --model.no --watch",
