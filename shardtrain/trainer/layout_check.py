@@ -36,12 +36,12 @@ _COVERED = """
     cumlogsumexp cummax cumprod cumsum custom_jvp_call custom_vjp_call div dot_general dynamic_slice
     dynamic_update_slice eq erf erf_inv exp exp2 expm1 fft floor gather ge gt integer_pow iota
     is_finite jit le log log1p logistic lt max min mul name ne neg not optimization_barrier or pad
-    pow random_bits random_fold_in random_seed random_split random_unwrap random_wrap reduce_and
-    reduce_max reduce_min reduce_or reduce_precision reduce_prod reduce_sum reduce_window
-    reduce_window_max reduce_window_sum rem remat2 reshape rev round rsqrt scan scatter scatter-add
-    select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin
-    slice sort split sqrt square squeeze stop_gradient sub tan tanh threefry2x32 top_k transpose
-    while xor
+    pow random_bits random_fold_in random_seed random_split random_unwrap random_wrap real
+    reduce_and reduce_max reduce_min reduce_or reduce_precision reduce_prod reduce_sum reduce_window
+    reduce_window_max reduce_window_sum rem remat2 reshape reshard rev round rsqrt scan scatter
+    scatter-add select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical
+    sign sin slice sort split sqrt square squeeze stack stop_gradient sub tan tanh threefry2x32
+    top_k transpose while xor
 """
 COVERED = frozenset(_COVERED.split())
 """Operations that random models on random meshes were right with (tests/fuzz)."""
