@@ -169,6 +169,14 @@ class TokenBatches:
         """The numbers of rows that batches have, from that of the longest samples to that of the shortest."""
         return sorted({self.batch // length for length in self.ladder})
 
+    @property
+    def rows_by_length(self) -> list[Batch]:
+        """A row of each shape that batches have: the shortest sample, padded to each length."""
+        index = int(self._lengths.argmin())
+        sample, shortest = load_sample(self.source, index, self.seed, 0), int(self._lengths[index])
+        lengths = [length for length in self.ladder if length >= shortest]
+        return [stacked({index: pad_sample(sample, shortest, length)}, [index]) for length in lengths]
+
     def num_rows(self, position: Position | None) -> int:
         """Return the number of rows of the batch at a position."""
         plan, number, _ = self._find(position or Position(epoch=0, index=0))

@@ -3,6 +3,7 @@
 `user_code` wraps a call into such code; the command line shows the user's part of the traceback. No jax.
 """
 
+import os
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
@@ -12,8 +13,8 @@ from types import TracebackType
 
 PACKAGE = __name__.partition(".")[0]
 
-FOLDER = str(Path(__file__).parents[1])
-"""Where this package is."""
+FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
+"""Where this package is, up to the name of a file in it."""
 
 OWN_MISTAKES = (ValueError, OSError)
 """What shardtrain raises for a mistake in options or inputs, with the fix in the text."""

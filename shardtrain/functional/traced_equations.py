@@ -1,5 +1,6 @@
 """Equations of a traced program, and of the programs in it, with their constants and lines."""
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ def line_of(equation: Any) -> str | None:
     """Return the file and line of the model or the loss that has an operation; None if unknown."""
     trace = equation.source_info.traceback
     for frame in trace.frames if trace else ():
-        if is_users(frame.file_name) or frame.file_name.startswith(f"{FOLDER}/models/"):
+        if is_users(frame.file_name) or frame.file_name.startswith(f"{FOLDER}models{os.sep}"):
             return f"{frame.file_name}:{frame.line_num}"
     return None
 

@@ -198,7 +198,8 @@ def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConso
     """Make the setup of this island; report unused parameters, and batch statistics that stay apart."""
     num_islands, island = (1, 0) if islands is None else (islands.seat.num_islands, islands.seat.island)
     microbatch = microbatch_of(run, source)
-    setup = make_setup(run, num_islands, microbatch, island)
+    of_lengths = getattr(make_batches(run, source), "rows_by_length", ())
+    setup = make_setup(run, num_islands, microbatch, island, shapes=of_lengths)
     if run.strategy.layout.collective_matmul:
         check_sequences(run, setup.whole_model, setup.mesh.shape, microbatch)
     if setup.unused:

@@ -160,7 +160,7 @@ def ended_text(mark: Mapping[str, str]) -> str:
     """
     options = mark["options"] or "one device"
     return (
-        f"WARNING: an earlier start of this run ended without an exception while {mark['program']} was"
+        f"an earlier start of this run ended without an exception while {mark['program']} was"
         f" compiled or run for the first time (jax {mark['jax']}, {options}). If nobody killed it and memory"
         " was enough, XLA aborted: the last lines that it printed say so, as 'Check failed'. It would again:"
         " leave out one of these axes or options (inspect --compile cpu tries a layout on this machine), or"

@@ -1,6 +1,7 @@
 """The random draws of a run's model: the same in any layout, or refused. Next: `functional/row_draws.py`."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from jax.sharding import Mesh
@@ -13,21 +14,21 @@ from shardtrain.functional.row_draws import find_draws
 from shardtrain.trainer.config import Run
 
 
-def with_draws(run: Run, model: Model, microbatch: Batch, mesh: Mesh, num_islands: int) -> Model:
+def with_draws(run: Run, model: Model, shapes: Sequence[Batch], mesh: Mesh, num_islands: int) -> Model:
     """Return the model with its random draws, found in its losses of training and of held-out data.
 
     Args:
       run: the run.
       model: the whole model.
-      microbatch: a batch as the loss receives it, arrays or shapes.
+      shapes: batches as the loss receives them, arrays or shapes; one of each shape but for the rows.
       mesh: the mesh of this island.
       num_islands: number of islands.
 
     Raises:
       ValueError: rows are split, and draws depend on how; or a key is not that of the step.
     """
-    both = [find_draws(model, run.loss, microbatch, train) for train in (True, False)]
-    problems = list(dict.fromkeys(problem for found in both for problem in found.problems))
+    traced = [find_draws(model, run.loss, batch, train) for batch in shapes for train in (True, False)]
+    problems = list(dict.fromkeys(problem for found in traced for problem in found.problems))
     num_replicas = math.prod(mesh.shape[axis] for axis in run.strategy.layout.replica_axes)
     if problems and num_replicas * num_islands * run.strategy.accumulate > 1:
         raise problems_error(
@@ -37,4 +38,4 @@ def with_draws(run: Run, model: Model, microbatch: Batch, mesh: Mesh, num_island
     # without a split they would still be the same in every step
     if foreign := [problem for problem in problems if problem.endswith(FOREIGN)]:
         raise problems_error("the rows of a batch would get the same random numbers in every step", foreign)
-    return replace(model, draws=tuple(dict.fromkeys(draw for found in both for draw in found.draws)))
+    return replace(model, draws=tuple(dict.fromkeys(draw for found in traced for draw in found.draws)))

@@ -84,6 +84,7 @@ def make_setup(
     microbatch: Batch | None = None,
     island: int = 0,
     mesh: Mesh | None = None,
+    shapes: Sequence[Batch] = (),
 ) -> RunSetup:
     """Make the model, optimizer, mesh and placement of a run.
 
@@ -94,6 +95,7 @@ def make_setup(
         parameters that the loss does not depend on.
       island: number of this island.
       mesh: the mesh of the run's layout; by default over all devices of this island.
+      shapes: batches of each length that the run has; () if all are as the microbatch.
 
     Raises:
       ValueError: the mesh does not fit the devices, or the layout does not fit the model.
@@ -105,7 +107,7 @@ def make_setup(
     mesh = mesh or make_mesh(run.strategy.layout)
     unused = () if microbatch is None else find_unused(run, model, microbatch)
     if microbatch is not None:
-        model = with_draws(run, model, microbatch, mesh, num_islands)
+        model = with_draws(run, model, shapes or [microbatch], mesh, num_islands)
     if num_islands > 1 and run.strategy.across.axis == "pipeline":
         assert microbatch is not None
         setup = _make_stage_setup(run, model, mesh, num_islands, island, microbatch, unused)
