@@ -71,7 +71,7 @@ def check_started(is_started: bool, environ: Mapping[str, str]) -> None:
     """Check that mpi4py has started MPI at its import.
 
     Raises:
-      ValueError: it was told not to.
+      ValueError: mpi4py was configured not to initialize MPI.
     """
     if not is_started:
         variable = environ.get("MPI4PY_RC_INITIALIZE")

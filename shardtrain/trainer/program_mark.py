@@ -1,7 +1,7 @@
 """The file `program.json` of a run's folder: which program is compiled or run for the first time.
 
 It is there while that happens, so it is left where XLA ends the process: no exception says so then. The next
-start reads it, says which program it was and what to change, and goes on. Next: `train.py`.
+start reads it, says which program it was and what to change, and continues. Next: `train.py`.
 """
 
 import json
@@ -164,5 +164,5 @@ def ended_text(mark: Mapping[str, str]) -> str:
         f" compiled or run for the first time (jax {mark['jax']}, {options}). If nobody killed it and memory"
         " was enough, XLA aborted: the last lines that it printed say so, as 'Check failed'. It would again:"
         " leave out one of these axes or options (inspect --compile cpu tries a layout on this machine), or"
-        " take another jax. This start goes on as it was asked to"
+        " take another jax. This start continues with the same options"
     )

@@ -130,7 +130,7 @@ def test_any_split_of_a_batch_draws_as_the_whole_batch(name):
 
 
 def test_masks_of_rows_are_those_of_the_plain_rule():
-    """A run that was begun with `row_key` without draws goes on with the same numbers."""
+    """A run that was begun with `row_key` without draws continues with the same numbers."""
     model = model_of(CALLS["rows first"])
     assert by_split(model, find_draws(model, loss, {"x": X}).draws, [6]) == by_split(model, None, [6])
 
