@@ -202,7 +202,8 @@ class Routing:
     def moved_bias(self, bias_LE: jax.Array) -> jax.Array:
         """Return the biases of the choice after this microbatch: up where an expert has too few tokens."""
         chosen_LE = _over_replicas(self.chosen_BLE.sum(0))
-        error_LE = chosen_LE.mean(-1, keepdims=True) - chosen_LE
+        # whole numbers: a rounded mean would move the bias of an expert that has just as many
+        error_LE = chosen_LE.sum(-1, keepdims=True) - self.options.num * chosen_LE
         return bias_LE + self.options.bias * jnp.sign(error_LE)
 
 

@@ -5,6 +5,7 @@ Next: `model.py` (what they are), `activation_rules.py` (under which they are tr
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import flax.linen as nn
@@ -13,6 +14,7 @@ from flax import nnx
 
 from shardtrain.axes import LAYERS
 from shardtrain.functional.auxiliary import AUXILIARY, Outputs
+from shardtrain.functional.chain_streams import ChainStreams
 from shardtrain.functional.model import BLOCKS, Chain, Model, Tree, dim_names, with_names
 from shardtrain.functional.model_calls import split_options
 from shardtrain.functional.module_factory import STREAMS, construct, linen_text
@@ -147,20 +149,23 @@ def _chain(module: Any, dims: Tree, pure: Pure) -> Chain | None:
     if stacked and not (names and all(n and n[0] == LAYERS for n in names)):
         return None
     num_blocks = jax.tree.leaves(module.blocks)[0].shape[0] if stacked else len(module.blocks)
+    streams = ChainStreams()
 
     def keys(module: Any, start: Any, number: int) -> Any:
         # a stage uses the keys of its own blocks among those of all
-        found = module.block_keys() if hasattr(module, "block_keys") else None
+        found = streams.watch("block_keys", module, getattr(module, "block_keys", lambda: None))
         return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, number), found)
 
     def run(module: Any, start: Any, number: int, activations: Any) -> Any:
         blocks = module.blocks if stacked else list(module.blocks)[start : start + number]
-        return module.run(blocks, activations, keys(module, start, number))
+        call = partial(module.run, blocks, activations, keys(module, start, number))
+        some = range(0) if stacked else range(start, start + number)
+        return streams.watch("run", module, call, None if number == num_blocks else some)
 
     return Chain(
         num_blocks=num_blocks,
         stacked=stacked,
-        first=pure(lambda module, *inputs: module.first(*inputs)),
+        first=pure(lambda module, *inputs: streams.watch("first", module, partial(module.first, *inputs))),
         run=pure(run),
-        last=pure(lambda module, activations: _asked(module.last, activations)),
+        last=pure(lambda module, x: streams.watch("last", module, partial(_asked, module.last, x))),
     )

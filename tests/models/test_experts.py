@@ -16,7 +16,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.decoder_flops import flops_per_token
 from shardtrain.models.experts import MixtureOfExperts
 from shardtrain.models.experts_options import read_experts
-from shardtrain.models.experts_routing import choose
+from shardtrain.models.experts_routing import Routing, choose
 
 CONFIG = DecoderConfig(
     vocab=16, seq=8, embed=8, num_layers=2, num_heads=2, mlp=12, activation="swiglu", bias=False
@@ -281,3 +281,14 @@ def test_a_capacity_above_all_tokens_drops_nothing():
     assert options.room(8) == 8
     _, counts = choose(options, jnp.zeros((1, 8, 2)))
     assert counts["dropped"].tolist() == [0]
+
+
+def test_biases_of_experts_that_have_just_as_many_tokens_stay():
+    """With 7 experts the mean of equal counts may be rounded, otherwise on each mesh."""
+    options = options_of("num=7,top=1,bias=0.01")
+    counts = jnp.full((2, 1, 7), 3.0)
+    routing = Routing(
+        chosen_BLE=counts, probability_BLE=counts, z_BL=counts[..., 0], dropped_BL=counts[..., 0],
+        options=options, seq=21,
+    )  # fmt: skip
+    np.testing.assert_array_equal(jax.jit(lambda bias: routing.moved_bias(bias))(jnp.zeros((1, 7))), 0)
