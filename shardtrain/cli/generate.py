@@ -12,7 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import jax
 import numpy as np
 import tyro
 
@@ -20,6 +19,7 @@ from shardtrain.cli.compilation import compiling, set_xla_flags
 from shardtrain.cli.saved_run import SavedOptions, SavedRun, open_run, seq_of, tokenizer_name
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
 from shardtrain.errors.messages import problems_error
+from shardtrain.functional.rng import new_key
 from shardtrain.system import terminal
 
 STANDARD_INPUT = "-"
@@ -229,7 +229,7 @@ def continued(
         restored.apply,
         tokens,
         num_tokens,
-        jax.random.key(options.seed),
+        new_key(options.seed),
         seq=seq_of(saved),
         sampling=sampling,
         end=() if end is None else (end,),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from shardtrain.functional.batch_norm import REPLICAS, one_axis_name, with_axis_bound
 from shardtrain.functional.model import Model, Tree, dim_names, path_text, same_structure
 from shardtrain.functional.model_calls import split_options
+from shardtrain.functional.rng import new_key
 from shardtrain.functional.training_mode import Call, check_evaluation, mode_arguments, recorded
 
 
@@ -84,7 +85,7 @@ def _trace(variables: Callable[[jax.Array], dict[str, Tree]]) -> tuple[Tree, lis
     calls: list[Call] = []
     try:
         with recorded(calls):
-            boxed = jax.eval_shape(variables, jax.random.key(0)).get("params", {})
+            boxed = jax.eval_shape(variables, new_key(0)).get("params", {})
     finally:
         # raise about axis names first: a norm that cannot be synchronised fails with an unbound axis name
         axis_name = one_axis_name(call.module for call in calls)
@@ -96,7 +97,7 @@ def _zeros(like: Any) -> Any:
     if not hasattr(like, "shape"):
         return like
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0), like.shape) if like.shape else jax.random.key(0)
+        return jax.random.split(new_key(0), like.shape) if like.shape else new_key(0)
     return jnp.zeros(like.shape, jax.dtypes.canonicalize_dtype(like.dtype))
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.errors.messages import problems_error
-from shardtrain.functional.rng import Draws
+from shardtrain.functional.rng import Draws, new_key
 from shardtrain.sharding.array_dims import JOINT, Dims, Named, dims_by_pattern, is_dims
 
 Tree = dict[str, Any]
@@ -158,7 +158,7 @@ def with_names(model: Model, names: Mapping[str, Sequence[str | None]]) -> Model
     """
     if not names:
         return model
-    params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    params, _ = jax.eval_shape(model.init, new_key(0))
     shapes = {path_text(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
     found = dims_by_pattern(shapes, names)
     dims = jax.tree.map_with_path(
@@ -177,7 +177,7 @@ def check_float_parameters(model: Model) -> None:
     Raises:
       ValueError: lists those of whole numbers.
     """
-    params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    params, _ = jax.eval_shape(model.init, new_key(0))
     wrong = [
         f"{path_text(path)} is {leaf.dtype}"
         for path, leaf in jax.tree.leaves_with_path(params)

@@ -17,6 +17,7 @@ from shardtrain.functional.frozen import without
 from shardtrain.functional.key_heads import check_layout
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
+from shardtrain.functional.rng import new_key
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.plan.cost import Cost
@@ -111,7 +112,7 @@ class Subject:
 
     @cached_property
     def _shapes(self) -> tuple[Any, Any]:
-        return jax.eval_shape(self.model_of(None).init, jax.random.key(0))
+        return jax.eval_shape(self.model_of(None).init, new_key(0))
 
     @cached_property
     def num_experts(self) -> int:

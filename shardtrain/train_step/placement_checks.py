@@ -13,6 +13,7 @@ from shardtrain import axes
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model, path_text
+from shardtrain.functional.rng import new_key
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.array_dims import Named
 from shardtrain.sharding.layout import Layout
@@ -84,7 +85,7 @@ def check_stages(
             f" devices, and tensor={num} is odd; use tensor={num - 1} or {num + 1}, or no --collective-matmul"
         )
     # a microbatch does not wait for the model state of the one before it
-    state = jax.eval_shape(lambda: model.init(jax.random.key(0))[1])
+    state = jax.eval_shape(lambda: model.init(new_key(0))[1])
     if kept := [path_text(path) for path, _ in jax.tree.leaves_with_path(state)]:
         problems.append(
             f"it does not update running statistics, and the model has {', '.join(kept)}; use a norm without"

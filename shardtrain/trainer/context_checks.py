@@ -13,6 +13,7 @@ from shardtrain.functional.activation_rules import activation_rules, noting
 from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.collective_matmul import NOTED
 from shardtrain.functional.model import Model
+from shardtrain.functional.rng import new_key
 from shardtrain.plan.hlo.rendezvous import permutes_in_branches
 from shardtrain.trainer.config import Run
 
@@ -31,7 +32,7 @@ def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch
         collective matmul, and no product is of parts.
     """
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-    params, model_state = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    params, model_state = jax.eval_shape(lambda: model.init(new_key(0)))
 
     def loss(params: Any, model_state: Any, key: jax.Array, batch: Any) -> Any:
         apply = lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0]  # noqa: E731
@@ -40,7 +41,7 @@ def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch
     layout = run.strategy.layout
     notes: list[str] = []
     with noting(notes.append), activation_rules(layout.activation_rules, mesh, *layout.tracing):
-        jax.eval_shape(loss, params, model_state, jax.eval_shape(lambda: jax.random.key(0)), microbatch)
+        jax.eval_shape(loss, params, model_state, jax.eval_shape(lambda: new_key(0)), microbatch)
     if layout.collective_matmul and sizes[TENSOR] > 1 and not any(note.startswith(NOTED) for note in notes):
         raise ValueError(
             f"collective_matmul is set, and no product of this model is computed part by part over"

@@ -17,6 +17,7 @@ from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.save import SaveFailed
 from shardtrain.functional.frozen import without
 from shardtrain.functional.model import path_text
+from shardtrain.functional.rng import new_key
 from shardtrain.islands.buckets import FIRST_BYTES
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.placement import Placement
@@ -98,7 +99,7 @@ class RunCheckpoints:
         Raises:
           ValueError: there are none.
         """
-        shapes = jax.eval_shape(self._model.init, jax.random.key(0))[0]
+        shapes = jax.eval_shape(self._model.init, new_key(0))[0]
         by_path = {path_text(path): x.shape for path, x in jax.tree.leaves_with_path(shapes)}
         self.left_out = tuple(left_out(self._model.frozen, by_path, base))
         self.base = entry_of(base, list(self.left_out), folder)

@@ -17,6 +17,7 @@ from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Batch, Batches, Position, TokenBatches
 from shardtrain.functional.frozen import parameter_paths
 from shardtrain.functional.model import Model, check_float_parameters
+from shardtrain.functional.rng import new_key
 from shardtrain.functional.unused_parameters import unused_parameters
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import evaluated_params, missing_arguments
@@ -134,7 +135,7 @@ def make_setup(
     # refuse an optimizer that needs what the step cannot give it
     can_search = num_islands == 1 and synchronisation.is_mean
     if missing := missing_arguments(
-        optimizer, jax.eval_shape(model.init, jax.random.key(0))[0], line_search=can_search
+        optimizer, jax.eval_shape(model.init, new_key(0))[0], line_search=can_search
     ):
         raise ValueError(missing_text(missing))
     placement = make_placement(
@@ -207,7 +208,7 @@ def _make_stage_setup(
     if num_stages > 1:
         check_separable(named, model.dims, traced)
     optimizer, learning_rate = make_optimizer(named, run.steps, stage.dims, unused, model.frozen)
-    own_params = jax.eval_shape(stage.init, jax.random.key(0))[0]
+    own_params = jax.eval_shape(stage.init, new_key(0))[0]
     if missing := missing_arguments(optimizer, own_params, line_search=False):
         raise ValueError(missing_text(missing))
     placement = make_placement(stage, optimizer, strategy.layout, mesh)

@@ -12,6 +12,7 @@ import jax
 
 from shardtrain.axes import DATA, FSDP, TENSOR
 from shardtrain.errors.messages import problems_error
+from shardtrain.functional.rng import new_key
 from shardtrain.islands.membership import Islands
 from shardtrain.pipeline.options import MEMORY, SPEEDS, Pipeline, numbers_of_stages
 from shardtrain.pipeline.partition import counts
@@ -92,7 +93,7 @@ def _cut(run: Run, source: Any, replicas: Sequence[Sequence[IslandDevices]]) -> 
       replicas: for each replica, the island of each stage.
     """
     model, pipeline = model_of(run), run.strategy.pipeline
-    state = jax.eval_shape(model.init, jax.random.key(0))[1]
+    state = jax.eval_shape(model.init, new_key(0))[1]
     costs = block_costs(run, source, len(replicas))
     note = ""
     if len(replicas) > 1 and (problems := different_cut_problems(run, state)):

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardtrain.functional.rng import new_key
 from shardtrain.pipeline.block_costs import BACKWARD
 from shardtrain.pipeline.costs import Traced
 
@@ -60,4 +61,4 @@ def _values(shape: jax.ShapeDtypeStruct) -> jax.Array:
     """Return values that no operation can skip, and that overflow nowhere."""
     if not _is_float(shape):
         return jnp.zeros(shape.shape, shape.dtype)
-    return (0.02 * jax.random.normal(jax.random.key(0), shape.shape)).astype(shape.dtype)
+    return (0.02 * jax.random.normal(new_key(0), shape.shape)).astype(shape.dtype)

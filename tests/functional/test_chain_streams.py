@@ -1,5 +1,7 @@
 """Parts of a chain that draw from one stream are refused, as stages would count its draws from 0 each."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -19,7 +21,7 @@ class Net(nnx.Module):
 
         self.before, self.after, self.between = dropout(), dropout(), dropout()
         self.blocks = nnx.List([nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), dropout()) for _ in range(4)])
-        self.keys = rngs["dropout"].fork()
+        self.keys: Any = rngs["dropout"].fork()
         if shares == "first and last":
             self.after = self.before
         if shares == "run alone":
