@@ -19,12 +19,12 @@ Split = tuple[tuple[PartitionSpec, ...], PartitionSpec, dict[str, Any]]
 """The specs of an operation's operands and of its result; the parameters that differ on a device."""
 
 
-def install(primitive: Any, split: Callable[..., Split]) -> None:
+def install(primitive: Any, split: Callable[..., Split | None]) -> None:
     """Let a primitive run per device wherever the rules of a run are active.
 
     Args:
       primitive: the operation.
-      split: (operands, parameters, mesh) -> `Split`.
+      split: (operands, parameters, mesh) -> `Split`; None: XLA may partition it.
     """
     bind = primitive.bind
 
@@ -37,7 +37,9 @@ def install(primitive: Any, split: Callable[..., Split]) -> None:
         }
         if _total(auto, mesh) == 1:
             return bind(*operands, **parameters)
-        in_specs, out_specs, own = split(operands, parameters, mesh)
+        if (found := split(operands, parameters, mesh)) is None:
+            return bind(*operands, **parameters)
+        in_specs, out_specs, own = found
         split_axes = {axis for spec in in_specs for entry in spec for axis in axis_names(entry)}
 
         def run(*operands: jax.Array) -> Any:
@@ -117,5 +119,22 @@ def _split_fft(operands: Any, parameters: Any, mesh: Any) -> Split:
     return (spec,), spec, {}
 
 
+def _split_lookup(operands: Any, parameters: Any, mesh: Any) -> Split | None:
+    """Split the first dim over the axes of rows, if it is one of lookups, in a pipeline of parts of sequences.
+
+    There XLA looks up parts of sequences by permutes, for which stages wait for ever, or ends the process.
+    """
+    if mesh.shape[axes.PIPELINE] == 1 or mesh.shape[axes.CONTEXT] == 1:
+        return None
+    table, indices = operands
+    dims = parameters["dimension_numbers"]
+    (rows,) = mesh_axes_of(axes.BATCH)
+    rows = _dividing(rows, indices.shape[0], mesh) if indices.ndim > 1 and 0 not in dims.offset_dims else ()
+    of_table = dict(zip(dims.start_indices_batching_dims, dims.operand_batching_dims, strict=True)).get(0)
+    in_specs = _spec(table.ndim, {} if of_table is None else {of_table: rows}), _spec(indices.ndim, {0: rows})
+    return in_specs, _spec(indices.ndim - 1 + len(dims.offset_dims), {0: rows}), {}
+
+
 install(jax.lax.conv_general_dilated_p, _split_convolution)
+install(jax.lax.gather_p, _split_lookup)
 install(jax.lax.fft_p, _split_fft)

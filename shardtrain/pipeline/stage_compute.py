@@ -139,6 +139,6 @@ class StageCompute:
         def last(*inputs: Any) -> Any:
             return self.chain.last(rest, {}, self.rng(number), self.train, self.tree.join(leaving))[0]
 
-        batch = self.microbatch(number)
+        batch = self.shard_rows(self.microbatch(number))
         loss_sum, count, metrics = summed_loss(self.loss, once(last), batch, self.train, self.rng(number))
         return loss_sum, (count, metrics)

@@ -289,6 +289,32 @@ def test_on_gpus_sums_are_stored_in_the_order_of_their_dims_and_stay_the_plain_o
     assert_same(gradients(words(), mesh, 5), plain())
 
 
+class Looking(Words):
+    """Its blocks look up what tokens of the mask say, as a user writes it."""
+
+    def run(self, blocks, stream, keys):
+        def step(stream, block):
+            return {**block(stream), "start": stream["start"] + block.down[...][stream["mask"]]}, None
+
+        return jax.lax.scan(step, stream, blocks)[0]
+
+
+def integer_loss(apply, batch):
+    logits = jax.nn.log_softmax(apply(batch["tokens"][:, :-1], batch["mask"]))
+    values = jnp.take_along_axis(logits, batch["tokens"][:, 1:, None], 2)[..., 0]
+    weights = batch["weights"][:, None] * (batch["mask"] > 0)
+    return -(values * weights).sum(), weights.sum()
+
+
+@pytest.mark.parametrize("axis", ["tensor", "fsdp"])
+def test_lookups_of_users_in_parts_of_sequences_give_the_plain_step(axis, assert_same):
+    """XLA's partitioner ended the process, or looked up by permutes for which stages wait."""
+    model = from_nnx(partial(Looking, 4))
+    expected = gradients(model, {"data": 1}, 2, loss=integer_loss)
+    mesh = {"pipeline": 2, "context": 2, axis: 2}
+    assert_same(gradients(model, mesh, 2, loss=integer_loss, context_attention="all-gather"), expected)
+
+
 def test_a_v_evaluates_like_one_device():
     losses = []
     three_axes = {"pipeline": 2, "data": 2, "tensor": 2}
