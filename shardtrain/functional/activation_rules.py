@@ -19,7 +19,7 @@ from flax.core import Scope
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import AbstractMesh, Mesh
 
-from shardtrain.axes import CONTEXT, RESIDUAL_SEQ, TENSOR
+from shardtrain.axes import CONTEXT, TENSOR
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.errors.user_code import UserCodeFailed
 from shardtrain.functional import per_device as _installed  # noqa: F401
@@ -211,26 +211,6 @@ def activation_rules(
         # jax caches these traces, and would not check their constraints again
         jax.clear_caches()
         raise ValueError(constraints_text(list(strict.findings.problems), list(strict.findings.unruled)))
-
-
-@contextmanager
-def whole_sequences() -> Iterator[None]:
-    """Within this, constraints shard no dim over context, nor a residual sequence over tensor.
-
-    A stage of a pipeline so computes what enters its blocks, with its lookups: XLA looks up parts of
-    sequences, and adds up their gradients, by permutes, which stages wait for for ever, or ends the process.
-    """
-    strict = get_logical_axis_rules()
-    if not isinstance(strict, _StrictRules):
-        yield
-        return
-    pairs = tuple(
-        (dim, () if dim == RESIDUAL_SEQ or CONTEXT in axes else axes) for dim, axes in tuple.__iter__(strict)
-    )
-    whole = _StrictRules(pairs)
-    vars(whole).update(vars(strict))
-    with nn.logical_axis_rules(whole), _RULES_IN_USE((_RULES_IN_USE.value, pairs)):
-        yield
 
 
 def constraints_text(problems: list[str], unruled: list[str]) -> str:

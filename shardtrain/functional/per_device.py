@@ -1,6 +1,6 @@
-"""Convolutions and FFTs of traced models, computed by each device from its own rows in a shard_map.
+"""Convolutions, FFTs and some lookups of traced models, by each device from its own rows in a shard_map.
 
-XLA's partitioner gets convolutions wrong and fails at FFTs (docs/decisions/0059). Importing this module
+XLA's partitioner gets convolutions wrong and fails at the others (docs/decisions/0059). Importing this module
 installs the rule; it acts while a model is traced for several devices (`activation_rules.py`).
 """
 
@@ -120,7 +120,7 @@ def _split_fft(operands: Any, parameters: Any, mesh: Any) -> Split:
 
 
 def _split_lookup(operands: Any, parameters: Any, mesh: Any) -> Split | None:
-    """Split the first dim over the axes of rows, if it is one of lookups, in a pipeline of parts of sequences.
+    """Split the first dim over the axes of rows, if it is one of lookups, in pipelines with context.
 
     There XLA looks up parts of sequences by permutes, for which stages wait for ever, or ends the process.
     """

@@ -13,7 +13,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardtrain import axes
-from shardtrain.functional.activation_rules import whole_sequences
 from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.constrained_specs import constrained_specs
 from shardtrain.functional.loss import Batch, Loss
@@ -99,8 +98,7 @@ class StageCompute:
         # without the constraint XLA slices a sharded sequence from the batch by a permute, which waits for
         # all stages
         inputs = self.shard_rows(model_inputs(self.loss, self.microbatch(number), self.rng(number)))
-        with whole_sequences():
-            entering = self.chain.first(rest, {}, self.rng(number), self.train, *inputs)[0]
+        entering = self.chain.first(rest, {}, self.rng(number), self.train, *inputs)[0]
         return self.shard_rows(entering)
 
     def first_block(self, chunk: Any) -> Any:
