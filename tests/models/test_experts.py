@@ -292,3 +292,16 @@ def test_biases_of_experts_that_have_just_as_many_tokens_stay():
         options=options, seq=21,
     )  # fmt: skip
     np.testing.assert_array_equal(jax.jit(lambda bias: routing.moved_bias(bias))(jnp.zeros((1, 7))), 0)
+
+
+def test_a_loss_in_chunks_counts_the_rows_of_routers():
+    """Its count has a rule of its own for derivatives, which have none themselves."""
+    model = from_nnx(replace(CONFIG, experts="num=4,top=2,balance=0.1", loss_chunk=5))
+    params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    batch = {"tokens": jnp.zeros((2, CONFIG.seq + 1), jnp.int32), "weights": jnp.ones((2, CONFIG.seq + 1))}
+
+    def loss_sum(params):
+        apply = lambda *inputs: model.apply(params, {}, jax.random.key(0), True, *inputs)[0]  # noqa: E731
+        return summed_loss(next_token_loss, apply, batch, rng=jax.random.key(0))[0]
+
+    jax.eval_shape(lambda p: jax.jvp(loss_sum, (p,), (p,))[1], params)
