@@ -33,7 +33,7 @@ def run(folder: Path, program: str) -> tuple[int, str, set[str]]:
     (folder / "test_it.py").write_text(program)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "retry_alone", "-n2"],
+        [sys.executable, "-m", "pytest", "-p", "retry_alone", "-n1"],
         cwd=folder,
         env=environment,
         capture_output=True,

@@ -229,9 +229,9 @@ def test_the_cases_cover_every_pair():
 
 
 def is_quick(schedule, stages, microbatches, mix):
-    """Each schedule on four stages, and in one of the meshes of two more axes, in turn."""
-    others = [name for name in MIXES if "+" in name]
-    return mix == (others[list(SCHEDULES).index(schedule) % 2] if "+" in mix else "tensor")
+    """Each schedule once: on four stages, or in one of the meshes of two more axes, in turn."""
+    number = list(SCHEDULES).index(schedule) % 3
+    return stages == (4 if number == 0 else 2) and mix == list(MIXES)[number]
 
 
 @pytest.mark.parametrize(
@@ -246,10 +246,7 @@ def test_every_pipeline_gives_the_plain_step(schedule, stages, microbatches, mix
 @pytest.mark.parametrize(
     ("num_layers", "stages", "schedule", "by"),
     [
-        (7, 4, "1f1b", "equal"),
         (7, 4, "zero_bubble", (1, 3, 1, 2)),
-        (7, 2, "gpipe", (6, 1)),
-        (7, 2, "interleaved", "equal"),
         (7, 3, "zb_v", "equal"),
     ],
     ids=str,
@@ -259,17 +256,15 @@ def test_layers_that_do_not_divide_give_the_plain_step(num_layers, stages, sched
     assert_same(gradients(words(num_layers), mesh, 5, schedule=schedule, by=by), plain(num_layers))
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-def test_every_zero_stage_gives_the_plain_step(zero, assert_same):
+def test_zero_stage_1_gives_the_plain_step(assert_same):
     mesh = {"pipeline": 2, "data": 2, "fsdp": 2}
-    assert_same(gradients(words(), mesh, 4, zero=zero), plain())
+    assert_same(gradients(words(), mesh, 4, zero=1), plain())
 
 
-@pytest.mark.parametrize(("name", "stages", "chunks"), [("1f1b", 2, 1), ("zb_v", 3, 2)])
-def test_a_table_of_your_own_runs_in_a_mesh(name, stages, chunks, tmp_path, assert_same):
+def test_a_table_of_your_own_runs_in_a_mesh(tmp_path, assert_same):
     path = tmp_path / "mine.csv"
-    write_table(make_table(name, stages, 4, chunks), path)  # one task a tick, as islands have it
-    assert_same(gradients(words(), {"pipeline": stages}, 4, schedule=str(path)), plain())
+    write_table(make_table("zb_v", 3, 4, 2), path)  # one task a tick, as islands have it
+    assert_same(gradients(words(), {"pipeline": 3}, 4, schedule=str(path)), plain())
 
 
 def test_on_gpus_sums_are_stored_in_the_order_of_their_dims_and_stay_the_plain_ones(monkeypatch, assert_same):
@@ -405,6 +400,7 @@ DECODERS = [
         {"pipeline": 2, "data": 2, "tensor": 2},
         {"schedule": "interleaved", "sequence_sharded": True},
         id="rotary, sequence",
+        marks=pytest.mark.full,
     ),
     pytest.param(
         replace(SMALL, dropout=0.0),
@@ -471,7 +467,7 @@ def of_packed_rows(config):
 
 @pytest.mark.parametrize(
     "schedule",
-    [pytest.param(name, marks=[pytest.mark.full] * (name in ("zb_v", "1f1b"))) for name in RINGS],
+    [pytest.param(name, marks=[pytest.mark.full] * (name != "zero_bubble")) for name in RINGS],
 )
 def test_a_ring_in_stages_is_the_attention_of_one_device(schedule, assert_same):
     """Of packed rows, with fewer key heads, with and without a window."""
@@ -653,6 +649,7 @@ def test_an_encoder_with_padding_is_that_of_one_device(assert_same):
     assert_same(gradients(model, mesh, 2, loss=masked_token_loss, batch=batch), expected)
 
 
+@pytest.mark.full
 def test_a_vision_transformer_is_that_of_one_device(assert_same):
     """Its stream is of patches, which one linear map before the first stage makes of the images."""
     config = VitConfig(height=4, width=4, classes=8, patch=2, embed=8, num_layers=2, num_heads=2, mlp=16)
