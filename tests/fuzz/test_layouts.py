@@ -42,7 +42,7 @@ def test_random_layouts_give_the_step_of_one_device(fuzz, pytestconfig):
     assert code == 0, text
 
 
-# other tests have these models on a mesh: models/test_packed_rows.py, test_collective_matmul.py, test_resnet.py
+# tests of models have these on a mesh: test_packed_rows.py, test_collective_matmul.py, test_resnet.py
 ELSEWHERE = ("packed", "experts with collective", "ResNet")
 
 
