@@ -4,6 +4,7 @@ XLA's partitioner gets convolutions wrong and fails at the others (docs/decision
 installs the rule; it acts while a model is traced for several devices (`activation_rules.py`).
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -120,15 +121,15 @@ def _split_fft(operands: Any, parameters: Any, mesh: Any) -> Split:
 
 
 def _split_lookup(operands: Any, parameters: Any, mesh: Any) -> Split | None:
-    """Split the first dim over the axes of rows, if it is one of lookups, in pipelines with context.
+    """Split the first dim over the axes of rows, if it is one of lookups, in pipelines of sharded sequences.
 
     There XLA looks up parts of sequences by permutes, for which stages wait for ever, or ends the process.
     """
-    if mesh.shape[axes.PIPELINE] == 1 or mesh.shape[axes.CONTEXT] == 1:
+    rows, *parts = (mesh_axes_of(dim)[0] for dim in (axes.BATCH, axes.SEQ, axes.RESIDUAL_SEQ))
+    if mesh.shape[axes.PIPELINE] == 1 or _total(itertools.chain(*parts), mesh) == 1:
         return None
     table, indices = operands
     dims = parameters["dimension_numbers"]
-    (rows,) = mesh_axes_of(axes.BATCH)
     rows = _dividing(rows, indices.shape[0], mesh) if indices.ndim > 1 and 0 not in dims.offset_dims else ()
     of_table = dict(zip(dims.start_indices_batching_dims, dims.operand_batching_dims, strict=True)).get(0)
     in_specs = _spec(table.ndim, {} if of_table is None else {of_table: rows}), _spec(indices.ndim, {0: rows})
