@@ -121,15 +121,18 @@ def _split_fft(operands: Any, parameters: Any, mesh: Any) -> Split:
 
 
 def _split_lookup(operands: Any, parameters: Any, mesh: Any) -> Split | None:
-    """Split the first dim over the axes of rows, if it is one of lookups, in pipelines of sharded sequences.
+    """Split the first dim over the axes of rows, if it is one of lookups, in stages of a pipeline.
 
-    There XLA looks up parts of sequences by permutes, for which stages wait for ever, or ends the process.
+    There XLA looks up parts of sequences by permutes, for which stages wait for ever, and ends the process at
+    lookups of each row in its own entries. It may look up whole rows in a table, which may be sharded.
     """
-    rows, *parts = (mesh_axes_of(dim)[0] for dim in (axes.BATCH, axes.SEQ, axes.RESIDUAL_SEQ))
-    if mesh.shape[axes.PIPELINE] == 1 or _total(itertools.chain(*parts), mesh) == 1:
+    if mesh.shape[axes.PIPELINE] == 1:
         return None
     table, indices = operands
     dims = parameters["dimension_numbers"]
+    rows, *parts = (mesh_axes_of(dim)[0] for dim in (axes.BATCH, axes.SEQ, axes.RESIDUAL_SEQ))
+    if not dims.operand_batching_dims and _total(itertools.chain(*parts), mesh) == 1:
+        return None
     rows = _dividing(rows, indices.shape[0], mesh) if indices.ndim > 1 and 0 not in dims.offset_dims else ()
     of_table = dict(zip(dims.start_indices_batching_dims, dims.operand_batching_dims, strict=True)).get(0)
     in_specs = _spec(table.ndim, {} if of_table is None else {of_table: rows}), _spec(indices.ndim, {0: rows})

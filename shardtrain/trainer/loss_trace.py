@@ -21,6 +21,7 @@ from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_equations import TracedEquation, equations
 from shardtrain.functional.traced_loss import trace_loss
+from shardtrain.trainer.row_coupling import coupling_warnings, state_warnings
 
 PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
 """Twice one of these is the number of rows that is traced; what has a dim that it divides depends on rows."""
@@ -41,7 +42,9 @@ class LossFindings(NamedTuple):
     warnings: list[str]
 
 
-def check_trace(model: Model, loss: Loss, batch: Mapping[str, np.ndarray]) -> LossFindings:
+def check_trace(
+    model: Model, loss: Loss, batch: Mapping[str, np.ndarray], num_parts: int = 1, num_microbatches: int = 1
+) -> LossFindings:
     """Trace a loss and its model twice, as a step does, and check the programs.
 
     Nothing is found in a model that takes other numbers of rows only.
@@ -50,6 +53,8 @@ def check_trace(model: Model, loss: Loss, batch: Mapping[str, np.ndarray]) -> Lo
       model: the whole model.
       loss: the loss function of the run.
       batch: any batch of the run, for its shapes.
+      num_parts: parts into which the rows of a batch are split.
+      num_microbatches: those that one replica computes one after the other.
     """
     abstract = jax.eval_shape(model.init, new_key(0))
     prime = _unused_prime([*jax.tree.leaves(abstract), *(x[0] for x in batch.values())])
@@ -63,7 +68,9 @@ def check_trace(model: Model, loss: Loss, batch: Mapping[str, np.ndarray]) -> Lo
     except (UserCodeFailed, ValueError):
         return LossFindings([], [])
     once = equations(first)
-    warned = [*_unweighted(first.jaxpr, list(batch)), *_row_constants(once, prime), *promoted]
+    coupled = [] if promoted else coupling_warnings(first, prime, num_parts)
+    warned = [*_unweighted(first.jaxpr, list(batch)), *_row_constants(once, prime), *promoted, *coupled]
+    warned += state_warnings(first, abstract[1], len(batch), num_parts, num_microbatches)
     return LossFindings(_differences(once, equations(second)), warned)
 
 

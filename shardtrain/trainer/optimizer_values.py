@@ -39,6 +39,7 @@ def initial_values(optimizer: optax.GradientTransformation, params: Any) -> dict
             path: x
             for path, x in leaves.items()
             if x.ndim == 0
+            and not jnp.issubdtype(x.dtype, jax.dtypes.extended)  # random keys
             and not any(path.endswith(f"/{name}") for name in own)
             and not any(each.startswith(path.replace(INJECTED, OF_SCHEDULES) + "/") for each in scheduled)
         }

@@ -44,6 +44,7 @@ from shardtrain.trainer.loss_trace import check_trace
 from shardtrain.trainer.multi_island_step import bridge_text, pipeline_text
 from shardtrain.trainer.optimizer_values import VALUES, initial_values
 from shardtrain.trainer.program_mark import make_mark
+from shardtrain.trainer.random_draws import num_parts
 from shardtrain.trainer.row_memory import fit_to_memory
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.run_facts import pipeline_facts, run_facts
@@ -127,7 +128,8 @@ def prepare_run(
     # Check the first batch: one that cannot be split or learned from is refused before anything compiles.
     mark = make_mark(run.strategy, folder, coordination)
     with mark.running("the check of the first batch"):
-        first, batch, expected = _place_first_batch(run, setup, heldout, loader, output)
+        parts = num_parts(run, setup.mesh, 1 if islands is None else islands.seat.num_islands)
+        first, batch, expected = _place_first_batch(run, setup, heldout, loader, parts, output)
     _show(run, folder, setup, output)
     with mark.running("the check of the layout"):
         check_layout(run, setup, batches, output.note)
@@ -242,7 +244,7 @@ def _make_later_loaders(
 
 
 def _place_first_batch(
-    run: Run, setup: RunSetup, heldout: Mapping[str, Any], loader: Loader, output: RunConsole
+    run: Run, setup: RunSetup, heldout: Mapping[str, Any], loader: Loader, parts: int, output: RunConsole
 ) -> tuple[Batch, Any, Expected]:
     """Load, check and place the first batch; return it, as placed too, and what later ones should look like.
 
@@ -251,7 +253,7 @@ def _place_first_batch(
     """
     first = loader.batches.load(FIRST_POSITION)
     expected = make_expected(setup.whole_model, run.loss, first, getattr(run.model, "vocab", None))
-    found = check_trace(setup.whole_model, run.loss, first)
+    found = check_trace(setup.whole_model, run.loss, first, parts, run.strategy.accumulate)
     for text in [*found.warnings, *source_warnings(loader.batches, run)]:
         output.note(text)
     _check_first_batch(run, heldout, expected, first, found.problems)

@@ -14,6 +14,12 @@ from shardtrain.functional.row_draws import find_draws
 from shardtrain.trainer.config import Run
 
 
+def num_parts(run: Run, mesh: Mesh, num_islands: int) -> int:
+    """Return the number of parts into which the rows of a batch are split, each with a loss of its own."""
+    num_replicas = math.prod(mesh.shape[axis] for axis in run.strategy.layout.replica_axes)
+    return num_replicas * num_islands * run.strategy.accumulate
+
+
 def with_draws(run: Run, model: Model, shapes: Sequence[Batch], mesh: Mesh, num_islands: int) -> Model:
     """Return the model with its random draws, found in its losses of training and of held-out data.
 
@@ -29,8 +35,7 @@ def with_draws(run: Run, model: Model, shapes: Sequence[Batch], mesh: Mesh, num_
     """
     traced = [find_draws(model, run.loss, batch, train) for batch in shapes for train in (True, False)]
     problems = list(dict.fromkeys(problem for found in traced for problem in found.problems))
-    num_replicas = math.prod(mesh.shape[axis] for axis in run.strategy.layout.replica_axes)
-    if problems and num_replicas * num_islands * run.strategy.accumulate > 1:
+    if problems and num_parts(run, mesh, num_islands) > 1:
         raise problems_error(
             "losses would not be those of one device, as random numbers would depend on how rows are split",
             problems,
@@ -38,4 +43,6 @@ def with_draws(run: Run, model: Model, shapes: Sequence[Batch], mesh: Mesh, num_
     # without a split they would still be the same in every step
     if foreign := [problem for problem in problems if problem.endswith(FOREIGN)]:
         raise problems_error("the rows of a batch would get the same random numbers in every step", foreign)
-    return replace(model, draws=tuple(dict.fromkeys(draw for found in traced for draw in found.draws)))
+    # what is not known of one whole batch need not be known
+    draws = None if problems else tuple(dict.fromkeys(draw for found in traced for draw in found.draws))
+    return replace(model, draws=draws)

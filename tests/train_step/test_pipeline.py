@@ -301,12 +301,12 @@ def integer_loss(apply, batch):
     return -(values * weights).sum(), weights.sum()
 
 
-@pytest.mark.parametrize("axis", ["tensor", "fsdp"])
-def test_lookups_of_users_in_parts_of_sequences_give_the_plain_step(axis, assert_same):
+@pytest.mark.parametrize("others", [("context", "tensor"), ("context", "fsdp"), ("data", "tensor")])
+def test_lookups_of_users_give_the_plain_step(others, assert_same):
     """XLA's partitioner ended the process, or looked up by permutes for which stages wait."""
     model = from_nnx(partial(Looking, 4))
     expected = gradients(model, {"data": 1}, 2, loss=integer_loss)
-    mesh = {"pipeline": 2, "context": 2, axis: 2}
+    mesh = {"pipeline": 2, **dict.fromkeys(others, 2)}
     assert_same(gradients(model, mesh, 2, loss=integer_loss, context_attention="all-gather"), expected)
 
 
