@@ -64,7 +64,7 @@ TRAINED = {
     "step_key_with_metrics": "",
     "numpy_rows": f"WARNING: | {line('+ noise.astype(np.float32)')} has a constant with numbers for each row of a batch",
     "broadcast": f"WARNING: | {line('return make(loss=lambda apply, batch: weigh(')} broadcasts arrays of shapes (rows, 1) and (rows,), so each row meets all others",
-    "all_pairs": "",
+    "all_pairs": f"WARNING: | {line('- y[None, :]) ** 2')} computes something for each pair of rows; a batch is split into 8 parts",
     "without_weights": "WARNING: batch['weights'] do not change the sum or the count of the loss | return (losses * batch['weights']).sum(), batch['weights'].sum()",
     "count_of_rows": "WARNING: batch['weights'] do not change the count of the loss",
     "other_samples": "WARNING: sample 0 of Changing has other values when it is read again, of 'x'",
@@ -72,7 +72,7 @@ TRAINED = {
     "no_streams": "",
     "more_arguments_given": "",
     "spectral_norm": "",
-    "kept_dims": "",
+    "kept_dims": f"WARNING: | {line('super().__call__(x - jax.lax.stop_gradient(self.mean')} gives each row a number that is computed from all rows",
 }  # fmt: skip
 """Run -> parts of what is logged; of those without any there is no warning."""
 

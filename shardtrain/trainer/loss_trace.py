@@ -69,6 +69,11 @@ def check_trace(
         return LossFindings([], [])
     once = equations(first)
     coupled = [] if promoted else coupling_warnings(first, prime, num_parts)
+    if coupled:
+        # a dim inside the model may be a multiple of one prime by chance
+        other = next(each for each in reversed(PRIMES) if each != prime)
+        again = coupling_warnings(trace_loss(model, loss, batch, 2 * other), other, num_parts)
+        coupled = [text for text in coupled if text in again]
     warned = [*_unweighted(first.jaxpr, list(batch)), *_row_constants(once, prime), *promoted, *coupled]
     warned += state_warnings(first, abstract[1], len(batch), num_parts, num_microbatches)
     return LossFindings(_differences(once, equations(second)), warned)

@@ -49,7 +49,7 @@ def coupling_warnings(traced: Any, prime: int, num_parts: int) -> list[str]:
     return [
         f"WARNING: {line} {what}; a batch is split into {num_parts} parts, over replicas, microbatches and"
         " islands, and each has its own rows alone, so losses are not those of one device: compute it of each"
-        " row, or do not split batches (other axes than data, fsdp and expert, --accumulate 1)"
+        " row, or do not split batches (one island, no axis data, no ZeRO stage 1 or 2, --accumulate 1)"
         for line, what in found.lines.items()
     ]
 
@@ -78,6 +78,8 @@ def state_warnings(
             paths, before, jaxpr.outvars[-len(paths) :], read_rows, strict=True
         )
         if new is not old and (num_parts if reads_rows else num_microbatches) > 1
+        # arrays that are attributes, which are kept as their bits
+        if not jnp.issubdtype(old.aval.dtype, jnp.unsignedinteger)
         # the documents say so of batch norms and of routers
         if path.split("/")[-1] not in ("mean", "var", "router_bias")
     ]

@@ -60,6 +60,8 @@ def test_numbers_of_parameters_and_of_schedules_are_no_values():
         "opt_state/hyperparams/momentum": 0.5,
         "opt_state/hyperparams_states/learning_rate/count": 0.0,
     }
+    noisy = optax.add_noise(0.1, 0.5, key=jax.random.key(0))
+    assert initial_values(noisy, PARAMS) == {"opt_state/count": 0.0}  # beside a random key
 
 
 @pytest.mark.parametrize("old", [{VALUES: {"opt_state/scale": 2.0}}, {}])
