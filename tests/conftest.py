@@ -121,6 +121,17 @@ def pytest_collection_finish(session):
     gc.set_threshold(100_000, 20, 20)
 
 
+@pytest.fixture
+def one_device(monkeypatch):
+    """Runs of a test have one of the eight devices: what they compile and step is a third as much work."""
+    from shardtrain.sharding.axis_sizes import axis_sizes
+    from shardtrain.sharding.mesh import make_mesh
+    from shardtrain.trainer import island_run, setup
+
+    monkeypatch.setattr(setup, "make_mesh", lambda layout: make_mesh(layout, jax.devices()[:1]))
+    monkeypatch.setattr(island_run, "axis_sizes", lambda mesh, num_devices: axis_sizes(mesh, 1))
+
+
 @pytest.fixture(autouse=True)
 def without_curves(monkeypatch):
     """Runs of tests draw no loss curve: it takes a tenth of their time. Fixtures of modules draw theirs."""
