@@ -1,4 +1,4 @@
-"""Train with frozen parameters on two islands, as replicas and by deltas; `pretrained_islands.py` has stages."""
+"""Train with frozen parameters on two islands, as replicas and by deltas; stages: `pretrained_islands.py`."""
 
 import io
 import sys

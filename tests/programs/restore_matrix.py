@@ -1,8 +1,8 @@
 """Saves on some layouts, and restores on them what others saved; prints what differs, by pair.
 
-Args: "full" for every layout, or else one of each kind; a folder to save in, where it is still empty; and the folders whose
-checkpoints are restored. Whoever saves leaves there what its state is, bit by bit in the model's own order,
-and the losses of its next steps.
+Args: "full" for every layout, or else one of each kind; a folder to save in, where it is still empty; and the
+folders whose checkpoints are restored. Whoever saves leaves there what its state is, bit by bit in the
+model's order, and the losses of its next steps.
 """
 
 import dataclasses

@@ -17,7 +17,6 @@ from shardtrain.trainer import train as training
 from shardtrain.trainer.config import Run, Strategy
 from shardtrain.trainer.run_totals import RunTotals
 
-
 ONE_DEVICE = pytest.mark.usefixtures("one_device")
 
 
