@@ -71,7 +71,7 @@ def all_texts():
 
 
 @pytest.mark.parametrize("samples", [texts, all_texts])
-def test_losses_after_a_kill_are_those_without_it_bitwise(samples, tmp_path):
+def test_losses_after_a_kill_are_those_without_it_bitwise(samples, tmp_path, one_device):
     def losses(folder, stop_after=None):
         def stop(step):
             if step == stop_after:
