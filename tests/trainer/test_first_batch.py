@@ -284,9 +284,7 @@ def test_a_run_whose_every_step_was_skipped_says_why(tmp_path, monkeypatch):
     assert not list((tmp_path / "checkpoints").glob("step_*"))
 
 
-def test_a_run_that_learned_before_it_was_resumed_may_end_with_skipped_steps(
-    tmp_path, monkeypatch, one_device
-):
+def test_a_run_that_learned_before_it_was_resumed_may_end_with_skipped_steps(tmp_path, monkeypatch):
     train(make_run(Points(), tmp_path, steps=2), Console(quiet=True))
     for module in (prepared_run, loop_setup):
         monkeypatch.setattr(module, "class_problems", lambda expected, batch: [])
