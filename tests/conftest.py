@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -119,6 +120,31 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
+
+
+@contextmanager
+def runs_on_one_device():
+    from shardtrain.sharding.axis_sizes import axis_sizes
+    from shardtrain.sharding.mesh import make_mesh
+    from shardtrain.trainer import island_run, setup
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "make_mesh", lambda layout: make_mesh(layout, jax.devices()[:1]))
+        patch.setattr(island_run, "axis_sizes", lambda mesh, num_devices: axis_sizes(mesh, 1))
+        yield
+
+
+@pytest.fixture(scope="session")
+def on_one_device():
+    """Runs inside it have one of the eight devices: what they compile and step is a third as much work."""
+    return runs_on_one_device
+
+
+@pytest.fixture
+def one_device():
+    """All runs of a test have one device."""
+    with runs_on_one_device():
+        yield
 
 
 @pytest.fixture(autouse=True)

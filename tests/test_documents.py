@@ -10,7 +10,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -23,9 +22,6 @@ from shardtrain.pipeline.schedule import SCHEDULES, make_table
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.report.timeline import timeline_text
-from shardtrain.sharding.axis_sizes import axis_sizes
-from shardtrain.sharding.mesh import make_mesh
-from shardtrain.trainer import island_run, setup
 from shardtrain.trainer.train import train
 
 ROOT = Path(__file__).parents[1]
@@ -50,10 +46,8 @@ OF_THE_PAGE = ("gpt_text", "linen_text")
 
 
 @pytest.fixture
-def trained_example(monkeypatch):
+def trained_example(one_device):
     """(name, folder): train an example for four steps, on one device as on a laptop."""
-    monkeypatch.setattr(setup, "make_mesh", lambda layout: make_mesh(layout, jax.devices()[:1]))
-    monkeypatch.setattr(island_run, "axis_sizes", lambda mesh, num_devices: axis_sizes(mesh, 1))
 
     def trained_example(name, folder):
         run = load_run(str(ROOT / "examples" / name))
@@ -76,8 +70,8 @@ def trained_example(monkeypatch):
     return trained_example
 
 
-ELSEWHERE = ("digits_vgg", "translation_text", "image_folder_vit")
-"""Those that `test_presets.py` trains, as launched, and `data/test_image_folder_example.py`."""
+ELSEWHERE = ("digits_vgg", "translation_text", "image_folder_vit", "corpus_pretraining")
+"""Those that `test_presets.py` trains, as launched, and a test of each in `data`."""
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if Path(name).stem not in OF_THE_PAGE + ELSEWHERE])
@@ -240,13 +234,14 @@ def test_the_models_of_the_pipeline_page_train_in_their_pipeline_as_without(
     """By the command that stands below each."""
     program = "import sys\nfrom shardtrain import cli\nassert cli.main(sys.argv[1:]) == 0\n"
     words = next(words for words in commands(PIPELINES) if name in words)
-    words = [*words[words.index("train") :], "--steps", 3, "--log-every", 1, "--evaluate-batches", 1]
+    few = ["--batch", 16, "--steps", 2, "--log-every", 1, "--evaluate-batches", 1]
+    words = [*words[words.index("train") :], *few]
     if "--cpu-devices" in words:
         del words[(at := words.index("--cpu-devices")) : at + 2]
     mpiexec(num_ranks, program, *words, "--run-dir", "cut", devices=devices)
-    mpiexec(1, program, "train", name, "--accumulate", 4, *words[-6:], "--run-dir", "whole")
+    mpiexec(1, program, "train", name, "--accumulate", 4, *few, "--run-dir", "whole")
     cut, whole = (read_jsonl(tmp_path / folder / "metrics.jsonl") for folder in ("cut", "whole"))
-    assert len(cut) == len(whole) == 3
+    assert len(cut) == len(whole) == 2
     for mine, expected in zip(cut, whole, strict=True):
         for key in set(SAME) & expected.keys():
             np.testing.assert_allclose(mine[key], expected[key], rtol=2e-5, err_msg=key)

@@ -59,7 +59,7 @@ def trained(warm_shardtrain, tmp_path, monkeypatch):
     ],
 )
 def test_hetseq_is_one_device_on_islands_and_learns(example, trained):
-    options = [*HETSEQ[example], "--steps", "12", "--evaluate-every", "12"]
+    options = [*HETSEQ[example], "--steps", "4", "--evaluate-every", "4"]
     one, _ = trained(example, 1, *options)
     islands, printed = trained(example, 2, *options, "--strategy", str(ROOT / "meshes/hetseq.toml"))
     for line, expected in zip(islands, one, strict=True):
@@ -69,11 +69,12 @@ def test_hetseq_is_one_device_on_islands_and_learns(example, trained):
     assert "rank   island" in printed
 
 
-def test_hetpipe_trains_virtual_workers_in_waves(trained):
-    """Four islands are two of its virtual workers."""
+@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_hetpipe_trains_virtual_workers_in_waves(num_workers, trained):
+    """Each of two islands; `trainer/test_waves_of_stages.py` has two workers."""
     small = ["--model.filters", "4", "--model.hidden", "8", "--batch", "16", "--accumulate", "2"]
     lines, printed = trained(
-        "digits_vgg", 4, *small, "--steps", "8", "--strategy", str(ROOT / "meshes/hetpipe.toml")
+        "digits_vgg", 2 * num_workers, *small, "--steps", "8", "--strategy", str(ROOT / "meshes/hetpipe.toml")
     )
     # islands 0 and 1 are a worker: blocks are cut in two, by their work
     assert "blocks " in printed

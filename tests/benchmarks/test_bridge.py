@@ -74,6 +74,7 @@ def test_the_step_alone_and_with_the_bridge(launch):
     assert sorted(row["side"] for row in rows) == sorted(sides)
 
 
+@pytest.mark.full
 def test_adasum_sends_what_an_all_reduce_sends_and_scalars(launch):
     _, figures = launch(4, "adasum.py", "--embed", 16, "--blocks", 2, "--rounds", 2)
     assert figures["num_leaves"] == 12

@@ -154,7 +154,9 @@ def test_replicas_of_a_pipeline_save_their_optimizers_in_the_models_order(tmp_pa
     jax.tree.map(np.testing.assert_array_equal, again.opt_state, state.opt_state)
 
 
-@pytest.mark.parametrize("num_after", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "num_after", [1, 3, 8, *(pytest.param(number, marks=pytest.mark.full) for number in (2, 4))]
+)
 def test_replicas_take_over_optimizers_by_their_number_modulo(num_after, tmp_path):
     before, state = own_moments(3)
     after, _ = own_moments(num_after)

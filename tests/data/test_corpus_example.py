@@ -19,7 +19,7 @@ from shardtrain.trainer.train import train
 EXAMPLE = Path(__file__).parents[2] / "examples" / "corpus_pretraining.py"
 
 
-def test_a_corpus_is_tokenized_by_its_own_tokenizer_learned_and_resumed(tmp_path):
+def test_a_corpus_is_tokenized_by_its_own_tokenizer_learned_and_resumed(tmp_path, one_device):
     example = load_run(str(EXAMPLE))
     data = dataclasses.replace(example.data, vocab=300, sample_bytes=100_000, seq=16, packing="joined")
     model = TinyConfig(vocab=300, seq=16, embed=16, mlp=32)

@@ -156,7 +156,7 @@ def test_fields_and_files_that_do_not_fit_are_named(tmp_path):
         ImageFiles(**{**given, "paths": (tmp_path / "c.jsonl.gz",)}).train(tmp_path)
 
 
-def test_a_run_counts_what_its_data_has_skipped(tmp_path):
+def test_a_run_counts_what_its_data_has_skipped(tmp_path, one_device):
     lines = [json.dumps({"text": f"line {i} of this"}) for i in range(40)]
     lines[7] = "{"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))

@@ -65,7 +65,7 @@ def test_what_cannot_be_used_is_refused(changes, problem, pairs, tmp_path):
     assert problem in str(error.value)
 
 
-def test_a_run_learns_from_them(pairs, tmp_path):
+def test_a_run_learns_from_them(pairs, tmp_path, one_device):
     """Padding has no weight, so the count is that of the real tokens."""
     model = EncoderDecoderConfig(
         vocab=10, seq=4, embed=8, num_encoder_layers=1, num_decoder_layers=1, num_heads=2,

@@ -75,7 +75,7 @@ def test_a_run_that_is_killed_resumes_on_another_number_of_workers(tmp_path):
     np.testing.assert_array_equal(seen, [source[i]["tokens"] for i in range(len(seen))])
 
 
-def test_losses_of_a_run_are_the_same_when_it_resumes_with_workers(tmp_path):
+def test_losses_of_a_run_are_the_same_when_it_resumes_with_workers(tmp_path, one_device):
     (tmp_path / "a.txt").write_text("a line of text\n" * 40)
     rate = Schedule(name="constant", warmup=0)
 

@@ -153,9 +153,3 @@ def test_a_shared_disk_that_is_full_while_the_fast_one_is_not(mounted, small):
     assert code == 0, said
     assert "resumed from step 7" in said
     assert steps(small / "run/checkpoints") == [2, 7]
-    # another node has not this fast disk
-    mounted.shell("rm -rf fast small/run/checkpoints/step_00000007")
-    code, said = mounted.run(*words, 3)
-    assert code == 0, said
-    assert "resumed from step 2" in said
-    assert steps(small / "run/checkpoints") == [2, 3]

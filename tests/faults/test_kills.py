@@ -1,4 +1,4 @@
-"""Runs, killed 10 times and stopped by signals 4 times, at random moments: nothing is lost.
+"""Runs, killed 6 times and stopped by signals 4 times, at random moments: nothing is lost.
 
 With `--full` it is 100 times each; KILLS and SIGNALS set other numbers. The moments are drawn from the seed
 KILLS_SEED; what the program does at these moments depends on the machine.
@@ -133,7 +133,7 @@ def number_of(config, name, default):
 
 
 def test_a_run_that_is_killed_at_random_moments_is_as_if_it_never_was(lives, cheap, pytestconfig):
-    kills = number_of(pytestconfig, "KILLS", 10)
+    kills = number_of(pytestconfig, "KILLS", 6)
     print(f"seed {SEED}")  # noqa: T201
     write_run(cheap)
     lives.begin(run=RUN, changes={"run_dir": "filled", "steps": 2})
@@ -174,7 +174,7 @@ class OtherWorkers(Killer):
 
 def test_kills_of_packed_documents_in_a_mixture_with_other_workers_each_time(lives, cheap, pytestconfig):
     """No sample is lost or repeated, or parameters and losses would be others."""
-    kills = number_of(pytestconfig, "KILLS", 10)
+    kills = number_of(pytestconfig, "KILLS", 6)
     write_run(cheap)
     source = (cheap / RUN).read_text()
     for old, new in MIXED.items():
@@ -249,7 +249,7 @@ def test_killed_while_a_save_is_copied_from_a_fast_disk(lives, cheap):
     write_run(cheap, "keep=2", 'keep=2, fast=Path("fast")')
     shutil.rmtree(cheap / "run", ignore_errors=True)
     killer = Killer(lives, random.Random(SEED), {"saved": 1})
-    for _ in range(5):
+    for _ in range(3):
         killer.life()
     (fast,) = (cheap / "fast").iterdir()
     shared = cheap / "run/checkpoints"

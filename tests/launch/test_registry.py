@@ -179,7 +179,8 @@ def test_every_option_of_a_launcher_has_a_help_text_and_a_default(name):
     assert launcher.summary
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+# islands of equal numbers: the test of codes
+@pytest.mark.parametrize("shape", ["unequal", pytest.param("three of two", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_ranks_find_themselves_and_get_their_words_unchanged(name, shape, programs):
     processes = SHAPES[shape]

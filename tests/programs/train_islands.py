@@ -1,7 +1,4 @@
-"""Whole runs on islands.
-
-Args: the text, a folder, the numbers of processes of the islands, and "resumed" to interrupt and resume too.
-"""
+"""Whole runs on islands. Args: the text, a folder, and the numbers of processes of the islands."""
 
 import dataclasses
 import io
@@ -71,9 +68,10 @@ def lose_the_last(name: str, other: str) -> None:
 def interrupted(name: str, synchronisation: Synchronisation):
     """Six steps at once, and four and two: the same bits in everything that an island has."""
     strategy = dataclasses.replace(RUN.strategy, synchronisation=synchronisation)
-    whole, _ = run(f"{name}-whole", strategy=strategy)
+    changes = {"strategy": strategy, "batch_growth": "", "evaluate_every": None}
+    whole, _ = run(f"{name}-whole", **changes)
     lose_the_last(f"{name}-whole", f"{name}-parts")
-    parts, text = run(f"{name}-parts", strategy=strategy)
+    parts, text = run(f"{name}-parts", **changes)
     assert parts.step == 6
     assert bits(parts.state) == bits(whole.state), name
     if ISLANDS is None or ISLANDS.is_first:
@@ -101,7 +99,6 @@ if ISLANDS is not None:
     _, printed = run("narrow", strategy=strategy, steps=4, evaluate_every=None)
     if ISLANDS.is_first:
         (FOLDER / "narrow.txt").write_text(printed)
-if ISLANDS is not None and "resumed" in sys.argv[4:]:
     # saved at step 4, between two merges: what was sent after step 3 is under way until step 5
     outer = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
     own = Synchronisation(by="int8+adasum", on="deltas", every=3, overlap=2, outer=outer, synchronous_steps=1)

@@ -82,10 +82,11 @@ whole, text = run("whole")
 if ISLANDS is not None:
     assert not ISLANDS.is_first or "no sample: the model is distributed over islands" in text, text
     assert not ISLANDS.is_first or "blocks 1,2; 2,1\n" in text or SHARES == (1.0,), text
-    lose_the_last("parts")
-    parts, text = run("parts")
-    assert bits(parts.state) == bits(whole.state)
-    assert not ISLANDS.is_first or "resumed from step 4" in text, text
+    if SHARES == (1.0,):
+        lose_the_last("parts")
+        parts, text = run("parts")
+        assert bits(parts.state) == bits(whole.state)
+        assert not ISLANDS.is_first or "resumed from step 4" in text, text
     inside = dataclasses.replace(RUN.strategy, layout=Layout(mesh={"pipeline": -1}))
     if jax.device_count() > 1:
         assert "use pipeline=1 inside each island" in refused(strategy=inside)

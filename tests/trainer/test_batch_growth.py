@@ -66,19 +66,20 @@ def trained(run, folder):
     [
         # the test of epochs grows a batch without a pipeline
         pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.full),
-        {"pipeline": 2, "data": 2, "tensor": 2},
+        {"pipeline": 2, "data": 4},
     ],
 )
 def test_a_batch_grows_as_if_the_run_were_resumed_with_a_larger_one(run, mesh, tmp_path):
-    run = replace(run, strategy=Strategy(layout=Layout(mesh=mesh), accumulate=2))
+    strategy = Strategy(layout=Layout(mesh=mesh), accumulate=2)
+    run = replace(run, strategy=strategy, batch_growth="2:2", steps=4)
     grown = trained(run, tmp_path / "grown")
     # saved in the middle of a stretch, and resumed there
-    late = shutil.ignore_patterns("step_00000006*")
+    late = shutil.ignore_patterns("step_00000004*")
     shutil.copytree(tmp_path / "grown", tmp_path / "resumed", ignore=late)
     assert [each.step for each in find_readers(tmp_path / "resumed" / "checkpoints")] == [3]
     assert trained(run, tmp_path / "resumed") == grown
     # by hand: the same data in the same order, and as many times the microbatches
-    for steps, factor in ((2, 1), (4, 2), (6, 3)):
+    for steps, factor in ((2, 1), (4, 2)):
         strategy = replace(run.strategy, accumulate=2 * factor)
         part = replace(run, strategy=strategy, batch=8 * factor, batch_growth="", steps=steps)
         by_hand = trained(part, tmp_path / "by_hand")
@@ -114,7 +115,6 @@ def test_epochs_end_after_as_many_steps_as_their_batches_need(run, tmp_path):
     num_samples = len(run.data.train(tmp_path))
     in_epochs = trained(replace(run, batch_growth="1 epochs:2"), tmp_path / "epochs")
     assert in_epochs == trained(replace(run, batch_growth=f"{-(-num_samples // 8)}:2"), tmp_path / "steps")
-    assert in_epochs != trained(replace(run, batch_growth=""), tmp_path / "same")
 
 
 def test_where_a_batch_cannot_grow_is_refused(run):

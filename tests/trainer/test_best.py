@@ -21,6 +21,7 @@ from shardtrain.trainer.config import Run, StartFrom
 from shardtrain.trainer.train import train
 from shardtrain.trainer.trained_model import load
 
+pytestmark = pytest.mark.usefixtures("one_device")
 LOSSES = {1: 5.0, 2: 4.0, 3: 1.0, 4: 2.0, 5: 2.0, 6: 3.0, 7: 0.5, 8: 0.7}
 
 

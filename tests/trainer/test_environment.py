@@ -19,7 +19,7 @@ def lines(folder):
     return [json.loads(line) for line in (folder / ENVIRONMENT).read_text().splitlines()]
 
 
-def test_every_start_of_a_run_appends_its_environment(tmp_path, monkeypatch):
+def test_every_start_of_a_run_appends_its_environment(tmp_path, monkeypatch, one_device):
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("HF_TOKEN", "hidden-word")
     monkeypatch.setenv("SHARDTRAIN_API_KEY", "hidden-word")
@@ -65,7 +65,7 @@ def test_a_line_that_a_crash_cut_short_spoils_no_other(tmp_path):
     assert path.read_text() == '{"a": 1}\n{"b"\n{"c": 3}\n{"d": 4}\n'
 
 
-def test_a_file_that_cannot_be_written_is_only_reported(tmp_path):
+def test_a_file_that_cannot_be_written_is_only_reported(tmp_path, one_device):
     text, folder = tmp_path / "text.txt", tmp_path / "run"
     text.write_bytes(bytes(range(97, 122)) * 20)
     folder.mkdir()

@@ -142,7 +142,8 @@ def test_the_number_of_batches_is_that_of_each_set(named, tmp_path):
     assert first[0]["heldout/a/loss"] != lines[0]["heldout/a/loss"]
 
 
-@pytest.mark.parametrize("axis", ["data", "pipeline"])
+# test_islands_train.py has the held-out loss of replicas
+@pytest.mark.parametrize("axis", [pytest.param("data", marks=pytest.mark.full), "pipeline"])
 def test_islands_evaluate_sets_as_a_mesh_does_and_rank_0_calls_the_hooks(axis, named, tmp_path, mpiexec):
     first, second = mpiexec(2, PROGRAM, tmp_path, axis)
     expected, _, _ = named

@@ -3,6 +3,7 @@
 import json
 import shutil
 import tracemalloc
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,15 +33,10 @@ MODEL = DecoderConfig(
     vocab=64, seq=8, embed=8, num_layers=2, num_heads=2, mlp=8, activation="swiglu", bias=False, remat="none",
     experts="num=4,top=2,capacity=1.0,shared=1,scores=sigmoid,bias=0.01",
 )  # fmt: skip
-MESHES = {
-    "replicas": {"data": 8},
-    "experts": {"expert": 4, "tensor": 2},
-    "both": {"data": 2, "fsdp": 2, "expert": 2},
-}
+EXPERTS = Strategy(layout=Layout(mesh={"expert": 4, "tensor": 2}))
 
 
-def run_on(mesh, folder, steps):
-    strategy = Strategy(layout=Layout(mesh=MESHES[mesh]))
+def run_on(strategy, folder, steps):
     optimizer = Optimizer(name="sgd", learning_rate=CONSTANT)
     options = {"steps": steps, "log_every": 1, "checkpoints": CheckpointPolicy(every_steps=1, keep=3)}
     return run_of(MODEL, folder, strategy=strategy, optimizer=optimizer, **options)
@@ -50,20 +46,22 @@ def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_experts_are_restored_on_another_mesh(tmp_path):
-    """A step on each: a mesh of experts restores what replicas saved, another mesh what that one saved."""
-    whole = train(run_on("replicas", tmp_path / "whole", 3)).state
+def test_experts_are_restored_on_another_mesh(tmp_path, on_one_device):
+    """A step on each: a mesh of experts restores what one device saved, and that what the mesh saved."""
+    with on_one_device():
+        whole = train(run_on(Strategy(), tmp_path / "whole", 3)).state
     shutil.copytree(
         tmp_path / "whole", tmp_path / "parts", ignore=shutil.ignore_patterns("step_0000000[23]*")
     )
     assert [each.step for each in find_readers(tmp_path / "parts" / "checkpoints")] == [1]
-    train(run_on("experts", tmp_path / "parts", 2))
-    state = train(run_on("both", tmp_path / "parts", 3)).state
+    train(run_on(EXPERTS, tmp_path / "parts", 2))
+    with on_one_device():
+        state = train(run_on(Strategy(), tmp_path / "parts", 3)).state
     for name in ("train/loss", "grad_norm", "train/expert_drops", "train/router_balance"):
         got, expected = ([line[name] for line in lines(tmp_path / end)] for end in ("parts", "whole"))
         assert len(got) == 3
         np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=name)
-    # biases have moved, alike on all replicas
+    # biases have moved, by the loads of all devices
     bias = np.asarray(state.model_state["blocks"]["mlp"]["router_bias"])
     np.testing.assert_allclose(bias, whole.model_state["blocks"]["mlp"]["router_bias"], atol=1e-6)
     assert np.abs(bias).max() > 0.009
@@ -91,9 +89,8 @@ def test_experts_of_a_folder_are_read_one_by_one(tmp_path, monkeypatch):
     assert len(list((tmp_path / "mixtral").glob("*.safetensors"))) > 3
     model = pretrained.pretrained(tmp_path / "mixtral")
     monkeypatch.setattr(pretrained, "MOST_KEPT_BYTES", 0)
-    strategy = Strategy(layout=Layout(mesh=MESHES["experts"]))
     start = StartFrom(checkpoint=tmp_path / "mixtral")
-    run = run_of(model, tmp_path, steps=1, strategy=strategy, start_from=start, freeze=("*", "!final_norm/*"))
+    run = run_of(model, tmp_path, steps=1, strategy=EXPERTS, start_from=start, freeze=("*", "!final_norm/*"))
     found = jax.device_get(train(run, None).state.params)
     for (path, x), wanted in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(params), strict=True):
         assert np.array_equal(x, wanted) == (path_text(path) != "final_norm/scale"), path
@@ -144,28 +141,33 @@ DENSE = replace(MIXTRAL, experts="")
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory):
+def dense(on_one_device, tmp_path_factory):
     """A folder with the initial parameters of a dense run whose batches are all alike; beside it that run."""
     both = tmp_path_factory.mktemp("dense")
     exported(both / "folder", DENSE, 5)
     checkpoints = CheckpointPolicy(every_steps=1, keep=2)
-    train(run_of(DENSE, both / "run", seed=5, steps=2, batch=16, log_every=1, checkpoints=checkpoints))
+    with on_one_device():
+        train(run_of(DENSE, both / "run", seed=5, steps=2, batch=16, log_every=1, checkpoints=checkpoints))
     return both
 
 
 @pytest.mark.parametrize(
-    ("start", "mesh", "experts"),
-    [("folder", "experts", "num=4,top=2,balance=0"), ("run", "both", "num=4,top=4,balance=0,bias=0.01")],
+    ("start", "strategy", "experts"),
+    [("folder", EXPERTS, "num=4,top=2,balance=0"), ("run", None, "num=4,top=4,balance=0,bias=0.01")],
+    ids=["folder, mesh of experts", "run, one device"],
 )
-def test_an_upcycled_model_has_the_loss_of_the_dense_one(start, mesh, experts, dense, tmp_path):
+def test_an_upcycled_model_has_the_loss_of_the_dense_one(
+    start, strategy, experts, dense, tmp_path, on_one_device
+):
     steps_done = 0 if start == "folder" else 1
     start_from = StartFrom(checkpoint=dense / start, step=steps_done or None, upcycle=True)
-    strategy = Strategy(layout=Layout(mesh=MESHES[mesh]))
     model = replace(MIXTRAL, experts=experts)
     run = run_of(
-        model, tmp_path, steps=1, batch=16, log_every=1, start_from=start_from, strategy=strategy, seed=7
-    )
-    params = jax.device_get(train(run).state.params)
+        model, tmp_path, steps=1, batch=16, log_every=1, start_from=start_from, seed=7,
+        strategy=strategy or Strategy(),
+    )  # fmt: skip
+    with nullcontext() if strategy else on_one_device():
+        params = jax.device_get(train(run).state.params)
     expected = lines(dense / "run")[steps_done]["train/loss"]
     assert lines(tmp_path)[0]["train/loss"] == pytest.approx(expected, rel=1e-5)
     # copies part as soon as their tokens differ, and routers are not alike
@@ -189,12 +191,13 @@ def test_what_cannot_be_upcycled_is_refused(changes, problem, dense):
     assert problem in str(error.value)
 
 
-def test_experts_on_two_islands_have_the_losses_of_one(mpiexec, tmp_path):
-    found = mpiexec(2, PROGRAMS / "experts_islands.py", tmp_path, devices=4)
+def test_experts_on_two_islands_have_the_losses_of_one(mpiexec, on_one_device, tmp_path):
+    found = mpiexec(2, PROGRAMS / "experts_islands.py", tmp_path, devices=2)
     assert found[0] == "1 True\n"
     model = replace(MODEL, experts="num=4,top=2,capacity=1.0,shared=1,balance=0.1")
     optimizer = Optimizer(name="sgd", learning_rate=CONSTANT, clip=100.0)
-    train(run_of(model, tmp_path / "one", optimizer=optimizer, log_every=1, steps=2), None)
+    with on_one_device():
+        train(run_of(model, tmp_path / "one", optimizer=optimizer, log_every=1, steps=2), None)
     expected = lines(tmp_path / "one")
     for case in ("replicas", "deltas", "stages"):
         for name in ("train/loss", "train/router_balance", "train/expert_drops"):

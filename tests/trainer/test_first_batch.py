@@ -362,8 +362,8 @@ def run(): return make_run(Points(), Path({folder!r}), steps=1, model=Constraine
     ("axis", "mesh", "code"),
     [
         ("tensor", "data=2,tensor=4", 0),
-        ("data", "data=2,tensor=4", 2),
-        ("tensor", "data=8", 0),
+        pytest.param("data", "data=2,tensor=4", 2, marks=pytest.mark.full),
+        pytest.param("tensor", "data=8", 0, marks=pytest.mark.full),
         ("data", "data=8", 2),
     ],
 )

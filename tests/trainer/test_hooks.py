@@ -24,6 +24,7 @@ from shardtrain.trainer.metric_log import MetricLog
 from shardtrain.trainer.program_mark import ProgramMark
 from shardtrain.trainer.train import train
 
+pytestmark = pytest.mark.usefixtures("one_device")
 SEQ, VOCAB = 8, 32
 
 

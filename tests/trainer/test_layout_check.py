@@ -93,9 +93,9 @@ def test_what_the_compiler_splits_wrongly_is_found(tmp_path, monkeypatch):
 
 
 def test_stages_and_microbatches_are_compared_too(tmp_path, capsys):
-    layout = Layout(mesh={"pipeline": 2, "data": 2, "tensor": 2})
+    layout = Layout(mesh={"pipeline": 2, "data": 4})
     # blocks are stored in another order than on one device
-    pipeline = Pipeline(schedule="zb_v", virtual_stages=2)
+    pipeline = Pipeline(schedule="interleaved", virtual_stages=2)
     run = Run(
         model=TinyConfig(num_layers=4, dropout=0.1),
         data=Text(seq=8),
@@ -103,7 +103,7 @@ def test_stages_and_microbatches_are_compared_too(tmp_path, capsys):
         steps=1,
         evaluate_every=None,
         check_layout="rows=1",
-        strategy=Strategy(layout=layout, accumulate=4, pipeline=pipeline),
+        strategy=Strategy(layout=layout, accumulate=2, pipeline=pipeline),
         run_dir=tmp_path,
     )
     train(run)

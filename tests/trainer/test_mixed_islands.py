@@ -54,9 +54,10 @@ def trained(text, folder, **changes):
 
 
 @pytest.fixture(scope="module")
-def alone(text, tmp_path_factory):
+def alone(text, on_one_device, tmp_path_factory):
     """The held-out loss after each step in float32 on one device."""
-    _, lines = trained(text, tmp_path_factory.mktemp("alone"), evaluate_every=1)
+    with on_one_device():
+        _, lines = trained(text, tmp_path_factory.mktemp("alone"), evaluate_every=1)
     return [line["heldout/loss"] for line in lines]
 
 
@@ -72,7 +73,7 @@ def test_float16_beside_bfloat16_beside_float32(text, alone, mpiexec, tmp_path):
     is_that_of_as_many_updates_in_float32(lines[-1]["heldout/loss"], 30 - skipped, alone)
 
 
-def test_one_device_in_float16_scales_its_loss(text, alone, tmp_path):
+def test_one_device_in_float16_scales_its_loss(text, alone, tmp_path, one_device):
     state, lines = trained(text, tmp_path / "half", strategy=Strategy(compute_dtype="float16"))
     skipped = [line["skipped"] for line in lines]
     num_skipped = int(sum(skipped))
@@ -85,7 +86,7 @@ def test_one_device_in_float16_scales_its_loss(text, alone, tmp_path):
     is_that_of_as_many_updates_in_float32(lines[-1]["heldout/loss"], 30 - num_skipped, alone)
 
 
-def test_a_gradient_that_is_not_finite_in_float32_stops_a_run_with_a_scale(text, tmp_path):
+def test_a_gradient_that_is_not_finite_in_float32_stops_a_run_with_a_scale(text, tmp_path, one_device):
     def broken_loss(apply, batch):
         total, count = next_token_loss(apply, batch)
         # its value is finite, and its gradient is not
@@ -96,7 +97,7 @@ def test_a_gradient_that_is_not_finite_in_float32_stops_a_run_with_a_scale(text,
         trained(text, tmp_path / "run", strategy=strategy, loss=broken_loss, nonfinite="stop")
 
 
-def test_a_run_goes_on_in_another_dtype_and_without_a_scale(text, tmp_path):
+def test_a_run_goes_on_in_another_dtype_and_without_a_scale(text, tmp_path, one_device):
     ways: Any = (("float32", 2), ("float16", 12), ("bfloat16", 13))
     for dtype, steps in ways:
         strategy = Strategy(compute_dtype=dtype)
@@ -127,7 +128,7 @@ def test_what_needs_a_scale_and_has_none_is_refused(text, tmp_path):
         ("*V100*", ""),
     ],
 )
-def test_a_section_for_islands_that_are_not_there(section, words, text, tmp_path):
+def test_a_section_for_islands_that_are_not_there(section, words, text, tmp_path, one_device):
     strategy = Strategy(islands={section: {"accumulate": 2}})
     if words:
         with pytest.raises(ValueError, match=words):

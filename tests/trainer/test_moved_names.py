@@ -70,7 +70,7 @@ def test_two_sizes_that_moving_would_not_cure_are_fine(last):
     assert moved_names(arrays) is None
 
 
-def test_a_run_says_so(tmp_path):
+def test_a_run_says_so(tmp_path, one_device):
     console = Console(file=io.StringIO(), width=400)
     layout = Strategy(layout=Layout(unnamed="replicate"))
     run = Run(model=Stack, data=Ones(), loss=loss, batch=8, steps=1, run_dir=tmp_path, strategy=layout)

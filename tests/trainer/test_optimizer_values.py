@@ -41,7 +41,7 @@ def trained(folder, rate, steps):
     return train(run, console).state.opt_state.hyperparams, console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_a_new_value_is_used_at_resume(tmp_path):
+def test_a_new_value_is_used_at_resume(tmp_path, one_device):
     trained(tmp_path, 0.125, 1)
     found, text = trained(tmp_path, 0.25, 2)
     name = "opt_state/hyperparams/learning_rate"

@@ -59,6 +59,8 @@ def base(tmp_path_factory):
     return folder, params
 
 
+# a pipeline that reads the folder as it resumes: test_trained_only.py
+@pytest.mark.full
 def test_parameters_in_a_pipeline_are_those_of_the_folder_and_new_adapters_are_trained(base, tmp_path):
     folder, params = base
     model = pretrained(folder, lora="rank=2,on=q+v")
@@ -145,7 +147,7 @@ def test_one_option_sets_model_parameters_and_tokenizer(base, tmp_path, monkeypa
         ({}, {"step": 3}, "is a folder of Hugging Face, which has no steps; leave step 3 out"),
     ],
 )
-def test_starts_that_are_refused(options, start, text, base, tmp_path):
+def test_starts_that_are_refused(options, start, text, base, tmp_path, one_device):
     folder, _ = base
     run = run_of(
         replace(MODEL, **options), tmp_path, start_from=StartFrom(checkpoint=folder, **start), steps=1
@@ -271,7 +273,7 @@ def test_adapters_that_do_not_fit_the_run_are_refused(base, tuned, tmp_path, mon
     assert parse_run("train", ["my_run.py", *words])[0].model == pretrained(folder, adapter)
 
 
-def test_the_example_tunes_a_folder_and_writes_one_with_the_same_logits(tmp_path):
+def test_the_example_tunes_a_folder_and_writes_one_with_the_same_logits(tmp_path, one_device):
     path = Path(__file__).parents[2] / "examples/fine_tune.py"
     spec = importlib.util.spec_from_file_location("fine_tune", path)
     assert spec is not None

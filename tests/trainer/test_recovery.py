@@ -70,7 +70,7 @@ def start(folder: Path, data: Any, **changes: Any) -> tuple[Any, str, list[dict[
         model=TinyConfig(vocab=BAD + 1),
         data=data,
         optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=1e-3)),
-        strategy=Strategy(layout=Layout(mesh={"data": 8})),
+        strategy=Strategy(layout=Layout(mesh={"data": -1})),
         batch=BATCH,
         steps=24,
         log_every=1,
@@ -84,7 +84,7 @@ def start(folder: Path, data: Any, **changes: Any) -> tuple[Any, str, list[dict[
     return trained, printed, read_jsonl(folder / "metrics.jsonl")
 
 
-def test_a_spike_goes_back_and_on_with_later_data(tmp_path):
+def test_a_spike_goes_back_and_on_with_later_data(tmp_path, one_device):
     recovery = Recovery(spike=10, window=16)
     trained, printed, lines = start(tmp_path, Damaged(batch=18), loss=leaping, recovery=recovery)
     assert "WARNING: the loss of step 18 is" in printed
@@ -99,7 +99,7 @@ def test_a_spike_goes_back_and_on_with_later_data(tmp_path):
     assert max(line["train/loss"] for line in lines) > 50
 
 
-def test_what_was_not_finite_is_left_out_and_the_rest_is_as_if_it_had_never_been(tmp_path):
+def test_what_was_not_finite_is_left_out_and_the_rest_is_as_if_it_had_never_been(tmp_path, one_device):
     trained, printed, _ = start(tmp_path, Damaged(batch=7), loss=infinite, nonfinite="roll_back", steps=12)
     assert "nonfinite is 'roll_back': rolling back to step 6 or before" in printed
     assert "resumed from step 5" in printed
@@ -107,14 +107,14 @@ def test_what_was_not_finite_is_left_out_and_the_rest_is_as_if_it_had_never_been
     assert int(trained.state.step) == 12
 
 
-def test_before_the_first_checkpoint_it_begins_anew(tmp_path):
+def test_before_the_first_checkpoint_it_begins_anew(tmp_path, one_device):
     _, printed, lines = start(tmp_path, Damaged(batch=2), loss=infinite, nonfinite="roll_back", steps=6)
     assert "back to step 1 or before" in printed
     assert "resumed" not in printed
     assert [line["step"] for line in lines] == list(range(1, 7))
 
 
-def test_after_so_many_times_the_run_ends_and_says_why(tmp_path):
+def test_after_so_many_times_the_run_ends_and_says_why(tmp_path, one_device):
     def always(apply: Any, batch: Any) -> Any:
         total, count = next_token_loss(apply, batch)
         return total * jnp.nan, count

@@ -1,4 +1,4 @@
-"""Runs with batches counted in tokens: the losses of one device on islands and meshes; resumed bitwise."""
+"""Batches counted in tokens: the losses of one device on meshes and islands; islands resume bitwise."""
 
 import dataclasses
 import io
@@ -34,7 +34,7 @@ def alone(tmp_path_factory, mpiexec):
 @pytest.mark.parametrize(
     ("ranks", "shares", "devices", "microbatches"),
     [
-        # 6, 7 and 15 rows do not divide: they are padded
+        # 7 and 15 rows do not divide: they are padded
         pytest.param(1, "1", 4, 2, id="one island, padded"),
         pytest.param(2, "3,1", 1, 1, id="2 islands", marks=pytest.mark.full),
         pytest.param(3, "2,0,1", 1, 2, id="3 islands, one empty"),
@@ -102,7 +102,7 @@ def tiny(folder, **changes):
     return dataclasses.replace(run, **changes)
 
 
-def test_another_number_of_tokens_reads_the_epoch_again(tmp_path):
+def test_another_number_of_tokens_reads_the_epoch_again(tmp_path, one_device):
     train(tiny(tmp_path), Console(file=io.StringIO()))
     output = io.StringIO()
     train(tiny(tmp_path, batch=16, steps=5), Console(file=output, width=200))
@@ -115,7 +115,7 @@ def test_another_number_of_tokens_reads_the_epoch_again(tmp_path):
     assert position == {"epoch": 0, "index": 4}
 
 
-def test_another_seed_reads_the_epoch_again(tmp_path):
+def test_another_seed_reads_the_epoch_again(tmp_path, one_device):
     train(tiny(tmp_path), Console(file=io.StringIO()))
     output = io.StringIO()
     again = tiny(tmp_path, seed=7, steps=5, allow=Allow(changed=("seed",)))

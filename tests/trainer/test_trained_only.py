@@ -51,21 +51,23 @@ def run(base, folder, **options):
 
 
 @pytest.fixture(scope="module")
-def whole(base, tmp_path_factory):
+def whole(base, on_one_device, tmp_path_factory):
     """The parameters after four steps without an interruption, everything saved."""
     folder = tmp_path_factory.mktemp("whole")
     policy = replace(POLICY, trained_only=False)
-    return folder, jax.device_get(train(run(base, folder, checkpoints=policy), None).state.params)
+    with on_one_device():
+        return folder, jax.device_get(train(run(base, folder, checkpoints=policy), None).state.params)
 
 
 @pytest.fixture(scope="module")
-def interrupted(base, tmp_path_factory):
+def interrupted(base, on_one_device, tmp_path_factory):
     folder = tmp_path_factory.mktemp("interrupted")
-    train(run(base, folder, steps=2), None)
+    with on_one_device():
+        train(run(base, folder, steps=2), None)
     return folder
 
 
-def test_a_checkpoint_has_adapters_alone_and_is_resumed_bitwise(base, whole, interrupted):
+def test_a_checkpoint_has_adapters_alone_and_is_resumed_bitwise(base, whole, interrupted, one_device):
     reader = find_readers(interrupted / "checkpoints")[-1]
     params = {path for path in reader.leaves if path.startswith("params/")}
     assert params == {f"params/blocks/attention/{which}/lora_{kind}" for which in "qv" for kind in "ab"}
@@ -89,7 +91,7 @@ def test_another_layout_resumes_it_and_saves_everything_if_asked(base, whole, in
     load(tmp_path, run(base, None).model)
 
 
-def test_it_is_loaded_and_exported_with_what_it_started_from(base, whole, interrupted, tmp_path):
+def test_it_is_loaded_and_exported_with_what_it_started_from(base, whole, interrupted, tmp_path, one_device):
     train(run(base, interrupted), None)
     model = run(base, None).model
     tokens = np.arange(8)[None]
@@ -107,7 +109,7 @@ def test_it_is_loaded_and_exported_with_what_it_started_from(base, whole, interr
         load(interrupted, model)
 
 
-def test_another_base_is_refused(base, interrupted, tmp_path):
+def test_another_base_is_refused(base, interrupted, tmp_path, one_device):
     other = base_folder(tmp_path / "other", 6)
     with pytest.raises(ValueError, match=r"give what the run started from, then .*base"):
         train(run(other, interrupted), None)
@@ -118,7 +120,7 @@ def test_another_base_is_refused(base, interrupted, tmp_path):
         train(run(base, interrupted, start_from=StartFrom(), checkpoints=everything), None)
 
 
-def test_a_run_of_this_library_is_a_base_too(tmp_path):
+def test_a_run_of_this_library_is_a_base_too(tmp_path, one_device):
     first = run_of(TinyConfig(num_layers=2), tmp_path / "first", steps=1)
     train(first, None)
     start = StartFrom(checkpoint=tmp_path / "first")
@@ -147,7 +149,7 @@ def test_a_run_of_this_library_is_a_base_too(tmp_path):
         ({"freeze": ()}, "no frozen parameter of this run comes from what it started from; freeze some"),
     ],
 )
-def test_what_has_nothing_to_leave_out_is_refused(options, problem, base, tmp_path):
+def test_what_has_nothing_to_leave_out_is_refused(options, problem, base, tmp_path, one_device):
     given = run(base, tmp_path, **options)
     if "freeze" in options:
         given = replace(given, model=pretrained(base))
