@@ -25,19 +25,38 @@ device = { teraflops = 0.02, memory_gb_per_second = 20, memory_gb = 8, price_per
 """
 
 
+RUN = """
+from pathlib import Path
+from shardtrain import Run, Text
+from tiny_language_model import TinyConfig
+
+def run():
+    data = Text(paths=(Path(__file__),), seq=16)
+    return Run(model=TinyConfig(num_layers=2, embed=16, mlp=64, seq=16), data=data, batch=16, steps=1)
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A run file of a model that is traced in a fifth of the time of a decoder."""
+    path = tmp_path_factory.mktemp("plan") / "tiny_plan.py"
+    path.write_text(RUN)
+    return str(path)
+
+
 @pytest.fixture
-def planned(capsys, monkeypatch):
+def planned(capsys, monkeypatch, tiny):
     monkeypatch.setenv("COLUMNS", "1000")
 
-    def run(*words, code=0):
-        assert cli.main(["plan", GPT, *TINY, *words]) == code
+    def run(*words, code=0, model=(tiny,)):
+        assert cli.main(["plan", *model, *words]) == code
         printed = capsys.readouterr()
         return printed.out + printed.err
 
     return run
 
 
-def test_a_cluster_becomes_a_strategy_that_a_run_takes(planned, tmp_path, capsys):
+def test_a_cluster_becomes_a_strategy_that_a_run_takes(planned, tiny, tmp_path, capsys):
     cluster, strategy = tmp_path / "cluster.toml", tmp_path / "strategy.toml"
     cluster.write_text(CLUSTER)
     picture = ["--frontier", str(tmp_path / "frontier.png")]
@@ -59,7 +78,7 @@ def test_a_cluster_becomes_a_strategy_that_a_run_takes(planned, tmp_path, capsys
     assert found.predicted["compute_seconds"] > 0 < found.predicted["islands_seconds"]
     assert found.of_island(1, "cpu").layout.mesh == {"data": 1}
     words = ["--strategy", str(strategy), "--island", "0"]
-    assert cli.main(["inspect", GPT, *TINY, *words]) == 0
+    assert cli.main(["inspect", tiny, *words]) == 0
     assert "2 devices" in capsys.readouterr().out
 
 
@@ -85,7 +104,7 @@ def test_a_pipeline_over_islands_is_not_planned_where_a_run_refuses_it(planned, 
 
 def test_a_known_device_needs_no_file(planned):
     words = ("--devices", "4", "--device", "NVIDIA L4", "--fixed", "tensor=2")
-    text = planned(*words, "--most", "3", "--advise")
+    text = planned(*words, "--most", "3", "--advise", model=(GPT, *TINY))
     # each recomputation on the mesh of the best way, with less memory from one to the next
     advice = text[text.index("devices: efficiency") :]
     rows = [line.split() for line in advice.splitlines() if line.split()[:1] in (["none"], ["full"])]

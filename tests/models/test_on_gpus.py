@@ -39,14 +39,13 @@ def gpu(monkeypatch):
 def loss_of(config, inputs=TOKENS, *, one_device=True):
     """A loss of a model under the rules of one device or of two, and its parameters."""
     graph, params = nnx.split(nnx.eval_shape(lambda: config(nnx.Rngs(0))), nnx.Param)
+
     # parameters that are not 0 and 1, so that biases and gains matter
-    params = jax.tree.map_with_path(
-        lambda path, x: jnp.asarray(
-            ("scale" in jax.tree_util.keystr(path)) + 0.1 * np.sin(np.arange(x.size)).reshape(x.shape),
-            x.dtype,
-        ),
-        params,
-    )
+    def value(path, x):
+        mean = "scale" in jax.tree_util.keystr(path)
+        return jnp.asarray(mean + 0.1 * np.sin(np.arange(x.size)).reshape(x.shape), x.dtype)
+
+    params = jax.tree.map_with_path(value, params)
     layout = Layout() if one_device else Layout(mesh={"data": 2})
     mesh = make_mesh(layout, jax.devices()[: 1 if one_device else 2])
 
