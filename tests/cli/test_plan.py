@@ -9,7 +9,7 @@ from shardtrain import cli
 from shardtrain.islands.cluster import read_cluster
 from shardtrain.plan.advice.bottleneck import PARTS
 from shardtrain.trainer.strategy import read_strategy
-from tests.cli.test_inspect import TINY
+from tests.cli.test_inspect import TINY, TINY_RUN
 
 GPT = str(Path(__file__).parents[2] / "examples/gpt_text.py")
 CLUSTER = """
@@ -25,22 +25,10 @@ device = { teraflops = 0.02, memory_gb_per_second = 20, memory_gb = 8, price_per
 """
 
 
-RUN = """
-from pathlib import Path
-from shardtrain import Run, Text
-from tiny_language_model import TinyConfig
-
-def run():
-    data = Text(paths=(Path(__file__),), seq=16)
-    return Run(model=TinyConfig(num_layers=2, embed=16, mlp=64, seq=16), data=data, batch=16, steps=1)
-"""
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A run file of a model that is traced in a fifth of the time of a decoder."""
     path = tmp_path_factory.mktemp("plan") / "tiny_plan.py"
-    path.write_text(RUN)
+    path.write_text(TINY_RUN)
     return str(path)
 
 
