@@ -221,7 +221,7 @@ def first_step(quick_jit):
             logits, running = model.apply(params, running, jax.random.key(0), True, jnp.asarray(IMAGES))
             return -jax.nn.log_softmax(logits)[jnp.arange(6), LABELS].mean(), running
 
-        params, running = quick_jit(model.init)(jax.random.key(0))
+        params, running = model.init(jax.random.key(0))
         (value, running), grads = quick_jit(jax.value_and_grad(loss, has_aux=True))(params, running)
         trees = [{**tree, "blocks": one_by_one(tree.get("blocks", {}))} for tree in (params, grads, running)]
         return float(value), trees
