@@ -116,7 +116,7 @@ def test_models_of_many_styles(name, assert_same):
 
 def test_models_of_many_styles_on_two_islands(mpiexec, tmp_path, pytestconfig):
     full = pytestconfig.getoption("--full")
-    names = list(STYLED.STYLES) if full else ["vae", "flat dropout", "fourier"]
+    names = list(STYLED.STYLES) if full else ["vae", "fourier"]
     assert mpiexec(2, PROGRAMS / "styled_islands.py", tmp_path, *names) == [" ".join(names) + "\n"] * 2
 
 
@@ -132,8 +132,8 @@ def test_synchronised_batch_norm(options, microbatches, published, assert_same):
 
 
 def test_two_islands(mpiexec, tmp_path, pytestconfig):
-    # one of nnx and one of linen, one without names and one with statistics
-    names = ["resnet", "plain", *(["gemma", "lm1b"] if pytestconfig.getoption("--full") else [])]
+    # its statistics are those of each island
+    names = ["resnet", *(["plain", "gemma", "lm1b"] if pytestconfig.getoption("--full") else [])]
     texts = mpiexec(2, PROGRAMS / "published_islands.py", tmp_path, *names)
     assert texts == [" ".join(names) + "\n"] * 2
 

@@ -137,7 +137,9 @@ LAYOUTS = {
 
 # two axes of replicas have a case with ZeRO 1, ZeRO 2 one with fsdp alone, and microbatches over fsdp one
 # beside two other axes; the linen decoder has the dims of the other, test_constraints.py
-PAIRS_ELSEWHERE = ("data", "data and fsdp, zero 2", "fsdp, microbatches", "fsdp, zero 1", "tensor, linen")
+PAIRS_ELSEWHERE = (
+    *("data", "data and fsdp, zero 2", "fsdp", "fsdp, microbatches", "fsdp, zero 1", "tensor, linen"),
+)
 NAMES = [pytest.param(name, marks=[pytest.mark.full] * (name in PAIRS_ELSEWHERE)) for name in LAYOUTS]
 
 
