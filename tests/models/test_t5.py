@@ -252,7 +252,7 @@ def test_what_the_family_has_not_is_refused(changes, problem):
 @pytest.mark.parametrize("kind", ["ring", "all-gather"])
 def test_rings_over_a_mesh_axis_are_refused(kind):
     """With the change to make, while the step is traced."""
-    tokens = np.zeros((2, 8), np.int32)
+    tokens = jnp.zeros((2, 8), jnp.int32)
     layout = Layout(mesh={"context": 2}, context_attention=kind)
     rules = activation_rules(layout.activation_rules, make_mesh(layout, jax.devices()[:2]), *layout.tracing)
     text = f"attention by {kind} over context=2 has no relative positions; use --context-attention all-to-all"
