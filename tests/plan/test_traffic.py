@@ -286,8 +286,8 @@ def test_experts_send_the_bytes_of_theory(capacity):
 
 
 def test_activations_fall_with_context():
-    """One row of 8,192 tokens: half of them on a device, then a quarter."""
-    config = replace(GROUPED, seq=8192, num_layers=2)
+    """One row of 4,096 tokens: half of them on a device, then a quarter."""
+    config = replace(GROUPED, seq=4096, num_layers=2)
     some, many = (program(config, {"context": num}, rows=1).figures.temp_bytes for num in (2, 4))
     assert 4 * many <= 1.1 * 2 * some
 
