@@ -1,6 +1,7 @@
 """`shardtrain inspect` and schedules: the timeline stands behind the table, drawn for what was asked."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,14 +22,24 @@ TINY = (
     "--data.seq",
     "16",
 )
+TINY_RUN = """
+from pathlib import Path
+from shardtrain import Run, Text
+from tiny_language_model import TinyConfig
+
+def run():
+    data = Text(paths=(Path(__file__),), seq=16)
+    return Run(model=TinyConfig(num_layers=2, embed=16, mlp=64, seq=16), data=data, batch=16, steps=1)
+"""
+"""A run file of a model that is traced in a fifth of the time of a decoder."""
 GPT = str(Path(__file__).parents[2] / "examples/gpt_text.py")
 
 
 @pytest.fixture
 def inspected(capsys, monkeypatch):
-    def run(*words, columns=1000):
+    def run(*words, columns=1000, run_file=GPT):
         monkeypatch.setenv("COLUMNS", str(columns))
-        code = cli.main(["inspect", GPT, *words])
+        code = cli.main(["inspect", str(run_file), *words])
         printed = capsys.readouterr()
         refused = printed.err and not printed.err.startswith("programs: ")
         assert code == (2 if refused else 0)
@@ -103,8 +114,10 @@ def test_what_replicas_send_is_counted_by_their_combiner(inspected):
     assert "--islands is 1; one island sends nothing, use 2 or more" in inspected("--islands", "1")
 
 
-def test_stages_of_islands_are_cut_by_time(inspected):
-    words = ("--mesh", "data=1", "--across", "pipeline", "--stages", "time", "--accumulate", "4", *TINY)
+def test_stages_of_islands_are_cut_by_time(inspected, tmp_path):
+    (tmp_path / "tiny.py").write_text(TINY_RUN)
+    inspected = partial(inspected, run_file=tmp_path / "tiny.py")
+    words = ("--mesh", "data=1", "--across", "pipeline", "--stages", "time", "--accumulate", "4")
     text = inspected(*words, "--stage-speeds", "3,1", "--link-speed", "1", "--model.num-layers", "6")
     assert "stages cut by time, by the speeds that were given" in text
     rows = [line.split()[:3] for line in text.splitlines() if line.strip()[:2] in ("0 ", "1 ")]

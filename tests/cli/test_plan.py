@@ -9,7 +9,7 @@ from shardtrain import cli
 from shardtrain.islands.cluster import read_cluster
 from shardtrain.plan.advice.bottleneck import PARTS
 from shardtrain.trainer.strategy import read_strategy
-from tests.cli.test_inspect import TINY
+from tests.cli.test_inspect import TINY, TINY_RUN
 
 GPT = str(Path(__file__).parents[2] / "examples/gpt_text.py")
 CLUSTER = """
@@ -25,23 +25,30 @@ device = { teraflops = 0.02, memory_gb_per_second = 20, memory_gb = 8, price_per
 """
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "tiny_plan.py"
+    path.write_text(TINY_RUN)
+    return str(path)
+
+
 @pytest.fixture
-def planned(capsys, monkeypatch):
+def planned(capsys, monkeypatch, tiny):
     monkeypatch.setenv("COLUMNS", "1000")
 
-    def run(*words, code=0):
-        assert cli.main(["plan", GPT, *TINY, *words]) == code
+    def run(*words, code=0, model=(tiny,)):
+        assert cli.main(["plan", *model, *words]) == code
         printed = capsys.readouterr()
         return printed.out + printed.err
 
     return run
 
 
-def test_a_cluster_becomes_a_strategy_that_a_run_takes(planned, tmp_path, capsys):
+def test_a_cluster_becomes_a_strategy_that_a_run_takes(planned, tiny, tmp_path, capsys):
     cluster, strategy = tmp_path / "cluster.toml", tmp_path / "strategy.toml"
     cluster.write_text(CLUSTER)
-    picture = ["--frontier", str(tmp_path / "frontier.png")]
-    text = planned("--cluster", str(cluster), "--output", str(strategy), "--explain", "--most", "2", *picture)
+    more = ["--remat", "none", "--frontier", str(tmp_path / "frontier.png")]
+    text = planned("--cluster", str(cluster), "--output", str(strategy), "--explain", "--most", "2", *more)
     assert "big: 2 devices" in text
     assert "small: 1 device" in text
     assert "tokens/s; rows of islands" in text
@@ -59,7 +66,7 @@ def test_a_cluster_becomes_a_strategy_that_a_run_takes(planned, tmp_path, capsys
     assert found.predicted["compute_seconds"] > 0 < found.predicted["islands_seconds"]
     assert found.of_island(1, "cpu").layout.mesh == {"data": 1}
     words = ["--strategy", str(strategy), "--island", "0"]
-    assert cli.main(["inspect", GPT, *TINY, *words]) == 0
+    assert cli.main(["inspect", tiny, *words]) == 0
     assert "2 devices" in capsys.readouterr().out
 
 
@@ -68,7 +75,7 @@ def test_what_does_not_fit_is_said(planned, tmp_path):
     cluster.write_text(
         '[[islands]]\nkind = "a"\ndevices = 2\ndevice = { teraflops = 1.0, memory_gb = 0.0001 }\n'
     )
-    text = planned("--cluster", str(cluster), "--output", str(strategy), code=1)
+    text = planned("--cluster", str(cluster), "--output", str(strategy), "--remat", "none", code=1)
     assert "nothing fits: the smallest needs" in text
     assert "too large" in text
     assert not strategy.exists()
@@ -85,7 +92,7 @@ def test_a_pipeline_over_islands_is_not_planned_where_a_run_refuses_it(planned, 
 
 def test_a_known_device_needs_no_file(planned):
     words = ("--devices", "4", "--device", "NVIDIA L4", "--fixed", "tensor=2")
-    text = planned(*words, "--most", "3", "--advise")
+    text = planned(*words, "--most", "3", "--advise", model=(GPT, *TINY))
     # each recomputation on the mesh of the best way, with less memory from one to the next
     advice = text[text.index("devices: efficiency") :]
     rows = [line.split() for line in advice.splitlines() if line.split()[:1] in (["none"], ["full"])]
@@ -176,7 +183,7 @@ def test_layers_are_split_and_the_best_is_compared(planned, tmp_path):
     assert "; megatron (--mesh data=4) " in beside
     assert beside.endswith(" times the best")
     assert "from the outermost level: 4 (2 devices | 2 devices), 2 (1 devices | 1 devices)" in text
-    assert "blocks/mlp/down/kernel[0]" in text
+    assert "blocks/down[0]" in text
     ways = {line.split("  ")[1] for line in text.splitlines() if line.startswith("  ")}
     assert {"accpar", "accpar with copies", "data parallel", "hypar", "megatron", "one weird trick"} <= ways
     assert "no mesh runs it: level 0 computes all layers on both halves: use 2 of its devices" in text

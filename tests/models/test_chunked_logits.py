@@ -147,8 +147,10 @@ def test_a_chunk_below_one_is_refused():
 
 @pytest.mark.parametrize(
     ("mesh", "loss"),
-    [({"data": 1}, next_token_loss), ({"fsdp": 2, "tensor": 2}, REGULARIZED)],
-    ids=["1 device", "4 devices, regularized"],
+    [
+        pytest.param({"data": 1}, next_token_loss, id="1 device", marks=pytest.mark.full),
+        pytest.param({"fsdp": 2, "tensor": 2}, REGULARIZED, id="4 devices, regularized"),
+    ],
 )
 def test_a_step_holds_an_eighth_of_the_logits_at_most(mesh, loss):
     """The compiler's figures: 1,024 tokens a device, chunks of 16."""

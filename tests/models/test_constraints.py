@@ -196,10 +196,14 @@ def sharded(params, dims, mesh):
     return jax.tree.map(put, dims, params, is_leaf=is_dims)
 
 
-# the law of test_central.py is of the first and the last
+# the law of test_central.py is of gpt and linen; test_t5.py and test_collective_matmul.py have
+# encoder-decoders on a mesh, and the other convolutions are those of a resnet
+ELSEWHERE = ("gpt", "linen", "t5", "encoder_decoder", "imagenet_resnet", "vgg")
+
+
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(name, marks=[pytest.mark.full] * (name in ("gpt", "linen"))) for name in (*CASES, "linen")],
+    [pytest.param(name, marks=[pytest.mark.full] * (name in ELSEWHERE)) for name in (*CASES, "linen")],
     indirect=True,
 )
 def test_a_mesh_changes_no_number(case, mesh, quick_jit):

@@ -15,7 +15,7 @@ from shardtrain.models.decoder_block import Block
 from shardtrain.models.encoder_decoder import CrossAttention, DecoderBlock, EncoderBlock, EncoderDecoderConfig
 
 CONFIG = EncoderDecoderConfig(
-    vocab=32, seq=8, embed=16, num_encoder_layers=2, num_decoder_layers=3, num_heads=4, remat="none"
+    vocab=32, seq=8, embed=16, num_encoder_layers=2, num_decoder_layers=2, num_heads=4, remat="none"
 )
 LLAMA = replace(
     CONFIG,
@@ -125,7 +125,7 @@ def test_blocks_hand_on_what_they_do_not_touch(remat):
 def test_encoder_blocks_come_first():
     blocks: Any = nnx.eval_shape(lambda: CONFIG(nnx.Rngs(0))).blocks
     assert isinstance(blocks, nnx.List)
-    assert [type(block) for block in blocks] == [EncoderBlock] * 2 + [DecoderBlock] * 3
+    assert [type(block) for block in blocks] == [EncoderBlock] * 2 + [DecoderBlock] * 2
     assert [block.source_norm is not None for block in blocks[:2]] == [False, True]
 
 
@@ -221,7 +221,7 @@ def in_parts(part):
     """Logits by parts, each a program of its own: the blocks' keys drawn first, shares across both kinds."""
     keys = part(lambda module: module.block_keys())()
     stream = part(lambda module: module.first(SOURCE, TARGET))()
-    for share in (slice(0, 1), slice(1, 4), slice(4, 5)):
+    for share in (slice(0, 1), slice(1, 3), slice(3, 4)):
         own = None if keys is None else keys[share]
         run = lambda module, stream, keys, share=share: module.run(module.blocks[share], stream, keys)  # noqa: E731
         stream = part(run)(stream, own)
@@ -253,7 +253,7 @@ class TestDropout:
         monkeypatch.setattr(nnx.Dropout, "__call__", lambda _, x, rngs: used.append(rngs) or x)
         seeded(DROPOUT, pure(CONFIG).params, 7)(SOURCE, TARGET)
         data = {tuple(jax.random.key_data(key).tolist()) for key in used}
-        assert len(data) == len(used) == 2 + 2 * 2 + 3 * 3
+        assert len(data) == len(used) == 2 + 2 * 2 + 2 * 3
 
 
 def test_tied_equals_untied_with_the_embedding_as_head(pure, logits_of, quick_jit):
@@ -268,28 +268,6 @@ def test_bfloat16_is_close_and_returns_float32(pure, quick_jit, logits_of):
     exact = logits_of(LLAMA, SOURCE, TARGET)
     assert rounded.dtype == jnp.float32
     assert 1e-4 < np.abs(rounded - exact).max() / np.abs(exact).max() < 5e-2
-
-
-def test_training_lowers_the_loss(quick_jit):
-    """Of a target to be read off the source, with nothing of it given."""
-    config = replace(CONFIG, num_encoder_layers=1, num_decoder_layers=1)
-    graph, state = nnx.split(quick_jit(lambda: config(nnx.Rngs(0)))())
-
-    def loss(state):
-        logits = nnx.merge(graph, state)(TARGET, jnp.zeros_like(TARGET))
-        return -(jax.nn.log_softmax(logits) * jax.nn.one_hot(TARGET, 32)).sum(-1).mean()
-
-    @quick_jit
-    def step(state):
-        value, gradient = jax.value_and_grad(loss)(state)
-        return value, jax.tree.map(lambda p, g: p - 0.5 * g, state, gradient)
-
-    losses = []
-    for _ in range(10):
-        value, state = step(state)
-        losses.append(float(value))
-    assert losses[0] == pytest.approx(math.log(32), abs=0.1)
-    assert losses[-1] < 0.9 * losses[0]
 
 
 @pytest.mark.parametrize(("source", "target", "length"), [(9, 8, 9), (6, 12, 12)])

@@ -62,7 +62,11 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+# groups have a test of their own
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.full] * (name in ("all", "groups"))) for name in MIXTURES],
+)
 def test_a_mixture_is_the_weighted_sum_of_all_experts(name, monkeypatch):
     if name == "ragged":
         monkeypatch.setattr(experts_products, "target_devices", list)
@@ -156,7 +160,7 @@ def test_losses_of_routers_are_those_of_the_papers(over):
 
 def test_a_loss_gets_the_outputs_alone_and_routers_are_added_in_training():
     model = from_nnx(replace(CONFIG, experts="num=4,top=2,capacity=0.5,balance=0.5"))
-    params, state = model.init(jax.random.key(0))
+    params, state = jax.jit(model.init)(jax.random.key(0))
     batch = {
         "tokens": jax.random.randint(jax.random.key(1), (4, 9), 0, 16),
         "weights": jnp.array([1.0, 1, 1, 0]),

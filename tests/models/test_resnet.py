@@ -170,14 +170,14 @@ def loss_and_gradient(pure, quick_jit):
 FULL = pytest.mark.full
 
 
-# a group norm has no statistics, which is where the two could differ from a batch norm
+# a group norm has no statistics, which is where the two could differ from a batch norm; stacks are recomputed
 @pytest.mark.parametrize(
     ("config", "remat", "scan"),
     [
         pytest.param(CONFIG, True, True, id="group-remat-scan", marks=FULL),
         pytest.param(CONFIG, True, False, id="group-remat", marks=FULL),
         pytest.param(CONFIG, False, False, id="group", marks=FULL),
-        pytest.param(BATCH_NORM, True, True, id="batch-remat-scan"),
+        pytest.param(BATCH_NORM, True, True, id="batch-remat-scan", marks=FULL),
         pytest.param(BATCH_NORM, True, False, id="batch-remat", marks=FULL),
         pytest.param(BATCH_NORM, False, False, id="batch"),
     ],
@@ -221,7 +221,7 @@ def first_step(quick_jit):
             logits, running = model.apply(params, running, jax.random.key(0), True, jnp.asarray(IMAGES))
             return -jax.nn.log_softmax(logits)[jnp.arange(6), LABELS].mean(), running
 
-        params, running = quick_jit(model.init)(jax.random.key(0))
+        params, running = model.init(jax.random.key(0))
         (value, running), grads = quick_jit(jax.value_and_grad(loss, has_aux=True))(params, running)
         trees = [{**tree, "blocks": one_by_one(tree.get("blocks", {}))} for tree in (params, grads, running)]
         return float(value), trees
@@ -329,25 +329,6 @@ def test_running_statistics_change_in_training_alone(pure, quick_jit):
     ):
         assert np.abs(new - old).min() > 0, path
     assert np.abs(logits - evaluated).max() > 0.1
-
-
-def test_training_lowers_the_loss(quick_jit):
-    graph, state = nnx.split(quick_jit(lambda: SHALLOW(nnx.Rngs(0)))())
-
-    def loss(state):
-        logits = nnx.merge(graph, state)(jnp.asarray(IMAGES))
-        return -jax.nn.log_softmax(logits)[jnp.arange(6), LABELS].mean()
-
-    @quick_jit
-    def step(state):
-        value, gradient = jax.value_and_grad(loss)(state)
-        return value, jax.tree.map(lambda p, g: p - 0.1 * g, state, gradient)
-
-    losses = []
-    for _ in range(6):
-        value, state = step(state)
-        losses.append(float(value))
-    assert losses[-1] < 0.6 * losses[0]
 
 
 def test_bfloat16_is_close_and_returns_float32(pure, quick_jit):

@@ -69,6 +69,9 @@ def test_files_come_back_bitwise(golden, folder, tmp_path):
     assert read_config(again)[1] == found.config
 
 
+@pytest.mark.parametrize(
+    "golden", ["resnet18", pytest.param("resnet50", marks=pytest.mark.full)], indirect=True
+)
 def test_a_checkpoint_has_the_statistics_and_is_exported_with_them(golden, folder, tmp_path, capsys):
     _, state, images, logits = golden
     assert import_checkpoint(Import(folder=folder, out=tmp_path / "in")) == 0
@@ -85,7 +88,9 @@ def test_a_checkpoint_has_the_statistics_and_is_exported_with_them(golden, folde
     )
 
 
-@pytest.mark.parametrize("depth", [18, 34, 50, 101, 152])
+@pytest.mark.parametrize(
+    "depth", [18, 34, 50, *(pytest.param(depth, marks=pytest.mark.full) for depth in (101, 152))]
+)
 def test_every_array_of_each_depth_has_a_place(depth):
     """Shapes alone: each parameter and statistic of the model is written, and read again."""
     config = ImageNetResNetConfig(depth=depth, filters=2, classes=3, height=48, width=64, colours=1)

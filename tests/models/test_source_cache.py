@@ -34,11 +34,6 @@ ROWS = np.arange(8)
 KEY = jax.random.key(0)
 
 
-@pytest.fixture(scope="module", params=CONFIGS.values(), ids=list(CONFIGS))
-def config(request):
-    return request.param
-
-
 def read_in_parts(read, params):
     """Logits of targets whose first tokens are read at once, as many as each has, then two one by one."""
     logits, cache = read(params, SOURCE, TARGET[:, :5], MASK, NewCache(9), COUNTS)
@@ -50,6 +45,14 @@ def read_in_parts(read, params):
     return np.stack(found), cache
 
 
+# the mesh has relative positions, and its logits are compared with those of one device
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=name, marks=[pytest.mark.full] * (name == "learned"))
+        for name, config in CONFIGS.items()
+    ],
+)
 def test_logits_are_those_of_whole_targets(config, pure, quick_jit):
     """With sources of several lengths, which are read once."""
 
@@ -85,7 +88,8 @@ def test_a_mesh_shards_rows_and_heads_of_both_caches(pure, quick_jit):
 @pytest.mark.parametrize(
     ("config", "sampling"),
     [
-        (replace(LEARNED, tied=False), Sampling(temperature=0.0)),
+        # of transformers too, in test_t5.py
+        pytest.param(replace(LEARNED, tied=False), Sampling(temperature=0.0), marks=pytest.mark.full),
         (RELATIVE, Sampling(temperature=2.0, top_k=9)),
     ],
     ids=["greedy", "drawn"],

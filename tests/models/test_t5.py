@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from shardtrain import TokenPairs, build, from_nnx, load
+from shardtrain import TokenPairs, from_nnx, load
 from shardtrain.cli.checkpoint_files import Export, Import, export_checkpoint, import_checkpoint
 from shardtrain.cli.run_file import load_run
 from shardtrain.functional.activation_rules import activation_rules
@@ -39,7 +40,7 @@ SMALL = EncoderDecoderConfig(
     positions="relative", norm="rmsnorm", eps=1e-6, activation="relu", bias=False, query_scale=1.0,
     head_scale=0.25, relative_buckets=8, relative_distance=10,
 )  # fmt: skip
-LAW = replace(SMALL, seq=8, num_encoder_layers=1, num_decoder_layers=2, tied=False, remat="none")
+LAW = replace(SMALL, seq=8, num_encoder_layers=1, num_decoder_layers=1, tied=False, remat="none")
 EXPECTED = {"t5": SMALL, "t5_v1_1": replace(SMALL, activation="geglu", tied=False, head_scale=None)}
 
 
@@ -251,12 +252,12 @@ def test_what_the_family_has_not_is_refused(changes, problem):
 @pytest.mark.parametrize("kind", ["ring", "all-gather"])
 def test_rings_over_a_mesh_axis_are_refused(kind):
     """With the change to make, while the step is traced."""
-    model, tokens = build(replace(SMALL, seq=8)), np.zeros((2, 8), np.int32)
+    tokens = jnp.zeros((2, 8), jnp.int32)
     layout = Layout(mesh={"context": 2}, context_attention=kind)
     rules = activation_rules(layout.activation_rules, make_mesh(layout, jax.devices()[:2]), *layout.tracing)
     text = f"attention by {kind} over context=2 has no relative positions; use --context-attention all-to-all"
     with rules, pytest.raises(ValueError, match=text):
-        jax.eval_shape(lambda: model(tokens, tokens))
+        jax.eval_shape(lambda: LAW(nnx.Rngs(0))(tokens, tokens))
 
 
 @pytest.mark.parametrize(
@@ -296,33 +297,3 @@ def plain():
         "source_mask": mask,
     }
     return batch, gradients(batch, Layout(mesh={"data": 1}), 1)
-
-
-def test_it_learns_and_so_do_its_distances(quick_jit):
-    model = from_nnx(replace(SMALL, seq=8, num_encoder_layers=1, num_decoder_layers=1))
-    params, _ = model.init(jax.random.key(0))
-    tokens = np.random.default_rng(0).integers(1, 32, (4, 7), dtype=np.int32)
-    batch = {
-        "source": tokens,
-        "target": np.c_[np.zeros(4, np.int32), tokens],
-        "weights": np.ones(4, np.float32),
-    }
-    batch["source_mask"] = np.ones((4, 7), np.int32)
-
-    def loss(params):
-        apply = lambda *inputs: model.apply(params, {}, jax.random.key(0), False, *inputs)[0]  # noqa: E731
-        total, count = translation_loss(apply, batch)
-        return total / count
-
-    @quick_jit
-    def step(params):
-        value, gradient = jax.value_and_grad(loss)(params)
-        return value, jax.tree.map(lambda p, g: p - 0.5 * g, params, gradient)
-
-    losses = []
-    for _ in range(30):
-        value, params = step(params)
-        losses.append(float(value))
-    assert losses[-1] < 0.9 * losses[0]
-    table = params["source_relative"]
-    assert jnp.abs(table - model.init(jax.random.key(0))[0]["source_relative"]).max() > 0

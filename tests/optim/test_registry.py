@@ -110,10 +110,11 @@ def check_layers(name: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 class TestOptimizer:
     def test_it_takes_the_norm_that_a_step_has_computed(self, name):
-        optimizer, _ = make_optimizer(replace(options(name), clip=1.0), 10, DIMS)
+        dims, params, grads = ({"head": tree["head"]} for tree in (DIMS, PARAMS, GRADS[0]))
+        optimizer, _ = make_optimizer(replace(options(name), clip=1.0), 10, dims)
         assert isinstance(optimizer, TakesNorm)
-        state, norm = optimizer.init(PARAMS), optax.tree.norm(GRADS[0])
-        found = (optimizer.update(GRADS[0], state, PARAMS, grad_norm=given)[0] for given in (None, norm))
+        state, norm = optimizer.init(params), optax.tree.norm(grads)
+        found = (optimizer.update(grads, state, params, grad_norm=given)[0] for given in (None, norm))
         jax.tree.map(np.testing.assert_array_equal, *found)
         some, _ = make_optimizer(replace(options(name), clip=1.0), 10, DIMS, frozen={"head"})
         assert isinstance(some, TakesNorm)

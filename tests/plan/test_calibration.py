@@ -20,6 +20,7 @@ from shardtrain.plan.space import Space, allowed_choices
 from shardtrain.trainer.planned import subjects_of
 
 DEVICES = 8
+SPACE = Space(accumulates=(1, 4), remats=("none", "full"))
 START = Machine(
     rates=Rates(flops_per_second=1e9, memory_bytes_per_second=1e9, kernel_seconds=1e-5),
     device_link=Link(bytes_per_second=1e9, latency_seconds=1e-5),
@@ -37,7 +38,7 @@ def test_a_fit_finds_the_times_of_another_machine(subject):
     link = Link(bytes_per_second=3e8, latency_seconds=4e-5)
     rates = Rates(flops_per_second=3e9, memory_bytes_per_second=5e8, kernel_seconds=3e-5)
     true = replace(START, rates=rates, device_link=link)
-    every, _ = allowed_choices(subject, DEVICES, Space())
+    every, _ = allowed_choices(subject, DEVICES, SPACE)
     probes = [every[i] for i in spread(predictions(subject, START, DEVICES, every), 6)]
 
     def seconds(machine, choices=probes):
@@ -55,7 +56,7 @@ def test_a_fit_finds_the_times_of_another_machine(subject):
 
 
 def test_probes_differ_and_are_no_slow_ones(subject):
-    every, _ = allowed_choices(subject, DEVICES, Space())
+    every, _ = allowed_choices(subject, DEVICES, SPACE)
     predicted = predictions(subject, START, DEVICES, every)
     chosen = spread(predicted, 6)
     totals = [each.seconds.total for each in predicted]

@@ -12,7 +12,7 @@ from shardtrain.plan.hlo.collectives import ALL_GATHER, Collective
 from shardtrain.plan.hlo.flops import matrix_flops
 from shardtrain.report.plan_compiled import flagged
 from shardtrain.sharding.specs import Row
-from tests.cli.test_inspect import GPT, TINY
+from tests.cli.test_inspect import TINY_RUN
 
 
 def flops_of(function, *shapes):
@@ -94,12 +94,13 @@ def test_whole_and_gathered_parameters_are_flagged():
     assert list(flagged(rows[1:], nothing, zero=3, num_devices=4)) == []
 
 
-def test_a_plan_is_compiled_beside_its_prediction(capsys, monkeypatch):
+def test_a_plan_is_compiled_beside_its_prediction(capsys, monkeypatch, tmp_path):
+    (tmp_path / "tiny.py").write_text(TINY_RUN)
     monkeypatch.setenv("COLUMNS", "1000")
     machine = ["--devices", "2", "--device", "NVIDIA L4", "--link", "10", "--most", "1"]
 
     def planned(*words):
-        code = cli.main(["plan", GPT, *TINY, *machine, *words])
+        code = cli.main(["plan", str(tmp_path / "tiny.py"), *machine, *words])
         printed = capsys.readouterr()
         return code, printed.out + printed.err
 

@@ -122,8 +122,9 @@ def test_context_is_searched_where_it_is_named(subject):
     assert kinds(meshes(-1, "all-gather", pipeline=1)) == {"all-gather"}
     assert sizes(meshes(2, "all-gather", pipeline=1)) == {2}
     # by the run's own checks: 4 heads, and an odd ring inside a pipeline
-    assert sizes(meshes(-1, "all-to-all", pipeline=1)) == {1, 2, 4}
-    refused = meshes(-1, "all-to-all", pipeline=1).refused["--mesh context=8 --context-attention all-to-all"]
+    exchanged = meshes(-1, "all-to-all", pipeline=1)
+    assert sizes(exchanged) == {1, 2, 4}
+    refused = exchanged.refused["--mesh context=8 --context-attention all-to-all"]
     assert "4 heads of a device cannot be split over 8; use a context that divides them" in refused
     staged = {"pipeline", "context"}
     rings = [each.choice.layout for each in every.ranked if each.choice.layout.mesh.keys() >= staged]
@@ -197,7 +198,8 @@ def test_a_balanced_exchange_is_two_messages():
     assert messages(causal=True, backward=True) == 8
 
 
-@pytest.mark.parametrize("window", [None, 5])
+# bytes of a ring without a window in stages: test_traffic.py
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.full), 5])
 def test_a_ring_in_stages_is_planned_as_it_is_compiled(window):
     """Each tick counts all segments; a window's neighbour is reached in two exchanges."""
     # loops of one block would be left out, and keys that are there twice merged

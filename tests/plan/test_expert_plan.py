@@ -64,7 +64,7 @@ def bounded():
 @pytest.mark.parametrize(
     ("experts", "mesh", "accumulate", "remat"),
     [
-        (BOUNDED, {"expert": 2, "tensor": 2}, 1, "weights"),
+        pytest.param(BOUNDED, {"expert": 2, "tensor": 2}, 1, "weights", marks=pytest.mark.full),
         (BOUNDED, {"fsdp": 2, "expert": 2}, 2, "none"),
         # 16 positions of a device, and room for 24 tokens in an expert
         (BOUNDED, {"context": 4}, 1, "none"),

@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from tiny_language_model import TinyConfig
 
 from shardtrain import Text, next_token_loss
 from shardtrain.functional.nnx_model import as_model
-from shardtrain.functional.remat import with_remat
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.islands.options import Across
-from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.island_pipelines import IslandPipelines
 from shardtrain.plan.island_stages import plan_stages
 from shardtrain.plan.islands import plan_cluster
@@ -25,7 +24,7 @@ from shardtrain.trainer.config import Run
 from shardtrain.trainer.planned import staged_strategy
 from shardtrain.trainer.strategy import Strategy, read_strategy, strategy_text
 
-CONFIG = DecoderConfig(vocab=64, seq=32, embed=32, num_layers=4, num_heads=4, mlp=128)
+CONFIG = TinyConfig(vocab=64, seq=32, embed=32, num_layers=4, mlp=192)
 SPACE = Space(remats=("none",))
 
 
@@ -36,7 +35,7 @@ def subject():
         "weights": jax.ShapeDtypeStruct((16,), jnp.float32),
     }
     return Subject(
-        model=lambda remat: as_model(with_remat(CONFIG, remat)),
+        model=lambda remat: as_model(CONFIG),
         loss=next_token_loss,
         optimizer=optax.adamw(1e-3),
         batch=batch,

@@ -137,7 +137,9 @@ LAYOUTS = {
 
 # two axes of replicas have a case with ZeRO 1, ZeRO 2 one with fsdp alone, and microbatches over fsdp one
 # beside two other axes; the linen decoder has the dims of the other, test_constraints.py
-PAIRS_ELSEWHERE = ("data and fsdp, zero 2", "fsdp, microbatches", "tensor, linen")
+PAIRS_ELSEWHERE = (
+    *("data", "data and fsdp, zero 2", "fsdp", "fsdp, microbatches", "fsdp, zero 1", "tensor, linen"),
+)
 NAMES = [pytest.param(name, marks=[pytest.mark.full] * (name in PAIRS_ELSEWHERE)) for name in LAYOUTS]
 
 
@@ -187,7 +189,7 @@ def test_a_block_reduces_four_times_over_tensor(sequence_sharded):
         (TIED, DATA, 3),
         (UNTIED, MIXED, 3),
         (TIED, FSDP, 2),
-        (PLAIN, FSDP, 1),
+        pytest.param(PLAIN, FSDP, 1, marks=pytest.mark.full),
         (TIED, MIXED, 1),
     ],
 )
@@ -284,8 +286,8 @@ def test_experts_send_the_bytes_of_theory(capacity):
 
 
 def test_activations_fall_with_context():
-    """One row of 32,768 tokens: half of them on a device, then a quarter."""
-    config = replace(GROUPED, seq=32_768, num_layers=2)
+    """One row of 4,096 tokens: half of them on a device, then a quarter."""
+    config = replace(GROUPED, seq=4096, num_layers=2)
     some, many = (program(config, {"context": num}, rows=1).figures.temp_bytes for num in (2, 4))
     assert 4 * many <= 1.1 * 2 * some
 

@@ -127,7 +127,7 @@ class GemmaConfig:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 4
-    window: tuple[int | None, ...] = (4, None)
+    window: tuple[int | None, ...] = (4,)
     softcap: float = 30.0
     shd_config: ShardingConfig = dataclasses.field(default_factory=ShardingConfig.default)
 
@@ -326,7 +326,7 @@ class ResNetBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    stage_sizes: tuple[int, ...] = (1, 1)
+    stage_sizes: tuple[int, ...] = (1,)
     num_classes: int = 4
     num_filters: int = 4
     axis_name: str | None = None

@@ -104,7 +104,7 @@ class ConvNeXtBlock(nnx.Module):
 class ConvNeXt(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.stem = nnx.Conv(3, 8, (2, 2), strides=(2, 2), rngs=rngs)
-        self.blocks = nnx.Sequential(*(ConvNeXtBlock(8, rate, rngs=rngs) for rate in (0.1, 0.3)))
+        self.blocks = nnx.Sequential(ConvNeXtBlock(8, 0.3, rngs=rngs))
         self.head = nnx.Linear(8, 3, rngs=rngs)
 
     def __call__(self, x):

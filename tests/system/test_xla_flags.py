@@ -77,11 +77,10 @@ EARLY = """
 import jax.numpy as jnp
 from shardtrain import Run
 from shardtrain.data import Text
-from shardtrain.models.decoder import DecoderConfig
+from tiny_language_model import TinyConfig
 assert jnp.ones(3).sum() == 3
 def run():
-    model = DecoderConfig(vocab=256, seq=8, embed=8, num_layers=1, num_heads=1)
-    return Run(model=model, data=Text(seq=8))
+    return Run(model=TinyConfig(), data=Text(seq=8))
 """
 
 
