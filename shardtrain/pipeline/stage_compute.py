@@ -98,8 +98,7 @@ class StageCompute:
         # without the constraint XLA slices a sharded sequence from the batch by a permute, which waits for
         # all stages
         inputs = self.shard_rows(model_inputs(self.loss, self.microbatch(number), self.rng(number)))
-        entering = self.chain.first(rest, {}, self.rng(number), self.train, *inputs)[0]
-        return self.shard_rows(entering)
+        return self.chain.first(rest, {}, self.rng(number), self.train, *inputs)[0]
 
     def first_block(self, chunk: Any) -> Any:
         """Return the index of a chunk's first block among the stacked blocks of this stage."""
