@@ -69,9 +69,9 @@ def check_permutes(program: jax.stages.Lowered) -> None:
     if found := permutes_in_branches(program.compile().as_text() or ""):
         raise problems_error(
             "a pipeline over sharded sequences in one mesh needs a program whose stages send no parts of them"
-            " by permutes, and this one does. Where a loss, metric or model shifts positions, as in"
-            ' batch["tokens"][:, 1:], use shardtrain.functional.next_tokens.without_first(batch["tokens"]),'
-            " or whole sequences, by flax.linen.with_logical_constraint(x, ('batch', None)); or use --across"
-            " pipeline, or context=1 and no --sequence-sharded",
+            " by permutes, and this one does. Where a loss, metric or model shifts positions of what the"
+            " model computes, as in logits[:, 1:], use whole sequences, by"
+            " flax.linen.with_logical_constraint(x, ('batch', None, 'vocab')), or positions of the batch; or"
+            " use --across pipeline, or context=1 and no --sequence-sharded",
             found,
         )

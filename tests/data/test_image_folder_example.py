@@ -6,6 +6,7 @@ import itertools
 import math
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from shardtrain.cli.run_file import load_run
@@ -35,6 +36,7 @@ def test_a_vision_transformer_learns_the_shapes(tmp_path, one_device):
     ] == [(name, 200) for name in ("circle", "cross", "ring", "square", "triangle")]
 
 
+@pytest.mark.full
 def test_a_resnet_trains_on_the_same_files(tmp_path, one_device):
     """Mixed labels and a group norm, as the example has them; fewer layers, of the same kinds."""
     run = load_run(f"{EXAMPLE}:resnet")

@@ -158,6 +158,7 @@ def test_context_is_searched_for_long_sequences_alone(subject, monkeypatch):
     assert sizes() == {1}
 
 
+@pytest.mark.full
 def test_memory_of_long_sequences_over_context():
     """Scores exist in blocks, which loops give the same memory, five arrays of them in programs for CPU."""
     long = subject_of(replace(CONFIG, seq=2048, num_layers=1), rows=1)

@@ -285,6 +285,7 @@ def test_experts_send_the_bytes_of_theory(capacity):
     assert found == pytest.approx(expected, rel=0.02 if capacity else 0.06)
 
 
+@pytest.mark.full
 def test_activations_fall_with_context():
     """One row of 4,096 tokens: half of them on a device, then a quarter."""
     config = replace(GROUPED, seq=4096, num_layers=2)

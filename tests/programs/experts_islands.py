@@ -1,4 +1,4 @@
-"""Train mixtures of experts on two islands: as replicas, by deltas, and as stages of a pipeline."""
+"""Train mixtures of experts on two islands: as replicas, and as stages of a pipeline."""
 
 import io
 import sys
@@ -10,7 +10,6 @@ import numpy as np
 from fine_tuning import CONSTANT, run_of
 from rich.console import Console
 
-from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
 from shardtrain.models.decoder import DecoderConfig
@@ -28,7 +27,6 @@ MODEL = DecoderConfig(
 MESH = Layout(mesh={"expert": 2, "data": -1})
 CASES = {
     "replicas": (MODEL, Strategy(layout=MESH)),
-    "deltas": (MODEL, Strategy(synchronisation=Synchronisation(on="deltas"))),
     "stages": (MODEL, Strategy(across=Across(axis="pipeline"), accumulate=2)),
     "bias": (replace(MODEL, num_layers=1, experts="num=4,top=2,bias=0.01,over=batch"), Strategy(layout=MESH)),
 }

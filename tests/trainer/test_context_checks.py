@@ -23,8 +23,9 @@ class Windows:
 
 
 def own_loss(apply, batch):
-    targets = batch["tokens"][:, 1:]
-    return st.cross_entropy(apply(batch["tokens"][:, :-1]), targets, batch["weights"][:, None] + 0 * targets)
+    targets = batch["tokens"][:, 2:]
+    logits = apply(batch["tokens"][:, :-1])[:, 1:]
+    return st.cross_entropy(logits, targets, batch["weights"][:, None] + 0 * targets)
 
 
 def test_a_loss_that_shifts_sequences_is_refused_in_stages(tmp_path):
@@ -38,7 +39,7 @@ def test_a_loss_that_shifts_sequences_is_refused_in_stages(tmp_path):
         strategy=st.Strategy(layout=layout, accumulate=2),
         run_dir=tmp_path,
     )
-    with pytest.raises(ValueError, match=r"next_tokens\.without_first.*\n  - collective-permute"):
+    with pytest.raises(ValueError, match=r"as in logits\[:, 1:\].*\n  - collective-permute"):
         st.train(run)
 
 

@@ -26,7 +26,11 @@ def alone(text, tmp_path_factory, mpiexec):
     return read_jsonl(folder / "whole" / "metrics.jsonl")
 
 
-@pytest.mark.parametrize(("num_ranks", "devices"), [(2, 2), (4, 1)], ids=["2 stages", "2 pipelines of 2"])
+# the step of two pipelines of two stages is tested in train_step/test_stage_step.py
+@pytest.mark.parametrize(
+    ("num_ranks", "devices"),
+    [pytest.param(2, 2, id="2 stages"), pytest.param(4, 1, id="2 pipelines of 2", marks=pytest.mark.full)],
+)
 def test_stages_train_as_one_device_does_and_resume(num_ranks, devices, text, alone, mpiexec, tmp_path):
     found = mpiexec(num_ranks, PROGRAM, text, tmp_path, 2, devices=devices)
     assert found == ["step_00000006.part-0-of-2 step_00000006.part-1-of-2"] * num_ranks

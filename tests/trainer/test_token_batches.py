@@ -35,7 +35,7 @@ def alone(tmp_path_factory, mpiexec):
     ("ranks", "shares", "devices", "microbatches"),
     [
         # 7 and 15 rows do not divide: they are padded
-        pytest.param(1, "1", 4, 2, id="one island, padded"),
+        pytest.param(1, "1", 4, 2, id="one island, padded", marks=pytest.mark.full),
         pytest.param(2, "3,1", 1, 1, id="2 islands", marks=pytest.mark.full),
         pytest.param(3, "2,0,1", 1, 2, id="3 islands, one empty"),
         pytest.param(4, "1,2,3,4", 1, 1, id="4 islands", marks=pytest.mark.full),
