@@ -5,8 +5,7 @@ at most `num_tokens` are added; `extend(token_B, memory)` reads one more token o
 logits of what follows, (batch, vocab), and the memory, a pytree.
 """
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -22,7 +21,22 @@ def reader_of(model: Any, *, seq: int, cached: bool, begin: int | None) -> Any:
     return Cached(model) if cached else Windowed(model, seq)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["model"], meta_fields=[])
+def _node(reader: Any) -> Any:
+    """Register a class of readers as a pytree whose leaves are those of its model.
+
+    To jax 0.10 two classes of `register_dataclass` with equal fields are one, and the program of one reader
+    was, rarely, run for another.
+    """
+    names = [field.name for field in fields(reader) if field.name != "model"]
+    jax.tree_util.register_pytree_node(
+        reader,
+        lambda each: ((each.model,), tuple(getattr(each, name) for name in names)),
+        lambda others, model: reader(*model, *others),
+    )
+    return reader
+
+
+@_node
 @dataclass(frozen=True)
 class Cached:
     """Reads tokens with a cache; its memory is that."""
@@ -36,7 +50,7 @@ class Cached:
         return self.model(token_B[:, None], None, memory, None)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["model"], meta_fields=["seq"])
+@_node
 @dataclass(frozen=True)
 class Windowed:
     """Reads the last tokens of each row again; its memory is all tokens, and how many each row has."""
@@ -62,7 +76,7 @@ class Windowed:
         return logits_BV, (tokens_BS, lengths_B)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["model"], meta_fields=["begin"])
+@_node
 @dataclass(frozen=True)
 class Targets:
     """Reads sources once, and tokens of targets with a cache (`source_cache.py`), which is its memory."""
@@ -78,7 +92,7 @@ class Targets:
         return self.model(None, token_B[:, None], None, memory)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["model"], meta_fields=["begin"])
+@_node
 @dataclass(frozen=True)
 class WholeTargets:
     """Reads source and target again for each token; its memory is both."""
