@@ -7,7 +7,7 @@ loss ignores. Next: `first_batch.py`, whose checks compute the loss of two rows.
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -72,8 +72,9 @@ def check_trace(
     if coupled:
         # a dim inside the model may be a multiple of one prime by chance
         other = next(each for each in reversed(PRIMES) if each != prime)
-        again = coupling_warnings(trace_loss(model, loss, batch, 2 * other), other, num_parts)
-        coupled = [text for text in coupled if text in again]
+        with suppress(UserCodeFailed, ValueError):  # the model may not take so many rows
+            again = coupling_warnings(trace_loss(model, loss, batch, 2 * other), other, num_parts)
+            coupled = [text for text in coupled if text in again]
     warned = [*_unweighted(first.jaxpr, list(batch)), *_row_constants(once, prime), *promoted, *coupled]
     warned += state_warnings(first, abstract[1], len(batch), num_parts, num_microbatches)
     return LossFindings(_differences(once, equations(second)), warned)

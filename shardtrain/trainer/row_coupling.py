@@ -1,4 +1,4 @@
-"""Find where rows of a batch meet each other in the traced program of a loss, before the first step.
+"""Find where rows of a batch depend on each other in the traced program of a loss, before the first step.
 
 Replicas, microbatches and islands have rows of their own. What is computed from several rows, but for the
 sums that a loss returns, is then not what one device computes. Next: `loss_trace.py`, which traces it.
@@ -35,7 +35,7 @@ NORMALIZATION = "normalization.py"
 
 
 def coupling_warnings(traced: Any, prime: int, num_parts: int) -> list[str]:
-    """Return a warning for each line of a user at which rows meet.
+    """Return a warning for each line of a user at which rows depend on each other.
 
     Args:
       traced: the program of a loss for `2 * prime` rows, a ClosedJaxpr; other dims are no multiples of it.
@@ -67,7 +67,8 @@ def state_warnings(
       num_microbatches: parts that one replica computes one after the other.
     """
     jaxpr, paths = traced.jaxpr, [path_text(path) for path, _ in jax.tree.leaves_with_path(model_state)]
-    if not paths:
+    # behind the sum, the count and metrics; a loss need not call the model
+    if not paths or len(jaxpr.outvars) < 2 + len(paths):
         return []
     before = jaxpr.invars[-num_arrays - len(paths) : -num_arrays]
     groups = [int(number >= len(jaxpr.invars) - num_arrays) for number in range(len(jaxpr.invars))]
@@ -93,7 +94,7 @@ def state_warnings(
 
 
 class _Coupling:
-    """Lines at which rows meet, and what happens there."""
+    """Lines at which rows depend on each other, and how."""
 
     def __init__(self, prime: int):
         self.prime = prime
@@ -138,7 +139,7 @@ class _Coupling:
         return [not hasattr(v, "val") and v in known for v in jaxpr.outvars]
 
     def _what(self, equation: Any, reads_sum: bool, is_number: bool) -> str:
-        """Say how rows meet in an operation; nothing if they do not."""
+        """Say how rows depend on each other in an operation; nothing if they do not."""
         name, params, output = equation.primitive.name, equation.params, equation.outvars[0]
         rows = self.rows_of(output)
         if name == "scan" and params["length"] % self.prime == 0:

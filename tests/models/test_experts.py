@@ -305,7 +305,9 @@ def test_a_loss_in_chunks_counts_the_rows_of_routers():
     batch = {"tokens": jnp.zeros((2, CONFIG.seq + 1), jnp.int32), "weights": jnp.ones((2, CONFIG.seq + 1))}
 
     def loss_sum(params):
-        apply = lambda *inputs: model.apply(params, {}, jax.random.key(0), True, *inputs)[0]  # noqa: E731
+        def apply(*inputs):
+            return model.apply(params, {}, jax.random.key(0), True, *inputs)[0]
+
         return summed_loss(next_token_loss, apply, batch, rng=jax.random.key(0))[0]
 
     jax.eval_shape(lambda p: jax.jvp(loss_sum, (p,), (p,))[1], params)

@@ -301,6 +301,12 @@ def integer_loss(apply, batch):
     return -(values * weights).sum(), weights.sum()
 
 
+def test_a_loss_that_cuts_positions_out_of_the_batch_gives_the_plain_step(assert_same):
+    """XLA cut them out of shards, by permutes."""
+    mesh = {"pipeline": 2, "context": 2, "tensor": 2}
+    assert_same(gradients(words(), mesh, 5, context_attention="all-gather"), plain())
+
+
 @pytest.mark.parametrize("others", [("context", "tensor"), ("context", "fsdp"), ("data", "tensor")])
 def test_lookups_of_users_give_the_plain_step(others, assert_same):
     """XLA's partitioner ended the process, or looked up by permutes for which stages wait."""

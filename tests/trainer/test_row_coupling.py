@@ -1,4 +1,4 @@
-"""Rows that meet each other are told by line where a batch is split, and nothing else is."""
+"""Where a batch is split, a warning names each line at which its rows depend on each other, and no other."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ def warnings(loss, num_parts, model: Any = Net, batch=BATCH, num_microbatches=1)
 
 
 @pytest.mark.parametrize("name", COUPLED)
-def test_rows_that_meet_are_told_by_line(name):
+def test_the_line_of_dependent_rows_is_named(name):
     loss, what = COUPLED[name]
     text = "\n".join(warnings(loss, 6))
     assert what in text
@@ -99,7 +99,7 @@ class Kept(Net):
         return super().__call__(x)
 
 
-def test_state_that_each_part_changes_is_told():
+def test_state_that_each_part_changes_is_named():
     assert warnings(plain, 1, Kept) == []
     (text,) = warnings(plain, 4, Kept)
     assert "a call of the model changes seen; each of the 4 parts" in text
@@ -107,7 +107,11 @@ def test_state_that_each_part_changes_is_told():
     assert "changes calls, seen; each of the 2 parts" in text
 
 
-def test_nothing_is_told_of_rows_of_their_own():
+def test_a_loss_need_not_call_a_model_with_state():
+    assert warnings(lambda apply, batch: (batch["weights"].sum(),) * 2, 2, Kept) == []
+
+
+def test_independent_rows_give_no_warning():
     """Nor of batch norms, labels by numbers of rows, loops over time, and experts of this library."""
     assert warnings(plain, 2) == []
     config = DecoderConfig(
