@@ -83,7 +83,9 @@ class Grown(Tokens):
         return Tokens().train(folder)[: self.num_train]
 
 
-@pytest.mark.parametrize("change", ["another number", "other contents", "none"])
+@pytest.mark.parametrize(
+    "change", ["another number", pytest.param("other contents", marks=pytest.mark.full), "none"]
+)
 def test_the_best_step_is_that_of_the_held_out_data_of_now(change, tmp_path, monkeypatch):
     start(tmp_path, monkeypatch, steps=4)
     assert kept(tmp_path) == ([3, 4], 3)
@@ -141,7 +143,7 @@ def test_the_highest_value_is_the_best_where_that_is_said(tmp_path, monkeypatch)
     assert kept(tmp_path) == ([1, 6], 1)
 
 
-@pytest.mark.parametrize("die_at", [3, 4])
+@pytest.mark.parametrize("die_at", [3, pytest.param(4, marks=pytest.mark.full)])
 def test_a_run_that_is_killed_in_an_evaluation_keeps_the_same_step(die_at, tmp_path, monkeypatch):
     """Also where the step was saved before it was evaluated: every second one."""
     policy = CheckpointPolicy(keep=1, best="heldout/loss", every_steps=2)

@@ -46,6 +46,7 @@ def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_experts_are_restored_on_another_mesh(tmp_path, on_one_device):
     """A step on each: a mesh of experts restores what one device saved, and that what the mesh saved."""
     with on_one_device():
@@ -153,7 +154,10 @@ def dense(on_one_device, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("start", "strategy", "experts"),
-    [("folder", EXPERTS, "num=4,top=2,balance=0"), ("run", None, "num=4,top=4,balance=0,bias=0.01")],
+    [
+        pytest.param("folder", EXPERTS, "num=4,top=2,balance=0", marks=pytest.mark.full),
+        ("run", None, "num=4,top=4,balance=0,bias=0.01"),
+    ],
     ids=["folder, mesh of experts", "run, one device"],
 )
 def test_an_upcycled_model_has_the_loss_of_the_dense_one(
@@ -191,6 +195,7 @@ def test_what_cannot_be_upcycled_is_refused(changes, problem, dense):
     assert problem in str(error.value)
 
 
+@pytest.mark.full
 def test_experts_on_two_islands_have_the_losses_of_one(mpiexec, on_one_device, tmp_path):
     found = mpiexec(2, PROGRAMS / "experts_islands.py", tmp_path, devices=2)
     assert found[0] == "1 True\n"

@@ -229,6 +229,7 @@ def test_an_average_of_trained_parameters_is_evaluated_with_the_frozen_ones(tmp_
     assert not np.array_equal(loaded.blocks.up[...], state.params["blocks"]["up"])
 
 
+@pytest.mark.full
 def test_islands_train_and_send_the_trained_parameters_alone(mpiexec, tmp_path):
     found = mpiexec(2, PROGRAMS / "fine_tuning_islands.py", tmp_path)
     assert found[0] == "replicas True\ndeltas True\n"

@@ -193,6 +193,7 @@ def test_the_end_is_told_also_of_a_run_that_fails_or_is_stopped(tmp_path):
     assert seen.last()[2] == "error"
 
 
+@pytest.mark.full
 def test_a_step_is_not_waited_for(tmp_path, monkeypatch):
     """Nothing of it is read before the hook returns: its metrics are read two steps later, as without one."""
     events: list[Any] = []

@@ -92,6 +92,7 @@ def test_what_the_compiler_splits_wrongly_is_found(tmp_path, monkeypatch):
         train(run_of(tmp_path, check_layout="rows=4"))
 
 
+@pytest.mark.full
 def test_stages_and_microbatches_are_compared_too(tmp_path, capsys):
     layout = Layout(mesh={"pipeline": 2, "data": 4})
     # blocks are stored in another order than on one device

@@ -88,6 +88,7 @@ def test_parameters_on_a_mesh_are_those_of_the_folder_and_of_adapters(base, tune
         assert np.array_equal(x, wanted) == (name != "final_norm/scale")
 
 
+@pytest.mark.full
 def test_islands_and_stages_start_from_a_folder(base, mpiexec, tmp_path):
     """Each stage reads its own blocks; losses and trained adapters are those of replicas."""
     mpiexec(2, PROGRAMS / "pretrained_islands.py", base[0], tmp_path)

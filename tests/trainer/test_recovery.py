@@ -218,6 +218,7 @@ def test_an_island_that_gets_slow_is_told_once_and_again_if_another_does():
     assert "give its island a smaller share of the rows (--shares)" in lines[-1]
 
 
+@pytest.mark.full
 def test_islands_go_back_together_though_one_alone_saw_it(mpiexec, tmp_path):
     program = Path(__file__).parents[1] / "programs" / "recover.py"
     first, second = (json.loads(text) for text in mpiexec(2, program, tmp_path))

@@ -15,6 +15,7 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "row_limits.py"
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "own_model.py")
 
 
+@pytest.mark.full
 def test_what_is_above_a_limit_goes_to_the_others_and_losses_stay(mpiexec, tmp_path):
     text = tmp_path / "text.txt"
     text.write_bytes(np.random.default_rng(0).integers(97, 123, 60 * 8 + 20, np.uint8).tobytes())

@@ -31,14 +31,15 @@ def alone(tmp_path_factory, mpiexec):
     return read_jsonl(folder / "whole" / "metrics.jsonl")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "shares", "devices", "microbatches"),
     [
         # 7 and 15 rows do not divide: they are padded
-        pytest.param(1, "1", 4, 2, id="one island, padded", marks=pytest.mark.full),
-        pytest.param(2, "3,1", 1, 1, id="2 islands", marks=pytest.mark.full),
+        pytest.param(1, "1", 4, 2, id="one island, padded"),
+        pytest.param(2, "3,1", 1, 1, id="2 islands"),
         pytest.param(3, "2,0,1", 1, 2, id="3 islands, one empty"),
-        pytest.param(4, "1,2,3,4", 1, 1, id="4 islands", marks=pytest.mark.full),
+        pytest.param(4, "1,2,3,4", 1, 1, id="4 islands"),
     ],
 )
 def test_losses_are_those_of_one_device_and_it_resumes(
@@ -54,6 +55,7 @@ def test_losses_are_those_of_one_device_and_it_resumes(
     assert sum("heldout/loss" in line for line in found) == 2
 
 
+@pytest.mark.full
 def test_shares_follow_the_seconds_of_a_token_whatever_rows_a_batch_has(mpiexec, tmp_path):
     mpiexec(2, PROGRAM, tmp_path, "auto", 1, 1)
     printed = (tmp_path / "printed.txt").read_text()

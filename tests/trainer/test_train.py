@@ -128,6 +128,7 @@ def test_the_short_last_batch_counts_its_rows_only(whole):
     assert np.isfinite([line["train/loss"] for line in metrics_of(folder)]).all()
 
 
+@pytest.mark.full
 def test_an_evaluation_that_is_cut_short_after_the_save_is_done_again(whole, text, tmp_path, monkeypatch):
     """Its step is saved by then, and not done again: its line is, whole and once."""
     make_evaluation = loop_setup.make_evaluation
@@ -189,6 +190,7 @@ def test_interrupted_and_resumed_is_bitwise_the_same(whole, text, tmp_path, afte
     ]
 
 
+@pytest.mark.full
 def test_the_factors_of_power_sgd_resume_bitwise(text, tmp_path):
     synchronisation = Synchronisation(by="power_sgd:2+mean")
     layout = Layout(mesh={"data": 2, "fsdp": 2, "tensor": 2})

@@ -77,6 +77,7 @@ def test_a_checkpoint_has_adapters_alone_and_is_resumed_bitwise(base, whole, int
     jax.tree.map(np.testing.assert_array_equal, found, whole[1])
 
 
+@pytest.mark.full
 def test_another_layout_resumes_it_and_saves_everything_if_asked(base, whole, interrupted, tmp_path):
     shutil.copytree(
         interrupted, tmp_path, ignore=shutil.ignore_patterns("step_00000004*"), dirs_exist_ok=True

@@ -14,7 +14,8 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "waves_of_stages.py"
 EVERY, DISTANCE, STEPS = 2, 1, 8
 
 
-@pytest.mark.parametrize("in_flight", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("in_flight", [1, 2])
 def test_waves_of_stages(in_flight, tmp_path, mpiexec):
     text = tmp_path / "text.txt"
     text.write_bytes(np.random.default_rng(0).integers(97, 123, 36 * 8 + 20, np.uint8).tobytes())
