@@ -250,6 +250,7 @@ def test_a_run_file_imports_what_lies_beside_it(tmp_path):
         assert "64 x 8" in done.stdout, done.stderr
 
 
+@pytest.mark.full
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path, small, warm_python):
     command = [*warm_python, "-m", "shardtrain", "train", small, "--data", str(ROOT / "shardtrain")]
     command += ["--run-dir", str(tmp_path / "run"), "--steps", "12", "--log-every", "1", "--cpu-devices", "1"]

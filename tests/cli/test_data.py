@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+import pytest
 from rich.console import Console
 from written_formats import DOCUMENTS, picture, write_files
 
@@ -247,6 +248,7 @@ def test_the_usage_names_every_command_of_the_page(capsys):
         assert f"  {name} " in usage
 
 
+@pytest.mark.full
 def test_the_run_of_conversations_learns_their_answers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs/fine_tuning.md").read_text()

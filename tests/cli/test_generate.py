@@ -153,6 +153,7 @@ PAIRS = EncoderDecoderConfig(
 )
 
 
+@pytest.mark.full
 def test_an_encoder_decoder_writes_targets_of_prompts(command, folder):
     """On a mesh; they begin with the padding of the data, or as an option says."""
     params, _ = save(folder / "pairs", PAIRS, **{"data.padding": 7})

@@ -142,6 +142,7 @@ def test_it_trains_stops_when_asked_and_goes_on_with_an_island_without_rows(fold
     assert last["orthogonality"] == pytest.approx(1)
 
 
+@pytest.mark.full
 def test_the_time_limit_stops_all_at_one_step_and_asks_to_come_again(folder, start):
     """It is over when the first step is done. These ranks start as a user's do."""
     plain = [sys.executable, "-m", "shardtrain"]

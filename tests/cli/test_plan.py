@@ -90,6 +90,7 @@ def test_a_pipeline_over_islands_is_not_planned_where_a_run_refuses_it(planned, 
     assert read_strategy(strategy).across.axis == "data"
 
 
+@pytest.mark.full
 def test_a_known_device_needs_no_file(planned):
     words = ("--devices", "4", "--device", "NVIDIA L4", "--fixed", "tensor=2")
     text = planned(*words, "--most", "3", "--advise", model=(GPT, *TINY))

@@ -132,6 +132,7 @@ def test_a_fast_disk_that_is_full_or_cannot_be_made_is_given_up(mounted, small):
         assert steps(mounted.folder / "run/checkpoints") == [4, 5]
 
 
+@pytest.mark.full
 def test_a_shared_disk_that_is_full_while_the_fast_one_is_not(mounted, small):
     words = train("--run-dir", "small/run", "--checkpoints.fast", "fast", "--steps")
     code, said = mounted.run(*words, 2)

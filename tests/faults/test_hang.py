@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from shardtrain.errors.exit_codes import COME_AGAIN
 from shardtrain.report.sinks.json_lines import read_jsonl
 
@@ -22,6 +24,7 @@ def hurt():
     return int(Path("hurt").read_text() or 0)
 
 
+@pytest.mark.full
 def test_of_three_ranks_one_is_stopped(folder, mpirun, started, until):
     """Under a bare mpiexec, which does not notice."""
     options = ["--watch.silence-seconds", "8"]
@@ -61,6 +64,7 @@ def test_launch_tells_it_restarts_and_goes_on(folder, started, until, warm_shard
     assert read_jsonl(Path("run/metrics.jsonl"))[-1]["step"] >= 2
 
 
+@pytest.mark.full
 def test_a_rank_that_reads_for_ever_is_to_blame(folder, mpirun, started):
     """And not the one that waits for it."""
     options = ["--watch.stall-seconds", "4"]

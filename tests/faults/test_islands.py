@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from repeatable_metrics import metrics_of
 
 from shardtrain.checkpoints.manifest_entries import Leaf
@@ -147,6 +148,7 @@ def test_a_rank_with_another_version_seed_option_and_model_is_named(folder, mpir
     assert not Path("run/checkpoints").exists()
 
 
+@pytest.mark.full
 def test_data_that_is_cut_off_ends_all_ranks(folder, mpirun, started, until):
     process = started([*mpirun(2), *TRAIN])
     until(lambda: newest() >= 2, process)

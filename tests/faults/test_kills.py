@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 from repeatable_metrics import metrics_of
 
 from shardtrain.checkpoints.reader import find_readers
@@ -172,6 +173,7 @@ class OtherWorkers(Killer):
         super().life()
 
 
+@pytest.mark.full
 def test_kills_of_packed_documents_in_a_mixture_with_other_workers_each_time(lives, cheap, pytestconfig):
     """No sample is lost or repeated, or parameters and losses would be others."""
     kills = number_of(pytestconfig, "KILLS", 6)
@@ -244,6 +246,7 @@ def judge_end(killer, lives, cheap):
     assert names(cheap / "run/checkpoints") == [f"step_{step:08d}" for step in (before, last)]
 
 
+@pytest.mark.full
 def test_killed_while_a_save_is_copied_from_a_fast_disk(lives, cheap):
     """The copy begins where the save ends; what it had come to is on the fast disk."""
     write_run(cheap, "keep=2", 'keep=2, fast=Path("fast")')

@@ -5,6 +5,8 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from shardtrain.report.sinks.json_lines import read_jsonl
 
 LISTENS = "0A"
@@ -49,6 +51,7 @@ def parent(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@pytest.mark.full
 def test_two_islands_of_two_processes(folder, started, until, warm_shardtrain):
     (folder / "tiny.py").write_text((folder / "tiny.py").read_text() + LOCKED)
     words = [*warm_shardtrain, "launch", "--islands", "2", "--processes-per-island", "2"]

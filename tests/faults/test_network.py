@@ -42,6 +42,7 @@ def of_this_test(folder):
     return found
 
 
+@pytest.mark.full
 def test_a_host_that_is_cut_off_is_named_on_both_sides(hosts, folder, started, until):
     words = [sys.executable, "-m", "shardtrain", "launch", "--hosts", ",".join(hosts.names), "--logs", "logs"]
     words += ["--", "train", "tiny.py", "--cpu-devices", "1", "--watch.silence-seconds", "8"]

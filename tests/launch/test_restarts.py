@@ -115,6 +115,7 @@ def test_a_rank_that_crashes_once_is_started_again(tmp_path):
     assert "launch: ended with exit code 137 at step 5; restart 1 of 3 in 0.1 s\n" in done.stderr
 
 
+@pytest.mark.full
 def test_one_that_crashes_at_the_same_step_is_given_up(tmp_path):
     done, starts = launched(tmp_path, "if rank == 0: sys.exit(7)\ntime.sleep(60)\n")
     assert (done.returncode, starts) == (7, [2, 2]), done.stderr
