@@ -74,7 +74,14 @@ ELSEWHERE = ("digits_vgg", "translation_text", "image_folder_vit", "corpus_pretr
 """Those that `test_presets.py` trains, as launched, and a test of each in `data`."""
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if Path(name).stem not in OF_THE_PAGE + ELSEWHERE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (name == "bert_text.py"))
+        for name in RUNS
+        if Path(name).stem not in OF_THE_PAGE + ELSEWHERE
+    ],
+)
 def test_every_example_trains(name, tmp_path, trained_example):
     trained_example(name, tmp_path)
 
@@ -227,7 +234,10 @@ SAME = ("step", "train/loss", "heldout/loss", "grad_norm")
 
 
 @pytest.mark.usefixtures("in_pages_folder")
-@pytest.mark.parametrize(("name", "num_ranks", "devices"), [("tower.py", 1, 4), ("hourglass.py", 2, 1)])
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "devices"),
+    [("tower.py", 1, 4), pytest.param("hourglass.py", 2, 1, marks=pytest.mark.full)],
+)
 def test_the_models_of_the_pipeline_page_train_in_their_pipeline_as_without(
     name, num_ranks, devices, mpiexec, tmp_path
 ):

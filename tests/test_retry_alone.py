@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import os, pytest
 BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
@@ -70,6 +72,7 @@ def test_what_could_not_be_collected_fails_the_run(tmp_path):
     assert (code, flaky) == (1, {"test_flaky"}), output
 
 
+@pytest.mark.full
 def test_more_than_ten_failures_are_not_run_again(tmp_path):
     many = "import pytest\n@pytest.mark.parametrize('n', range(11))\ndef test_many(n): test_flaky()\n"
     code, output, flaky = run(tmp_path, FEW + many)

@@ -5,6 +5,7 @@ import io
 from pathlib import Path
 
 import pyarrow.parquet
+import pytest
 from rich.console import Console
 from tiny_language_model import TinyConfig
 
@@ -19,6 +20,7 @@ from shardtrain.trainer.train import train
 EXAMPLE = Path(__file__).parents[2] / "examples" / "corpus_pretraining.py"
 
 
+@pytest.mark.full
 def test_a_corpus_is_tokenized_by_its_own_tokenizer_learned_and_resumed(tmp_path, one_device):
     example = load_run(str(EXAMPLE))
     data = dataclasses.replace(example.data, vocab=300, sample_bytes=100_000, seq=16, packing="joined")

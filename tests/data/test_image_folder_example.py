@@ -18,6 +18,7 @@ from shardtrain.trainer.train import train
 EXAMPLE = Path(__file__).parents[2] / "examples" / "image_folder_vit.py"
 
 
+@pytest.mark.full
 def test_a_vision_transformer_learns_the_shapes(tmp_path, one_device):
     run = load_run(str(EXAMPLE))
     model = dataclasses.replace(run.model, patch=6)

@@ -39,6 +39,7 @@ def measurement(operation="all-reduce", num_bytes=4096, mpi=1e-5, bridge: float 
     }  # fmt: skip
 
 
+@pytest.mark.full
 def test_every_operation_is_measured_at_every_size_on_three_ranks(mpiexec):
     data, *others = mpiexec(3, PROGRAM, "--json", "--largest-bytes", "5000")
     assert others == ["", ""]

@@ -44,7 +44,9 @@ def holds(content, name, value):
     return name.encode() in content and any(form in content for form in forms)
 
 
-@pytest.mark.parametrize("name", SINKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name == "mlflow")) for name in SINKS]
+)
 def test_every_name_and_value_of_every_step_is_in_a_file_also_after_a_restore(name, tmp_path):
     warnings = []
     for resume_after, steps in ((None, (1, 2, 3)), (2, (4, 5))):
