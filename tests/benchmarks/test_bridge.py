@@ -41,6 +41,7 @@ def launch(tmp_path_factory, warm_python):
     return launch
 
 
+@pytest.mark.full
 def test_every_way_of_summing_stands_beside_mpi_and_takes_no_new_pages(launch, monkeypatch):
     # flags of the tests would be the user's, which the preset leaves as they are
     monkeypatch.delenv("XLA_FLAGS")

@@ -17,6 +17,7 @@ def modules():
         yield importlib.import_module("checkpoint"), importlib.import_module("checkpoint_child")
 
 
+@pytest.mark.full
 def test_every_side_saves_and_has_its_stall(modules, tmp_path):
     benchmark, _ = modules
     options = benchmark.Options(embed=64, vocab=64, seq=8, rows=2, steps=2, rounds=2, fast=tmp_path)

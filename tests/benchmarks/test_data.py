@@ -16,6 +16,7 @@ def modules():
         yield importlib.import_module("data"), importlib.import_module("tokenizing")
 
 
+@pytest.mark.full
 def test_steps_are_fed_from_memory_tokens_and_images(modules, tmp_path, capsys):
     data, _ = modules
     options = data.Options(size="tiny", steps=3, rounds=2)

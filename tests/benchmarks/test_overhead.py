@@ -37,6 +37,7 @@ def printed_and_figures(tmp_path_factory, warm_python):
     return done.stdout, json.loads(path.read_text())
 
 
+@pytest.mark.full
 def test_both_sides_compute_the_same_losses(printed_and_figures):
     hand, toolkit = printed_and_figures[1]["losses"]
     assert len(hand) == COMPARED
@@ -45,6 +46,7 @@ def test_both_sides_compute_the_same_losses(printed_and_figures):
     assert len(set(hand)) == COMPARED
 
 
+@pytest.mark.full
 def test_every_pair_has_its_spread_and_the_noise_floor_stands_beside_it(printed_and_figures):
     printed, figures = printed_and_figures
     assert set(figures["spreads"]) == {
@@ -62,12 +64,14 @@ def test_every_pair_has_its_spread_and_the_noise_floor_stands_beside_it(printed_
         assert sum(line.startswith(f"{pair:28}") for line in printed.splitlines()) == 3
 
 
+@pytest.mark.full
 def test_tokens_per_second_are_those_of_the_toolkit_loop(printed_and_figures):
     _, figures = printed_and_figures
     expected = 6 * 8 / figures["step_seconds"]["toolkit loop"]
     assert figures["tokens_per_second"] == pytest.approx(expected)
 
 
+@pytest.mark.full
 def test_no_mfu_is_guessed_for_an_unknown_device(printed_and_figures):
     printed, figures = printed_and_figures
     assert figures["device_kind"] == "cpu"

@@ -40,6 +40,7 @@ def output(names, mpiexec, tmp_path_factory):
     return texts, json.loads(path.read_text())
 
 
+@pytest.mark.full
 def test_every_schedule_is_simulated_and_measured(output, names):
     _, figures = output
     assert [row["schedule"] for row in figures["rows"]] == names

@@ -16,6 +16,7 @@ def planner(monkeypatch):
     return importlib.import_module("planner")
 
 
+@pytest.mark.full
 def test_predicted_times_order_the_measured_steps(planner):
     measured = planner.measured_rows(ROWS, steps=0)
     assert measured.judged.shape == (len(planner.RANKED), 12)

@@ -32,6 +32,7 @@ def rows(benchmark):
         return benchmark.measure(options)
 
 
+@pytest.mark.full
 def test_every_combiner_is_tried_at_every_rate(rows):
     assert [(row.replicas, row.combiner) for row in rows] == [
         (1, "mean"),

@@ -47,6 +47,7 @@ def test_losses_stand_beside_every_step_seed_by_seed(plain):
     ]
 
 
+@pytest.mark.full
 def test_ways_continue_from_one_base_model_and_runs_of_a_folder_are_kept(
     plain, monkeypatch, tmp_path, capsys
 ):
