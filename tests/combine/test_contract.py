@@ -62,15 +62,19 @@ TOLERANCES = {
 
 
 def full_of(name):
-    """The marks of a case: a codec before a sum, and factors before Adasum, run with `--full`."""
-    return [pytest.mark.full] * (name.endswith("+sum") or name == "scale:0.25,4+adasum")
+    """The marks of a case, of what runs with `--full` alone.
+
+    A codec before a sum, all but one before Adasum, that one before a mean, and two codecs.
+    """
+    before_adasum = name.endswith("+adasum") and name != "float16+adasum"
+    others = ("float16+mean", "bfloat16+int8+mean")
+    return [pytest.mark.full] * (name.endswith("+sum") or before_adasum or name in others)
 
 
-ONE_AND_ODD = [("mesh", 1), ("mesh", 5)]
 GROUPS = {
-    "mean": ONE_AND_ODD,
-    "adasum": ONE_AND_ODD,
-    "bfloat16+mean": [("mesh", 1), ("vmap", 3)],
+    "mean": [("mesh", 5)],
+    "adasum": [("mesh", 5)],
+    "bfloat16+mean": [("mesh", 1)],
     "int8+mean": [("mesh", 8)],
 }
 ALTERNATING = [[("mesh", 2)], [("vmap", 3)]]  # one more compiles longer than it runs
@@ -81,6 +85,11 @@ CASES = [
 ]
 # a codec has the same work before a sum as before a mean, and a sum has a case of its own
 CASES = [pytest.param(*case, marks=full_of(case[0])) for case in CASES]
+# one rank is tried behind a codec, which does the same work on any number
+CASES += [
+    pytest.param(*case, marks=pytest.mark.full)
+    for case in (("mean", "mesh", 1), ("adasum", "mesh", 1), ("bfloat16+mean", "vmap", 3))
+]
 # any number of ranks is what test_adasum.py tries, and a mean of 2, 3 and 8 is behind the codecs
 CASES += [
     pytest.param(name, kind, size, marks=pytest.mark.full)

@@ -120,7 +120,7 @@ FULL = pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "zero"),
     [
-        pytest.param(MESHES[0], 3, id="fsdp-3"),
+        pytest.param(MESHES[0], 3, id="fsdp-3", marks=FULL),
         pytest.param(MESHES[1], 1, id="tensor-1"),
         pytest.param(MESHES[0], 1, id="fsdp-1", marks=FULL),
         pytest.param(MESHES[1], 3, id="tensor-3", marks=FULL),
@@ -138,6 +138,7 @@ def test_adasum_of_gradients_on_shards_is_that_of_whole_replicas(mesh, zero):
         np.testing.assert_allclose(by_label[path], ratio, 1e-4, err_msg=path)
 
 
+@FULL
 def test_adasum_sums_microbatches_first():
     one, _, _ = steps(Synchronisation(by="adasum"), SGD, {"data": 2})
     two, _, _ = steps(Synchronisation(by="adasum"), SGD, {"data": 1}, microbatches=2)

@@ -68,7 +68,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# causal in pairs has a case without padding, and padding one in a ring
+CAUSAL_ELSEWHERE = ("ring, causal", "pairs, causal, padding")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.full] * (case in CAUSAL_ELSEWHERE)) for case in CASES]
+)
 def test_it_is_that_of_whole_sequences(case, monkeypatch):
     # so that keys are taken in several blocks
     monkeypatch.setattr(score_blocks, "KEYS_AT_ONCE", 2)
@@ -95,7 +101,10 @@ FEW_KEY_HEADS = {
 }
 
 
-@pytest.mark.parametrize("case", FEW_KEY_HEADS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.full] * (case == "unequal shares")) for case in FEW_KEY_HEADS],
+)
 def test_key_heads_are_sharded_by_their_own_rule(case):
     kind, mesh, (heads, kv_heads), rules = FEW_KEY_HEADS[case]
     inputs, _ = arrays(4, 4, kv_heads, heads=heads)
@@ -230,18 +239,18 @@ PACKED: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 }
 
 
-# a window over two parts and over many has cases, also in pairs
+# a window over two parts has a case with padding and one in pairs, segments one without a causal mask and one
+# in pairs
 OTHERS = (
-    "ring, wide window",
-    "ring, wider than all",
-    "ring, window of one",
-    "pairs, wide",
-    "pairs, window of one",
+    *("ring, segments", "ring, segments, padding"),
+    *("ring, window of one", "ring, window of two parts", "ring, window of many parts"),
+    *("ring, wide window", "ring, wider than all"),
+    *("pairs, window of one", "pairs, window of many parts", "pairs, wide window", "pairs, window, padding"),
 )
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.full] * case.startswith(OTHERS)) for case in PACKED]
+    "case", [pytest.param(case, marks=[pytest.mark.full] * (case in OTHERS)) for case in PACKED]
 )
 def test_segments_windows_and_soft_caps_are_those_of_whole_sequences(case, monkeypatch):
     monkeypatch.setattr(score_blocks, "KEYS_AT_ONCE", 2)

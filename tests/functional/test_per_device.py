@@ -154,7 +154,9 @@ are a vmap.
 """
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.full] * case.startswith("strides")) for case in CASES]
+)
 def test_gradients_are_those_of_one_device(case, assert_same):
     make, row, sizes, options = CASES[case]
     rng = np.random.default_rng(0)

@@ -120,10 +120,12 @@ def by_split(model, draws, sizes, x=X):
     return [sum(float(part(x[i : i + n], i)) for i in range(0, len(x), n)) for n in sizes]
 
 
-# three draw by rejection, in loops that take long to compile; gamma is the one that the others call
+# these draw by rejection, in loops that take long to compile
+REJECTING = ("gamma", "beta", "dirichlet")
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.full] * (name in ("beta", "dirichlet"))) for name in CALLS],
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in REJECTING)) for name in CALLS]
 )
 def test_any_split_of_a_batch_draws_as_the_whole_batch(name):
     model = model_of(CALLS[name])

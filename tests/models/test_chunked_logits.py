@@ -58,7 +58,10 @@ def loss_and_gradients(config, loss, batch, pure, quick_jit):
     return quick_jit(jax.value_and_grad(of))(model.params)
 
 
-@pytest.mark.parametrize(("head", "chunk"), [*((head, 5) for head in HEADS), ("tied", 7), ("tied", 1000)])
+@pytest.mark.parametrize(
+    ("head", "chunk"),
+    [*((head, 5) for head in HEADS), ("tied", 7), pytest.param("tied", 1000, marks=pytest.mark.full)],
+)
 def test_loss_and_gradients_are_those_of_plain_logits(head, chunk, pure, quick_jit):
     config, loss, batch = HEADS[head]
     plain = loss_and_gradients(config, loss, batch, pure, quick_jit)

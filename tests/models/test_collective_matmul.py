@@ -62,8 +62,8 @@ def gradients(apply: Any, inputs: Any) -> Any:
     return lambda params: (loss(params), jax.grad(loss)(params))
 
 
-# an encoder is half of the last; kept dots are recomputed ones
-PAIRS_ELSEWHERE = ("dots kept", "encoder")
+# an encoder is half of the last; of the others the exchanges are counted below, of a plain block
+PAIRS_ELSEWHERE = ("adapters, grouped heads, parallel halves", "gated, recomputed", "dots kept", "encoder")
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,7 @@ class TestDropout:
         call = lambda: seeded(DROPOUT, pure(CONFIG).params, 3, deterministic=True)(SOURCE, TARGET)  # noqa: E731
         assert_close(quick_jit(call)(), logits_of(CONFIG, SOURCE, TARGET))
 
+    @pytest.mark.full
     def test_every_mask_has_a_key_of_its_own(self, pure, seeded, monkeypatch):
         """Two for the embeddings, two in an encoder block, three in a decoder block."""
         used = []

@@ -111,7 +111,11 @@ def test_two_of_three_products_of_a_block_are_in_8_bits(scan, pure):
     ("config", "num_inputs"),
     [
         (EncoderConfig(**SIZES, num_layers=1), 1),
-        (EncoderDecoderConfig(**SIZES, num_encoder_layers=1, num_decoder_layers=1), 2),
+        pytest.param(
+            EncoderDecoderConfig(**SIZES, num_encoder_layers=1, num_decoder_layers=1),
+            2,
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_the_other_transformers_have_them_too(config, num_inputs, pure):

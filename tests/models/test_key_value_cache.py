@@ -87,7 +87,10 @@ def test_experts_of_a_cache_take_all_tokens_whatever_their_capacity_is(pure, qui
 
 @pytest.mark.parametrize(
     ("name", "axes"),
-    [("learned", {"data": 2, "fsdp": 2, "tensor": 2}), ("experts", {"data": 2, "expert": 2, "tensor": 2})],
+    [
+        ("learned", {"data": 2, "fsdp": 2, "tensor": 2}),
+        pytest.param("experts", {"data": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.full),
+    ],
 )
 def test_a_mesh_shards_rows_and_heads(name, axes, pure, quick_jit):
     """Over data and fsdp (or expert) go rows, over tensor heads; no program gathers the cache."""

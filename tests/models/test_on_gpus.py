@@ -67,13 +67,16 @@ IMAGES = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 8, 3)), jnp.flo
 @pytest.mark.parametrize(
     ("config", "inputs"),
     [
-        # its parts are those of the next two
         pytest.param(GPT, TOKENS, marks=pytest.mark.full),
-        (LLAMA, TOKENS),
-        (DecoderConfig(**SIZES, remat="outputs"), TOKENS),
+        pytest.param(LLAMA, TOKENS, marks=pytest.mark.full),
+        pytest.param(DecoderConfig(**SIZES, remat="outputs"), TOKENS, marks=pytest.mark.full),
         (DecoderConfig(**SIZES, lora="rank=2", activation="geglu"), TOKENS),
         pytest.param(EncoderConfig(**SIZES), TOKENS, marks=pytest.mark.full),
-        (VitConfig(height=8, width=8, patch=4, classes=4, embed=8, num_layers=2, num_heads=2), IMAGES),
+        pytest.param(
+            VitConfig(height=8, width=8, patch=4, classes=4, embed=8, num_layers=2, num_heads=2),
+            IMAGES,
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["gpt", "llama", "outputs", "lora", "encoder", "vit"],
 )

@@ -46,7 +46,9 @@ def loss_of(config):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"scan": False}, {"scan": False, "remat": "full"}], ids=["scanned", "unrolled", "full"]
+    "options",
+    [{}, pytest.param({"scan": False}, marks=pytest.mark.full), {"scan": False, "remat": "full"}],
+    ids=["scanned", "unrolled", "full"],
 )
 def test_loss_and_gradients_are_those_of_the_plain_form(options, monkeypatch):
     loss, params = loss_of(CONFIG)

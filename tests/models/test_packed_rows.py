@@ -96,8 +96,8 @@ def expected(config):
 @pytest.mark.parametrize(
     "config",
     [
-        LEARNED,
-        pytest.param(ROTARY, marks=pytest.mark.full),  # layouts have it, and the next config
+        pytest.param(LEARNED, marks=pytest.mark.full),
+        pytest.param(ROTARY, marks=pytest.mark.full),
         pytest.param(replace(ROTARY, scan=False, loss_chunk=8), marks=pytest.mark.full),
         EVERYTHING,
     ],
@@ -130,12 +130,7 @@ LAYOUTS = {
 }
 
 
-# every layout but a pipeline alone once, and every config: a mesh has the last one, a ring the second;
-# stages that gather have the test of learned positions
-PAIRS_ELSEWHERE = (
-    *("mesh", "pipeline", "ring", "exchange", "stages, gather"),
-    *("everything-mesh", "everything-pipeline", "beside-pipeline"),
-)
+# conversations have a mesh, and stages that gather the test of learned positions
 CONFIGS = {
     **{name: (ROTARY, name) for name in LAYOUTS},
     **{f"everything-{name}": (EVERYTHING, name) for name in ("mesh", "pipeline", "ring")},
@@ -146,7 +141,7 @@ CONFIGS = {
 @pytest.mark.parametrize(
     ("config", "layout"),
     [
-        pytest.param(*case, id=name, marks=[pytest.mark.full] * (name in PAIRS_ELSEWHERE))
+        pytest.param(*case, id=name, marks=[pytest.mark.full] * (name != "everything-ring"))
         for name, case in CONFIGS.items()
     ],
 )
@@ -192,7 +187,8 @@ def test_stages_look_up_restarted_positions_over_context(others, microbatches, a
     assert_same(gradients(LEARNED, batches()[0], layout, 8, microbatches), expected(LEARNED))
 
 
-@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.full), 3])
+@pytest.mark.full
+@pytest.mark.parametrize("window", [None, 3])
 def test_learned_positions_are_restarted_over_context(window, assert_same):
     """With a window a ring needs the near devices only; without one rotary positions have a case."""
     config = replace(LEARNED, window=window)

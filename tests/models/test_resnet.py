@@ -229,12 +229,13 @@ def first_step(quick_jit):
     return compute
 
 
+@FULL
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param({"norm": "batch"}, id="batch", marks=FULL),
-        pytest.param({"norm": "group"}, id="group", marks=FULL),
-        pytest.param({"norm": "batch", "scan": False}, id="unrolled", marks=FULL),
+        pytest.param({"norm": "batch"}, id="batch"),
+        pytest.param({"norm": "group"}, id="group"),
+        pytest.param({"norm": "batch", "scan": False}, id="unrolled"),
         pytest.param({"norm": "batch", "remat": True}, id="remat"),
     ],
 )
@@ -248,6 +249,7 @@ def test_stacks_change_no_number(change, first_step):
     assert [len(tree["blocks"]) for tree in trees[:2]] == [12, 12]
 
 
+@FULL
 def test_programs_of_stacks_do_not_grow_with_depth(pure):
     """Neither the arrays nor the operations of a backward are more, with more blocks in each stack."""
 

@@ -22,6 +22,9 @@ from shardtrain.trainer.trained_model import load
 
 GOLDEN = Path(__file__).parent / "golden"
 STATE = "model_state/"
+OF_RESNET18 = pytest.mark.parametrize(
+    "golden", ["resnet18", pytest.param("resnet50", marks=pytest.mark.full)], indirect=True
+)
 
 
 @pytest.fixture(scope="module", params=["resnet18", "resnet50"])
@@ -44,6 +47,7 @@ def folder(golden, tmp_path):
     return tmp_path / "hub"
 
 
+@OF_RESNET18
 def test_logits_of_a_loaded_folder_are_those_of_transformers(golden, folder):
     """By the running statistics of the files; `load` is the way of every command."""
     model = load(folder, pretrained(folder))
@@ -69,9 +73,7 @@ def test_files_come_back_bitwise(golden, folder, tmp_path):
     assert read_config(again)[1] == found.config
 
 
-@pytest.mark.parametrize(
-    "golden", ["resnet18", pytest.param("resnet50", marks=pytest.mark.full)], indirect=True
-)
+@OF_RESNET18
 def test_a_checkpoint_has_the_statistics_and_is_exported_with_them(golden, folder, tmp_path, capsys):
     _, state, images, logits = golden
     assert import_checkpoint(Import(folder=folder, out=tmp_path / "in")) == 0

@@ -87,11 +87,11 @@ def test_a_mesh_shards_rows_and_heads_of_both_caches(pure, quick_jit):
         assert slots.sharding.spec == PartitionSpec(None, ("data", "fsdp"), None, "tensor")
 
 
+@pytest.mark.full  # test_t5.py has targets of transformers, with a cache and without
 @pytest.mark.parametrize(
     ("config", "sampling"),
     [
-        # of transformers too, in test_t5.py
-        pytest.param(replace(LEARNED, tied=False), Sampling(temperature=0.0), marks=pytest.mark.full),
+        (replace(LEARNED, tied=False), Sampling(temperature=0.0)),
         (RELATIVE, Sampling(temperature=2.0, top_k=9)),
     ],
     ids=["greedy", "drawn"],

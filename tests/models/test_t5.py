@@ -42,6 +42,9 @@ SMALL = EncoderDecoderConfig(
 )  # fmt: skip
 LAW = replace(SMALL, seq=8, num_encoder_layers=1, num_decoder_layers=1, tied=False, remat="none")
 EXPECTED = {"t5": SMALL, "t5_v1_1": replace(SMALL, activation="geglu", tied=False, head_scale=None)}
+OF_T5 = pytest.mark.parametrize(
+    "golden", ["t5", pytest.param("t5_v1_1", marks=pytest.mark.full)], indirect=True
+)
 
 
 @pytest.fixture(scope="module", params=sorted(EXPECTED))
@@ -126,6 +129,7 @@ def test_what_padding_holds_changes_nothing(golden, logits_of):
 
 
 @pytest.mark.parametrize("cached", [True, False])
+@OF_T5
 def test_likeliest_targets_are_those_of_transformers_token_by_token(golden, imported, apply, cached):
     def without_end(params, *inputs):
         """A target does not end here, as it was asked of transformers."""
@@ -183,6 +187,7 @@ def test_adapters_are_merged_into_blocks_that_stand_in_a_list(golden, pure, quic
     assert not np.allclose(merged["blocks"][1]["mlp"]["up"]["kernel"], flat["blocks/1/mlp/up/kernel"])
 
 
+@OF_T5
 def test_an_import_has_a_run_file_for_pairs_and_is_exported_again(golden, tmp_path):
     folder = tmp_path / "hub"
     folder.mkdir()
@@ -260,12 +265,9 @@ def test_rings_over_a_mesh_axis_are_refused(kind):
         jax.eval_shape(lambda: LAW(nnx.Rngs(0))(tokens, tokens))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "mesh",
-    [
-        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.full),
-        {"data": 2, "context": 2, "tensor": 2},
-    ],
+    "mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2}]
 )
 def test_gradients_on_a_mesh_are_those_of_one_device(mesh, plain):
     """Over context heads are exchanged for sequences, and a device has the distances of its heads."""

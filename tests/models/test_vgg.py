@@ -92,6 +92,7 @@ def fill(config, params):
     return nnx.merge(graph, state)
 
 
+@pytest.mark.full
 def test_parts_in_any_order_have_the_masks_of_a_call(pure, seeded, quick_jit):
     """Each part in a program of its own, from the same seed; two calls of one model differ."""
     config = replace(CONFIG, dropout=0.5)

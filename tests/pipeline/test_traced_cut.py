@@ -107,7 +107,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name == "linen")) for name in CASES]
+)
 def test_the_parts_compute_what_the_whole_model_does(name):
     make, loss, data = CASES[name]
     model, batch = make(), data()

@@ -66,8 +66,8 @@ def layout_of(kind, **mesh):
 @pytest.mark.parametrize(
     ("layout", "accumulate", "remat"),
     [
-        (layout_of("ring", context=4), 1, "weights"),
-        (layout_of("all-gather", data=2, context=2), 2, "full"),
+        pytest.param(layout_of("ring", context=4), 1, "weights", marks=pytest.mark.full),
+        pytest.param(layout_of("all-gather", data=2, context=2), 2, "full", marks=pytest.mark.full),
         (layout_of("all-to-all", fsdp=2, context=2), 1, "dots"),
     ],
     ids=lambda value: getattr(value, "context_attention", None),
@@ -199,8 +199,8 @@ def test_a_balanced_exchange_is_two_messages():
     assert messages(causal=True, backward=True) == 8
 
 
-# bytes of a ring without a window in stages: test_traffic.py
-@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.full), 5])
+@pytest.mark.full
+@pytest.mark.parametrize("window", [None, 5])
 def test_a_ring_in_stages_is_planned_as_it_is_compiled(window):
     """Each tick counts all segments; a window's neighbour is reached in two exchanges."""
     # loops of one block would be left out, and keys that are there twice merged

@@ -65,10 +65,10 @@ def bounded():
     ("experts", "mesh", "accumulate", "remat"),
     [
         pytest.param(BOUNDED, {"expert": 2, "tensor": 2}, 1, "weights", marks=pytest.mark.full),
-        (BOUNDED, {"fsdp": 2, "expert": 2}, 2, "none"),
+        pytest.param(BOUNDED, {"fsdp": 2, "expert": 2}, 2, "none", marks=pytest.mark.full),
         # 16 positions of a device, and room for 24 tokens in an expert
         (BOUNDED, {"context": 4}, 1, "none"),
-        (DROPLESS, {"expert": 2, "context": 2}, 1, "dots"),
+        pytest.param(DROPLESS, {"expert": 2, "context": 2}, 1, "dots", marks=pytest.mark.full),
     ],
 )
 def test_a_plan_is_the_compiled_step(bounded, experts, mesh, accumulate, remat):

@@ -210,8 +210,8 @@ def test_many_shardings_cost_what_each_costs_alone(subject):
 
 
 STRATEGIES = [
-    ({"data": 4}, 2, "none", 3, False),
-    ({"fsdp": 4}, 1, "weights", 3, False),
+    pytest.param({"data": 4}, 2, "none", 3, False, marks=pytest.mark.full),
+    pytest.param({"fsdp": 4}, 1, "weights", 3, False, marks=pytest.mark.full),
     ({"fsdp": 2, "tensor": 2}, 2, "outputs", 1, False),
     ({"tensor": 4}, 1, "weights", 3, True),
     ({"pipeline": 2, "data": 2}, 4, "weights", 3, False),

@@ -238,6 +238,7 @@ def test_attention_over_context_sends_the_bytes_of_theory(kind):
     assert step.measured[outside] == pytest.approx(step.theory[outside], rel=0.02, abs=4 * 4 * ROWS * SEQ)
 
 
+@pytest.mark.full
 def test_a_ring_in_stages_sends_as_many_bytes_in_pairs():
     """In each tick the blocks of a stage, forward, and again before their backward."""
     num, microbatches = 4, 2
@@ -260,7 +261,7 @@ def test_a_ring_in_stages_sends_as_many_bytes_in_pairs():
 MIXTURE = replace(PLAIN, mlp=32, activation="swiglu", experts="num=8,top=2,capacity=1.5,balance=0")
 
 
-@pytest.mark.parametrize("capacity", [True, False])
+@pytest.mark.parametrize("capacity", [pytest.param(True, marks=pytest.mark.full), False])
 def test_experts_send_the_bytes_of_theory(capacity):
     """With a capacity by all-to-all; else tokens are gathered and sums scattered."""
     num, rows = 4, ROWS // 4
@@ -293,6 +294,7 @@ def test_activations_fall_with_context():
     assert 4 * many <= 1.1 * 2 * some
 
 
+@pytest.mark.full
 def test_a_loss_in_chunks_sends_no_more():
     chunked, plain = (
         program(replace(UNTIED, loss_chunk=chunk), MIXED, microbatches=4) for chunk in (32, None)

@@ -12,7 +12,7 @@ FULL = pytest.mark.full
 
 @pytest.mark.parametrize(
     ("num_islands", "devices"),
-    [(1, 2), (3, 1), *(pytest.param(*case, marks=FULL) for case in ((2, 1), (2, 2), (3, 2), (4, 1)))],
+    [(1, 2), *(pytest.param(*case, marks=FULL) for case in ((2, 1), (2, 2), (3, 1), (3, 2), (4, 1)))],
 )
 def test_islands_give_the_plain_step(num_islands, devices, mpiexec, pytestconfig):
     words = ["full"] if pytestconfig.getoption("--full") else []

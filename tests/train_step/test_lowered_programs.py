@@ -41,7 +41,10 @@ class Alone:
         return x
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[pytest.mark.full] * (way in ("in two programs", "Adasum"))) for way in WAYS],
+)
 def test_what_is_compared_is_traced_once_and_differs_by_loss_and_optimizer(way):
     traced = []
 

@@ -41,7 +41,10 @@ def make_stage(stage, replicas):
     return functions, params, place(batch, mesh, layout.batch_axes)
 
 
-@pytest.mark.parametrize(("stage", "replicas"), [(0, 1), (1, 2), (STAGES - 1, 1)])
+@pytest.mark.parametrize(
+    ("stage", "replicas"),
+    [pytest.param(0, 1, marks=pytest.mark.full), (1, 2), pytest.param(STAGES - 1, 1, marks=pytest.mark.full)],
+)
 def test_a_backward_and_a_weight_task_cost_one_backward_and_give_its_gradients(stage, replicas):
     functions, params, batch = make_stage(stage, replicas)
     flow, key = functions.flow, jax.random.key(1)
