@@ -70,7 +70,7 @@ NUM_SHARDED = {"gemma": 10, "lm1b": 17, "resnet": 0, "plain": 3}
 # one device is also what each of the two islands below is
 CASES = [
     *(
-        pytest.param(name, MESH, id=f"{name}-mesh", marks=[pytest.mark.full] * (name == "lm1b"))
+        pytest.param(name, MESH, id=f"{name}-mesh", marks=[pytest.mark.full] * (name in ("gemma", "lm1b")))
         for name in NUM_SHARDED
     ),
     *(
