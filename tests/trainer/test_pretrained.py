@@ -73,6 +73,7 @@ def test_parameters_in_a_pipeline_are_those_of_the_folder_and_new_adapters_are_t
     assert np.abs(found["blocks"]["attention"]["q"]["lora_b"]).max() > 0
 
 
+@pytest.mark.full
 def test_parameters_on_a_mesh_are_those_of_the_folder_and_of_adapters(base, tuned, tmp_path):
     folder, params = base
     adapter, arrays, _ = tuned
