@@ -71,7 +71,7 @@ def trained_example(one_device):
 
 
 ELSEWHERE = ("digits_vgg", "translation_text", "image_folder_vit", "corpus_pretraining")
-"""Those that `test_presets.py` trains, as launched, and a test of each in `data`."""
+"""Those that `test_presets.py` trains, as launched, and a test of each in `data`; most with `--full`."""
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,6 @@ def trained(run, folder):
 @pytest.mark.parametrize(
     "mesh",
     [
-        # the test of epochs grows a batch without a pipeline
         pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.full),
         {"pipeline": 2, "data": 4},
     ],

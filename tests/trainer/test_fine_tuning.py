@@ -71,7 +71,6 @@ def test_frozen_parameters_keep_their_bits_and_the_others_are_trained_as_without
     assert not np.array_equal(before["blocks"]["down"], after["blocks"]["down"])
 
 
-# test_trained_only.py has adapters in a pipeline
 @pytest.mark.parametrize("layout", ["mesh", pytest.param("pipeline", marks=pytest.mark.full)])
 def test_adapters_alone_are_trained(layout, tmp_path):
     run = run_of(LORA, tmp_path, strategy=LAYOUTS[layout], optimizer=PLAIN)

@@ -59,7 +59,6 @@ def base(tmp_path_factory):
     return folder, params
 
 
-# a pipeline that reads the folder as it resumes: test_trained_only.py
 @pytest.mark.full
 def test_parameters_in_a_pipeline_are_those_of_the_folder_and_new_adapters_are_trained(base, tmp_path):
     folder, params = base
