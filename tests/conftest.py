@@ -24,7 +24,6 @@ FLAGS = () if os.environ.get("DEFAULT_OPTIMIZATION") else QUICK_COMPILATION
 SLOWEST_FIRST = (
     "test_central.py",
     "train_step/test_pipeline.py",
-    "trainer/test_experts.py",
     "test_published_models.py",
     "plan/test_traffic.py",
     "test_documents.py",
@@ -32,42 +31,25 @@ SLOWEST_FIRST = (
     "fuzz/test_layouts.py",
     "test_presets.py",
     "trainer/test_train.py",
-    "plan/test_context_plan.py",
-    "trainer/test_token_batches.py",
     "models/test_packed_rows.py",
-    "models/test_resnet.py",
     "trainer/test_islands_train.py",
     "test_own_runs.py",
     "combine/test_synchronisation.py",
-    "faults/test_hang.py",
     "combine/test_contract.py",
     "combine/test_replicas.py",
     "cli/test_islands.py",
     "trainer/test_fine_tuning.py",
     "functional/test_row_draws.py",
     "faults/test_kills.py",
-    "models/test_t5.py",
-    "trainer/test_pretrained.py",
     "trainer/test_waves.py",
     "models/test_experts.py",
-    "trainer/test_trained_only.py",
     "faults/test_islands.py",
-    "cli/test_generate.py",
-    "cli/test_plan.py",
-    "trainer/test_stages_train.py",
     "combine/test_adasum.py",
-    "trainer/test_recovery.py",
     "train_step/test_stage_step.py",
     "trainer/test_best.py",
-    "trainer/test_batch_growth.py",
-    "trainer/test_row_limits.py",
-    "data/test_image_folder_example.py",
-    "models/test_encoder_decoder.py",
     "train_step/test_step.py",
-    "plan/test_expert_plan.py",
-    "cli/test_inspect.py",
 )
-"""Files of tests that take longest, of half a minute to two minutes each.
+"""Files of tests that take longest without `--full`, of 20 s to a minute each.
 
 Those of several ranks, each of which can take a core, come one at a time between others.
 """
@@ -109,7 +91,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--full",
         action="store_true",
-        help="run the whole grid of every test; without it, cases marked `full` are left out",
+        help="run every test and the whole grid of each; without it, cases marked `full` are left out",
     )
 
 
@@ -119,7 +101,9 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "full: a case whose pairs of values other cases cover")
+    config.addinivalue_line(
+        "markers", "full: a slow case, or one of further pairs of values, which `--full` runs"
+    )
 
 
 def pytest_collection_modifyitems(config, items):

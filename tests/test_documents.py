@@ -71,13 +71,13 @@ def trained_example(one_device):
 
 
 ELSEWHERE = ("digits_vgg", "translation_text", "image_folder_vit", "corpus_pretraining")
-"""Those that `test_presets.py` trains, as launched, and a test of each in `data`."""
+"""Those that `test_presets.py` trains, as launched, and a test of each in `data`; most with `--full`."""
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.full] * (name == "bert_text.py"))
+        pytest.param(name, marks=[pytest.mark.full] * (name in ("bert_text.py", "digits_resnet.py")))
         for name in RUNS
         if Path(name).stem not in OF_THE_PAGE + ELSEWHERE
     ],
@@ -86,6 +86,7 @@ def test_every_example_trains(name, tmp_path, trained_example):
     trained_example(name, tmp_path)
 
 
+@pytest.mark.full
 def test_two_examples_train_and_the_page_of_trained_models_uses_them(
     tmp_path, monkeypatch, capsys, trained_example
 ):

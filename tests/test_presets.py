@@ -50,7 +50,6 @@ def trained(warm_shardtrain, tmp_path, monkeypatch):
     return train
 
 
-# test_documents.py trains digits_resnet, on one device
 @pytest.mark.full
 @pytest.mark.parametrize("example", ["digits_resnet", "bert_text", "translation_text"])
 def test_hetseq_is_one_device_on_islands_and_learns(example, trained):

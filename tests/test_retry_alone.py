@@ -59,6 +59,7 @@ def test_flaky(): assert not BESIDE_OTHERS
 """
 
 
+@pytest.mark.full
 def test_what_fails_twice_fails_the_run(tmp_path):
     code, output, flaky = run(tmp_path, FEW + "def test_wrong(): assert 1 == 2\n")
     assert (code, flaky) == (1, {"test_flaky"}), output

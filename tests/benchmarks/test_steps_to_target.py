@@ -43,6 +43,7 @@ def test_every_combiner_is_tried_at_every_rate(rows):
         assert set(row.steps) == {-6, -5, 10}
 
 
+@pytest.mark.full
 def test_a_run_comes_to_its_target_or_is_given_up(rows):
     for row in rows:
         assert row.steps[10] is None

@@ -46,7 +46,7 @@ def losses_of(name, mesh, run_dir, monkeypatch):
     [
         ("mesh", "fsdp=2"),
         pytest.param("mesh", "tensor=2", marks=pytest.mark.full),
-        ("stages", "fsdp=2"),
+        pytest.param("stages", "fsdp=2", marks=pytest.mark.full),
     ],
 )
 def test_an_earlier_run_resumes_with_the_losses_it_would_have_had(name, mesh, tmp_path, monkeypatch):

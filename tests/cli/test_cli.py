@@ -232,6 +232,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, small, warm_python)
     assert "Traceback" not in second.stderr
 
 
+@pytest.mark.full
 def test_a_run_file_imports_what_lies_beside_it(tmp_path):
     """Through the console script, which does not put the working directory on the path by itself."""
     (tmp_path / "sizes.py").write_text("VOCAB = 64\n")

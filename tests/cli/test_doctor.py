@@ -30,6 +30,7 @@ def mpiexec(number):
     return [command, "-n", str(number)]
 
 
+@pytest.mark.full
 def test_alone_and_quick_every_check_but_the_measurements_is_in_the_table(tmp_path):
     code, out, err = run(tmp_path, "--quick")
     assert (code, err) == (0, "")

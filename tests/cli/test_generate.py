@@ -78,6 +78,7 @@ def test_texts_are_those_of_one_device_on_any_mesh(command, params):
     assert on_mesh[2].startswith("step 2 of run on mesh data=2,fsdp=2,tensor=2\n")
 
 
+@pytest.mark.full
 def test_trained_parameters_and_draws(command, params):
     words = [*WORDS, "--no-evaluated", "--temperature", "0.9", "--top-k", "20", "--top-p", "0.8"]
     _, out, _ = command("run", *words, "--mesh", "data=4,fsdp=2")
@@ -89,6 +90,7 @@ def test_trained_parameters_and_draws(command, params):
     assert other != out
 
 
+@pytest.mark.full
 def test_prompts_from_files_and_standard_input(command, folder, monkeypatch):
     (folder / "prompts.txt").write_text("abc\nd\n")
     (folder / "prompts.jsonl").write_text('{"prompt": "abc"}\n\n{"prompt": "d"}\n')

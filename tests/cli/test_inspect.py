@@ -82,6 +82,7 @@ def sent_bytes(text):
     return 1024 * float(number), who, rest
 
 
+@pytest.mark.full
 def test_what_replicas_send_is_counted_by_their_combiner(inspected):
     words = ("--synchronisation", "local-sgd", "--meet-when", "moved:0.1")
     text = inspected(*TINY, *words, "--islands", "3", "--combine", "int8+mean")
@@ -114,6 +115,7 @@ def test_what_replicas_send_is_counted_by_their_combiner(inspected):
     assert "--islands is 1; one island sends nothing, use 2 or more" in inspected("--islands", "1")
 
 
+@pytest.mark.full
 def test_stages_of_islands_are_cut_by_time(inspected, tmp_path):
     (tmp_path / "tiny.py").write_text(TINY_RUN)
     inspected = partial(inspected, run_file=tmp_path / "tiny.py")

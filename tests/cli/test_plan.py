@@ -157,6 +157,7 @@ def test_an_analysis_that_cannot_be_done_leaves_the_plan(planned, tmp_path):
     assert read_strategy(strategy).layout.mesh == {"data": 1}
 
 
+@pytest.mark.full
 def test_a_trace_has_the_shares_of_its_strategy(planned, tmp_path):
     cluster, strategy = tmp_path / "cluster.toml", tmp_path / "strategy.toml"
     cluster.write_text(CLUSTER.replace("devices = 2", "devices = 1"))

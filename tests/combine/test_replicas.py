@@ -151,6 +151,7 @@ def test_adasum_sums_microbatches_first():
     assert max(differ) > 1e-3
 
 
+@FULL
 def test_deltas_by_sgd_are_the_gradients_and_by_adam_are_not():
     rate = -SGD_RATE
     states, _, _ = steps(Synchronisation(by="adasum", on="deltas"), SGD, MESHES[0])

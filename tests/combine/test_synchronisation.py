@@ -207,6 +207,7 @@ def test_after_synchronous_steps_each_replica_goes_its_own_way(name, mesh):
         assert has_own == (way.synchronous_steps < number < STEPS and (number % 2 == 1 or way.overlap > 0))
 
 
+@pytest.mark.full
 def test_synchronous_steps_alone_are_the_plain_step():
     way = Synchronisation(by="adasum", on="deltas", synchronous_steps=STEPS, outer=NESTEROV)
     first, _ = steps(way, MESHES["data"], optimizer=optax.adam(1e-2), last_step=STEPS)

@@ -74,6 +74,7 @@ def test_batches_have_few_shapes_and_hold_each_document_once(files, tmp_path):
     assert sorted(rows) == sorted(piece for text in TEXTS for piece in pieces(text))
 
 
+@pytest.mark.full
 def test_losses_after_a_kill_are_those_without_it_bitwise(files, tmp_path, one_device):
     """With the default schedule, whose rates follow from the number of steps, which stays."""
 

@@ -65,6 +65,7 @@ def test_what_cannot_be_used_is_refused(changes, problem, pairs, tmp_path):
     assert problem in str(error.value)
 
 
+@pytest.mark.full
 def test_a_run_learns_from_them(pairs, tmp_path, one_device):
     """Padding has no weight, so the count is that of the real tokens."""
     model = EncoderDecoderConfig(

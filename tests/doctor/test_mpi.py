@@ -126,6 +126,7 @@ def test_hosts_with_different_mpis_are_named(told, by_what):
     assert "b: Open MPI v5.0.3" in row.finding
 
 
+@pytest.mark.full
 def test_a_child_that_crashes_or_hangs_has_told_what_it_knew():
     crash = "print('{\"a\": 1}', flush=True); import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     assert run_child(crash, os.environ, 300.0) == {"a": 1, "died": "it was ended by SIGSEGV"}

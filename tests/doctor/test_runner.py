@@ -129,6 +129,7 @@ else:
 """
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_come_is_named_by_the_others(mpiexec):
     outputs = mpiexec(3, PROGRAM)
     for rank in (0, 2):

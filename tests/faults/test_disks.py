@@ -119,6 +119,7 @@ def test_a_folder_that_becomes_read_only(mounted, small):
     assert re.search(r"WARNING: step \d+ is not saved in \S+ \(step \d+ is untouched\): .*Read-only", said)
 
 
+@pytest.mark.full
 def test_a_fast_disk_that_is_full_or_cannot_be_made_is_given_up(mounted, small):
     for fast, why in (("small/fast", FULL), ("text.txt/fast", "NotADirectoryError")):
         mounted.shell("rm -rf run; true")

@@ -80,6 +80,7 @@ def test_a_rank_that_reads_for_ever_is_to_blame(folder, mpirun, started):
     assert "in __getitem__" in stacks
 
 
+@pytest.mark.full
 def test_a_run_that_is_alone_is_watched(folder, started, warm_python):
     words = [*warm_python, "-m", "shardtrain", *TRAIN, "--watch.stall-seconds", "4"]
     assert started(words, HURT="sleep", HURT_RANK="0").wait(900) == COME_AGAIN

@@ -174,9 +174,9 @@ class OtherWorkers(Killer):
 
 
 @pytest.mark.full
-def test_kills_of_packed_documents_in_a_mixture_with_other_workers_each_time(lives, cheap, pytestconfig):
+def test_kills_of_packed_documents_in_a_mixture_with_other_workers_each_time(lives, cheap):
     """No sample is lost or repeated, or parameters and losses would be others."""
-    kills = number_of(pytestconfig, "KILLS", 6)
+    kills = int(os.environ.get("KILLS", "100"))
     write_run(cheap)
     source = (cheap / RUN).read_text()
     for old, new in MIXED.items():

@@ -144,9 +144,8 @@ def test_a_balanced_ring_computes_what_is_needed_once_and_on_all_devices_as_much
     assert {sum(device == i for device, *_ in found) for i in range(num)} == {2 * num + 1}
 
 
-@pytest.mark.parametrize(
-    ("in_pairs", "least"), [(False, 4), pytest.param(True, 4 / 1.15, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("in_pairs", "least"), [(False, 4), (True, 4 / 1.15)])
 def test_a_ring_has_memory_for_the_keys_of_two_devices_and_not_of_all(in_pairs, least):
     """Temporary memory falls as the part of a sequence; in pairs a device also receives its own keys."""
     q, k = (jax.ShapeDtypeStruct((1, 4096, 8, *rest), jnp.float32) for rest in ((1, 64), (64,)))

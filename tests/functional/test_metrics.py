@@ -30,6 +30,7 @@ def run():
 """
 
 
+@pytest.mark.full
 def test_a_metric_of_a_run_file_is_logged_for_training_and_heldout_data(tmp_path, monkeypatch):
     """By a pipeline too, whose last stage alone has the outputs."""
     text = tmp_path / "text.txt"

@@ -191,6 +191,7 @@ def test_a_run_says_where_devices_compute_the_same():
     assert notes == ["conv_general_dilated: devices along context=2 each compute all of it"]
 
 
+@pytest.mark.full
 def test_no_more_is_sent_than_by_the_partitioner_where_it_is_right(monkeypatch):
     """Of a model that constrains its convolutions."""
     model = from_nnx(ResNetConfig(depth=11, filters=8, height=8, width=8, num_groups=4))

@@ -43,7 +43,7 @@ def test_random_layouts_give_the_step_of_one_device(fuzz, pytestconfig):
 
 
 # tests of models have these on a mesh: test_packed_rows.py, test_collective_matmul.py, test_resnet.py; and
-# test_pipeline.py has stages of few rows, test_per_device.py transposed convolutions with --full
+# test_pipeline.py has stages of few rows, test_per_device.py transposed convolutions; most with --full alone
 ELSEWHERE = ("packed", "experts with", "ResNet", "transposed convolutions", "sequence-sharded stages")
 
 

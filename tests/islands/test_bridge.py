@@ -1,5 +1,7 @@
 """Real ranks: every way of summing, messages of every dtype, and who is missing is named."""
 
+import pytest
+
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
 from shardtrain.islands.bridge import Control, MpiGroup, world
@@ -75,6 +77,7 @@ def test_groups_and_messages_on_several_ranks(mpiexec):
         assert mpiexec(num_ranks, PROGRAM) == ["done\n"] * num_ranks
 
 
+@pytest.mark.full
 def test_who_is_missing_is_named(mpiexec):
     texts = mpiexec(3, MISSING)
     first = "island 1 (host b) did not reach 'agreement' within 5 s (1,)\n"

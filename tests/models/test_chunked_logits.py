@@ -128,6 +128,7 @@ def test_tokens_are_read_one_by_one_or_all(pure):
         logits.argmax(0)
 
 
+@pytest.mark.full
 def test_metrics_and_generated_text_are_the_same(pure):
     params = pure(GPT).params
     loss = with_metrics(next_token_loss, accuracy=next_token_accuracy)
@@ -148,10 +149,11 @@ def test_a_chunk_below_one_is_refused():
         replace(GPT, loss_chunk=0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "loss"),
     [
-        pytest.param({"data": 1}, next_token_loss, id="1 device", marks=pytest.mark.full),
+        pytest.param({"data": 1}, next_token_loss, id="1 device"),
         pytest.param({"fsdp": 2, "tensor": 2}, REGULARIZED, id="4 devices, regularized"),
     ],
 )

@@ -196,9 +196,8 @@ def sharded(params, dims, mesh):
     return jax.tree.map(put, dims, params, is_leaf=is_dims)
 
 
-# the law of test_central.py is of gpt and linen; test_t5.py and test_collective_matmul.py have
-# encoder-decoders on a mesh, and the other convolutions are those of a resnet
-ELSEWHERE = ("gpt", "linen", "t5", "encoder_decoder", "imagenet_resnet", "vgg")
+# the law of test_central.py is of gpt and linen, and test_per_device.py has convolutions on a mesh
+ELSEWHERE = ("gpt", "linen", "t5", "encoder_decoder", "resnet", "imagenet_resnet", "vgg", "vit")
 
 
 @pytest.mark.parametrize(

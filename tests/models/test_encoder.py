@@ -121,6 +121,7 @@ def test_tied_equals_untied_with_the_embedding_as_head(pure, quick_jit, plain):
     assert_close(quick_jit(pure(replace(BERT, tied=False)).apply)(untied, TOKENS, MASK, SEGMENTS), plain)
 
 
+@pytest.mark.full
 def test_parts_in_any_order_have_the_masks_of_a_call(pure, seeded, quick_jit):
     """A pipeline's way, with dropout: first, run on shares of the blocks, last, each a program."""
     config = replace(BERT, dropout=0.25)

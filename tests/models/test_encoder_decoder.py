@@ -206,9 +206,8 @@ def test_remat_keeps_less(pure):
     assert kept("full") < kept("outputs") < kept("dots") < kept("none")
 
 
-@pytest.mark.parametrize(
-    "config", [CONFIG, pytest.param(LLAMA, marks=pytest.mark.full)], ids=["gpt", "llama"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["gpt", "llama"])
 def test_every_parameter_has_a_gradient(config, loss_and_gradient):
     """But the bias of keys: softmax does not see what is added to all scores."""
     for path, gradient in jax.tree.leaves_with_path(loss_and_gradient(config, config)[1]):
@@ -236,6 +235,7 @@ def test_parts_in_programs_of_their_own_make_the_whole(pure, quick_jit, logits_o
 class TestDropout:
     """A rate above 0, switched by nnx's `deterministic`."""
 
+    @pytest.mark.full
     def test_parts_have_the_masks_of_a_call(self, pure, seeded, quick_jit):
         params = pure(CONFIG).params
         part = lambda work: quick_jit(lambda *given: work(seeded(DROPOUT, params, 3), *given))  # noqa: E731

@@ -62,10 +62,13 @@ MIXTURES = {
 }
 
 
-# groups have a test of their own
+# groups have a test of their own, and ragged is softmax by other products
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.full] * (name in ("all", "groups"))) for name in MIXTURES],
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (name in ("softmax", "all", "groups")))
+        for name in MIXTURES
+    ],
 )
 def test_a_mixture_is_the_weighted_sum_of_all_experts(name, monkeypatch):
     if name == "ragged":
@@ -158,6 +161,7 @@ def test_losses_of_routers_are_those_of_the_papers(over):
     assert even.losses(weights, jnp.float32(3))[1]["expert_load"] == (3, 3)
 
 
+@pytest.mark.full
 def test_a_loss_gets_the_outputs_alone_and_routers_are_added_in_training():
     model = from_nnx(replace(CONFIG, experts="num=4,top=2,capacity=0.5,balance=0.5"))
     params, state = jax.jit(model.init)(jax.random.key(0))

@@ -30,7 +30,9 @@ def model(pure):
     return jax.tree_util.Partial(pure(CONFIG).apply, pure(CONFIG).params)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, pytest.param(DRAWN, marks=pytest.mark.full)], ids=["greedy", "drawn"]
+)
 def test_with_a_cache_the_tokens_are_those_without_one(model, sampling):
     with_cache, without, by_two = (
         lists(generate(model, PROMPTS, 8, KEY, seq=12, sampling=sampling, cached=cached, rows=rows))

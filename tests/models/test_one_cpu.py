@@ -99,7 +99,7 @@ def test_many_blocks_stay_a_loop_and_what_is_recomputed_too():
     assert "unroll=1" in str(jax.make_jaxpr(full)(params))
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_the_compiled_step_keeps_the_barriers(num_devices):
     model, layout = st.from_nnx(CONFIG), st.Layout()
     mesh = st.make_mesh(layout, jax.devices()[:num_devices])

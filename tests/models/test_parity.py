@@ -21,14 +21,16 @@ GOLDEN = Path(__file__).parent / "golden"
 GENERATED = ("gemma", "llama", "mistral", "phi3", "qwen3")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(path.stem, marks=[pytest.mark.full] * (path.stem in GENERATED))
+def cases(full):
+    """Those of the files, some with `--full` alone."""
+    return [
+        pytest.param(path.stem, marks=[pytest.mark.full] * (path.stem in full))
         for path in sorted(GOLDEN.glob("*.npz"))
         if not path.stem.startswith(("vit", "resnet", "t5"))
-    ],
-)
+    ]
+
+
+@pytest.fixture(scope="module", params=cases(GENERATED))
 def golden(request):
     with np.load(GOLDEN / f"{request.param}.npz") as file:
         return {name: file[name] for name in file.files}
@@ -60,6 +62,7 @@ def ours(golden, pure, quick_jit):
     return config, value, logits, jax.tree.map(np.asarray, gradient)
 
 
+@pytest.mark.parametrize("golden", cases((*GENERATED, "mixtral", "qwen2_moe")), indirect=True)
 def test_logits_and_loss(golden, ours):
     _, value, logits, _ = ours
     np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-5)

@@ -171,14 +171,15 @@ FULL = pytest.mark.full
 
 
 # a group norm has no statistics, which is where the two could differ from a batch norm; stacks are recomputed
+@FULL
 @pytest.mark.parametrize(
     ("config", "remat", "scan"),
     [
-        pytest.param(CONFIG, True, True, id="group-remat-scan", marks=FULL),
-        pytest.param(CONFIG, True, False, id="group-remat", marks=FULL),
-        pytest.param(CONFIG, False, False, id="group", marks=FULL),
-        pytest.param(BATCH_NORM, True, True, id="batch-remat-scan", marks=FULL),
-        pytest.param(BATCH_NORM, True, False, id="batch-remat", marks=FULL),
+        pytest.param(CONFIG, True, True, id="group-remat-scan"),
+        pytest.param(CONFIG, True, False, id="group-remat"),
+        pytest.param(CONFIG, False, False, id="group"),
+        pytest.param(BATCH_NORM, True, True, id="batch-remat-scan"),
+        pytest.param(BATCH_NORM, True, False, id="batch-remat"),
         pytest.param(BATCH_NORM, False, False, id="batch"),
     ],
 )

@@ -51,7 +51,7 @@ def read_in_parts(read, params):
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(config, id=name, marks=[pytest.mark.full] * (name == "learned"))
+        pytest.param(config, id=name, marks=[pytest.mark.full] * (name != "rotary"))
         for name, config in CONFIGS.items()
     ],
 )

@@ -187,7 +187,7 @@ def test_adapters_are_merged_into_blocks_that_stand_in_a_list(golden, pure, quic
     assert not np.allclose(merged["blocks"][1]["mlp"]["up"]["kernel"], flat["blocks/1/mlp/up/kernel"])
 
 
-@OF_T5
+@pytest.mark.full
 def test_an_import_has_a_run_file_for_pairs_and_is_exported_again(golden, tmp_path):
     folder = tmp_path / "hub"
     folder.mkdir()

@@ -82,6 +82,7 @@ def run():
 """
 
 
+@pytest.mark.full
 def test_calibrate_measures_steps_of_a_run_and_prints_a_device_for_a_cluster_file(tmp_path, capsys):
     (tmp_path / "run.py").write_text(RUN)
     assert cli.main(["calibrate", f"{tmp_path}/run.py", "--probes", "2"]) == 0

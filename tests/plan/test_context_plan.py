@@ -98,6 +98,7 @@ def test_bytes_and_flops_are_those_of_the_compiled_step(subject, layout, accumul
     assert predicted.seconds.collectives["context",] > sent["context",] / 1e9
 
 
+@pytest.mark.full
 def test_context_is_searched_where_it_is_named(subject):
     def meshes(context, kind="ring", **others):
         mesh = others if context is None else {"context": context, **others}
@@ -175,6 +176,7 @@ def test_memory_of_long_sequences_over_context():
     assert real < 4 * CONFIG.num_heads * 512 * 2048
 
 
+@pytest.mark.full
 def test_a_window_of_a_ring_is_counted(subject):
     def predicted(window):
         windowed = subject_of(replace(CONFIG, window=window))

@@ -101,6 +101,7 @@ def test_a_plan_is_the_compiled_step(bounded, experts, mesh, accumulate, remat):
         assert predicted.memory.total == pytest.approx(found.device_bytes, rel=0.15)
 
 
+@pytest.mark.full
 def test_expert_is_searched_for_models_with_experts(bounded):
     space = Space(accumulates=(1,), remats=("weights",))
     plan = search(bounded, MACHINE, 4, space, most=10**6)

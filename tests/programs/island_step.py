@@ -169,7 +169,7 @@ def main() -> None:
     tree = {path_text(path): x for path, x in jax.tree.leaves_with_path(found.grads)}
     caps = [0, 2000, 25 << 20]
     pairs = itertools.product(REDUCE, caps)
-    if not FULL:  # each value once, and each pair for one number of islands
+    if not FULL:  # each value once
         pairs = [(reduce, caps[(i + num_islands) % 3]) for i, reduce in enumerate(REDUCE)]
     for reduce, cap in pairs:
         combiner = IslandCombiner(mean(), placement, Transfer(mesh, groups[reduce], cap, min(cap, 1000)))

@@ -92,6 +92,7 @@ class Killed(Exception):
     """Stands for the end of a process."""
 
 
+@pytest.mark.full
 def test_a_run_that_is_killed_and_resumed_is_one_run_there_and_has_each_step_once(tmp_path, monkeypatch):
     own = Recorder()
     run = dataclasses.replace(RUN, run_dir=tmp_path, sinks=("jsonl", "wandb", "mlflow", own))

@@ -67,6 +67,7 @@ def run_of(tmp_path, folder, steps, **strategy):
     )
 
 
+@pytest.mark.full
 def test_a_run_evaluates_an_average_of_it_and_resumes_with_it_or_without(tmp_path):
     def losses(folder, *parts):
         output = io.StringIO()

@@ -422,6 +422,7 @@ def of_one_device(config):
     return gradients(decoder(config), {"data": 1}, loss=next_token_loss)
 
 
+@pytest.mark.full
 def test_a_sharded_sequence_with_one_row_for_each_device(assert_same):
     """XLA then looks up the parts of a sequence otherwise than of several rows: by permutes."""
     config, mesh = replace(SMALL, dropout=0.0), {"pipeline": 2, "data": 2, "tensor": 2}

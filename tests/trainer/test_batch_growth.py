@@ -64,7 +64,6 @@ def trained(run, folder):
 @pytest.mark.parametrize(
     "mesh",
     [
-        # the test of epochs grows a batch without a pipeline
         pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.full),
         {"pipeline": 2, "data": 4},
     ],
@@ -107,6 +106,7 @@ def test_the_text_is_read_by_value():
     )
 
 
+@pytest.mark.full
 def test_epochs_end_after_as_many_steps_as_their_batches_need(run, tmp_path):
     # by hand: 37 samples are 5 batches of 8, then 3 of 16, the last of each epoch a short one
     assert growth_by_step("1 epochs:2,3epochs:3", 37, 8) == {5: 2, 11: 3}

@@ -143,7 +143,8 @@ def test_the_number_of_batches_is_that_of_each_set(named, tmp_path):
 
 
 # test_islands_train.py has the held-out loss of replicas
-@pytest.mark.parametrize("axis", [pytest.param("data", marks=pytest.mark.full), "pipeline"])
+@pytest.mark.full
+@pytest.mark.parametrize("axis", ["data", "pipeline"])
 def test_islands_evaluate_sets_as_a_mesh_does_and_rank_0_calls_the_hooks(axis, named, tmp_path, mpiexec):
     first, second = mpiexec(2, PROGRAM, tmp_path, axis)
     expected, _, _ = named

@@ -85,6 +85,7 @@ def exported(folder, model, seed):
     return params
 
 
+@pytest.mark.full
 def test_experts_of_a_folder_are_read_one_by_one(tmp_path, monkeypatch):
     params = exported(tmp_path / "mixtral", MIXTRAL, 5)
     assert len(list((tmp_path / "mixtral").glob("*.safetensors"))) > 3

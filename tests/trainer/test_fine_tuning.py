@@ -60,7 +60,8 @@ LAYOUTS = {
 
 
 # adapters are trained on a mesh
-@pytest.mark.parametrize("layout", [pytest.param("mesh", marks=pytest.mark.full), "pipeline"])
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["mesh", "pipeline"])
 def test_frozen_parameters_keep_their_bits_and_the_others_are_trained_as_without_them(layout, tmp_path):
     run = run_of(TinyConfig(num_layers=2), tmp_path, strategy=LAYOUTS[layout], freeze=("*/up", "embedding"))
     before, after = initial(run), params_after(run)
@@ -70,7 +71,6 @@ def test_frozen_parameters_keep_their_bits_and_the_others_are_trained_as_without
     assert not np.array_equal(before["blocks"]["down"], after["blocks"]["down"])
 
 
-# test_trained_only.py has adapters in a pipeline
 @pytest.mark.parametrize("layout", ["mesh", pytest.param("pipeline", marks=pytest.mark.full)])
 def test_adapters_alone_are_trained(layout, tmp_path):
     run = run_of(LORA, tmp_path, strategy=LAYOUTS[layout], optimizer=PLAIN)

@@ -59,7 +59,6 @@ def base(tmp_path_factory):
     return folder, params
 
 
-# a pipeline that reads the folder as it resumes: test_trained_only.py
 @pytest.mark.full
 def test_parameters_in_a_pipeline_are_those_of_the_folder_and_new_adapters_are_trained(base, tmp_path):
     folder, params = base
@@ -73,6 +72,7 @@ def test_parameters_in_a_pipeline_are_those_of_the_folder_and_new_adapters_are_t
     assert np.abs(found["blocks"]["attention"]["q"]["lora_b"]).max() > 0
 
 
+@pytest.mark.full
 def test_parameters_on_a_mesh_are_those_of_the_folder_and_of_adapters(base, tuned, tmp_path):
     folder, params = base
     adapter, arrays, _ = tuned

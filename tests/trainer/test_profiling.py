@@ -24,6 +24,7 @@ def plain_step(state, batch):
     return Counted(state.step + 1, values @ batch), {"loss": values.sum()}
 
 
+@pytest.mark.full
 def test_the_steps_asked_for_are_traced(tmp_path):
     reports = []
     # a run that was resumed after step 10

@@ -72,6 +72,7 @@ def test_the_share_is_over_the_updates_since_the_last_line(run):
     assert train(other)[0][0]["clipped"] == 0.5
 
 
+@pytest.mark.full
 def test_with_deltas_each_replica_clips_and_no_share_is_known(run):
     strategy = Strategy(
         layout=Layout(mesh={"data": 2, "fsdp": -1}), synchronisation=Synchronisation(on="deltas")

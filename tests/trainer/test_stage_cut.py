@@ -85,6 +85,7 @@ def test_measured_speeds_are_those_of_the_islands():
         devices_of_stages(Pipeline(stage_speeds="measured"), [islands(FAST, SLOW)])
 
 
+@pytest.mark.full
 def test_the_costliest_block_is_timed():
     """Its flops forward and backward over the mean time of its runs."""
     config = ResNetConfig(depth=11, filters=4, num_groups=2, height=8, width=8, colours=1, classes=10)

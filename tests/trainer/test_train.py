@@ -289,6 +289,7 @@ def test_options_that_change_no_sample_and_no_model_may_differ(stopped, text, tm
     assert "resumed from step 1" in printed
 
 
+@pytest.mark.full
 def test_a_run_begins_with_the_parameters_of_another(whole, text, tmp_path):
     """Fine-tuning: a longer table of positions is new, everything else is taken."""
     before, _, folder = whole

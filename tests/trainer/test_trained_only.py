@@ -121,6 +121,7 @@ def test_another_base_is_refused(base, interrupted, tmp_path, one_device):
         train(run(base, interrupted, start_from=StartFrom(), checkpoints=everything), None)
 
 
+@pytest.mark.full
 def test_a_run_of_this_library_is_a_base_too(tmp_path, one_device):
     first = run_of(TinyConfig(num_layers=2), tmp_path / "first", steps=1)
     train(first, None)
