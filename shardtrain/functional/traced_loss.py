@@ -35,7 +35,7 @@ def trace_loss(
     """
     rows = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in batch.items()}
     params, model_state = jax.eval_shape(model.init, new_key(0))
-    key = jax.eval_shape(lambda: row_key(new_key(0), 0, num_rows))
+    key = jax.eval_shape(lambda: row_key(new_key(0), 0, num_rows, model.draws))
 
     def traced(key: jax.Array, params: Any, model_state: Any, batch: Batch) -> Any:
         changed = []

@@ -21,7 +21,8 @@ from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_equations import TracedEquation, equations
 from shardtrain.functional.traced_loss import trace_loss
-from shardtrain.trainer.row_coupling import coupling_warnings, state_warnings
+from shardtrain.trainer.row_coupling import coupling_text, find_couplings, state_warnings
+from shardtrain.trainer.row_sums import sums_add_up
 
 PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
 """Twice one of these is the number of rows that is traced; what has a dim that it divides depends on rows."""
@@ -68,16 +69,36 @@ def check_trace(
     except (UserCodeFailed, ValueError):
         return LossFindings([], [])
     once = equations(first)
-    coupled = [] if promoted else coupling_warnings(first, prime, num_parts)
-    if coupled:
-        # a dim inside the model may be a multiple of one prime by chance
-        other = next(each for each in reversed(PRIMES) if each != prime)
-        with suppress(UserCodeFailed, ValueError):  # the model may not take so many rows
-            again = coupling_warnings(trace_loss(model, loss, batch, 2 * other), other, num_parts)
-            coupled = [text for text in coupled if text in again]
+    coupled = [] if promoted or num_parts == 1 else _couplings(model, loss, batch, first, prime, num_parts)
     warned = [*_unweighted(first.jaxpr, list(batch)), *_row_constants(once, prime), *promoted, *coupled]
     warned += state_warnings(first, abstract[1], len(batch), num_parts, num_microbatches)
     return LossFindings(_differences(once, equations(second)), warned)
+
+
+def _couplings(
+    model: Model, loss: Loss, batch: Mapping[str, np.ndarray], traced: Any, prime: int, num_parts: int
+) -> list[str]:
+    """Return a warning for each line at which rows depend on each other, so that losses are others.
+
+    Args:
+      model: the whole model.
+      loss: the loss function of the run.
+      batch: any batch of the run.
+      traced: the program of the loss for `2 * prime` rows.
+      prime: a prime.
+      num_parts: parts into which the rows of a batch are split.
+    """
+    found = find_couplings(traced, prime)
+    if found:
+        # a dim inside the model may be a multiple of one prime by chance
+        other = next(each for each in reversed(PRIMES) if each != prime)
+        with suppress(UserCodeFailed, ValueError):  # the model may not take so many rows
+            again = find_couplings(trace_loss(model, loss, batch, 2 * other), other)
+            found = {line: each for line, each in found.items() if line in again}
+    certain = {line: each for line, each in found.items() if each.is_certain}
+    if found and not certain and sums_add_up(model, loss, batch):
+        return []
+    return [coupling_text(line, each.what, num_parts) for line, each in found.items()]
 
 
 def _unused_prime(arrays: list[Any]) -> int:

@@ -5,10 +5,11 @@ sums that a loss returns, is then not what one device computes. Next: `loss_trac
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardtrain.errors.user_code import FOLDER
 from shardtrain.functional.dependencies import CALLED, dependencies
@@ -16,42 +17,90 @@ from shardtrain.functional.model import path_text
 from shardtrain.functional.traced_equations import TracedEquation
 
 REDUCING = ("reduce_", "arg", "dot_general")
-NONLINEAR = (
-    "exp",
-    "expm1",
-    "integer_pow",
-    "log",
-    "log1p",
-    "logistic",
-    "pow",
-    "rsqrt",
-    "sqrt",
-    "square",
-    "tanh",
+EXTREMES = {"reduce_max": "largest", "reduce_min": "smallest", "reduce_prod": "product"}
+KINKED = ("abs", "clamp", "max", "min", "sign", *EXTREMES)
+"""Operations that some numbers pass unchanged, or only scaled: no such numbers show that they do more."""
+LINEAR = (
+    "add",
+    "add_any",
+    "broadcast_in_dim",
+    "complex",
+    "concatenate",
+    "conj",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "cumsum",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "expand_dims",
+    "gather",
+    "imag",
+    "name",
+    "neg",
+    "optimization_barrier",
+    "pad",
+    "real",
+    "reduce_precision",
+    "reduce_sum",
+    "reshape",
+    "rev",
+    "scatter-add",
+    "sharding_constraint",
+    "slice",
+    "split",
+    "squeeze",
+    "sub",
+    "transpose",
 )
+"""Operations after which numbers of parts still add up to those of the batch."""
+BILINEAR = ("conv_general_dilated", "dot_general", "mul")
 MOVING = ("broadcast_in_dim", "convert_element_type", "reshape")
+MEAN = "takes a mean over rows, and means of parts are added up"
+SUMMED, NUMBERED = 1, 2
+"""What is known of an array, as bits: it is computed from sums over rows, or from the numbers of rows."""
+
 NORMALIZATION = "normalization.py"
 """Flax's file of batch norms, whose statistics are those of a replica, as the documents say."""
 
 
-def coupling_warnings(traced: Any, prime: int, num_parts: int) -> list[str]:
-    """Return a warning for each line of a user at which rows depend on each other.
+class Coupling(NamedTuple):
+    """Rows that depend on each other.
+
+    Args:
+      what: how.
+      is_certain: whether it stands whatever the numbers are; otherwise what follows may undo it.
+    """
+
+    what: str
+    is_certain: bool
+
+
+def find_couplings(traced: Any, prime: int) -> dict[str, Coupling]:
+    """Return the lines of a user at which rows depend on each other.
 
     Args:
       traced: the program of a loss for `2 * prime` rows, a ClosedJaxpr; other dims are no multiples of it.
       prime: a prime.
+    """
+    found = _Walk(prime)
+    found.walk(traced.jaxpr, [0] * len(traced.jaxpr.invars), ())
+    return found.lines
+
+
+def coupling_text(line: str, what: str, num_parts: int) -> str:
+    """Return the warning about a line at which rows depend on each other.
+
+    Args:
+      line: the line.
+      what: how.
       num_parts: parts into which a batch is split, over replicas, microbatches and islands.
     """
-    if num_parts == 1:
-        return []
-    found = _Coupling(prime)
-    found.walk(traced.jaxpr, [False] * len(traced.jaxpr.invars), ())
-    return [
+    return (
         f"WARNING: {line} {what}; a batch is split into {num_parts} parts, over replicas, microbatches and"
         " islands, and each has its own rows alone, so losses are not those of one device: compute it of each"
         " row, or do not split batches (one island, no axis data, no ZeRO stage 1 or 2, --accumulate 1)"
-        for line, what in found.lines.items()
-    ]
+    )
 
 
 def state_warnings(
@@ -93,82 +142,161 @@ def state_warnings(
     ]
 
 
-class _Coupling:
+class _Walk:
     """Lines at which rows depend on each other, and how."""
 
     def __init__(self, prime: int):
         self.prime = prime
-        self.lines: dict[str, str] = {}
+        self.lines: dict[str, Coupling] = {}
 
     def rows_of(self, variable: Any) -> list[int]:
         """Return the dims that count rows."""
         shape = getattr(variable.aval, "shape", ())
         return [dim for dim, size in enumerate(shape) if size and size % self.prime == 0]
 
-    def walk(self, jaxpr: Any, summed: Iterable[bool], outer: tuple[Any, ...]) -> list[bool]:
-        """Go through a program; return which outputs are computed from sums over rows.
+    def walk(self, jaxpr: Any, inputs: Iterable[int], outer: tuple[Any, ...]) -> list[int]:
+        """Go through a program; return what is known of its outputs.
 
         Args:
           jaxpr: the program.
-          summed: which of its inputs are.
+          inputs: what is known of its inputs.
           outer: the equations that it is in.
         """
-        known = {v for v, is_summed in zip(jaxpr.invars, summed, strict=True) if is_summed}
+        known = dict(zip(jaxpr.invars, inputs, strict=True))
         numbers: set[Any] = set()
         for equation in jaxpr.eqns:
-            name, outputs = equation.primitive.name, equation.outvars
             # constants are no keys
-            inputs = [not hasattr(v, "val") and v in known for v in equation.invars]
+            given = [0 if hasattr(v, "val") else known.get(v, 0) for v in equation.invars]
             programs = _programs(equation)
-            after = [False] * len(outputs)
+            after = [0] * len(equation.outvars)
             for program, skipped in programs:
-                found = self.walk(program, inputs[skipped:], (*outer, equation))
-                after = [a or b for a, b in zip(after, found, strict=True)]
-            if not programs:
-                is_sum = name.startswith(REDUCING) and any(map(self.rows_of, equation.invars))
-                after = [not self.rows_of(v) and (is_sum or any(inputs)) for v in outputs]
-            known.update(v for v, is_summed in zip(outputs, after, strict=True) if is_summed)
-            counted = [v for v in equation.invars if not hasattr(v, "val") and v in numbers]
-            if (name == "iota" and equation.params["dimension"] in self.rows_of(outputs[0])) or (
-                name in MOVING and counted
-            ):
-                numbers.add(outputs[0])
-            reads_sum = any(inputs) and not programs
-            if what := outputs and self._what(equation, reads_sum, outputs[0] in numbers):
-                self._note(TracedEquation(equation, [], outer), what)
-        return [not hasattr(v, "val") and v in known for v in jaxpr.outvars]
+                found = self.walk(program, given[skipped:], (*outer, equation))
+                after = [a | b for a, b in zip(after, found, strict=True)]
+            if equation.primitive.name == "scan" and equation.params["length"] % self.prime == 0:
+                self._note(TracedEquation(equation, [], outer), Coupling("loops over rows", False))
+            if not programs and equation.outvars:
+                is_number = self._is_number(equation, numbers)
+                if is_number:
+                    numbers.add(equation.outvars[0])
+                status = NUMBERED * is_number | SUMMED * self._sums(equation, given)
+                for each in given:
+                    status |= each
+                if found := self._coupling(equation, given, is_number):
+                    self._note(TracedEquation(equation, [], outer), found)
+                    # it is said once, not again of what is computed from it; a mean is a sum still
+                    status &= ~(SUMMED * (found.what != MEAN))
+                after = [status] * len(equation.outvars)
+            known.update(zip(equation.outvars, after, strict=True))
+        return [0 if hasattr(v, "val") else known.get(v, 0) for v in jaxpr.outvars]
 
-    def _what(self, equation: Any, reads_sum: bool, is_number: bool) -> str:
-        """Say how rows depend on each other in an operation; nothing if they do not."""
+    def _is_number(self, equation: Any, numbers: set[Any]) -> bool:
+        """Return whether the result of an operation is the numbers of rows themselves."""
+        name = equation.primitive.name
+        if name == "iota":
+            return equation.params["dimension"] in self.rows_of(equation.outvars[0])
+        return name in MOVING and any(not hasattr(v, "val") and v in numbers for v in equation.invars)
+
+    def _sums(self, equation: Any, given: list[int]) -> bool:
+        """Return whether an operation sums over rows."""
+        name = equation.primitive.name
+        if name == "scatter-add":
+            return self._scatters(equation, given) and not self.rows_of(equation.outvars[0])
+        if name.startswith(REDUCING):
+            return any(map(self.rows_of, equation.invars)) and not self.rows_of(equation.outvars[0])
+        return False
+
+    def _scatters(self, equation: Any, given: list[int]) -> bool:
+        """Return whether an operation writes or adds rows to places that are not their own."""
+        dims, updates = equation.params["dimension_numbers"], equation.invars[2]
+        return not given[1] & NUMBERED and any(
+            dim not in dims.update_window_dims and not dims.operand_batching_dims
+            for dim in self.rows_of(updates)
+        )
+
+    def _coupling(self, equation: Any, given: list[int], is_number: bool) -> Coupling | None:
+        """Return how rows depend on each other in an operation; None if they do not."""
+        name, params, output = equation.primitive.name, equation.params, equation.outvars[0]
+        if what := self._moves(equation, given):
+            return Coupling(what, False)
+        if not jnp.issubdtype(output.aval.dtype, jnp.floating):
+            return None
+        rows, summed = self.rows_of(output), [bool(each & SUMMED) for each in given]
+        if is_number:
+            return Coupling("computes with the numbers of rows, which begin at 0 in each part", False)
+        if len(rows) > 1 and all(len(self.rows_of(v)) < 2 for v in equation.invars):
+            return Coupling("computes something for each pair of rows", False)
+        if name in EXTREMES and set(params["axes"]) & set(self.rows_of(equation.invars[0])):
+            return Coupling(f"takes the {EXTREMES[name]} of all rows", True)
+        if not any(summed):
+            return None
+        if rows:
+            return Coupling(
+                "gives each row a number that is computed from all rows, such as their mean", False
+            )
+        return self._after_sum(equation, summed)
+
+    def _after_sum(self, equation: Any, summed: list[bool]) -> Coupling | None:
+        """Return what an operation does with a sum over rows that sums of parts do not do."""
+        name, operands = equation.primitive.name, equation.invars
+        if name in ("add", "add_any", "sub") and not all(summed):
+            other = operands[summed.index(False)]
+            is_number = not hasattr(other, "val") and jnp.issubdtype(other.aval.dtype, jnp.floating)
+            what = "adds a number that no row contributes to a sum over rows, once for each part (multiply it"
+            return Coupling(f"{what} by the count of the loss)", False) if is_number else None
+        if name == "div" and not summed[1]:
+            divisor = getattr(operands[1], "val", None)
+            if np.ndim(divisor) or divisor is None or divisor % self.prime:
+                return None
+            return Coupling(MEAN, False)
+        is_linear = name in LINEAR or (name in BILINEAR and sum(summed) == 1)
+        if is_linear or (name == "select_n" and not summed[0]):
+            return None
+        return Coupling(
+            f"takes the {name} of a sum over rows, and sums of parts are added up", name in KINKED
+        )
+
+    def _moves(self, equation: Any, given: list[int]) -> str:
+        """Say how an operation moves rows to places of others; nothing if it does not."""
         name, params, output = equation.primitive.name, equation.params, equation.outvars[0]
         rows = self.rows_of(output)
-        if name == "scan" and params["length"] % self.prime == 0:
-            return "loops over rows"
         if name == "sort" and output.aval.shape[params["dimension"]] == 2 * self.prime:
+            return "sorts or permutes rows"
+        if name == "top_k" and self.rows_of(equation.invars[0])[-1:] == [equation.invars[0].aval.ndim - 1]:
             return "sorts or permutes rows"
         if name.startswith("cum") and params["axis"] in rows:
             return "adds up along rows"
         if name == "concatenate" and params["dimension"] in rows:
             parts = [v.aval.shape[params["dimension"]] for v in equation.invars]
             return "moves rows to the places of others" if any(size % self.prime for size in parts) else ""
-        if not jnp.issubdtype(output.aval.dtype, jnp.floating):
-            return ""
-        if is_number:
-            return "computes with the numbers of rows, which begin at 0 in each part"
-        if len(rows) > 1 and all(len(self.rows_of(v)) < 2 for v in equation.invars):
-            return "computes something for each pair of rows"
-        if reads_sum and rows:
-            return "gives each row a number that is computed from all rows, such as their mean"
-        if reads_sum and name in NONLINEAR:
-            return f"takes the {name} of a sum over rows, and sums of parts are added up"
-        return ""
+        if name == "rev" and set(params["dimensions"]) & set(rows):
+            return "reverses rows"
+        if name.startswith("scatter") and self._scatters(equation, given):
+            is_sum = name == "scatter-add" and not rows
+            return "" if is_sum else "writes rows to the places of others"
+        return "takes some of the rows" if self._takes_some(equation, given) else ""
 
-    def _note(self, at: TracedEquation, what: str) -> None:
+    def _takes_some(self, equation: Any, given: list[int]) -> bool:
+        """Return whether an operation reads rows at places that are not their own."""
+        name, params, whole = equation.primitive.name, equation.params, 2 * self.prime
+        if name in ("slice", "dynamic_slice"):
+            shape = equation.outvars[0].aval.shape
+            return any(shape[dim] % whole for dim in self.rows_of(equation.invars[0]))
+        if name != "gather" or given[1] & NUMBERED:
+            return False
+        batching = params["dimension_numbers"].operand_batching_dims
+        return any(
+            params["slice_sizes"][dim] % whole and dim not in batching
+            for dim in self.rows_of(equation.invars[0])
+        )
+
+    def _note(self, at: TracedEquation, found: Coupling) -> None:
         traces = [each.source_info.traceback for each in (*at.outer, at.equation)]
         files = {frame.file_name for trace in traces for frame in (trace.frames if trace else ())}
         is_users = at.line != "?" and not at.line.startswith(FOLDER)
         if is_users and not any(file.endswith(NORMALIZATION) for file in files):
-            self.lines.setdefault(at.line, what)
+            before = self.lines.get(at.line, found)
+            what = found.what if before.what == MEAN else before.what
+            self.lines[at.line] = Coupling(what, before.is_certain or found.is_certain)
 
 
 def _programs(equation: Any) -> list[tuple[Any, int]]:

@@ -13,20 +13,21 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.trainer.loss_trace import check_trace
 
+RANDOM = np.random.default_rng(0)
 BATCH = {
-    "x": np.ones((4, 6, 8), np.float32),
-    "label": np.zeros(4, np.int32),
-    "weights": np.ones(4, np.float32),
+    "x": RANDOM.normal(size=(8, 6, 8)).astype(np.float32),
+    "label": RANDOM.integers(0, 3, 8).astype(np.int32),
+    "weights": np.ones(8, np.float32),
 }
 
 
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.dense, self.norm = nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
         self.drop, self.cell = nnx.Dropout(0.5, rngs=rngs), nnx.RNN(nnx.GRUCell(8, 8, rngs=rngs))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        found: Any = self.cell(self.drop(self.norm(self.dense(x))))
+        found: Any = self.cell(self.drop(self.dense(x)))
         return found[:, -1]
 
 
@@ -40,6 +41,25 @@ def plain(apply, batch, x=None, of_sum=lambda total: total):
 def pairs(apply, batch):
     logits = apply(batch["x"])
     return jax.nn.logsumexp(logits @ logits.T, -1).sum(), batch["weights"].sum()
+
+
+def losses_of(apply, batch):
+    """The cross-entropy of each row."""
+    logits = jax.nn.log_softmax(apply(batch["x"]))
+    return -logits[jnp.arange(len(logits)), batch["label"]] * batch["weights"]
+
+
+def of_losses(total):
+    """A loss whose sum is a function of the losses of rows and of the batch."""
+    return lambda apply, batch: (total(losses_of(apply, batch), batch), batch["weights"].sum())
+
+
+def of_centres(losses, batch):
+    return (jax.ops.segment_sum(losses, batch["label"], 3) ** 2).sum()
+
+
+def balanced(losses, batch):
+    return (losses / jnp.bincount(batch["label"], length=3)[batch["label"]]).sum()
 
 
 def changed(change):
@@ -56,13 +76,29 @@ COUPLED: dict[str, tuple[Any, str]] = {
     "centred": (changed(lambda _, x: x - x.mean(0)), "a number that is computed from all rows"),
     "mixed": (changed(lambda apply, x: x + jax.random.permutation(apply.key, x)), "sorts or permutes rows"),
     "sorted": (changed(lambda _, x: x[jnp.argsort(x[:, 0, 0])]), "sorts or permutes rows"),
-    "neighbours": (changed(lambda _, x: x - jnp.roll(x, 1, 0)), "moves rows to the places of others"),
+    "neighbours": (changed(lambda _, x: x - jnp.roll(x, 1, 0)), "takes some of the rows"),
     "added up": (changed(lambda _, x: jnp.cumsum(x, 0)), "adds up along rows"),
     "a loop": (changed(looped), "loops over rows"),
     "numbers": (
         changed(lambda _, x: x + jnp.arange(len(x))[:, None, None]),
         "computes with the numbers of rows",
     ),
+    "reversed": (changed(lambda _, x: x - x[::-1]), "reverses rows"),
+    "first": (changed(lambda _, x: x - x[0]), "takes some of the rows"),
+    "differences": (of_losses(lambda x, _: ((x[1:] - x[:-1]) ** 2).sum()), "takes some of the rows"),
+    "looked up": (changed(lambda _, x: x + x[jnp.int32(x[:, 0, 0] > 0)]), "takes some of the rows"),
+    "written": (
+        of_losses(lambda x, batch: jnp.zeros(3).at[batch["label"]].max(x).sum()),
+        "writes rows to the places of others",
+    ),
+    "of classes": (of_losses(of_centres), "takes the integer_pow of a sum over rows"),
+    "balanced": (of_losses(balanced), "a number that is computed from all rows"),
+    "hardest": (of_losses(lambda x, _: jax.lax.top_k(x, 2)[0].sum()), "sorts or permutes rows"),
+    "worst": (of_losses(lambda x, _: x.max()), "takes the largest of all rows"),
+    "a ratio": (of_losses(lambda x, batch: x.sum() / (x * x).sum()), "takes the div of a sum"),
+    "a product": (of_losses(lambda x, _: x.sum() * x.sum()), "takes the mul of a sum over rows"),
+    "an extreme": (of_losses(lambda x, _: jnp.maximum(x.sum(), 0.3)), "takes the max of a sum over rows"),
+    "a mean beside": (of_losses(lambda x, _: x.sum() + x.mean()), "takes a mean over rows"),
     "in a branch": (
         changed(lambda _, x: jax.lax.cond(x.sum() > 0, lambda x: x - x.mean(0), lambda x: x, x)),
         "a number that is computed from all rows",
@@ -84,6 +120,46 @@ def test_the_line_of_dependent_rows_is_named(name):
     assert "test_row_coupling.py:" in text
     assert "split into 6 parts" in text
     assert "split into" not in "".join(warnings(loss, 1))
+
+
+class Penalized(Net):
+    """It returns the size of its parameters too."""
+
+    def __call__(self, x):
+        return super().__call__(x), (self.dense.kernel[...] ** 2).sum()
+
+
+def penalized(weigh):
+    def loss(apply, batch):
+        logits, penalty = apply(batch["x"])
+        total, count = plain(lambda _: logits, batch)
+        return total + weigh(penalty, count), count
+
+    return loss
+
+
+def test_a_number_that_no_row_contributes_is_named():
+    (text,) = warnings(penalized(lambda penalty, _: penalty), 2, Penalized)
+    assert "adds a number that no row contributes to a sum over rows" in text
+    assert "multiply it by the count" in text
+
+
+UNDONE = {
+    "a mean times the count": of_losses(lambda x, batch: x.mean() * len(x)),
+    "a share of the count": of_losses(lambda x, batch: x.sum() / batch["weights"].sum() * len(x)),
+    "shares of rows": of_losses(lambda x, batch: (x / batch["weights"].sum()).sum() * len(x)),
+    "a sum of what is sorted": of_losses(lambda x, _: jnp.sort(x).sum()),
+    "there and back": of_losses(lambda x, _: x[::-1][::-1].sum()),
+    "a penalty times the count": penalized(lambda penalty, count: penalty * count),
+    "a penalty times the rows": lambda apply, batch: penalized(lambda penalty, _: penalty * len(batch["x"]))(
+        apply, batch
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNDONE)
+def test_what_is_undone_gives_no_warning(name):
+    assert warnings(UNDONE[name], 2, Penalized if "penalty" in name else Net) == []
 
 
 class Kept(Net):
@@ -113,7 +189,16 @@ def test_a_loss_need_not_call_a_model_with_state():
 
 def test_independent_rows_give_no_warning():
     """Nor of batch norms, labels by numbers of rows, loops over time, and experts of this library."""
-    assert warnings(plain, 2) == []
+
+    class Normed(Net):
+        def __init__(self, rngs: nnx.Rngs):
+            super().__init__(rngs)
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+        def __call__(self, x):
+            return super().__call__(self.norm(x))
+
+    assert warnings(plain, 2, Normed) == []
     config = DecoderConfig(
         vocab=8, seq=4, embed=8, num_layers=2, num_heads=2, activation="swiglu", bias=False, loss_chunk=3,
         experts="num=4,top=2,capacity=1.0,over=batch,balance=0.1,bias=0.01", dropout=0.1,

@@ -1,0 +1,70 @@
+"""Whether the sum and the count of a loss over rows are those of its parts, computed with a few rows.
+
+`row_coupling.py` finds operations between rows; others may undo them, as a count undoes a mean.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from shardtrain.functional.loss import Loss
+from shardtrain.functional.model import Model
+from shardtrain.functional.rng import new_key, row_key
+from shardtrain.functional.traced_loss import ONE, trace_loss
+from shardtrain.system.xla_flags import quick_options
+
+ROWS, PARTS = 12, 3
+MOST_BYTES = 256 << 20
+"""Of the parameters of a model with which a few rows are computed on one device before the first step."""
+TOLERANCE = 1e-5
+
+
+def sums_add_up(model: Model, loss: Loss, batch: Mapping[str, np.ndarray]) -> bool:
+    """Return whether the rows of a batch have the sum and the count of their parts.
+
+    False for a model that is too large to try, or does not take so few rows.
+
+    Args:
+      model: the whole model.
+      loss: the loss function of the run.
+      batch: rows of the run on the host, of which the first are computed.
+    """
+    shapes = jax.tree.leaves(jax.eval_shape(model.init, new_key(0)))
+    if sum(x.size * x.dtype.itemsize for x in shapes) > MOST_BYTES:
+        return False
+    size = len(next(iter(batch.values())))
+    # a small batch again in another order, so that no part is like another
+    numbers = [row if row < size else (2 * row + 1) % size for row in range(ROWS)]
+    given = {name: np.asarray(x)[numbers] for name, x in batch.items()}
+    options = quick_options(jax.default_backend())
+    params, model_state = jax.jit(model.init, compiler_options=options)(new_key(0))
+    # what begins at zero would hide what it multiplies
+    params = jax.tree.map(_moved, params)
+
+    def totals(number: int) -> Any:
+        size = ROWS // number
+        traced = jax.jit(jaxpr_as_fun(trace_loss(model, loss, batch, size)), compiler_options=options)
+        found = []
+        for start in range(0, ROWS, size):
+            rows = {name: x[start : start + size] for name, x in given.items()}
+            key = row_key(new_key(0), start, size, model.draws)
+            found.append(traced(*jax.tree.leaves((key, params, model_state, rows)))[:2])
+        return np.array(found, np.float64)
+
+    with jax.sharding.use_abstract_mesh(ONE):
+        try:
+            whole, parts = totals(1)[0], totals(PARTS)
+        except Exception:  # what it cannot show stays said
+            return False
+    return bool((np.abs(whole - parts.sum(0)) <= TOLERANCE * np.abs(parts).sum(0)).all())
+
+
+def _moved(x: jax.Array) -> jax.Array:
+    """Return an array a little away from where it is, each entry otherwise."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return x + 0.05 * jnp.sin(1 + 1.37 * jnp.arange(x.size)).reshape(x.shape).astype(x.dtype)
