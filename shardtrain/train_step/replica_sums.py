@@ -80,7 +80,6 @@ def make_replica_sums(model: Model, loss: Loss, placement: Placement, start_row:
     replica_axes = layout.replica_axes
     num_replicas = math.prod(mesh.shape[axis] for axis in replica_axes)
     rules = layout.rules_of_replica()
-    row_axes = rules[axes.BATCH]
     local_params = placement.synchronisation.keeps_drift
 
     # a leading dim over all replica axes; or over `data` alone, for what only its replicas have of their own
@@ -104,20 +103,34 @@ def make_replica_sums(model: Model, loss: Loss, placement: Placement, start_row:
             params = jax.tree.map(lambda x: jnp.repeat(x, num_replicas // len(x), 0), params)
             params = constrain(params, replica_specs, mesh)
 
-        # rows (M, rows, ...) -> (M, R, rows / R, ...): consecutive rows belong to one replica
-        num_microbatches, num_rows = jax.tree.leaves(batch)[0].shape[:2]
-        batch = jax.tree.map(lambda x: x.reshape(x.shape[0], num_replicas, -1, *x.shape[2:]), batch)
-        batch_spec = PartitionSpec(None, replica_axes, row_axes)
-        batch = constrain(batch, jax.tree.map(lambda _: batch_spec, batch), mesh)
-
-        # random keys follow the number of a row in the whole batch, so they do not depend on the mesh
-        first_rows = jnp.arange(num_microbatches * num_replicas, dtype=jnp.uint32)
-        first_rows = first_row + first_rows * (num_rows // num_replicas)
-        first_rows = first_rows.reshape(num_microbatches, num_replicas)
+        first_rows, batch = _by_replica(batch, first_row, placement)
         model_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)), model_state)
         return compute(params, model_state, key, first_rows, batch, scale)
 
     return sums
+
+
+def _by_replica(batch: Batch, first_row: jax.Array | int, placement: Placement) -> tuple[jax.Array, Batch]:
+    """Return the number of the first row of each replica, (M, R), and its rows of a batch.
+
+    Args:
+      batch: arrays (M, rows, ...); those returned are (M, R, rows / R, ...), and consecutive rows belong to
+        one replica.
+      first_row: the number of the batch's first row. Random keys follow the number of a row in the whole
+        batch, so they do not depend on the mesh.
+      placement: of the batch.
+    """
+    mesh, replica_axes = placement.mesh, placement.layout.replica_axes
+    num_replicas = math.prod(mesh.shape[axis] for axis in replica_axes)
+    num_microbatches, num_rows = jax.tree.leaves(batch)[0].shape[:2]
+    batch = jax.tree.map(lambda x: x.reshape(x.shape[0], num_replicas, -1, *x.shape[2:]), batch)
+    spec = PartitionSpec(None, replica_axes, placement.layout.rules_of_replica()[axes.BATCH])
+    numbers = jnp.arange(num_microbatches * num_replicas, dtype=jnp.uint32)
+    first_rows = first_row + numbers * (num_rows // num_replicas)
+    return (
+        first_rows.reshape(num_microbatches, num_replicas),
+        constrain(batch, jax.tree.map(lambda _: spec, batch), mesh),
+    )
 
 
 def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, specs: Any) -> _Compute:
@@ -215,17 +228,50 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
     return compute
 
 
-def make_pipeline_losses(model: Model, loss: Loss, placement: Placement) -> Callable[..., Sums]:
-    """Make a function that evaluates a batch through a pipeline, for use inside jit.
+def make_losses(model: Model, loss: Loss, placement: Placement) -> Callable[..., Sums]:
+    """Make a function that evaluates a batch, each replica its own rows as in training, for use inside jit.
 
     Returns:
-      (params, key, first rows (M,), batch) -> the sums of losses, counts and metrics, without gradients.
+      (params, model_state, key, first row, batch) -> the sums of losses, counts and metrics, without
+      gradients.
     """
-    stages, rules = placement.stages, placement.layout.activation_rules
+    rules = placement.layout.rules_of_replica()
+    make = _make_mapped_losses if placement.stages is None else _make_pipeline_losses
+    compute = make(model, loss, placement, rules)
+
+    def losses(params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch) -> Sums:
+        first_rows, batch = _by_replica(batch, first_row, placement)
+        loss_sum, count, metrics = compute(params, model_state, key, first_rows, batch)
+        return Sums(loss_sum, count, metrics, {})
+
+    return losses
+
+
+def _make_mapped_losses(model: Model, loss: Loss, placement: Placement, rules: Rules) -> Callable[..., Any]:
+    """Make the function that maps over microbatches, each through the whole model."""
+
+    def replica(params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch) -> Any:
+        rng = row_key(key, first_row, jax.tree.leaves(batch)[0].shape[0], model.draws)
+        bound = BoundModel(model, params, model_state, rng, train=False)
+        return summed_loss(loss, bound, batch, train=False)
+
+    each = each_replica(replica, (None, None, None, 0, 0), placement, model.axis_name)
+
+    def compute(params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Any:
+        with activation_rules(rules, placement.mesh, *placement.layout.tracing):
+            found = jax.lax.map(lambda given: each(params, model_state, key, *given), (first_rows, batch))
+        return jax.tree.map(lambda x: x.sum((0, 1)), found)
+
+    return compute
+
+
+def _make_pipeline_losses(model: Model, loss: Loss, placement: Placement, rules: Rules) -> Callable[..., Any]:
+    """Make the function that runs a pipeline forward; such models have no state."""
+    stages = placement.stages
     assert stages is not None
 
-    def losses(params: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
-        num_microbatches, num_rows = jax.tree.leaves(batch)[0].shape[:2]
+    def compute(params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Any:
+        num_microbatches, _, num_rows = jax.tree.leaves(batch)[0].shape[:3]
         table = forward_only(
             stages.num_stages,
             num_microbatches,
@@ -235,14 +281,19 @@ def make_pipeline_losses(model: Model, loss: Loss, placement: Placement) -> Call
         )
         run_stage = _stage_function(model, loss, placement, table, rules)
 
-        def run(params: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
+        def replica(params: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
+            return run_stage(
+                params, lambda number: row_key(key, first_rows[number], num_rows, model.draws), batch
+            )
+
+        def run(*arguments: Any) -> Sums:
             with activation_rules(rules, jax.sharding.get_abstract_mesh(), *placement.layout.tracing):
-                keys = lambda number: row_key(key, first_rows[number], num_rows, model.draws)  # noqa: E731
-                return run_stage(params, keys, batch)
+                return each_replica(replica, (None, None, 1, 1), placement, model.axis_name)(*arguments)
 
-        return _over_stages(run, placement.mesh, params)(params, key, first_rows, batch)
+        found = _over_stages(run, placement.mesh, params)(params, key, first_rows, batch)
+        return jax.tree.map(lambda x: x.sum(0), found[:3])
 
-    return losses
+    return compute
 
 
 def _stage_function(

@@ -14,11 +14,9 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.combine.replicas import combine_replicas, combined_entries, stacked_paths
-from shardtrain.functional.activation_rules import activation_rules
-from shardtrain.functional.auxiliary import summed_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
-from shardtrain.functional.rng import evaluation_key, row_key, step_key
+from shardtrain.functional.rng import evaluation_key, step_key
 from shardtrain.functional.sums import Sums
 from shardtrain.optim.clip import TakesNorm
 from shardtrain.optim.optimizer_state import stored, value_function
@@ -30,7 +28,7 @@ from shardtrain.train_step.loss_scale import adjusted, overflowed, scale_of
 from shardtrain.train_step.offload import offloaded
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.replica_state import fragments_of
-from shardtrain.train_step.replica_sums import BoundModel, make_pipeline_losses
+from shardtrain.train_step.replica_sums import make_losses
 from shardtrain.train_step.state import Metrics, State
 
 Step = Callable[[State, Batch], tuple[State, Metrics]]
@@ -258,33 +256,17 @@ def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[..
       model that draws all the same draws by the number of the batch and of the row in it, on any mesh;
       `first_row` is the number of the batch's first row if it is a part of a larger batch.
     """
-    mesh, layout = placement.mesh, placement.layout
-
-    def evaluate_whole(state: State, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Metrics:
-        def microbatch(inputs: tuple[jax.Array, Batch]) -> Any:
-            first_row, batch = inputs
-            rng = row_key(key, first_row, jax.tree.leaves(batch)[0].shape[0], model.draws)
-            bound = BoundModel(model, state.params, state.model_state, rng, train=False)
-            loss_sum, count, metrics = summed_loss(loss, bound, batch, train=False)
-            return {**metrics, "loss_sum": loss_sum, "count": count}
-
-        with activation_rules(layout.activation_rules, mesh, *layout.tracing):
-            return jax.tree.map(lambda x: x.sum(0), jax.lax.map(microbatch, (first_rows, batch)))
+    losses = make_losses(model, loss, placement)
 
     def evaluate(state: State, batch: Batch, number: jax.Array, first_row: jax.Array) -> Metrics:
-        num_microbatches, num_rows = jax.tree.leaves(batch)[0].shape[:2]
-        first_rows = first_row + num_rows * jnp.arange(num_microbatches, dtype=jnp.uint32)
-        key = evaluation_key(number)
-        if placement.stages is None:
-            return evaluate_whole(state, key, first_rows, batch)
-        return make_pipeline_losses(model, loss, placement)(state.params, key, first_rows, batch).logged
+        return losses(state.params, state.model_state, evaluation_key(number), first_row, batch).logged
 
-    whole = NamedSharding(mesh, PartitionSpec())
+    whole = NamedSharding(placement.mesh, PartitionSpec())
     compiled = jax.jit(
         evaluate,
         in_shardings=(placement.state, placement.batch, whole, whole),
         out_shardings=whole,
-        compiler_options=mesh_options(mesh.devices.flat[0].platform),
+        compiler_options=mesh_options(placement.mesh.devices.flat[0].platform),
     )
     return lambda state, batch, number=0, first_row=0: compiled(
         state, batch, np.uint32(number), np.uint32(first_row)

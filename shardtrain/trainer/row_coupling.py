@@ -244,10 +244,8 @@ class _Walk:
             what = "adds a number that no row contributes to a sum over rows, once for each part (multiply it"
             return Coupling(f"{what} by the count of the loss)", False) if is_number else None
         if name == "div" and not summed[1]:
-            divisor = getattr(operands[1], "val", None)
-            if np.ndim(divisor) or divisor is None or divisor % self.prime:
-                return None
-            return Coupling(MEAN, False)
+            divisor = np.asarray(getattr(operands[1], "val", 1))
+            return None if divisor.ndim or divisor % self.prime else Coupling(MEAN, False)
         is_linear = name in LINEAR or (name in BILINEAR and sum(summed) == 1)
         if is_linear or (name == "select_n" and not summed[0]):
             return None
