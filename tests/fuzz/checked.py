@@ -170,10 +170,12 @@ def compute(case: Case, prepared: PreparedRun) -> tuple[dict[str, Any], Any, Any
     jax.block_until_ready(state)
     params = ordered(state.params)
     after = {"params": params, "model_state": jax.tree.map(np.array, state.model_state)}
+    gradient = ordered_part(state.opt_state[0].trace, state.params)
     got = {
         "value": {name: np.asarray(metrics[name]) for name in ("loss_sum", "count")},
-        "gradient": ordered_part(state.opt_state[0].trace, state.params),
-        "shares": shares,
+        "gradient": gradient,
+        # not of what is frozen
+        "shares": {name: x for name, x in shares.items() if name in gradient},
         "step": params,
         "model_state": after["model_state"],
         "evaluation": {"loss": np.asarray(evaluate(state)["heldout/loss"])},
