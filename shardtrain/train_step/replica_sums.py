@@ -23,7 +23,7 @@ from shardtrain.functional.model import BLOCKS, Model
 from shardtrain.functional.rng import row_key
 from shardtrain.functional.sums import GradientSquares, Sums
 from shardtrain.pipeline.mesh_pipeline import pipeline_sums
-from shardtrain.pipeline.schedule import forward_only, make_table
+from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.table import Table
 from shardtrain.sharding.rules import Rules
 from shardtrain.sharding.specs import with_leading_dim
@@ -103,14 +103,14 @@ def make_replica_sums(model: Model, loss: Loss, placement: Placement, start_row:
             params = jax.tree.map(lambda x: jnp.repeat(x, num_replicas // len(x), 0), params)
             params = constrain(params, replica_specs, mesh)
 
-        first_rows, batch = _by_replica(batch, first_row, placement)
+        first_rows, batch = by_replica(batch, first_row, placement)
         model_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)), model_state)
         return compute(params, model_state, key, first_rows, batch, scale)
 
     return sums
 
 
-def _by_replica(batch: Batch, first_row: jax.Array | int, placement: Placement) -> tuple[jax.Array, Batch]:
+def by_replica(batch: Batch, first_row: jax.Array | int, placement: Placement) -> tuple[jax.Array, Batch]:
     """Return the number of the first row of each replica, (M, R), and its rows of a batch.
 
     Args:
@@ -205,7 +205,7 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
         table = make_table(
             placement.schedule, stages.num_stages, num_microbatches, stages.num_chunks, lockstep=True
         )
-        run_stage = _stage_function(model, loss, placement, table, rules)
+        run_stage = stage_function(model, loss, placement, table, rules)
 
         def replica(params: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
             return run_stage(
@@ -218,8 +218,8 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
                 in_axes = (0 if has_own else None, None, 1, 1)
                 return each_replica(replica, in_axes, placement, model.axis_name)(*arguments)
 
-        over_stages = _over_stages(run, placement.mesh, params, params_dim=int(has_own), grads_dim=1)
-        sums = over_stages(params, key, first_rows, batch)
+        staged = over_stages(run, placement.mesh, params, params_dim=int(has_own), grads_dim=1)
+        sums = staged(params, key, first_rows, batch)
         grads = constrain(sums.grads, specs, placement.mesh)
         # microbatches are added up inside the pipeline: the gradients of its replicas alone are known
         squares = squares_of(grads, sums.count) if placement.measures_noise else ()
@@ -228,75 +228,7 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
     return compute
 
 
-def make_losses(model: Model, loss: Loss, placement: Placement) -> Callable[..., Sums]:
-    """Make a function that evaluates a batch, each replica its own rows as in training, for use inside jit.
-
-    Returns:
-      (params, model_state, key, first row, batch) -> the sums of losses, counts and metrics, without
-      gradients.
-    """
-    rules = placement.layout.rules_of_replica()
-    make = _make_mapped_losses if placement.stages is None else _make_pipeline_losses
-    compute = make(model, loss, placement, rules)
-
-    def losses(params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch) -> Sums:
-        first_rows, batch = _by_replica(batch, first_row, placement)
-        loss_sum, count, metrics = compute(params, model_state, key, first_rows, batch)
-        return Sums(loss_sum, count, metrics, {})
-
-    return losses
-
-
-def _make_mapped_losses(model: Model, loss: Loss, placement: Placement, rules: Rules) -> Callable[..., Any]:
-    """Make the function that maps over microbatches, each through the whole model."""
-
-    def replica(params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch) -> Any:
-        rng = row_key(key, first_row, jax.tree.leaves(batch)[0].shape[0], model.draws)
-        bound = BoundModel(model, params, model_state, rng, train=False)
-        return summed_loss(loss, bound, batch, train=False)
-
-    each = each_replica(replica, (None, None, None, 0, 0), placement, model.axis_name)
-
-    def compute(params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Any:
-        with activation_rules(rules, placement.mesh, *placement.layout.tracing):
-            found = jax.lax.map(lambda given: each(params, model_state, key, *given), (first_rows, batch))
-        return jax.tree.map(lambda x: x.sum((0, 1)), found)
-
-    return compute
-
-
-def _make_pipeline_losses(model: Model, loss: Loss, placement: Placement, rules: Rules) -> Callable[..., Any]:
-    """Make the function that runs a pipeline forward; such models have no state."""
-    stages = placement.stages
-    assert stages is not None
-
-    def compute(params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Any:
-        num_microbatches, _, num_rows = jax.tree.leaves(batch)[0].shape[:3]
-        table = forward_only(
-            stages.num_stages,
-            num_microbatches,
-            stages.num_chunks,
-            lockstep=True,
-            placement=stages.placement,
-        )
-        run_stage = _stage_function(model, loss, placement, table, rules)
-
-        def replica(params: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
-            return run_stage(
-                params, lambda number: row_key(key, first_rows[number], num_rows, model.draws), batch
-            )
-
-        def run(*arguments: Any) -> Sums:
-            with activation_rules(rules, jax.sharding.get_abstract_mesh(), *placement.layout.tracing):
-                return each_replica(replica, (None, None, 1, 1), placement, model.axis_name)(*arguments)
-
-        found = _over_stages(run, placement.mesh, params)(params, key, first_rows, batch)
-        return jax.tree.map(lambda x: x.sum(0), found[:3])
-
-    return compute
-
-
-def _stage_function(
+def stage_function(
     model: Model, loss: Loss, placement: Placement, table: Table, rules: Rules
 ) -> Callable[..., Sums]:
     """Return (params, rng, batch) -> sums: a schedule's tasks, as every stage runs them."""
@@ -313,7 +245,7 @@ def _stage_function(
     )
 
 
-def _over_stages(
+def over_stages(
     run: Callable[..., Sums], mesh: Mesh, params: Any, params_dim: int = 0, grads_dim: int | None = None
 ) -> Callable[..., Sums]:
     """Run a function of (params, ...) on every stage of a pipeline, each with its own blocks.

@@ -27,8 +27,8 @@ from shardtrain.train_step.gradients import make_gradients, make_replica_means
 from shardtrain.train_step.loss_scale import adjusted, overflowed, scale_of
 from shardtrain.train_step.offload import offloaded
 from shardtrain.train_step.placement import Placement, constrain
+from shardtrain.train_step.replica_losses import make_losses
 from shardtrain.train_step.replica_state import fragments_of
-from shardtrain.train_step.replica_sums import make_losses
 from shardtrain.train_step.state import Metrics, State
 
 Step = Callable[[State, Batch], tuple[State, Metrics]]

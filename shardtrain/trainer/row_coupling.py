@@ -21,41 +21,15 @@ EXTREMES = {"reduce_max": "largest", "reduce_min": "smallest", "reduce_prod": "p
 KINKED = ("abs", "clamp", "max", "min", "sign", *EXTREMES)
 """Operations that some numbers pass unchanged, or only scaled: no such numbers show that they do more."""
 LINEAR = (
-    "add",
-    "add_any",
-    "broadcast_in_dim",
-    "complex",
-    "concatenate",
-    "conj",
-    "convert_element_type",
-    "copy",
-    "copy_p",
-    "cumsum",
-    "dynamic_slice",
-    "dynamic_update_slice",
-    "expand_dims",
-    "gather",
-    "imag",
-    "name",
-    "neg",
-    "optimization_barrier",
-    "pad",
-    "real",
-    "reduce_precision",
-    "reduce_sum",
-    "reshape",
-    "rev",
-    "scatter-add",
-    "sharding_constraint",
-    "slice",
-    "split",
-    "squeeze",
-    "sub",
-    "transpose",
-)
+    "add", "add_any", "broadcast_in_dim", "complex", "concatenate", "conj", "convert_element_type",
+    "copy", "copy_p", "cumsum", "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather", "imag",
+    "name", "neg", "optimization_barrier", "pad", "real", "reduce_precision", "reduce_sum", "reshape",
+    "rev", "scatter-add", "sharding_constraint", "slice", "split", "squeeze", "sub", "transpose",
+)  # fmt: skip
 """Operations after which numbers of parts still add up to those of the batch."""
 BILINEAR = ("conv_general_dilated", "dot_general", "mul")
 MOVING = ("broadcast_in_dim", "convert_element_type", "reshape")
+EPSILON = 1e-2
 MEAN = "takes a mean over rows, and means of parts are added up"
 SUMMED, NUMBERED = 1, 2
 """What is known of an array, as bits: it is computed from sums over rows, or from the numbers of rows."""
@@ -246,8 +220,10 @@ class _Walk:
         if name == "div" and not summed[1]:
             divisor = np.asarray(getattr(operands[1], "val", 1))
             return None if divisor.ndim or divisor % self.prime else Coupling(MEAN, False)
+        # a count that is kept above 0 by some epsilon, to divide by it
+        is_guard = name == "max" and any(0 < np.max(getattr(v, "val", 0)) < EPSILON for v in operands)
         is_linear = name in LINEAR or (name in BILINEAR and sum(summed) == 1)
-        if is_linear or (name == "select_n" and not summed[0]):
+        if is_linear or is_guard or (name == "select_n" and not summed[0]):
             return None
         return Coupling(
             f"takes the {name} of a sum over rows, and sums of parts are added up", name in KINKED

@@ -149,6 +149,11 @@ UNDONE = {
     "a share of the count": of_losses(lambda x, batch: x.sum() / batch["weights"].sum() * len(x)),
     "shares of rows": of_losses(lambda x, batch: (x / batch["weights"].sum()).sum() * len(x)),
     "a sum of what is sorted": of_losses(lambda x, _: jnp.sort(x).sum()),
+    "a guarded share": of_losses(lambda x, _: x.sum() / jnp.maximum(x.size, 1e-6) * len(x)),
+    "a guarded count": lambda apply, batch: (
+        plain(apply, batch)[0],
+        jnp.maximum(batch["weights"].sum(), 1e-6),
+    ),
     "there and back": of_losses(lambda x, _: x[::-1][::-1].sum()),
     "a penalty times the count": penalized(lambda penalty, count: penalty * count),
     "a penalty times the rows": lambda apply, batch: penalized(lambda penalty, _: penalty * len(batch["x"]))(
