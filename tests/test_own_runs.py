@@ -69,6 +69,7 @@ TRAINED = {
     "count_of_rows": "WARNING: batch['weights'] do not change the count of the loss",
     "other_samples": "WARNING: sample 0 of Changing has other values when it is read again, of 'x'",
     "few_samples": "WARNING: batch is 8, and the data has 5 samples, so in every batch 3 rows are padding of weight 0; use --batch 5 or less",
+    "array_without_elements": "",
     "no_streams": "",
     "more_arguments_given": "",
     "spectral_norm": "",

@@ -123,7 +123,9 @@ def by_replica(batch: Batch, first_row: jax.Array | int, placement: Placement) -
     mesh, replica_axes = placement.mesh, placement.layout.replica_axes
     num_replicas = math.prod(mesh.shape[axis] for axis in replica_axes)
     num_microbatches, num_rows = jax.tree.leaves(batch)[0].shape[:2]
-    batch = jax.tree.map(lambda x: x.reshape(x.shape[0], num_replicas, -1, *x.shape[2:]), batch)
+    batch = jax.tree.map(
+        lambda x: x.reshape(x.shape[0], num_replicas, num_rows // num_replicas, *x.shape[2:]), batch
+    )
     spec = PartitionSpec(None, replica_axes, placement.layout.rules_of_replica()[axes.BATCH])
     numbers = jnp.arange(num_microbatches * num_replicas, dtype=jnp.uint32)
     first_rows = first_row + numbers * (num_rows // num_replicas)

@@ -100,7 +100,7 @@ class StageFunctions:
         count = self.num_replicas
         num_microbatches, num_rows = jax.tree.leaves(batch)[0].shape[:2]
         # rows (M, rows, ...) -> (M, R, rows / R, ...): consecutive rows belong to one replica
-        batch = jax.tree.map(lambda x: x.reshape(x.shape[0], count, -1, *x.shape[2:]), batch)
+        batch = jax.tree.map(lambda x: x.reshape(x.shape[0], count, x.shape[1] // count, *x.shape[2:]), batch)
         spec = PartitionSpec(None, *self.rows)
         batch = constrain(batch, jax.tree.map(lambda _: spec, batch), self.placement.mesh)
         # random keys follow the number of a row in the whole batch, whatever pipeline computes it

@@ -24,13 +24,20 @@ LINEAR = (
     "add", "add_any", "broadcast_in_dim", "complex", "concatenate", "conj", "convert_element_type",
     "copy", "copy_p", "cumsum", "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather", "imag",
     "name", "neg", "optimization_barrier", "pad", "real", "reduce_precision", "reduce_sum", "reshape",
-    "rev", "scatter-add", "sharding_constraint", "slice", "split", "squeeze", "sub", "transpose",
+    "rev", "scatter-add", "sharding_constraint", "slice", "split", "squeeze", "stop_gradient", "sub",
+    "transpose",
 )  # fmt: skip
 """Operations after which numbers of parts still add up to those of the batch."""
 BILINEAR = ("conv_general_dilated", "dot_general", "mul")
 MOVING = ("broadcast_in_dim", "convert_element_type", "reshape")
 EPSILON = 1e-2
 MEAN = "takes a mean over rows, and means of parts are added up"
+ALONE = (
+    "adds a number that no row contributes to a sum over rows, once for each part (multiply it by the count"
+    " of the loss)"
+)
+SUMS = (MEAN, ALONE)
+"""What may be said of a sum that is a sum still; what is done with it on the same line says more."""
 SUMMED, NUMBERED = 1, 2
 """What is known of an array, as bits: it is computed from sums over rows, or from the numbers of rows."""
 
@@ -157,8 +164,8 @@ class _Walk:
                     status |= each
                 if found := self._coupling(equation, given, is_number):
                     self._note(TracedEquation(equation, [], outer), found)
-                    # it is said once, not again of what is computed from it; a mean is a sum still
-                    status &= ~(SUMMED * (found.what != MEAN))
+                    # it is said once, not again of what is computed from it
+                    status &= ~(SUMMED * (found.what not in SUMS))
                 after = [status] * len(equation.outvars)
             known.update(zip(equation.outvars, after, strict=True))
         return [0 if hasattr(v, "val") else known.get(v, 0) for v in jaxpr.outvars]
@@ -215,8 +222,7 @@ class _Walk:
         if name in ("add", "add_any", "sub") and not all(summed):
             other = operands[summed.index(False)]
             is_number = not hasattr(other, "val") and jnp.issubdtype(other.aval.dtype, jnp.floating)
-            what = "adds a number that no row contributes to a sum over rows, once for each part (multiply it"
-            return Coupling(f"{what} by the count of the loss)", False) if is_number else None
+            return Coupling(ALONE, False) if is_number else None
         if name == "div" and not summed[1]:
             divisor = np.asarray(getattr(operands[1], "val", 1))
             return None if divisor.ndim or divisor % self.prime else Coupling(MEAN, False)
@@ -269,7 +275,7 @@ class _Walk:
         is_users = at.line != "?" and not at.line.startswith(FOLDER)
         if is_users and not any(file.endswith(NORMALIZATION) for file in files):
             before = self.lines.get(at.line, found)
-            what = found.what if before.what == MEAN else before.what
+            what = found.what if before.what in SUMS else before.what
             self.lines[at.line] = Coupling(what, before.is_certain or found.is_certain)
 
 

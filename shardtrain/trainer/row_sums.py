@@ -3,7 +3,7 @@
 `row_coupling.py` finds operations between rows; others may undo them, as a count undoes a mean.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from shardtrain.functional.rng import new_key, row_key
 from shardtrain.functional.traced_loss import ONE, trace_loss
 from shardtrain.system.xla_flags import quick_options
 
-ROWS, PARTS = 12, 3
+ROWS, PARTS, TRIALS = 12, 3, 5
 MOST_BYTES = 256 << 20
 """Of the parameters of a model with which a few rows are computed on one device before the first step."""
 TOLERANCE = 1e-5
@@ -31,36 +31,44 @@ def sums_add_up(model: Model, loss: Loss, batch: Mapping[str, np.ndarray]) -> bo
     Args:
       model: the whole model.
       loss: the loss function of the run.
-      batch: rows of the run on the host, of which the first are computed.
+      batch: rows of the run on the host, of which some are computed.
     """
     shapes = jax.tree.leaves(jax.eval_shape(model.init, new_key(0)))
     if sum(x.size * x.dtype.itemsize for x in shapes) > MOST_BYTES:
         return False
-    size = len(next(iter(batch.values())))
-    # a small batch again in another order, so that no part is like another
-    numbers = [row if row < size else (2 * row + 1) % size for row in range(ROWS)]
-    given = {name: np.asarray(x)[numbers] for name, x in batch.items()}
     options = quick_options(jax.default_backend())
     params, model_state = jax.jit(model.init, compiler_options=options)(new_key(0))
     # what begins at zero would hide what it multiplies
     params = jax.tree.map(_moved, params)
 
-    def totals(number: int) -> Any:
+    def of_parts(number: int) -> Callable[[Mapping[str, np.ndarray]], Any]:
         size = ROWS // number
         traced = jax.jit(jaxpr_as_fun(trace_loss(model, loss, batch, size)), compiler_options=options)
-        found = []
-        for start in range(0, ROWS, size):
-            rows = {name: x[start : start + size] for name, x in given.items()}
-            key = row_key(new_key(0), start, size, model.draws)
-            found.append(traced(*jax.tree.leaves((key, params, model_state, rows)))[:2])
-        return np.array(found, np.float64)
 
+        def totals(rows: Mapping[str, np.ndarray]) -> np.ndarray:
+            found = []
+            for start in range(0, ROWS, size):
+                part = {name: x[start : start + size] for name, x in rows.items()}
+                key = row_key(new_key(0), start, size, model.draws)
+                found.append(traced(*jax.tree.leaves((key, params, model_state, part)))[:2])
+            return np.array(found, np.float64)
+
+        return totals
+
+    random, size = np.random.default_rng(0), len(next(iter(batch.values())))
     with jax.sharding.use_abstract_mesh(ONE):
         try:
-            whole, parts = totals(1)[0], totals(PARTS)
+            whole, parts = of_parts(1), of_parts(PARTS)
+            # parts may be alike by chance, such as in the number of rows of each class
+            for _ in range(TRIALS):
+                chosen = random.choice(size, ROWS, replace=size < ROWS)
+                rows = {name: np.asarray(x)[chosen] for name, x in batch.items()}
+                (total,), each = whole(rows), parts(rows)
+                if not (np.abs(total - each.sum(0)) <= TOLERANCE * np.abs(each).sum(0)).all():
+                    return False
         except Exception:  # what it cannot show stays said
             return False
-    return bool((np.abs(whole - parts.sum(0)) <= TOLERANCE * np.abs(parts).sum(0)).all())
+    return True
 
 
 def _moved(x: jax.Array) -> jax.Array:

@@ -229,6 +229,17 @@ def few_samples():
     return make(source=Rows(5))
 
 
+class Absent(Rows):
+    """Each sample has a list that is empty, such as boxes of an image without any."""
+
+    def __getitem__(self, index):
+        return {**super().__getitem__(index), "boxes": np.zeros((0, 4), np.float32)}
+
+
+def array_without_elements():
+    return make(source=Absent())
+
+
 def unknown_field():
     return make(bacth=3)
 
