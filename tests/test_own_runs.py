@@ -134,7 +134,9 @@ def test_a_key_of_the_loss_is_refused_in_any_layout(mesh, run_one):
     assert "use apply.key in the loss" in run_one("own_key", "--mesh", mesh)[1]
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (number % 2)) for number, name in enumerate(SAME)]
+)
 def test_losses_are_those_of_any_split(name, run_one, tmp_path):
     losses = []
     for options in (["--mesh", "tensor=8"], ["--mesh", "data=2,fsdp=2,tensor=2", "--accumulate", "2"]):

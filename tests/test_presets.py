@@ -63,7 +63,8 @@ def test_hetseq_is_one_device_on_islands_and_learns(example, trained):
     assert "rank   island" in printed
 
 
-@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("num_workers", [1, 2])
 def test_hetpipe_trains_virtual_workers_in_waves(num_workers, trained):
     """Each of two islands; `trainer/test_waves_of_stages.py` has two workers."""
     small = ["--model.filters", "4", "--model.hidden", "8", "--batch", "16", "--accumulate", "2"]

@@ -71,7 +71,8 @@ def all_texts():
 
 
 # what is read again from its beginning has the positions of what is not: the test of mixtures
-@pytest.mark.parametrize("samples", [texts, pytest.param(all_texts, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("samples", [texts, all_texts])
 def test_losses_after_a_kill_are_those_without_it_bitwise(samples, tmp_path, one_device):
     def losses(folder, stop_after=None):
         def stop(step):

@@ -74,6 +74,7 @@ def pieces(folder):
     }
 
 
+@pytest.mark.full
 def test_killed_as_a_whole_and_asked_to_stop_it_is_as_if_it_never_was(
     folder, mpirun, started, until, pytestconfig
 ):

@@ -221,7 +221,7 @@ def attention_bytes(kind, num):
     return {collective: GROUPED.num_layers * sent for collective, sent in layer.items()}
 
 
-@pytest.mark.parametrize("kind", ["ring", "all-gather", "all-to-all"])
+@pytest.mark.parametrize("kind", [pytest.param("ring", marks=pytest.mark.full), "all-gather", "all-to-all"])
 def test_attention_over_context_sends_the_bytes_of_theory(kind):
     num = 4
     step = program(GROUPED, {"context": num}, context_attention=kind)
@@ -261,7 +261,8 @@ def test_a_ring_in_stages_sends_as_many_bytes_in_pairs():
 MIXTURE = replace(PLAIN, mlp=32, activation="swiglu", experts="num=8,top=2,capacity=1.5,balance=0")
 
 
-@pytest.mark.parametrize("capacity", [pytest.param(True, marks=pytest.mark.full), False])
+@pytest.mark.full
+@pytest.mark.parametrize("capacity", [True, False])
 def test_experts_send_the_bytes_of_theory(capacity):
     """With a capacity by all-to-all; else tokens are gathered and sums scattered."""
     num, rows = 4, ROWS // 4

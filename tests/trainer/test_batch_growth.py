@@ -61,13 +61,8 @@ def trained(run, folder):
     ]
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.full),
-        {"pipeline": 2, "data": 4},
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"pipeline": 2, "data": 4}])
 def test_a_batch_grows_as_if_the_run_were_resumed_with_a_larger_one(run, mesh, tmp_path):
     strategy = Strategy(layout=Layout(mesh=mesh), accumulate=2)
     run = replace(run, strategy=strategy, batch_growth="2:2", steps=4)
@@ -106,7 +101,6 @@ def test_the_text_is_read_by_value():
     )
 
 
-@pytest.mark.full
 def test_epochs_end_after_as_many_steps_as_their_batches_need(run, tmp_path):
     # by hand: 37 samples are 5 batches of 8, then 3 of 16, the last of each epoch a short one
     assert growth_by_step("1 epochs:2,3epochs:3", 37, 8) == {5: 2, 11: 3}

@@ -66,6 +66,7 @@ def is_that_of_as_many_updates_in_float32(loss, num_updates, alone):
     assert alone[num_updates] < loss < alone[num_updates - 2]
 
 
+@pytest.mark.full
 def test_float16_beside_bfloat16_beside_float32(text, alone, mpiexec, tmp_path):
     (skipped,) = {json.loads(out)["skipped"] for out in mpiexec(3, PROGRAM, tmp_path, text)}
     lines = read_jsonl(tmp_path / "mean" / "metrics.jsonl")

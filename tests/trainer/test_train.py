@@ -277,6 +277,7 @@ def test_another_model_in_the_same_folder_is_refused(whole, text):
     assert "params/blocks/up" in str(error.value)
 
 
+@pytest.mark.full
 def test_options_that_change_no_sample_and_no_model_may_differ(stopped, text, tmp_path):
     shutil.copytree(stopped[2], tmp_path, dirs_exist_ok=True)
     changed = dataclasses.replace(MODEL, dropout=0.5)
