@@ -1,15 +1,16 @@
-"""Which optimizers pipeline stages can apply separately, each to its own parameters.
+"""Which optimizers pipeline stages can apply: separately, each to its own parameters, or in stage order.
 
 Next: `train_step/stage_step.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardtrain import axes
 from shardtrain.functional.dependencies import dependencies
@@ -26,6 +27,20 @@ MIXED_LAYERS = (
     "the update of one layer depends on the gradients of other layers of its stack, as a trust ratio"
     " or a root mean square of the whole stack does"
 )
+MIXED_SHARES = (
+    "a part of the parameters is updated otherwise than in the whole model, as where noise, labels, rates or"
+    " norms depend on how many arrays, layers or entries there are"
+)
+MIXED_ORDER = (
+    "the update of a layer depends on its place among the stacked layers, or on their number, as noise, rates"
+    " of layers by number, and norms of whole stacks do"
+)
+FAILS = "it does not update a part of the parameters: "
+LAYERS, LARGEST_DIM, NUM_UPDATES = 4, 128, 3
+"""Of the arrays on which an optimizer is tried: some treat dims of 128 and more otherwise."""
+
+Arrays = Mapping[tuple[Any, ...], Any]
+"""The keys of a path -> array."""
 
 
 def coupling_problems(optimizer: optax.GradientTransformation, dims: Tree, params: Any) -> list[str]:
@@ -33,8 +48,8 @@ def coupling_problems(optimizer: optax.GradientTransformation, dims: Tree, param
 
     Pipeline stages that each update their own parameters would then differ from an update of all parameters.
     Dependences between arrays are followed through the traced update, whatever the values are. Those between
-    layers are found by trial on small random arrays with the gradient of one layer changed (`CHANGES`), so a
-    dependence on shapes is not detected.
+    layers are found by trial on small random arrays with the gradient of one layer changed (`CHANGES`). Next:
+    `share_problems`.
 
     Args:
       optimizer: any optax transformation.
@@ -85,6 +100,117 @@ def coupling_problems(optimizer: optax.GradientTransformation, dims: Tree, param
             if is_stacked
         )
     return [*([MIXED_ARRAYS] if is_mixed else []), *([MIXED_LAYERS] if are_layers_mixed else [])]
+
+
+def order_problems(
+    optimizer: optax.GradientTransformation, dims: Tree, params: Any, stored_blocks: Sequence[int]
+) -> list[str]:
+    """List why an optimizer cannot update stacked layers as a mesh with a pipeline stores them.
+
+    It is tried on small random arrays, as they are and in such an order.
+
+    Args:
+      optimizer: any optax transformation.
+      dims: the dim names of the model.
+      params: arrays or shapes.
+      stored_blocks: the block at each stored position, -1 for zeros, see `pipeline.stacking.Partition`.
+    """
+    blocks = [block for block in stored_blocks if block >= 0]
+    order = np.array([0, 1, 2, 3] if blocks == sorted(blocks) else [0, 2, 1, 3])
+    if len(blocks) < len(stored_blocks):
+        order = np.insert(order, [1, 3], -1)
+
+    def in_mesh(tree: Arrays) -> Arrays:
+        def of_stack(x: Any) -> Any:
+            is_real = (order >= 0).reshape(-1, *[1] * (x.ndim - 1))
+            return np.where(is_real, x[order], np.float32(0))
+
+        return {key: of_stack(x) if key in stacked else x for key, x in tree.items()}
+
+    stacked, trees = _random_trees(dims, params)
+    places = [list(order).index(layer) for layer in range(LAYERS)]
+    found = [
+        {key: x[places] if key in stacked else x for key, x in each.items()}
+        for each in _updates(optimizer, [in_mesh(tree) for tree in trees])
+    ]
+    return [] if _are_same(found, _updates(optimizer, trees)) else [MIXED_ORDER]
+
+
+def share_problems(optimizer: optax.GradientTransformation, dims: Tree, params: Any) -> list[str]:
+    """List how updates of some of the arrays, and of layers, differ from those of all.
+
+    They are tried on small random arrays; what depends on the gradients of others, `coupling_problems` finds.
+
+    Args:
+      optimizer: any optax transformation, which a stage is given as it is.
+      dims: the dim names of the model.
+      params: arrays or shapes.
+    """
+    stacked, trees = _random_trees(dims, params)
+    others = [path for path in trees[0] if path not in stacked]
+    whole = _updates(optimizer, trees)
+    for layers, kept in (
+        (slice(LAYERS // 2), others[: len(others) // 2]),
+        (slice(LAYERS // 2, None), others[len(others) // 2 :]),
+        # halves may have the numbers of the whole modulo something
+        (slice(1, None), others[1:]),
+    ):
+
+        def share(tree: Arrays, layers: slice = layers, kept: Sequence[Any] = kept) -> Arrays:
+            return {k: x[layers] if k in stacked else x for k, x in tree.items() if k in stacked or k in kept}
+
+        if not share(trees[0]):
+            continue
+        try:
+            found = _updates(optimizer, [share(tree) for tree in trees])
+        except Exception as error:
+            return [f"{FAILS}{str(error).splitlines()[0]}"]
+        if not _are_same(found, [share(each) for each in whole]):
+            return [MIXED_SHARES]
+    return []
+
+
+def _are_same(found: Sequence[Arrays], expected: Sequence[Arrays]) -> bool:
+    return all(
+        np.allclose(ours[key], x, rtol=1e-4, atol=1e-7)
+        for ours, theirs in zip(found, expected, strict=True)
+        for key, x in theirs.items()
+    )
+
+
+def _random_trees(dims: Tree, params: Any) -> tuple[set[tuple[Any, ...]], Sequence[Arrays]]:
+    """Return the paths of stacked arrays; and weights and gradients: random arrays like small parameters."""
+    names = jax.tree.leaves(dims, is_leaf=is_dims)
+    shapes, stacked = {}, set()
+    # the leaves of a tree of jax are in the order of their keys
+    for (path, x), named in zip(jax.tree.leaves_with_path(params), names, strict=True):
+        key = tuple(getattr(each, "key", getattr(each, "idx", None)) for each in path)
+        shapes[key] = tuple(min(size, LARGEST_DIM) for size in x.shape)
+        if named and named[0] == axes.LAYERS:
+            stacked.add(key)
+            shapes[key] = (LAYERS, *shapes[key][1:])
+    random = np.random.default_rng(0)
+    trees = [
+        {key: random.normal(size=shape).astype(np.float32) for key, shape in shapes.items()}
+        for _ in range(1 + NUM_UPDATES)
+    ]
+    return stacked, trees
+
+
+def _updates(optimizer: optax.GradientTransformation, trees: Sequence[Arrays]) -> list[Arrays]:
+    """Return the updates of weights, the first of these trees, by the others, one after another."""
+    used, loss = stored(optimizer), jnp.float32(1)
+
+    def run(weights: Any, grads: Sequence[Any]) -> list[Any]:
+        found, state = [], used.init(weights)
+        for grad in grads:
+            updates, state = used.update(grad, state, weights, value=loss, grad=grad)
+            found.append(updates)
+        return found
+
+    compiled = jax.jit(run, compiler_options=quick_options(jax.default_backend()))
+    weights, *grads = (unflatten_dict(dict(tree)) for tree in trees)
+    return [flatten_dict(jax.tree.map(np.asarray, each)) for each in compiled(weights, grads)]
 
 
 def _second_update(optimizer: optax.GradientTransformation, structure: Any) -> Callable[..., Any]:

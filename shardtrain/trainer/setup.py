@@ -38,6 +38,7 @@ from shardtrain.trainer.stage_checks import (
     ROUNDED_PIPELINE,
     SCALED_PIPELINE,
     check_cuts,
+    check_order,
     check_separable,
     check_stage_islands,
 )
@@ -130,6 +131,7 @@ def make_setup(
             raise ValueError(HOST_INPUTS)
         assert microbatch is not None
         stages = make_partition(model, pipeline, num_stages, run.loss, microbatch)
+        check_order(run.optimizer, model.dims, jax.eval_shape(model.init, new_key(0))[0], stages)
     if run.strategy.offload != "none" and num_islands > 1 and run.strategy.synchronisation.on_deltas:
         raise ValueError(OFFLOADED_OWN)
     # refuse an optimizer that needs what the step cannot give it

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from shardtrain.axes import LAYERS, PIPELINE
 from shardtrain.errors.messages import problems_error
 from shardtrain.optim.optimizer import Optimizer
-from shardtrain.optim.separable import coupling_problems
+from shardtrain.optim.separable import coupling_problems, order_problems, share_problems
 from shardtrain.pipeline.cuts import Parts
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.layout import Layout
@@ -115,15 +115,38 @@ def check_separable(optimizer: Any, dims: Any, traced: Parts) -> None:
     Raises:
       ValueError: lists the arrays of different stages that it couples.
     """
-    if isinstance(optimizer, Optimizer) or not (
-        problems := coupling_problems(optimizer, dims, traced.params)
-    ):
+    if isinstance(optimizer, Optimizer):
         return
-    raise problems_error(
-        "stages update their own parameters, which would not be the update of the whole model; use"
-        " another optimizer (adamw, sgd, lion, muon), and Optimizer(clip=...) for clipping",
-        problems,
-    )
+    shapes = traced.params
+    if problems := coupling_problems(optimizer, dims, shapes) or share_problems(optimizer, dims, shapes):
+        raise problems_error(
+            "stages update their own parameters, which would not be the update of the whole model; use"
+            " another optimizer (adamw, sgd, lion, muon), and Optimizer(clip=...) for clipping",
+            problems,
+        )
+
+
+def check_order(optimizer: Any, dims: Any, params: Any, stages: Partition) -> None:
+    """Check that an optimizer updates stacked blocks in the order in which a mesh stores them.
+
+    Args:
+      optimizer: that of the run, as it was given.
+      dims: the dim names of the model.
+      params: arrays or shapes.
+      stages: the partition of the blocks.
+
+    Raises:
+      ValueError: it does not.
+    """
+    if isinstance(optimizer, Optimizer) or stages.is_plain:
+        return
+    if problems := order_problems(optimizer, dims, params, stages.stored_blocks):
+        raise problems_error(
+            "the mesh stores blocks in the order of its stages, filled up with zeros where the cut is uneven,"
+            " and this optimizer would update them otherwise than in the model's own order; use another"
+            " optimizer (adamw, sgd, lion, muon), or a cut in equal parts and one virtual stage",
+            problems,
+        )
 
 
 def different_cut_problems(run: Run, model_state: Any) -> list[str]:

@@ -16,7 +16,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optim.matrices import decayed, muon_dims
 from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, make_optimizer
 from shardtrain.optim.schedules import SCHEDULES, Schedule, make_schedule
-from shardtrain.optim.separable import coupling_problems
+from shardtrain.optim.separable import coupling_problems, order_problems, share_problems
 
 
 @pytest.mark.parametrize(
@@ -321,6 +321,22 @@ def scaled_together(wanted, limit):
 
 
 ARRAYS, LAYERS_OF_A_STACK = "of one array depends", "of one layer depends"
+A_PART = "a part of the parameters is updated otherwise"
+
+
+def by_label(labels):
+    """Two rates, by labels of the leaves in their order."""
+
+    def tree_of(tree):
+        leaves, structure = jax.tree.flatten(tree)
+        return jax.tree.unflatten(structure, labels(tree)[: len(leaves)])
+
+    return optax.multi_transform({"a": optax.sgd(0.1), "b": optax.sgd(0.01)}, tree_of)
+
+
+def by_number(grad):
+    """A rate for each entry of the first dim, by its number."""
+    return grad * (0.5 ** jnp.arange(len(grad))).reshape(-1, *[1] * (grad.ndim - 1))
 
 
 @pytest.mark.parametrize(
@@ -336,12 +352,46 @@ ARRAYS, LAYERS_OF_A_STACK = "of one array depends", "of one layer depends"
         (optax.apply_if_finite(optax.sgd(0.1), 3), [ARRAYS, LAYERS_OF_A_STACK]),
         (optax.chain(optax.clip_by_block_rms(1e12), optax.sgd(0.1)), [LAYERS_OF_A_STACK]),
         (optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), []),
+        (optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)), [A_PART]),
+        (by_label(lambda tree: ["a", "b"] * 50), [A_PART]),
+        (by_label(lambda tree: ["a" if x.ndim > 1 else "b" for x in jax.tree.leaves(tree)]), []),
+        (optax.stateless(lambda grads, _: jax.tree.map(lambda g: g / g.size, grads)), [A_PART]),
+        (optax.stateless(lambda grads, _: jax.tree.map(by_number, grads)), [A_PART]),
     ],
 )
 def test_optimizers_that_mix_arrays_or_layers_are_detected(optimizer, problems):
     model = from_nnx(DecoderConfig(vocab=32, seq=8, embed=16, num_layers=3, num_heads=2))
     params, _ = jax.eval_shape(model.init, jax.random.key(0))
     made, _ = make_optimizer(optimizer, 100, model.dims)
-    found = coupling_problems(made, model.dims, params)
+    found = coupling_problems(made, model.dims, params) or share_problems(made, model.dims, params)
     assert len(found) == len(problems)
     assert all(part in text for part, text in zip(problems, found, strict=True))
+
+
+def test_labels_given_as_a_tree_of_the_whole_model_are_refused_for_stages():
+    params = {"a": np.ones((2, 2)), "b": np.ones(2)}
+    labelled = optax.multi_transform({"x": optax.sgd(0.1), "y": optax.sgd(0.2)}, {"a": "x", "b": "y"})
+    (text,) = share_problems(labelled, {"a": ("embed", "mlp"), "b": ("mlp",)}, params)
+    assert text.startswith("it does not update a part of the parameters: ")
+
+
+EVEN, UNEVEN = (0, 2, 1, 3), (0, 1, 2, 3, 4, -1)
+"""The blocks of two virtual stages, and of a cut with one row of zeros."""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "stored_blocks", "is_right"),
+    [
+        (optax.adam(0.1), UNEVEN, True),
+        (optax.lars(0.1), UNEVEN, True),
+        (optax.chain(optax.clip_by_block_rms(0.05), optax.sgd(0.1)), EVEN, True),
+        (optax.chain(optax.clip_by_block_rms(0.05), optax.sgd(0.1)), UNEVEN, False),
+        (optax.adafactor(0.1, min_dim_size_to_factor=2), UNEVEN, False),
+        (optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)), EVEN, False),
+        (optax.stateless(lambda grads, _: jax.tree.map(by_number, grads)), EVEN, False),
+        (optax.stateless(lambda grads, _: jax.tree.map(by_number, grads)), UNEVEN, False),
+    ],
+)
+def test_optimizers_that_read_the_order_or_number_of_layers_are_found(optimizer, stored_blocks, is_right):
+    params, dims = {"w": np.ones((5, 2, 3))}, {"w": ("layers", "embed", "mlp")}
+    assert (order_problems(optimizer, dims, params, stored_blocks) == []) == is_right
