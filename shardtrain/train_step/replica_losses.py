@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.auxiliary import summed_loss
@@ -47,7 +48,12 @@ def _make_mapped_losses(model: Model, loss: Loss, placement: Placement, rules: R
     def replica(params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch) -> Any:
         rng = row_key(key, first_row, jax.tree.leaves(batch)[0].shape[0], model.draws)
         bound = BoundModel(model, params, model_state, rng, train=False)
-        return summed_loss(loss, bound, batch, train=False)
+        found = summed_loss(loss, bound, batch, train=False)
+        if "weights" not in batch:
+            return found
+        # a mean of no rows, which some losses take, is no number
+        has_rows = (batch["weights"] != 0).any()
+        return jax.tree.map(lambda x: jnp.where(has_rows, x, 0), found)
 
     each = each_replica(replica, (None, None, None, 0, 0), placement, model.axis_name)
 

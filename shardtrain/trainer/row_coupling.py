@@ -29,17 +29,22 @@ LINEAR = (
 )  # fmt: skip
 """Operations after which numbers of parts still add up to those of the batch."""
 BILINEAR = ("conv_general_dilated", "dot_general", "mul")
-MOVING = ("broadcast_in_dim", "convert_element_type", "reshape")
+NUMBERING = (
+    "add", "broadcast_in_dim", "convert_element_type", "div", "eq", "ge", "gt", "le", "lt", "mul", "ne",
+    "rem", "reshape", "sub",
+)  # fmt: skip
+"""Operations whose results say which row it is, as the numbers of rows that they read."""
 EPSILON = 1e-2
 MEAN = "takes a mean over rows, and means of parts are added up"
 ALONE = (
     "adds a number that no row contributes to a sum over rows, once for each part (multiply it by the count"
     " of the loss)"
 )
+COUNTED = "computes with the number of rows, which is that of a part"
 SUMS = (MEAN, ALONE)
 """What may be said of a sum that is a sum still; what is done with it on the same line says more."""
-SUMMED, NUMBERED = 1, 2
-"""What is known of an array, as bits: it is computed from sums over rows, or from the numbers of rows."""
+SUMMED, NUMBERED, NUMBER = 1, 2, 4
+"""What is known of an array, as bits: made of sums over rows, made of numbers of rows, or such numbers."""
 
 NORMALIZATION = "normalization.py"
 """Flax's file of batch norms, whose statistics are those of a replica, as the documents say."""
@@ -144,7 +149,6 @@ class _Walk:
           outer: the equations that it is in.
         """
         known = dict(zip(jaxpr.invars, inputs, strict=True))
-        numbers: set[Any] = set()
         for equation in jaxpr.eqns:
             # constants are no keys
             given = [0 if hasattr(v, "val") else known.get(v, 0) for v in equation.invars]
@@ -156,12 +160,10 @@ class _Walk:
             if equation.primitive.name == "scan" and equation.params["length"] % self.prime == 0:
                 self._note(TracedEquation(equation, [], outer), Coupling("loops over rows", False))
             if not programs and equation.outvars:
-                is_number = self._is_number(equation, numbers)
-                if is_number:
-                    numbers.add(equation.outvars[0])
-                status = NUMBERED * is_number | SUMMED * self._sums(equation, given)
+                is_number = self._is_number(equation, given)
+                status = (NUMBERED | NUMBER) * is_number | SUMMED * self._sums(equation, given)
                 for each in given:
-                    status |= each
+                    status |= each & ~NUMBER
                 if found := self._coupling(equation, given, is_number):
                     self._note(TracedEquation(equation, [], outer), found)
                     # it is said once, not again of what is computed from it
@@ -170,12 +172,12 @@ class _Walk:
             known.update(zip(equation.outvars, after, strict=True))
         return [0 if hasattr(v, "val") else known.get(v, 0) for v in jaxpr.outvars]
 
-    def _is_number(self, equation: Any, numbers: set[Any]) -> bool:
+    def _is_number(self, equation: Any, given: list[int]) -> bool:
         """Return whether the result of an operation is the numbers of rows themselves."""
         name = equation.primitive.name
         if name == "iota":
             return equation.params["dimension"] in self.rows_of(equation.outvars[0])
-        return name in MOVING and any(not hasattr(v, "val") and v in numbers for v in equation.invars)
+        return name in NUMBERING and any(each & NUMBER for each in given)
 
     def _sums(self, equation: Any, given: list[int]) -> bool:
         """Return whether an operation sums over rows."""
@@ -209,23 +211,27 @@ class _Walk:
         if name in EXTREMES and set(params["axes"]) & set(self.rows_of(equation.invars[0])):
             return Coupling(f"takes the {EXTREMES[name]} of all rows", True)
         if not any(summed):
-            return None
+            return Coupling(COUNTED, False) if self._reads_count(equation.invars) else None
         if rows:
             return Coupling(
                 "gives each row a number that is computed from all rows, such as their mean", False
             )
         return self._after_sum(equation, summed)
 
+    def _reads_count(self, operands: Any) -> bool:
+        """Return whether an operand is the number of rows, or 1 divided by it, as a constant."""
+        values = [float(v.val) for v in operands if hasattr(v, "val") and np.ndim(v.val) == 0]
+        counts = [abs(x) if abs(x) > 1 else 1 / abs(x) for x in values if x and np.isfinite(x)]
+        return any(abs(x / self.prime - round(x / self.prime)) < 1e-4 and x < 1e6 for x in counts)
+
     def _after_sum(self, equation: Any, summed: list[bool]) -> Coupling | None:
         """Return what an operation does with a sum over rows that sums of parts do not do."""
         name, operands = equation.primitive.name, equation.invars
         if name in ("add", "add_any", "sub") and not all(summed):
             other = operands[summed.index(False)]
-            is_number = not hasattr(other, "val") and jnp.issubdtype(other.aval.dtype, jnp.floating)
-            return Coupling(ALONE, False) if is_number else None
+            return Coupling(ALONE, False) if np.max(np.abs(getattr(other, "val", 1))) > EPSILON else None
         if name == "div" and not summed[1]:
-            divisor = np.asarray(getattr(operands[1], "val", 1))
-            return None if divisor.ndim or divisor % self.prime else Coupling(MEAN, False)
+            return Coupling(MEAN, False) if self._reads_count(operands) else None
         # a count that is kept above 0 by some epsilon, to divide by it
         is_guard = name == "max" and any(0 < np.max(getattr(v, "val", 0)) < EPSILON for v in operands)
         is_linear = name in LINEAR or (name in BILINEAR and sum(summed) == 1)

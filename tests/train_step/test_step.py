@@ -342,6 +342,14 @@ class TestLosses:
         assert_close(host(evaluate(state, on_mesh(batch, placement, 2))), got)
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
+        def of_mean(apply, batch):
+            total, count, *_ = classification_loss(apply, batch)
+            return total / count * count, count
+
+        # a replica has rows of padding alone in the second microbatch, whose mean is no number
+        means = make_evaluate(dropping, of_mean, placement)(state, on_device)
+        assert_close(host(means)["loss_sum"], expected.loss_sum)
+
 
 class TestOptimizer:
     def test_clipping_is_of_the_norm_of_the_whole_gradient(self):

@@ -96,8 +96,22 @@ COUPLED: dict[str, tuple[Any, str]] = {
     "hardest": (of_losses(lambda x, _: jax.lax.top_k(x, 2)[0].sum()), "sorts or permutes rows"),
     "worst": (of_losses(lambda x, _: x.max()), "takes the largest of all rows"),
     "a ratio": (of_losses(lambda x, batch: x.sum() / (x * x).sum()), "takes the div of a sum"),
+    "a mean of no rows": (
+        of_losses(lambda x, batch: x.sum() / batch["weights"].sum() * batch["weights"].sum()),
+        "takes the div of a sum",
+    ),
     "a product": (of_losses(lambda x, _: x.sum() * x.sum()), "takes the mul of a sum over rows"),
     "an extreme": (of_losses(lambda x, _: jnp.maximum(x.sum(), 0.3)), "takes the max of a sum over rows"),
+    "a constant beside": (of_losses(lambda x, _: x.sum() + 3.0), "adds a number that no row contributes"),
+    "an offset in the count": (
+        lambda apply, batch: (losses_of(apply, batch).sum(), batch["weights"].sum() + 1),
+        "adds a number that no row contributes",
+    ),
+    "the number of rows": (changed(lambda _, x: x / len(x)), "computes with the number of rows"),
+    "rows by number": (
+        changed(lambda _, x: x + jax.nn.one_hot(jnp.arange(len(x)), 8)[:, None]),
+        "computes with the numbers of rows",
+    ),
     "a mean beside": (of_losses(lambda x, _: x.sum() + x.mean()), "takes a mean over rows"),
     "in a branch": (
         changed(lambda _, x: jax.lax.cond(x.sum() > 0, lambda x: x - x.mean(0), lambda x: x, x)),
@@ -146,8 +160,7 @@ def test_a_number_that_no_row_contributes_is_named():
 
 UNDONE = {
     "a mean times the count": of_losses(lambda x, batch: x.mean() * len(x)),
-    "a share of the count": of_losses(lambda x, batch: x.sum() / batch["weights"].sum() * len(x)),
-    "shares of rows": of_losses(lambda x, batch: (x / batch["weights"].sum()).sum() * len(x)),
+    "shares of rows": of_losses(lambda x, batch: (x / len(x)).sum() * len(x)),
     "a sum of what is sorted": of_losses(lambda x, _: jnp.sort(x).sum()),
     "a guarded share": of_losses(lambda x, _: x.sum() / jnp.maximum(x.size, 1e-6) * len(x)),
     "a guarded count": lambda apply, batch: (
