@@ -21,8 +21,9 @@ from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_equations import TracedEquation, equations
 from shardtrain.functional.traced_loss import trace_loss
-from shardtrain.trainer.row_coupling import coupling_text, find_couplings, state_warnings
+from shardtrain.trainer.row_coupling import coupling_text, find_couplings
 from shardtrain.trainer.row_sums import sums_add_up
+from shardtrain.trainer.state_changes import state_warnings
 
 PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
 """Twice one of these is the number of rows that is traced; what has a dim that it divides depends on rows."""

@@ -7,13 +7,11 @@ sums that a loss returns, is then not what one device computes. Next: `loss_trac
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from shardtrain.errors.user_code import FOLDER
-from shardtrain.functional.dependencies import CALLED, dependencies
-from shardtrain.functional.model import path_text
+from shardtrain.functional.dependencies import CALLED
 from shardtrain.functional.traced_equations import TracedEquation
 
 REDUCING = ("reduce_", "arg", "dot_general")
@@ -89,45 +87,6 @@ def coupling_text(line: str, what: str, num_parts: int) -> str:
     )
 
 
-def state_warnings(
-    traced: Any, model_state: Any, num_arrays: int, num_parts: int, num_microbatches: int
-) -> list[str]:
-    """Return a warning about arrays of the model's state that change otherwise where a batch is split.
-
-    Args:
-      traced: the program of a loss, see `trace_loss`.
-      model_state: the state, of shapes.
-      num_arrays: the number of arrays of a batch.
-      num_parts: see `coupling_warnings`.
-      num_microbatches: parts that one replica computes one after the other.
-    """
-    jaxpr, paths = traced.jaxpr, [path_text(path) for path, _ in jax.tree.leaves_with_path(model_state)]
-    # behind the sum, the count and metrics; a loss need not call the model
-    if not paths or len(jaxpr.outvars) < 2 + len(paths):
-        return []
-    before = jaxpr.invars[-num_arrays - len(paths) : -num_arrays]
-    groups = [int(number >= len(jaxpr.invars) - num_arrays) for number in range(len(jaxpr.invars))]
-    read_rows = dependencies(jaxpr, groups)[-len(paths) :]
-    names = [
-        path
-        for path, old, new, reads_rows in zip(
-            paths, before, jaxpr.outvars[-len(paths) :], read_rows, strict=True
-        )
-        if new is not old and (num_parts if reads_rows else num_microbatches) > 1
-        # arrays that are attributes, which are kept as their bits
-        if not jnp.issubdtype(old.aval.dtype, jnp.unsignedinteger)
-        # the documents say so of batch norms and of routers
-        if path.split("/")[-1] not in ("mean", "var", "router_bias")
-    ]
-    if not names:
-        return []
-    return [
-        f"WARNING: a call of the model changes {', '.join(names)}; each of the {num_parts} parts of a batch,"
-        " over replicas, microbatches and islands, changes it by its own rows, so losses are not those of one"
-        " device (docs/models.md)"
-    ]
-
-
 class _Walk:
     """Lines at which rows depend on each other, and how."""
 
@@ -157,8 +116,8 @@ class _Walk:
             for program, skipped in programs:
                 found = self.walk(program, given[skipped:], (*outer, equation))
                 after = [a | b for a, b in zip(after, found, strict=True)]
-            if equation.primitive.name == "scan" and equation.params["length"] % self.prime == 0:
-                self._note(TracedEquation(equation, [], outer), Coupling("loops over rows", False))
+            if what := self._of_call(equation, given):
+                self._note(TracedEquation(equation, [], outer), what)
             if not programs and equation.outvars:
                 is_number = self._is_number(equation, given)
                 status = (NUMBERED | NUMBER) * is_number | SUMMED * self._sums(equation, given)
@@ -171,6 +130,17 @@ class _Walk:
                 after = [status] * len(equation.outvars)
             known.update(zip(equation.outvars, after, strict=True))
         return [0 if hasattr(v, "val") else known.get(v, 0) for v in jaxpr.outvars]
+
+    def _of_call(self, equation: Any, given: list[int]) -> Coupling | None:
+        """Return how an operation that calls a program may let rows depend on each other."""
+        name, params = equation.primitive.name, equation.params
+        if name == "scan" and params["length"] % self.prime == 0:
+            return Coupling("loops over rows", False)
+        if name == "cond" and given[0] & SUMMED:
+            return Coupling("chooses what to compute by a number that is computed from all rows", True)
+        if name.startswith("custom_vjp"):
+            return Coupling("has a derivative of its own, which depends on several rows", False)
+        return None
 
     def _is_number(self, equation: Any, given: list[int]) -> bool:
         """Return whether the result of an operation is the numbers of rows themselves."""
@@ -201,13 +171,13 @@ class _Walk:
         name, params, output = equation.primitive.name, equation.params, equation.outvars[0]
         if what := self._moves(equation, given):
             return Coupling(what, False)
-        if not jnp.issubdtype(output.aval.dtype, jnp.floating):
-            return None
         rows, summed = self.rows_of(output), [bool(each & SUMMED) for each in given]
-        if is_number:
-            return Coupling("computes with the numbers of rows, which begin at 0 in each part", False)
         if len(rows) > 1 and all(len(self.rows_of(v)) < 2 for v in equation.invars):
             return Coupling("computes something for each pair of rows", False)
+        if not jnp.issubdtype(output.aval.dtype, jnp.floating):
+            return None
+        if is_number:
+            return Coupling("computes with the numbers of rows, which begin at 0 in each part", False)
         if name in EXTREMES and set(params["axes"]) & set(self.rows_of(equation.invars[0])):
             return Coupling(f"takes the {EXTREMES[name]} of all rows", True)
         if not any(summed):
@@ -256,6 +226,14 @@ class _Walk:
             return "moves rows to the places of others" if any(size % self.prime for size in parts) else ""
         if name == "rev" and set(params["dimensions"]) & set(rows):
             return "reverses rows"
+        if name == "fft" and max(rows, default=-1) >= output.aval.ndim - len(params["fft_lengths"]):
+            return "transforms along rows"
+        if name == "pad" and any(
+            any(params["padding_config"][dim]) for dim in self.rows_of(equation.invars[0])
+        ):
+            return "moves rows to the places of others"
+        if name == "reshape" and any(output.aval.shape[dim] % (2 * self.prime) for dim in rows):
+            return "groups rows"
         if name.startswith("scatter") and self._scatters(equation, given):
             is_sum = name == "scatter-add" and not rows
             return "" if is_sum else "writes rows to the places of others"

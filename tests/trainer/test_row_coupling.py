@@ -62,6 +62,14 @@ def balanced(losses, batch):
     return (losses / jnp.bincount(batch["label"], length=3)[batch["label"]]).sum()
 
 
+@jax.custom_vjp
+def normalized(x):
+    return x
+
+
+normalized.defvjp(lambda x: (x, None), lambda _, change: (change * jnp.cos(change.sum()),))
+
+
 def changed(change):
     return lambda apply, batch: plain(apply, batch, change(apply, batch["x"]))
 
@@ -112,6 +120,29 @@ COUPLED: dict[str, tuple[Any, str]] = {
         changed(lambda _, x: x + jax.nn.one_hot(jnp.arange(len(x)), 8)[:, None]),
         "computes with the numbers of rows",
     ),
+    "a branch": (
+        of_losses(lambda x, _: jax.lax.cond(x.sum() > 0, lambda x: x.sum(), lambda x: 0.0, x)),
+        "chooses what to compute by a number",
+    ),
+    "rows of a label": (
+        of_losses(
+            lambda x, batch: (
+                x / jax.vmap(lambda label: (label == batch["label"]).sum())(batch["label"])
+            ).sum()
+        ),
+        "computes something for each pair of rows",
+    ),
+    "transformed": (changed(lambda _, x: jnp.fft.fft(x, axis=0).real), "transforms along rows"),
+    "shifted": (changed(lambda _, x: x - jnp.pad(x, ((1, 0), (0, 0), (0, 0)))[:-1]), "moves rows"),
+    "grouped": (
+        changed(lambda _, x: x - x.reshape(-1, 2, 6, 8)[:, :1].repeat(2, 1).reshape(x.shape)),
+        "groups rows",
+    ),
+    "by vmap": (
+        of_losses(lambda x, _: jax.vmap(lambda x: x - jax.lax.pmean(x, "row"), axis_name="row")(x**2).sum()),
+        "computes with the number of rows",
+    ),
+    "a derivative": (of_losses(lambda x, _: normalized(x).sum()), "has a derivative of its own"),
     "a mean beside": (of_losses(lambda x, _: x.sum() + x.mean()), "takes a mean over rows"),
     "in a branch": (
         changed(lambda _, x: jax.lax.cond(x.sum() > 0, lambda x: x - x.mean(0), lambda x: x, x)),
