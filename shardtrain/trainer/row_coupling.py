@@ -214,7 +214,7 @@ class _Walk:
     def _moves(self, equation: Any, given: list[int]) -> str:
         """Say how an operation moves rows to places of others; nothing if it does not."""
         name, params, output = equation.primitive.name, equation.params, equation.outvars[0]
-        rows = self.rows_of(output)
+        rows = self.rows_of(equation.invars[0] if name == "pad" else output)
         if name == "sort" and output.aval.shape[params["dimension"]] == 2 * self.prime:
             return "sorts or permutes rows"
         if name == "top_k" and self.rows_of(equation.invars[0])[-1:] == [equation.invars[0].aval.ndim - 1]:
@@ -228,9 +228,7 @@ class _Walk:
             return "reverses rows"
         if name == "fft" and max(rows, default=-1) >= output.aval.ndim - len(params["fft_lengths"]):
             return "transforms along rows"
-        if name == "pad" and any(
-            any(params["padding_config"][dim]) for dim in self.rows_of(equation.invars[0])
-        ):
+        if name == "pad" and any(any(params["padding_config"][dim]) for dim in rows):
             return "moves rows to the places of others"
         if name == "reshape" and any(output.aval.shape[dim] % (2 * self.prime) for dim in rows):
             return "groups rows"

@@ -1,4 +1,4 @@
-"""Arrays of a model's state that change otherwise where a batch is split. Next: `loss_trace.py`, which asks."""
+"""Arrays of a model's state that change otherwise where a batch is split. Next: `loss_trace.py`."""
 
 from typing import Any
 

@@ -126,9 +126,7 @@ COUPLED: dict[str, tuple[Any, str]] = {
     ),
     "rows of a label": (
         of_losses(
-            lambda x, batch: (
-                x / jax.vmap(lambda label: (label == batch["label"]).sum())(batch["label"])
-            ).sum()
+            lambda x, batch: (x / jax.vmap(lambda own: (own == batch["label"]).sum())(batch["label"])).sum()
         ),
         "computes something for each pair of rows",
     ),
