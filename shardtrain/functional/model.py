@@ -186,8 +186,8 @@ def check_float_parameters(model: Model) -> None:
     if wrong:
         raise problems_error(
             "parameters are trained, so they are floats; make these constants of the model, as self.table ="
-            " jnp.arange(8), or variables of its state, as nnx.Variable(...); complex ones are two parameters, of real"
-            " and of imaginary parts",
+            " jnp.arange(8), or variables of its state, as nnx.Variable(...); complex ones are two"
+            " parameters, of real and of imaginary parts",
             wrong,
         )
 
