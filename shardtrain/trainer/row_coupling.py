@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from shardtrain.errors.user_code import FOLDER
+from shardtrain.errors.user_code import FOLDER, is_users
 from shardtrain.functional.dependencies import CALLED
 from shardtrain.functional.traced_equations import TracedEquation
 
@@ -252,13 +252,20 @@ class _Walk:
         )
 
     def _note(self, at: TracedEquation, found: Coupling) -> None:
-        traces = [each.source_info.traceback for each in (*at.outer, at.equation)]
-        files = {frame.file_name for trace in traces for frame in (trace.frames if trace else ())}
-        is_users = at.line != "?" and not at.line.startswith(FOLDER)
-        if is_users and not any(file.endswith(NORMALIZATION) for file in files):
-            before = self.lines.get(at.line, found)
-            what = found.what if before.what in SUMS else before.what
-            self.lines[at.line] = Coupling(what, before.is_certain or found.is_certain)
+        traces = [each.source_info.traceback for each in (at.equation, *reversed(at.outer))]
+        files = [frame.file_name for trace in traces for frame in (trace.frames if trace else ())]
+        # who calls a loss or a model of this library did not write what it does
+        own = next((file for file in files if is_users(file) or _is_library(file)), FOLDER)
+        if at.line == "?" or own.startswith(FOLDER) or any(file.endswith(NORMALIZATION) for file in files):
+            return
+        before = self.lines.get(at.line, found)
+        what = found.what if before.what in SUMS else before.what
+        self.lines[at.line] = Coupling(what, before.is_certain or found.is_certain)
+
+
+def _is_library(file: str) -> bool:
+    """Return whether a file computes something itself: not only in the place of what a user calls."""
+    return file.startswith(FOLDER) and not file.endswith("per_device.py")
 
 
 def _programs(equation: Any) -> list[tuple[Any, int]]:

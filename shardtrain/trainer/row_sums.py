@@ -27,7 +27,7 @@ TOLERANCE = 1e-5
 def sums_add_up(model: Model, loss: Loss, batch: Mapping[str, np.ndarray]) -> bool:
     """Return whether the rows of a batch have the sum, the count and the gradients of their parts.
 
-    False for a model that is too large to try, or does not take so few rows.
+    False for a model that is too large to try, calls Python, or does not take so few rows.
 
     Args:
       model: the whole model.
@@ -44,7 +44,10 @@ def sums_add_up(model: Model, loss: Loss, batch: Mapping[str, np.ndarray]) -> bo
 
     def of_parts(number: int) -> Callable[[Mapping[str, np.ndarray]], Any]:
         size = ROWS // number
-        traced = jaxpr_as_fun(trace_loss(model, loss, batch, size))
+        program = trace_loss(model, loss, batch, size)
+        if program.effects:
+            raise ValueError("it calls Python, which may count its calls")
+        traced = jaxpr_as_fun(program)
 
         def sums(params: Any, key: jax.Array, part: Any) -> Any:
             total, count, *_ = traced(*jax.tree.leaves((key, params, model_state, part)))

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny_language_model import TinyConfig
 
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.trainer import loss_trace
 from shardtrain.trainer.loss_trace import check_trace
 
 RANDOM = np.random.default_rng(0)
@@ -252,3 +254,22 @@ def test_independent_rows_give_no_warning():
     )  # fmt: skip
     batch = {"tokens": np.zeros((4, 5), np.int32), "weights": np.ones(4, np.float32)}
     assert warnings(next_token_loss, 2, config, batch) == []
+
+
+def test_what_calls_python_is_not_computed():
+    calls = []
+
+    def loss(apply, batch):
+        jax.debug.callback(lambda: calls.append(1))
+        total, count = plain(apply, batch)
+        return total / count * count, count
+
+    (text,) = warnings(loss, 2)
+    assert "takes the div of a sum" in text
+    assert not calls
+
+
+def test_losses_of_this_library_are_not_suspected_when_a_user_calls_them(monkeypatch):
+    monkeypatch.setattr(loss_trace, "sums_add_up", None)
+    batch = {"tokens": np.zeros((4, 9), np.int32), "weights": np.ones(4, np.float32)}
+    assert warnings(lambda *both: next_token_loss(*both), 2, TinyConfig(num_layers=2), batch) == []
