@@ -226,9 +226,14 @@ class _Walk:
             return "moves rows to the places of others" if any(size % self.prime for size in parts) else ""
         if name == "rev" and set(params["dimensions"]) & set(rows):
             return "reverses rows"
+        before = self.rows_of(equation.invars[0]) if equation.invars else []
+        if name == "conv_general_dilated" and set(params["dimension_numbers"].lhs_spec[2:]) & set(before):
+            return "convolves along rows"
+        if name.startswith("reduce_window") and any(params["window_dimensions"][dim] > 1 for dim in before):
+            return "pools over rows"
         if name == "fft" and max(rows, default=-1) >= output.aval.ndim - len(params["fft_lengths"]):
             return "transforms along rows"
-        if name == "pad" and any(any(params["padding_config"][dim]) for dim in rows):
+        if name == "pad" and any(any(params["padding_config"][dim]) for dim in before):
             return "moves rows to the places of others"
         if name == "reshape" and any(output.aval.shape[dim] % (2 * self.prime) for dim in rows):
             return "groups rows"

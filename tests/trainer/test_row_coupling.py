@@ -72,6 +72,10 @@ def normalized(x):
 normalized.defvjp(lambda x: (x, None), lambda _, change: (change * jnp.cos(change.sum()),))
 
 
+def over_rows(x):
+    return nnx.avg_pool(x.swapaxes(0, 1), (3,), padding="SAME").swapaxes(0, 1)
+
+
 def changed(change):
     return lambda apply, batch: plain(apply, batch, change(apply, batch["x"]))
 
@@ -132,6 +136,11 @@ COUPLED: dict[str, tuple[Any, str]] = {
         ),
         "computes something for each pair of rows",
     ),
+    "convolved": (
+        of_losses(lambda x, _: (jnp.convolve(x, jnp.array([0.2, 0.5, 0.2]), "same") ** 2).sum()),
+        "convolves along rows",
+    ),
+    "pooled": (changed(lambda _, x: x - over_rows(x)), "pools over rows"),
     "transformed": (changed(lambda _, x: jnp.fft.fft(x, axis=0).real), "transforms along rows"),
     "shifted": (changed(lambda _, x: x - jnp.pad(x, ((1, 0), (0, 0), (0, 0)))[:-1]), "moves rows"),
     "grouped": (
