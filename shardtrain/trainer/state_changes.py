@@ -18,7 +18,7 @@ def state_warnings(
       traced: the program of a loss, see `trace_loss`.
       model_state: the state, of shapes.
       num_arrays: the number of arrays of a batch.
-      num_parts: see `coupling_warnings`.
+      num_parts: parts into which a batch is split, over replicas, microbatches and islands.
       num_microbatches: parts that one replica computes one after the other.
     """
     jaxpr, paths = traced.jaxpr, [path_text(path) for path, _ in jax.tree.leaves_with_path(model_state)]

@@ -384,6 +384,7 @@ EVEN, UNEVEN = (0, 2, 1, 3), (0, 1, 2, 3, 4, -1)
     [
         (optax.adam(0.1), UNEVEN, True),
         (optax.lars(0.1), UNEVEN, True),
+        (optax.lbfgs(0.1), UNEVEN, True),
         (optax.chain(optax.clip_by_block_rms(0.05), optax.sgd(0.1)), EVEN, True),
         (optax.chain(optax.clip_by_block_rms(0.05), optax.sgd(0.1)), UNEVEN, False),
         (optax.adafactor(0.1, min_dim_size_to_factor=2), UNEVEN, False),
