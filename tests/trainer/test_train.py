@@ -453,3 +453,11 @@ def test_what_was_read_and_left_out_is_told(text, tmp_path):
     _, printed = start(make_run(text, tmp_path / "run", data=data, steps=1))
     assert "text: 1 files, 317 bytes; left out 1 that are not UTF-8 text, or not readable:" in printed
     assert "b.bin" in printed
+
+
+def test_an_optimizer_that_reads_the_order_of_layers_is_refused_in_stage_order(text, tmp_path):
+    strategy = Strategy(layout=Layout(mesh={"pipeline": 2, "data": 4}))
+    run = make_run(text, tmp_path, model=TinyConfig(num_layers=3), strategy=strategy)
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1))
+    with pytest.raises(ValueError, match="the mesh stores blocks in the order of its stages"):
+        train(dataclasses.replace(run, optimizer=noisy), Console(file=io.StringIO()))
