@@ -17,10 +17,9 @@ from shardtrain.functional.model import Model
 from shardtrain.functional.rng import row_key
 from shardtrain.functional.sums import Sums
 from shardtrain.pipeline.schedule import forward_only
-from shardtrain.sharding.rules import Rules
 from shardtrain.train_step.each_replica import each_replica
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.replica_sums import BoundModel, by_replica, over_stages, stage_function
+from shardtrain.train_step.replica_sums import BoundModel, by_replica, over_stages
 
 
 def make_losses(model: Model, loss: Loss, placement: Placement) -> Callable[..., Sums]:
@@ -30,9 +29,8 @@ def make_losses(model: Model, loss: Loss, placement: Placement) -> Callable[...,
       (params, model_state, key, first row, batch) -> the sums of losses, counts and metrics, without
       gradients.
     """
-    rules = placement.layout.rules_of_replica()
     make = _make_mapped_losses if placement.stages is None else _make_pipeline_losses
-    compute = make(model, loss, placement, rules)
+    compute = make(model, loss, placement)
 
     def losses(params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch) -> Sums:
         first_rows, batch = by_replica(batch, first_row, placement)
@@ -42,7 +40,7 @@ def make_losses(model: Model, loss: Loss, placement: Placement) -> Callable[...,
     return losses
 
 
-def _make_mapped_losses(model: Model, loss: Loss, placement: Placement, rules: Rules) -> Callable[..., Any]:
+def _make_mapped_losses(model: Model, loss: Loss, placement: Placement) -> Callable[..., Any]:
     """Make the function that maps over microbatches, each through the whole model."""
 
     def replica(params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch) -> Any:
@@ -58,6 +56,7 @@ def _make_mapped_losses(model: Model, loss: Loss, placement: Placement, rules: R
     each = each_replica(replica, (None, None, None, 0, 0), placement, model.axis_name)
 
     def compute(params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Any:
+        rules = placement.layout.rules_of_replica()
         with activation_rules(rules, placement.mesh, *placement.layout.tracing):
             found = jax.lax.map(lambda given: each(params, model_state, key, *given), (first_rows, batch))
         return jax.tree.map(lambda x: x.sum((0, 1)), found)
@@ -65,32 +64,17 @@ def _make_mapped_losses(model: Model, loss: Loss, placement: Placement, rules: R
     return compute
 
 
-def _make_pipeline_losses(model: Model, loss: Loss, placement: Placement, rules: Rules) -> Callable[..., Any]:
+def _make_pipeline_losses(model: Model, loss: Loss, placement: Placement) -> Callable[..., Any]:
     """Make the function that runs a pipeline forward; such models have no state."""
     stages = placement.stages
     assert stages is not None
 
     def compute(params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Any:
-        num_microbatches, _, num_rows = jax.tree.leaves(batch)[0].shape[:3]
         table = forward_only(
-            stages.num_stages,
-            num_microbatches,
-            stages.num_chunks,
-            lockstep=True,
-            placement=stages.placement,
+            stages.num_stages, len(first_rows), stages.num_chunks, lockstep=True, placement=stages.placement
         )
-        run_stage = stage_function(model, loss, placement, table, rules)
-
-        def replica(params: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
-            return run_stage(
-                params, lambda number: row_key(key, first_rows[number], num_rows, model.draws), batch
-            )
-
-        def run(*arguments: Any) -> Sums:
-            with activation_rules(rules, jax.sharding.get_abstract_mesh(), *placement.layout.tracing):
-                return each_replica(replica, (None, None, 1, 1), placement, model.axis_name)(*arguments)
-
-        found = over_stages(run, placement.mesh, params)(params, key, first_rows, batch)
+        staged = over_stages(model, loss, placement, table, has_own=False, has_grads=False)
+        found = staged(params, key, first_rows, batch)
         return jax.tree.map(lambda x: x.sum(0), found[:3])
 
     return compute

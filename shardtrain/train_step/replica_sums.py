@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from shardtrain import axes
 from shardtrain.functional.activation_rules import activation_rules
@@ -25,7 +25,6 @@ from shardtrain.functional.sums import GradientSquares, Sums
 from shardtrain.pipeline.mesh_pipeline import pipeline_sums
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.table import Table
-from shardtrain.sharding.rules import Rules
 from shardtrain.sharding.specs import with_leading_dim
 from shardtrain.train_step.each_replica import each_replica
 from shardtrain.train_step.gradient_noise import squares_of
@@ -79,14 +78,13 @@ def make_replica_sums(model: Model, loss: Loss, placement: Placement, start_row:
     mesh, layout, specs = placement.mesh, placement.layout, placement.specs
     replica_axes = layout.replica_axes
     num_replicas = math.prod(mesh.shape[axis] for axis in replica_axes)
-    rules = layout.rules_of_replica()
     local_params = placement.synchronisation.keeps_drift
 
     # a leading dim over all replica axes; or over `data` alone, for what only its replicas have of their own
     replica_specs = with_leading_dim(specs.params, replica_axes)
     local_specs = with_leading_dim(specs.params, axes.DATA)
     make = _make_scan if placement.stages is None else _make_pipeline
-    compute = make(model, loss, placement, rules, replica_specs)
+    compute = make(model, loss, placement, replica_specs)
 
     def sums(
         params: Any,
@@ -135,9 +133,9 @@ def by_replica(batch: Batch, first_row: jax.Array | int, placement: Placement) -
     )
 
 
-def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, specs: Any) -> _Compute:
+def _make_scan(model: Model, loss: Loss, placement: Placement, specs: Any) -> _Compute:
     """Make the function that scans over microbatches, each through the whole model."""
-    mesh = placement.mesh
+    mesh, rules = placement.mesh, placement.layout.rules_of_replica()
 
     def replica_loss(
         params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch, scale: Any
@@ -192,7 +190,7 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, rules: Rules, spe
     return compute
 
 
-def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules, specs: Any) -> _Compute:
+def _make_pipeline(model: Model, loss: Loss, placement: Placement, specs: Any) -> _Compute:
     """Make the function that runs a pipeline of several stages; see `pipeline.mesh_pipeline`."""
     stages = placement.stages
     assert stages is not None
@@ -203,24 +201,10 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
         params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch, scale: Any
     ) -> Sums:
         # the schedule needs the number of microbatches, which the batch has
-        num_microbatches, _, num_rows = jax.tree.leaves(batch)[0].shape[:3]
         table = make_table(
-            placement.schedule, stages.num_stages, num_microbatches, stages.num_chunks, lockstep=True
+            placement.schedule, stages.num_stages, len(first_rows), stages.num_chunks, lockstep=True
         )
-        run_stage = stage_function(model, loss, placement, table, rules)
-
-        def replica(params: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
-            return run_stage(
-                params, lambda number: row_key(key, first_rows[number], num_rows, model.draws), batch
-            )
-
-        # manual over `pipeline` outside, vmap over replicas inside
-        def run(*arguments: Any) -> Sums:
-            with activation_rules(rules, jax.sharding.get_abstract_mesh(), *placement.layout.tracing):
-                in_axes = (0 if has_own else None, None, 1, 1)
-                return each_replica(replica, in_axes, placement, model.axis_name)(*arguments)
-
-        staged = over_stages(run, placement.mesh, params, params_dim=int(has_own), grads_dim=1)
+        staged = over_stages(model, loss, placement, table, has_own=has_own, has_grads=True)
         sums = staged(params, key, first_rows, batch)
         grads = constrain(sums.grads, specs, placement.mesh)
         # microbatches are added up inside the pipeline: the gradients of its replicas alone are known
@@ -230,13 +214,26 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, rules: Rules,
     return compute
 
 
-def stage_function(
-    model: Model, loss: Loss, placement: Placement, table: Table, rules: Rules
-) -> Callable[..., Sums]:
-    """Return (params, rng, batch) -> sums: a schedule's tasks, as every stage runs them."""
+def over_stages(
+    model: Model, loss: Loss, placement: Placement, table: Table, *, has_own: bool, has_grads: bool
+) -> Callable[[Any, jax.Array, jax.Array, Batch], Sums]:
+    """Make a function that runs a schedule's tasks, each stage its own blocks and each replica its own rows.
+
+    Args:
+      model: a chain.
+      loss: returns (sum, count), see `loss.Loss`.
+      placement: with stages.
+      table: the schedule.
+      has_own: whether each replica has parameters of its own, with a leading dim.
+      has_grads: whether the schedule has backward passes.
+
+    Returns:
+      (params, key, first rows (M, R), batch (M, R, rows, ...)) -> sums with a leading dim of replicas.
+    """
     assert model.chain is not None
     assert placement.stages is not None
-    return partial(
+    rules, replicated = placement.layout.rules_of_replica(), PartitionSpec()
+    run_stage = partial(
         pipeline_sums,
         chain=model.chain,
         loss=loss,
@@ -246,31 +243,31 @@ def stage_function(
         row_axes=rules[axes.BATCH],
     )
 
+    def replica(params: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Sums:
+        num_rows = jax.tree.leaves(batch)[0].shape[1]
+        return run_stage(
+            params, lambda number: row_key(key, first_rows[number], num_rows, model.draws), batch
+        )
 
-def over_stages(
-    run: Callable[..., Sums], mesh: Mesh, params: Any, params_dim: int = 0, grads_dim: int | None = None
-) -> Callable[..., Sums]:
-    """Run a function of (params, ...) on every stage of a pipeline, each with its own blocks.
+    # manual over `pipeline` outside, vmap over replicas inside
+    def run(*arguments: Any) -> Sums:
+        with activation_rules(rules, jax.sharding.get_abstract_mesh(), *placement.layout.tracing):
+            in_axes = (0 if has_own else None, None, 1, 1)
+            return each_replica(replica, in_axes, placement, model.axis_name)(*arguments)
 
-    Args:
-      run: called in a shard_map that is manual over the axis pipeline.
-      mesh: the mesh.
-      params: for their structure.
-      params_dim: which dim of the parameters of blocks counts blocks.
-      grads_dim: the same of their gradients; None where there are none.
-    """
-    replicated = PartitionSpec()
+    def compute(params: Any, *arguments: Any) -> Sums:
+        def specs(dim: int) -> Any:
+            blocks = PartitionSpec(*[None] * dim, axes.PIPELINE)
+            return {name: blocks if name == BLOCKS else replicated for name in params}
 
-    def specs(dim: int) -> Any:
-        blocks = PartitionSpec(*[None] * dim, axes.PIPELINE)
-        return {name: blocks if name == BLOCKS else replicated for name in params}
+        grads = specs(1) if has_grads else {}
+        return jax.shard_map(
+            run,
+            mesh=placement.mesh,
+            axis_names={axes.PIPELINE},
+            in_specs=(specs(int(has_own)), *[replicated] * len(arguments)),
+            out_specs=Sums._make([replicated, replicated, replicated, grads, (), ()]),
+            check_vma=False,
+        )(params, *arguments)
 
-    grads: Any = {} if grads_dim is None else specs(grads_dim)
-    return lambda *arguments: jax.shard_map(
-        run,
-        mesh=mesh,
-        axis_names={axes.PIPELINE},
-        in_specs=(specs(params_dim), *[replicated] * (len(arguments) - 1)),
-        out_specs=Sums._make([replicated, replicated, replicated, grads, (), ()]),
-        check_vma=False,
-    )(*arguments)
+    return compute
