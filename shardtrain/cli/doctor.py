@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from shardtrain.doctor.sweep_sizes import LARGEST_BYTES, size_problem
 from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.errors.messages import near
 from shardtrain.islands.binding import bind_cpus, device_environment
@@ -25,11 +24,6 @@ if TYPE_CHECKING:
 NAMES = ("names", "ports", "mpi", "versions", "devices", "binding", "files", "rates", "links")
 """Names of the checks; repeated here, so that the help needs no jax."""
 
-ONE_RANK = (
-    "--sweep measures messages between ranks, and this is a single process; start it on 2 or more:"
-    " shardtrain launch --islands 2 -- doctor --sweep, or mpiexec -n 2 shardtrain doctor --sweep"
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -40,9 +34,6 @@ class Options:
       only: run only these checks, separated by commas, such as names,files. All checks: names, ports, mpi,
         versions, devices, binding, files, rates, links.
       quick: skip the slow measurements: rates, links, and writing a large file.
-      sweep: instead of the checks, measure collective operations over array sizes, by the bridge between
-        islands and by MPI alone on the same ranks. Needs several ranks.
-      largest_bytes: the largest array of --sweep; the smallest has 1024 bytes, each next one four times more.
       as_json: print JSON instead of a table, with all collected facts.
       patience: seconds to wait for the other ranks, when they start and before each check.
     """
@@ -50,8 +41,6 @@ class Options:
     run_dir: Path = Path("runs")
     only: str | None = None
     quick: bool = False
-    sweep: bool = False
-    largest_bytes: int = LARGEST_BYTES
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     patience: float = field(default=60.0)
 
@@ -60,13 +49,6 @@ class Options:
             raise ValueError(f"there is no check {near(unknown[0], NAMES)}")
         if not 0 < self.patience < math.inf:
             raise ValueError(f"--patience is {self.patience:g}; use seconds above 0, such as 60")
-        if self.sweep and (self.only is not None or self.quick):
-            other = "--quick" if self.only is None else f"--only {self.only}"
-            raise ValueError(f"--sweep is given with {other}; it runs no checks: remove one of the two")
-        if not self.sweep and self.largest_bytes != LARGEST_BYTES:
-            raise ValueError(f"--largest-bytes is {self.largest_bytes} without --sweep; add --sweep")
-        if problem := size_problem(self.largest_bytes):
-            raise ValueError(problem)
 
     @property
     def names(self) -> list[str]:
@@ -95,8 +77,6 @@ def main(arguments: Sequence[str]) -> int:
     )
     # the same environment and cores as in `train`: the doctor sees what a run would see
     environment = find_rank_environment(os.environ)
-    if options.sweep and environment.size == 1:
-        raise ValueError(ONE_RANK)
     os.environ.update(device_environment(environment, os.environ))
     given = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     if cores := bind_cpus(environment):
@@ -108,8 +88,6 @@ def main(arguments: Sequence[str]) -> int:
     if connection.problem is not None and environment.rank > 0:
         # rank 0 prints the problem; an exit code other than 0 here would make the launcher end rank 0
         return 0
-    if connection.problem is not None and options.sweep:
-        raise ValueError(f"--sweep cannot run: {connection.problem}; `shardtrain doctor` shows how to fix it")
     from shardtrain.doctor.check import RankContext
     from shardtrain.doctor.runner import run_checks
 
@@ -133,12 +111,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _chosen(options: Options) -> "dict[str, Check]":
-    """Return name -> check of the checks to run; with --sweep the sweep alone."""
+    """Return name -> check of the checks to run."""
     from shardtrain.doctor.runner import CHECKS
-    from shardtrain.doctor.sweep import sweep_check
 
-    if options.sweep:
-        return {"sweep": sweep_check(options.largest_bytes)}
     assert tuple(CHECKS) == NAMES, "the help names all checks"
     chosen = {n: check for n, check in CHECKS.items() if n in options.names}
     return {n: check for n, check in chosen.items() if not (options.quick and check.measures)}
@@ -149,14 +124,10 @@ def _finish(results: "CheckResults", context: "RankContext", options: Options) -
     if context.rank == min(results.present):
         if options.as_json:
             sys.stdout.write(json_text(results, context))
-        elif options.sweep and results.status == "ok":
-            _print_sweep(results, context)
         else:
             _print(results)
         sys.stdout.flush()
-    # a sweep that was not measured is no success, even if it only failed on one rank
-    is_failed = results.status == "wrong" or (options.sweep and results.status != "ok")
-    code = FAILED if is_failed else DONE
+    code = FAILED if results.status == "wrong" else DONE
     if not results.hung:
         return code
     # a check that hangs would block the exit of this process, or MPI_Finalize in all of them
@@ -170,13 +141,6 @@ def _finish(results: "CheckResults", context: "RankContext", options: Options) -
             time.sleep(5.0)
         end_all(code)
     os._exit(code)
-
-
-def _print_sweep(results: "CheckResults", context: "RankContext") -> None:
-    from shardtrain.doctor.sweep_table import sweep_text
-
-    measurements = [one for facts in results.facts["sweep"].values() for one in facts["measurements"]]
-    sys.stdout.write(sweep_text(measurements, context.control.size, len(set(context.hosts))))
 
 
 def _print(results: "CheckResults") -> None:
