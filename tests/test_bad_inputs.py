@@ -26,6 +26,7 @@ def run():
     return st.Run(model=model, data=data, batch=16, steps=1)
 """,
     "empty.py": "",
+    "empty.toml": "",
     "needs.py": "def run(x): return x\n",
     "dict.py": "def run(): return {'batch': 3}\n",
     "own_combiner.py": "mine = 3\n",
@@ -58,6 +59,9 @@ COMMANDS = {
     "train empty.py": "empty.py has no 'run' | def run() -> Run",
     "train tiny.py:rum": "has no 'rum' (did you mean 'run'?)",
     "train needs.py": "a function with arguments | def run() -> Run",
+    "train link.py": "no run file link.py: it is a link to link.py, which leads to no file",
+    "train tiny.py –mesh data=2": "'–mesh' | is no hyphen; write --mesh",  # noqa: RUF001
+    "inspect tiny.py —devices=8": "is no hyphen; write --devices=8",
     "train dict.py": "gave dict {'batch': 3} | must return a shardtrain.Run",
     "inspect tiny.py --mesh tensor=3": "dim 'kv_heads' of size 8 | 8 % 3 = 2. Use a total of 1, a size of 6 or 9",
     "inspect tiny.py --mesh data=1 --devices 0": "--devices is 0; use 1 to 16777216",
@@ -72,7 +76,8 @@ COMMANDS = {
     "checkpoint list": "no command 'list' (did you mean 'ls'?)",
     "checkpoint ls nope": "no folder nope; give a run's folder",
     "checkpoint show folder": "folder contains no checkpoints; give a run's folder",
-    "checkpoint show folder@x": "no folder folder@x",
+    "checkpoint show folder@-1": "has the step '-1'; write folder@NUMBER or folder@best",
+    "checkpoint show nope@x": "no folder nope@x",
     "checkpoint diff folder": "Missing from shardtrain checkpoint diff | RUN",
     "checkpoint verify nope@3": "no folder nope",
     "checkpoint prune folder --keep 0": "keep is 0; use 1 or more",
@@ -86,6 +91,7 @@ COMMANDS = {
     "checkpoint import no_weights out": "no_weights has no model.safetensors; give a folder",
     "checkpoint import weights out": "weights/model.safetensors cannot be read | download or copy it again",
     "checkpoint import mamba out --using no.module": "no module 'no.module'; give one that has import_model",
+    "checkpoint import mamba out --using ..x": "'..x' is not the name of a module; give one that has import_model",
     "checkpoint import mamba out --using shlex": "shlex has no import_model",
     "launch --islands 2": "the command to launch is missing; it goes after --",
     "launch --islands 0 -- train tiny.py": "islands is 0; use 1 or more",
@@ -122,6 +128,9 @@ OPTIONS = {
     "--accumulate 0": "accumulate is 0 | use 1 or more",
     "--batch 32 --accumulate 5": "batch 32 | 5 microbatches: 32 % 40 = 32. Use 40",
     "--batch 12 --mesh data=8": "batch 12 | 12 % 8 = 4. Use 8 or 16",
+    "--mesh data=2 tensor=2": "'data=2' and 'tensor=2' as two words; join axes by commas: --mesh data=2,tensor=2",
+    "--mesh=data=2, tensor=2": "join axes by commas: --mesh data=2,tensor=2",
+    "--mesh empty.toml": "empty.toml is empty; a layout file has a table [mesh]",
     "--mesh dta=2": "axis 'dta' (did you mean 'data'?)",
     "--mesh data=0": "'data' has size 0; allowed: a whole number from 1, or -1",
     "--mesh data=-2": "'data' has size -2; allowed: a whole number from 1, or -1",
@@ -167,6 +176,7 @@ OPTIONS = {
     "--optimizer.clip nan": "clip is nan; give a number or None, finite",
     "--optimizer.weight-decay -0.1": "weight_decay is -0.1; it must be a number, 0 or more",
     "--combine adasumm": "combiner 'adasumm' (did you mean 'adasum'",
+    "--combine int8+int8+mean": "codec 'int8' is given twice | write it once",
     "--combine int9+mean": "codec 'int9' (did you mean 'int8'?)",
     "--combine top_k:2+mean": "top_k share is 2; it must be above 0 and at most 1",
     "--combine top_k:x+mean": "top_k share is 'x'; it must be above 0 and at most 1",
@@ -234,6 +244,7 @@ def folder(tmp_path_factory):
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    (folder / "link.py").symlink_to("link.py")
     return folder
 
 

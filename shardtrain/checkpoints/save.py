@@ -21,6 +21,7 @@ from shardtrain.checkpoints import paths
 from shardtrain.checkpoints.folders import CheckpointFolders, first_line
 from shardtrain.checkpoints.manifest_entries import Leaf, Manifest
 from shardtrain.checkpoints.processes import is_primary, on_any_process
+from shardtrain.system.atomic_write import is_full, write_advice
 
 _LOG = logging.getLogger(__name__)
 _SAVE_TIMEOUT_SECONDS = 4 * 60 * 60
@@ -224,10 +225,10 @@ class Saver:
         older = "there is no older checkpoint" if self.latest is None else f"step {self.latest} is untouched"
         target = self._folders.target
         existing = next(path for path in (target, *target.parents) if path.exists())
+        sizes = f"The state has {num_bytes:,} bytes, the disk has {shutil.disk_usage(existing).free:,} free. "
         return SaveFailed(
-            f"step {step} is not saved in {target} ({older}): {first_line(error)}. The state has "
-            f"{num_bytes:,} bytes, the disk has {shutil.disk_usage(existing).free:,} free. "
-            "Free space, make the folder writable, or use another.",
+            f"step {step} is not saved in {target} ({older}): {first_line(error)}."
+            f" {sizes if is_full(error) else ''}{write_advice(error).capitalize()}, or use another folder.",
             step=step,
         )
 

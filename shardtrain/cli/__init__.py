@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from shardtrain.cli.typed_words import check_words
 from shardtrain.errors.exit_codes import COME_AGAIN, DONE, FAILED, MISTAKE
 from shardtrain.system import terminal
 from shardtrain.system.standard_streams import close_quietly, escape_unencodable, fill_closed
@@ -102,7 +103,7 @@ def _end_other_ranks(code: int) -> None:
 
 
 def _run(command: str, rest: list[str], stop: StopSignals) -> int:
-    from shardtrain.errors.compiler_errors import compiler_text
+    from shardtrain.errors.compiler_errors import compiler_text, platform_text
     from shardtrain.errors.messages import near
     from shardtrain.errors.user_code import UserCodeFailed, user_traceback
 
@@ -119,7 +120,7 @@ def _run(command: str, rest: list[str], stop: StopSignals) -> int:
         end_at_once(command, stop.received or signal.SIGINT)
         raise
     except Exception as error:
-        text = compiler_text(error)
+        text = compiler_text(error) or platform_text(error)
         if os.environ.get(TRACEBACK) or not (text or isinstance(error, ValueError | OSError)):
             raise
         return _report(command, error, text)
@@ -130,6 +131,7 @@ def _command(command: str, rest: list[str], stop: StopSignals) -> int:
     if command in HELP:
         terminal.out(usage())
         return DONE
+    check_words(rest)
     set_cpu_devices(rest)
     own = {"stop": stop} if command == "train" else {}
     return importlib.import_module(f"shardtrain.cli.{command}").main(rest, **own)

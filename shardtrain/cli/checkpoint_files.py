@@ -4,7 +4,6 @@ A converter is a module that is imported by its name, as a user's own model is: 
 know its models. Any module with `export_model` and `import_model` like the default's can be one.
 """
 
-import importlib
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -242,12 +241,9 @@ def _save(folder: Path, arrays: Any, extra: dict[str, Any]) -> int:
 
 
 def _converter(name: str, function: str) -> Any:
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(f"there is no module {name!r}; give one that has {function}") from None
+    from shardtrain.cli.run_file import load_module
+
+    module = load_module(name, f"give one that has {function}")
     if not hasattr(module, function):
         raise ValueError(f"{name} has no {function}; see {CONVERTER} for what it takes and returns")
     return getattr(module, function)

@@ -98,8 +98,18 @@ def _best_step(folder: Path) -> int:
 
 
 def _split(where: str) -> tuple[Path, list[int], bool]:
-    """Return the path, the step that it names, and whether it names the best step."""
+    """Return the path, the step that it names, and whether it names the best step.
+
+    Raises:
+      ValueError: the step is neither a number nor the best.
+    """
     path, at, name = where.rpartition("@")
-    if at and (name.isdecimal() or name == BEST) and not Path(where).exists():
+    if not at or Path(where).exists():
+        return Path(where), [], False
+    if name.isdecimal() or name == BEST:
         return Path(path), [int(name)] if name != BEST else [], name == BEST
+    if Path(path).is_dir():
+        raise ValueError(
+            f"{where} has the step {name!r}; write {path}@NUMBER or {path}@{BEST}"
+        )
     return Path(where), [], False

@@ -18,6 +18,9 @@ from shardtrain.errors.messages import near
 from shardtrain.errors.user_code import PACKAGE, UserCodeFailed, raised_at, user_code
 from shardtrain.trainer.config import Run
 
+GIVE = "give a path.py[:name] or module:name"
+"""What names a run."""
+
 
 def load_run(source: str) -> Run:
     """Return the run that a file or module defines.
@@ -30,7 +33,11 @@ def load_run(source: str) -> Run:
       ValueError: no such name in it, or not a function that returns a `Run`.
     """
     origin, _, name = source.partition(":")
-    module = load_file(Path(origin)) if origin.endswith(".py") else _load_module(origin)
+    if origin.endswith(".py"):
+        module = load_file(Path(origin))
+    else:
+        _make_importable(Path.cwd())
+        module = load_module(origin, GIVE)
     make: Callable[[], Run] | None = getattr(module, name or "run", None)
     if make is None:
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
@@ -80,7 +87,8 @@ def load_file(path: Path) -> Any:
       FileNotFoundError: no such file.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no run file {path}; give a path.py[:name] or module:name")
+        why = f": it is a link to {path.readlink()}, which leads to no file" if path.is_symlink() else ""
+        raise FileNotFoundError(f"there is no run file {path}{why}; {GIVE}")
     _make_importable(path.resolve().parent)
     # under its stem, so that pickled names of the file can be imported again
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -124,17 +132,27 @@ def _fields(name: str) -> list[str]:
     return []
 
 
-def _load_module(name: str) -> Any:
+def load_module(name: str, give: str) -> Any:
+    """Import a module that the user names.
+
+    Args:
+      name: such as `package.module`.
+      give: what a message says to give in its place.
+
+    Raises:
+      ValueError: no such module.
+      UserCodeFailed: it raised as it was imported.
+    """
     if not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"{name!r} is not the name of a module; give a path.py[:name] or module:name")
-    _make_importable(Path.cwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        # an import that fails inside the user's module is another error
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(f"there is no module {name!r}; give a path.py[:name] or module:name") from None
+        raise ValueError(f"{name!r} is not the name of a module; {give}")
+    with user_code(lambda error: f"{name}, as it was imported,"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # an import that fails inside the user's module is another error
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            raise ValueError(f"there is no module {name!r}; {give}") from None
 
 
 def _make_importable(folder: Path) -> None:

@@ -35,3 +35,19 @@ def compiler_text(error: BaseException) -> str | None:
     operation = f". The operation is {found[1]!r}, called at {found[2]}:{found[3]}" if found else ""
     change = next((text for sign, text in _CHANGES.items() if sign in words), _OTHER_CHANGE)
     return f"the compiler refused the program: {''.join(reasons[:1])[:LONGEST_REASON]}{operation}; {change}"
+
+
+def platform_text(error: BaseException) -> str | None:
+    """Return the message where jax cannot start a platform of JAX_PLATFORMS; None for any other error.
+
+    >>> platform_text(RuntimeError("Unable to initialize backend 'tpuu': it is unknown")).partition(": ")[0]
+    "jax cannot start the platform 'tpuu' of JAX_PLATFORMS"
+    """
+    found = re.match(r"Unable to initialize backend '(\w+)': ([^\n]*)", str(error))
+    if found is None or not isinstance(error, RuntimeError):
+        return None
+    reason = found[2].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
+    return (
+        f"jax cannot start the platform {found[1]!r} of JAX_PLATFORMS: {reason[:LONGEST_REASON]}. Name one"
+        " that is installed, such as JAX_PLATFORMS=cpu, or unset it: then jax takes the fastest that is there"
+    )

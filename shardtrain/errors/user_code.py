@@ -25,7 +25,7 @@ class UserCodeFailed(Exception):
 
 
 @contextmanager
-def user_code(where: Callable[[Exception], str]) -> Iterator[None]:
+def user_code(where: Callable[[BaseException], str]) -> Iterator[None]:
     """Convert exceptions of the user's code, called within this context, to `UserCodeFailed`.
 
     Errors that shardtrain itself raises inside, to explain a mistake, pass through.
@@ -34,12 +34,16 @@ def user_code(where: Callable[[Exception], str]) -> Iterator[None]:
       where: exception -> what raised it, such as "sample 3 of the training data".
 
     Raises:
-      UserCodeFailed: the user's code raised an exception.
+      UserCodeFailed: the user's code raised an exception, or asked Python to exit.
     """
     try:
         yield
     except UserCodeFailed:
         raise
+    except SystemExit as error:
+        # it would end one rank of several, in the middle of a run, as if all were done
+        text = f"called sys.exit({error.code!r}), and shardtrain goes on after it; raise an exception to stop"
+        raise UserCodeFailed(f"{where(error)} {text}") from error
     except Exception as error:
         if isinstance(error, OWN_MISTAKES) and _raised_here(error.__traceback__):
             raise

@@ -31,6 +31,8 @@ def read_layout(path: Path) -> Layout:
         raise ValueError(
             f"{path} is a cluster file, as it has islands; a layout has none: give it to launch --cluster"
         )
+    if not values:
+        raise ValueError(f"{path} is empty; a layout file has a table [mesh] with lines such as data = 2")
     if unknown := [key for key in values if key not in known]:
         raise problems_error(f"{path} cannot be read", [f"unknown key {near(key, known)}" for key in unknown])
     try:

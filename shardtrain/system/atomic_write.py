@@ -3,6 +3,7 @@
 Temporary names are created exclusively, so files of other processes are never overwritten.
 """
 
+import errno
 import fcntl
 import os
 import tempfile
@@ -85,6 +86,20 @@ def new_file(path: Path, mode: int = READABLE) -> Iterator[BinaryIO]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether a write failed for lack of space or quota; libraries quote the system's words."""
+    return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
+
+
+def write_advice(error: BaseException) -> str:
+    """Return what to change where something cannot be written.
+
+    >>> write_advice(OSError(28, os.strerror(errno.ENOSPC))), write_advice(PermissionError(13, "no"))
+    ('free space', 'make it writable')
+    """
+    return "free space" if is_full(error) else "make it writable"
 
 
 def clear_parts(folder: Path, names: str) -> None:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from shardtrain.system.atomic_write import open_own
+from shardtrain.system.atomic_write import open_own, write_advice
 
 _LOG = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class LogFile:
             if not self._fails:
                 self._report(
                     f"WARNING: {self.path} cannot be written: {error}. The run continues, and its lines wait"
-                    f" in memory, {MOST_WAITING_BYTES:,} bytes at most; free space, or make it writable"
+                    f" in memory, {MOST_WAITING_BYTES:,} bytes at most; {write_advice(error)}"
                 )
             self._fails = True
         else:

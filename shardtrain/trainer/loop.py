@@ -237,7 +237,7 @@ class _Loop:
             extra[UNLOGGED] = {name: strict(value) for name, value in unlogged.items()}
         try:
             parts.checkpoints.save(step, self.state, extra)
-            parts.progress.note(f"checkpoint of step {step}")
+            parts.progress.note(f"saving step {step}")
         except SaveFailed as failure:
             if must:
                 raise

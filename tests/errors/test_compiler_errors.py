@@ -36,6 +36,23 @@ RUN = """
 """
 
 
+def test_a_platform_that_jax_does_not_know(monkeypatch, capsys):
+    words = (
+        "Unable to initialize backend 'tpuu': Backend 'tpuu' is not in the list of known backends: ['cpu']."
+    )
+    told = f"{words} (set JAX_PLATFORMS='' to automatically choose an available backend)"
+
+    def fail(*_, **__):
+        raise RuntimeError(told)
+
+    monkeypatch.setattr("shardtrain.cli._command", fail)
+    assert cli.main(["train", "run.py"]) == 1
+    assert capsys.readouterr().err.startswith(
+        "shardtrain train: jax cannot start the platform 'tpuu' of JAX_PLATFORMS: Backend 'tpuu' is not in"
+        " the list of known backends: ['cpu']. Name one that is installed, such as JAX_PLATFORMS=cpu"
+    )
+
+
 @pytest.fixture
 def with_places():
     """Programs say which lines they come from, which tests go without."""

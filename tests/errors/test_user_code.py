@@ -1,5 +1,6 @@
 """Whose exception it is: of the user's code, or of this package, which explains what it refuses."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,14 @@ def test_a_folder_whose_name_begins_like_the_package_is_the_users(module):
         with user_code(lambda error: "sample 3"):
             names["sample"]()
     assert f'File "{path}", line 2, in sample' in user_traceback(failed.value)
+
+
+def test_an_exit_of_the_users_code_is_no_end_of_the_run():
+    with (
+        pytest.raises(UserCodeFailed, match=r"sample 3 called sys\.exit\(0\)"),
+        user_code(lambda error: "sample 3"),
+    ):
+        sys.exit(0)
 
 
 def test_what_a_model_of_the_package_refuses_passes_through():

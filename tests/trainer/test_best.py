@@ -115,9 +115,7 @@ def kept(folder: Path) -> tuple[list[int], int | None]:
 def test_the_best_step_is_saved_and_kept_also_over_a_resume(tmp_path, monkeypatch):
     printed = start(tmp_path, monkeypatch)
     # each evaluation that was better than all before was saved, and the last step as always
-    saved = [
-        line.removeprefix("checkpoint of step ") for line in printed.splitlines() if "checkpoint of" in line
-    ]
+    saved = [line.removeprefix("saving step ") for line in printed.splitlines() if "saving step" in line]
     assert saved == ["1", "2", "3", "6"]
     assert kept(tmp_path) == ([3, 6], 3)
     # a better one replaces it
