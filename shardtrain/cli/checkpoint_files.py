@@ -205,7 +205,7 @@ def mask_token(tokenizer: list[Path], vocab: int) -> int | None:
             if isinstance(token, dict) and token.get("content") == "[MASK]":
                 return whole_number(token.get("id"), f"the id of [MASK] in {path}", vocab - 1)
     if path := by_name.get("vocab.txt"):
-        lines = read_text(path).splitlines()
+        lines = [line.rstrip("\r") for line in read_text(path).split("\n")]
         if "[MASK]" in lines:
             return whole_number(lines.index("[MASK]"), f"the line of [MASK] in {path}", vocab - 1)
     return None

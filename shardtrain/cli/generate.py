@@ -21,6 +21,7 @@ from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.rng import new_key
 from shardtrain.system import terminal
+from shardtrain.system.plain_text import MARK, read_lines, text_lines
 
 STANDARD_INPUT = "-"
 
@@ -34,8 +35,8 @@ class GenerateOptions(SavedOptions):
 
     Args:
       prompt: a text to continue; the option may be given several times.
-      prompts: a file of prompts, one in each line; of JSON lines, if it ends with .jsonl, the texts "prompt".
-        - is standard input.
+      prompts: a file of prompts, one in each line that is not blank; of JSON lines, if it ends with .jsonl,
+        the texts "prompt". - is standard input.
       tokens: how many tokens to add, at most; None: 100, or as many as the positions of the model allow.
       temperature: divides the logits; 0 takes the likeliest token.
       top_k: number of likeliest tokens to draw from; None: all.
@@ -140,18 +141,14 @@ def read_prompts(options: GenerateOptions) -> list[str]:
             raise ValueError(
                 "no prompt was given; give --prompt TEXT, --prompts FILE, or text on standard input"
             )
-        return [sys.stdin.read()]
-    if options.prompts == STANDARD_INPUT:
-        lines = sys.stdin.read().splitlines()
-    else:
-        lines = Path(options.prompts).read_text(encoding="utf-8").splitlines()
-    if options.prompts.endswith(".jsonl"):
-        lines = [
-            _prompt_of(line, f"{options.prompts}:{i}") for i, line in enumerate(lines, 1) if line.strip()
-        ]
+        return [sys.stdin.read().lstrip(MARK)]
+    is_piped = options.prompts == STANDARD_INPUT
+    lines = text_lines(sys.stdin.read()) if is_piped else read_lines(Path(options.prompts))
     if not lines:
         raise ValueError(f"{options.prompts} has no prompts; write one in each line")
-    return lines
+    if not options.prompts.endswith(".jsonl"):
+        return [line for _, line in lines]
+    return [_prompt_of(line, f"{options.prompts}:{number}") for number, line in lines]
 
 
 def _prompt_of(line: str, where: str) -> str:

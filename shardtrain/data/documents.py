@@ -12,6 +12,7 @@ from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData, Record, Rows
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.system.excerpts import some
+from shardtrain.system.plain_text import decode_text
 
 OnError = Literal["stop", "skip"]
 """What to do with data that cannot be read."""
@@ -99,9 +100,9 @@ def text_of(record: Record, field: str, path: Path, row: int) -> str:
     value = record.get(field)
     if isinstance(value, bytes):
         try:
-            value = value.decode()
-        except UnicodeDecodeError as error:
-            raise BadData(path, f"field {field} is not UTF-8 at its byte {error.start:,}", row) from None
+            value = decode_text(value)
+        except ValueError as error:
+            raise BadData(path, f"field {field}: {error}", row) from None
     if isinstance(value, str):
         try:
             value.encode()

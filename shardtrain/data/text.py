@@ -24,6 +24,7 @@ from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.system.atomic_write import clear_parts, replace_file, unlink_unlocked
 from shardtrain.system.excerpts import some
+from shardtrain.system.plain_text import encoding_problem
 from shardtrain.system.untrusted_files import of_kind, parse_json, read_text, whole_number
 
 SEPARATOR = 0
@@ -45,7 +46,8 @@ class Packed:
       path: the token file.
       num_tokens: its length.
       num_documents: number of files in it.
-      skipped: files that are not text (UTF-8 without byte 0), or without permission to read.
+      skipped: files that are not text (UTF-8 without byte 0), or without permission to read; of those in
+        another encoding with what to do.
       left_out: folders that were not searched, each with the reason.
     """
 
@@ -170,21 +172,27 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def _is_text(file: Path) -> bool:
+def _left_out(file: Path) -> str | None:
+    """Return the name of a file that is no text, with its encoding if a mark says it; None for a text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for chunk in _chunks(file):
+            if problem := encoding_problem(chunk):
+                return f"{file} ({problem})"
             decoder.decode(chunk)
             if SEPARATOR in chunk:
-                return False
+                return str(file)
         decoder.decode(b"", final=True)
     except (UnicodeDecodeError, PermissionError):
-        return False
-    return True
+        return str(file)
+    return None
 
 
 def _chunks(file: Path) -> Iterator[bytes]:
+    """Yield the bytes of a file, without the byte order mark at its beginning."""
     with file.open("rb") as stream:
+        mark = len(codecs.BOM_UTF8)
+        stream.seek(mark if stream.read(mark) == codecs.BOM_UTF8 else 0)
         while chunk := stream.read(CHUNK_BYTES):
             yield chunk
 
@@ -193,7 +201,12 @@ def _write_text(path: Path, files: Sequence[Path]) -> Packed:
     # decide by the content which files are text, before anything is written
     texts, others = [], []
     for file in files:
-        (texts if _is_text(file) else others).append(file)
+        if (name := _left_out(file)) is not None:
+            others.append(name)
+        elif next(_chunks(file), b""):
+            texts.append(file)
+    if not texts and not others:
+        raise ValueError(f"{files[0]} has a byte order mark, and no text; give text files")
     if not texts:
         raise ValueError(
             f"none of {len(others)} files is UTF-8 text without byte 0, such as {others[0]}; give text files"
@@ -206,7 +219,7 @@ def _write_text(path: Path, files: Sequence[Path]) -> Packed:
             yield np.array([SEPARATOR], np.uint8)
 
     num_tokens = write_tokens(path, parts(), dtype="uint8", mode=OWNER_ONLY)
-    return Packed(path=path, num_tokens=num_tokens, num_documents=len(texts), skipped=tuple(map(str, others)))
+    return Packed(path=path, num_tokens=num_tokens, num_documents=len(texts), skipped=tuple(others))
 
 
 def _existing(tokens: Path) -> Packed | None:

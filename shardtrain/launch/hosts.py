@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shardtrain.errors.messages import problems_error
 from shardtrain.islands.cluster import Cluster
+from shardtrain.system.plain_text import read_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no hostfile {path}; write one host a line, a or a:2 or a slots=2")
-    lines = [line.split("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [line.split("#")[0].strip() for _, line in read_lines(path)]
     lines = [re.sub(r"\s+slots\s*=\s*(\d+)(\s+max[-_]slots\s*=\s*\d+)?$", r":\1", line) for line in lines]
     if not any(lines):
         raise ValueError(f"hostfile {path} names no host; write one a line, a or a:2 or a slots=2")

@@ -1,7 +1,6 @@
 """Read and write tables as CSV files: a user's own schedule, or a named one to change. No jax."""
 
 import csv
-import io
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from shardtrain.pipeline.check import check
 from shardtrain.pipeline.part_placement import placements
 from shardtrain.pipeline.table import KINDS, Table, Task
 from shardtrain.system.excerpts import short
+from shardtrain.system.plain_text import read_csv
 from shardtrain.system.untrusted_files import read_text
 
 MOST_FILE_BYTES = 1 << 25
@@ -41,9 +41,7 @@ def read_table(path: Path | str, *, lockstep: bool = False) -> Table:
       ValueError: no such file, or lists every column and line that cannot be read; or `check` refuses it.
     """
     try:
-        text = read_text(Path(path), MOST_FILE_BYTES).removeprefix("\ufeff")
-        reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
-        header, rows = tuple(reader.fieldnames or ()), [(reader.line_num, row) for row in reader]
+        header, rows = read_csv(read_text(Path(path), MOST_FILE_BYTES), skipinitialspace=True)
     except OSError as error:
         raise ValueError(f"there is no schedule file {path} to read: {error.strerror or error}") from error
     except (csv.Error, ValueError) as error:

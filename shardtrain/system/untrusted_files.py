@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardtrain.system.excerpts import short
+from shardtrain.system.plain_text import decode_text
 
 MOST_BYTES = 1 << 27
 """Size of the largest file that is read into memory at once."""
@@ -65,13 +66,13 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """Read a regular file as UTF-8 text.
+    """Read a regular file as UTF-8 text, without the byte order mark at its beginning.
 
     Raises:
       OSError: see `open_regular`.
       ValueError: it is larger than `most_bytes`, or not UTF-8.
     """
-    return read_bytes(path, most_bytes).decode()
+    return decode_text(read_bytes(path, most_bytes))
 
 
 def parse_json(text: str, *, ours: bool = False) -> Any:

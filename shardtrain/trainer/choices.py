@@ -19,6 +19,7 @@ import numpy as np
 
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.errors.messages import problems_error
+from shardtrain.system.plain_text import read_lines
 
 SHORTEST = 32
 """Rows are padded to this length, or to twice it, and so on: so there are few programs."""
@@ -72,12 +73,10 @@ def read_questions(path: Path) -> list[Question]:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: lists the lines that are no questions; or there are none.
+      ValueError: lists the lines that are no questions; or there are none, or it is not UTF-8.
     """
     found, problems = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, line in read_lines(path):
         try:
             found.append(_question(json.loads(line)))
         except ValueError as error:

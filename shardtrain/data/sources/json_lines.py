@@ -17,12 +17,13 @@ import numpy as np
 from shardtrain.data.sources.columns import open_zstd
 from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
 from shardtrain.data.sources.row_offsets import row_offsets
+from shardtrain.system.plain_text import decode_text, encoding_problem, is_blank
 
-BLOCK_BYTES = 1 << 24
+BLOCK_BYTES, FEW_BYTES = 1 << 24, 1 << 10
 
 
 class JsonLines:
-    """The lines of a file, found by an index of their offsets; an empty line is no row."""
+    """The lines of a file, found by an index of their offsets; a blank line is no row."""
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
         self._path = path
@@ -44,17 +45,39 @@ class JsonLines:
 
 
 def line_offsets(path: Path) -> np.ndarray:
-    """Return the (start, stop) of each line that is not empty, int (n, 2), in bytes."""
-    found, position, unfinished = [np.empty(0, np.int64)], 0, False
+    """Return the (start, stop) of each line that is not blank, int (n, 2), in bytes.
+
+    Raises:
+      BadData: a byte order mark says that it is not UTF-8.
+    """
+    found, heads, position, unfinished = [np.empty(0, np.int64)], [np.zeros(1, np.uint8)], 0, False
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
-            found.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + position)
+            if not position and (problem := encoding_problem(block)):
+                raise BadData(path, problem)
+            content = np.frombuffer(block, np.uint8)
+            ends = np.flatnonzero(content == ord("\n"))
+            found.append(ends + position)
+            # the first byte of the line behind each; behind the last of a block the end itself
+            heads.append(content.take(ends + 1, mode="clip"))
             position += len(block)
             unfinished = not block.endswith(b"\n")
-    stops = np.concatenate([*found, [position] if unfinished else np.empty(0, np.int64)]).astype(np.int64)
-    starts = np.concatenate([[0], stops[:-1] + 1]) if len(stops) else stops
-    lines = np.stack([starts, stops], 1)
-    return lines[stops > starts]
+        stops = np.concatenate([*found, [position] if unfinished else np.empty(0, np.int64)]).astype(np.int64)
+        starts = np.concatenate([[0], stops[:-1] + 1]) if len(stops) else stops
+        filled = stops > starts
+        # white space, and a mark, begin with none of the printable bytes of ASCII; few lines do not
+        odd = np.concatenate(heads)[: len(stops)]
+        for line in np.flatnonzero(filled & ((odd <= ord(" ")) | (odd > ord("~")))):
+            filled[line] = not _is_blank(file, int(starts[line]), int(stops[line]))
+    return np.stack([starts, stops], 1)[filled]
+
+
+def _is_blank(file: BinaryIO, start: int, stop: int) -> bool:
+    """Return whether a part of a file is blank; most of those that are not differ soon."""
+    few = os.pread(file.fileno(), min(stop - start, FEW_BYTES), start)
+    return is_blank(few) and (
+        stop - start <= FEW_BYTES or is_blank(os.pread(file.fileno(), stop - start, start))
+    )
 
 
 def parse_line(line: bytes, path: Path, row: int) -> Record:
@@ -64,9 +87,11 @@ def parse_line(line: bytes, path: Path, row: int) -> Record:
       BadData: it is not UTF-8, or not a JSON object.
     """
     try:
-        record = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise BadData(path, f"the line is not UTF-8 at its byte {error.start:,}", row) from None
+        text = decode_text(line)
+    except ValueError as error:
+        raise BadData(path, str(error).replace("it is", "the line is"), row) from None
+    try:
+        record = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadData(path, f"the line is no JSON ({error})", row) from None
     if not isinstance(record, dict):
@@ -110,7 +135,10 @@ class CompressedLines:
         try:
             with self._open(self._path) as file:
                 for line in file:
-                    if line != b"\n":
+                    if not row and (problem := encoding_problem(line)):
+                        yield BadData(self._path, problem)
+                        return
+                    if not is_blank(line):
                         row += 1
                         yield line.removesuffix(b"\n")
         except (OSError, EOFError, zlib.error) as error:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from shardtrain.data.sources.format import BadData, Record, iterate_rows
+from shardtrain.system.plain_text import MARK, decode_text
 
 Kind = Literal["json", "example", "text"]
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
@@ -25,9 +26,9 @@ def kind_of(record: bytes) -> Kind:
     >>> kind_of(b'{"text": "a"}'), kind_of(b"\n\r\n\x0b\n\x01a\x12\x06\n\x04\n\x02hi"), kind_of(b"plain")
     ('json', 'example', 'text')
     """
-    if record.lstrip()[:1] == b"{":
+    if record.removeprefix(MARK.encode()).lstrip()[:1] == b"{":
         try:
-            return "json" if isinstance(json.loads(record), dict) else "text"
+            return "json" if isinstance(json.loads(decode_text(record)), dict) else "text"
         except ValueError:
             return "text"
     try:
@@ -46,8 +47,8 @@ def parse_payload(record: bytes, kind: Kind, path: Path, row: int) -> Record:
         if kind == "example":
             return parse_example(record)
         if kind == "text":
-            return {"text": record.decode()}
-        found = json.loads(record.decode())
+            return {"text": decode_text(record)}
+        found = json.loads(decode_text(record))
         if not isinstance(found, dict):
             raise ValueError(f"a JSON {type(found).__name__}, not an object")
         return found

@@ -10,6 +10,8 @@ import numpy as np
 from shardtrain.system.atomic_write import new_file
 
 OWNER_ONLY = 0o600
+VERSION = 2
+"""Of what counts as a row: an index of another version is not read."""
 
 CUT_OFF = -1
 """Offset of a last row that stands for all that is lost, of a file that is damaged or cut off behind it."""
@@ -30,7 +32,7 @@ def row_offsets(path: Path, folder: Path | None, find: Callable[[Path], np.ndarr
     """
     if folder is None:
         return find(path).astype(np.uint64)
-    index = folder / f"rows-{file_digest(path)}.npy"
+    index = folder / f"rows-v{VERSION}-{file_digest(path)}.npy"
     try:
         return np.load(index, mmap_mode="r", allow_pickle=False)
     except (FileNotFoundError, ValueError, EOFError):

@@ -13,6 +13,7 @@ import numpy as np
 
 from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
 from shardtrain.data.sources.row_offsets import CUT_OFF, is_cut_off, row_offsets
+from shardtrain.system.plain_text import decode_text
 
 TEXTS = ("txt", "text", "caption")
 NUMBERS = ("cls", "cls2", "index", "inx", "id")
@@ -61,11 +62,11 @@ class TarRows:
         last = ending.rpartition(".")[2]
         try:
             if last in TEXTS:
-                return {"__key__": key, "text" if ending in TEXTS else ending: content.decode()}
+                return {"__key__": key, "text" if ending in TEXTS else ending: decode_text(content)}
             if last in NUMBERS:
-                return {"__key__": key, ending: int(content)}
+                return {"__key__": key, ending: int(decode_text(content))}
             if last == "json":
-                return {"__key__": key, ending: json.loads(content.decode())}
+                return {"__key__": key, ending: json.loads(decode_text(content))}
         except (ValueError, RecursionError) as error:
             raise BadData(self._path, f"{member.name} is no {last} ({error})", row) from None
         return {"__key__": key, ending: content}

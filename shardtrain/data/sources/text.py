@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
+from shardtrain.system.plain_text import decode_text
 
 
 class TextFile:
@@ -20,9 +21,9 @@ class TextFile:
         if row != 0:
             raise IndexError(row)
         try:
-            return {"text": self._path.read_bytes().decode()}
-        except UnicodeDecodeError as error:
-            raise BadData(self._path, f"it is not UTF-8 at byte {error.start:,}", 0) from None
+            return {"text": decode_text(self._path.read_bytes())}
+        except ValueError as error:
+            raise BadData(self._path, str(error), 0) from None
 
     def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
         return iterate_rows(self, start, stop)

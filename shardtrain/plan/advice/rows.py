@@ -1,13 +1,13 @@
 """Measured rows for predictions: read from a CSV file. No jax."""
 
 import csv
-import io
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from shardtrain.errors.messages import near, problems_error
+from shardtrain.system.plain_text import read_csv
 from shardtrain.system.untrusted_files import read_text
 
 MOST_FILE_BYTES = 1 << 24
@@ -51,20 +51,20 @@ def read_rows(path: Path) -> list[MeasuredRow]:
       ValueError: it cannot be read; lists unknown columns, and values that are no numbers above 0.
     """
     try:
-        text = read_text(path, MOST_FILE_BYTES)
+        names, table = read_csv(read_text(path, MOST_FILE_BYTES))
     except OSError as error:
         raise ValueError(f"there is no file of rows {path} to read: {error.strerror or error}") from error
-    reader = csv.DictReader(io.StringIO(text))
-    names = list(reader.fieldnames or ())
+    except (csv.Error, ValueError) as error:
+        raise ValueError(f"{path} is not a CSV file: {error}") from error
     problems = [f"unknown column {near(name, COLUMNS)}" for name in names if name not in COLUMNS]
     problems += [f"there is no column {name}" for name in TEXTS if name not in names]
     if problems:
         raise problems_error(f"{path} has no rows of measurements", problems)
     rows = []
-    for line in reader:
-        values = {name: _value(name, line[name], problems, reader.line_num) for name in names}
+    for number, line in table:
+        values = {name: _value(name, line[name], problems, number) for name in names}
         if None in line:
-            problems.append(f"line {reader.line_num} has more than {len(names)} cells")
+            problems.append(f"line {number} has more than {len(names)} cells")
         if not problems:
             rows.append(MeasuredRow(**{name: value for name, value in values.items() if value is not None}))
     if problems:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.log_file import LogFile
+from shardtrain.system.plain_text import is_blank
 from shardtrain.system.untrusted_files import open_regular
 
 _LOG = logging.getLogger(__name__)
@@ -90,6 +91,8 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, float]]]:
     unreadable = 0
     with open_regular(path) as file:
         for number, line in enumerate(file, start=1):
+            if is_blank(line):
+                continue
             if unreadable:
                 raise ValueError(_unreadable_line(path, unreadable))
             record = _parse(line)
