@@ -137,7 +137,7 @@ class Chat:
         if self.too_long == "truncate" and num_lost:
             parts.append(f"{num_lost:,} of these have no answer within it and are left out")
         if record["num_unanswered"]:
-            parts.append(f"left out {record['num_unanswered']:,} without an answer")
+            parts.append(f"left out {record['num_unanswered']:,} without an answer that is learned")
         if record["num_skipped"]:
             parts.append(
                 f"skipped {record['num_skipped']:,} that cannot be read: {some(record['skipped'], 3)}"

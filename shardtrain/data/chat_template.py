@@ -111,7 +111,9 @@ class ChatTemplate:
             raise ValueError(f"the chat template cannot be read: {error}") from None
         self._marks = any(BEGIN in data.data for data in tree.find_all(nodes.TemplateData))
 
-    def render(self, messages: Sequence[dict[str, Any]], tools: Any = None) -> Rendered:
+    def render(
+        self, messages: Sequence[dict[str, Any]], tools: Any = None, learned: Sequence[bool] | None = None
+    ) -> Rendered:
         """Return a conversation as text, up to its last answer, and the spans of the answers.
 
         An answer begins where the text with the prompt for it ends, and ends where the text of the messages
@@ -120,20 +122,31 @@ class ChatTemplate:
         Args:
           messages: role, content and whatever else the template reads of each; contents are text.
           tools: descriptions of functions that the model may call, for the template.
+          learned: whether each message counts, if it is an answer; None: all do.
 
         Raises:
-          ValueError: the template refuses them, or its text changes with later messages.
+          ValueError: the template refuses them, or its text changes with later messages; or it is not known
+            which of the answers that it marks count.
         """
         numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not numbers:
             return Rendered(self._text(messages, tools), [])
         messages = messages[: numbers[-1] + 1]
         text = self._text(messages, tools)
+        wanted = numbers if self._answers == "all" else numbers[-1:]
+        counted = [number for number in wanted if learned is None or learned[number]]
         if self._marks:
             text, spans = _unmarked(text)
-            return Rendered(text, spans if self._answers == "all" else spans[-1:])
+            if counted == wanted:
+                return Rendered(text, spans if self._answers == "all" else spans[-1:])
+            if len(spans) != len(numbers):
+                raise ValueError(
+                    f"the chat template marks {len(spans)} answers of {len(numbers)}, so it is not known"
+                    " which of them are not learned; use one that marks each: --data.template FILE.jinja"
+                )
+            return Rendered(text, [spans[numbers.index(number)] for number in counted])
         spans = []
-        for number in numbers if self._answers == "all" else numbers[-1:]:
+        for number in counted:
             before = self._text(messages[:number], tools, prompt=True)
             upto = text if number == numbers[-1] else self._text(messages[: number + 1], tools)
             if not (text.startswith(upto) and upto.startswith(before)):

@@ -25,7 +25,7 @@ from shardtrain.data.tokens import TokenFile, write_tokens
 from shardtrain.system.atomic_write import clear_parts, new_file, replace_file
 from shardtrain.system.untrusted_files import of_kind, parse_json, read_text
 
-VERSION = 2
+VERSION = 3
 TRAINED = 1 << 31
 """The bit of a stored token that is trained on; tokens are below it."""
 
@@ -110,7 +110,7 @@ def encode(
 
 def _rendered(given: Conversation, template: ChatTemplate) -> Any:
     try:
-        return template.render(given.messages, given.tools)
+        return template.render(given.messages, given.tools, given.learned)
     except ValueError as error:
         return error
 
@@ -153,7 +153,7 @@ def chat_tokens(
     if not record["num_conversations"]:
         raise ValueError(
             f"no conversation in {len(files)} files, such as {files[0].path}, has an answer to train on"
-            f" ({record['num_unanswered']:,} have no message of the role assistant,"
+            f" ({record['num_unanswered']:,} have no message of the role assistant that is learned,"
             f" {record['num_skipped']:,} cannot be read)"
         )
     if digest() != before:

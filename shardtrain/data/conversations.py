@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from shardtrain.data.documents import Piece, open_rows
+from shardtrain.data.learned_messages import take_learned
 from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData, Record
 from shardtrain.errors.messages import near
 from shardtrain.system.excerpts import short
+from shardtrain.system.plain_text import MARK, decode_text
 
 Answers = Literal["all", "last"]
 """Which answers of a conversation are trained on."""
@@ -34,10 +36,12 @@ class Conversation(NamedTuple):
     Attributes:
       messages: each with role, content, and whatever else its record has.
       tools: functions that the model may call; None if there are none.
+      learned: whether each message is an answer that is learned, as its own marks may say.
     """
 
     messages: list[dict[str, Any]]
     tools: Any
+    learned: list[bool]
 
 
 def conversations(
@@ -74,7 +78,8 @@ def conversation_of(record: Record, field: str) -> Conversation:
       field: the name of the list.
 
     Raises:
-      ValueError: it has none, a message lacks something, or a text in it has a reserved character.
+      ValueError: it has none, a message lacks something or says wrongly whether it is learned (see
+        `take_learned`), or a text in it has a reserved character.
 
     >>> conversation_of({"prompt": "Hi", "completion": "Hello"}, "messages").messages
     [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}]
@@ -92,14 +97,15 @@ def conversation_of(record: Record, field: str) -> Conversation:
             f"it has no field {near(field, record)}, nor {PROMPT} and {COMPLETION}; name that of the"
             " messages: --data.messages"
         )
+    learned = [take_learned(message, f"messages[{i}]") for i, message in enumerate(messages)]
     tools = _parsed(given, TOOLS) if (given := record.get(TOOLS)) else None
     _check_texts(tools, TOOLS)
-    return Conversation(messages, tools)
+    return Conversation(messages, tools, learned)
 
 
 def _side(value: Any, name: str, role: str) -> list[dict[str, Any]]:
     """Return a prompt or a completion as messages."""
-    value = value.decode() if isinstance(value, bytes) else value
+    value = decode_text(value) if isinstance(value, bytes) else value
     given = [{"role": role, "content": value}] if isinstance(value, str) else value
     return _messages(given, name)
 
@@ -108,7 +114,7 @@ def _parsed(value: Any, name: str) -> Any:
     if not isinstance(value, str | bytes):
         return value
     try:
-        return json.loads(value)
+        return json.loads(decode_text(value) if isinstance(value, bytes) else value.lstrip(MARK))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is text, and no JSON ({error})") from None
 

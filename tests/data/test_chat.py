@@ -143,9 +143,69 @@ def test_records_that_are_conversations(record, messages):
     assert conversation_of(record, "messages").messages == messages
 
 
+def marked(*marks):
+    """A conversation whose answers have these fields beside role and content."""
+    answers = [{"role": "assistant", "content": f"answer {i}", **each} for i, each in enumerate(marks)]
+    return [message for each in answers for message in ({"role": "user", "content": "a"}, each)]
+
+
+@pytest.mark.parametrize("template", ["chatml", "hugging face"])
+@pytest.mark.parametrize(
+    ("mark", "learned"),
+    [
+        ({"weight": 0}, {"weight": 1}),
+        ({"weight": 0.0}, {"weight": 1.0}),
+        ({"weight": "0"}, {"weight": "1"}),
+        ({"train": False}, {"train": True}),
+        ({"trainable": False, "weight": 0}, {"trainable": True, "weight": 1}),
+        ({"loss_mask": 0}, {"loss_mask": 1}),
+        ({"lossMask": "False"}, {"lossMask": "True"}),
+        ({"loss": False}, {"loss": None}),
+        ({"masked": True}, {"masked": False}),
+    ],
+    ids=str,
+)
+def test_an_answer_that_is_marked_is_not_learned(mark, learned, template):
+    found = conversation_of({"messages": marked(mark, {}, learned)}, "messages")
+    assert all(each.keys() == {"role", "content"} for each in found.messages)
+    made = named(template) if template == "chatml" else ChatTemplate(HUGGING_FACE, {})
+    rendered = made.render(found.messages, None, found.learned)
+    assert [text[:8] for text in answers_in(rendered)] == ["answer 1", "answer 2"]
+    assert "answer 0" in rendered.text
+    # the last answer is the last one, learned or not
+    last = conversation_of({"messages": marked({}, mark)}, "messages")
+    assert named("chatml", "last").render(last.messages, None, last.learned).answers == []
+
+
+def test_answers_that_are_not_learned_count_as_none(tmp_path):
+    rows = [marked({}), marked({"weight": 0}), marked({"weight": 1}), marked({"weight": 0.5})]
+    folder = write(tmp_path / "talks", [{"messages": each} for each in rows])
+    with pytest.raises(ValueError, match=r"row 3: messages\[1\] has weight 0\.5; say .* by weight 1 or 0"):
+        chat(folder).train(tmp_path / "run")
+    data = chat(folder, on_error="skip", heldout_fraction=0, packing="alone")
+    assert len(data.train(tmp_path / "run")) == 2
+    text = data.summary(tmp_path / "run")
+    assert "left out 1 without an answer that is learned; skipped 1 that cannot be read" in text
+
+
+def test_a_template_that_marks_not_every_answer_is_refused_where_one_is_not_learned():
+    source = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
+    with pytest.raises(ValueError, match=r"marks 1 answers of 2, so it is not known which of them"):
+        ChatTemplate(source, {}).render(TALK, None, [True, True, True, True, False])
+
+
 @pytest.mark.parametrize(
     ("record", "text"),
     [
+        ({"messages": marked({"weight": 2})}, "messages[1] has weight 2; say whether the message is learned"),
+        ({"messages": marked({"train": "some"})}, "messages[1] has train 'some'; say whether"),
+        ({"messages": marked({"loss_mask": [0, 1]})}, "messages[1] has loss_mask [0, 1]; say whether"),
+        ({"messages": marked({"mask": 1})}, "messages[1] has mask 1; say whether"),
+        ({"messages": marked({"weight": 1, "train": False})}, "weight 1 and train False, which contradict"),
+        (
+            {"messages": [{"role": "user", "content": "a", "weight": 1}]},
+            "messages[0] has weight 1 and role user, and only messages of the role assistant are learned",
+        ),
         ({"mesages": []}, r"no field 'messages' \(did you mean 'mesages'\?\), nor prompt and completion"),
         ({"messages": []}, "messages is []; it is a list of messages"),
         ({"messages": "Hi"}, "messages is text, and no JSON"),
@@ -306,7 +366,7 @@ def test_long_conversations_are_truncated_or_left_out_and_counted(tmp_path):
     assert data.summary(tmp_path) == (
         "chat: 1 jsonl; 4 conversations, 63 tokens, 27 of them in answers; 2 windows of 10 tokens,"
         " 77.3% full; truncated 2 that are longer than a window; 1 of these have no answer within it"
-        " and are left out; left out 1 without an answer"
+        " and are left out; left out 1 without an answer that is learned"
     )
     skipping = replace(data, too_long="skip")
     assert len(skipping.train(tmp_path)) == 1
