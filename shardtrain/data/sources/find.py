@@ -15,9 +15,11 @@ from typing import NamedTuple
 
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.format import BadData
+from shardtrain.data.sources.unread_files import compressed_head, unread_problem
 from shardtrain.data.sources.walk import walk_files
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.system.excerpts import some
+from shardtrain.system.plain_text import MARK
 from shardtrain.system.untrusted_files import kind_text, open_regular
 
 HEAD_BYTES = 16
@@ -126,7 +128,10 @@ def recognise(path: Path) -> str | None:
             head = file.read(HEAD_BYTES)
     except OSError:
         return None
-    return next((key for key, each in FORMATS.items() if each.magic and head.startswith(each.magic)), None)
+    found = next((key for key, each in FORMATS.items() if each.magic and head.startswith(each.magic)), None)
+    # what is compressed may be anything; of a damaged file nothing is known
+    inside = compressed_head(path).lstrip(MARK.encode()).lstrip() if found else b""
+    return None if inside and not inside.startswith(b"{") else found
 
 
 def missing_libraries(names: set[str]) -> list[str]:
@@ -148,6 +153,8 @@ def _recognised(path: Path, format_name: str | None) -> SourceFile:
     if not path.is_file():
         raise ValueError(f"{path.absolute()} is {kind_text(path.stat().st_mode)}; give a regular file")
     name = format_name or recognise(path)
+    if name is None and (problem := unread_problem(path)):
+        raise ValueError(f"{path.absolute()} is read in no format: {problem}")
     if name is None:
         raise ValueError(
             f"{path.absolute()} is of no known format ({', '.join(FORMATS)}); give it the ending of its"
@@ -164,6 +171,7 @@ def _in_folder(folder: Path, format_name: str | None) -> list[SourceFile]:
         return [SourceFile(path, "arrow") for path in _dataset_files(folder)]
     found: list[SourceFile] = []
     left_out: list[str] = []
+    unread: list[str] = []
     with_images = False
     for root, folders, files in walk_files(folder, left_out.append, lambda name: not name.startswith("_")):
         if root != folder and any((root / name).is_file() for name in (DATASET_STATE, DATASET_SPLITS)):
@@ -175,6 +183,8 @@ def _in_folder(folder: Path, format_name: str | None) -> list[SourceFile]:
             if path.name.startswith("_") or _beside(path.name) or RECORD.fullmatch(path.name):
                 continue
             key = format_name or recognise(path)
+            if key is None and compressed_head(path):
+                unread.append(f"{path}: {unread_problem(path)}")
             with_images |= key == "images"
             if key is not None and key != "images":
                 found.append(SourceFile(path, key))
@@ -184,6 +194,8 @@ def _in_folder(folder: Path, format_name: str | None) -> list[SourceFile]:
             f" or name them by paths or patterns, which"
             " follow links"
         )
+    if unread:
+        raise ValueError(f"{folder.absolute()} has files that are read in no format: {some(unread, 3)}")
     if any(file.format != "text" for file in found):
         found = [file for file in found if file.path.name.lower() != README]
     # the folder of images is one source: its folders are classes

@@ -17,6 +17,7 @@ import numpy as np
 from shardtrain.data.sources.columns import open_zstd
 from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
 from shardtrain.data.sources.row_offsets import row_offsets
+from shardtrain.data.sources.unread_files import content_problem
 from shardtrain.system.plain_text import decode_text, encoding_problem, is_blank
 
 BLOCK_BYTES, FEW_BYTES = 1 << 24, 1 << 10
@@ -53,7 +54,7 @@ def line_offsets(path: Path) -> np.ndarray:
     found, heads, position, unfinished = [np.empty(0, np.int64)], [np.zeros(1, np.uint8)], 0, False
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
-            if not position and (problem := encoding_problem(block)):
+            if not position and (problem := encoding_problem(block) or content_problem(block)):
                 raise BadData(path, problem)
             content = np.frombuffer(block, np.uint8)
             ends = np.flatnonzero(content == ord("\n"))
@@ -135,8 +136,8 @@ class CompressedLines:
         try:
             with self._open(self._path) as file:
                 for line in file:
-                    if not row and (problem := encoding_problem(line)):
-                        yield BadData(self._path, problem)
+                    if not row and (problem := encoding_problem(line) or content_problem(line)):
+                        yield BadData(self._path, f"what it compresses cannot be read: {problem}")
                         return
                     if not is_blank(line):
                         row += 1

@@ -13,6 +13,7 @@ import numpy as np
 
 from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
 from shardtrain.data.sources.row_offsets import CUT_OFF, is_cut_off, row_offsets
+from shardtrain.data.sources.unread_files import content_problem
 from shardtrain.system.plain_text import decode_text
 
 TEXTS = ("txt", "text", "caption")
@@ -116,7 +117,9 @@ def group_offsets(path: Path) -> np.ndarray:
             whole = file.read(BLOCK_BYTES) == bytes(BLOCK_BYTES)
     except tarfile.TarError as error:
         if not rows:
-            raise BadData(path, f"it is no whole tar file ({error}); compressed ones are not read") from None
+            with path.open("rb") as file:
+                known = content_problem(file.read(BLOCK_BYTES))
+            raise BadData(path, known or f"it is no whole tar file ({error})") from None
     if not whole:
         if not rows:
             raise BadData(path, f"it ends within its first row, after {num_bytes:,} bytes")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
+from shardtrain.data.sources.unread_files import content_problem
 from shardtrain.system.plain_text import decode_text
 
 
@@ -20,10 +21,11 @@ class TextFile:
     def read(self, row: int) -> Record:
         if row != 0:
             raise IndexError(row)
+        content = self._path.read_bytes()
         try:
-            return {"text": decode_text(self._path.read_bytes())}
+            return {"text": decode_text(content)}
         except ValueError as error:
-            raise BadData(self._path, str(error), 0) from None
+            raise BadData(self._path, content_problem(content) or str(error), 0) from None
 
     def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
         return iterate_rows(self, start, stop)

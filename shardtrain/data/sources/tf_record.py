@@ -13,6 +13,7 @@ import numpy as np
 from shardtrain.data.sources.format import BadData, Format
 from shardtrain.data.sources.payload import PayloadRows
 from shardtrain.data.sources.row_offsets import CUT_OFF, is_cut_off, row_offsets
+from shardtrain.data.sources.unread_files import content_problem
 
 HEAD_BYTES, TAIL_BYTES = 12, 4
 
@@ -57,7 +58,8 @@ def record_offsets(path: Path) -> np.ndarray:
             damaged = masked_crc32c(head[:8]) != int.from_bytes(head[8:], "little")
             if next_position > end or damaged:
                 if not found:
-                    raise BadData(path, "it is no TFRecord file, or damaged (compressed ones are not read)")
+                    why = content_problem(head) or "it is no TFRecord file, or damaged"
+                    raise BadData(path, why)
                 found.append((CUT_OFF, position))
                 break
             found.append((position + HEAD_BYTES, size))

@@ -1,9 +1,13 @@
 """The contract of formats: the same documents give the same windows, whatever they are written in."""
 
+import bz2
 import datetime
+import gzip
 import json
+import lzma
 import os
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,6 +16,7 @@ import pyarrow.parquet
 import pytest
 from written_formats import DOCUMENTS, WRITERS, example, picture, write_files
 
+from shardtrain import cli
 from shardtrain.data import Batches, Corpus
 from shardtrain.data.corpus import corpus_files
 from shardtrain.data.inspection import file_facts
@@ -236,6 +241,49 @@ def test_a_compressed_file_of_0_bytes_is_damaged(name, tmp_path):
     next((folder / "part-1").iterdir()).write_bytes(b"")
     with pytest.raises(BadData, match=rf"part-1/a\.{name}: it has 0 bytes: it was cut off"):
         Corpus(paths=(folder,), seq=8).train(tmp_path / "run")
+
+
+TAR = b"\0" * 257 + b"ustar" + b"\0" * 250
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.tar.gz", gzip.compress(TAR), "it is a tar file compressed by gzip, and read uncompressed alone;"),
+        ("a.tgz", gzip.compress(TAR), r"it is a tar file compressed by gzip, .* gunzip -k .*a\.tgz"),
+        ("shard", gzip.compress(TAR), "it is a tar file compressed by gzip"),
+        ("a.tar.xz", lzma.compress(TAR), r"it is a tar file compressed by xz, .* unxz -k .*a\.tar\.xz"),
+        ("a.tar.bz2", bz2.compress(TAR), "it is a tar file compressed by bzip2"),
+        (
+            "a.txt.gz",
+            gzip.compress(b"text"),
+            r"it is compressed by gzip; decompress it: gunzip -k .*\.txt\.gz",
+        ),
+        ("a.zip", b"PK\x03\x04", "it is a zip archive; unpack it: unzip "),
+        ("a.csv", b"a,b\n", "it is a table as text; write its rows as JSON lines or Parquet"),
+        ("a.pkl", b"\x80\x04", "it is a pickle of Python, which may run code; write its rows"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(TAR),
+            r"a\.jsonl\.gz: what it compresses cannot be read: it is a tar file",
+        ),
+        ("a.jsonl", gzip.compress(b"{}"), r"a\.jsonl: it is compressed by gzip; decompress it"),
+        ("a.txt", b"PAR1\xff", r"a\.txt, row 0: it is a Parquet file; give it the ending \.parquet"),
+        ("a.tar", gzip.compress(TAR), r"a\.tar: it is compressed by gzip; decompress it"),
+        ("a.tfrecord", gzip.compress(TAR), r"a\.tfrecord: it is compressed by gzip; decompress it"),
+    ],
+)
+def test_a_file_of_another_kind_is_named_with_what_to_do(name, content, problem, tmp_path, capsys):
+    (tmp_path / name).write_bytes(content)
+    code = cli.main(["data", "check", str(tmp_path / name)])
+    out, err = capsys.readouterr()
+    assert code in (1, 2)
+    assert re.search(problem, out + err)
+    # nor is it left out of a folder without a word
+    (tmp_path / "a good one.jsonl").write_text("{}")
+    if "compressed by" in problem:
+        assert cli.main(["data", "check", str(tmp_path)]) in (1, 2)
+        assert re.search(problem, "".join(capsys.readouterr()))
 
 
 def test_tokens_and_text_are_not_mixed(tmp_path):
