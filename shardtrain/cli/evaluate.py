@@ -7,31 +7,34 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import optax
 import tyro
 
 from shardtrain.cli.compilation import compiling, set_xla_flags
+from shardtrain.cli.evaluated_data import evaluated_sources, known_tokenizer, named
 from shardtrain.cli.saved_run import SavedOptions, SavedRun, open_run, seq_of, tokenizer_name
-from shardtrain.data import Corpus
-from shardtrain.data.corpus import corpus_files
-from shardtrain.data.documents import refuse_mixed
-from shardtrain.data.token_manifest import token_folders, tokenizer_hash
 from shardtrain.data.tokenizer import Bytes, Tokenizer, open_tokenizer
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.metrics import next_token_accuracy, with_metrics
 from shardtrain.system import terminal
-from shardtrain.trainer.choices import accuracy_of, log_likelihoods, read_questions, requests_of
+from shardtrain.trainer.choices import (
+    Question,
+    Request,
+    accuracy_of,
+    log_likelihoods,
+    read_questions,
+    requests_of,
+)
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.evaluation import heldout_prefix, make_evaluation
 from shardtrain.trainer.restored_model import RestoredModel
 from shardtrain.trainer.setup import RunSetup
-from shardtrain.trainer.sources import open_sources
 
 HELDOUT = "heldout"
 """The name of data without one."""
@@ -107,31 +110,50 @@ def _print_values(options: EvaluateOptions) -> None:
             f"the model of {options.run} is an encoder-decoder, which is evaluated on pairs that its run"
             " holds out; give its run file alone: --run-file my_run.py"
         )
-    requests = {}
-    if questions:
-        tokenizer = open_tokenizer(tokenizer_name(saved, options.tokenizer))
-        requests = {
-            name: requests_of(each, tokenizer, options.delimiter, seq_of(saved))
-            for name, each in questions.items()
-        }
+    requests = _requests(saved, options, questions) if questions else {}
     with ExitStack() as stack:
         # text is tokenized there: the folder of the run stays as it is
         folder = Path(stack.enter_context(TemporaryDirectory()))
         sources = {}
         if options.data or not options.choices:
-            sources = _sources(saved, options, folder)
+            sources = evaluated_sources(saved, options, folder)
         restored = saved.restored(evaluated=options.evaluated)
         rows = _rows(restored, options.batch)
         found = _evaluated(saved, restored, sources, rows, options) if sources else {}
     for name, each in requests.items():
         accuracy = accuracy_of(questions[name], log_likelihoods(restored.apply, each, rows, seq_of(saved)))
         found[name] = {**found.get(name, {}), **accuracy._asdict()}
+    if wrong := [f"{key} of {name}" for name, of in found.items() for key, x in of.items() if math.isnan(x)]:
+        raise ValueError(
+            f"{', '.join(wrong)} is not a number (NaN); look for inputs that the metric cannot take"
+        )
     if options.json:
         about = {"run": str(saved.folder), "step": saved.reader.step, "results": found}
         terminal.out(json.dumps(about) + "\n")
     else:
         for name, values in found.items():
             terminal.out(f"{name}: {', '.join(_text(key, value) for key, value in values.items())}\n")
+
+
+def _requests(
+    saved: SavedRun, options: EvaluateOptions, questions: Mapping[str, Sequence[Question]]
+) -> dict[str, list[Request]]:
+    """Return name -> the tokens of each question with each of its choices.
+
+    Raises:
+      ValueError: the model does not have one of the tokens.
+    """
+    tokenizer = open_tokenizer(tokenizer_name(saved, options.tokenizer))
+    vocab = getattr(saved.run.model, "vocab", tokenizer.vocab)
+    found = {}
+    for name, each in questions.items():
+        found[name] = requests_of(each, tokenizer, options.delimiter, seq_of(saved))
+        if (largest := max(int(request.tokens.max()) for request in found[name])) >= vocab:
+            raise ValueError(
+                f"{name} has token {largest:,}, and the model has tokens 0 to {vocab - 1:,}; the tokenizer"
+                f" has {tokenizer.vocab:,} tokens: give that of the model: --tokenizer FILE"
+            )
+    return found
 
 
 def _text(name: str, value: float) -> str:
@@ -149,16 +171,6 @@ def _rows(restored: RestoredModel, batch: int) -> int:
     return -(-batch // shards) * shards
 
 
-def _named(given: Sequence[str], name: str) -> dict[str, list[str]]:
-    """Return name -> paths of `NAME=PATH` and `PATH`; a path with = in it is one, if it is there."""
-    found: dict[str, list[str]] = {}
-    for word in given:
-        before, equals, path = word.partition("=")
-        is_named = bool(equals) and not Path(word).exists() and "/" not in before
-        found.setdefault(before if is_named else name, []).append(path if is_named else word)
-    return found
-
-
 def _single(given: Sequence[str]) -> dict[str, list[str]]:
     """Return name -> its one file; a file without a name has that of its stem.
 
@@ -167,74 +179,11 @@ def _single(given: Sequence[str]) -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {}
     for word in given:
-        for name, paths in _named([word], Path(word).stem).items():
+        for name, paths in named([word], Path(word).stem).items():
             if name in found:
                 raise ValueError(f"two files of questions are named {name!r}; name them: --choices NAME=FILE")
             found[name] = paths
     return found
-
-
-def _sources(saved: SavedRun, options: EvaluateOptions, folder: Path) -> dict[str, Any]:
-    """Return name -> samples of the data to evaluate on.
-
-    Raises:
-      ValueError: there are none, or the data cannot be read.
-    """
-    run = saved.run
-    if not options.data:
-        sets = open_sources(run, folder)[1]
-        if not sets:
-            raise ValueError(f"the data of {options.run_file} holds nothing out; give --data PATH")
-        return {name or options.name: source for name, source in sets.items()}
-    seq = options.seq or saved.options.get("data.seq") or seq_of(saved)
-    found = {}
-    for name, paths in _named(options.data, options.name).items():
-        data = _data_of(saved, options, tuple(map(Path, paths)), seq)
-        found[name] = data.train(folder)
-    return found
-
-
-def _data_of(saved: SavedRun, options: EvaluateOptions, paths: tuple[Path, ...], seq: int) -> Any:
-    """Return the data of paths, as the run of a decoder, or the data of the run file, reads them.
-
-    Raises:
-      ValueError: the data of the run file has no paths.
-    """
-    changes: dict[str, Any] = {"paths": paths, "seq": seq, "heldout_fraction": 0.0}
-    if options.run_file is not None:
-        data = saved.run.data
-        known = [field.name for field in fields(data)] if is_dataclass(data) else []
-        if "paths" not in known:
-            raise ValueError(
-                f"the data of {options.run_file} is {type(data).__name__}, which reads no paths; leave --data"
-                " out, and evaluate on what it holds out"
-            )
-        return replace(cast("Any", data), **{name: value for name, value in changes.items() if name in known})
-    corpus = Corpus(
-        **changes,
-        text=options.text,
-        packing=saved.options.get("data.packing", "joined"),
-        vocab_size=saved.run.model.vocab,
-    )
-    files = corpus_files(paths)
-    if not refuse_mixed(files):
-        return replace(corpus, tokenizer=tokenizer_name(saved, options.tokenizer))
-    made_by = {each.tokenizer_hash: str(each.folder) for each in token_folders(files)}
-    own = _known_tokenizer(saved, options)
-    if own is not None and made_by and (digest := tokenizer_hash(own)) not in made_by:
-        raise ValueError(
-            f"{next(iter(made_by.values()))} has tokens of another tokenizer than {own}, that of the run"
-            f" (hash {digest}); tokenize its text by that one"
-        )
-    return corpus
-
-
-def _known_tokenizer(saved: SavedRun, options: EvaluateOptions) -> str | None:
-    """Return the name of the tokenizer; None if none is known, which data of tokens does not need."""
-    try:
-        return tokenizer_name(saved, options.tokenizer)
-    except ValueError:
-        return None
 
 
 def _evaluated(
@@ -253,7 +202,7 @@ def _evaluated(
     placement = restored.placement
     setup = RunSetup(restored.model, optax.identity(), None, placement.mesh, placement)
     means = make_evaluation(run, setup, Coordination(), sources, None)(restored.state)
-    known = _known_tokenizer(saved, options)
+    known = known_tokenizer(saved, options)
     tokenizer = None if known is None else open_tokenizer(known)
     found = {}
     for name, source in sources.items():

@@ -272,6 +272,12 @@ class ChatWindows:
         sample = {"tokens": tokens, "weights": weights[1:]}
         return {**sample, "segments": segments[:-1]} if self.segmented else sample
 
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Read tokens of all conversations, uint32 (stop - start,)."""
+        from shardtrain.data.chat_tokens import TRAINED
+
+        return self.tokens.tokens.read(start, stop) & np.uint32(TRAINED - 1)
+
     @property
     def filled(self) -> float:
         """The fraction of the windows that is not padding."""

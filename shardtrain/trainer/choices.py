@@ -189,10 +189,18 @@ def accuracy_of(questions: Sequence[Question], scores: np.ndarray) -> Accuracy:
       questions: the questions.
       scores: log-likelihoods of all choices, in order.
 
+    Raises:
+      ValueError: a score is not a number.
+
     >>> questions = [Question("a", ("b", "long"), 1)]
     >>> accuracy_of(questions, np.array([-3.0, -4.0]))
     Accuracy(accuracy=0.0, accuracy_norm=1.0, num_questions=1)
     """
+    if num_bad := int(np.isnan(scores).sum()):
+        raise ValueError(
+            f"the model gives no number (NaN) for {num_bad:,} of {len(scores):,} choices, so they have no"
+            " order; evaluate an earlier step: --step N"
+        )
     right = right_norm = start = 0
     for question in questions:
         own = scores[start : (start := start + len(question.choices))]

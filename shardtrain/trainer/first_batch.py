@@ -24,6 +24,9 @@ from shardtrain.system.xla_flags import quick_options
 MOST_ELEMENTS = 1 << 24
 """Largest size of the model's outputs for one row; above it only counts are computed, without outputs."""
 
+INPUTS = {"tokens": "weights", "source": "source_mask"}
+"""Arrays of a batch with tokens that models read, each with the array that masks them."""
+
 SHOWN = 3
 """Number of wrong values that a message lists for each array."""
 
@@ -51,6 +54,15 @@ class Expected(NamedTuple):
     vocab: int | None
     metrics: tuple[str, ...] = ()
     count: Callable[[], float | None] = lambda: None
+
+    @property
+    def known(self) -> Mapping[str, Sequence[str]]:
+        """The arrays of a batch in which the loss is known to have classes, see `CLASSES`."""
+        loss: Any = getattr(self.loss, "__wrapped__", self.loss)
+        while isinstance(loss, LossWithMetrics | Regularized):
+            loss = loss.loss
+        # a loss need not be hashable
+        return next((arrays for own, arrays in CLASSES.items() if own is loss), {})
 
     @property
     def num_classes(self) -> int | None:
@@ -213,22 +225,24 @@ def class_problems(expected: Expected, batch: Mapping[str, np.ndarray]) -> list[
     Returns:
       A message for each array: the first wrong values, their rows, and what is allowed.
     """
-    limit = expected.num_classes
-    loss: Any = getattr(expected.loss, "__wrapped__", expected.loss)
-    while isinstance(loss, LossWithMetrics | Regularized):
-        loss = loss.loss
-    # a loss need not be hashable
-    known: Mapping[str, Sequence[str]] = next((arrays for own, arrays in CLASSES.items() if own is loss), {})
+    limit, known = expected.num_classes, expected.known
     problems = []
     for name, excuses in known.items():
         if limit is not None and name in batch:
             counts = _counts(batch, name, excuses)
             problems += _outside(name, np.asarray(batch[name]), counts, limit)
-    if not known and expected.vocab is not None and "tokens" in batch:
-        # the user's own loss may ignore negative tokens itself
-        counts = _counts(batch, "tokens", ("weights",)) & (np.asarray(batch["tokens"]) >= 0)
-        problems += _outside("tokens", np.asarray(batch["tokens"]), counts, expected.vocab)
+    for name, excuse in INPUTS.items():
+        if name not in known and expected.vocab is not None and name in batch:
+            # the user's own loss may ignore negative tokens itself
+            counts = _counts(batch, name, (excuse,)) & (np.asarray(batch[name]) >= 0)
+            problems += _outside(name, np.asarray(batch[name]), counts, expected.vocab)
     return problems
+
+
+def token_limit(expected: Expected) -> int | None:
+    """Return the number of tokens that the model has; None if it is not known."""
+    of_tokens = {"tokens", "target"} & set(expected.known)
+    return (expected.num_classes if of_tokens else None) or expected.vocab
 
 
 def _counts(batch: Mapping[str, np.ndarray], name: str, excuses: Sequence[str]) -> np.ndarray:

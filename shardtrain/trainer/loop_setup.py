@@ -4,6 +4,7 @@ What the parts mean is in `loop_parts.py`. Next: `loop.py`.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -72,7 +73,13 @@ def make_loop_parts(
         step=_make_step(prepared, feed),
         batches=feed,
         evaluate=make_evaluation(
-            run, setup, coordination, prepared.heldout, island_step, prepared.shares.limits
+            run,
+            setup,
+            coordination,
+            prepared.heldout,
+            island_step,
+            prepared.shares.limits,
+            partial(class_problems, prepared.expected),
         ),
         checkpoints=checkpoints,
         policy=run.checkpoints,

@@ -35,6 +35,7 @@ from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.context_checks import check_sequences
 from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.data_checks import data_problems
 from shardtrain.trainer.data_facts import data_facts
 from shardtrain.trainer.evaluation import heldout_prefix
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
@@ -256,14 +257,14 @@ def _place_first_batch(
     found = check_trace(setup.whole_model, run.loss, first, parts, run.strategy.accumulate)
     for text in [*found.warnings, *source_warnings(loader.batches, run)]:
         output.note(text)
-    _check_first_batch(run, heldout, expected, first, found.problems)
+    _check_first_batch(run, loader.batches.source, heldout, expected, first, found.problems)
     return first, loader.place(first), expected
 
 
 def _check_first_batch(
-    run: Run, heldout: Mapping[str, Any], expected: Expected, first: Batch, traced: list[str]
+    run: Run, source: Any, heldout: Mapping[str, Any], expected: Expected, first: Batch, traced: list[str]
 ) -> None:
-    """Check that a run learns from its first batch and evaluates the metric of its best checkpoint.
+    """Check that a run learns from its first batch and other data, and evaluates the metric of its best step.
 
     Raises:
       ValueError: it is not, or lists what is wrong with the batch.
@@ -276,6 +277,7 @@ def _check_first_batch(
             f" {'one of these, or ' if names else ''}None"
         )
     problems = [*traced, *loss_problems(expected), *class_problems(expected, first)]
+    problems += data_problems(run, expected, source, heldout)
     if problems:
         raise problems_error("this run would learn nothing, or something else than it should", problems)
 

@@ -1,9 +1,10 @@
 """`shardtrain evaluate`: values of a plain loop on other data, on any mesh; the run stays as it is."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from saved_decoder import save
 
 from shardtrain import cli
 from shardtrain.cli.evaluate import count_tokens
-from shardtrain.data import Text
+from shardtrain.data import Chat, Text
 from shardtrain.data.tokenizer import Bytes
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.models.decoder import DecoderConfig
@@ -152,6 +153,46 @@ def test_questions_are_answered_as_without_a_mesh(command, folder, params):
     code, out, _ = command(*words)
     assert code == 0
     assert json.loads(out)["results"] == {"sky": expected, "again": expected}
+
+
+@pytest.mark.parametrize("packing", ["alone", pytest.param("separate", marks=pytest.mark.full)])
+def test_conversations_are_evaluated_as_a_run_of_them_learned_them(command, folder, packing, tmp_path):
+    options = {"template": "plain", "answers": "all", "messages": "talk", "packing": packing, "seq": 12}
+    of_run = {f"data.{name}": value for name, value in options.items()}
+    params = save(folder / packing, CONFIG, **{"data.tokenizer": "bytes", **of_run})[0]
+    talks = [[{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}] for n in (1, 4, 2)]
+    (folder / "talks.jsonl").write_text("".join(json.dumps({"talk": each}) + "\n" for each in talks))
+    code, out, _ = command(packing, "--data", "talks.jsonl", "--data", "text=prose.txt", "--json")
+    assert code == 0
+    found = json.loads(out)["results"]
+    assert (found["heldout"]["tokens"], found["text"]["tokens"]) == (3 * len("b\0"), 360)
+    if packing == "alone":
+        data = Chat(paths=(folder / "talks.jsonl",), heldout_fraction=0, **cast("Any", options))
+        rows = [data.train(tmp_path)[i] for i in range(3)]
+        tokens, weights = (np.stack([row[name] for row in rows]) for name in ("tokens", "weights"))
+        logits = np.asarray(apply(params, tokens[:, :-1]), np.float64)
+        nats = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+        np.testing.assert_allclose(found["heldout"]["loss"], (nats * weights).sum() / 6, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_a_run_of_documents_by_themselves_is_evaluated_on_windows(command, folder):
+    save(folder / "bucketed", CONFIG, **{"data.packing": "bucketed", "data.seq": 12})
+    code, out, _ = command("bucketed", "--data", "prose.txt", "--json")
+    assert code == 0
+    assert json.loads(out)["results"]["heldout"]["tokens"] == 360
+
+
+def test_tokens_that_the_model_does_not_have_are_refused(command, folder):
+    save(folder / "small", dataclasses.replace(CONFIG, vocab=100), **{"data.tokenizer": "bytes"})
+    code, _, err = command("small", "--data", "prose.txt")
+    assert code == 2
+    assert "is 104, and the model has tokens 0 to 99; the tokenizer of this data has 256 tokens: make" in err
+    code, _, err = command("small", "--choices", "sky.jsonl")
+    assert code == 2
+    assert (
+        "sky has token 195, and the model has tokens 0 to 99; the tokenizer has 256 tokens: give that" in err
+    )
 
 
 def test_an_encoder_decoder_needs_the_pairs_of_its_run(command, folder):

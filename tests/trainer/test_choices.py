@@ -66,6 +66,8 @@ def test_tokens_of_a_choice_are_those_behind_the_context():
 def test_length_matters_in_bytes():
     questions = [Question("a", ("é", "bb", "c"), 0)]
     assert accuracy_of(questions, np.array([-4.0, -4.5, -2.1])) == (0.0, 1.0, 1)
+    with pytest.raises(ValueError, match=r"no number \(NaN\) for 1 of 3 choices"):
+        accuracy_of(questions, np.array([-4.0, np.nan, -2.1]))
 
 
 def test_reads_questions_and_lists_lines_that_are_none(tmp_path):
