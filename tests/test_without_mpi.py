@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.islands.mpi_library import LIBRARY, library_environment
+from shardtrain.islands.mpi_library import LIBRARY, NO_WARNING, library_environment
 
 ROOT = Path(__file__).parents[1]
 SITE = Path(sysconfig.get_path("purelib"))
@@ -100,8 +100,10 @@ def test_mpi_is_found_from_an_environment_on_top_of_its_own(tmp_path):
     assert done.stdout == "size 1\n", done.stderr
 
 
-def test_a_library_that_is_named_is_kept():
+def test_variables_that_are_set_are_kept():
     prefix = str(Path(sys.prefix) / "elsewhere")
     home = Path(sys.prefix) / "lib"
-    assert library_environment({}, prefix) == {LIBRARY: f"{home}{os.pathsep}"}
-    assert library_environment({}) == library_environment({LIBRARY: "/opt/lib"}, prefix) == {}
+    quiet = {NO_WARNING: "1"}
+    assert library_environment({}, prefix) == {**quiet, LIBRARY: f"{home}{os.pathsep}"}
+    assert library_environment({}) == library_environment({LIBRARY: "/opt/lib"}, prefix) == quiet
+    assert library_environment({NO_WARNING: "0"}) == {}

@@ -109,7 +109,5 @@ def _split(where: str) -> tuple[Path, list[int], bool]:
     if name.isdecimal() or name == BEST:
         return Path(path), [int(name)] if name != BEST else [], name == BEST
     if Path(path).is_dir():
-        raise ValueError(
-            f"{where} has the step {name!r}; write {path}@NUMBER or {path}@{BEST}"
-        )
+        raise ValueError(f"{where} has the step {name!r}; write {path}@NUMBER or {path}@{BEST}")
     return Path(where), [], False

@@ -13,26 +13,31 @@ from pathlib import Path
 LIBRARY = "MPI4PY_LIBMPI"
 """The variable of mpi4py that names the library, or folders to look for it in."""
 
+NO_WARNING = "MPI4JAX_NO_WARN_JAX_VERSION"
+"""The variable by which mpi4jax does not warn of a jax that is newer than its own list."""
+
 PACKAGES = ("mpi4py", "mpi4jax")
 
 
 def library_environment(environ: Mapping[str, str], prefix: str = sys.prefix) -> dict[str, str]:
-    """Return the variables by which mpi4py finds the MPI of the environment it is installed in.
+    """Return the variables that mpi4py and mpi4jax need at their import, without those that are set.
 
-    mpi4py looks in that of the Python that runs, which is another one where environments are layered, as by
-    `uv run --with`.
+    mpi4py finds the MPI of the environment it is installed in: it looks in that of the Python that runs,
+    which is another one where environments are layered, as by `uv run --with`. mpi4jax does not warn of a
+    newer jax than its own list has: pyproject.toml bounds jax, and the tests run with its newest.
 
     Args:
       environ: the environment variables of the process.
       prefix: the folder of the Python that runs.
     """
+    found = {} if NO_WARNING in environ else {NO_WARNING: "1"}
     spec = None if LIBRARY in environ else importlib.util.find_spec("mpi4py")
     if spec is None or spec.origin is None:
-        return {}
+        return found
     # PREFIX/lib/pythonX.Y/site-packages/mpi4py/__init__.py
     home = Path(spec.origin).parents[4]
     # the empty name at the end: then where the system has its libraries
-    return {} if home == Path(prefix) else {LIBRARY: f"{home / 'lib'}{os.pathsep}"}
+    return found if home == Path(prefix) else {**found, LIBRARY: f"{home / 'lib'}{os.pathsep}"}
 
 
 def not_installed() -> list[str]:

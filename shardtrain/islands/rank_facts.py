@@ -27,7 +27,6 @@ PACKAGES = (
     "flax",
     "optax",
     "orbax-checkpoint",
-    "grain",
     "numpy",
     "mpi4py",
     "mpi4jax",

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 Preset = Literal["auto", "latency-hiding", "none"]
 
-CHECKED_JAXLIB = ("0.10", "0.11")
+CHECKED_JAXLIB = ("0.10", "0.11", "0.12")
 """Versions (major.minor) of jaxlib that know every flag here: XLA ends a process that has an unknown one."""
 
 
@@ -131,7 +131,7 @@ def quick_options(platform: str, jaxlib: str | None = None) -> dict[str, bool | 
 
     >>> quick_options("cpu", "0.10.2")["xla_backend_optimization_level"]
     0
-    >>> quick_options("gpu") is None and quick_options("cpu", "0.12.0") is None
+    >>> quick_options("gpu") is None and quick_options("cpu", "0.13.0") is None
     True
     """
     if not _is_checked_cpu(platform, jaxlib):
@@ -172,7 +172,7 @@ def step_options(platform: str, jaxlib: str | None = None) -> dict[str, bool | s
 
     >>> step_options("cpu", "0.10.2")
     {'xla_disable_hlo_passes': 'cse_barrier_expander'}
-    >>> step_options("gpu", "0.10.2") is None and step_options("cpu", "0.12.0") is None
+    >>> step_options("gpu", "0.10.2") is None and step_options("cpu", "0.13.0") is None
     True
     """
     options = mesh_options(platform, jaxlib)

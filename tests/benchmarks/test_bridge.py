@@ -29,7 +29,6 @@ def launch(tmp_path_factory, warm_python):
         words = [command, "-n", str(num_ranks), *python, str(FOLDER / script), "--json", str(path)]
         done = subprocess.run(
             [*words, *map(str, arguments)],
-            env={**os.environ, "MPI4JAX_NO_WARN_JAX_VERSION": "1"},
             capture_output=True,
             text=True,
             timeout=900,

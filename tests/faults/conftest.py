@@ -111,7 +111,6 @@ def folder(tmp_path, monkeypatch):
     write_text(tmp_path)
     (tmp_path / "tiny.py").write_text(RUN)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MPI4JAX_NO_WARN_JAX_VERSION", "1")
     return tmp_path
 
 

@@ -44,11 +44,11 @@ def test_a_file_of_flags_stays_alone():
 
 
 def test_another_jaxlib_gets_no_flags():
-    found = with_preset("auto", {}, "0.12.1")
+    found = with_preset("auto", {}, "0.13.1")
     assert (found.xla_flags, found.added) == ("", ())
     assert preset_text("auto", found) == (
-        "XLA flags of the preset 'auto' are not set: they were checked with jaxlib 0.10.x, 0.11.x, this is"
-        " 0.12.1. Give those that you want in XLA_FLAGS"
+        "XLA flags of the preset 'auto' are not set: they were checked with jaxlib 0.10.x, 0.11.x, 0.12.x,"
+        " this is 0.13.1. Give those that you want in XLA_FLAGS"
     )
 
 

@@ -1,4 +1,4 @@
-"""ArrayRecord files, which come with Grain; the only module that imports array_record."""
+"""ArrayRecord files; the only module that imports array_record."""
 
 import threading
 from importlib import import_module
@@ -43,4 +43,9 @@ class ArrayRecords(PayloadRows):
         return self._readers.reader
 
 
-FORMAT = Format(summary="ArrayRecord", suffixes=(".array_record", ".arrayrecord"), rows=ArrayRecords)
+FORMAT = Format(
+    summary="ArrayRecord",
+    suffixes=(".array_record", ".arrayrecord"),
+    rows=ArrayRecords,
+    needs=("array_record", "array-record"),
+)
