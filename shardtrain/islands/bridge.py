@@ -24,6 +24,7 @@ from shardtrain.islands.options import REDUCE
 from shardtrain.islands.rank_timeout import RankTimeout, missing_text
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.system.standard_streams import wait_until_read
+from shardtrain.system.stop_signals import STOPPING, keep_handlers
 
 # MPI starts with its import, and a thread of its own with it, which would get an arena of malloc's
 tune_malloc()
@@ -35,6 +36,8 @@ try:
 except (ImportError, RuntimeError) as error:
     raise ValueError(not_loaded_text(error)) from error
 check_started(MPI.Is_initialized(), os.environ)
+# libraries of MPI may have taken signals that ask a run to stop: UCX takes SIGHUP
+keep_handlers(STOPPING)
 
 
 class MpiGroup:

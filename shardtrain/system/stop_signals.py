@@ -145,6 +145,15 @@ class StopSignals:
             self._end(signal.Signals(number))
 
 
+def keep_handlers(numbers: Sequence[signal.Signals]) -> None:
+    """Install the handlers of Python again, in place of those that a library has installed in C since."""
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            # None: it was no handler of Python before
+            if (handler := signal.getsignal(number)) is not None:
+                signal.signal(number, handler)
+
+
 def asking(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
     """Return the signals to handle: all but a SIGHUP that nohup ignores."""
     return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
