@@ -60,7 +60,7 @@ def guarded(loss: Loss) -> Loss:
       UserCodeFailed: (when called) the loss raised an exception.
     """
 
-    def where(error: Exception, batch: Batch) -> str:
+    def where(error: BaseException, batch: Batch) -> str:
         name = getattr(loss, "__name__", type(loss).__name__)
         return f"the loss {name}, given a batch of {batch_text(batch)},"
 

@@ -72,7 +72,13 @@ def split_variables(module: Any) -> Any:
 def in_mode(module: Any, train: bool) -> Any:
     """Return a module in the mode of training or evaluation, of the same variables."""
     mode = {"deterministic": not train, "use_running_average": not train}
-    return nnx.view(module, raise_if_not_found=False, **mode)
+    found = nnx.view(module, raise_if_not_found=False, **mode)
+    # a view has set those of Flax's own layers alone
+    for _, each in nnx.iter_modules(found):
+        for name in mode.keys() & vars(each).keys():
+            if isinstance(getattr(each, name), bool):
+                setattr(each, name, mode[name])
+    return found
 
 
 def split_module(factory: Callable[..., Any], sync_batch_norm: bool) -> tuple[Any, SplitModule]:

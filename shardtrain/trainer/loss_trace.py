@@ -15,18 +15,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
 
-from shardtrain.errors.user_code import UserCodeFailed, calling_line
+from shardtrain.errors.user_code import FOLDER, UserCodeFailed, calling_line
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_equations import TracedEquation, equations
 from shardtrain.functional.traced_loss import trace_loss
 from shardtrain.trainer.row_coupling import coupling_text, find_couplings
-from shardtrain.trainer.row_sums import sums_add_up
+from shardtrain.trainer.row_sums import PARTS, ROWS, row_difference
 from shardtrain.trainer.state_changes import state_warnings
 
 PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
 """Twice one of these is the number of rows that is traced; what has a dim that it divides depends on rows."""
+
+ROUNDING = 1e-5
+"""Largest difference between the sum over rows and that of their parts by which an operation is excused."""
+
+SEEN, SEEN_IN_16_BITS = 1e-3, 0.1
+"""Difference that is said where no operation was found; in 16 bits rounding alone may be large."""
+
+MOST_FLOPS = 2e9
+"""Of a program that is computed although no operation was found, in about a second."""
 
 PROMOTED = re.compile(r"rank promotion for (\w+) on shapes (.+)\. Set the")
 """What jax warns of when it adds dims to an array to broadcast it."""
@@ -89,17 +98,45 @@ def _couplings(
       prime: a prime.
       num_parts: parts into which the rows of a batch are split.
     """
-    found = find_couplings(traced, prime)
+    found, in_library = find_couplings(traced, prime)
     if found:
         # a dim inside the model may be a multiple of one prime by chance
         other = next(each for each in reversed(PRIMES) if each != prime)
         with suppress(UserCodeFailed, ValueError):  # the model may not take so many rows
-            again = find_couplings(trace_loss(model, loss, batch, 2 * other), other)
+            again, _ = find_couplings(trace_loss(model, loss, batch, 2 * other), other)
             found = {line: each for line, each in found.items() if line in again}
-    certain = {line: each for line, each in found.items() if each.is_certain}
-    if found and not certain and sums_add_up(model, loss, batch):
-        return []
-    return [coupling_text(line, each.what, num_parts) for line, each in found.items()]
+    if found:
+        certain = any(each.is_certain for each in found.values())
+        difference = None if certain else row_difference(model, loss, batch)
+        if difference is not None and difference < ROUNDING:
+            return []
+        return [coupling_text(f"{line} {each.what}", num_parts) for line, each in found.items()]
+    programs = equations(traced)
+    if not any(each.line != "?" and not each.line.startswith(FOLDER) for each in programs):
+        return []  # model and loss are of this library
+    allowed = SEEN if all(map(_is_precise, programs)) else SEEN_IN_16_BITS
+    for train, what in (
+        (True, f"the loss and its gradient of {ROWS} rows differ"),
+        (False, f"the loss in evaluation of {ROWS} rows differs"),
+    ):
+        if train and in_library:
+            continue
+        found_difference = row_difference(
+            model, loss, batch, train=train, num_trials=2, most_flops=MOST_FLOPS
+        )
+        if found_difference is not None and found_difference > allowed:
+            text = (
+                f"{what} by {min(found_difference, 99):.1%} from the sum of their {PARTS} parts, so rows"
+                " depend on each other, on their number or on their places"
+            )
+            return [coupling_text(text, num_parts)]
+    return []
+
+
+def _is_precise(traced: TracedEquation) -> bool:
+    """Return whether an operation has no floats of less than 32 bits, which round differently in parts."""
+    dtypes = [getattr(v.aval, "dtype", np.dtype(int)) for v in traced.equation.outvars]
+    return not any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes)
 
 
 def _unused_prime(arrays: list[Any]) -> int:

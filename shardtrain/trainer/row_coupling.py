@@ -60,7 +60,19 @@ class Coupling(NamedTuple):
     is_certain: bool
 
 
-def find_couplings(traced: Any, prime: int) -> dict[str, Coupling]:
+class Couplings(NamedTuple):
+    """Where rows depend on each other.
+
+    Args:
+      lines: line of a user -> how.
+      in_library: whether they also do in this library or in a batch norm of Flax, as the documents say.
+    """
+
+    lines: dict[str, Coupling]
+    in_library: bool
+
+
+def find_couplings(traced: Any, prime: int) -> Couplings:
     """Return the lines of a user at which rows depend on each other.
 
     Args:
@@ -69,19 +81,18 @@ def find_couplings(traced: Any, prime: int) -> dict[str, Coupling]:
     """
     found = _Walk(prime)
     found.walk(traced.jaxpr, [0] * len(traced.jaxpr.invars), ())
-    return found.lines
+    return Couplings(found.lines, found.in_library)
 
 
-def coupling_text(line: str, what: str, num_parts: int) -> str:
-    """Return the warning about a line at which rows depend on each other.
+def coupling_text(what: str, num_parts: int) -> str:
+    """Return the warning about rows that depend on each other.
 
     Args:
-      line: the line.
-      what: how.
+      what: the line and what it does, or what was seen of the loss.
       num_parts: parts into which a batch is split, over replicas, microbatches and islands.
     """
     return (
-        f"WARNING: {line} {what}; a batch is split into {num_parts} parts, over replicas, microbatches and"
+        f"WARNING: {what}; a batch is split into {num_parts} parts, over replicas, microbatches and"
         " islands, and each has its own rows alone, so losses are not those of one device: compute it of each"
         " row, or do not split batches (one island, no axis data, no ZeRO stage 1 or 2, --accumulate 1)"
     )
@@ -93,6 +104,7 @@ class _Walk:
     def __init__(self, prime: int):
         self.prime = prime
         self.lines: dict[str, Coupling] = {}
+        self.in_library = False
 
     def rows_of(self, variable: Any) -> list[int]:
         """Return the dims that count rows."""
@@ -262,6 +274,7 @@ class _Walk:
         # who calls a loss or a model of this library did not write what it does
         own = next((file for file in files if is_users(file) or _is_library(file)), FOLDER)
         if at.line == "?" or own.startswith(FOLDER) or any(file.endswith(NORMALIZATION) for file in files):
+            self.in_library = True
             return
         before = self.lines.get(at.line, found)
         what = found.what if before.what in SUMS else before.what

@@ -1,9 +1,12 @@
-"""Whether sum, count and gradients of a loss over rows are those of its parts, computed with a few rows.
+"""How far sum, count and gradients of a loss over rows are from those of its parts, computed with a few rows.
 
-`row_coupling.py` finds operations between rows; others may undo them, as a count undoes a mean.
+`row_coupling.py` finds operations between rows; others may undo them, as a count undoes a mean, and some it
+does not know.
 """
 
+import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,71 +24,103 @@ from shardtrain.system.xla_flags import quick_options
 ROWS, PARTS, TRIALS = 9, 3, 5
 MOST_BYTES = 256 << 20
 """Of the parameters of a model with which a few rows are computed on one device before the first step."""
-TOLERANCE = 1e-5
+TINY = float(np.finfo(np.float32).tiny)
 
 
-def sums_add_up(model: Model, loss: Loss, batch: Mapping[str, np.ndarray]) -> bool:
-    """Return whether the rows of a batch have the sum, the count and the gradients of their parts.
+def row_difference(
+    model: Model,
+    loss: Loss,
+    batch: Mapping[str, np.ndarray],
+    *,
+    train: bool = True,
+    num_trials: int = TRIALS,
+    most_flops: float = math.inf,
+) -> float | None:
+    """Return how far a few rows have another sum, count or gradient than their parts, 1e-3 being 0.1 %.
 
-    False for a model that is too large to try, calls Python, or does not take so few rows.
+    None for a model that is too large to try, calls Python, does not take so few rows, or gives no numbers.
 
     Args:
       model: the whole model.
       loss: the loss function of the run.
       batch: rows of the run on the host, of which some are computed.
+      train: whether it is the loss of training, with its gradients, or that of held-out data.
+      num_trials: times that rows are chosen; in the first a part has weights of 0.
+      most_flops: of the program of all rows; a larger one is not computed.
     """
     shapes = jax.tree.leaves(jax.eval_shape(model.init, new_key(0)))
     if sum(x.size * x.dtype.itemsize for x in shapes) > MOST_BYTES:
-        return False
+        return None
     options = quick_options(jax.default_backend())
     params, model_state = jax.jit(model.init, compiler_options=options)(new_key(0))
     # what begins at zero would hide what it multiplies
     params = jax.tree.map(_moved, params)
 
-    def of_parts(number: int) -> Callable[[Mapping[str, np.ndarray]], Any]:
+    def of_parts(number: int) -> Callable[[Any, Mapping[str, np.ndarray]], Any]:
         size = ROWS // number
-        program = trace_loss(model, loss, batch, size)
+        program = trace_loss(model, loss, batch, size, train)
         if program.effects:
             raise ValueError("it calls Python, which may count its calls")
         traced = jaxpr_as_fun(program)
 
-        def sums(params: Any, key: jax.Array, part: Any) -> Any:
-            total, count, *_ = traced(*jax.tree.leaves((key, params, model_state, part)))
+        def sums(params: Any, state: Any, key: jax.Array, part: Any) -> Any:
+            total, count, *_ = traced(*jax.tree.leaves((key, params, state, part)))
             return total, count
 
-        compiled = jax.jit(value_and_grad(sums), compiler_options=options)
+        def without_gradients(*inputs: Any) -> Any:
+            return sums(*inputs), ()
 
-        def totals(rows: Mapping[str, np.ndarray]) -> Any:
+        def inputs(state: Any, rows: Mapping[str, np.ndarray], start: int) -> Any:
+            part = {name: x[start : start + size] for name, x in rows.items()}
+            return params, state, row_key(new_key(0), start, size, model.draws), part
+
+        compute = jax.jit(value_and_grad(sums) if train else without_gradients, compiler_options=options)
+        lowered = compute.lower(*inputs(model_state, choose(0), 0))
+        if (lowered.cost_analysis() or {}).get("flops", 0) > most_flops:
+            raise ValueError("it takes too long")
+        compiled = lowered.compile()
+
+        def totals(state: Any, rows: Mapping[str, np.ndarray]) -> Any:
             found = []
             for start in range(0, ROWS, size):
-                part = {name: x[start : start + size] for name, x in rows.items()}
-                (total, count), grads = compiled(params, row_key(new_key(0), start, size, model.draws), part)
+                (total, count), grads = compiled(*inputs(state, rows, start))
                 entries = [
                     np.ravel(x) for x in jax.tree.leaves(grads) if jnp.issubdtype(x.dtype, jnp.floating)
                 ]
-                found.append((np.float64(total), np.float64(count), np.concatenate(entries)))
+                found.append((np.float64(total), np.float64(count), np.concatenate([[0.0], *entries])))
             return zip(*found, strict=True)
 
         return totals
 
-    random, size = np.random.default_rng(0), len(next(iter(batch.values())))
+    def choose(trial: int) -> dict[str, np.ndarray]:
+        random, size = np.random.default_rng(trial), len(next(iter(batch.values())))
+        chosen = random.choice(size, ROWS, replace=size < ROWS)
+        rows = {name: np.asarray(x)[chosen] for name, x in batch.items()}
+        if trial == 0 and "weights" in rows:
+            # a part of padding alone
+            rows["weights"][: ROWS // PARTS] = 0
+        return rows
+
+    worst = 0.0
     with jax.sharding.use_abstract_mesh(ONE):
         try:
             whole, parts = of_parts(1), of_parts(PARTS)
             # parts may be alike by chance, such as in the number of rows of each class
-            for trial in range(TRIALS):
-                chosen = random.choice(size, ROWS, replace=size < ROWS)
-                rows = {name: np.asarray(x)[chosen] for name, x in batch.items()}
-                if trial == 0 and "weights" in rows:
-                    # a part of padding alone
-                    rows["weights"][: ROWS // PARTS] = 0
-                for (total,), each in zip(whole(rows), map(np.array, parts(rows)), strict=True):
-                    allowed = TOLERANCE * np.abs(each).sum(0).max()
-                    if not np.abs(total - each.sum(0)).max() <= allowed:
-                        return False
+            for trial in range(num_trials):
+                # a model may begin to do something once it has counted its steps
+                state, rows = jax.tree.map(partial(_counted, 1000 * trial), model_state), choose(trial)
+                both = zip(whole(state, rows), map(np.array, parts(state, rows)), strict=True)
+                for (total,), each in both:
+                    size = np.abs(each).sum(0).max()
+                    worst = np.maximum(worst, np.abs(total - each.sum(0)).max() / np.maximum(size, TINY))
         except Exception:  # what it cannot show stays said
-            return False
-    return True
+            return None
+    return float(worst) if np.isfinite(worst) else None
+
+
+def _counted(steps: int, x: jax.Array) -> jax.Array:
+    """Return an array of a model's state, as it may be after some steps if it counts them."""
+    return x + steps if jnp.issubdtype(x.dtype, jnp.signedinteger) else x
 
 
 def _moved(x: jax.Array) -> jax.Array:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 from shardtrain.functional.dependencies import dependencies
 from shardtrain.functional.model import path_text
+from shardtrain.functional.traced_equations import equations
+from shardtrain.trainer.row_coupling import NORMALIZATION
 
 
 def state_warnings(
@@ -26,6 +28,8 @@ def state_warnings(
     if not paths or len(jaxpr.outvars) < 2 + len(paths):
         return []
     before = jaxpr.invars[-num_arrays - len(paths) : -num_arrays]
+    # the documents say so of batch norms and of routers
+    known = ("router_bias", *(("mean", "var") if _has_batch_norm(traced) else ()))
     groups = [int(number >= len(jaxpr.invars) - num_arrays) for number in range(len(jaxpr.invars))]
     read_rows = dependencies(jaxpr, groups)[-len(paths) :]
     names = [
@@ -36,8 +40,7 @@ def state_warnings(
         if new is not old and (num_parts if reads_rows else num_microbatches) > 1
         # arrays that are attributes, which are kept as their bits
         if not jnp.issubdtype(old.aval.dtype, jnp.unsignedinteger)
-        # the documents say so of batch norms and of routers
-        if path.split("/")[-1] not in ("mean", "var", "router_bias")
+        if path.split("/")[-1] not in known
     ]
     if not names:
         return []
@@ -46,3 +49,9 @@ def state_warnings(
         " over replicas, microbatches and islands, changes it by its own rows, so losses are not those of one"
         " device (docs/models.md)"
     ]
+
+
+def _has_batch_norm(traced: Any) -> bool:
+    """Return whether a program has a batch norm of Flax, whose statistics are called mean and var."""
+    traces = [each.equation.source_info.traceback for each in equations(traced)]
+    return any(frame.file_name.endswith(NORMALIZATION) for trace in traces if trace for frame in trace.frames)

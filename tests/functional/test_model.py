@@ -160,6 +160,20 @@ def test_nnx_apply_equals_the_module(train):
     assert moved == train
 
 
+def test_modes_that_are_attributes_of_a_users_module_are_set():
+    class Own(nnx.Module):
+        def __init__(self, rngs):
+            self.deterministic, self.inner = False, nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return jnp.array([self.deterministic, self.inner.deterministic])
+
+    model = from_nnx(lambda rngs: nnx.Sequential(Own(rngs)))
+    for train in (True, False):
+        found, _ = model.apply({}, model.init(KEY)[1], RNG, train, X)
+        assert found.tolist() == [not train, not train]
+
+
 def test_running_statistics_by_value():
     params, model_state = nnx_model().init(KEY)
     _, after = nnx_model().apply(params, model_state, RNG, True, X)

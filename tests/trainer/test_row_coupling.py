@@ -220,6 +220,73 @@ def test_what_is_undone_gives_no_warning(name):
     assert warnings(UNDONE[name], 2, Penalized if "penalty" in name else Net) == []
 
 
+@jax.custom_jvp
+def of_its_own(x):
+    return x
+
+
+of_its_own.defjvp(lambda x, dx: (x[0], dx[0] / (1 + jnp.square(x[0]).sum())))
+
+SEEN: dict[str, Any] = {
+    "places by numbers": changed(lambda _, x: x - x[(jnp.arange(len(x)) + 1) % len(x)]),
+    "a root of the number": changed(lambda _, x: x / np.sqrt(len(x))),
+    "a constant in an array": of_losses(lambda x, _: jnp.concatenate([x, jnp.ones(1)]).sum()),
+    "the first of a part": of_losses(lambda x, _: jnp.where(jnp.arange(len(x)) == 0, 2 * x, x).sum()),
+    "a floor of whole numbers": lambda apply, batch: (
+        losses_of(apply, batch).sum(),
+        jnp.maximum(jnp.int32(batch["weights"]).sum(), 1),
+    ),
+    "in a loop": changed(
+        lambda _, x: jax.lax.while_loop(
+            lambda at: at[0] < 2, lambda at: (at[0] + 1, at[1] - 0.5 * at[1].mean(0)), (0, x)
+        )[1]
+    ),
+    "a derivative": of_losses(lambda x, _: of_its_own(x).sum()),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_no_operation_shows_is_seen_in_a_few_rows(name):
+    (text,) = warnings(SEEN[name], 2)
+    assert "the loss and its gradient of 9 rows differ by" in text
+    assert "from the sum of their 3 parts, so rows depend on each other" in text
+
+
+class OtherInEvaluation(Net):
+    """Its rows depend on each other in evaluation alone, by an attribute of its own."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.deterministic = False
+
+    def __call__(self, x):
+        found = super().__call__(x)
+        return found - found.mean(0) if self.deterministic else found
+
+
+def test_what_a_model_does_in_evaluation_alone_is_seen():
+    (text,) = warnings(plain, 2, OtherInEvaluation)
+    assert "the loss in evaluation of 9 rows differs by" in text
+
+
+class LaterOn(Net):
+    """Its rows depend on each other from its third call on."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        found = super().__call__(x)
+        return jnp.where(self.calls[...] > 2, found - found.mean(0), found)
+
+
+def test_what_begins_later_is_named():
+    (text,) = warnings(plain, 2, LaterOn)
+    assert "a number that is computed from all rows" in text
+
+
 class Kept(Net):
     """It counts its calls, and keeps the mean of what it has seen."""
 
@@ -239,6 +306,20 @@ def test_state_that_each_part_changes_is_named():
     assert "a call of the model changes seen; each of the 4 parts" in text
     (text,) = warnings(plain, 2, Kept, num_microbatches=2)
     assert "changes calls, seen; each of the 2 parts" in text
+
+
+def test_means_of_the_users_own_are_no_batch_norm():
+    class Observed(Kept):
+        def __init__(self, rngs: nnx.Rngs):
+            super().__init__(rngs)
+            self.mean = nnx.Variable(jnp.zeros(8))
+
+        def __call__(self, x):
+            self.mean[...] = x.mean((0, 1))
+            return super().__call__(x)
+
+    (text,) = warnings(plain, 4, Observed)
+    assert "changes mean, seen" in text
 
 
 def test_a_loss_need_not_call_a_model_with_state():
@@ -279,6 +360,6 @@ def test_what_calls_python_is_not_computed():
 
 
 def test_losses_of_this_library_are_not_suspected_when_a_user_calls_them(monkeypatch):
-    monkeypatch.setattr(loss_trace, "sums_add_up", None)
+    monkeypatch.setattr(loss_trace, "row_difference", lambda *_, **__: None)
     batch = {"tokens": np.zeros((4, 9), np.int32), "weights": np.ones(4, np.float32)}
     assert warnings(lambda *both: next_token_loss(*both), 2, TinyConfig(num_layers=2), batch) == []
