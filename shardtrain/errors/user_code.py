@@ -47,7 +47,40 @@ def user_code(where: Callable[[BaseException], str]) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OWN_MISTAKES) and _raised_here(error.__traceback__):
             raise
-        raise UserCodeFailed(f"{where(error)} raised {type(error).__name__}: {error}") from error
+        text = _traced_text(error) or f"raised {type(error).__name__}: {error}"
+        raise UserCodeFailed(f"{where(error)} {text}") from error
+
+
+def _traced_text(error: Exception) -> str:
+    """Return what to say of code that needs the value of a traced array; "" of another error.
+
+    The text of jax names the function that is traced, which is this package's.
+    """
+    change = _TRACED.get(type(error).__name__) if type(error).__module__ == "jax.errors" else None
+    if change is None:
+        return ""
+    line = (error.__traceback__ and _users_line(error)) or "a library that it calls"
+    return f"needs the value of an array at {line}, and steps are traced, without values; {change}"
+
+
+def _users_line(error: Exception) -> str:
+    """Return file, line and text of the innermost call in the user's files; "" if there is none."""
+    calls = [call for call in traceback.extract_tb(error.__traceback__) if is_users(call.filename)]
+    return f"{calls[-1].filename}:{calls[-1].lineno} ({calls[-1].line})" if calls else ""
+
+
+_NUMBERS = "use jax.numpy in the place of numpy, float(), int() and .item()"
+_TRACED = {
+    "TracerBoolConversionError": (
+        "in the place of if, while, and, or, use jnp.where(condition, a, b), jax.lax.cond,"
+        " jax.lax.while_loop, & and |"
+    ),
+    "TracerArrayConversionError": _NUMBERS,
+    "ConcretizationTypeError": _NUMBERS,
+    "TracerIntegerConversionError": "use jnp.take, jax.lax.dynamic_slice or jax.lax.fori_loop",
+    "NonConcreteBooleanIndexError": "in the place of x[mask] use jnp.where(mask, x, 0)",
+}
+"""Errors of jax about a value that tracing does not have -> what to write."""
 
 
 def _raised_here(trace: TracebackType | None) -> bool:
@@ -71,7 +104,13 @@ def user_traceback(failure: UserCodeFailed) -> str:
     users = [call for call in formatted.stack if is_users(call.filename)]
     shown = users or [call for call in formatted.stack if not call.filename.startswith(FOLDER)]
     formatted.stack = traceback.StackSummary.from_list(shown)
-    return "".join(formatted.format(chain=False))
+    lines = list(formatted.format(chain=False))
+    if isinstance(error, Exception) and _traced_text(error):
+        # what follows the calls and the first line of the error names what is traced
+        kind = f"{type(error).__module__}.{type(error).__name__}"
+        first = str(error).partition("\n")[0]
+        lines = [*lines[: len(shown) + 1], f"{kind}: {first}\n"]
+    return "".join(lines)
 
 
 def raised_at(error: BaseException) -> str:

@@ -2,7 +2,11 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import shardtrain
@@ -29,6 +33,34 @@ def test_an_exit_of_the_users_code_is_no_end_of_the_run():
         user_code(lambda error: "sample 3"),
     ):
         sys.exit(0)
+
+
+@pytest.mark.parametrize(
+    ("line", "change"),
+    [
+        ("if x.sum() > 0: pass", "in the place of if, while, and, or, use jnp.where(condition, a, b)"),
+        ("float(x[0])", "use jax.numpy in the place of numpy, float(), int() and .item()"),
+        ("numpy.asarray(x)", "use jax.numpy in the place of numpy"),
+        ("range(x[0].astype(int))", "use jnp.take, jax.lax.dynamic_slice"),
+        ("x[x > 0]", "in the place of x[mask] use jnp.where(mask, x, 0)"),
+    ],
+)
+def test_code_that_needs_the_value_of_a_traced_array_is_named_and_no_function_of_ours(line, change, tmp_path):
+    path = tmp_path / "loss.py"
+    path.write_text(f"def loss(x):\n    {line}\n")
+    names: dict[str, Any] = {"__name__": "loss", "numpy": np}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    with pytest.raises(UserCodeFailed) as failed, user_code(lambda error: "the loss"):
+        jax.eval_shape(names["loss"], jnp.ones(3))
+    text = str(failed.value)
+    assert text.startswith(f"the loss needs the value of an array at {path}:2 ({line}), and steps are traced")
+    assert change in text
+    shown = user_traceback(failed.value)
+    assert shown.startswith("Traceback (most recent call last):\n")
+    assert f'File "{path}", line 2, in loss' in shown
+    for each in (text, shown):
+        assert str(ROOT) not in each
+        assert "while tracing" not in each
 
 
 def test_what_a_model_of_the_package_refuses_passes_through():
