@@ -3,6 +3,8 @@
 Next: `data/inspection.py`, which reads it.
 """
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -227,17 +229,23 @@ def check(options: Check) -> int:
     files = corpus_files(options.paths, options.format)
     refuse_mixed(files)
     num_problems = done = 0
+    kinds: Counter[str] = Counter()
     with work_progress("files") as report:
         for problem in problems_of(files, options.text, token_folders(files)):
             if problem:
                 num_problems += 1
-                if num_problems <= MOST_PROBLEMS:
-                    terminal.out(f"{own_options(problem)}\n")
+                # the same problem of many rows of a file is printed once
+                kind = re.sub(r", row \d+(?=: )", "", problem, count=1)
+                if kind in kinds or len(kinds) < MOST_PROBLEMS:
+                    kinds[kind] += 1
+                    terminal.out(f"{own_options(problem)}\n" if kinds[kind] == 1 else "")
             else:
                 done += 1
                 report(done, len(files))
-    if num_problems > MOST_PROBLEMS:
-        terminal.out(f"and {num_problems - MOST_PROBLEMS:,} more\n")
+    for kind, count in kinds.items():
+        terminal.out(f"the same in {count - 1:,} more rows: {own_options(kind)}\n" if count > 1 else "")
+    if num_more := num_problems - kinds.total():
+        terminal.out(f"and {num_more:,} more\n")
     result = f"{num_problems:,} problems" if num_problems else "all can be read"
     terminal.out(f"{len(files):,} files: {result}\n")
     return FOUND if num_problems else 0

@@ -198,6 +198,14 @@ def test_messages_name_the_options_of_the_command(tmp_path, capsys):
     assert "name that of the text: --text; repair it, or leave out what cannot be read: --on-error" in shown
     assert cli.main(["data", "check", str(tmp_path / "a.jsonl")]) == 1
     assert "name that of the text: --text\n" in capsys.readouterr().out
+    # once for all rows that have the same problem
+    (tmp_path / "a.jsonl").write_text('{"txt": "a"}\n' * 39 + "{\n")
+    assert cli.main(["data", "check", str(tmp_path / "a.jsonl")]) == 1
+    first, other, many, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{tmp_path}/a.jsonl, row 0: it has no field 'text'")
+    assert other.startswith(f"{tmp_path}/a.jsonl, row 39: the line is no JSON")
+    assert many.startswith(f"the same in 38 more rows: {tmp_path}/a.jsonl: it has no field 'text'")
+    assert last == "1 files: 40 problems"
     (tmp_path / "b.jsonl").write_text("no\n")
     assert cli.main(["data", "show", str(tmp_path / "b.jsonl")]) == 2
     assert "on-error" not in capsys.readouterr().err
