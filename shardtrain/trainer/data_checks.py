@@ -12,7 +12,7 @@ from shardtrain.data.samples import load_rows
 from shardtrain.data.token_range import TokenRange, token_ranges
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.evaluation import heldout_text
-from shardtrain.trainer.first_batch import Expected, class_problems, token_limit
+from shardtrain.trainer.first_batch import Expected, class_problems
 
 MOST_ROWS = 16
 """Rows of a source without token files that are checked."""
@@ -42,6 +42,12 @@ def data_problems(run: Run, expected: Expected, train: Any, heldout: Mapping[str
             rows = load_rows(source, range(min(len(source), MOST_ROWS)), run.seed)
             problems += [f"{name}: {problem}" for problem in class_problems(expected, rows)]
     return problems
+
+
+def token_limit(expected: Expected) -> int | None:
+    """Return the number of tokens that the model has; None if it is not known."""
+    of_tokens = {"tokens", "target"} & set(expected.known)
+    return (expected.num_classes if of_tokens else None) or expected.vocab
 
 
 def token_problems(sources: Mapping[str, Any], vocab: int | None, data: Any = None) -> list[str]:

@@ -239,12 +239,6 @@ def class_problems(expected: Expected, batch: Mapping[str, np.ndarray]) -> list[
     return problems
 
 
-def token_limit(expected: Expected) -> int | None:
-    """Return the number of tokens that the model has; None if it is not known."""
-    of_tokens = {"tokens", "target"} & set(expected.known)
-    return (expected.num_classes if of_tokens else None) or expected.vocab
-
-
 def _counts(batch: Mapping[str, np.ndarray], name: str, excuses: Sequence[str]) -> np.ndarray:
     """Return a mask of the entries of an array that count: those without a weight of 0."""
     values = np.asarray(batch[name])
