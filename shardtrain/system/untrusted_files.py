@@ -21,7 +21,10 @@ MOST_BYTES = 1 << 27
 MOST_DEPTH = 64
 """Largest nesting depth of JSON; a deeper one could overflow the stack of its readers."""
 
-MOST_DIGITS = 20
+MOST_DIGITS = 309
+"""Digits of the largest finite float: integers and floats of JSON have the same range. Python's writers use
+int(1e30), of 31 digits, for "no limit"."""
+
 MOST_NAME = 4096
 
 KINDS = {
@@ -85,7 +88,7 @@ def parse_json(text: str, *, ours: bool = False) -> Any:
 
     Raises:
       ValueError: the text is not JSON, nested deeper than `MOST_DEPTH`, repeats a key in an object, or has a
-        number that is not finite or too long, or half of a surrogate pair.
+        number that no float holds, or half of a surrogate pair.
 
     >>> parse_json('{"a": [1, 2.5]}')
     {'a': [1, 2.5]}
@@ -243,15 +246,16 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _int(text: str) -> int:
-    if len(text) > MOST_DIGITS:
-        raise ValueError(f"the number {text[:MOST_DIGITS]}... has {len(text):,} digits")
+    if len(text.lstrip("-")) > MOST_DIGITS:
+        raise ValueError(f"the number {text[:20]}... has {len(text):,} digits; at most {MOST_DIGITS} are read")
+    _float(text)
     return int(text)
 
 
 def _float(text: str) -> float:
     value = float(text)
     if math.isinf(value):
-        raise ValueError(f"the number {text[:MOST_DIGITS]} is too large")
+        raise ValueError(f"the number {text[:20]} is too large; a float holds numbers below 1.8e308")
     return value
 
 

@@ -26,6 +26,8 @@ from shardtrain.system.untrusted_files import (
         ('{"a": NaN}', "NaN is no number in JSON"),
         ("[-Infinity]", "-Infinity is no number in JSON"),
         ("1e999", "the number 1e999 is too large"),
+        ("-" + "9" * 309, "the number -9999999999999999999 is too large"),
+        ("[" + "9" * 4000 + "]", "the number 99999999999999999999... has 4,000 digits; at most 309 are read"),
         ("[" + "9" * 5000 + "]", "the number 99999999999999999999... has 5,000 digits"),
         ('{"a": 1, "a": 2}', "the key 'a' occurs twice in one object"),
         ("[" * 100_000, "it is nested deeper than 64 levels"),
@@ -47,6 +49,9 @@ def test_json_within_the_bounds_is_read():
     assert parse_json('{"a": [1, -2.5, 18446744073709551615, "\\ud83d\\ude00", null, true]}') == {
         "a": [1, -2.5, 18446744073709551615, "\U0001f600", None, True]
     }
+    # what transformers writes for a limit that a tokenizer does not have, and what a float can hold at most
+    for number in (int(1e30), int(1e20), -int(1e30), int(1.7e308), 1e30):
+        assert parse_json(f'{{"model_max_length": {number!r}}}') == {"model_max_length": number}
     assert parse_json('[Infinity, "\\udcff"]', ours=True) == [float("inf"), "\udcff"]
 
 
