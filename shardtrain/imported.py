@@ -1,9 +1,10 @@
-"""Write and read the options of an imported model as JSON, never as code.
+"""Write and read the options of an imported model as JSON, never as code; read its special tokens.
 
 They are checked when they are written, and again when they are read. No jax.
 """
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
@@ -14,6 +15,16 @@ from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_files import read_json, whole_number
 
 MODEL_FILE = "model.json"
+
+EOS = "eos_token_id"
+TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")
+"""Entries of the files of Hugging Face with the tokens that begin, end and fill up a text."""
+
+TOKEN_FILES = ("config.json", "generation_config.json")
+TOKENS = "tokens"
+"""Entry of a checkpoint's extra data with these entries of what was imported."""
+
+MOST_TOKEN = 2**31 - 1
 
 Config = TypeVar("Config")
 
@@ -124,3 +135,57 @@ def _about(path: Path) -> dict[str, Any]:
     if type(about) is not dict:
         raise ValueError(f"{path} is {short(about)}; it is an object with model and options")
     return about
+
+
+def read_token_ids(paths: Iterable[Path]) -> dict[str, Any]:
+    """Read the numbers of special tokens from configuration files of Hugging Face.
+
+    Args:
+      paths: files such as config.json and generation_config.json; those that do not exist are skipped.
+
+    Returns:
+      Each of `TOKEN_IDS` with its number or None, of the first file that has it; of tokens that end a text
+      all of all files, in a list if they are several.
+
+    Raises:
+      ValueError: a file is not JSON, or an entry is not a token's number or a list of such numbers.
+
+    >>> read_token_ids([])
+    {'bos_token_id': None, 'eos_token_id': None, 'pad_token_id': None}
+    """
+    found: dict[str, list[int]] = {name: [] for name in TOKEN_IDS}
+    for path in paths:
+        try:
+            content = read_json(path)
+        except FileNotFoundError:
+            continue
+        if type(content) is not dict:
+            raise ValueError(f"{path} is {short(content)}; it is an object of names and values")
+        for name in TOKEN_IDS:
+            numbers = token_numbers(content, name, str(path))
+            found[name] += [number for number in numbers if number not in found[name]]
+    return {
+        name: numbers if name == EOS and len(numbers) > 1 else next(iter(numbers), None)
+        for name, numbers in found.items()
+    }
+
+
+def kept_tokens(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a checkpoint's extra data that a run started from it keeps: its special tokens."""
+    return {TOKENS: extra[TOKENS]} if extra.get(TOKENS) is not None else {}
+
+
+def token_numbers(content: Mapping[str, Any], name: str, where: str) -> tuple[int, ...]:
+    """Return the numbers of an entry that holds a token's number, a list of them, or null.
+
+    Raises:
+      ValueError: it holds something else.
+
+    >>> token_numbers({"eos_token_id": [2, 7]}, "eos_token_id", "config.json")
+    (2, 7)
+    """
+    value = content.get(name)
+    values = value if type(value) is list else [value]
+    # files of the first Llama have -1 for a token that there is not
+    numbers = [each for each in values if each is not None and not (type(each) is int and each == -1)]
+    return tuple(whole_number(each, f"{where}: {name}", MOST_TOKEN) for each in numbers)

@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from shardtrain.imported import TOKEN_FILES, TOKEN_IDS, read_token_ids, token_numbers
 from shardtrain.models import checks
 from shardtrain.models.huggingface.adapter_folder import open_adapters
 from shardtrain.models.huggingface.adapters import (
@@ -45,10 +46,9 @@ from shardtrain.models.huggingface.folder import (
     shard,
     tokenizer_files,
 )
-from shardtrain.models.huggingface.place import MOST_SIZE, problem_of
 from shardtrain.models.lora import read_lora
 from shardtrain.system.atomic_write import new_folder, refuse_filled
-from shardtrain.system.untrusted_files import read_bytes, whole_number
+from shardtrain.system.untrusted_files import read_bytes
 
 __all__ = (
     "Imported",
@@ -61,11 +61,9 @@ __all__ = (
     "read_lora",
     "read_model_config",
     "shard",
+    "token_ids",
     "tokenizer_files",
 )
-
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Entries of config.json that belong to the tokenizer."""
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -80,6 +78,7 @@ class Imported:
       arrays: pairs of path ("blocks/mlp/up/kernel") and float32 array, each read when its turn comes.
       left_out: names of arrays in the folder that have no place in our model.
       tokenizer: files that belong to its tokenizer.
+      tokens: the numbers of its special tokens, see `token_ids`.
     """
 
     family: str
@@ -87,6 +86,7 @@ class Imported:
     arrays: Iterator[tuple[str, np.ndarray]]
     left_out: list[str]
     tokenizer: list[Path]
+    tokens: dict[str, Any]
 
 
 def import_model(folder: Path, adapter: Path | None = None) -> Imported:
@@ -116,6 +116,7 @@ def import_model(folder: Path, adapter: Path | None = None) -> Imported:
         arrays=arrays,
         left_out=left_out(config, state),
         tokenizer=tokenizer_files(folder),
+        tokens=token_ids(folder),
     )
 
 
@@ -150,6 +151,7 @@ def export_model(
     tokenizer: Path | None = None,
     adapters: bool = False,
     family: str | None = None,
+    tokens: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Write a folder that `transformers` loads unchanged; low-rank adapters are merged into their kernels.
 
@@ -164,10 +166,12 @@ def export_model(
         a layer, is in memory.
       dtype: of what is written: float32, float16 or bfloat16.
       max_shard_bytes: a new file begins above that.
-      tokenizer: a folder whose tokenizer files are copied, and whose config.json, if it has one, tells
+      tokenizer: a folder whose tokenizer files are copied, and whose `TOKEN_FILES`, if it has them, tell
         which tokens begin, end and fill up a text.
       adapters: write the low-rank adapters alone, as the PEFT library loads them.
       family: the `model_type` to write it as; None: the first family that has all its options.
+      tokens: the special tokens of the model that was imported, see `token_ids`, which hold where the folder
+        of the tokenizer has no others.
 
     Returns:
       The names of the files.
@@ -188,7 +192,7 @@ def export_model(
     config, shapes, read = with_adapters_merged(config, shapes, read)
     arrays = tensors(config, shapes, read, family)
     safetensors = import_safetensors()
-    about = {**write_config(config, family), **_token_ids(tokenizer), "dtype": dtype}
+    about = {**write_config(config, family), **_written_tokens(tokenizer, tokens or {}), "dtype": dtype}
     sizes = tensor_shapes(config, family)
     files = shard(sizes, np.dtype(DTYPES[dtype]).itemsize, max_shard_bytes)
     with new_folder(folder) as filled:
@@ -256,23 +260,24 @@ def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
     return np.ascontiguousarray(array.astype(DTYPES[dtype], copy=False))
 
 
-def _token_ids(tokenizer: Path | None) -> dict[str, Any]:
-    """Return entries for special tokens: none without a tokenizer, unlike the defaults of `transformers`."""
-    known: dict[str, Any] = {}
-    if tokenizer is not None and (tokenizer / CONFIG).is_file():
-        known = read_object(own_file(tokenizer, CONFIG), "")
-    found = {name: known.get(name) for name in TOKENS}
-    # newer models have several that end a text
-    each = {name: value if isinstance(value, list) else [value] for name, value in found.items()}
-    checks.refuse(
-        f"{CONFIG} of the tokenizer",
-        [
-            problem
-            for name, values in each.items()
-            for value in values
-            for problem in (problem_of(whole_number, value, name, MOST_SIZE) if value is not None else [])
-        ],
-    )
+def token_ids(folder: Path) -> dict[str, Any]:
+    """Return the numbers of the tokens that begin, end and fill up a text, of both configuration files.
+
+    Raises:
+      ValueError: a file leads out of the folder, or an entry is no number of a token.
+    """
+    return read_token_ids([own_file(folder, name) for name in TOKEN_FILES])
+
+
+def _written_tokens(tokenizer: Path | None, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return entries for special tokens: null where none is known, unlike the defaults of `transformers`."""
+    found: dict[str, Any] = dict.fromkeys(TOKEN_IDS) if tokenizer is None else token_ids(tokenizer)
+    for name in TOKEN_IDS:
+        # several that end a text may be in a file that the folder of the tokenizer does not have
+        if set(token_numbers(found, name, str(tokenizer))) <= set(
+            token_numbers(kept, name, "the checkpoint")
+        ):
+            found[name] = kept.get(name)
     return found
 
 

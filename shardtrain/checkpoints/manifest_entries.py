@@ -252,7 +252,7 @@ def _part(entry: Any) -> WriterPart:
 
 def _extra(entry: Any) -> dict[str, Any]:
     extra = of_kind(entry, dict, "extra")
-    for name in ("run", "position", "imported"):
+    for name in ("run", "position", "imported", "tokens"):
         if extra.get(name) is not None:
             of_kind(extra[name], dict, f"extra/{name}")
     return extra

@@ -18,7 +18,7 @@ from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.cli.checkpoint_path import CHECKPOINTS, find_checkpoint_path
 from shardtrain.cli.imported_run_file import RUN_FILE, run_file_text, trained_on
 from shardtrain.errors.messages import problems_error
-from shardtrain.imported import MODEL_FILE, write_about
+from shardtrain.imported import MODEL_FILE, TOKENS, kept_tokens, write_about
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import new_folder, refuse_filled
@@ -111,6 +111,7 @@ def export_checkpoint(options: Export) -> int:
         max_shard_bytes=options.max_shard_bytes,
         tokenizer=options.tokenizer or (kept if kept.is_dir() else None),
         **{name: x for name in ("adapters", "family") if (x := getattr(options, name))},
+        **kept_tokens(reader.extra),
     )
     terminal.out(f"step {reader.step} -> {options.out}\n")
     for name in files:
@@ -135,6 +136,8 @@ def import_checkpoint(options: Import) -> int:
     extra = {
         "imported": {"family": found.family, "name": options.folder.resolve().name},
         "run": {MODEL + name: value for name, value in asdict(config).items()},
+        # a converter of one's own may not know them
+        **kept_tokens({TOKENS: getattr(found, TOKENS, None)}),
     }
     # write model, run file, checkpoint and tokenizer; the folder gets its name when all is there
     with new_folder(options.out) as filled:

@@ -20,6 +20,7 @@ from shardtrain.cli.saved_run import SavedOptions, SavedRun, open_run, seq_of, t
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.rng import new_key
+from shardtrain.imported import EOS, TOKENS, token_numbers
 from shardtrain.system import terminal
 from shardtrain.system.plain_text import MARK, read_lines, text_lines
 
@@ -45,8 +46,9 @@ class GenerateOptions(SavedOptions):
       begin: number of the token that targets of an encoder-decoder begin with, whose sources the prompts are
         then; None: of those of this library the padding of the run's data, or 0; of other models, they are
         decoders.
-      end: the token that ends a text, as text; None: that which ends documents in the tokenizer. The word
-        none: no token does.
+      end: the token that ends a text, as text; None: that which ends documents in the tokenizer, and those of
+        config.json and generation_config.json beside it or of the model that was imported. The word none: no
+        token does.
       batch: prompts that are continued at the same time.
       json: print JSON lines: prompt, text, number of tokens, and whether the text ended.
     """
@@ -89,7 +91,7 @@ class Continued(NamedTuple):
       prompt: the text to continue, or a source.
       text: the text that was added, or the target of the source.
       num_tokens: number of tokens that were added.
-      ended: whether the last one is the token that ends a text, which `text` is without.
+      ended: whether the last one is a token that ends a text, which `text` is without.
     """
 
     prompt: str
@@ -221,7 +223,7 @@ def continued(
     num_tokens = options.tokens or (min(MOST_TOKENS, room) if is_bound else MOST_TOKENS)
     # every device has as many rows
     rows = -(-min(options.batch, len(prompts)) // shards) * shards
-    end = None if options.end == "none" else tokenizer.separator
+    ends = _ends(saved, tokenizer, options.end)
     found = import_module("shardtrain.models.generate").generate(
         restored.apply,
         tokens,
@@ -229,13 +231,13 @@ def continued(
         new_key(options.seed),
         seq=seq_of(saved),
         sampling=sampling,
-        end=() if end is None else (end,),
+        end=ends,
         rows=rows,
         cached=saved.takes_cache,
         begin=begin,
     )
     for prompt, before, added in zip(prompts, tokens, found, strict=True):
-        ended = end is not None and bool(len(added)) and int(added[-1]) == end
+        ended = bool(len(added)) and int(added[-1]) in ends
         shown = (added[:-1] if ended else added).tolist()
         if begin is not None:
             yield Continued(prompt, tokenizer.decode(shown), len(added), ended)
@@ -244,6 +246,14 @@ def continued(
         whole, start = tokenizer.decode([*before.tolist(), *shown]), tokenizer.decode(before.tolist())
         text = whole[len(start) :] if whole.startswith(start) else tokenizer.decode(shown)
         yield Continued(prompt, text, len(added), ended)
+
+
+def _ends(saved: SavedRun, tokenizer: Tokenizer, end: str | None) -> tuple[int, ...]:
+    """Return the tokens that end a text: the one that was asked for, or those of tokenizer and import."""
+    if end is not None:
+        return () if end == "none" else (tokenizer.separator,)
+    imported = saved.reader.extra.get(TOKENS) or {}
+    return (*tokenizer.ends, *token_numbers(imported, EOS, f"{saved.folder}, step {saved.reader.step}"))
 
 
 def begin_of(saved: SavedRun, options: GenerateOptions) -> int | None:

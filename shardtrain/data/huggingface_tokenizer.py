@@ -1,6 +1,5 @@
 """Tokenizers of Hugging Face: a `tokenizer.json`, read or trained; all that imports tokenizers."""
 
-import json
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -9,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from shardtrain.imported import EOS, TOKEN_FILES, read_token_ids, token_numbers
 from shardtrain.system.atomic_write import replace_file
+from shardtrain.system.untrusted_files import read_json
 
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 """Tokens that end a document, of the families of tokenizers; the first one in a vocabulary counts."""
@@ -37,10 +38,15 @@ class HuggingFaceTokenizer:
     Args:
       path: the file.
       separator: the token after each document, as text or by its number; None: `eos_token` of a
-        `tokenizer_config.json` beside it, or else the first of `SEPARATORS` in the vocabulary.
+        `tokenizer_config.json` or `special_tokens_map.json` beside it, or else the first of `SEPARATORS` in
+        the vocabulary.
+
+    Attributes:
+      ends: the tokens that end a generated text: the separator, and where none was given also those of
+        `TOKEN_FILES` beside the file.
 
     Raises:
-      ValueError: it is no tokenizer, or has no such token.
+      ValueError: it is no tokenizer, has no such token, or a file beside it cannot be read.
     """
 
     def __init__(self, path: Path, separator: str | int | None = None) -> None:
@@ -56,7 +62,7 @@ class HuggingFaceTokenizer:
         tokens = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab = max(tokens.values(), default=-1) + 1
         if isinstance(separator, int):
-            self.separator = separator
+            self.separator, self.ends = separator, (separator,)
             return
         names = [separator] if separator is not None else [*_configured(path), *SEPARATORS]
         found = next((name for name in names if name in tokens), None)
@@ -66,6 +72,8 @@ class HuggingFaceTokenizer:
                 f"{path} has {asked}; name the token that ends a document, such as --data.separator '</s>'"
             )
         self.separator = tokens[found]
+        beside = read_token_ids(map(path.with_name, TOKEN_FILES)) if separator is None else {}
+        self.ends = tuple(dict.fromkeys([self.separator, *token_numbers(beside, EOS, str(path))]))
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.array(each.ids, np.uint32) for each in self._encoded("encode_batch_fast", texts)]
@@ -87,11 +95,17 @@ class HuggingFaceTokenizer:
 
 
 def _configured(path: Path) -> list[str]:
-    try:
-        token = json.loads(path.with_name("tokenizer_config.json").read_text())["eos_token"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return [token["content"] if isinstance(token, dict) else str(token)]
+    """Return the text of the token that ends a text, by the files beside a tokenizer."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            content = read_json(path.with_name(name))
+        except FileNotFoundError:
+            continue
+        token = content.get("eos_token") if isinstance(content, dict) else None
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            return [token]
+    return []
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int, path: Path) -> None:

@@ -21,10 +21,12 @@ class Tokenizer(Protocol):
     Attributes:
       vocab: number of tokens; every token is below it.
       separator: the token after each document.
+      ends: the tokens that end a generated text.
     """
 
     vocab: int
     separator: int
+    ends: tuple[int, ...]
 
     def encode(self, texts: Sequence[str], /) -> list[np.ndarray]:
         """Return the tokens of each text, without a separator, int (num_tokens,).
@@ -54,7 +56,7 @@ class Bytes:
     ([[97, 195, 159]], 'aß')
     """
 
-    vocab, separator = 256, 0
+    vocab, separator, ends = 256, 0, (0,)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         encoded = [text.encode("utf-8", "surrogatepass") for text in texts]

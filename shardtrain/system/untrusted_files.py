@@ -247,7 +247,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _int(text: str) -> int:
     if len(text.lstrip("-")) > MOST_DIGITS:
-        raise ValueError(f"the number {text[:20]}... has {len(text):,} digits; at most {MOST_DIGITS} are read")
+        raise ValueError(
+            f"the number {text[:20]}... has {len(text):,} digits; at most {MOST_DIGITS} are read"
+        )
     _float(text)
     return int(text)
 

@@ -18,6 +18,7 @@ import numpy as np
 from shardtrain.checkpoints.array_files import StoredArray
 from shardtrain.checkpoints.manifest_entries import Leaf, Manifest
 from shardtrain.checkpoints.reader import CheckpointReader
+from shardtrain.imported import TOKENS, kept_tokens
 from shardtrain.trainer.run_checkpoints import CHECKPOINTS
 
 CONVERTER = "shardtrain.models.huggingface.files"
@@ -103,16 +104,18 @@ class PretrainedReader(CheckpointReader):
 
     Args:
       parameters: path -> parameter, with a shape and functions that read it.
+      tokens: the numbers of its special tokens, as the extra data of a checkpoint has them.
     """
 
     parameters: Mapping[str, Any]
-
-    @property
-    def manifests(self) -> dict[int, Manifest]:
-        return {}
+    tokens: Mapping[str, Any]
 
     @property
     def extra(self) -> dict[str, Any]:
+        return dict(self.tokens)
+
+    @property
+    def manifests(self) -> dict[int, Manifest]:
         return {}
 
     @property
@@ -170,8 +173,13 @@ def open_pretrained(folder: Path, step: int | str | None = None) -> PretrainedRe
     """
     if step is not None:
         raise ValueError(f"{folder} is a folder of Hugging Face, which has no steps; leave step {step} out")
+    converter = _converter()
     return PretrainedReader(
-        step=0, folders={0: folder}, num_parts=1, parameters=_converter().open_parameters(folder)
+        step=0,
+        folders={0: folder},
+        num_parts=1,
+        parameters=converter.open_parameters(folder),
+        tokens={TOKENS: converter.token_ids(folder)},
     )
 
 
@@ -223,7 +231,13 @@ def upcycled(reader: CheckpointReader, model: Any) -> PretrainedReader:
             if path.startswith(PARAMS)
         }
     found = importlib.import_module(UPCYCLING).upcycled(model, parameters)
-    return PretrainedReader(step=reader.step, folders=reader.folders, num_parts=1, parameters=found)
+    return PretrainedReader(
+        step=reader.step,
+        folders=reader.folders,
+        num_parts=1,
+        parameters=found,
+        tokens=kept_tokens(reader.extra),
+    )
 
 
 def _converter() -> Any:

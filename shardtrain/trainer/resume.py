@@ -18,6 +18,7 @@ from shardtrain.checkpoints.origins import state_to_save
 from shardtrain.checkpoints.reader import CheckpointReader, find_readers
 from shardtrain.data import Position
 from shardtrain.errors.messages import problems_error
+from shardtrain.imported import kept_tokens
 from shardtrain.system.untrusted_files import whole_number
 from shardtrain.train_step.state import State
 from shardtrain.trainer.base_parameters import BASE, with_base
@@ -45,7 +46,7 @@ class StartPoint:
       position: the position in the data.
       unlogged: metrics of that step that were to be written after its evaluation.
       wall_seconds: the wall time of the run when it was saved.
-      extra: what the checkpoint holds beside arrays; {} without one.
+      extra: what the checkpoint holds beside arrays; without one the special tokens of what it starts from.
     """
 
     state: State
@@ -128,7 +129,9 @@ def find_start_point(
     state = assemble(wanted, arrays, init)
     state = synchronise_restored(run, checkpoints, state, arrays, resumed=found.step is not None)
     if found.step is None:
-        return StartPoint(state=state, step=0, position=FIRST_POSITION)
+        # the tokens that end a text are those of the model that it starts from
+        extra = {} if reader is None else kept_tokens(reader.extra)
+        return StartPoint(state=state, step=0, position=FIRST_POSITION, extra=extra)
     state = with_new_values(state, found.extra["run"], description, note)
     note(f"resumed from step {found.step} in {run.run_dir}")
     return StartPoint(

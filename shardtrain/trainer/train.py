@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from shardtrain.data import Position
+from shardtrain.imported import kept_tokens
 from shardtrain.islands.membership import Islands
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.report.progress import progress
@@ -267,6 +268,7 @@ def _train_segment(
         parts = replace(
             parts,
             sink=sinks,
+            extra={**parts.extra, **kept_tokens(start.extra)},
             explain=lambda step: explain_step(prepared, feed, start, step),
         )
         # Metrics that wait for an evaluation which the run before did not finish are written first.

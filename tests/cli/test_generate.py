@@ -11,6 +11,8 @@ from saved_decoder import save
 from shardtrain import cli
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.data.huggingface_tokenizer import train_tokenizer
+from shardtrain.data.tokenizer import open_tokenizer
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
@@ -38,15 +40,21 @@ def params(folder):
 
 def expected(params, **options):
     """The tokens that one device adds, without what the command line does."""
-    apply = jax.tree_util.Partial(
-        lambda params, *x: as_model(CONFIG).apply(params, {}, KEY, False, *x)[0], params
-    )
-    prompts = [list(prompt.encode()) for prompt in PROMPTS]
-    found = generate(apply, prompts, 6, KEY, seq=24, end=[0], cached=True, **options)
+    found = added(params, [list(prompt.encode()) for prompt in PROMPTS], **options)
     return [(bytes(tokens.tolist()).decode(errors="replace").rstrip("\0"), 0 in tokens) for tokens in found]
 
 
+def added(params, prompts, **options):
+    return generate(
+        jax.tree_util.Partial(apply_model, params), prompts, 6, KEY, seq=24, end=[0], cached=True, **options
+    )
+
+
 KEY = jax.random.key(0)
+
+
+def apply_model(params, *x):
+    return as_model(CONFIG).apply(params, {}, KEY, False, *x)[0]
 
 
 @pytest.fixture
@@ -112,6 +120,28 @@ def test_without_a_number_the_text_fills_the_positions(command):
     _, out, _ = command("run@1", "--prompt", "abc", "--json", "--temperature", "0", "--end", "none")
     found = json.loads(out)
     assert (found["num_tokens"], found["ended"]) == (21, False)
+
+
+def test_each_of_several_tokens_ends_a_text(command, folder):
+    """Those of both configuration files and of an import, in text, in JSON lines, and in batches."""
+    tokenizer = folder / "tokenizer"
+    train_tokenizer([], 257, tokenizer / "tokenizer.json")
+    known = open_tokenizer(tokenizer)
+    words = ["--tokenizer", tokenizer, "--temperature", "0", *WORDS]
+    params = save(folder / "free", CONFIG)[0]
+    rows = [row.tolist() for row in added(params, known.encode(PROMPTS), sampling=Sampling(temperature=0.0))]
+    ends = [row[i] for i, row in enumerate(rows)]
+    (tokenizer / "config.json").write_text(json.dumps({"eos_token_id": ends[0]}))
+    (tokenizer / "generation_config.json").write_text(json.dumps({"eos_token_id": [ends[1]]}))
+    save(folder / "ended", CONFIG, tokens={"eos_token_id": [ends[2], 0]})
+    lines = command("ended", *words)[1].splitlines()
+    whole = command("ended", *words, "--end", "<|endoftext|>")[1].splitlines()
+    for line, free, row in zip(map(json.loads, lines), map(json.loads, whole), rows, strict=True):
+        at = min(i for i, token in enumerate(row) if token in ends)
+        assert (line["ended"], line["num_tokens"], line["text"]) == (True, at + 1, known.decode(row[:at]))
+        assert (free["ended"], free["num_tokens"]) == (False, 6)
+    texts = [prompt + line["text"] for prompt, line in zip(PROMPTS, map(json.loads, lines), strict=True)]
+    assert command("ended", *words[:-1])[1] == ("\n" + "-" * 20 + "\n").join(texts) + "\n"
 
 
 def test_a_model_of_ones_own_by_its_run_file(command, folder):

@@ -216,6 +216,65 @@ def test_another_separator_in_the_configuration_is_another_plan(tmp_path, traine
     assert plan_digest(files, options) != before
 
 
+PUBLISHED = {
+    # vocabulary; files with eos_token; eos_token_id of config.json, and of generation_config.json
+    "Llama 3.1 Instruct": (
+        ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
+        {"special_tokens_map.json": {"eos_token": "<|eot_id|>"}},
+        [0, 1, 2],
+        [0, 1, 2],
+    ),
+    "Qwen 2.5 Instruct": (
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        {"tokenizer_config.json": {"eos_token": "<|im_end|>", "model_max_length": 131072}},
+        2,
+        [2, 0],
+    ),
+    "Phi 3 mini": (
+        ["<|endoftext|>", "<|assistant|>", "<|end|>"],
+        {"tokenizer_config.json": {"eos_token": "<|endoftext|>", "model_max_length": int(1e30)}},
+        0,
+        [0, 1, 2],
+    ),
+    "Gemma 2 it, without its generation_config.json": (
+        ["<pad>", "<eos>", "<end_of_turn>"],
+        {"tokenizer_config.json": {"eos_token": {"content": "<eos>"}}},
+        [1, 2],
+        None,
+    ),
+}
+
+
+def ends_of_transformers(folder: Path) -> set[int]:
+    """By its documentation: of generation_config.json, or where there is none of config.json."""
+    file = folder / "generation_config.json"
+    file = file if file.is_file() else folder / "config.json"
+    found = json.loads(file.read_text())["eos_token_id"]
+    return set(found if isinstance(found, list) else [found])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_ends_a_text_is_that_of_transformers(name, tmp_path):
+    from tokenizers import Tokenizer, models
+
+    words, files, of_config, of_generation = PUBLISHED[name]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, words[0]))
+    made.save(str(tmp_path / "tokenizer.json"))
+    numbers = {"config.json": of_config, "generation_config.json": of_generation}
+    configs = {name: {"eos_token_id": x, "pad_token_id": -1} for name, x in numbers.items() if x is not None}
+    for file, content in (files | configs).items():
+        (tmp_path / file).write_text(json.dumps(content))
+    tokenizer = open_tokenizer(tmp_path)
+    token = next(iter(files.values()))["eos_token"]
+    assert words[tokenizer.separator] == (token["content"] if isinstance(token, dict) else token)
+    assert set(tokenizer.ends) == ends_of_transformers(tmp_path)
+    assert tokenizer.ends[0] == tokenizer.separator
+    assert open_tokenizer(tmp_path, words[1]).ends == (1,)
+    (tmp_path / "config.json").write_text('{"eos_token_id": [1, "2"]}')
+    with pytest.raises(ValueError, match=r"config\.json: eos_token_id is '2'; it is a whole number from 0"):
+        open_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_files_that_change_while_they_are_tokenized_are_refused(late, tmp_path, monkeypatch):
     folder = write_files("jsonl", tmp_path / "data", DOCUMENTS)

@@ -9,14 +9,14 @@ from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.functional.nnx_model import as_model
 
 
-def save(folder, config, steps=(1,), **options):
+def save(folder, config, steps=(1,), tokens=None, **options):
     """Write a checkpoint of each step, each with parameters of its own.
 
     Returns the last parameters, and those that stand as their average in the state of the optimizer.
     """
     shapes, _ = jax.eval_shape(as_model(config).init, jax.random.key(0))
     model = {f"model.{name}": value for name, value in vars(config).items()}
-    extra = {"run": {**model, "strategy.layout.mesh.data": 2, **options}}
+    extra = {"run": {**model, "strategy.layout.mesh.data": 2, **options}, "tokens": tokens}
     rng = np.random.default_rng(0)
 
     def draw():

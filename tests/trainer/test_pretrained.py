@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,6 +101,30 @@ def test_a_folder_is_loaded_as_a_model(base):
     np.testing.assert_array_equal(
         model.blocks.mlp.gate.kernel[...], params["blocks"]["mlp"]["gate"]["kernel"]
     )
+
+
+def test_the_tokens_that_end_a_text_come_through(base, tmp_path, one_device, capsys):
+    """Of both files, by an import and its export, and by a run that starts from it, and goes on."""
+    folder, imported = tmp_path / "base", tmp_path / "in"
+    shutil.copytree(base[0], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "bos_token_id": 1, "eos_token_id": [3, 5]}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    import_checkpoint(Import(folder=folder, out=imported))
+    assert find_parameters(imported).extra["tokens"] == find_parameters(folder).extra["tokens"]
+    for steps in (1, 2):
+        run = run_of(MODEL, tmp_path / "run", steps=steps, start_from=StartFrom(checkpoint=folder))
+        train(run, None)
+    for name in ("in", "run"):
+        out = tmp_path / f"{name}_out"
+        export_checkpoint(Export(run=str(tmp_path / name), out=out))
+        about = json.loads((out / "config.json").read_text())
+        assert [about[f"{which}_token_id"] for which in ("bos", "eos", "pad")] == [1, [3, 5, 7], None]
+    # a folder that names others has the last word
+    (folder / "generation_config.json").write_text('{"eos_token_id": 9}')
+    (folder / "config.json").unlink()
+    export_checkpoint(Export(run=str(imported), out=tmp_path / "other", tokenizer=folder))
+    assert json.loads((tmp_path / "other/config.json").read_text())["eos_token_id"] == 9
 
 
 def test_one_option_sets_model_parameters_and_tokenizer(base, tmp_path, monkeypatch):
