@@ -18,7 +18,12 @@ ONE = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXE
 
 
 def trace_loss(
-    model: Model, loss: Loss, batch: Mapping[str, Any], num_rows: int, train: bool = True
+    model: Model,
+    loss: Loss,
+    batch: Mapping[str, Any],
+    num_rows: int,
+    train: bool = True,
+    metrics: list[str] | None = None,
 ) -> ClosedJaxpr:
     """Trace a loss with its model; nothing is computed.
 
@@ -28,10 +33,11 @@ def trace_loss(
       batch: arrays or shapes of any number of rows.
       num_rows: the number of rows to trace.
       train: whether it is the loss of training, or that of held-out data.
+      metrics: receives the names of the loss's metrics.
 
     Returns:
       A program of a key for rows, the parameters, the model's state and, last, the batch's arrays in the
-      order of their names. Its first two results are the sum and the count of the loss.
+      order of their names. Its first results are the sum and the count of the loss, and of each metric.
     """
     rows = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in batch.items()}
     params, model_state = jax.eval_shape(model.init, new_key(0))
@@ -45,7 +51,10 @@ def trace_loss(
             changed.append(state)
             return outputs
 
-        return *summed_loss(loss, apply, batch, train, key), changed
+        found = summed_loss(loss, apply, batch, train, key)
+        # as jax orders the entries of a dict
+        (metrics if metrics is not None else []).extend(sorted(found[2]))
+        return *found, changed
 
     # not around `init`, where linen would take names of dims for axes of the mesh
     with jax.sharding.use_abstract_mesh(ONE):

@@ -70,9 +70,10 @@ def check_trace(
     abstract = jax.eval_shape(model.init, new_key(0))
     prime = _unused_prime([*jax.tree.leaves(abstract), *(x[0] for x in batch.values())])
     promoted: list[str] = []
+    metrics: list[str] = []
 
     try:
-        first = trace_loss(model, loss, batch, 2 * prime)
+        first = trace_loss(model, loss, batch, 2 * prime, metrics=metrics)
         # under another option jax traces inner functions again too
         with jax.numpy_rank_promotion("warn"), _promotions(2 * prime, promoted):
             second = trace_loss(model, loss, batch, 2 * prime)
@@ -80,7 +81,12 @@ def check_trace(
         return LossFindings([], [])
     once = equations(first)
     coupled = [] if promoted or num_parts == 1 else _couplings(model, loss, batch, first, prime, num_parts)
-    warned = [*_unweighted(first.jaxpr, list(batch)), *_row_constants(once, prime), *promoted, *coupled]
+    warned = [
+        *_unweighted(first.jaxpr, list(batch), metrics),
+        *_row_constants(once, prime),
+        *promoted,
+        *coupled,
+    ]
     warned += state_warnings(first, abstract[1], len(batch), num_parts, num_microbatches)
     return LossFindings(_differences(once, equations(second)), warned)
 
@@ -190,22 +196,29 @@ def _difference_text(line: str) -> str:
     )
 
 
-def _unweighted(jaxpr: Any, names: list[str]) -> list[str]:
-    """Return a warning if neither sum nor count of a loss, or only one of them, depends on the weights."""
+def _unweighted(jaxpr: Any, names: list[str], metrics: list[str]) -> list[str]:
+    """Return a warning about sums and counts of a loss and its metrics that weights do not change."""
     if "weights" not in names:
         return []
-    place = len(jaxpr.invars) - len(names) + sorted(names).index("weights")
-    results = range(len(jaxpr.outvars))
-    ignoring = [
-        name
-        for name, output in (("sum", 0), ("count", 1))
-        if not partial_eval.dce_jaxpr(jaxpr, [number == output for number in results])[1][place]
-    ]
+    arrays, place = len(names), sorted(names).index("weights")
+
+    def read(output: int) -> list[bool]:
+        """Return which arrays of the batch a result depends on."""
+        needed = [number == output for number in range(len(jaxpr.outvars))]
+        return partial_eval.dce_jaxpr(jaxpr, needed)[1][-arrays:]
+
+    of_loss = [name for output, name in enumerate(("sum", "count")) if not read(output)[place]]
+    ignoring = [f"the {' or the '.join(of_loss)} of the loss"] * bool(of_loss)
+    for number, name in enumerate(metrics, 1):
+        of_sum, of_count = read(2 * number), read(2 * number + 1)
+        # a number that no row has a part in, such as a rate, has no weights
+        if any(of_sum) and not (of_sum[place] or of_count[place]):
+            ignoring.append(f"the metric {name}")
     if not ignoring:
         return []
     return [
-        f"WARNING: batch['weights'] do not change the {' or the '.join(ignoring)} of the loss, and they are"
-        " 0 in rows of padding (where the last batch of an epoch or of the held-out data is short, or islands"
+        f"WARNING: batch['weights'] do not change {' or '.join(ignoring)}, and they are 0"
+        " in rows of padding (where the last batch of an epoch or of the held-out data is short, or islands"
         " have uneven shares): such rows count, and losses are wrong; return"
         " (losses * batch['weights']).sum(), batch['weights'].sum()"
     ]

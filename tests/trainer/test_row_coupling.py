@@ -322,6 +322,16 @@ def test_means_of_the_users_own_are_no_batch_norm():
     assert "changes mean, seen" in text
 
 
+def test_metrics_that_count_rows_of_padding_are_named():
+    def with_metrics(apply, batch):
+        losses = losses_of(apply, batch)
+        hits = {"weighted": (losses.sum(), batch["weights"].sum()), "rate": (jnp.float32(0.1), 1)}
+        return losses.sum(), batch["weights"].sum(), {"hits": (batch["label"].sum(), len(losses)), **hits}
+
+    (text,) = warnings(with_metrics, 1)
+    assert "batch['weights'] do not change the metric hits, and they are 0" in text
+
+
 def test_a_loss_need_not_call_a_model_with_state():
     assert warnings(lambda apply, batch: (batch["weights"].sum(),) * 2, 2, Kept) == []
 
