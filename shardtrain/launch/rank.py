@@ -25,6 +25,7 @@ from shardtrain.islands.seat import PROCESSES, Seat, find_seat, parse_processes
 from shardtrain.islands.watchdog.step_file import STEP_FILE, read_step_file
 from shardtrain.launch.log_folder import ASKED
 from shardtrain.system import terminal
+from shardtrain.system.atomic_write import open_own, replace_file
 from shardtrain.system.stop_signals import write_raw
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -113,9 +114,9 @@ class Keeper:
         try:
             child = self._child = self._start(program)
         except OSError as error:
-            text = f"shardtrain.launch.rank: {program[0]} cannot be run: {error.strerror}\n"
-            with self._log.open("a", encoding="utf-8") as log:
-                log.write(text)
+            text = f"shardtrain.launch.rank: {program[0]} cannot be run: {error.strerror or error}\n"
+            with contextlib.suppress(OSError), open_own(self._log, append=True) as log:
+                log.write(text.encode())
             self._write_record(code=NOT_FOUND, end_seconds=time.time())
             return NOT_FOUND
         # signals that came before there was a program
@@ -139,7 +140,7 @@ class Keeper:
 
     def _start(self, program: Sequence[str]) -> subprocess.Popen:
         environment = {"PYTHONUNBUFFERED": "1", **os.environ, STEP_FILE: str(self._step_file)}
-        with self._log.open("ab") as log:
+        with open_own(self._log, append=True) as log:
             # a session of its own: a signal to this process's group reaches it once, forwarded from here
             return subprocess.Popen(
                 program, stdout=log, stderr=log, env=environment, start_new_session=True, close_fds=False
@@ -174,9 +175,7 @@ class Keeper:
 
     def _write_record(self, **news: Any) -> None:
         self._record |= news
-        new = self._record_path.with_suffix(".new")
-        new.write_text(json.dumps(self._record), encoding="utf-8")
-        new.replace(self._record_path)
+        replace_file(self._record_path, json.dumps(self._record).encode())
 
 
 def step_file_path(record: Path) -> Path:
@@ -258,7 +257,7 @@ def guard(group: int, then: signal.Signals = signal.SIGKILL, lost: Path | None =
                 seconds = time.time()
                 _kill_group(group, then)
                 if lost is not None:
-                    lost.write_text(str(seconds), encoding="utf-8")
+                    replace_file(lost, str(seconds).encode())
         finally:
             os._exit(0)
     os.close(read)

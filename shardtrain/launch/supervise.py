@@ -25,6 +25,7 @@ from shardtrain.launch.rank import LOST, guard, step_file_path
 from shardtrain.launch.rank_end import any_failed, read_ranks
 from shardtrain.launch.restarts import Ended
 from shardtrain.system import terminal
+from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.stop_signals import Repeats, asking
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -72,7 +73,7 @@ def supervise_once(
     (logs / ASKED).unlink(missing_ok=True)
     for path, text in launch.files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        replace_file(path, text.encode())
     # run the command, then make sure that no rank outlives it
     with _Run(launch, environ, write, logs / ASKED) as run:
         code = run.wait(logs, time_seconds, stop_seconds)
@@ -193,7 +194,7 @@ class _Run:
         self.asked = True
         # record what SIGUSR1 represents; ranks that cannot read this treat it as Ctrl-C
         with contextlib.suppress(OSError):
-            self._asked_path.write_text((self.asked_by or signal.SIGINT).name, encoding="utf-8")
+            replace_file(self._asked_path, (self.asked_by or signal.SIGINT).name.encode())
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
         self.tell(f"\n{why}: all ranks are asked to stop and save; Ctrl-C kills them\n")

@@ -1,6 +1,7 @@
 """Read and write tables as CSV files: a user's own schedule, or a named one to change. No jax."""
 
 import csv
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from shardtrain.errors.messages import near, problems_error
 from shardtrain.pipeline.check import check
 from shardtrain.pipeline.part_placement import placements
 from shardtrain.pipeline.table import KINDS, Table, Task
+from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.excerpts import short
 from shardtrain.system.plain_text import read_csv
 from shardtrain.system.untrusted_files import read_text
@@ -71,12 +73,13 @@ def write_table(table: Table, path: Path | str) -> None:
     The column `part` is written where the placement is not the default.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if table.placement == "loop":
-            writer.writerows([COLUMNS, *table.tasks])
-        else:
-            writer.writerows([(*COLUMNS, "part"), *((*task, table.part(task)) for task in table.tasks)])
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    if table.placement == "loop":
+        writer.writerows([COLUMNS, *table.tasks])
+    else:
+        writer.writerows([(*COLUMNS, "part"), *((*task, table.part(task)) for task in table.tasks)])
+    replace_file(Path(path), text.getvalue().encode())
 
 
 def _row_problems(line: int, row: dict[str, str | None], num_tasks: int) -> list[str]:

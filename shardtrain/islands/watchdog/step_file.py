@@ -43,7 +43,7 @@ class StepFile:
     """
 
     def __init__(self, path: Path) -> None:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
         try:
             os.ftruncate(file, LAYOUT.size)
             self._memory = mmap.mmap(file, LAYOUT.size)

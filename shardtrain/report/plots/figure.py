@@ -4,7 +4,10 @@ matplotlib is imported where a picture is drawn, without pyplot, so that no back
 """
 
 import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from shardtrain.system.atomic_write import new_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,6 +35,13 @@ def new_figure(what: str, size: tuple[float, float] = (9, 5)) -> "Figure":
     figure = Figure(figsize=size, dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
     return figure
+
+
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Write a picture in the format of its name's ending, and make its folder; see `new_file`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with new_file(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix(".").lower() or "png")
 
 
 def _missing_matplotlib(what: str) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shardtrain.plan.search import Ranked
 from shardtrain.plan.space import mesh_text
-from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, new_figure
+from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, new_figure, save_figure
 
 LINE_COLOUR, LIMIT_COLOUR, POINT_COLOUR = "#2f6db3", "#d1495b", "#b9c0c8"
 
@@ -79,4 +79,4 @@ def frontier_plot(
     axes.grid(color=GRID, which="both")
     axes.legend(fontsize=8, frameon=False, loc="upper right")
     figure.text(0.09, 0.92, title, fontsize=13, fontweight="bold", color=INK, parse_math=False)
-    figure.savefig(path)
+    save_figure(figure, path)

@@ -11,7 +11,7 @@ from shardtrain.report.sinks.json_lines import read_jsonl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, new_figure
+from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, new_figure, save_figure
 
 Series = tuple[np.ndarray, np.ndarray]
 """Steps int64 (N,) and values float64 (N,), NaN for values that were not finite."""
@@ -53,8 +53,7 @@ def loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str) -> P
     figure.text(0.085, 0.935, title, fontsize=14, fontweight="bold", color=INK, parse_math=False)
     subtitle = final_values(train, heldout)
     figure.text(0.085, 0.875, subtitle, fontsize=min(10, 1000 / len(subtitle)), color=QUIET_INK)
-    Path(png_path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png_path, format="png")
+    save_figure(figure, Path(png_path))
     return Path(png_path)
 
 

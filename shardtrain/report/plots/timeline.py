@@ -13,7 +13,7 @@ from shardtrain.report.timeline import figures, heading, task_text, unit_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, new_figure
+from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, new_figure, save_figure
 
 TASK_COLOURS = {"forward": "#2f6db3", "backward": "#d1495b", "weight": "#4c956c"}
 
@@ -56,8 +56,7 @@ def timeline(
         size = min(most, 72 * (width - 1) / (0.62 * len(text)))
         position = {"x": 0.75 / width, "y": 1 - down / height, "parse_math": False}
         figure.text(s=text, fontsize=size, fontweight=weight, color=colour, **position)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_figure(figure, path)
     return path
 
 
