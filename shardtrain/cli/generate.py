@@ -23,6 +23,7 @@ from shardtrain.functional.rng import new_key
 from shardtrain.imported import EOS, TOKENS, token_numbers
 from shardtrain.system import terminal
 from shardtrain.system.plain_text import MARK, read_lines, text_lines
+from shardtrain.system.untrusted_data import parse_record
 
 STANDARD_INPUT = "-"
 
@@ -155,7 +156,7 @@ def read_prompts(options: GenerateOptions) -> list[str]:
 
 def _prompt_of(line: str, where: str) -> str:
     try:
-        found = json.loads(line)["prompt"]
+        found = parse_record(line)["prompt"]
     except (ValueError, KeyError, TypeError):
         found = None
     if not isinstance(found, str):

@@ -3,7 +3,6 @@
 Next: `plan/advice/rows.py`, which reads rows that somebody wrote down.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from shardtrain.imported import option_problems
 from shardtrain.plan.advice.bottleneck import step_phases
 from shardtrain.plan.advice.rows import MeasuredRow, read_rows
 from shardtrain.report.sinks.json_lines import METRICS, read_jsonl
+from shardtrain.system.untrusted_data import parse_record
 from shardtrain.system.untrusted_files import read_text
 
 ENVIRONMENT = "environment.jsonl"
@@ -116,7 +116,7 @@ def devices_of(folder: Path) -> tuple[str, int]:
     path = folder / ENVIRONMENT
     try:
         text = read_text(path, MOST_ENVIRONMENT_BYTES)
-        newest = json.loads(text.strip().splitlines()[-1])
+        newest = parse_record(text.strip().splitlines()[-1])
         every = [device for rank in newest["ranks"] for device in rank["devices"]]
         kinds = dict.fromkeys(str(device["kind"]) for device in every)
         return "+".join(kinds), sum(int(device["number"]) for device in every)

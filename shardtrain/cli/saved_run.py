@@ -31,6 +31,7 @@ from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.layout_file import read_layout
 from shardtrain.system import terminal
+from shardtrain.system.untrusted_files import read_bytes
 from shardtrain.trainer.base_parameters import with_base
 from shardtrain.trainer.config import Run, model_of
 from shardtrain.trainer.restored_model import RestoredModel, restore_model
@@ -246,7 +247,7 @@ def _tokenizers(saved: SavedRun) -> list[Any]:
     if (saved.folder / TOKENIZER / TOKENIZER_FILE).is_file():
         return [saved.folder / TOKENIZER]
     made = sorted(
-        {path.read_bytes(): path for path in saved.folder.glob(f"tokens-*/{TOKENIZER_FILE}")}.values()
+        {read_bytes(path): path for path in saved.folder.glob(f"tokens-*/{TOKENIZER_FILE}")}.values()
     )
     if made:
         return made

@@ -20,6 +20,7 @@ from shardtrain.data.sources.format import BadData
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.system.excerpts import some
+from shardtrain.system.untrusted_files import open_regular
 
 SUFFIXES = (".wav", ".flac", ".ogg")
 
@@ -231,6 +232,7 @@ class AudioFiles:
     def _facts(self, path: Path) -> tuple[int, int]:
         """Return the frames of a file at the rate of samples, and its own rate."""
         try:
+            open_regular(path).close()  # soundfile would wait for a FIFO
             facts = import_module("soundfile").info(path)
         except Exception as error:
             raise BadData(path, f"it is no audio file ({error})") from None

@@ -232,9 +232,8 @@ def _source(name: str, folder: Path | None, config: dict[str, Any]) -> str:
         return read_text(folder / TEMPLATE_FILE, MOST_BYTES)
     found = config.get("chat_template")
     if isinstance(found, list):  # several by name, in files of earlier versions
-        found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}.get(
-            "default"
-        )
+        named = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
+        found = named[-1].get("template") if named else None
     if isinstance(found, str):
         return found
     where = "the tokenizer bytes has" if folder is None else f"{folder} has"

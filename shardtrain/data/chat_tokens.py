@@ -19,11 +19,13 @@ from shardtrain.data.documents import OnError, Piece
 from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData
 from shardtrain.data.sources.row_offsets import file_digest, remove_indices
+from shardtrain.data.token_manifest import MOST_TOKENS
 from shardtrain.data.token_units import BATCH_CHARACTERS, INDEX, MOST_LISTED
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.data.tokens import TokenFile, write_tokens
+from shardtrain.system.array_file import read_array
 from shardtrain.system.atomic_write import clear_parts, new_file, replace_file
-from shardtrain.system.untrusted_files import of_kind, parse_json, read_text
+from shardtrain.system.untrusted_files import of_kind, parse_json, read_text, whole_number
 
 VERSION = 3
 TRAINED = 1 << 31
@@ -171,11 +173,17 @@ def _opened(out: Path) -> ChatTokens | None:
     """Return what was written, if all of it is there."""
     try:
         record = of_kind(parse_json(read_text(out / RECORD), ours=True), dict, RECORD)
-        tokens, extents = TokenFile(out / TOKENS), np.load(out / EXTENTS, allow_pickle=False)
+        for name in TOTALS:
+            whole_number(record.get(name), name, MOST_TOKENS)
+        of_kind(record.get("skipped"), list, "skipped")
+        of_kind(record.get("checksum"), str, "checksum")
+        tokens, extents = TokenFile(out / TOKENS), read_array(out / EXTENTS)
         whole = tokens.num_tokens == record["num_tokens"]
         whole = whole and extents.shape == (record["num_conversations"], 2) and len(extents) > 0
+        whole = whole and extents.dtype == np.int64 and bool((np.diff(extents[:, 0], prepend=0) > 0).all())
+        whole = whole and extents[-1, 0] == tokens.num_tokens and bool((extents[:, 1] >= 0).all())
         return ChatTokens(tokens, extents, record) if whole else None
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, KeyError):
         return None
 
 

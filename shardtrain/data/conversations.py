@@ -3,7 +3,6 @@
 Next: `chat_template.py`, which makes text of them.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -14,7 +13,8 @@ from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData, Record
 from shardtrain.errors.messages import near
 from shardtrain.system.excerpts import short
-from shardtrain.system.plain_text import MARK, decode_text
+from shardtrain.system.plain_text import decode_text
+from shardtrain.system.untrusted_data import parse_record
 
 Answers = Literal["all", "last"]
 """Which answers of a conversation are trained on."""
@@ -114,8 +114,8 @@ def _parsed(value: Any, name: str) -> Any:
     if not isinstance(value, str | bytes):
         return value
     try:
-        return json.loads(decode_text(value) if isinstance(value, bytes) else value.lstrip(MARK))
-    except (ValueError, RecursionError) as error:
+        return parse_record(value)
+    except ValueError as error:
         raise ValueError(f"{name} is text, and no JSON ({error})") from None
 
 

@@ -12,6 +12,9 @@ import numpy as np
 RESIZE = 256 / 224
 """The shorter side before the crop, as a part of the size: what most evaluations on ImageNet take."""
 
+MOST_RATIO = 100
+"""Largest ratio of the sides of an image."""
+
 Box = tuple[int, int, int, int]
 """Left, top, right, bottom in pixels; the last two are outside."""
 
@@ -31,6 +34,9 @@ def decode_image(content: bytes, size: int) -> np.ndarray:
     """
     pillow = import_module("PIL.Image")
     with pillow.open(io.BytesIO(content)) as file:
+        # a strip would be enlarged to gigabytes before the middle is cropped
+        if max(file.size) > MOST_RATIO * min(file.size):
+            raise ValueError(f"its sides are {file.size}, the longer above {MOST_RATIO} times the other")
         image = file.convert("RGB")
     scale = round(size * RESIZE) / min(image.size) if min(image.size) > size else size / min(image.size)
     width, height = (max(size, round(side * scale)) for side in image.size)

@@ -4,7 +4,6 @@ Next: `sources/`, `tokenize.py`.
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ from shardtrain.data.sources.format import BadData, Record, TokenArray
 from shardtrain.data.sources.numpy_tokens import ENDS
 from shardtrain.data.token_manifest import Manifest
 from shardtrain.data.token_units import checksum
+from shardtrain.system.untrusted_files import open_regular
 
 QUANTILES = (0, 25, 50, 75, 95, 100)
 CHUNK_TOKENS = 1 << 24
@@ -137,7 +137,7 @@ def _token_problems(tokens: TokenArray, expected: tuple[dict, Manifest] | None) 
 def largest(tokens: TokenArray) -> int:
     """Return the largest token of a file; -1 if it has none."""
     found = -1
-    with Path(tokens.path).open("rb") as file:
+    with open_regular(tokens.path) as file:
         file.seek(tokens.offset)
         while len(chunk := np.fromfile(file, tokens.dtype, CHUNK_TOKENS)):
             found = max(found, int(chunk.max()))

@@ -25,7 +25,7 @@ from shardtrain.errors.messages import problems_error
 from shardtrain.system.atomic_write import clear_parts, replace_file, unlink_unlocked
 from shardtrain.system.excerpts import some
 from shardtrain.system.plain_text import encoding_problem
-from shardtrain.system.untrusted_files import of_kind, parse_json, read_text, whole_number
+from shardtrain.system.untrusted_files import of_kind, open_regular, parse_json, read_text, whole_number
 
 SEPARATOR = 0
 """The byte after each document. No document contains it: a file that does counts as binary."""
@@ -190,7 +190,7 @@ def _left_out(file: Path) -> str | None:
 
 def _chunks(file: Path) -> Iterator[bytes]:
     """Yield the bytes of a file, without the byte order mark at its beginning."""
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         mark = len(codecs.BOM_UTF8)
         stream.seek(mark if stream.read(mark) == codecs.BOM_UTF8 else 0)
         while chunk := stream.read(CHUNK_BYTES):

@@ -14,7 +14,7 @@ from shardtrain.data.sources.numpy_tokens import ENDS, find_tokens
 from shardtrain.data.tokenizer import BYTES, TOKENIZER_FILE
 from shardtrain.errors.messages import problems_error
 from shardtrain.system.excerpts import some
-from shardtrain.system.untrusted_files import of_kind, parse_json, read_text, whole_number
+from shardtrain.system.untrusted_files import of_kind, parse_json, read_bytes, read_text, whole_number
 
 MANIFEST, PLAN = "manifest.json", "plan.json"
 FIRST_SHARD = "shard-00000.npy"
@@ -110,7 +110,7 @@ def tokenizer_hash(name: Path | str) -> str:
     if str(name) == BYTES:
         return BYTES
     path = Path(name)
-    content = (path / TOKENIZER_FILE if path.is_dir() else path).read_bytes()
+    content = read_bytes(path / TOKENIZER_FILE if path.is_dir() else path)
     return hashlib.sha256(content).hexdigest()[:24]
 
 

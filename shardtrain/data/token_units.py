@@ -16,11 +16,11 @@ from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData
 from shardtrain.data.sources.numpy_tokens import ENDS
-from shardtrain.data.token_manifest import shard_problem
+from shardtrain.data.token_manifest import MOST_TOKENS, TOTALS, shard_problem
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.data.tokens import write_tokens
 from shardtrain.system.atomic_write import new_file, replace_file
-from shardtrain.system.untrusted_files import of_kind, parse_json, read_text
+from shardtrain.system.untrusted_files import of_kind, open_regular, read_json, whole_number
 
 BATCH_CHARACTERS = 1 << 20
 """Characters of documents that a tokenizer gets at a time."""
@@ -172,10 +172,22 @@ def _state(path: Path) -> tuple[int, int]:
 def is_written(out: Path, unit: Unit) -> bool:
     """Return whether the shard of a unit is there, with the ends of its documents and its record."""
     try:
-        record = of_kind(parse_json(read_text(record_path(out, unit)), ours=True), dict, "a record")
-        return not shard_problem(out / f"{unit.name}.npy", record)
-    except (OSError, ValueError, KeyError):
+        return not shard_problem(out / f"{unit.name}.npy", read_record(out, unit))
+    except (OSError, ValueError):
         return False
+
+
+def read_record(out: Path, unit: Unit) -> dict[str, Any]:
+    """Read the record of a unit, which may have come with a run folder.
+
+    Raises:
+      OSError, ValueError: there is none, or it is damaged.
+    """
+    record = of_kind(read_json(record_path(out, unit)), dict, "a record")
+    for name in (*TOTALS, "checksum", "ends_checksum"):
+        whole_number(record.get(name), name, MOST_TOKENS)
+    skipped = of_kind(record.get("skipped"), list, "skipped")
+    return {**record, "file": f"{unit.name}.npy", "skipped": list(map(str, skipped))}
 
 
 def record_path(out: Path, unit: Unit) -> Path:
@@ -186,7 +198,7 @@ def record_path(out: Path, unit: Unit) -> Path:
 def checksum(path: Path) -> int:
     """Return the CRC-32 of a file."""
     found = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(BLOCK_BYTES):
             found = zlib.crc32(block, found)
     return found

@@ -28,13 +28,13 @@ from shardtrain.data.token_manifest import (
     tokenizer_hash,
     whole_manifest,
 )
-from shardtrain.data.token_units import INDEX, Unit, is_written, make_units, record_path, write_unit
+from shardtrain.data.token_units import INDEX, Unit, is_written, make_units, read_record, write_unit
 from shardtrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, open_tokenizer
 from shardtrain.data.worker_process import begin_worker
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.system.atomic_write import clear_parts, replace_file
-from shardtrain.system.untrusted_files import parse_json, read_text
+from shardtrain.system.untrusted_files import parse_json, read_bytes, read_text
 
 UNIT_BYTES = 1 << 26
 
@@ -101,7 +101,7 @@ def tokenize(
     report(len(units) - len(waiting), len(units))
     for done, _ in enumerate(_written(waiting, out, options, workers), start=len(units) - len(waiting) + 1):
         report(done, len(units))
-    records = [parse_json(read_text(record_path(out, unit)), ours=True) for unit in units]
+    records = [read_record(out, unit) for unit in units]
     if not any(record["num_tokens"] for record in records):
         raise ValueError(
             f"there is no text in {len(files)} files, such as {files[0].path}; give files with text"
@@ -120,7 +120,7 @@ def _write_manifest(out: Path, name: str, tokenizer: Tokenizer, records: Sequenc
     own = BYTES
     if name != BYTES:
         own, path = TOKENIZER_FILE, Path(name)
-        replace_file(out / own, (path / TOKENIZER_FILE if path.is_dir() else path).read_bytes())
+        replace_file(out / own, read_bytes(path / TOKENIZER_FILE if path.is_dir() else path))
     totals = {name: sum(record[name] for record in records) for name in TOTALS}
     manifest = {
         "version": VERSION,

@@ -14,6 +14,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from shardtrain.system.array_file import read_header
 from shardtrain.system.atomic_write import READABLE, new_file
 
 TOKEN_TYPES = ("uint8", "uint16", "uint32")
@@ -91,29 +92,27 @@ def _as_tokens(values: ArrayLike, kind: np.dtype) -> np.ndarray:
     return np.ascontiguousarray(array.astype(kind, copy=False))
 
 
-def open_tokens(path: Path) -> np.ndarray:
+def open_tokens(path: Path) -> np.memmap:
     """Map a token file into memory, read-only.
 
     Returns:
-      Integers (num_tokens,), an `np.memmap`.
+      Integers (num_tokens,).
 
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: it is not a one-dimensional .npy file of integers, or it is truncated.
     """
     try:
-        tokens = np.lib.format.open_memmap(path, mode="r")
+        dtype, shape, offset = read_header(path)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"there is no token file {path.absolute()}; make it with write_tokens"
         ) from None
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} cannot be read as a token file ({error}); use write_tokens") from error
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ValueError(
-            f"{path} holds {tokens.dtype.name} of shape {tokens.shape}; a token file is 1D, of integers"
-        )
-    return tokens
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise ValueError(f"{path} holds {dtype.name} of shape {shape}; a token file is 1D, of integers")
+    return np.memmap(path, dtype, "r", offset, shape)
 
 
 class TokenFile:
@@ -131,7 +130,6 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         tokens = open_tokens(path)
-        assert isinstance(tokens, np.memmap)
         self.path, self.num_tokens, self._dtype = path, len(tokens), tokens.dtype
         self._offset = tokens.offset
         self._handle = os.open(path, os.O_RDONLY)

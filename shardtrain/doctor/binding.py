@@ -9,6 +9,7 @@ from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, b
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system.cgroup import limits
 from shardtrain.system.host import memory_bytes, ranges_text
+from shardtrain.system.untrusted_data import parse_count
 
 SHM_BYTES_PER_RANK = 64 * 2**20
 """Least space in /dev/shm per rank, for MPI's buffers; containers often have 64 MiB for all ranks."""
@@ -150,7 +151,7 @@ def _threads(all_facts: Sequence[RankFacts]) -> list[Row]:
         (one.name, f"{name}={value} on {len(one.facts['cores'])} cores")
         for one in all_facts
         for name, value in one.facts["threads"].items()
-        if value.isdecimal() and int(value) > len(one.facts["cores"])
+        if (parse_count(value) or 0) > len(one.facts["cores"])
     ]
     if not many:
         return []

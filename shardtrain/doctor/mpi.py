@@ -14,6 +14,7 @@ from shardtrain.islands.device_memory import cuda_aware
 from shardtrain.islands.launcher_variables import JOB_ID, JOB_TASKS, OTHER_LAUNCHERS, pmi_interface
 from shardtrain.islands.mpi_library import library_environment, not_installed, vendor
 from shardtrain.launch.mpi import find_mpiexec
+from shardtrain.system.untrusted_data import parse_count
 
 CHILD_SECONDS, PROBE_SECONDS = 60.0, 90.0
 THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
@@ -67,7 +68,7 @@ def collect(context: RankContext) -> Facts:
 
 def _tasks_of_job(environ: Mapping[str, str]) -> int:
     number = environ.get(JOB_TASKS, "1") if JOB_ID in environ else "1"
-    return int(number) if number.isdecimal() else 1
+    return parse_count(number) or 1
 
 
 def _mpiexec() -> Facts:

@@ -14,6 +14,7 @@ from pathlib import Path
 from shardtrain.doctor.check import Facts
 from shardtrain.islands.launcher_variables import NODE_GPUS, STEP_GPUS
 from shardtrain.system.host import driver
+from shardtrain.system.untrusted_data import parse_count
 
 QUERY = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
 SMI_SECONDS = 20.0
@@ -78,7 +79,7 @@ def slurm_gpus(environ: Mapping[str, str]) -> int | None:
     if step := environ.get(STEP_GPUS):
         return len(step.split(","))
     match = re.search(r"(\d+)$", environ.get(NODE_GPUS, ""))
-    return int(match[1]) if match else None
+    return parse_count(match[1]) if match else None
 
 
 def read_gpus(text: str) -> list[Facts]:
@@ -98,7 +99,7 @@ def read_gpus(text: str) -> list[Facts]:
 
 
 def _mebibytes(cell: str) -> int:
-    return int(cell) * 2**20 if cell.isdecimal() else 0
+    return (parse_count(cell) or 0) * 2**20
 
 
 def _nvidia_smi() -> tuple[list[Facts], str | None]:

@@ -5,7 +5,6 @@ sections of the strategy. A file with the key `islands` is a cluster, others in 
 """
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -15,7 +14,8 @@ from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.islands.sections import OF_ISLANDS, range_text
-from shardtrain.system.untrusted_files import read_text
+from shardtrain.system.excerpts import short
+from shardtrain.system.untrusted_data import read_toml
 
 KEY, LINK = "islands", "link_gb_per_second"
 """The keys of a cluster file; by the first it differs from a layout."""
@@ -57,9 +57,9 @@ class IslandKind:
         if not problems:
             numbers = {name: getattr(self, name) for name in ("count", "nodes", "processes", "devices")}
             problems += [
-                f"{name} is {value}; use 1 or more"
+                f"{name} is {value}; use 1 to {MOST_ISLANDS}"
                 for name, value in numbers.items()
-                if value is not None and value < 1
+                if value is not None and not 1 <= value <= MOST_ISLANDS
             ]
             problems += [] if problems else self._uneven()
             problems += self._option_problems()
@@ -102,7 +102,20 @@ class IslandKind:
                     problems.append(
                         f"{where} is {value!r}; use a text, a number, or true for an option alone"
                     )
+                elif isinstance(value, str) and (problem := option_problem(value)):
+                    problems.append(f"{where} is {short(value)}, which {problem}")
         return problems
+
+
+def option_problem(text: str) -> str:
+    """Return why an option of a batch system would become other lines or options of its script; "" if not.
+
+    >>> option_problem("a100&nvlink"), option_problem("a100 --uid=0")
+    ('', 'has another option in it; give each by itself')
+    """
+    if len(text.splitlines()) != 1 or not text.isprintable():
+        return "is more than one line, or has control characters; give each option by itself, in one line"
+    return "has another option in it; give each by itself" if re.search(r"\s-|\s#", text) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,10 +187,10 @@ def read_cluster(path: Path) -> Cluster:
       ValueError: not TOML, not a cluster, an unknown key, or values that `IslandKind` refuses.
     """
     try:
-        values = tomllib.loads(read_text(path, MOST_FILE_BYTES))
+        values = read_toml(path, MOST_FILE_BYTES)
     except OSError as error:
         raise ValueError(f"there is no cluster file {path} to read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not a cluster in TOML: {error}") from error
     if KEY not in values:
         raise ValueError(

@@ -16,6 +16,8 @@ from shardtrain.islands.launcher_variables import (
     RANK_WITHOUT_SIZE,
     LauncherVariables,
 )
+from shardtrain.system.excerpts import short
+from shardtrain.system.untrusted_data import parse_count
 
 MOST_NODES = 1 << 20
 
@@ -130,16 +132,17 @@ def _local(
     one_component = variables.components is None or variables.components not in environ
     if variables.tasks_per_node is not None and variables.node is not None and one_component:
         counts = tasks_per_node(environ.get(variables.tasks_per_node, ""))
-        node = environ.get(variables.node, "")
-        if node.isdecimal() and int(node) < len(counts) and rank < counts[int(node)]:
-            return rank, counts[int(node)]
+        number = parse_count(environ.get(variables.node, ""))
+        if number is not None and number < len(counts) and rank < counts[number]:
+            return rank, counts[number]
     return None, None
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    if not environ[name].isdecimal():
-        raise ValueError(f"the variable {name} is {environ[name]!r}; a launcher sets a number there")
-    return int(environ[name])
+    number = parse_count(environ[name])
+    if number is None:
+        raise ValueError(f"the variable {name} is {short(environ[name])}; a launcher sets a number there")
+    return number
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -150,7 +153,7 @@ def tasks_per_node(text: str) -> list[int]:
     """
     counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
         if not found:
             return []
         if len(counts) + int(found[2] or 1) > MOST_NODES:

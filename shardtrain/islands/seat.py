@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardtrain.system.excerpts import short
+from shardtrain.system.untrusted_data import parse_count
+
 PROCESSES = "SHARDTRAIN_ISLAND_PROCESSES"
 """The variable with the number of processes of each island: `1`, or one number an island, `1,3`."""
 
@@ -34,9 +37,9 @@ def parse_processes(text: str) -> int | tuple[int, ...]:
     (2, (1, 3))
     """
     words = [word.strip() for word in text.split(",")]
-    if wrong := [word for word in words if not word.isdecimal() or int(word) < 1]:
+    if wrong := [word for word in words if not parse_count(word)]:
         raise ValueError(
-            f"processes per island {text!r}: {', '.join(map(repr, wrong))} is no number from 1;"
+            f"processes per island {short(text)}: {', '.join(map(short, wrong))} is no number from 1;"
             " write one for all islands, 2, or one each, 1,3"
         )
     numbers = [int(word) for word in words]

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardtrain.errors.exit_codes import REQUEUED
+from shardtrain.islands.cluster import option_problem
 from shardtrain.launch.job import Job
 from shardtrain.launch.launcher import Launch
+from shardtrain.system.excerpts import short
 
 WORD = r"[A-Za-z0-9_][\w.,:/@+=-]*"
 """Pattern of a value that is one word in one line of a script."""
@@ -144,9 +146,9 @@ def text_problems(
             " another --logs"
         )
     problems += [
-        f"{command} option {option!r} is more than one line; give each option by itself: --{command} A B"
+        f"{command} option {short(option)} {problem}: --{command} A B"
         for option in options
-        if len(option.splitlines()) != 1
+        if (problem := option_problem(option))
     ]
     return problems
 

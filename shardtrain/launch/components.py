@@ -12,6 +12,7 @@ from shardtrain.errors.messages import problems_error
 from shardtrain.islands.sections import island_numbers, range_text
 from shardtrain.launch import batch
 from shardtrain.launch.job import Job
+from shardtrain.system.untrusted_data import parse_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +76,10 @@ def counts(text: int | str | None, islands: int, what: str) -> tuple[int | None,
     if text is None:
         return (None,) * islands
     words = [word.strip() for word in str(text).split(",")]
-    if wrong := [word for word in words if not word.isdecimal() or int(word) < 1]:
+    if wrong := [word for word in words if not parse_count(word)]:
         raise ValueError(
-            f"{what} is {', '.join(wrong)}; use 1 or more, or leave it out; several islands: one number for"
-            " all, or one each, as in 4,4,8"
+            f"{what} is {', '.join(wrong)[:40]}; use 1 or more, or leave it out; several islands: one number"
+            " for all, or one each, as in 4,4,8"
         )
     if len(words) not in (1, islands):
         raise ValueError(

@@ -2,6 +2,8 @@
 
 import re
 
+from shardtrain.system.excerpts import short
+
 
 def clock(seconds: int) -> str:
     """Format seconds as Slurm writes a time.
@@ -24,9 +26,9 @@ def parse_time(text: str) -> int:
     >>> parse_time("90"), parse_time("01:30:00"), parse_time("1-12"), parse_time("2:30")
     (5400, 5400, 129600, 150)
     """
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text.strip())
     if not match:
-        raise ValueError(f"time {text!r}: write hours:minutes:seconds, 01:30:00, or days-hours, 1-12")
+        raise ValueError(f"time {short(text)}: write hours:minutes:seconds, 01:30:00, or days-hours, 1-12")
     days, *parts = (int(part) for part in match.groups(default="-1"))
     given = [part for part in parts if part >= 0]
     if days >= 0:

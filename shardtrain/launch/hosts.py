@@ -7,7 +7,8 @@ from pathlib import Path
 
 from shardtrain.errors.messages import problems_error
 from shardtrain.islands.cluster import Cluster
-from shardtrain.system.plain_text import read_lines
+from shardtrain.system.plain_text import text_lines
+from shardtrain.system.untrusted_files import read_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no hostfile {path}; write one host a line, a or a:2 or a slots=2")
-    lines = [line.split("#")[0].strip() for _, line in read_lines(path)]
+    lines = [line.split("#")[0].strip() for _, line in text_lines(read_text(path))]
     lines = [re.sub(r"\s+slots\s*=\s*(\d+)(\s+max[-_]slots\s*=\s*\d+)?$", r":\1", line) for line in lines]
     if not any(lines):
         raise ValueError(f"hostfile {path} names no host; write one a line, a or a:2 or a slots=2")
@@ -47,7 +48,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def _hosts(words: Sequence[str], where: str) -> tuple[Host, ...]:
-    found = [re.fullmatch(r"([A-Za-z0-9][\w.-]*)(?::([1-9]\d*))?", word) for word in words]
+    found = [re.fullmatch(r"([A-Za-z0-9][\w.-]*)(?::([1-9]\d{0,8}))?", word) for word in words]
     problems = [
         f"{word!r} is no host; write a name, or name:ranks"
         for word, match in zip(words, found, strict=True)

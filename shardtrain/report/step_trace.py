@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from shardtrain.plan.simulator.task_graph import TaskGraph
 from shardtrain.plan.simulator.timeline import Timeline
 from shardtrain.report.quantities import seconds_text
+from shardtrain.system.untrusted_files import open_regular
 
 HEAD = '{"traceEvents": ['
 
@@ -48,7 +49,7 @@ def traced_text(steps: Sequence[TracedStep]) -> str:
 
 def is_trace(path: Path) -> bool:
     """Return whether a file is one that `trace_text` made."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(len(HEAD)) == HEAD.encode()
 
 

@@ -4,8 +4,8 @@ It reads the file `*.trace.json.gz` of a profile, nothing else. `trainer/profili
 """
 
 import gzip
-import json
 import re
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardtrain.report.tables import table_text
-from shardtrain.report.trace_programs import LOOPS, Source
+from shardtrain.report.trace_programs import LOOPS, MOST_TRACE_BYTES, Source
+from shardtrain.system.untrusted_data import parse_record
+from shardtrain.system.untrusted_files import open_regular
 
 KINDS = ("matmul", "attention", "other", "collectives")
 """Kinds of operations; where several run at once, the time is that of the first."""
@@ -97,9 +99,12 @@ def read_trace(path: Path) -> list[Mapping[str, Any]]:
       OSError: it cannot be read.
     """
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            return json.load(file)["traceEvents"]
-    except (ValueError, KeyError, TypeError, EOFError, gzip.BadGzipFile) as error:
+        with open_regular(path) as compressed, gzip.GzipFile(fileobj=compressed) as file:
+            text = file.read(MOST_TRACE_BYTES + 1)
+        if len(text) > MOST_TRACE_BYTES:
+            raise ValueError(f"it has more than {MOST_TRACE_BYTES:,} bytes")
+        return parse_record(text)["traceEvents"]
+    except (ValueError, KeyError, TypeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} is no trace of jax's profiler ({error}); record it again") from error
 
 

@@ -8,6 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from shardtrain.system.untrusted_files import read_bytes
+
+MOST_TRACE_BYTES = 1 << 32
+
 # numbers of fields in xplane.proto (tsl/profiler/protobuf) and hlo.proto (xla/service)
 _SPACE_PLANES = 1
 _PLANE_NAME, _PLANE_EVENTS = 2, 4
@@ -78,7 +82,7 @@ def sources(path: Path) -> dict[tuple[str, str], Source]:
       OSError: it cannot be read.
     """
     found: dict[tuple[str, str], Source] = {}
-    for plane in _all(path.read_bytes(), _SPACE_PLANES):
+    for plane in _all(read_bytes(path, MOST_TRACE_BYTES), _SPACE_PLANES):
         if _text(plane, _PLANE_NAME) != METADATA_PLANE:
             continue
         for entry in _all(plane, _PLANE_EVENTS):

@@ -2,13 +2,12 @@
 
 import json
 import re
-import tomllib
 from dataclasses import fields
 from pathlib import Path
 
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.sharding.layout import Layout
-from shardtrain.system.untrusted_files import read_text
+from shardtrain.system.untrusted_data import read_toml
 
 MOST_FILE_BYTES = 1 << 16
 """Limit for a TOML file, as its parser takes time and stack for deep nesting."""
@@ -22,10 +21,10 @@ def read_layout(path: Path) -> Layout:
     """
     known = [f.name for f in fields(Layout)]
     try:
-        values = tomllib.loads(read_text(path, MOST_FILE_BYTES))
+        values = read_toml(path, MOST_FILE_BYTES)
     except OSError as error:
         raise ValueError(f"there is no layout file {path} to read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not a layout in TOML: {error}") from error
     if "islands" in values:
         raise ValueError(

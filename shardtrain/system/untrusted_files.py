@@ -65,7 +65,10 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes > most_bytes:
             raise ValueError(f"{path} has {num_bytes:,} bytes; at most {most_bytes:,} are read")
-        return file.read(num_bytes)
+        try:
+            return file.read(num_bytes)
+        except OSError as error:  # without the name of a file
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
@@ -103,7 +106,7 @@ def parse_json(text: str, *, ours: bool = False) -> Any:
         )
     except RecursionError:
         raise ValueError(f"it is nested deeper than {MOST_DEPTH} levels") from None
-    _check_values(value, ours)
+    check_depth(value, ours=ours)
     return value
 
 
@@ -120,6 +123,28 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
         raise
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no JSON that can be read: {error}") from None
+
+
+def check_depth(value: Any, *, ours: bool = True) -> None:
+    """Check depth and, unless they are `ours`, encodable texts, level by level: the stack cannot overflow.
+
+    Raises:
+      ValueError: the value is nested deeper than `MOST_DEPTH`, or has half of a surrogate pair.
+    """
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MOST_DEPTH:
+            raise ValueError(f"it is nested deeper than {MOST_DEPTH} levels")
+        below: list[Any] = []
+        for each in level:
+            if isinstance(each, str) and not (ours or each.isascii()):
+                each.encode()  # half of a surrogate pair is refused here
+            elif isinstance(each, dict):
+                below += each.values() if ours else [*each, *each.values()]
+            elif isinstance(each, list):
+                below += each
+        level = below
 
 
 def name_problem(name: object) -> str:
@@ -263,21 +288,3 @@ def _float(text: str) -> float:
 
 def _refuse_constant(word: str) -> float:
     raise ValueError(f"{word} is no number in JSON")
-
-
-def _check_values(value: Any, ours: bool) -> None:
-    """Check depth and encodable texts, level by level, so that the stack cannot overflow."""
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        if depth > MOST_DEPTH:
-            raise ValueError(f"it is nested deeper than {MOST_DEPTH} levels")
-        below: list[Any] = []
-        for each in level:
-            if isinstance(each, str) and not (ours or each.isascii()):
-                each.encode()  # half of a surrogate pair is refused here
-            elif isinstance(each, dict):
-                below += [*each, *each.values()]
-            elif isinstance(each, list):
-                below += each
-        level = below

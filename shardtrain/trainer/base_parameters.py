@@ -18,6 +18,7 @@ from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.slices import Index
 from shardtrain.functional.frozen import ADAPTERS
 from shardtrain.system.excerpts import short
+from shardtrain.system.untrusted_files import open_regular
 
 BASE = "base"
 """Entry of a checkpoint's extra data: what it leaves out, and the digest of what has that."""
@@ -144,7 +145,7 @@ def digest_of(reader: CheckpointReader) -> str:
         for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
             size = path.stat().st_size
             found.update(f"{path.name} {size}\n".encode())
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 for number in range(BLOCKS):
                     file.seek(number * max(BLOCK_BYTES, size // BLOCKS))
                     found.update(file.read(BLOCK_BYTES))

@@ -7,7 +7,6 @@ References:
   Brown et al. 2020 (GPT-3), https://arxiv.org/abs/2005.14165, section 2.4.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.errors.messages import problems_error
 from shardtrain.system.plain_text import read_lines
+from shardtrain.system.untrusted_data import parse_record
 
 SHORTEST = 32
 """Rows are padded to this length, or to twice it, and so on: so there are few programs."""
@@ -78,7 +78,7 @@ def read_questions(path: Path) -> list[Question]:
     found, problems = [], []
     for number, line in read_lines(path):
         try:
-            found.append(_question(json.loads(line)))
+            found.append(_question(parse_record(line)))
         except ValueError as error:
             problems.append(f"line {number}: {error}")
     if problems:

@@ -10,16 +10,19 @@ import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from stat import S_ISVTX
+from stat import S_ISDIR, S_ISREG, S_ISVTX
 from typing import Any, Self
 
 import jax
 
 from shardtrain.system.atomic_write import replace_file
+from shardtrain.system.untrusted_files import read_bytes, read_text
 from shardtrain.trainer.fingerprints import hardware
 
 LIMIT_BYTES = 2 * 2**30
 """Most bytes that one kind of device keeps; beyond them the oldest programs are deleted at a start."""
+
+CHUNK_BYTES = 1 << 24
 
 LEAST_SECONDS = 0.1
 """Compile time below which a program is not kept; jax's own is 1 s."""
@@ -46,8 +49,10 @@ def cache_folder(environ: Mapping[str, str], kind: str) -> Path:
     >>> cache_folder({"XDG_CACHE_HOME": "/c"}, "NVIDIA H200").as_posix()
     '/c/shardtrain/programs/NVIDIA_H200'
     """
-    base = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "shardtrain" / "programs" / re.sub(r"\W+", "_", kind)
+    # the specification of XDG ignores a path that is not absolute
+    named = Path(environ.get("XDG_CACHE_HOME", ""))
+    base = named if named.is_absolute() else Path.home() / ".cache"
+    return base / "shardtrain" / "programs" / re.sub(r"\W+", "_", kind)
 
 
 def kept_in() -> str | None:
@@ -116,13 +121,20 @@ def drop_broken(folder: Path) -> None:
     writing is left for the next start.
     """
     listed = folder / WHOLE
-    known = set(listed.read_text().splitlines()) if listed.exists() else set()
+    try:
+        known = set(read_text(listed).splitlines())
+    except (OSError, ValueError):  # it is not there, or was not written here
+        known = set()
     whole = set()
     for path in folder.glob("*-cache"):
-        with contextlib.suppress(FileNotFoundError):  # another process deletes too
+        # another process deletes too, and one file that cannot be read is no reason to keep none
+        with contextlib.suppress(OSError, ValueError):
             stat = path.stat()
             line = f"{path.name} {stat.st_size} {stat.st_mtime_ns}"
-            if line in known or is_whole(path.read_bytes()):
+            if not S_ISREG(stat.st_mode):
+                if not S_ISDIR(stat.st_mode):  # jax would wait for a FIFO
+                    path.unlink()
+            elif line in known or is_whole(read_bytes(path, LIMIT_BYTES)):
                 whole.add(line)
             elif time.time() - stat.st_mtime > WRITING_SECONDS:
                 path.unlink()
@@ -138,11 +150,14 @@ def is_whole(program: bytes) -> bool:
     """
     if program.startswith(ZSTANDARD):  # its frames have no checksum here: jax reads what it can
         return True
+    reader = zlib.decompressobj()
     try:
-        zlib.decompress(program)
+        # a part at a time, as a small file may be made of gigabytes
+        while reader.decompress(program, CHUNK_BYTES):
+            program = reader.unconsumed_tail
     except zlib.error:
         return False
-    return True
+    return reader.eof
 
 
 def prune(folder: Path, limit_bytes: int) -> None:

@@ -3,6 +3,7 @@
 Metrics are written by `report/metrics.py`. Next: `run_checkpoints.py`.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,6 +17,22 @@ from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.run_checkpoints import CHECKPOINTS
 
 CURVE = "loss.png"
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a run's folder, and that of its checkpoints, is a folder or not there.
+
+    Raises:
+      ValueError: one is a file, or a link that leads nowhere.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"run_dir {folder} is a file; give a folder, there or not: --run-dir {folder}.run")
+    for each in (folder, folder / CHECKPOINTS):
+        if each.is_symlink() and not each.exists():
+            raise ValueError(
+                f"run_dir {folder}: {each} is a link to {os.readlink(each)}, which is not there; make that"
+                " folder, remove the link, or use another --run-dir"
+            )
 
 
 @contextmanager

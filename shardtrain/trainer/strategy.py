@@ -4,7 +4,6 @@ Next: `config.py`, the rest of a run.
 """
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
@@ -22,7 +21,7 @@ from shardtrain.pipeline.options import Pipeline
 from shardtrain.plan.advice.bottleneck import PARTS
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.layout_file import MOST_FILE_BYTES
-from shardtrain.system.untrusted_files import read_text
+from shardtrain.system.untrusted_data import read_toml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,10 +201,10 @@ def read_strategy(path: Path) -> Strategy:
       ValueError: not TOML, an unknown key, or values that `Strategy` refuses.
     """
     try:
-        values = tomllib.loads(read_text(path, MOST_FILE_BYTES))
+        values = read_toml(path, MOST_FILE_BYTES)
     except OSError as error:
         raise ValueError(f"there is no strategy file {path} to read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not a strategy in TOML: {error}") from error
     problems: list[str] = []
     try:

@@ -38,7 +38,7 @@ from shardtrain.trainer.program_mark import make_mark, remove_mark, take_mark
 from shardtrain.trainer.recovery import RollBack, Rollbacks
 from shardtrain.trainer.resume import StartPoint, find_start_point
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
-from shardtrain.trainer.run_folder import draw_curve, exclusive_folder, write_run_files
+from shardtrain.trainer.run_folder import check_folder, draw_curve, exclusive_folder, write_run_files
 from shardtrain.trainer.run_totals import RunTotals
 from shardtrain.trainer.sample import sample_text
 from shardtrain.trainer.skipped_data import SkippedData, train_as_repeated
@@ -90,8 +90,7 @@ def train(
       FloatingPointError: see `loop.run_loop`.
     """
     folder = run.run_dir or Path("runs/run")
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"run_dir {folder} is a file; give a folder, there or not: --run-dir {folder}.run")
+    check_folder(folder)
     totals = RunTotals()
     activity = activity or (ActivityRecord() if islands is None else islands.control.activity)
     with ExitStack() as stack:

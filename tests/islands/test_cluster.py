@@ -73,7 +73,7 @@ def test_options_for_a_launcher_that_takes_none_are_refused(tmp_path):
         ("[[islands]]\ncuont = 1\nkind = 'a'\n", "[[islands]] 0: this kind of islands cannot be read:"),
         ("[[islands]]\ncuont = 1\nkind = 'a'\n", "unknown key 'cuont' (did you mean 'count'?)"),
         ("[[islands]]\ncount = 1\n", "kind is missing; give these islands a name"),
-        ("[[islands]]\nkind = 'a'\ncount = 0\n", "islands of kind 'a':\n  - count is 0; use 1 or more"),
+        ("[[islands]]\nkind = 'a'\ncount = 0\n", "islands of kind 'a':\n  - count is 0; use 1 to 1048576"),
         (
             "[[islands]]\nkind = 'a'\nprocesses = 4\nnodes = 3\n",
             "processes is 4, on nodes = 3: 4 % 3 = 1; use nodes = 1 or 2 or 4",
@@ -90,6 +90,16 @@ def test_options_for_a_launcher_that_takes_none_are_refused(tmp_path):
             "kind b has no devices, and others have; say it for all or for none",
         ),
         ("x = [", "is not a cluster in TOML"),
+        ("[[islands]]\nkind = 'a'\ncount = " + "9" * 4000, "islands.0.count is an integer of about 4,0"),
+        ("[[islands]]\nkind = 'a'\nprocesses = 1152921504606846976\nnodes = 7\n", "use 1 to 1048576"),
+        (
+            "[[islands]]\nkind = 'a'\nlaunch.slurm.constraint = 'x --uid=0'\n",
+            "launch.slurm.constraint is 'x --uid=0', which has another option in it",
+        ),
+        (
+            "[[islands]]\nkind = 'a'\nlaunch.slurm.constraint = \"x\\n#SBATCH --uid=0\"\n",
+            "launch.slurm.constraint is 'x\\n#SBATCH --uid=0', which is more than one line",
+        ),
     ],
 )
 def test_what_is_no_cluster_is_refused_with_file_and_key(text, problem, tmp_path):

@@ -117,6 +117,8 @@ def test_the_rank_is_found_under_the_launcher_of_this_environment(mpiexec):
     ("environ", "text"),
     [
         (HYDRA | {"PMI_RANK": "x"}, "the variable PMI_RANK is 'x'; a launcher sets a number there"),
+        (HYDRA | {"PMI_SIZE": "1" + "0" * 30}, "the variable PMI_SIZE is '1000000000000000000000000000000'"),
+        (HYDRA | {"PMI_RANK": "9" * 5000}, "the variable PMI_RANK is '99999"),
         (HYDRA | {"PMI_RANK": "4"}, "launcher hydra gave rank 4 of 4; a rank is 0 to 3"),
         (HYDRA | {"MPI_LOCALRANKID": "2"}, "MPI_LOCALRANKID is 2 and MPI_LOCALNRANKS is 2, of 4 ranks"),
         (HYDRA | {"MPI_LOCALNRANKS": "0"}, "MPI_LOCALRANKID is 1 and MPI_LOCALNRANKS is 0, of 4 ranks"),
@@ -134,7 +136,14 @@ def test_a_rank_that_makes_no_sense_is_refused(environ, text):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"SLURM_LOCALID": "2"}, {"SLURM_STEP_TASKS_PER_NODE": "2(x99999999999)"}, {"SLURM_NODEID": "7"}]
+    "wrong",
+    [
+        {"SLURM_LOCALID": "2"},
+        {"SLURM_STEP_TASKS_PER_NODE": "2(x99999999999)"},
+        {"SLURM_NODEID": "7"},
+        {"SLURM_NODEID": "9" * 5000},
+        {"SLURM_STEP_TASKS_PER_NODE": "2(x" + "9" * 5000 + ")"},
+    ],
 )
 def test_a_local_rank_of_slurm_that_fits_no_node_is_left_to_mpi(wrong):
     found = find_rank_environment(SLURM_STEP | wrong)

@@ -54,6 +54,8 @@ def test_sbatch_submits_the_script():
             {"sbatch": ("constraint=a\nrm -r x",)},
             "sbatch option 'constraint=a\\nrm -r x' is more than one line",
         ),
+        ({}, {"sbatch": ("constraint=a --uid=0",)}, "'constraint=a --uid=0' has another option in it"),
+        ({}, {"nodes_per_island": "1" + "0" * 30}, "nodes per island is 1000000"),
         (
             {"processes_per_island": (4, 4, 8, 8)},
             {"nodes": 2},

@@ -101,3 +101,23 @@ def test_without_a_home_directory_nothing_is_kept(monkeypatch):
     before = jax.config.values["jax_compilation_cache_dir"]
     keep_programs({})
     assert jax.config.values["jax_compilation_cache_dir"] == before
+
+
+def test_what_is_no_program_neither_hangs_nor_ends_a_start(tmp_path):
+    (tmp_path / "a-cache").write_bytes(zlib.compress(b"program"))
+    (tmp_path / program_cache.WHOLE).write_bytes(b"\xff\xfe\0a-cache 1 1\n")
+    os.mkfifo(tmp_path / "b-cache")
+    (tmp_path / "c-cache").mkdir()
+    drop_broken(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-cache", "c-cache", program_cache.WHOLE]
+    assert (tmp_path / program_cache.WHOLE).read_text().startswith("a-cache ")
+    (tmp_path / program_cache.WHOLE).unlink()
+    os.mkfifo(tmp_path / program_cache.WHOLE)
+    drop_broken(tmp_path)
+    assert (tmp_path / program_cache.WHOLE).is_file()
+    assert program_cache.is_whole(zlib.compress(bytes(1 << 25)))
+
+
+def test_a_relative_cache_folder_is_ignored():
+    found = program_cache.cache_folder({"XDG_CACHE_HOME": "cache"}, "cpu")
+    assert found == Path.home() / ".cache" / "shardtrain" / "programs" / "cpu"

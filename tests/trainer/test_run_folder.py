@@ -1,10 +1,11 @@
 """The files in a run folder that describe the run."""
 
+import pytest
 from rich.console import Console
 
 from shardtrain.system.atomic_write import _part_of
 from shardtrain.trainer.console import RunConsole
-from shardtrain.trainer.run_folder import write_run_files
+from shardtrain.trainer.run_folder import check_folder, write_run_files
 
 
 def test_temporary_files_of_killed_processes_are_deleted_and_those_of_living_ones_stay(tmp_path):
@@ -17,3 +18,15 @@ def test_temporary_files_of_killed_processes_are_deleted_and_those_of_living_one
         )
         assert {path.name for path in tmp_path.iterdir()} == {"run.txt", "strategy.toml", living.name}
     assert (tmp_path / "strategy.toml").read_text() == "every = 2\n"
+
+
+def test_a_folder_that_is_a_link_to_nowhere_is_refused(tmp_path):
+    run, target = tmp_path / "run", tmp_path / "disk"
+    run.symlink_to(target)
+    with pytest.raises(ValueError, match=f"{run} is a link to {target}, which is not there; make"):
+        check_folder(run)
+    target.mkdir()
+    check_folder(run)
+    (target / "checkpoints").symlink_to(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"run/checkpoints is a link to .*/other, which is not there"):
+        check_folder(run)

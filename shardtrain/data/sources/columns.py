@@ -16,6 +16,9 @@ from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
 
 EXTRA = ("pyarrow", "arrow")
 
+LEAST_ROWS, ROWS_OF_A_BYTE = 1 << 20, 1 << 10
+"""A file may have so many rows, and so many more for each of its bytes: equal values take next to none."""
+
 
 class Columns:
     """The rows of a file of columns, in groups; a column is read when a row is asked for it.
@@ -24,15 +27,23 @@ class Columns:
       path: the file.
       sizes: number of rows of each group.
       names: of the columns.
-      load: (number of a group, name of a column) -> a pyarrow array.
+      load: (number of a group, name of a column) -> a pyarrow array. It is validated here, as a value outside
+        its buffers would end the process.
+
+    Raises:
+      BadData: it declares more rows than it can have.
     """
 
     def __init__(
         self, path: Path, sizes: list[int], names: list[str], load: Callable[[int, str], Any]
     ) -> None:
+        most = LEAST_ROWS + ROWS_OF_A_BYTE * path.stat().st_size
+        if not all(0 <= size <= most for size in sizes) or sum(sizes) > most:
+            raise BadData(path, f"it declares {sum(sizes):,} rows; a file of its size has {most:,} at most")
         self.path, self.names, self._load = path, dict.fromkeys(names), load
         self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
         self._last = threading.local()
+        self._errors: dict[tuple[int, str], Exception] = {}
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -66,16 +77,58 @@ class Columns:
 
     def _column(self, group: int, name: str) -> Any:
         """Return a column of a group, or its error; the last of each name is kept for this thread."""
+        if (group, name) in self._errors:
+            return self._errors[group, name]
         kept = self._last.__dict__
         if name not in kept or kept[name][0] != group:
             try:
-                found = self._load(group, name)
+                kept[name] = group, _checked(self._load(group, name))
             except Exception as error:
                 if isinstance(error, FileNotFoundError):
                     raise
-                found = error
-            kept[name] = group, found
+                # without its frames, which have the arrays
+                self._errors[group, name] = error.with_traceback(None)
+                return error
         return kept[name][1]
+
+
+def _checked(column: Any) -> Any:
+    """Check that all values of a column are inside its buffers; its rows report texts that are no UTF-8.
+
+    Raises:
+      ValueError: they are not.
+    """
+    for chunk in getattr(column, "chunks", [column]):
+        chunk.validate()
+        try:
+            chunk.validate(full=True)
+        except ValueError:
+            chunk.view(_stored(chunk.type)).validate(full=True)
+    return column
+
+
+def _stored(kind: Any) -> Any:
+    """Return the type of the same buffers in which any text and date is valid."""
+    pyarrow = import_module("pyarrow")
+    types = pyarrow.types
+
+    def field(each: Any) -> Any:
+        return each.with_type(_stored(each.type))
+
+    if types.is_struct(kind):
+        return pyarrow.struct([field(kind.field(i)) for i in range(kind.num_fields)])
+    if types.is_map(kind):
+        return pyarrow.map_(field(kind.key_field), field(kind.item_field))
+    if types.is_fixed_size_list(kind):
+        return pyarrow.list_(field(kind.value_field), kind.list_size)
+    if types.is_list(kind) or types.is_large_list(kind):
+        return (pyarrow.list_ if types.is_list(kind) else pyarrow.large_list)(field(kind.value_field))
+    plain = {
+        "string": pyarrow.binary(),
+        "large_string": pyarrow.large_binary(),
+        "date64[ms]": pyarrow.int64(),
+    }
+    return plain.get(str(kind), kind)
 
 
 class _Row(Mapping[str, Any]):
@@ -127,7 +180,7 @@ def open_parquet(path: Path, folder: Path | None = None) -> Columns:
 def open_arrow(path: Path, folder: Path | None = None) -> Columns:
     """Open an Arrow file, or an Arrow stream as `datasets` writes it."""
     pyarrow = import_module("pyarrow")
-    path.stat()
+    num_bytes = path.stat().st_size
     try:
         mapped = pyarrow.memory_map(str(path))
         if mapped.read(6) == b"ARROW1":
@@ -141,7 +194,16 @@ def open_arrow(path: Path, folder: Path | None = None) -> Columns:
     except Exception as error:
         raise BadData(path, f"it is no whole Arrow file ({first_line(error)})") from None
     sizes = [batch.num_rows for batch in batches]
-    return Columns(path, sizes, names, lambda group, name: batches[group].column(name))
+
+    def load(group: int, name: str) -> Any:
+        # beyond the end of a mapped file a signal would end the process
+        if path.stat().st_size < num_bytes:
+            raise ValueError("the file was cut off since it was opened")
+        column = _checked(batches[group].column(name))
+        # two arrays are copied into one, which does not change with the file
+        return pyarrow.concat_arrays([column, column[:0]])
+
+    return Columns(path, sizes, names, load)
 
 
 def open_zstd(path: Path) -> BinaryIO:

@@ -4,7 +4,6 @@ Next: `__init__.py`, the formats; `../corpus.py`, which makes windows of them.
 """
 
 import glob
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -20,7 +19,8 @@ from shardtrain.data.sources.walk import walk_files
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.system.excerpts import some
 from shardtrain.system.plain_text import MARK
-from shardtrain.system.untrusted_files import kind_text, open_regular
+from shardtrain.system.untrusted_data import parse_record
+from shardtrain.system.untrusted_files import kind_text, open_regular, read_text
 
 HEAD_BYTES = 16
 BESIDE = (
@@ -209,7 +209,7 @@ def _beside(name: str) -> bool:
 def _dataset_files(folder: Path) -> list[Path]:
     """Return the files of a folder that `datasets` saved, in its order."""
     try:
-        listed = json.loads((folder / DATASET_STATE).read_text())["_data_files"]
+        listed = parse_record(read_text(folder / DATASET_STATE))["_data_files"]
         return [folder / Path(each["filename"]).name for each in listed]
     except (ValueError, KeyError, TypeError) as error:
         raise BadData(folder / DATASET_STATE, f"it lists no files of a dataset ({error!r})") from None

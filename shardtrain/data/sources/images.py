@@ -9,6 +9,8 @@ from typing import Any
 
 from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
 from shardtrain.system.atomic_write import replace_file
+from shardtrain.system.untrusted_data import parse_record
+from shardtrain.system.untrusted_files import name_problem, read_bytes, read_text
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 OWNER_ONLY = 0o600
@@ -31,9 +33,9 @@ class ImageFolder:
         first, in_class, _ = name.partition("/")
         label = {"label": self._labels[first], "class": first} if in_class else {}
         try:
-            return {"image": (self._path / name).read_bytes(), "name": name, **label}
-        except OSError as error:
-            raise BadData(self._path / name, f"it cannot be read ({error.strerror})", row) from None
+            return {"image": read_bytes(self._path / name), "name": name, **label}
+        except (OSError, ValueError) as error:
+            raise BadData(self._path / name, f"it cannot be read ({error})", row) from None
 
     def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
         return iterate_rows(self, start, stop)
@@ -70,11 +72,14 @@ def image_names(path: Path, folder: Path | None) -> list[str]:
 
 def _read_index(path: Path, index: Path) -> list[str] | None:
     try:
-        found: dict[str, Any] = json.loads(index.read_text())
+        found: dict[str, Any] = parse_record(read_text(index))
         times: dict[str, int] = found["times"]
+        names: list[str] = found["names"]
+        if any(name_problem(name) for name in [*names, *(name for name in times if name != ".")]):
+            return None
         same = all(os.stat(path / name).st_mtime_ns == time for name, time in times.items())
-        return found["names"] if same else None
-    except (OSError, ValueError, KeyError, TypeError):
+        return names if same else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

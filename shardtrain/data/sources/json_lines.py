@@ -4,7 +4,6 @@ Compressed files are read from their beginning only. zstd is read by pyarrow (`c
 """
 
 import gzip
-import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,9 +15,11 @@ import numpy as np
 
 from shardtrain.data.sources.columns import open_zstd
 from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
-from shardtrain.data.sources.row_offsets import row_offsets
+from shardtrain.data.sources.row_offsets import read_part, row_offsets
 from shardtrain.data.sources.unread_files import content_problem
 from shardtrain.system.plain_text import decode_text, encoding_problem, is_blank
+from shardtrain.system.untrusted_data import parse_record, read_lines
+from shardtrain.system.untrusted_files import open_regular
 
 BLOCK_BYTES, FEW_BYTES = 1 << 24, 1 << 10
 
@@ -35,10 +36,7 @@ class JsonLines:
 
     def read(self, row: int) -> Record:
         start, stop = map(int, self._offsets[row])
-        with self._path.open("rb") as file:
-            line = os.pread(file.fileno(), stop - start, start)
-        if len(line) < stop - start:
-            raise BadData(self._path, "the file was cut off since its lines were counted", row)
+        line = read_part(self._path, start, stop - start, row)
         return parse_line(line, self._path, row)
 
     def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
@@ -52,7 +50,7 @@ def line_offsets(path: Path) -> np.ndarray:
       BadData: a byte order mark says that it is not UTF-8.
     """
     found, heads, position, unfinished = [np.empty(0, np.int64)], [np.zeros(1, np.uint8)], 0, False
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(BLOCK_BYTES):
             if not position and (problem := encoding_problem(block) or content_problem(block)):
                 raise BadData(path, problem)
@@ -92,8 +90,8 @@ def parse_line(line: bytes, path: Path, row: int) -> Record:
     except ValueError as error:
         raise BadData(path, str(error).replace("it is", "the line is"), row) from None
     try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        record = parse_record(text)
+    except ValueError as error:
         raise BadData(path, f"the line is no JSON ({error})", row) from None
     if not isinstance(record, dict):
         raise BadData(path, f"the line is a JSON {type(record).__name__}, not an object", row)
@@ -135,14 +133,14 @@ class CompressedLines:
             return
         try:
             with self._open(self._path) as file:
-                for line in file:
+                for line in read_lines(file):
                     if not row and (problem := encoding_problem(line) or content_problem(line)):
                         yield BadData(self._path, f"what it compresses cannot be read: {problem}")
                         return
                     if not is_blank(line):
                         row += 1
                         yield line.removesuffix(b"\n")
-        except (OSError, EOFError, zlib.error) as error:
+        except (OSError, EOFError, ValueError, zlib.error) as error:
             if isinstance(error, FileNotFoundError):
                 raise
             yield BadData(self._path, f"it cannot be decompressed from here on ({error})", row)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from shardtrain.data.sources.format import BadData, Format, TokenArray
+from shardtrain.system.untrusted_files import open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -25,7 +26,7 @@ def find_tokens(path: Path) -> TokenArray:
     for file in (index, tokens):
         if not file.is_file():
             raise BadData(file, f"it is missing beside {path.name}")
-    with index.open("rb") as file:
+    with open_regular(index) as file:
         content = file.read(len(MAGIC) + HEAD.size)
     if not content.startswith(MAGIC) or len(content) < len(MAGIC) + HEAD.size:
         raise BadData(index, "it is no index of Megatron-LM")
@@ -47,9 +48,12 @@ def find_tokens(path: Path) -> TokenArray:
 
 def read_ends(index: Path, num_sequences: int) -> np.ndarray:
     """Return the number of tokens up to the end of each sequence, int64 (num_sequences,)."""
-    with index.open("rb") as file:
+    with open_regular(index) as file:
         file.seek(len(MAGIC) + HEAD.size)
-        return np.cumsum(np.fromfile(file, "<i4", num_sequences), dtype=np.int64)
+        lengths = np.fromfile(file, "<i4", num_sequences)
+    if len(lengths) < num_sequences or (lengths < 0).any():
+        raise BadData(index, "it is cut off, or has a sequence of a negative length")
+    return np.cumsum(lengths, dtype=np.int64)
 
 
 FORMAT = Format(

@@ -7,6 +7,7 @@ import numpy as np
 
 from shardtrain.data.sources.format import BadData, Format, TokenArray
 from shardtrain.data.tokens import open_tokens
+from shardtrain.system.untrusted_files import open_regular
 
 ENDS = ".ends"
 """Ending of the file beside a token file that has the ends of its documents, unsigned integers of 8 bytes."""
@@ -20,20 +21,22 @@ def find_tokens(path: Path) -> TokenArray:
         raise
     except ValueError as error:
         raise BadData(path, str(error).removeprefix(f"{path} ")) from None
-    assert isinstance(tokens, np.memmap)
     beside = path.with_suffix(ENDS)
     ends = partial(read_ends, beside, len(tokens)) if beside.is_file() else None
     return TokenArray(path, tokens.dtype, tokens.offset, len(tokens), ends)
 
 
 def read_ends(path: Path, num_tokens: int) -> np.ndarray:
-    """Map the ends of documents into memory, uint64 (num_documents,).
+    """Read the ends of documents, uint64 (num_documents,).
 
     Raises:
-      BadData: the last document does not end with the tokens.
+      BadData: they do not rise, or the last document does not end with the tokens.
     """
-    ends = np.memmap(path, "<u8", mode="r") if path.stat().st_size else np.empty(0, "<u8")
+    with open_regular(path) as file:
+        ends = np.fromfile(file, "<u8")
     last = int(ends[-1]) if len(ends) else 0
+    if (ends[1:] < ends[:-1]).any():
+        raise BadData(path, "the ends of its documents do not rise")
     if last != num_tokens:
         raise BadData(path, f"its documents end at token {last:,} of {num_tokens:,}")
     return ends

@@ -3,7 +3,6 @@
 The wire format is read here: no library that has the message is small.
 """
 
-import json
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import numpy as np
 
 from shardtrain.data.sources.format import BadData, Record, iterate_rows
 from shardtrain.system.plain_text import MARK, decode_text
+from shardtrain.system.untrusted_data import parse_record
 
 Kind = Literal["json", "example", "text"]
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
@@ -28,7 +28,7 @@ def kind_of(record: bytes) -> Kind:
     """
     if record.removeprefix(MARK.encode()).lstrip()[:1] == b"{":
         try:
-            return "json" if isinstance(json.loads(decode_text(record)), dict) else "text"
+            return "json" if isinstance(parse_record(record), dict) else "text"
         except ValueError:
             return "text"
     try:
@@ -48,11 +48,11 @@ def parse_payload(record: bytes, kind: Kind, path: Path, row: int) -> Record:
             return parse_example(record)
         if kind == "text":
             return {"text": decode_text(record)}
-        found = json.loads(decode_text(record))
+        found = parse_record(record)
         if not isinstance(found, dict):
             raise ValueError(f"a JSON {type(found).__name__}, not an object")
         return found
-    except (ValueError, IndexError, struct.error, RecursionError) as error:
+    except (ValueError, IndexError, struct.error) as error:
         raise BadData(path, f"the record is no {kind} as the first one ({error})", row) from None
 
 

@@ -1,4 +1,4 @@
-"""Where the rows of a file begin, found once and kept in a file that all ranks map into memory."""
+"""Where the rows of a file begin, found once and kept in a file that all ranks read."""
 
 import hashlib
 import os
@@ -7,17 +7,68 @@ from pathlib import Path
 
 import numpy as np
 
+from shardtrain.data.sources.format import BadData
+from shardtrain.system.array_file import read_header
 from shardtrain.system.atomic_write import new_file
+from shardtrain.system.untrusted_files import open_regular
 
 OWNER_ONLY = 0o600
 VERSION = 2
 """Of what counts as a row: an index of another version is not read."""
+PAIR_BYTES = 16
+BLOCK_ROWS = 512
+"""Whose offsets are read at once and kept."""
+
+MOST_ROW_BYTES = (1 << 31) - 1
+"""Of a row; a call of the system reads no more."""
 
 CUT_OFF = -1
 """Offset of a last row that stands for all that is lost, of a file that is damaged or cut off behind it."""
 
 
-def row_offsets(path: Path, folder: Path | None, find: Callable[[Path], np.ndarray]) -> np.ndarray:
+class RowOffsets:
+    """The offsets of a file's rows, read from their index a row at a time.
+
+    They are not mapped into memory, nor believed: an index may be damaged, or come with a run folder.
+
+    Args:
+      index: the file.
+      path: the file of the rows.
+
+    Raises:
+      OSError, ValueError: there is no such file, or it is no index.
+    """
+
+    def __init__(self, index: Path, path: Path) -> None:
+        dtype, shape, self._offset = read_header(index)
+        if dtype != np.uint64 or len(shape) != 2 or shape[1] != 2:
+            raise ValueError(f"{index} has {dtype} of shape {shape}; an index has uint64 of shape (rows, 2)")
+        self._index, self._path, self._num_rows = index, path, shape[0]
+        self._block = 0, np.empty((0, 2), np.uint64)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, row: int) -> tuple[int, int]:
+        if not 0 <= row < self._num_rows:
+            raise IndexError(row)
+        first, block = self._block  # one assignment, as other threads read too
+        if not 0 <= row - first < len(block):
+            first = row - row % BLOCK_ROWS
+            with open_regular(self._index) as file:
+                file.seek(self._offset + first * PAIR_BYTES)
+                block = np.fromfile(file, "<u8", 2 * BLOCK_ROWS)
+            block = block[: len(block) // 2 * 2].reshape(-1, 2)
+            self._block = first, block
+        if not row - first < len(block):
+            raise BadData(self._path, f"its index {self._index} was cut off; delete the index", row)
+        start, stop = block[row - first]
+        return int(start), int(stop)
+
+
+def row_offsets(
+    path: Path, folder: Path | None, find: Callable[[Path], np.ndarray]
+) -> RowOffsets | np.ndarray:
     """Return the byte offsets of a file's rows, from an index that is written at the first call.
 
     The index is used again while path, size and time of modification are the same.
@@ -25,23 +76,36 @@ def row_offsets(path: Path, folder: Path | None, find: Callable[[Path], np.ndarr
     Args:
       path: the file.
       folder: the folder of the index; None keeps it in memory.
-      find: path -> offsets, int (n, ...), where there is no index yet.
+      find: path -> offsets, int (n, 2), where there is no index yet.
 
     Returns:
-      What `find` returned, uint64, mapped into memory.
+      What `find` returned, as unsigned integers.
     """
     if folder is None:
         return find(path).astype(np.uint64)
     index = folder / f"rows-v{VERSION}-{file_digest(path)}.npy"
     try:
-        return np.load(index, mmap_mode="r", allow_pickle=False)
-    except (FileNotFoundError, ValueError, EOFError):
+        return RowOffsets(index, path)
+    except (OSError, ValueError):
         folder.mkdir(parents=True, exist_ok=True)
-    offsets = find(path).astype(np.uint64)
     with new_file(index, OWNER_ONLY) as file:
-        np.lib.format.write_array(file, offsets, allow_pickle=False)
-    # an empty array cannot be mapped
-    return np.load(index, mmap_mode="r", allow_pickle=False) if offsets.size else offsets
+        np.lib.format.write_array(file, find(path).astype("<u8"), allow_pickle=False)
+    return RowOffsets(index, path)
+
+
+def read_part(path: Path, start: int, num_bytes: int, row: int) -> bytes:
+    """Read the bytes of a row.
+
+    Raises:
+      BadData: the file has fewer, or the row is too large.
+    """
+    with open_regular(path) as file:
+        end = os.fstat(file.fileno()).st_size
+        if not 0 <= num_bytes <= MOST_ROW_BYTES:
+            raise BadData(path, f"the row has {num_bytes:,} bytes, at most {MOST_ROW_BYTES:,} are read", row)
+        if start + num_bytes > end:
+            raise BadData(path, "the file was cut off since its rows were found, or its index is wrong", row)
+        return os.pread(file.fileno(), num_bytes, start)
 
 
 def remove_indices(folder: Path) -> None:

@@ -3,24 +3,33 @@
 Not compressed. The layout: https://github.com/webdataset/webdataset#the-webdataset-format
 """
 
-import json
+import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
-from shardtrain.data.sources.row_offsets import CUT_OFF, is_cut_off, row_offsets
+from shardtrain.data.sources.row_offsets import CUT_OFF, is_cut_off, read_part, row_offsets
 from shardtrain.data.sources.unread_files import content_problem
+from shardtrain.system.excerpts import short
 from shardtrain.system.plain_text import decode_text
+from shardtrain.system.untrusted_data import parse_record
+from shardtrain.system.untrusted_files import open_regular
 
 TEXTS = ("txt", "text", "caption")
 NUMBERS = ("cls", "cls2", "index", "inx", "id")
 """Endings whose files are whole numbers as text."""
 
 BLOCK_BYTES = 512
+
+MOST_HEADER_BYTES = 1 << 20
+"""Of the longest header, which has a name or attributes."""
+
+DAMAGED = (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError, MemoryError)
+"""What `tarfile` raises for a file that is damaged."""
 
 
 class TarRows:
@@ -40,26 +49,25 @@ class TarRows:
             raise BadData(self._path, why, row)
         found: dict[str, Any] = {}
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
+                if start % BLOCK_BYTES or start > stop or stop > os.fstat(file.fileno()).st_size:
+                    raise BadData(self._path, "its index is wrong, or the file was cut off", row)
                 file.seek(start)
-                with tarfile.open(fileobj=file, mode="r:") as tar:
-                    while (member := tar.next()) is not None and member.offset < stop:
-                        if member.isfile():
-                            found |= self._field(tar, member, row)
-        except (tarfile.TarError, OSError) as error:
+                for member in members(file, stop):
+                    if member.isfile():
+                        content = read_part(self._path, member.offset_data, member.size, row)
+                        found |= self._field(member, content, row)
+        except DAMAGED as error:
+            if isinstance(error, BadData):
+                raise
             raise BadData(self._path, f"its files cannot be read ({error})", row) from None
         return found
 
     def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
         return iterate_rows(self, start, stop)
 
-    def _field(self, tar: tarfile.TarFile, member: tarfile.TarInfo, row: int) -> dict[str, Any]:
+    def _field(self, member: tarfile.TarInfo, content: bytes, row: int) -> dict[str, Any]:
         key, ending = split_name(member.name)
-        file = tar.extractfile(member)
-        assert file is not None
-        content = file.read()
-        if len(content) < member.size:
-            raise BadData(self._path, f"{member.name} is cut off", row)
         last = ending.rpartition(".")[2]
         try:
             if last in TEXTS:
@@ -67,10 +75,47 @@ class TarRows:
             if last in NUMBERS:
                 return {"__key__": key, ending: int(decode_text(content))}
             if last == "json":
-                return {"__key__": key, ending: json.loads(decode_text(content))}
-        except (ValueError, RecursionError) as error:
+                return {"__key__": key, ending: parse_record(content)}
+        except ValueError as error:
             raise BadData(self._path, f"{member.name} is no {last} ({error})", row) from None
         return {"__key__": key, ending: content}
+
+
+class _Headers:
+    """A file of which `tarfile` reads headers alone: no more bytes than a header may have."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.seek, self.tell = file, file.seek, file.tell
+
+    def read(self, num_bytes: int) -> bytes:
+        if not 0 <= num_bytes <= MOST_HEADER_BYTES:
+            raise tarfile.ReadError(
+                f"a header has {num_bytes:,} bytes, at most {MOST_HEADER_BYTES:,} are read"
+            )
+        return self._file.read(num_bytes)
+
+
+def members(file: BinaryIO, stop: int) -> Iterator[tarfile.TarInfo]:
+    """Yield the files in a tar file from its position up to `stop`; the last may be cut off.
+
+    Raises:
+      `DAMAGED`: a header is.
+    """
+    with tarfile.open(fileobj=_Headers(file), mode="r:") as tar:  # type: ignore[call-overload]
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # type: ignore[attr-defined]
+            if member.issparse() or not member.size >= 0:
+                kind = "is sparse" if member.issparse() else f"has {member.size} bytes"
+                raise tarfile.ReadError(f"{short(member.name)} {kind}")
+            yield member
+            # what follows may be damaged
+            if end_of(member) >= stop:
+                return
+
+
+def end_of(member: tarfile.TarInfo) -> int:
+    """Return where the blocks of a file in a tar file end."""
+    return member.offset_data + -(-member.size // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -96,10 +141,9 @@ def group_offsets(path: Path) -> np.ndarray:
     last_key, stop, whole = None, 0, False
     num_bytes = path.stat().st_size
     try:
-        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            while (member := tar.next()) is not None:
-                tar.members.clear()  # type: ignore[attr-defined]
-                end = member.offset_data + -(-member.size // BLOCK_BYTES) * BLOCK_BYTES
+        with open_regular(path) as file:
+            for member in members(file, num_bytes):
+                end = end_of(member)
                 key, ending = split_name(member.name)
                 if end > num_bytes:
                     rows = rows[:-1] if key == last_key else rows
@@ -115,9 +159,9 @@ def group_offsets(path: Path) -> np.ndarray:
             # a block of zeros ends a tar file; one that was cut off between two files lacks it
             file.seek(stop)
             whole = file.read(BLOCK_BYTES) == bytes(BLOCK_BYTES)
-    except tarfile.TarError as error:
+    except DAMAGED as error:
         if not rows:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 known = content_problem(file.read(BLOCK_BYTES))
             raise BadData(path, known or f"it is no whole tar file ({error})") from None
     if not whole:

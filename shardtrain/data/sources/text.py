@@ -6,6 +6,10 @@ from pathlib import Path
 from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
 from shardtrain.data.sources.unread_files import content_problem
 from shardtrain.system.plain_text import decode_text
+from shardtrain.system.untrusted_files import read_bytes
+
+MOST_BYTES = 1 << 31
+"""Of a document."""
 
 
 class TextFile:
@@ -21,8 +25,9 @@ class TextFile:
     def read(self, row: int) -> Record:
         if row != 0:
             raise IndexError(row)
-        content = self._path.read_bytes()
+        content = b""
         try:
+            content = read_bytes(self._path, MOST_BYTES)
             return {"text": decode_text(content)}
         except ValueError as error:
             raise BadData(self._path, content_problem(content) or str(error), 0) from None

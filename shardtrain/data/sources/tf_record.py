@@ -4,7 +4,6 @@ Checksums of lengths are compared, those of records are not: in Python that take
 The format: https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details
 """
 
-import os
 from functools import cache
 from pathlib import Path
 
@@ -12,8 +11,9 @@ import numpy as np
 
 from shardtrain.data.sources.format import BadData, Format
 from shardtrain.data.sources.payload import PayloadRows
-from shardtrain.data.sources.row_offsets import CUT_OFF, is_cut_off, row_offsets
+from shardtrain.data.sources.row_offsets import CUT_OFF, is_cut_off, read_part, row_offsets
 from shardtrain.data.sources.unread_files import content_problem
+from shardtrain.system.untrusted_files import open_regular
 
 HEAD_BYTES, TAIL_BYTES = 12, 4
 
@@ -33,11 +33,7 @@ class TfRecords(PayloadRows):
         if is_cut_off(start):
             why = f"the file is damaged, or ends, after byte {size:,}; all that follows is lost"
             raise BadData(self.path, why, row)
-        with self.path.open("rb") as file:
-            record = os.pread(file.fileno(), size, start)
-        if len(record) < size:
-            raise BadData(self.path, "the file was cut off since its records were counted", row)
-        return record
+        return read_part(self.path, start, size, row)
 
 
 def record_offsets(path: Path) -> np.ndarray:
@@ -49,7 +45,7 @@ def record_offsets(path: Path) -> np.ndarray:
     found: list[tuple[int, int]] = []
     end = path.stat().st_size
     position = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while position < end:
             file.seek(position)
             head = file.read(HEAD_BYTES)

@@ -9,7 +9,8 @@ from pathlib import Path
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.log_file import LogFile
 from shardtrain.system.plain_text import is_blank
-from shardtrain.system.untrusted_files import open_regular
+from shardtrain.system.untrusted_data import parse_record, read_lines
+from shardtrain.system.untrusted_files import open_regular, read_bytes
 
 _LOG = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ def strict(value: float) -> float | str:
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, float]]]:
     unreadable = 0
     with open_regular(path) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(read_lines(file), start=1):
             if is_blank(line):
                 continue
             if unreadable:
@@ -104,7 +105,7 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, float]]]:
 
 def _parse(line: bytes) -> dict[str, float] | None:
     try:
-        record = json.loads(line)
+        record = parse_record(line)
         step = record.pop("step")
         values = {name: math.nan if value is None else float(value) for name, value in record.items()}
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -117,7 +118,7 @@ def _cut(path: Path, resume_after: int) -> int | None:
     left = [(line, record["step"]) for line, record in _records(path) if record["step"] <= resume_after]
     kept, last_step = b"".join(line for line, _ in left), int(left[-1][1]) if left else None
     is_own = not path.is_symlink() and path.stat().st_nlink == 1
-    if is_own and kept == path.read_bytes():
+    if is_own and kept == read_bytes(path, 1 << 40):
         # nothing to write; the disk may be full
         return last_step
     try:
