@@ -68,7 +68,9 @@ class DecoderConfig:
       activation: "gelu" (tanh approximation, as GPT-2), "gelu_erf" (exact, as BERT), "relu", or with a
         second, gating projection "swiglu" or "geglu" (the same tanh approximation, as Gemma).
       bias: whether projections and layer norms have biases (the head has none).
-      qkv_bias: whether the projections of queries, keys and values have biases. None: as `bias`.
+      attention_bias: whether the projections of attention have biases. None: as `bias`.
+      qkv_bias: whether those of queries, keys and values have biases. None: as `attention_bias`.
+      norm_bias: whether layer norms have biases. None: as `bias`.
       query_scale: factor of the scores of attention. None: one over the root of head_dim.
       soft_cap: scores x become soft_cap * tanh(x / soft_cap), not by "cudnn". None: they stay.
       logits_soft_cap: the same of the logits.
@@ -127,7 +129,9 @@ class DecoderConfig:
     qk_norm_joint: bool = False
     activation: Activations = "gelu"
     bias: bool = True
+    attention_bias: bool | None = None
     qkv_bias: bool | None = None
+    norm_bias: bool | None = None
     query_scale: float | None = None
     soft_cap: float | None = None
     logits_soft_cap: float | None = None

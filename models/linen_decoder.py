@@ -32,6 +32,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.float8 import Products
 from shardtrain.models.residual_stream import STREAM, from_stream, read_by_products, to_stream, whole_seq
 from shardtrain.models.transformer import TABLE, too_long
+from shardtrain.models.transformer_options import BIASES, has_bias
 
 SAME = {
     "positions": "learned",
@@ -225,9 +226,9 @@ def _partitioned(init: Any, dims: tuple[str, ...], sizes: Mapping[str, int]) -> 
 def _unlike(config: DecoderConfig) -> list[str]:
     """List the options of a configuration that this model does not have."""
     heads = config.sizes[HEADS]
-    only = {**SAME, "num_kv_heads": heads, "qkv_bias": True}
-    qkv_bias = config.bias if config.qkv_bias is None else config.qkv_bias
-    given = {**vars(config), "num_kv_heads": config.num_kv_heads or heads, "qkv_bias": qkv_bias}
+    only = {**SAME, "num_kv_heads": heads, **dict.fromkeys(BIASES, True)}
+    biases = {name: has_bias(config, name) for name in BIASES}
+    given = {**vars(config), "num_kv_heads": config.num_kv_heads or heads, **biases}
     return [
         f"{name} is {given[name]!r}; the linen model has {value!r} only. Use {name}={value!r}, or Decoder."
         for name, value in only.items()

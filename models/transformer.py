@@ -30,7 +30,7 @@ from shardtrain.models.on_gpus import on_gpus, recomputed
 from shardtrain.models.residual_stream import from_stream, to_stream
 from shardtrain.models.rotary import block_frequencies, rotate
 from shardtrain.models.target import on_one_device
-from shardtrain.models.transformer_options import GATED, BlockOptions
+from shardtrain.models.transformer_options import GATED, BlockOptions, has_bias
 
 TABLE = (VOCAB, EMBED)
 
@@ -72,11 +72,11 @@ class Attention(nnx.Module):
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs, causal: bool = True):
         self.config, self.causal = config, causal
-        bias = config.bias if config.qkv_bias is None else config.qkv_bias
+        bias, bias_of_o = has_bias(config, "qkv_bias"), has_bias(config, "attention_bias")
         self.q = linear_of(config, (EMBED,), (HEADS, HEAD_DIM), rngs, bias=bias, name="q")
         self.k = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, bias=bias, name="k")
         self.v = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, bias=bias, name="v")
-        self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs, name="o")
+        self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs, bias=bias_of_o, name="o")
         # over each head, or over all together
         of_heads = ((dim,) * config.qk_norm_joint + (HEAD_DIM,) for dim in (HEADS, KV_HEADS))
         self.q_norm, self.k_norm = (norm_of(config, *dims) if config.qk_norm else None for dims in of_heads)
@@ -247,7 +247,8 @@ def norm_of(config: BlockOptions, *dims: str) -> Norm:
     """Make the norm over the last dims, by default over embed."""
     dims = dims or (EMBED,)
     sizes = [config.sizes[dim] for dim in dims]
-    return Norm(config.norm, *sizes, eps=config.eps, bias=config.bias, dtype=config.dtype, dims=dims)
+    bias = has_bias(config, "norm_bias")
+    return Norm(config.norm, *sizes, eps=config.eps, bias=bias, dtype=config.dtype, dims=dims)
 
 
 def too_long(num_tokens: int, seq: int) -> str:

@@ -90,7 +90,13 @@ class BlockOptions(Protocol):
     def qk_norm_joint(self) -> bool: ...
 
     @property
+    def attention_bias(self) -> bool | None: ...
+
+    @property
     def qkv_bias(self) -> bool | None: ...
+
+    @property
+    def norm_bias(self) -> bool | None: ...
 
     @property
     def query_scale(self) -> float | None: ...
@@ -128,6 +134,20 @@ def block_sizes(config: Any) -> dict[str, int]:
         HEAD_DIM: config.embed // config.num_heads if config.head_dim is None else config.head_dim,
         MLP: 4 * config.embed if config.mlp is None else config.mlp,
     }
+
+
+BIASES = {
+    "qkv_bias": ("qkv_bias", "attention_bias", "bias"),
+    "attention_bias": ("attention_bias", "bias"),
+    "norm_bias": ("norm_bias", "bias"),
+    "bias": ("bias",),
+}
+"""Option of biases -> the options of which the first that is not None says whether there are biases."""
+
+
+def has_bias(config: Any, option: str) -> bool:
+    """Return whether the parts of a block that an option of `BIASES` is about have biases."""
+    return next(value for name in BIASES[option] if (value := getattr(config, name)) is not None)
 
 
 def problems(config: Any) -> list[str]:

@@ -48,6 +48,7 @@ class VitConfig:
         mesh can divide.
       eps: added to the variance in the layer norms.
       activation: "gelu_erf" (exact) or "gelu" (tanh approximation).
+      qkv_bias: whether the projections of queries, keys and values have biases, as all others.
       dropout: rate on the embedding and on the outputs of attention and feed-forward, from the rng stream
         "dropout".
       remat: what the backward pass recomputes. "none": nothing. "weights": only casts and copies, so that no
@@ -84,6 +85,7 @@ class VitConfig:
     pooling: Poolings = "token"
     eps: float = 1e-12
     activation: Literal["gelu", "gelu_erf"] = "gelu_erf"
+    qkv_bias: bool = True
     dropout: float = 0.0
     remat: Remats = "weights"
     scan: bool = True

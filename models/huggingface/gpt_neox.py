@@ -11,6 +11,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.llama import EVERYWHERE, OF_TRAINING
 from shardtrain.models.huggingface.place import KERNELS, Copy, Family, Place, entry_problems, option_problems
 from shardtrain.models.huggingface.rope import rope_entries, rope_of, scaling_problems, scaling_text
+from shardtrain.models.transformer_options import has_bias
 
 PREFIX = "gpt_neox."
 HEAD = "embed_out.weight"
@@ -19,8 +20,8 @@ NEEDED = (
     "vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size",
     "num_hidden_layers", "num_attention_heads",
 )  # fmt: skip
-ONLY = {"hidden_act": tuple(ACTIVATIONS), "attention_bias": (True,)}
-CHOSEN = (*EVERYWHERE, *OF_TRAINING, "rotary_dims", "parallel", "activation")
+ONLY = {"hidden_act": tuple(ACTIVATIONS)}
+CHOSEN = (*EVERYWHERE, *OF_TRAINING, "rotary_dims", "parallel", "activation", "attention_bias")
 FIXED = {"positions": "rotary", "norm": "layernorm", "bias": True}
 
 
@@ -39,7 +40,8 @@ def places(config: DecoderConfig) -> Iterator[Place]:
             path=f"blocks/{path}/bias", name=f"{PREFIX}layers.{{}}.{name}.bias", dims=out, part=part,
             parts=of_array, by_head=bool(of_array),
         )  # fmt: skip
-        yield bias
+        if path.startswith("mlp/") or has_bias(config, "attention_bias"):
+            yield bias
         yield replace(
             bias, path=f"blocks/{path}/kernel", name=f"{PREFIX}layers.{{}}.{name}.weight", dims=(*into, *out),
             num_in=len(into), transposed=True,
@@ -82,6 +84,7 @@ def read(config: Mapping[str, Any]) -> tuple[list[str], Callable[[], DecoderConf
             rotary_dims=None if part == 1 else int(head_dim * part),
             eps=config.get("layer_norm_eps", 1e-5),
             activation=ACTIVATIONS[config.get("hidden_act", "gelu")],  # type: ignore[arg-type]
+            attention_bias=None if config.get("attention_bias", True) else False,
             parallel=config.get("use_parallel_residual", True),
             tied=config.get("tie_word_embeddings", False),
         )
@@ -106,7 +109,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "rotary_emb_base": config.theta,
         "rope_parameters": rope,
         "use_parallel_residual": config.parallel,
-        "attention_bias": True,
+        "attention_bias": has_bias(config, "attention_bias"),
         "attention_dropout": 0.0,
         "hidden_dropout": config.dropout,
         "tie_word_embeddings": config.tied,

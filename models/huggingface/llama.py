@@ -12,7 +12,7 @@ from shardtrain.models.huggingface.gpt2 import HEAD, head_places
 from shardtrain.models.huggingface.mixtures import ExpertNames, expert_places
 from shardtrain.models.huggingface.place import KERNELS, Copy, Family, Place, entry_problems, option_problems
 from shardtrain.models.huggingface.rope import rope_entries, rope_of, scaling_problems, scaling_text
-from shardtrain.models.transformer_options import GATED
+from shardtrain.models.transformer_options import GATED, has_bias
 
 PREFIX = "model."
 NEEDED = (
@@ -44,6 +44,7 @@ class Relative:
       foreign: configuration -> what else the family does not have.
       fused: queries, keys and values are one array, and so are the two projections of a gated feed-forward.
       eps: the entry of that option.
+      biases: switch in config.json -> the option of `BIASES` that it sets.
       experts: names of the arrays of its mixtures of experts; None: it has feed-forwards.
     """
 
@@ -59,6 +60,7 @@ class Relative:
     foreign: Callable[[DecoderConfig], list[str]] = lambda config: []
     fused: bool = False
     eps: str = "rms_norm_eps"
+    biases: Mapping[str, str] = field(default_factory=dict)
     experts: ExpertNames | None = None
 
 
@@ -75,7 +77,6 @@ FUSED["mlp/up"] = (FUSED["mlp/gate"][0], 1, FUSED["mlp/gate"][2])
 def _places(relative: Relative, config: DecoderConfig) -> Iterator[Place]:
     """List the places of a model, whose matrices are (out, in)."""
     yield Place(path="embedding", name=f"{PREFIX}embed_tokens.weight", dims=(VOCAB, EMBED))
-    qkv_bias = config.bias if config.qkv_bias is None else config.qkv_bias
     for path, name in _maps(config).items():
         into, out = KERNELS[path]
         name, part, parts = FUSED.get(path, (name, 0, ())) if relative.fused else (name, 0, ())
@@ -84,15 +85,22 @@ def _places(relative: Relative, config: DecoderConfig) -> Iterator[Place]:
             path=f"blocks/{path}/kernel", name=f"{stacked}.weight", dims=(*into, *out), num_in=len(into),
             transposed=True, part=part, parts=parts,
         )  # fmt: skip
-        if qkv_bias if path[-1] in "qkv" else config.bias:
+        if has_bias(config, _bias_option(path)):
             yield Place(path=f"blocks/{path}/bias", name=f"{stacked}.bias", dims=out, part=part, parts=parts)
     if relative.experts is not None:
         yield from expert_places(relative.experts, config, f"{PREFIX}layers.{{}}.")
     for path, name in _norms(config).items():
         yield Place(path=f"{path}/scale", name=f"{PREFIX}{name}.weight", dims=_normed(config, path))
-        if config.norm == "layernorm" and config.bias:
+        if config.norm == "layernorm" and has_bias(config, "norm_bias"):
             yield Place(path=f"{path}/bias", name=f"{PREFIX}{name}.bias", dims=(EMBED,))
     yield from head_places(config)
+
+
+def _bias_option(path: str) -> str:
+    """Return the option that says whether a linear map of a block has a bias."""
+    if path[-1] in "qkv":
+        return "qkv_bias"
+    return "attention_bias" if path.startswith("attention/") else "bias"
 
 
 def _maps(config: DecoderConfig) -> dict[str, str]:
@@ -159,13 +167,21 @@ def _read(relative: Relative, config: Mapping[str, Any]) -> tuple[list[str], Cal
             "eps": config.get(relative.eps, 1e-6),
             "tied": config.get("tie_word_embeddings", False),
         }
-        return DecoderConfig(**{**options, **relative.fixed, **relative.read(config)})
+        biases = _read_biases(relative, config)
+        return DecoderConfig(**{**options, **relative.fixed, **biases, **relative.read(config)})
 
     found = entry_problems(config, NEEDED, relative.only, "Decoder")
     if "rotary_dims" not in relative.chosen:
         # in the object of positions, or beside it
         found += entry_problems({**config, **rope}, (), {"partial_rotary_factor": (1.0,)}, "Decoder")
     return found + scaling_problems(rope) + relative.problems(config), made
+
+
+def _read_biases(relative: Relative, config: Mapping[str, Any]) -> dict[str, bool | None]:
+    """Return the options of biases that a family lets one choose; None where `bias` says the same."""
+    found = {option: bool(config.get(entry)) for entry, option in relative.biases.items()}
+    bias = found.get("bias", relative.fixed.get("bias"))
+    return {name: None if name != "bias" and value == bias else value for name, value in found.items()}
 
 
 def _write(relative: Relative, config: DecoderConfig) -> dict[str, Any]:
@@ -186,13 +202,14 @@ def _write(relative: Relative, config: DecoderConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "mlp_bias": False,
         "tie_word_embeddings": config.tied,
+        **{entry: has_bias(config, option) for entry, option in relative.biases.items()},
         **relative.write(config),
     }
 
 
 def _foreign(relative: Relative, config: DecoderConfig) -> list[str]:
     """See `Family.foreign`: options that the family does not let one choose."""
-    chosen = {*EVERYWHERE, *OF_TRAINING, *relative.chosen} - relative.fixed.keys()
+    chosen = {*EVERYWHERE, *OF_TRAINING, *relative.chosen, *relative.biases.values()} - relative.fixed.keys()
     defaults = {f.name: f.default for f in fields(DecoderConfig) if f.default is not MISSING}
     fixed = {name: (value,) for name, value in {**defaults, **relative.fixed}.items() if name not in chosen}
     return option_problems(config, fixed, relative.model_type) + relative.foreign(config)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP
+from shardtrain.models.transformer_options import has_bias
 from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_files import finite_number, whole_number
 
@@ -218,7 +219,8 @@ SIZES = (
     "relative_attention_num_buckets", "relative_attention_max_distance",
 )  # fmt: skip
 OPTIONAL = (
-    "n_inner", "num_key_value_heads", "num_decoder_layers", "head_dim", "sliding_window",
+    "n_inner", "attention_bias", "mlp_bias", "use_bias", "qkv_bias",
+    "num_key_value_heads", "num_decoder_layers", "head_dim", "sliding_window",
     "attn_logit_softcapping",
     "final_logit_softcapping", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
 )  # fmt: skip
@@ -233,6 +235,7 @@ RANGES = {
 FACTORS = ("short_factor", "long_factor")
 SWITCHES = (
     "tie_word_embeddings", "norm_topk_prob", "scale_decoder_outputs", "use_parallel_residual",
+    "attention_bias", "mlp_bias", "use_bias", "qkv_bias",
 )  # fmt: skip
 TABLES = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
 MOST_SIZE = 2**31 - 1
@@ -277,6 +280,13 @@ def problem_of(check: Callable[..., Any], *arguments: Any) -> list[str]:
     except ValueError as error:
         return [str(error)]
     return []
+
+
+def norm_bias_problems(config: Any, family: str) -> list[str]:
+    """Return the problem of layer norms without biases, which a family does not have."""
+    if has_bias(config, "norm_bias"):
+        return []
+    return [f"norm_bias is {config.norm_bias!r}; the layer norms of {family} have biases, use True"]
 
 
 def option_problems(config: Any, wanted: Mapping[str, tuple[Any, ...]], family: str) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 from shardtrain.axes import HEAD_DIM
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.llama import Relative, family
+from shardtrain.models.huggingface.place import norm_bias_problems
 from shardtrain.models.huggingface.rope import (
     rope_entries,
     rope_of,
@@ -21,7 +22,7 @@ from shardtrain.system.excerpts import short
 
 LIKE_LLAMA = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
 SILU = {"hidden_act": ("silu", "swish")}
-NO_BIAS = {"attention_bias": (False,)}
+BIASES = {"attention_bias": "attention_bias"}
 CAUSAL = {"use_bidirectional_attention": (False, None)}
 TANH = ("gelu_pytorch_tanh", "gelu_new")
 
@@ -34,8 +35,9 @@ def _derived_head_dim(config: DecoderConfig) -> list[str]:
 LLAMA = Relative(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    fixed=LIKE_LLAMA,
-    only={**SILU, **NO_BIAS, "mlp_bias": (False,)},
+    fixed={name: value for name, value in LIKE_LLAMA.items() if name != "bias"},
+    only=SILU,
+    biases={**BIASES, "mlp_bias": "bias"},
 )
 
 MISTRAL = Relative(
@@ -64,8 +66,9 @@ QWEN3 = Relative(
     architecture="Qwen3ForCausalLM",
     fixed={**LIKE_LLAMA, "qk_norm": True},
     write=lambda config: {"use_sliding_window": False},
-    only={**SILU, **NO_BIAS, "use_sliding_window": (False,)},
+    only={**SILU, "use_sliding_window": (False,)},
     defaults={"num_key_value_heads": 32, "head_dim": 128},
+    biases=BIASES,
 )
 
 
@@ -75,9 +78,10 @@ OLMO2 = Relative(
     fixed={
         **LIKE_LLAMA, "post_norm": True, "only_post_norm": True, "qk_norm": True, "qk_norm_joint": True,
     },
-    only={**SILU, **NO_BIAS},
+    only=SILU,
     defaults={"rms_norm_eps": 1e-5},
     foreign=_derived_head_dim,
+    biases=BIASES,
 )  # fmt: skip
 
 
@@ -125,17 +129,18 @@ PHI3 = Relative(
 STARCODER2 = Relative(
     model_type="starcoder2",
     architecture="Starcoder2ForCausalLM",
-    fixed={"positions": "rotary", "norm": "layernorm", "activation": "gelu", "bias": True},
-    chosen=("window",),
-    read=lambda config: {"window": config.get("sliding_window")},
-    write=lambda config: {
-        "sliding_window": config.window,
-        "hidden_act": "gelu_pytorch_tanh",
-        "use_bias": True,
+    fixed={"positions": "rotary", "norm": "layernorm", "activation": "gelu"},
+    chosen=("window", "norm_bias"),
+    # its norms have biases, whatever its projections have
+    read=lambda config: {
+        "window": config.get("sliding_window"),
+        "norm_bias": None if config["use_bias"] else True,
     },
-    only={"hidden_act": TANH, "use_bias": (True,)},
-    defaults={"num_key_value_heads": 2, "tie_word_embeddings": True, "norm_epsilon": 1e-5},
-    foreign=_derived_head_dim,
+    write=lambda config: {"sliding_window": config.window, "hidden_act": "gelu_pytorch_tanh"},
+    only={"hidden_act": TANH},
+    defaults={"num_key_value_heads": 2, "tie_word_embeddings": True, "norm_epsilon": 1e-5, "use_bias": True},
+    foreign=lambda config: _derived_head_dim(config) + norm_bias_problems(config, "starcoder2"),
+    biases={"use_bias": "bias"},
     eps="norm_epsilon",
 )
 
@@ -162,7 +167,8 @@ GEMMA = Relative(
     read=_embed_scale,
     write=lambda config: ACTIVATION,
     # published files say gelu, and their models have the tanh
-    only={"hidden_act": (*TANH, "gelu"), "hidden_activation": (*TANH, None), **NO_BIAS, **CAUSAL},
+    only={"hidden_act": (*TANH, "gelu"), "hidden_activation": (*TANH, None), **CAUSAL},
+    biases=BIASES,
     defaults={**OF_GEMMA, "num_key_value_heads": 16},
     foreign=_unlike_gemma,
 )
@@ -197,7 +203,8 @@ GEMMA2 = Relative(
     chosen=("embed_scale", "window", "full_every", "query_scale", *CAPS),
     read=lambda config: _gemma2_options(config, 2),
     write=_gemma2_entries,
-    only={"hidden_activation": TANH, **NO_BIAS, **CAUSAL},
+    only={"hidden_activation": TANH, **CAUSAL},
+    biases=BIASES,
     defaults={
         **OF_GEMMA,
         "num_key_value_heads": 4,
@@ -250,7 +257,8 @@ GEMMA3 = Relative(
     chosen=("embed_scale", "window", "full_every", "window_theta", "query_scale", *CAPS),
     read=_gemma3_options,
     write=_gemma3_entries,
-    only={"hidden_activation": TANH, **NO_BIAS, **CAUSAL},
+    only={"hidden_activation": TANH, **CAUSAL},
+    biases=BIASES,
     defaults={
         **OF_GEMMA,
         "num_key_value_heads": 4,

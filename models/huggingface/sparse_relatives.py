@@ -19,7 +19,7 @@ from shardtrain.models.huggingface.mixtures import (
     foreign_experts,
     sums_to_one,
 )
-from shardtrain.models.huggingface.relatives import MISTRAL, QWEN2, QWEN3
+from shardtrain.models.huggingface.relatives import LIKE_LLAMA, MISTRAL, QWEN2, QWEN3
 
 ALL_SPARSE = {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
 """Every block has a mixture."""
@@ -115,16 +115,18 @@ QWEN2_MOE = replace(
     QWEN2,
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
+    fixed=LIKE_LLAMA,
     chosen=("experts",),
     read=_of_experts(_qwen2_experts),
     write=lambda config: {
         **QWEN2.write(config),
         **_qwen_entries(config),
         "shared_expert_intermediate_size": _options(config).shared * config.sizes[MLP],
-        "qkv_bias": True,
     },
-    only={**QWEN2.only, **ALL_SPARSE, "qkv_bias": (True,)},
+    only={**QWEN2.only, **ALL_SPARSE},
+    biases={"qkv_bias": "qkv_bias"},
     defaults={
+        "qkv_bias": True,
         "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "norm_topk_prob": False,
         "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
     },

@@ -21,7 +21,7 @@ NEEDED = (
     "image_size", "patch_size", "num_channels", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads",
 )  # fmt: skip
-ONLY = {"hidden_act": tuple(ACTIVATIONS), "qkv_bias": (True,)}
+ONLY = {"hidden_act": tuple(ACTIVATIONS)}
 NUM_LABELS = 2
 """Classes of a configuration that names none."""
 
@@ -41,7 +41,8 @@ def places(config: VitConfig) -> Iterator[Place]:
         "mlp/down": f"{LAYER}output.dense",
     }
     for path, name in names.items():
-        yield from _linear(f"blocks/{path}", name, *KERNELS[path])
+        bias = config.qkv_bias or path[-1] not in "qkv"
+        yield from _linear(f"blocks/{path}", name, *KERNELS[path], bias=bias)
     yield from _linear("head", "classifier", (EMBED,), (VOCAB,))
     norms = {
         "blocks/attention_norm": f"{LAYER}layernorm_before",
@@ -53,11 +54,14 @@ def places(config: VitConfig) -> Iterator[Place]:
         yield Place(path=f"{path}/bias", name=f"{name}.bias", dims=(EMBED,))
 
 
-def _linear(path: str, name: str, into: tuple[str, ...], out: tuple[str, ...]) -> Iterator[Place]:
+def _linear(
+    path: str, name: str, into: tuple[str, ...], out: tuple[str, ...], bias: bool = True
+) -> Iterator[Place]:
     yield Place(
         path=f"{path}/kernel", name=f"{name}.weight", dims=(*into, *out), num_in=len(into), transposed=True
     )
-    yield Place(path=f"{path}/bias", name=f"{name}.bias", dims=out)
+    if bias:
+        yield Place(path=f"{path}/bias", name=f"{name}.bias", dims=out)
 
 
 def copies(config: VitConfig) -> tuple[Copy, ...]:
@@ -84,6 +88,7 @@ def read(config: Mapping[str, Any]) -> tuple[list[str], Callable[[], VitConfig]]
             num_heads=config["num_attention_heads"],
             mlp=config["intermediate_size"],
             eps=config.get("layer_norm_eps", 1e-12),
+            qkv_bias=bool(config.get("qkv_bias", True)),
             activation=ACTIVATIONS[config.get("hidden_act", "gelu")],  # type: ignore[arg-type]
         )
 
@@ -107,7 +112,7 @@ def write(config: VitConfig) -> dict[str, Any]:
         "layer_norm_eps": config.eps,
         "hidden_dropout_prob": config.dropout,
         "attention_probs_dropout_prob": 0.0,
-        "qkv_bias": True,
+        "qkv_bias": config.qkv_bias,
     }
 
 

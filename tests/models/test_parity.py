@@ -1,6 +1,7 @@
 """Our decoder and encoder against Hugging Face transformers, from the files of make_golden.py."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from shardtrain.models import huggingface
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
-from shardtrain.models.huggingface.families import read_config
+from shardtrain.models.huggingface.families import read_config, write_config
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -141,3 +142,119 @@ def test_padding_and_segments_are_in_the_file_of_the_encoder():
 
 def test_versions_are_recorded(golden):
     assert set(json.loads(str(golden["versions"]))) == {"torch", "transformers", "numpy"}
+
+
+SWITCHED = {
+    # golden file: (switches, endings of the names of arrays that then have biases, or have none)
+    "llama": ({"attention_bias": True, "mlp_bias": True}, "_proj"),
+    "qwen3": ({"attention_bias": True}, "[qkvo]_proj"),
+    "qwen3_moe": ({"attention_bias": True}, "[qkvo]_proj"),
+    "olmo2": ({"attention_bias": True}, "[qkvo]_proj"),
+    "gemma": ({"attention_bias": True}, "[qkvo]_proj"),
+    "gemma2": ({"attention_bias": True}, "[qkvo]_proj"),
+    "gemma3": ({"attention_bias": True}, "[qkvo]_proj"),
+    "gpt_neox": ({"attention_bias": False}, r"attention\.(query_key_value|dense)"),
+    "starcoder2": ({"use_bias": False}, "(_proj|c_fc)"),
+    "qwen2_moe": ({"qkv_bias": False}, "[qkv]_proj"),
+    "vit": ({"qkv_bias": False}, r"attention\.[qkv]_proj"),
+}
+
+
+def switched(name):
+    """Return the golden config with biases switched, its state dict, and the changed state dict."""
+    with np.load(GOLDEN / f"{name}.npz") as file:
+        golden = {each: file[each] for each in file.files}
+    entries, ending = SWITCHED[name]
+    config, state = json.loads(str(golden["config"])), part(golden, "weight/")
+    rng = np.random.default_rng(0)
+    changed = {}
+    for each, x in state.items():
+        layer, _, kind = each.rpartition(".")
+        if not (re.search(f"{ending}$", layer) and "experts" not in layer):
+            changed[each] = x
+        elif kind == "weight":
+            changed[each] = x
+            if any(entries.values()):
+                changed[f"{layer}.bias"] = rng.normal(0, 0.5, len(x)).astype(np.float32)
+    assert len(changed) != len(state)
+    return {**config, **entries}, config, state, changed
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_families_with_and_without_biases_come_back_bitwise(name):
+    hf_config, _, _, state = switched(name)
+    config, params = huggingface.from_huggingface(hf_config, state)
+    written = huggingface.to_huggingface(config, params)
+    assert len(written) == len(state)
+    assert name == "vit" or written.keys() == state.keys()  # it has the newer names
+    for each in written.keys() & state.keys():
+        np.testing.assert_array_equal(written[each], state[each], err_msg=each)
+    jax.tree.map(np.testing.assert_array_equal, huggingface.from_huggingface(hf_config, written)[1], params)
+    about = write_config(config, hf_config["model_type"])
+    assert {entry: about[entry] for entry in SWITCHED[name][0]} == SWITCHED[name][0]
+    again = read_config(json.loads(json.dumps(about)))[1]
+    assert again.sizes == config.sizes
+    assert vars(again) | {"head_dim": None, "mlp": None} == vars(config) | {"head_dim": None, "mlp": None}
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "starcoder2"])
+def test_a_model_without_biases_is_one_whose_biases_are_zero(name, pure, quick_jit):
+    """The logits of the one with biases are those of transformers, see above."""
+    hf_config, with_biases, state, changed = switched(name)
+    tokens = np.arange(24).reshape(2, 12) % 32
+    zeros = {each: changed.get(each, np.zeros_like(x)) for each, x in state.items()}
+    logits = []
+    for about, arrays in ((hf_config, changed), (with_biases, zeros)):
+        config, params = huggingface.from_huggingface(about, arrays)
+        logits.append(quick_jit(pure(config).apply)(params, tokens))
+    np.testing.assert_allclose(*logits, rtol=0, atol=1e-5)
+
+
+def test_the_logits_of_a_llama_with_biases(pure, quick_jit):
+    hf_config, _, _, state = switched("llama")
+    config, params = huggingface.from_huggingface(hf_config, state)
+    assert (config.bias, config.attention_bias) == (True, None)
+    tokens = np.arange(24).reshape(2, 12) % 32
+    logits = quick_jit(pure(config).apply)(params, tokens)
+    np.testing.assert_allclose(logits, llama_logits(hf_config, state, tokens), rtol=0, atol=1e-5)
+
+
+def llama_logits(config, state, tokens):
+    """The model of transformers in numpy, as modeling_llama.py computes it: float64, eager attention."""
+    state = {name: x.astype(np.float64) for name, x in state.items()}
+    num, dim, eps = config["num_attention_heads"], config["head_dim"], config["rms_norm_eps"]
+    repeats = num // config["num_key_value_heads"]
+    seq = tokens.shape[1]
+
+    def norm(x, name):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * state[f"{name}.weight"]
+
+    def linear(x, name):
+        return x @ state[f"{name}.weight"].T + state.get(f"{name}.bias", 0.0)
+
+    frequencies = config["rope_parameters"]["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
+    angles = np.tile(np.arange(seq)[:, None] * frequencies, 2)
+
+    def rotated(x):
+        turned = np.concatenate([-x[..., dim // 2 :], x[..., : dim // 2]], -1)
+        return x * np.cos(angles) + turned * np.sin(angles)
+
+    x = state["model.embed_tokens.weight"][tokens]
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        h = norm(x, f"{layer}input_layernorm")
+        q, k, v = (
+            linear(h, f"{layer}self_attn.{w}_proj").reshape(len(x), seq, -1, dim).swapaxes(1, 2)
+            for w in "qkv"
+        )
+        k, v = (np.repeat(each, repeats, 1) for each in (rotated(k), v))
+        scores = rotated(q) @ k.swapaxes(2, 3) / np.sqrt(dim)
+        scores = np.where(np.tri(seq, dtype=bool), scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        h = (weights / weights.sum(-1, keepdims=True) @ v).swapaxes(1, 2).reshape(len(x), seq, -1)
+        x = x + linear(h, f"{layer}self_attn.o_proj")
+        h = norm(x, f"{layer}post_attention_layernorm")
+        gate = linear(h, f"{layer}mlp.gate_proj")
+        h = gate / (1 + np.exp(-gate)) * linear(h, f"{layer}mlp.up_proj")
+        x = x + linear(h, f"{layer}mlp.down_proj")
+    return norm(x, "model.norm") @ state["lm_head.weight"].T
