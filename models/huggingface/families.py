@@ -229,6 +229,12 @@ def read_config(config: Mapping[str, Any]) -> tuple[Family, Any]:
     name = config.get("model_type", "")
     if name not in tuple(FAMILIES):
         checks.refuse("Hugging Face config", [unknown_family_text(name)])
+    if (quantized := config.get("quantization_config")) is not None:
+        text = (
+            f"quantization_config is {short(quantized)}, and quantized weights are not read; give it in"
+            " 16 or 32 bits, or load it with transformers, call model.dequantize() and save it again"
+        )
+        checks.refuse("Hugging Face config", [text])
     checks.refuse("Hugging Face config", value_problems(config))
     family = FAMILIES[name]
     problems, made = family.read(config)

@@ -69,6 +69,11 @@ class _OnDisk:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         with import_safetensors().safe_open(self._path, framework="np") as file:
             array = file.get_tensor(self._name)
+        if array.dtype.kind not in "iub" and (wrong := np.count_nonzero(~np.isfinite(array))):
+            raise ValueError(
+                f"{self._path} has {wrong:,} values that are no numbers (NaN or infinite) among the"
+                f" {array.size:,} of {self._name}; download or copy it again, or export the model anew"
+            )
         return array if dtype is None else array.astype(dtype)
 
 

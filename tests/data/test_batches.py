@@ -5,6 +5,7 @@ import json
 import math
 import threading
 from dataclasses import replace
+from typing import Any
 
 import grain
 import numpy as np
@@ -58,7 +59,7 @@ def test_a_dataset_of_grain_goes_on_at_a_saved_position():
         return {"x": index + random.random(1)}
 
     def batches():
-        source = grain.MapDataset.range(10).seed(5).shuffle().random_map(draw)
+        source: Any = grain.MapDataset.range(10).seed(5).shuffle().random_map(draw)
         return Batches(source=source, batch=4, seed=1, epochs=2)
 
     whole = list(batches().iterate())

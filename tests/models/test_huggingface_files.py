@@ -259,6 +259,21 @@ def test_arrays_that_are_no_parameters_are_refused(tmp_path):
     assert r"'a\x1b[2J' has control characters in its name" in said
 
 
+def test_values_that_are_no_numbers_are_named_with_their_array(tmp_path):
+    _, state = load("gpt2")
+    wrong = state["transformer.wpe.weight"].copy()
+    wrong[0, :2] = np.nan, np.inf
+    damaged = {**state, "transformer.wpe.weight": wrong}
+    said = import_with(tmp_path, {}, files={"model.safetensors": lambda path: save_file(damaged, path)})
+    assert "has 2 values that are no numbers (NaN or infinite) among the" in said
+    assert "of transformer.wpe.weight; download" in said
+
+
+def test_quantized_weights_are_named(tmp_path):
+    said = import_with(tmp_path, {"quantization_config": {"quant_method": "gptq"}})
+    assert "quantization_config is {'quant_method': 'gptq'}, and quantized weights are not read" in said
+
+
 def test_the_cache_of_the_hub_is_read_through_its_links(tmp_path):
     config, state = load("gpt2")
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0f", tmp_path / "models--a--b" / "blobs"
