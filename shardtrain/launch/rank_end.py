@@ -98,6 +98,11 @@ class RankEnd:
         return self.asked is not None or bool(CONSEQUENCE.search("\n".join(self.text.splitlines()[-5:])))
 
     @property
+    def killed(self) -> bool:
+        """Whether its keeper saw it killed, by someone outside of the launch: no rank does that to itself."""
+        return self.signal == signal.SIGKILL and self.asked is None and not (self.last.hung or self.orphaned)
+
+    @property
     def how(self) -> str:
         """How the rank ended: `exit code 1`, `SIGKILL`, ..."""
         if self.last.hung:

@@ -98,6 +98,15 @@ def test_a_killed_rank_is_the_first(left, tmp_path):
     assert "step 7\n(the kernel does that when memory runs out: see dmesg there" in ended.text
 
 
+def test_a_killed_rank_comes_before_one_that_gave_up_without_it(left, tmp_path):
+    abort = "Abort(1) on node 0: application called MPI_Abort(MPI_COMM_WORLD, 1) - process 0\n"
+    left(0, None, text=f"step 1\n{abort}", touched=111.0)
+    left(1, 137, 112, signal=9)
+    found = told(tmp_path, 1)
+    assert found.code == 137
+    assert "island 1 failed first: rank 1 on n1, killed by SIGKILL" in found.text
+
+
 @pytest.mark.parametrize(
     ("said", "code"), [("application called MPI_Abort(MPI_COMM_WORLD, 7) - process 2\n", 7), ("", 5)]
 )
