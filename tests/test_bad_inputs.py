@@ -220,7 +220,7 @@ OPTIONS = {
     "--data nope/": "nope is not there, or empty; give a text file or a folder of them",
     "--data folder": "folder holds nothing to read | give a text file or a folder of them",
     "--data short.txt": "has 4 tokens; 2 windows of seq 16 need 2 * (16 + 1) = 34. Give more, or use seq 1",
-    "--data binary.txt": "binary.txt; give text files",
+    "--data binary.txt": "binary.txt (it is in UTF-16, | iconv -f UTF-16 -t UTF-8); give text files",
     "--data.seq 0": "seq is 0; use 1 or more",
     "--data.heldout-fraction 2": "heldout_fraction is 2.0; use 0 (nothing held out) or more, below 1",
     "--data.heldout-fraction nan": "heldout_fraction is nan",

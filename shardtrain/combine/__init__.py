@@ -88,7 +88,7 @@ def make_combiner(text: str) -> Combiner:
             hint = f"{name!r}{hint_on_order}, such as 'int8+mean'" if name in other else near(name, table)
             problems.append(f"{kind} {hint}")
             continue
-        if [each.partition(":")[0].strip() for each in codecs].count(name) > 1:
+        if name != "scale" and [each.partition(":")[0].strip() for each in codecs].count(name) > 1:
             problems.append(
                 f"codec {name!r} is given twice, and sends no less the second time; write it once"
             )

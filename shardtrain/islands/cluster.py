@@ -21,7 +21,7 @@ KEY, LINK = "islands", "link_gb_per_second"
 """The keys of a cluster file; by the first it differs from a layout."""
 
 MOST_FILE_BYTES = 1 << 16
-MOST_ISLANDS = 1 << 20
+MOST_ISLANDS, MOST_NUMBER = 1 << 20, 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +57,9 @@ class IslandKind:
         if not problems:
             numbers = {name: getattr(self, name) for name in ("count", "nodes", "processes", "devices")}
             problems += [
-                f"{name} is {value}; use 1 to {MOST_ISLANDS}"
+                f"{name} is {value}; use 1 to {MOST_NUMBER}"
                 for name, value in numbers.items()
-                if value is not None and not 1 <= value <= MOST_ISLANDS
+                if value is not None and not 1 <= value <= MOST_NUMBER
             ]
             problems += [] if problems else self._uneven()
             problems += self._option_problems()
@@ -110,12 +110,12 @@ class IslandKind:
 def option_problem(text: str) -> str:
     """Return why an option of a batch system would become other lines or options of its script; "" if not.
 
-    >>> option_problem("a100&nvlink"), option_problem("a100 --uid=0")
+    >>> option_problem("a100&nvlink"), option_problem("a100 --mem=0")
     ('', 'has another option in it; give each by itself')
     """
     if len(text.splitlines()) != 1 or not text.isprintable():
         return "is more than one line, or has control characters; give each option by itself, in one line"
-    return "has another option in it; give each by itself" if re.search(r"\s-|\s#", text) else ""
+    return "has another option in it; give each by itself" if re.search(r"(^|\s)-|\s#", text) else ""
 
 
 @dataclass(frozen=True, kw_only=True)

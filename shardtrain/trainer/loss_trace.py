@@ -117,26 +117,35 @@ def _couplings(
         if difference is not None and difference < ROUNDING:
             return []
         return [coupling_text(f"{line} {each.what}", num_parts) for line, each in found.items()]
+    unexplained = _unexplained_difference(model, loss, batch, traced, prime, in_library)
+    return [coupling_text(unexplained, num_parts)] if unexplained else []
+
+
+def _unexplained_difference(
+    model: Model, loss: Loss, batch: Mapping[str, np.ndarray], traced: Any, prime: int, in_library: bool
+) -> str:
+    """Compute a few rows of a model or loss of the user's own, and describe how they differ from their parts.
+
+    Args:
+      model, loss, batch, traced, prime: as for `_couplings`.
+      in_library: whether rows also meet in training where the documents say so.
+    """
     programs = equations(traced)
     if not any(each.line != "?" and not each.line.startswith(FOLDER) for each in programs):
-        return []  # model and loss are of this library
+        return ""
     allowed = SEEN if all(map(_is_precise, programs)) else SEEN_IN_16_BITS
-    for train, what in (
-        (True, f"the loss and its gradient of {ROWS} rows differ"),
-        (False, f"the loss in evaluation of {ROWS} rows differs"),
-    ):
-        if train and in_library:
-            continue
-        found_difference = row_difference(
-            model, loss, batch, train=train, num_trials=2, most_flops=MOST_FLOPS
-        )
-        if found_difference is not None and found_difference > allowed:
-            text = (
-                f"{what} by {min(found_difference, 99):.1%} from the sum of their {PARTS} parts, so rows"
-                " depend on each other, on their number or on their places"
+    ways = [] if in_library else [(True, f"the loss and its gradient of {ROWS} rows differ")]
+    with suppress(UserCodeFailed, ValueError):  # it may not be for evaluation
+        if _differences(programs, equations(trace_loss(model, loss, batch, 2 * prime, False))):
+            ways.append((False, f"the loss in evaluation of {ROWS} rows differs"))
+    for train, what in ways:
+        found = row_difference(model, loss, batch, train=train, num_trials=2, most_flops=MOST_FLOPS)
+        if found is not None and found > allowed:
+            return (
+                f"{what} by {min(found, 99):.1%} from the sum of their {PARTS} parts, so rows depend on each"
+                " other, on their number or on their places"
             )
-            return [coupling_text(text, num_parts)]
-    return []
+    return ""
 
 
 def _is_precise(traced: TracedEquation) -> bool:

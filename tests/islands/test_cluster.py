@@ -73,7 +73,7 @@ def test_options_for_a_launcher_that_takes_none_are_refused(tmp_path):
         ("[[islands]]\ncuont = 1\nkind = 'a'\n", "[[islands]] 0: this kind of islands cannot be read:"),
         ("[[islands]]\ncuont = 1\nkind = 'a'\n", "unknown key 'cuont' (did you mean 'count'?)"),
         ("[[islands]]\ncount = 1\n", "kind is missing; give these islands a name"),
-        ("[[islands]]\nkind = 'a'\ncount = 0\n", "islands of kind 'a':\n  - count is 0; use 1 to 1048576"),
+        ("[[islands]]\nkind = 'a'\ncount = 0\n", "islands of kind 'a':\n  - count is 0; use 1 to 2147483648"),
         (
             "[[islands]]\nkind = 'a'\nprocesses = 4\nnodes = 3\n",
             "processes is 4, on nodes = 3: 4 % 3 = 1; use nodes = 1 or 2 or 4",
@@ -91,7 +91,7 @@ def test_options_for_a_launcher_that_takes_none_are_refused(tmp_path):
         ),
         ("x = [", "is not a cluster in TOML"),
         ("[[islands]]\nkind = 'a'\ncount = " + "9" * 4000, "islands.0.count is an integer of about 4,0"),
-        ("[[islands]]\nkind = 'a'\nprocesses = 1152921504606846976\nnodes = 7\n", "use 1 to 1048576"),
+        ("[[islands]]\nkind = 'a'\nprocesses = 1152921504606846976\nnodes = 7\n", "use 1 to 2147483648"),
         (
             "[[islands]]\nkind = 'a'\nlaunch.slurm.constraint = 'x --uid=0'\n",
             "launch.slurm.constraint is 'x --uid=0', which has another option in it",
