@@ -249,14 +249,18 @@ TAR = b"\0" * 257 + b"ustar" + b"\0" * 250
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("a.tar.gz", gzip.compress(TAR), "it is a tar file compressed by gzip, and read uncompressed alone;"),
-        ("a.tgz", gzip.compress(TAR), r"it is a tar file compressed by gzip, .* gunzip -k .*a\.tgz"),
-        ("shard", gzip.compress(TAR), "it is a tar file compressed by gzip"),
+        (
+            "a.tar.gz",
+            gzip.compress(TAR, mtime=0),
+            "it is a tar file compressed by gzip, and read uncompressed alone;",
+        ),
+        ("a.tgz", gzip.compress(TAR, mtime=0), r"it is a tar file compressed by gzip, .* gunzip -k .*a\.tgz"),
+        ("shard", gzip.compress(TAR, mtime=0), "it is a tar file compressed by gzip"),
         ("a.tar.xz", lzma.compress(TAR), r"it is a tar file compressed by xz, .* unxz -k .*a\.tar\.xz"),
         ("a.tar.bz2", bz2.compress(TAR), "it is a tar file compressed by bzip2"),
         (
             "a.txt.gz",
-            gzip.compress(b"text"),
+            gzip.compress(b"text", mtime=0),
             r"it is compressed by gzip; decompress it: gunzip -k .*\.txt\.gz",
         ),
         ("a.zip", b"PK\x03\x04", "it is a zip archive; unpack it: unzip "),
@@ -264,13 +268,13 @@ TAR = b"\0" * 257 + b"ustar" + b"\0" * 250
         ("a.pkl", b"\x80\x04", "it is a pickle of Python, which may run code; write its rows"),
         (
             "a.jsonl.gz",
-            gzip.compress(TAR),
+            gzip.compress(TAR, mtime=0),
             r"a\.jsonl\.gz: what it compresses cannot be read: it is a tar file",
         ),
-        ("a.jsonl", gzip.compress(b"{}"), r"a\.jsonl: it is compressed by gzip; decompress it"),
+        ("a.jsonl", gzip.compress(b"{}", mtime=0), r"a\.jsonl: it is compressed by gzip; decompress it"),
         ("a.txt", b"PAR1\xff", r"a\.txt, row 0: it is a Parquet file; give it the ending \.parquet"),
-        ("a.tar", gzip.compress(TAR), r"a\.tar: it is compressed by gzip; decompress it"),
-        ("a.tfrecord", gzip.compress(TAR), r"a\.tfrecord: it is compressed by gzip; decompress it"),
+        ("a.tar", gzip.compress(TAR, mtime=0), r"a\.tar: it is compressed by gzip; decompress it"),
+        ("a.tfrecord", gzip.compress(TAR, mtime=0), r"a\.tfrecord: it is compressed by gzip; decompress it"),
     ],
 )
 def test_a_file_of_another_kind_is_named_with_what_to_do(name, content, problem, tmp_path, capsys):
