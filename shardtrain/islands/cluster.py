@@ -115,7 +115,7 @@ def option_problem(text: str) -> str:
     """
     if len(text.splitlines()) != 1 or not text.isprintable():
         return "is more than one line, or has control characters; give each option by itself, in one line"
-    return "has another option in it; give each by itself" if re.search(r"(^|\s)-|\s#", text) else ""
+    return "has another option in it; give each by itself" if re.search(r"\s-|\s#", text) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
