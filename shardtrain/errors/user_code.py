@@ -42,7 +42,7 @@ def user_code(where: Callable[[BaseException], str]) -> Iterator[None]:
         raise
     except SystemExit as error:
         # it would end one rank of several, in the middle of a run, as if all were done
-        text = f"called sys.exit({error.code!r}), and shardtrain goes on after it; raise an exception to stop"
+        text = f"called sys.exit({error.code!r}); raise an exception to stop the run, or return"
         raise UserCodeFailed(f"{where(error)} {text}") from error
     except Exception as error:
         if isinstance(error, OWN_MISTAKES) and _raised_here(error.__traceback__):

@@ -11,6 +11,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -56,7 +57,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as mistake:
         terminal.err(f"shardtrain.launch.rank: {mistake}\n")
         return MISTAKE
-    return Keeper(options.logs, environment, seat, signal.Signals[f"SIG{options.usr1}"]).run(program)
+    close_listeners()
+    try:
+        keeper = Keeper(options.logs, environment, seat, signal.Signals[f"SIG{options.usr1}"])
+    except OSError as error:
+        terminal.err(
+            f"shardtrain.launch.rank: the log of rank {environment.rank} cannot be written: {error}\n"
+        )
+        return MISTAKE
+    return keeper.run(program)
+
+
+def close_listeners() -> None:
+    """Close the listening sockets that a launcher left open: MPICH's listens on all addresses."""
+    with contextlib.suppress(FileNotFoundError):  # a system without /proc
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # it is no socket, or the one by which the folder was listed
+                found = socket.socket(fileno=int(name))
+                listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                os.close(found.detach()) if listens else found.detach()
 
 
 def _split(arguments: Sequence[str]) -> list:
@@ -94,7 +113,7 @@ class Keeper:
         self._lost = self._record_path.with_suffix(LOST)
         for of_an_earlier_start in (self._step_file, self._lost):
             of_an_earlier_start.unlink(missing_ok=True)
-        self._log.touch()
+        open_own(self._log, append=True).close()
         names = ("rank", "size", "host")
         self._record: dict[str, Any] = {name: getattr(environment, name) for name in names} | vars(seat)
         self._record |= dict.fromkeys(("asked", "code", "signal", "end_seconds"))

@@ -36,9 +36,10 @@ def row_difference(
     num_trials: int = TRIALS,
     most_flops: float = math.inf,
 ) -> float | None:
-    """Return how far a few rows have another sum, count or gradient than their parts, 1e-3 being 0.1 %.
+    """Return the largest relative difference between a few rows and the sum of their parts; 1e-3 is 0.1 %.
 
-    None for a model that is too large to try, calls Python, does not take so few rows, or gives no numbers.
+    The sum and the count of the loss are compared, and its gradients. None for a model that is too large to
+    try, calls Python, does not take so few rows, or gives no numbers.
 
     Args:
       model: the whole model.
@@ -55,67 +56,77 @@ def row_difference(
     params, model_state = jax.jit(model.init, compiler_options=options)(new_key(0))
     # what begins at zero would hide what it multiplies
     params = jax.tree.map(_moved, params)
-
-    def of_parts(number: int) -> Callable[[Any, Mapping[str, np.ndarray]], Any]:
-        size = ROWS // number
-        program = trace_loss(model, loss, batch, size, train)
-        if program.effects:
-            raise ValueError("it calls Python, which may count its calls")
-        traced = jaxpr_as_fun(program)
-
-        def sums(params: Any, state: Any, key: jax.Array, part: Any) -> Any:
-            total, count, *_ = traced(*jax.tree.leaves((key, params, state, part)))
-            return total, count
-
-        def without_gradients(*inputs: Any) -> Any:
-            return sums(*inputs), ()
-
-        def inputs(state: Any, rows: Mapping[str, np.ndarray], start: int) -> Any:
-            part = {name: x[start : start + size] for name, x in rows.items()}
-            return params, state, row_key(new_key(0), start, size, model.draws), part
-
-        compute = jax.jit(value_and_grad(sums) if train else without_gradients, compiler_options=options)
-        lowered = compute.lower(*inputs(model_state, choose(0), 0))
-        if (lowered.cost_analysis() or {}).get("flops", 0) > most_flops:
-            raise ValueError("it takes too long")
-        compiled = lowered.compile()
-
-        def totals(state: Any, rows: Mapping[str, np.ndarray]) -> Any:
-            found = []
-            for start in range(0, ROWS, size):
-                (total, count), grads = compiled(*inputs(state, rows, start))
-                entries = [
-                    np.ravel(x) for x in jax.tree.leaves(grads) if jnp.issubdtype(x.dtype, jnp.floating)
-                ]
-                found.append((np.float64(total), np.float64(count), np.concatenate([[0.0], *entries])))
-            return zip(*found, strict=True)
-
-        return totals
-
-    def choose(trial: int) -> dict[str, np.ndarray]:
-        random, size = np.random.default_rng(trial), len(next(iter(batch.values())))
-        chosen = random.choice(size, ROWS, replace=size < ROWS)
-        rows = {name: np.asarray(x)[chosen] for name, x in batch.items()}
-        if trial == 0 and "weights" in rows:
-            # a part of padding alone
-            rows["weights"][: ROWS // PARTS] = 0
-        return rows
-
     worst = 0.0
     with jax.sharding.use_abstract_mesh(ONE):
         try:
-            whole, parts = of_parts(1), of_parts(PARTS)
+            whole, parts = (
+                _compiled(model, loss, (params, model_state, _chosen(batch, 0)), size, train, most_flops)
+                for size in (ROWS, ROWS // PARTS)
+            )
             # parts may be alike by chance, such as in the number of rows of each class
             for trial in range(num_trials):
                 # a model may begin to do something once it has counted its steps
-                state, rows = jax.tree.map(partial(_counted, 1000 * trial), model_state), choose(trial)
-                both = zip(whole(state, rows), map(np.array, parts(state, rows)), strict=True)
+                state, rows = (
+                    jax.tree.map(partial(_counted, 1000 * trial), model_state),
+                    _chosen(batch, trial),
+                )
+                both = zip(whole(params, state, rows), map(np.array, parts(params, state, rows)), strict=True)
                 for (total,), each in both:
                     size = np.abs(each).sum(0).max()
                     worst = np.maximum(worst, np.abs(total - each.sum(0)).max() / np.maximum(size, TINY))
-        except Exception:  # what it cannot show stays said
+        except Exception:  # of any code of the model: then it is not known
             return None
     return float(worst) if np.isfinite(worst) else None
+
+
+def _chosen(batch: Mapping[str, np.ndarray], trial: int) -> dict[str, np.ndarray]:
+    """Return some rows of a batch; in the first trial a part of them has weights of 0, as padding has."""
+    random, size = np.random.default_rng(trial), len(next(iter(batch.values())))
+    chosen = random.choice(size, ROWS, replace=size < ROWS)
+    rows = {name: np.asarray(x)[chosen] for name, x in batch.items()}
+    if trial == 0 and "weights" in rows:
+        rows["weights"][: ROWS // PARTS] = 0
+    return rows
+
+
+def _compiled(
+    model: Model, loss: Loss, example: tuple[Any, Any, Any], size: int, train: bool, most_flops: float
+) -> Callable[..., Any]:
+    """Return (params, model state, rows) -> sums, counts and gradients of the parts of `size` rows.
+
+    Raises:
+      ValueError: the program calls Python, or takes more than `most_flops`.
+    """
+    program = trace_loss(model, loss, example[2], size, train)
+    if program.effects:
+        raise ValueError("it calls Python, which may count its calls")
+    traced = jaxpr_as_fun(program)
+
+    def sums(params: Any, state: Any, key: jax.Array, part: Any) -> Any:
+        total, count, *_ = traced(*jax.tree.leaves((key, params, state, part)))
+        return total, count
+
+    def inputs(params: Any, state: Any, rows: Mapping[str, np.ndarray], start: int = 0) -> Any:
+        part = {name: x[start : start + size] for name, x in rows.items()}
+        return params, state, row_key(new_key(0), start, size, model.draws), part
+
+    compute = value_and_grad(sums) if train else lambda *given: (sums(*given), ())
+    lowered = jax.jit(compute, compiler_options=quick_options(jax.default_backend())).lower(
+        *inputs(*example, 0)
+    )
+    if (lowered.cost_analysis() or {}).get("flops", 0) > most_flops:
+        raise ValueError("it takes too long")
+    compiled = lowered.compile()
+
+    def of_parts(*given: Any) -> Any:
+        found = []
+        for start in range(0, ROWS, size):
+            (total, count), grads = compiled(*inputs(*given, start=start))
+            entries = [np.ravel(x) for x in jax.tree.leaves(grads) if jnp.issubdtype(x.dtype, jnp.floating)]
+            found.append((np.float64(total), np.float64(count), np.concatenate([[0.0], *entries])))
+        return zip(*found, strict=True)
+
+    return of_parts
 
 
 def _counted(steps: int, x: jax.Array) -> jax.Array:

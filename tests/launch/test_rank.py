@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -54,6 +55,39 @@ def test_a_second_start_adds_to_the_log_and_passes_on_its_own(tmp_path):
     assert (tmp_path / "logs/rank-1.log").read_text() == "one\ntwo\n"
     assert record(tmp_path, 1)["log_from"] == 4
     assert [path.name for path in tmp_path.glob("logs/*.lost")] == ["rank-0.lost"]
+
+
+LISTENS = """
+import os, socket
+for name in os.listdir("/proc/self/fd"):
+    try:
+        each = socket.socket(fileno=os.dup(int(name)))
+        print(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    except OSError:
+        pass
+"""
+
+
+def test_the_program_has_no_socket_that_listens_for_its_launcher(tmp_path):
+    keeper, command = words(tmp_path, program=LISTENS)
+    ours, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ours, theirs:
+        kept_open = (listener.fileno(), ours.fileno())
+        done = subprocess.run(
+            [*keeper, *command], cwd=ROOT, capture_output=True, text=True, check=False, pass_fds=kept_open
+        )
+    # what connects it with the launcher stays
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_a_log_that_is_a_link_is_not_written_through(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rank-0.log").symlink_to(tmp_path / "theirs")
+    done = kept(tmp_path, "print('a')")
+    assert done.returncode == 2
+    assert "the log of rank 0 cannot be written: " in done.stderr
+    assert "is a link, which is not followed; remove it" in done.stderr
+    assert not (tmp_path / "theirs").exists()
 
 
 def test_a_signal_that_ends_the_program_is_told(tmp_path):

@@ -104,7 +104,7 @@ def test_a_folder_is_loaded_as_a_model(base):
 
 
 def test_the_tokens_that_end_a_text_come_through(base, tmp_path, one_device, capsys):
-    """Of both files, by an import and its export, and by a run that starts from it, and goes on."""
+    """Import, export, and a run that starts from the import keep the end tokens of both files."""
     folder, imported = tmp_path / "base", tmp_path / "in"
     shutil.copytree(base[0], folder)
     config = json.loads((folder / "config.json").read_text())

@@ -185,21 +185,26 @@ def open_arrow(path: Path, folder: Path | None = None) -> Columns:
         mapped = pyarrow.memory_map(str(path))
         if mapped.read(6) == b"ARROW1":
             file = pyarrow.ipc.open_file(mapped)
-            batches = [file.get_batch(i) for i in range(file.num_record_batches)]
+            # decoded anew for each column: all batches of a compressed file would fill the memory
+            get_batch, num_batches = file.get_batch, file.num_record_batches
         else:
             mapped.seek(0)
             file = pyarrow.ipc.open_stream(mapped)
             batches = list(file)
-        names = file.schema.names
+            get_batch, num_batches = batches.__getitem__, len(batches)
+        names, sizes = file.schema.names, [get_batch(i).num_rows for i in range(num_batches)]
     except Exception as error:
         raise BadData(path, f"it is no whole Arrow file ({first_line(error)})") from None
-    sizes = [batch.num_rows for batch in batches]
+
+    lock = threading.Lock()
 
     def load(group: int, name: str) -> Any:
         # beyond the end of a mapped file a signal would end the process
         if path.stat().st_size < num_bytes:
             raise ValueError("the file was cut off since it was opened")
-        column = _checked(batches[group].column(name))
+        with lock:
+            batch = get_batch(group)
+        column = _checked(batch.column(name))
         # two arrays are copied into one, which does not change with the file
         return pyarrow.concat_arrays([column, column[:0]])
 
