@@ -77,7 +77,7 @@ import numpy as np
 import pytest
 from compiled_programs import keep_every_program
 
-pytest_plugins = ["retry_alone"]
+pytest_plugins = ["retry_alone", "guarded_readers"]
 
 keep_every_program()
 # how long an example takes says nothing where other work shares the cores

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
+from guarded_readers import EVIL, garbled, spoilt
 from PIL import Image
 from written_formats import DOCUMENTS, WRITERS, picture
 
@@ -33,7 +34,6 @@ from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer.choices import read_questions
 from shardtrain.trainer.program_cache import WHOLE, drop_broken
 from shardtrain.trainer.strategy import read_strategy
-from tests.test_fuzz import EVIL, garbled, guarded, spoilt  # noqa: F401
 
 NUMBERS = (-1, 0, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63)
 MOST_ROWS = 60
@@ -77,7 +77,7 @@ def read_rows(path: Path, name: str, folder: Path | None) -> int:
 
 
 @pytest.mark.parametrize("name", [*WRITERS, "images"])
-def test_formats_of_data(name, guarded, tmp_path, number):  # noqa: F811
+def test_formats_of_data(name, guarded, tmp_path, number):
     folder, rng, found = tmp_path / "data", random.Random(name), []
     folder.mkdir()
     if name == "images":
@@ -99,7 +99,7 @@ def test_formats_of_data(name, guarded, tmp_path, number):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["jsonl", "tfrecord", "tar", "images"])
-def test_indices_of_rows(name, guarded, tmp_path, number):  # noqa: F811
+def test_indices_of_rows(name, guarded, tmp_path, number):
     """Of a run folder, which may come from elsewhere."""
     folder, index, rng = tmp_path / "data", tmp_path / "index", random.Random(name)
     (folder / "cat").mkdir(parents=True)
@@ -122,7 +122,7 @@ def test_indices_of_rows(name, guarded, tmp_path, number):  # noqa: F811
     assert b"secret" not in repr(guarded(lambda: read_rows(opened, name, index))).encode()
 
 
-def test_images(guarded, number):  # noqa: F811
+def test_images(guarded, number):
     rng = random.Random("image")
     contents = [picture(i, (20, 30), kind) for i, kind in enumerate(("PNG", "JPEG", "GIF", "BMP", "TIFF"))]
     strip = io.BytesIO()
@@ -141,7 +141,7 @@ def test_images(guarded, number):  # noqa: F811
     assert any(isinstance(each, Exception) for each in found)
 
 
-def test_audio(guarded, tmp_path, number):  # noqa: F811
+def test_audio(guarded, tmp_path, number):
     rng, contents = random.Random("audio"), {}
     (tmp_path / "data" / "rain").mkdir(parents=True)
     for suffix in ("wav", "flac", "ogg"):
@@ -165,7 +165,7 @@ def test_audio(guarded, tmp_path, number):  # noqa: F811
     assert isinstance(guarded(lambda: read(tmp_path / "data" / "rain" / "b.wav")), BadData)
 
 
-def test_tokenizer_folders(guarded, tmp_path, number):  # noqa: F811
+def test_tokenizer_folders(guarded, tmp_path, number):
     rng = random.Random("tokenizer folder")
     path, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
     train_tokenizer(["a b c"], 260, path)
@@ -192,7 +192,7 @@ def test_tokenizer_folders(guarded, tmp_path, number):  # noqa: F811
         guarded(opened)
 
 
-def test_program_caches(guarded, tmp_path, number):  # noqa: F811
+def test_program_caches(guarded, tmp_path, number):
     rng, listed = random.Random("programs"), tmp_path / WHOLE
     (tmp_path / "a-cache").write_bytes(b"damaged")
     for _ in range(number):
@@ -223,7 +223,7 @@ LINES: dict[str, tuple[Callable[[Path], Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_json_lines(name, guarded, tmp_path, number):  # noqa: F811
+def test_json_lines(name, guarded, tmp_path, number):
     read, value = LINES[name]
     path, rng = tmp_path / "a.jsonl", random.Random(name)
     for i in range(number):
@@ -237,7 +237,7 @@ def test_json_lines(name, guarded, tmp_path, number):  # noqa: F811
 
 
 @pytest.mark.parametrize("read", [read_cluster, read_strategy, read_hostfile, read_manifest])
-def test_files_of_clusters_and_runs(read, guarded, tmp_path, number):  # noqa: F811
+def test_files_of_clusters_and_runs(read, guarded, tmp_path, number):
     path, rng = tmp_path / "manifest.json", random.Random(read.__name__)
     values = [json.dumps(each).encode() for each in EVIL] + [b"9" * 4000, b"1" + b"0" * 30, b"-1", b"inf"]
     for i in range(number):
