@@ -17,6 +17,7 @@ from shardtrain.optim.matrices import decayed, muon_dims
 from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, make_optimizer
 from shardtrain.optim.schedules import SCHEDULES, Schedule, make_schedule
 from shardtrain.optim.separable import coupling_problems, order_problems, share_problems
+from shardtrain.sharding.array_dims import is_dims
 
 
 @pytest.mark.parametrize(
@@ -360,10 +361,14 @@ def by_number(grad):
     ],
 )
 def test_optimizers_that_mix_arrays_or_layers_are_detected(optimizer, problems):
-    model = from_nnx(DecoderConfig(vocab=32, seq=8, embed=16, num_layers=3, num_heads=2))
-    params, _ = jax.eval_shape(model.init, jax.random.key(0))
-    made, _ = make_optimizer(optimizer, 100, model.dims)
-    found = coupling_problems(made, model.dims, params) or share_problems(made, model.dims, params)
+    dims = {
+        "blocks": {"bias": ("layers", "mlp"), "kernel": ("layers", "embed", "mlp")},
+        "head": {"bias": ("vocab",), "kernel": ("embed", "vocab")},
+        "input": {"bias": ("embed",), "kernel": ("features", "embed")},
+    }
+    params = jax.tree.map(lambda names: np.ones((3, 4, 5)[: len(names)]), dims, is_leaf=is_dims)
+    made, _ = make_optimizer(optimizer, 100, dims)
+    found = coupling_problems(made, dims, params) or share_problems(made, dims, params)
     assert len(found) == len(problems)
     assert all(part in text for part, text in zip(problems, found, strict=True))
 

@@ -26,11 +26,10 @@ BATCH = {
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.dense = nnx.Linear(8, 8, rngs=rngs)
-        self.drop, self.cell = nnx.Dropout(0.5, rngs=rngs), nnx.RNN(nnx.GRUCell(8, 8, rngs=rngs))
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        found: Any = self.cell(self.drop(self.dense(x)))
-        return found[:, -1]
+        return self.drop(self.dense(x)).mean(1)
 
 
 def plain(apply, batch, x=None, of_sum=lambda total: total):
@@ -166,8 +165,22 @@ def warnings(loss, num_parts, model: Any = Net, batch=BATCH, num_microbatches=1)
     return found.warnings
 
 
+COMPUTED = (
+    "pairs",
+    "centred",
+    "looked up",
+    "of classes",
+    "an offset in the count",
+    "rows by number",
+    "a loop",
+)
+"""Those of which a few rows are computed as well; the others are as a model that is too large."""
+
+
 @pytest.mark.parametrize("name", COUPLED)
-def test_the_line_of_dependent_rows_is_named(name):
+def test_the_line_of_dependent_rows_is_named(name, monkeypatch):
+    if name not in COMPUTED:
+        monkeypatch.setattr(loss_trace, "row_difference", lambda *_, **__: None)
     loss, what = COUPLED[name]
     text = "\n".join(warnings(loss, 6))
     assert what in text
