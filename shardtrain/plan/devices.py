@@ -12,227 +12,99 @@ HOPPER = Reached(products=0.77, memory=0.8, kernel_seconds=2e-6, softmax_feature
 """Of SXM boards of Hopper, by a step of GPT-2 124M on one H200 (docs/benchmarks/gpu.md): products at 730 to
 780 of 989 Tflop/s, the optimizer's update at 0.81 of the bandwidth, cuDNN's attention (heads of 64 features,
 1,024 positions) at a third of the rate of products. The time of a kernel is assumed."""
+UNMEASURED = Reached()
 
+
+def _device(
+    kind: str,
+    source: str,
+    matrix: float | None,
+    memory: float,
+    bandwidth: float,
+    float32: float | None = None,
+    compute_capability: str | None = None,
+    *,
+    float16: float | None = None,
+    reached: Reached = UNMEASURED,
+) -> Device:
+    """Build a device from figures in teraflops, GB and GB per second."""
+    return Device(
+        kind=kind,
+        source=source,
+        matrix_flops_per_second=None if matrix is None else matrix * TERA,
+        memory_bytes=round(memory * GB),
+        memory_bytes_per_second=bandwidth * GB,
+        float32_flops_per_second=None if float32 is None else float32 * TERA,
+        float16_flops_per_second=None if float16 is None else float16 * TERA,
+        compute_capability=compute_capability,
+        reached=reached,
+    )
+
+
+H100 = "NVIDIA H100 Tensor Core GPU datasheet"
+A100 = "NVIDIA A100 Tensor Core GPU datasheet"
+GA102 = "NVIDIA Ampere GA102 whitepaper"
+LISTINGS = "public listings of specifications"
 
 DEVICES = (
+    # name, source, dense bfloat16 teraflops, GB, GB/s, float32 teraflops, compute capability
+    # HGX, one of 8 GPUs: 4.5 petaflops in 16 bits with sparsity, half of that dense
+    _device("NVIDIA B300 SXM6 AC", "NVIDIA Blackwell Ultra datasheet", 2250, 270, 7700, 75, "10.3"),
+    # one of 72 GPUs: 360 petaflops in 16 bits with sparsity, 13.4 TB, 576 TB/s
+    _device("NVIDIA GB200", "NVIDIA GB200 NVL72 datasheet", 2500, 186, 8000, 80, "10.0"),
     # 8 GPUs: 1,440 GB, 64 TB/s, 72 petaflops in 8 bits with sparsity; half of that
     # dense, a quarter dense in 16 bits
-    Device(
-        kind="NVIDIA B200",
-        source="NVIDIA DGX B200 datasheet",
-        matrix_flops_per_second=2250 * TERA,
-        memory_bytes=180 * GB,
-        memory_bytes_per_second=8000 * GB,
-        compute_capability="10.0",
-    ),
+    _device("NVIDIA B200", "NVIDIA DGX B200 datasheet", 2250, 180, 8000, None, "10.0"),
     # 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL) bfloat16 teraflops with sparsity, half of that dense
-    Device(
-        kind="NVIDIA H100 80GB HBM3",
-        source="NVIDIA H100 Tensor Core GPU datasheet",
-        matrix_flops_per_second=989.5 * TERA,
-        memory_bytes=80 * GB,
-        memory_bytes_per_second=3350 * GB,
-        float32_flops_per_second=67 * TERA,
-        compute_capability="9.0",
-        reached=HOPPER,
-    ),
-    Device(
-        kind="NVIDIA H100 PCIe",
-        source="NVIDIA H100 Tensor Core GPU datasheet",
-        matrix_flops_per_second=756.5 * TERA,
-        memory_bytes=80 * GB,
-        memory_bytes_per_second=2000 * GB,
-        float32_flops_per_second=51 * TERA,
-        compute_capability="9.0",
-    ),
-    Device(
-        kind="NVIDIA H100 NVL",
-        source="NVIDIA H100 Tensor Core GPU datasheet",
-        matrix_flops_per_second=835.5 * TERA,
-        memory_bytes=94 * GB,
-        memory_bytes_per_second=3900 * GB,
-        float32_flops_per_second=60 * TERA,
-        compute_capability="9.0",
-    ),
+    _device("NVIDIA H100 80GB HBM3", H100, 989.5, 80, 3350, 67, "9.0", reached=HOPPER),
+    _device("NVIDIA H100 PCIe", H100, 756.5, 80, 2000, 51, "9.0"),
+    _device("NVIDIA H100 NVL", H100, 835.5, 94, 3900, 60, "9.0"),
     # SXM: 1,979 bfloat16 teraflops with sparsity
-    Device(
-        kind="NVIDIA H200",
-        source="NVIDIA H200 Tensor Core GPU datasheet",
-        matrix_flops_per_second=989.5 * TERA,
-        memory_bytes=141 * GB,
-        memory_bytes_per_second=4800 * GB,
-        float32_flops_per_second=67 * TERA,
-        compute_capability="9.0",
-        reached=HOPPER,
+    _device(
+        "NVIDIA H200", "NVIDIA H200 Tensor Core GPU datasheet", 989.5, 141, 4800, 67, "9.0", reached=HOPPER
     ),
+    # named by the 480 GB of the processor's memory; 1,979 bfloat16 teraflops with sparsity
+    _device("NVIDIA GH200 480GB", "NVIDIA GH200 datasheet", 989.5, 96, 4000, 67, "9.0"),
+    _device("NVIDIA GH200 144G HBM3e", "NVIDIA GH200 datasheet", 989.5, 144, 4900, 67, "9.0"),
     # 312 bfloat16 teraflops, dense, in all four
-    Device(
-        kind="NVIDIA A100-SXM4-40GB",
-        source="NVIDIA A100 Tensor Core GPU datasheet",
-        matrix_flops_per_second=312 * TERA,
-        memory_bytes=40 * GB,
-        memory_bytes_per_second=1555 * GB,
-        float32_flops_per_second=19.5 * TERA,
-        compute_capability="8.0",
-    ),
-    Device(
-        kind="NVIDIA A100-PCIE-40GB",
-        source="NVIDIA A100 Tensor Core GPU datasheet",
-        matrix_flops_per_second=312 * TERA,
-        memory_bytes=40 * GB,
-        memory_bytes_per_second=1555 * GB,
-        float32_flops_per_second=19.5 * TERA,
-        compute_capability="8.0",
-    ),
-    Device(
-        kind="NVIDIA A100-SXM4-80GB",
-        source="NVIDIA A100 Tensor Core GPU datasheet",
-        matrix_flops_per_second=312 * TERA,
-        memory_bytes=80 * GB,
-        memory_bytes_per_second=2039 * GB,
-        float32_flops_per_second=19.5 * TERA,
-        compute_capability="8.0",
-    ),
-    Device(
-        kind="NVIDIA A100 80GB PCIe",
-        source="NVIDIA A100 Tensor Core GPU datasheet",
-        matrix_flops_per_second=312 * TERA,
-        memory_bytes=80 * GB,
-        memory_bytes_per_second=1935 * GB,
-        float32_flops_per_second=19.5 * TERA,
-        compute_capability="8.0",
-    ),
+    _device("NVIDIA A100-SXM4-40GB", A100, 312, 40, 1555, 19.5, "8.0"),
+    _device("NVIDIA A100-PCIE-40GB", A100, 312, 40, 1555, 19.5, "8.0"),
+    _device("NVIDIA A100-SXM4-80GB", A100, 312, 80, 2039, 19.5, "8.0"),
+    _device("NVIDIA A100 80GB PCIe", A100, 312, 80, 1935, 19.5, "8.0"),
+    _device("NVIDIA A40", "NVIDIA A40 datasheet", 149.7, 48, 696, 37.4, "8.6"),
+    _device("NVIDIA A10", "NVIDIA A10 datasheet", 125, 24, 600, 31.2, "8.6"),
+    _device("NVIDIA RTX A6000", GA102, 154.8, 48, 768, 38.7, "8.6"),
+    # 733 bfloat16 teraflops with sparsity
+    _device("NVIDIA L40S", "NVIDIA L40S datasheet", 362.05, 48, 864, 91.6, "8.9"),
     # 242 bfloat16 teraflops with sparsity
-    Device(
-        kind="NVIDIA L4",
-        source="NVIDIA L4 Tensor Core GPU datasheet",
-        matrix_flops_per_second=121 * TERA,
-        memory_bytes=24 * GB,
-        memory_bytes_per_second=300 * GB,
-        float32_flops_per_second=30.3 * TERA,
-        compute_capability="8.9",
-    ),
-    # by chip: jax shows one device for a chip in each of them
-    Device(
-        kind="TPU v4",
-        source="Google Cloud documentation, TPU v4",
-        matrix_flops_per_second=275 * TERA,
-        memory_bytes=32 * GIB,
-        memory_bytes_per_second=1200 * GB,
-    ),
-    Device(
-        kind="TPU v5 lite",
-        source="Google Cloud documentation, TPU v5e",
-        matrix_flops_per_second=197 * TERA,
-        memory_bytes=16 * GB,
-        memory_bytes_per_second=819 * GB,
-    ),
-    Device(
-        kind="TPU v5",  # v5p
-        source="Google Cloud documentation, TPU v5p",
-        matrix_flops_per_second=459 * TERA,
-        memory_bytes=95 * GB,
-        memory_bytes_per_second=2765 * GB,
-    ),
-    Device(
-        kind="TPU v6 lite",
-        source="Google Cloud documentation, TPU v6e",
-        matrix_flops_per_second=918 * TERA,
-        memory_bytes=32 * GB,
-        memory_bytes_per_second=1638 * GB,
-    ),
+    _device("NVIDIA L4", "NVIDIA L4 Tensor Core GPU datasheet", 121, 24, 300, 30.3, "8.9"),
+    # sums of products in float32, as XLA computes them, are at half the rate of those in float16
+    _device("NVIDIA GeForce RTX 3090", GA102, 71, 24, 936, 35.6, "8.6"),
+    _device("NVIDIA GeForce RTX 4090", "NVIDIA Ada whitepaper", 165.2, 24, 1008, 82.6, "8.9"),
+    _device("NVIDIA GeForce RTX 5090", "NVIDIA RTX Blackwell whitepaper", 209.5, 32, 1792, 104.8, "12.0"),
+    _device("AMD Instinct MI300X", "AMD Instinct MI300X data sheet", 1307.4, 192, 5300, 163.4),
+    _device("AMD Instinct MI325X", "AMD Instinct MI325X data sheet", 1307.4, 256, 6000, 163.4),
+    # by chip: jax shows one device for a chip in each of them; v5 is v5p
+    _device("TPU v4", "Google Cloud documentation, TPU v4", 275, 32 * GIB / GB, 1200),
+    _device("TPU v5 lite", "Google Cloud documentation, TPU v5e", 197, 16, 819),
+    _device("TPU v5", "Google Cloud documentation, TPU v5p", 459, 95, 2765),
+    _device("TPU v6 lite", "Google Cloud documentation, TPU v6e", 918, 32, 1638),
     # their matrix products are in float16, those of P100 without matrix units
-    Device(
-        kind="Tesla V100-SXM2-16GB",
-        source="NVIDIA Tesla V100 datasheet",
-        matrix_flops_per_second=None,
-        memory_bytes=16 * GB,
-        memory_bytes_per_second=900 * GB,
-        float32_flops_per_second=15.7 * TERA,
-        float16_flops_per_second=125 * TERA,
-        compute_capability="7.0",
-    ),
-    Device(
-        kind="Tesla V100-SXM2-32GB",
-        source="NVIDIA Tesla V100 datasheet",
-        matrix_flops_per_second=None,
-        memory_bytes=32 * GB,
-        memory_bytes_per_second=900 * GB,
-        float32_flops_per_second=15.7 * TERA,
-        float16_flops_per_second=125 * TERA,
-        compute_capability="7.0",
-    ),
-    Device(
-        kind="Tesla V100-PCIE-16GB",
-        source="NVIDIA Tesla V100 datasheet",
-        matrix_flops_per_second=None,
-        memory_bytes=16 * GB,
-        memory_bytes_per_second=900 * GB,
-        float32_flops_per_second=14 * TERA,
-        float16_flops_per_second=112 * TERA,
-        compute_capability="7.0",
-    ),
-    Device(
-        kind="Tesla T4",
-        source="NVIDIA Tesla T4 datasheet",
-        matrix_flops_per_second=None,
-        memory_bytes=16 * GB,
-        memory_bytes_per_second=320 * GB,
-        float32_flops_per_second=8.1 * TERA,
-        float16_flops_per_second=65 * TERA,
-        compute_capability="7.5",
-    ),
-    Device(
-        kind="Tesla P100-PCIE-16GB",
-        source="NVIDIA Tesla P100 datasheet",
-        matrix_flops_per_second=None,
-        memory_bytes=16 * GB,
-        memory_bytes_per_second=732 * GB,
-        float32_flops_per_second=9.3 * TERA,
-        float16_flops_per_second=18.7 * TERA,
-        compute_capability="6.0",
-    ),
+    _device("Tesla V100-SXM2-16GB", "NVIDIA Tesla V100 datasheet", None, 16, 900, 15.7, "7.0", float16=125),
+    _device("Tesla V100-SXM2-32GB", "NVIDIA Tesla V100 datasheet", None, 32, 900, 15.7, "7.0", float16=125),
+    _device("Tesla V100-PCIE-16GB", "NVIDIA Tesla V100 datasheet", None, 16, 900, 14, "7.0", float16=112),
+    _device("Tesla T4", "NVIDIA Tesla T4 datasheet", None, 16, 320, 8.1, "7.5", float16=65),
+    _device("Tesla P100-PCIE-16GB", "NVIDIA Tesla P100 datasheet", None, 16, 732, 9.3, "6.0", float16=18.7),
     # cores and boost clock; the float32 peak is 2 flops a core and cycle:
     # 5120 x 1.455 GHz, 4608 x 1.77, 1920 x 1.68, 1792 x 1.48. The names were not seen on such a machine.
-    Device(
-        kind="NVIDIA TITAN V",
-        source="public listings of specifications",
-        matrix_flops_per_second=None,
-        memory_bytes=12 * GB,
-        memory_bytes_per_second=652.8 * GB,
-        float32_flops_per_second=14.9 * TERA,
-        compute_capability="7.0",
-    ),
-    Device(
-        kind="NVIDIA TITAN RTX",
-        source="public listings of specifications",
-        matrix_flops_per_second=None,
-        memory_bytes=24 * GB,
-        memory_bytes_per_second=672 * GB,
-        float32_flops_per_second=16.3 * TERA,
-        compute_capability="7.5",
-    ),
-    Device(
-        kind="NVIDIA GeForce RTX 2060",
-        source="public listings of specifications",
-        matrix_flops_per_second=None,
-        memory_bytes=6 * GB,
-        memory_bytes_per_second=336 * GB,
-        float32_flops_per_second=6.45 * TERA,
-        compute_capability="7.5",
-    ),
-    Device(
-        kind="Quadro P4000",
-        source="public listings of specifications",
-        matrix_flops_per_second=None,
-        memory_bytes=8 * GB,
-        memory_bytes_per_second=243 * GB,
-        float32_flops_per_second=5.3 * TERA,
-        compute_capability="6.1",
-    ),
+    _device("NVIDIA TITAN V", LISTINGS, None, 12, 652.8, 14.9, "7.0"),
+    _device("NVIDIA TITAN RTX", LISTINGS, None, 24, 672, 16.3, "7.5"),
+    _device("NVIDIA GeForce RTX 2060", LISTINGS, None, 6, 336, 6.45, "7.5"),
+    _device("Quadro P4000", LISTINGS, None, 8, 243, 5.3, "6.1"),
 )
 
 OTHER_NAMES = {
+    "NVIDIA B300": "NVIDIA B300 SXM6 AC",
     "TPU v5e": "TPU v5 lite",
     "TPU v5p": "TPU v5",
     "TPU v6e": "TPU v6 lite",
