@@ -20,7 +20,9 @@ EOS = "eos_token_id"
 TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")
 """Entries of the files of Hugging Face with the tokens that begin, end and fill up a text."""
 
-TOKEN_FILES = ("config.json", "generation_config.json")
+TOKEN_FILES = ("generation_config.json", "config.json")
+"""Files with these entries; as in `transformers` the first one that has an entry holds."""
+
 TOKENS = "tokens"
 """Entry of a checkpoint's extra data with these entries of what was imported."""
 
@@ -141,11 +143,11 @@ def read_token_ids(paths: Iterable[Path]) -> dict[str, Any]:
     """Read the numbers of special tokens from configuration files of Hugging Face.
 
     Args:
-      paths: files such as config.json and generation_config.json; those that do not exist are skipped.
+      paths: files such as `TOKEN_FILES`, in this order; those that do not exist are skipped.
 
     Returns:
       Each of `TOKEN_IDS` with its number or None, of the first file that has it; of tokens that end a text
-      all of all files, in a list if they are several.
+      all of this file, in a list if they are several.
 
     Raises:
       ValueError: a file is not JSON, or an entry is not a token's number or a list of such numbers.
@@ -153,7 +155,7 @@ def read_token_ids(paths: Iterable[Path]) -> dict[str, Any]:
     >>> read_token_ids([])
     {'bos_token_id': None, 'eos_token_id': None, 'pad_token_id': None}
     """
-    found: dict[str, list[int]] = {name: [] for name in TOKEN_IDS}
+    found: dict[str, tuple[int, ...]] = dict.fromkeys(TOKEN_IDS, ())
     for path in paths:
         try:
             content = read_json(path)
@@ -163,9 +165,9 @@ def read_token_ids(paths: Iterable[Path]) -> dict[str, Any]:
             raise ValueError(f"{path} is {short(content)}; it is an object of names and values")
         for name in TOKEN_IDS:
             numbers = token_numbers(content, name, str(path))
-            found[name] += [number for number in numbers if number not in found[name]]
+            found[name] = found[name] or numbers
     return {
-        name: numbers if name == EOS and len(numbers) > 1 else next(iter(numbers), None)
+        name: list(numbers) if name == EOS and len(numbers) > 1 else next(iter(numbers), None)
         for name, numbers in found.items()
     }
 

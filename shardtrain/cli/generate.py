@@ -47,9 +47,9 @@ class GenerateOptions(SavedOptions):
       begin: number of the token that targets of an encoder-decoder begin with, whose sources the prompts are
         then; None: of those of this library the padding of the run's data, or 0; of other models, they are
         decoders.
-      end: the token that ends a text, as text; None: that which ends documents in the tokenizer, and those of
-        config.json and generation_config.json beside it or of the model that was imported. The word none: no
-        token does.
+      end: the token that ends a text, as text; None: those of generation_config.json, or else config.json, of
+        the model that was imported or beside the tokenizer, and that which ends documents in the tokenizer if
+        they name none or the model was trained here. The word none: no token does.
       batch: prompts that are continued at the same time.
       json: print JSON lines: prompt, text, number of tokens, and whether the text ended.
     """
@@ -250,11 +250,15 @@ def continued(
 
 
 def _ends(saved: SavedRun, tokenizer: Tokenizer, end: str | None) -> tuple[int, ...]:
-    """Return the tokens that end a text: the one that was asked for, or those of tokenizer and import."""
+    """Return the tokens that end a text: the one that was asked for, or those of the import or tokenizer.
+
+    A model that was trained here ends documents by the separator, whatever its configuration names.
+    """
     if end is not None:
         return () if end == "none" else (tokenizer.separator,)
-    imported = saved.reader.extra.get(TOKENS) or {}
-    return (*tokenizer.ends, *token_numbers(imported, EOS, f"{saved.folder}, step {saved.reader.step}"))
+    extra = saved.reader.extra
+    named = token_numbers(extra.get(TOKENS) or {}, EOS, f"{saved.folder}, step {saved.reader.step}")
+    return (*([] if "imported" in extra else [tokenizer.separator]), *(named or tokenizer.ends))
 
 
 def begin_of(saved: SavedRun, options: GenerateOptions) -> int | None:

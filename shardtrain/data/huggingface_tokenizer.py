@@ -44,8 +44,8 @@ class HuggingFaceTokenizer:
         the vocabulary.
 
     Attributes:
-      ends: the tokens that end a generated text: the separator, and where none was given also those of
-        `TOKEN_FILES` beside the file.
+      ends: the tokens that end a generated text: those of `TOKEN_FILES` beside the file; the separator where
+        they name none, or where one was given.
 
     Raises:
       ValueError: it is no tokenizer, has no such token, or a file beside it cannot be read.
@@ -75,7 +75,7 @@ class HuggingFaceTokenizer:
             )
         self.separator = tokens[found]
         beside = read_token_ids(map(path.with_name, TOKEN_FILES)) if separator is None else {}
-        self.ends = tuple(dict.fromkeys([self.separator, *token_numbers(beside, EOS, str(path))]))
+        self.ends = token_numbers(beside, EOS, str(path)) or (self.separator,)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.array(each.ids, np.uint32) for each in self._encoded("encode_batch_fast", texts)]

@@ -2,6 +2,8 @@
 
 import io
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from saved_decoder import save
 from shardtrain import cli
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.cli.generate import _ends
 from shardtrain.data.huggingface_tokenizer import train_tokenizer
 from shardtrain.data.tokenizer import open_tokenizer
 from shardtrain.functional.nnx_model import as_model
@@ -122,26 +125,40 @@ def test_without_a_number_the_text_fills_the_positions(command):
     assert (found["num_tokens"], found["ended"]) == (21, False)
 
 
-def test_each_of_several_tokens_ends_a_text(command, folder):
-    """Those of both configuration files and of an import, in text, in JSON lines, and in batches."""
-    tokenizer = folder / "tokenizer"
-    train_tokenizer([], 257, tokenizer / "tokenizer.json")
-    known = open_tokenizer(tokenizer)
-    words = ["--tokenizer", tokenizer, "--temperature", "0", *WORDS]
-    params = save(folder / "free", CONFIG)[0]
+@pytest.mark.parametrize("where", ["import", "config.json", "generation_config.json"])
+def test_each_of_several_tokens_ends_a_text(where, command, tmp_path):
+    """In text, in JSON lines, and in batches; config.json does not matter beside the other file."""
+    train_tokenizer([], 257, tmp_path / "tokenizer.json")
+    known = open_tokenizer(tmp_path)
+    words = ["--tokenizer", tmp_path, "--temperature", "0", *WORDS]
+    params = save(tmp_path / "free", CONFIG)[0]
     rows = [row.tolist() for row in added(params, known.encode(PROMPTS), sampling=Sampling(temperature=0.0))]
     ends = [row[i] for i, row in enumerate(rows)]
-    (tokenizer / "config.json").write_text(json.dumps({"eos_token_id": ends[0]}))
-    (tokenizer / "generation_config.json").write_text(json.dumps({"eos_token_id": [ends[1]]}))
-    save(folder / "ended", CONFIG, tokens={"eos_token_id": [ends[2], 0]})
-    lines = command("ended", *words)[1].splitlines()
-    whole = command("ended", *words, "--end", "<|endoftext|>")[1].splitlines()
+    tokens = {"eos_token_id": ends}
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": rows[2][0]}))
+    if where != "import":
+        (tmp_path / where).write_text(json.dumps(tokens))
+    save(tmp_path / "ended", CONFIG, tokens=tokens if where == "import" else None)
+    lines = command(tmp_path / "ended", *words)[1].splitlines()
+    whole = command(tmp_path / "ended", *words, "--end", "<|endoftext|>")[1].splitlines()
     for line, free, row in zip(map(json.loads, lines), map(json.loads, whole), rows, strict=True):
         at = min(i for i, token in enumerate(row) if token in ends)
         assert (line["ended"], line["num_tokens"], line["text"]) == (True, at + 1, known.decode(row[:at]))
         assert (free["ended"], free["num_tokens"]) == (False, 6)
     texts = [prompt + line["text"] for prompt, line in zip(PROMPTS, map(json.loads, lines), strict=True)]
-    assert command("ended", *words[:-1])[1] == ("\n" + "-" * 20 + "\n").join(texts) + "\n"
+    assert command(tmp_path / "ended", *words[:-1])[1] == ("\n" + "-" * 20 + "\n").join(texts) + "\n"
+
+
+def test_an_import_ends_as_its_files_say_and_a_run_by_the_separator_too():
+    tokenizer: Any = SimpleNamespace(separator=1, ends=(4,))
+
+    def ends(**extra):
+        saved: Any = SimpleNamespace(reader=SimpleNamespace(extra=extra, step=3), folder="run")
+        return _ends(saved, tokenizer, None)
+
+    tokens = {"eos_token_id": [5, 7]}
+    assert (ends(imported={}, tokens=tokens), ends(imported={})) == ((5, 7), (4,))
+    assert (ends(tokens=tokens), ends()) == ((1, 5, 7), (1, 4))
 
 
 def test_a_model_of_ones_own_by_its_run_file(command, folder):
