@@ -142,21 +142,23 @@ def quick_options(platform: str, jaxlib: str | None = None) -> dict[str, bool | 
 def mesh_options(platform: str, jaxlib: str | None = None) -> dict[str, bool | str] | None:
     """Return compiler options for a program over a mesh; None: the usual ones.
 
-    jaxlib 0.11 names the groups of devices of a collective by the axes of the mesh. In a pipeline its 0.11.2
-    ends the process so: at a lookup of rows that `data` shards in a table that `tensor` shards. With these
-    options the groups are lists of devices, as in jaxlib 0.10.
+    jaxlib 0.11 and 0.12 name the groups of devices of a collective by the axes of the mesh. In a pipeline
+    0.11.2 and 0.12.0 end the process so: at a lookup of rows that `data` shards in a table that `tensor`
+    shards. With these options the groups are lists of devices, as in jaxlib 0.10.
 
     Args:
       platform: of the devices: cpu, gpu, tpu.
       jaxlib: its version; by default the one that is installed.
 
-    >>> mesh_options("cpu", "0.11.2")
+    >>> mesh_options("cpu", "0.12.0")
+    {'xla_enable_rgv3_materialization': False}
+    >>> mesh_options("gpu", "0.11.2")
     {'xla_enable_rgv3_materialization': False}
     >>> mesh_options("cpu", "0.10.2") is None and mesh_options("tpu", "0.11.2") is None
     True
     """
     version = metadata.version("jaxlib") if jaxlib is None else jaxlib
-    names_axes = version.startswith("0.11.") and platform in ("cpu", "gpu", "cuda", "rocm")
+    names_axes = version.startswith(("0.11.", "0.12.")) and platform in ("cpu", "gpu", "cuda", "rocm")
     return {"xla_enable_rgv3_materialization": False} if names_axes else None
 
 
