@@ -81,7 +81,8 @@ class _Walk:
         where = line
         for equation, of_other in zip(jaxpr.eqns, other.eqns, strict=False):
             where = line if is_cached and line else line_of(equation) or line
-            if equation.primitive is not of_other.primitive:
+            kinds = [(each.primitive, len(each.outvars)) for each in (equation, of_other)]
+            if kinds[0] != kinds[1]:
                 raise _Differ(where)
             for pair, known in zip(
                 zip(equation.outvars, of_other.outvars, strict=True),
