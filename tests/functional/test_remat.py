@@ -74,8 +74,9 @@ def test_the_parts_of_a_pipeline_are_recomputed_and_inputs_that_are_no_arrays_st
         return str(jax.make_jaxpr(run)(blocks))
 
     plain = as_model(TinyConfig(num_layers=3, seq=4))
-    assert "policy=Dots" in kept(with_remat(plain, "dots"))
-    assert "policy=Dots" not in kept(plain)
+    # the policy is an object of a class Dots or, in jax 0.12, a function dots_...
+    assert "dots" in kept(with_remat(plain, "dots")).lower()
+    assert "dots" not in kept(plain).lower()
 
     class Flagged(nnx.Module):
         def __init__(self, rngs):
