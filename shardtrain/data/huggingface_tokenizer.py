@@ -10,9 +10,8 @@ import numpy as np
 
 from shardtrain.imported import EOS, TOKEN_FILES, read_token_ids, token_numbers
 from shardtrain.system.atomic_write import replace_file
+from shardtrain.system.json_size import check_values
 from shardtrain.system.untrusted_files import read_json, read_text
-
-MOST_BYTES = 1 << 30
 
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 """Tokens that end a document, of the families of tokenizers; the first one in a vocabulary counts."""
@@ -53,7 +52,9 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: Path, separator: str | int | None = None) -> None:
         try:
-            self._tokenizer = library().Tokenizer.from_str(read_text(path, MOST_BYTES))
+            text = read_text(path)
+            check_values(text)
+            self._tokenizer = library().Tokenizer.from_str(text)
         except Exception as error:
             if isinstance(error, ValueError) and str(error) == INSTALL:
                 raise

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from shardtrain.system.json_size import check_values
 from shardtrain.system.plain_text import MARK, decode_text
 from shardtrain.system.untrusted_files import MOST_BYTES, MOST_DEPTH, check_depth, read_text
 
@@ -27,18 +28,20 @@ def parse_record(text: str | bytes) -> Any:
     A byte order mark at its beginning is no content.
 
     Raises:
-      ValueError: it is no JSON, not UTF-8, has a number of thousands of digits, or is nested too deeply.
+      ValueError: it is no JSON, not UTF-8, has a number of thousands of digits, is nested too deeply, or too
+        large (see `check_values`).
 
     >>> parse_record(b'{"a": [1, NaN]}')
     {'a': [1, nan]}
     """
+    text = decode_text(text) if isinstance(text, bytes) else text.lstrip(MARK)
+    check_values(text)
     try:
-        value = json.loads(decode_text(text) if isinstance(text, bytes) else text.lstrip(MARK))
+        value = json.loads(text)
     except RecursionError:
         raise ValueError(f"it is nested deeper than {MOST_DEPTH} levels") from None
     # counting is fast, and values with so many brackets are rare
-    brackets = ("[", "{") if isinstance(text, str) else (b"[", b"{")
-    if sum(text.count(bracket) for bracket in brackets) > MOST_DEPTH:  # type: ignore[arg-type]
+    if text.count("[") + text.count("{") > MOST_DEPTH:
         check_depth(value)
     return value
 

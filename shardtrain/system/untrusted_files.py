@@ -8,11 +8,13 @@ import json
 import math
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardtrain.system.excerpts import short
+from shardtrain.system.json_size import check_values
 from shardtrain.system.plain_text import decode_text
 
 MOST_BYTES = 1 << 27
@@ -90,12 +92,13 @@ def parse_json(text: str, *, ours: bool = False) -> Any:
         of surrogate pairs (of a path that is not UTF-8).
 
     Raises:
-      ValueError: the text is not JSON, nested deeper than `MOST_DEPTH`, repeats a key in an object, or has a
-        number that no float holds, or half of a surrogate pair.
+      ValueError: the text is not JSON, nested deeper than `MOST_DEPTH`, has too many values, repeats a key in
+        an object, or has a number that no float holds, or half of a surrogate pair.
 
     >>> parse_json('{"a": [1, 2.5]}')
     {'a': [1, 2.5]}
     """
+    check_values(text)
     try:
         value = json.loads(
             text,
@@ -264,8 +267,7 @@ def _check_regular(path: Path, mode: int) -> None:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {short(twice)} occurs twice in one object")
     return found
 

@@ -1,13 +1,15 @@
 """Records, TOML and arrays of strangers are read within bounds."""
 
+import json
 import os
 
 import numpy as np
 import pytest
 
+from shardtrain.system import json_size
 from shardtrain.system.array_file import read_array, read_header
 from shardtrain.system.untrusted_data import parse_record, read_toml
-from shardtrain.system.untrusted_files import read_bytes
+from shardtrain.system.untrusted_files import parse_json, read_bytes
 
 
 @pytest.mark.parametrize("depth", [65, 900, 100_000])
@@ -20,6 +22,28 @@ def test_records_that_are_nested_deeply_are_refused(depth, pair):
             parse_record(each)
     assert parse_record("[" * 64 + "]" * 64)
     assert len(parse_record("[[]" + ", []" * 99 + "]")) == 100
+
+
+@pytest.mark.parametrize("value", ["[]", "{}", '{"a":0}', "9", '"a"', "[[0]]"])
+def test_json_of_too_many_values_is_refused_before_it_is_parsed(value, monkeypatch):
+    text = "[" + f"{value}," * 500 + "0]"
+    assert len(parse_json(text)) == len(parse_record(text.encode())) == 501
+    monkeypatch.setattr(json_size, "MOST_VALUES", 400)
+    monkeypatch.setattr(json, "loads", None)
+    for parse in (parse_json, parse_record):
+        with pytest.raises(ValueError, match="it has more than 400 values"):
+            parse(text)
+
+
+def test_brackets_in_texts_are_no_values(monkeypatch):
+    monkeypatch.setattr(json_size, "MOST_VALUES", 4)
+    assert parse_record('["[{,\\"[[{,\\\\", "[["]') == ['[{,"[[{,\\', "[["]
+
+
+def test_a_key_that_occurs_twice_is_found_among_many():
+    keys = ", ".join(f'"{i}": 0' for i in range(100_000))
+    with pytest.raises(ValueError, match="the key '99999' occurs twice"):
+        parse_json(f'{{{keys}, "99999": 1}}')
 
 
 @pytest.mark.parametrize(
