@@ -5,16 +5,23 @@ A column is read a row group, or a record batch, at a time; the last one read is
 
 import io
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from shardtrain.data.sources.arrays import SHARING, checked, row_bytes
+from shardtrain.data.sources.arrow_messages import arrow_blocks, decoded_message
+from shardtrain.data.sources.decoded_size import LEAST_BYTES, SIZE, TooLarge, check_decoded, most_decoded
 from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
+from shardtrain.data.sources.parquet_columns import CheckedColumns
+from shardtrain.system.untrusted_files import open_regular
 
 EXTRA = ("pyarrow", "arrow")
+FOOTER_END = 10
+"""Bytes behind an Arrow footer: its size, and the mark of the format."""
 
 LEAST_ROWS, ROWS_OF_A_BYTE = 1 << 20, 1 << 10
 """A file may have so many rows, and so many more for each of its bytes: equal values take next to none."""
@@ -69,6 +76,8 @@ class Columns:
             why = f"row group {group} (rows {start:,} to {stop - 1:,}) cannot be read ({first_line(column)})"
             raise BadData(self.path, why, row)
         try:
+            if self._last.__dict__[name][2]:
+                check_decoded(row_bytes(column.slice(row - start, 1)), LEAST_BYTES, "the row")
             return column[row - start].as_py()
         except UnicodeDecodeError as error:
             raise BadData(self.path, f"a text is not UTF-8 at its byte {error.start:,}", row) from None
@@ -76,13 +85,18 @@ class Columns:
             raise BadData(self.path, f"field {name} cannot be read ({first_line(error)})", row) from None
 
     def _column(self, group: int, name: str) -> Any:
-        """Return a column of a group, or its error; the last of each name is kept for this thread."""
+        """Return a column of a group, or its error.
+
+        The last of each name is kept for this thread, with whether its rows may be too large.
+        """
         if (group, name) in self._errors:
             return self._errors[group, name]
         kept = self._last.__dict__
         if name not in kept or kept[name][0] != group:
             try:
-                kept[name] = group, _checked(self._load(group, name))
+                column = checked(self._load(group, name))
+                is_large = SHARING.search(str(column.type)) and row_bytes(column) > LEAST_BYTES
+                kept[name] = group, column, is_large
             except Exception as error:
                 if isinstance(error, FileNotFoundError):
                     raise
@@ -90,45 +104,6 @@ class Columns:
                 self._errors[group, name] = error.with_traceback(None)
                 return error
         return kept[name][1]
-
-
-def _checked(column: Any) -> Any:
-    """Check that all values of a column are inside its buffers; its rows report texts that are no UTF-8.
-
-    Raises:
-      ValueError: they are not.
-    """
-    for chunk in getattr(column, "chunks", [column]):
-        chunk.validate()
-        try:
-            chunk.validate(full=True)
-        except ValueError:
-            chunk.view(_stored(chunk.type)).validate(full=True)
-    return column
-
-
-def _stored(kind: Any) -> Any:
-    """Return the type of the same buffers in which any text and date is valid."""
-    pyarrow = import_module("pyarrow")
-    types = pyarrow.types
-
-    def field(each: Any) -> Any:
-        return each.with_type(_stored(each.type))
-
-    if types.is_struct(kind):
-        return pyarrow.struct([field(kind.field(i)) for i in range(kind.num_fields)])
-    if types.is_map(kind):
-        return pyarrow.map_(field(kind.key_field), field(kind.item_field))
-    if types.is_fixed_size_list(kind):
-        return pyarrow.list_(field(kind.value_field), kind.list_size)
-    if types.is_list(kind) or types.is_large_list(kind):
-        return (pyarrow.list_ if types.is_list(kind) else pyarrow.large_list)(field(kind.value_field))
-    plain = {
-        "string": pyarrow.binary(),
-        "large_string": pyarrow.large_binary(),
-        "date64[ms]": pyarrow.int64(),
-    }
-    return plain.get(str(kind), kind)
 
 
 class _Row(Mapping[str, Any]):
@@ -155,26 +130,69 @@ class _Row(Mapping[str, Any]):
 def open_parquet(path: Path, folder: Path | None = None) -> Columns:
     """Open a Parquet file by its footer."""
     parquet = import_module("pyarrow.parquet")
+    most = most_decoded(path.stat().st_size)
 
-    def opened() -> Any:
+    def opened(texts: list[str] | None = None) -> tuple[CheckedColumns, Any]:
         # not mapped into memory: a mapped file that is truncated ends the process
-        return parquet.ParquetFile(path, memory_map=False)
+        source = CheckedColumns(open_regular(path), most)
+        return source, parquet.ParquetFile(source, read_dictionary=texts)
 
-    path.stat()
     try:
-        with opened() as file:
-            sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-            names = file.schema_arrow.names
+        source, file = opened()
+        sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        names = file.schema_arrow.names
+        leaves = [file.schema.column(i) for i in range(file.metadata.num_columns)]
+        source.close()
+    except FileNotFoundError:
+        raise
     except Exception as error:
         raise BadData(path, f"it is no whole Parquet file ({first_line(error)})") from None
+    texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
     handles = threading.local()
 
+    def handle(kind: str) -> tuple[CheckedColumns, Any]:
+        if not hasattr(handles, kind):
+            setattr(handles, kind, opened(None if kind == "plain" else texts))
+        return getattr(handles, kind)
+
     def load(group: int, name: str) -> Any:
-        if not hasattr(handles, "file"):
-            handles.file = opened()
-        return handles.file.read_row_group(group, columns=[name], use_threads=False).column(name)
+        own = [leaf for leaf in leaves if f"{leaf.path}.".startswith(f"{name}.")]
+        value_bytes = max((leaf.length or 0 for leaf in own), default=0)
+
+        def read(kind: str, reader: Callable[..., Any], *options: Any, kept_once: bool) -> Any:
+            source, file = handle(kind)
+            source.begin(value_bytes, kept_once=kept_once)
+            return reader(file, group, name, *options)
+
+        try:
+            return read("plain", _read_column, kept_once=False)
+        except TooLarge:
+            delta = handles.plain[0].total.delta_page_bytes
+        if delta:
+            return read("plain", _read_batches, delta, most, kept_once=True)
+        return read("sharing", _read_column, kept_once=True)
 
     return Columns(path, sizes, names, load)
+
+
+def _read_column(file: Any, group: int, name: str) -> Any:
+    return file.read_row_group(group, columns=[name], use_threads=False).column(name)
+
+
+def _read_batches(file: Any, group: int, name: str, delta: int, most: int) -> Any:
+    """Read a column whose texts begin as the text before, a few rows at a time.
+
+    Raises:
+      ValueError: it is too large, or may be within one row.
+    """
+    pyarrow = import_module("pyarrow")
+    if pyarrow.types.is_nested(file.schema_arrow.field(name).type):
+        raise ValueError(f"{name} has lists of texts in DELTA_BYTE_ARRAY; write them without that encoding")
+    chunks: list[Any] = []
+    for batch in file.iter_batches(max(1, most // delta), [group], [name], use_threads=False):
+        chunks.append(batch.column(0))
+        check_decoded(sum(chunk.nbytes for chunk in chunks), most, name)
+    return pyarrow.chunked_array(chunks)
 
 
 def open_arrow(path: Path, folder: Path | None = None) -> Columns:
@@ -184,10 +202,13 @@ def open_arrow(path: Path, folder: Path | None = None) -> Columns:
     try:
         mapped = pyarrow.memory_map(str(path))
         if mapped.read(6) == b"ARROW1":
+            _check_messages(_file_messages(mapped), num_bytes, together=False)
             file = pyarrow.ipc.open_file(mapped)
             # decoded anew for each column: all batches of a compressed file would fill the memory
             get_batch, num_batches = file.get_batch, file.num_record_batches
         else:
+            mapped.seek(0)
+            _check_messages(pyarrow.ipc.MessageReader.open_stream(mapped), num_bytes, together=True)
             mapped.seek(0)
             file = pyarrow.ipc.open_stream(mapped)
             batches = list(file)
@@ -203,12 +224,38 @@ def open_arrow(path: Path, folder: Path | None = None) -> Columns:
         if path.stat().st_size < num_bytes:
             raise ValueError("the file was cut off since it was opened")
         with lock:
-            batch = get_batch(group)
-        column = _checked(batch.column(name))
+            column = get_batch(group).column(name)
+        column.validate()
+        # before every byte is checked of texts that are shared
+        if "_view" in str(column.type):
+            check_decoded(row_bytes(column), most_decoded(num_bytes), name)
+        column = checked(column)
         # two arrays are copied into one, which does not change with the file
         return pyarrow.concat_arrays([column, column[:0]])
 
     return Columns(path, sizes, names, load)
+
+
+def _file_messages(mapped: Any) -> Iterator[Any]:
+    """Yield the messages of an Arrow file that its footer names."""
+    end = mapped.size() - FOOTER_END
+    size = int.from_bytes(mapped.read_at(4, max(end, 0)), "little")
+    for place in arrow_blocks(memoryview(mapped.read_at(size, end - size))):
+        mapped.seek(place)
+        yield import_module("pyarrow").ipc.read_message(mapped)
+
+
+def _check_messages(messages: Iterable[Any], num_bytes: int, *, together: bool) -> None:
+    """Check what batches decode to, each or `together`; dictionaries are always kept.
+
+    Raises:
+      ValueError: it is too much for a file of so many bytes.
+    """
+    most, kept = most_decoded(num_bytes), 0
+    for message in messages:
+        decoded, num_values = decoded_message(memoryview(message.metadata), memoryview(message.body or b""))
+        check_decoded(kept + max(decoded, num_values * SIZE), most, "its batches" if together else "a batch")
+        kept += decoded if together or message.type == "dictionary" else 0
 
 
 def open_zstd(path: Path) -> BinaryIO:

@@ -1,0 +1,203 @@
+"""What a column of a Parquet file decodes to, from the headers of its pages, as pyarrow reads them."""
+
+import io
+import os
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+from shardtrain.data.sources.decoded_size import SIZE, check_decoded
+
+MOST_PAGES, PADDING = 1 << 17, 100
+INT32, STRUCT, MOST_DEPTH = 5, 12, 64
+DICTIONARY, DELTA_BYTE_ARRAY = (2, 8), 7
+"""Numbers of encodings of Parquet in which a text is less than itself."""
+
+DICTIONARY_PAGE = -1
+PAGE_TYPE, UNCOMPRESSED, COMPRESSED = 1, 2, 3
+DATA_PAGES = {0: (5, 2), 3: (8, 4)}
+"""Type of a page -> the fields of its header, and of the encoding in it; field 1 there counts values."""
+
+
+class Decoded(NamedTuple):
+    """What a column of a Parquet row group decodes to.
+
+    Attributes:
+      least_bytes: if texts of a dictionary are kept once.
+      most_bytes: if every value is as long as the dictionary.
+      delta_page_bytes: size of the largest page, if a page has texts that begin as the text before; else 0.
+    """
+
+    least_bytes: int
+    most_bytes: int
+    delta_page_bytes: int
+
+
+class CheckedColumns:
+    """A Parquet file that pyarrow reads: what columns decode to is checked before they are decoded.
+
+    Sizes in the footer are not used: they may be wrong, and some errors in it end the process.
+
+    Attributes:
+      total: what the columns since `begin` decode to.
+    """
+
+    def __init__(self, file: BinaryIO, most: int) -> None:
+        self._file, self._most, self._at = file, most, 0
+        self._value_bytes: int | None = None
+        self.total = Decoded(0, 0, 0)
+        self.close = file.close
+
+    def __del__(self) -> None:
+        self._file.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        # a position of its own: processes that are forked share the file's
+        start = (0, self._at, os.fstat(self._file.fileno()).st_size)[whence]
+        self._at = start + offset
+        return self._at
+
+    def begin(self, value_bytes: int, *, kept_once: bool) -> None:
+        """Check what is read from now on, as columns.
+
+        Args:
+          value_bytes: of a value of fixed length; 0 for texts.
+          kept_once: whether the texts of a dictionary are kept once.
+        """
+        self._value_bytes, self._kept_once, self.total = value_bytes, kept_once, Decoded(0, 0, 0)
+
+    def read(self, num_bytes: int) -> bytes:
+        content = b""
+        while len(content) < num_bytes and (read := self._read(num_bytes - len(content))):
+            content += read
+        if self._value_bytes is not None:
+            found = decoded_column(content, self._value_bytes)
+            least, most, delta = self.total
+            self.total = Decoded(
+                least + found.least_bytes, most + found.most_bytes, max(delta, found.delta_page_bytes)
+            )
+            check_decoded(self.total[0 if self._kept_once else 1], self._most, "the column")
+        return content
+
+    def _read(self, num_bytes: int) -> bytes:
+        read = os.pread(self._file.fileno(), num_bytes, self._at)
+        self._at += len(read)
+        return read
+
+
+def decoded_column(content: bytes, value_bytes: int) -> Decoded:
+    """Return what a column of a row group decodes to, by the headers of its pages.
+
+    Args:
+      content: the column in the file.
+      value_bytes: of a value of fixed length; 0 for texts.
+
+    Raises:
+      ValueError: a header is damaged.
+    """
+    least, most, dictionary_bytes, longest, has_delta = 0, 0, 0, 0, False
+    for num_bytes, num_values, encoding in _pages(content):
+        least += num_bytes + num_values * (SIZE + value_bytes)
+        if encoding == DICTIONARY_PAGE:
+            dictionary_bytes = max(dictionary_bytes, num_bytes)
+        elif encoding in DICTIONARY and not value_bytes:
+            most += num_values * dictionary_bytes
+        elif encoding == DELTA_BYTE_ARRAY:
+            most += num_values * num_bytes
+            has_delta = True
+        longest = max(longest, num_bytes)
+    return Decoded(least, least + most, longest if has_delta else 0)
+
+
+def _pages(content: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield (decompressed bytes, number of values, encoding) of the pages of a column."""
+    file = io.BytesIO(content)
+    for _ in range(MOST_PAGES):
+        start = file.tell()
+        if start >= len(content):
+            return
+        try:
+            page = _read_struct(file)
+        except ValueError:
+            # pyarrow reads so many bytes more of a column that an old writer wrote
+            if len(content) - start <= PADDING:
+                return
+            raise
+        sizes: tuple[Any, ...] = page.get(UNCOMPRESSED), page.get(COMPRESSED)
+        if number := DATA_PAGES.get(page.get(PAGE_TYPE, -1)):
+            header = page.get(number[0])
+            sizes += (header.get(1), header.get(number[1])) if isinstance(header, dict) else (None, None)
+        else:
+            sizes += 0, DICTIONARY_PAGE
+        if not all(isinstance(size, int) and size >= 0 for size in sizes[:3]):
+            raise ValueError("a header of a page is damaged")
+        num_bytes, compressed_bytes, num_values, encoding = sizes
+        yield num_bytes, num_values, encoding
+        file.seek(compressed_bytes, 1)
+    raise ValueError(f"a column of a row group has more than {MOST_PAGES:,} pages")
+
+
+def _read_struct(file: BinaryIO, depth: int = 0) -> dict[int, Any]:
+    """Read the 32-bit integers and structs in a struct of Thrift's compact protocol, as pyarrow does."""
+    found: dict[int, Any] = {}
+    number = 0
+    while (head := _byte(file)) != 0:
+        number = number + (head >> 4) if head >> 4 else _integer(file)
+        kind = head & 15
+        value = _read_value(file, kind, depth) if kind not in (1, 2) else None
+        if kind in (INT32, STRUCT):
+            found[number] = value
+    return found
+
+
+def _read_value(file: BinaryIO, kind: int, depth: int) -> Any:
+    if kind in (1, 2, 3):
+        return _byte(file)
+    if kind in (4, INT32, 6):
+        return _integer(file)
+    if kind in (7, 8):
+        file.seek(8 if kind == 7 else _varint(file), 1)
+        return None
+    if depth >= MOST_DEPTH or kind not in (9, 10, 11, STRUCT):
+        raise ValueError("a header of a page is damaged")
+    if kind == STRUCT:
+        return _read_struct(file, depth + 1)
+    # lists, sets and maps
+    if kind == 11:
+        count = _varint(file)
+        kinds = divmod(_byte(file), 16) if count else ()
+    else:
+        count, each = divmod(_byte(file), 16)
+        count, kinds = _varint(file) if count == 15 else count, (each,)
+    for _ in range(count):
+        for each in kinds:
+            _read_value(file, each, depth + 1)
+    return None
+
+
+def _byte(file: BinaryIO) -> int:
+    read = file.read(1)
+    if not read:
+        raise ValueError("the file ends in a header of a page")
+    return read[0]
+
+
+def _varint(file: BinaryIO) -> int:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = _byte(file)
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value
+    raise ValueError("a header of a page is damaged")
+
+
+def _integer(file: BinaryIO) -> int:
+    value = _varint(file)
+    return value >> 1 ^ -(value & 1)
