@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from shardtrain.data.documents import Piece, open_rows
-from shardtrain.data.learned_messages import take_learned
+from shardtrain.data.learned_messages import row_learned, take_learned
 from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData, Record
 from shardtrain.errors.messages import near
@@ -36,7 +36,7 @@ class Conversation(NamedTuple):
     Attributes:
       messages: each with role, content, and whatever else its record has.
       tools: functions that the model may call; None if there are none.
-      learned: whether each message is an answer that is learned, as its own marks may say.
+      learned: whether each message is an answer that is learned, as its own marks or those of its row say.
     """
 
     messages: list[dict[str, Any]]
@@ -78,8 +78,8 @@ def conversation_of(record: Record, field: str) -> Conversation:
       field: the name of the list.
 
     Raises:
-      ValueError: it has none, a message lacks something or says wrongly whether it is learned (see
-        `take_learned`), or a text in it has a reserved character.
+      ValueError: it has none, a message lacks something, it or the row says wrongly whether it is learned
+        (see `take_learned`), or a text in it has a reserved character.
 
     >>> conversation_of({"prompt": "Hi", "completion": "Hello"}, "messages").messages
     [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}]
@@ -98,6 +98,8 @@ def conversation_of(record: Record, field: str) -> Conversation:
             " messages: --data.messages"
         )
     learned = [take_learned(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    if not row_learned(record):
+        learned = [False] * len(learned)
     tools = _parsed(given, TOOLS) if (given := record.get(TOOLS)) else None
     _check_texts(tools, TOOLS)
     return Conversation(messages, tools, learned)

@@ -177,6 +177,31 @@ def test_an_answer_that_is_marked_is_not_learned(mark, learned, template):
     assert named("chatml", "last").render(last.messages, None, last.learned).answers == []
 
 
+@pytest.mark.parametrize("name", ["jsonl", "parquet"])
+def test_a_row_that_is_marked_is_not_learned_or_refused(name, tmp_path):
+    talk = marked({}, {})
+    marks = [
+        {"loss_mask": 0, "train": None, "Weight": None},
+        {"loss_mask": 1},
+        {},
+        {"train": False},
+        {"Weight": 0.0},
+        {"Weight": 0.5},
+    ]
+    marks.append({"train": True, "loss_mask": 0})
+    folder = write(tmp_path / "talks", [{"messages": talk} | each for each in marks], name)
+    with pytest.raises(
+        ValueError, match=r"row 5: the row has Weight 0\.5; say whether it is learned by weight 1"
+    ):
+        chat(folder).train(tmp_path / "run")
+    data = chat(folder, on_error="skip", heldout_fraction=0, packing="alone")
+    assert len(data.train(tmp_path / "run")) == 2
+    text = data.summary(tmp_path / "run")
+    assert "left out 3 without an answer that is learned; skipped 2 that cannot be read" in text
+    side = {"prompt": "a", "completion": "b", "weight": 0}
+    assert conversation_of(side, "messages").learned == [False, False]
+
+
 def test_answers_that_are_not_learned_count_as_none(tmp_path):
     rows = [marked({}), marked({"weight": 0}), marked({"weight": 1}), marked({"weight": 0.5})]
     folder = write(tmp_path / "talks", [{"messages": each} for each in rows])
@@ -197,7 +222,7 @@ def test_a_template_that_marks_not_every_answer_is_refused_where_one_is_not_lear
 @pytest.mark.parametrize(
     ("record", "text"),
     [
-        ({"messages": marked({"weight": 2})}, "messages[1] has weight 2; say whether the message is learned"),
+        ({"messages": marked({"weight": 2})}, "messages[1] has weight 2; say whether it is learned"),
         ({"messages": marked({"train": "some"})}, "messages[1] has train 'some'; say whether"),
         ({"messages": marked({"loss_mask": [0, 1]})}, "messages[1] has loss_mask [0, 1]; say whether"),
         ({"messages": marked({"mask": 1})}, "messages[1] has mask 1; say whether"),
