@@ -52,11 +52,12 @@ def launch_outcome(
     if not failed:
         return _without_failure(ends, launcher, launcher_code, asked)
     # both sides of a cut link report a hang: prefer the side of rank 0, where the launcher runs
-    # and a rank that was killed comes before those that gave up without it, whatever their last words are
+    # and a rank that was killed, or crashed, comes before those that gave up without it
     first = min(
         failed,
         key=lambda end: (
-            not end.killed, end.consequence, end.reported_hang and end.rank, _ended_seconds(end)
+            *(not end.killed, end.gave_up, end.consequence, end.reported_hang and end.rank),
+            _ended_seconds(end),
         ),
     )  # fmt: skip
     seconds = _ended_seconds(first) - first.start_seconds

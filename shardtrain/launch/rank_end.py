@@ -98,6 +98,11 @@ class RankEnd:
         return self.asked is not None or bool(CONSEQUENCE.search("\n".join(self.text.splitlines()[-5:])))
 
     @property
+    def gave_up(self) -> bool:
+        """Whether it only ended the others: it lost one of them, or called MPI_Abort without an error."""
+        return self.consequence or bool(ABORT.search(self.text) and TRACEBACK not in self.text)
+
+    @property
     def killed(self) -> bool:
         """Whether its keeper saw it killed, by someone outside of the launch: no rank does that to itself."""
         return self.signal == signal.SIGKILL and self.asked is None and not (self.last.hung or self.orphaned)

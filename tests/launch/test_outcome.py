@@ -98,13 +98,23 @@ def test_a_killed_rank_is_the_first(left, tmp_path):
     assert "step 7\n(the kernel does that when memory runs out: see dmesg there" in ended.text
 
 
-def test_a_killed_rank_comes_before_one_that_gave_up_without_it(left, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT])
+def test_a_killed_rank_comes_before_one_that_gave_up_without_it(number, left, tmp_path):
     abort = "Abort(1) on node 0: application called MPI_Abort(MPI_COMM_WORLD, 1) - process 0\n"
     left(0, None, text=f"step 1\n{abort}", touched=111.0)
-    left(1, 137, 112, signal=9)
+    left(1, 128 + number, 112, signal=number)
+    # libraries abort where another rank is lost
+    left(2, 134, 110, text=NEIGHBOUR, signal=signal.SIGABRT)
+    left(3, 134, 110, text=abort, signal=signal.SIGABRT)
     found = told(tmp_path, 1)
-    assert found.code == 137
-    assert "island 1 failed first: rank 1 on n1, killed by SIGKILL" in found.text
+    assert found.code == 128 + number
+    assert f"island 1 failed first: rank 1 on n1, killed by {number.name}" in found.text
+
+
+def test_an_error_before_a_crash_is_the_first(left, tmp_path):
+    left(0, None, text=ERROR, touched=111.0)
+    left(1, 139, 112, signal=signal.SIGSEGV)
+    assert "island 0 failed first: rank 0 on n0, called MPI_Abort" in told(tmp_path).text
 
 
 @pytest.mark.parametrize(
