@@ -207,6 +207,16 @@ def test_tokenizers_of_one_size_and_separator_are_told_apart(tmp_path):
     assert Corpus(paths=(tmp_path / "b/*.npy",)).vocab == 262
 
 
+def test_a_byte_order_mark_of_a_tokenizer_is_no_content(tmp_path, trained):
+    (tmp_path / "tokenizer_config.json").write_bytes(b'\xef\xbb\xbf{"eos_token": "<|endoftext|>"}')
+    (tmp_path / "tokenizer.json").write_bytes(b"\xef\xbb\xbf" + trained.read_bytes())
+    marked, plain = (open_tokenizer(path) for path in (tmp_path, trained))
+    assert [each.tolist() for each in marked.encode(DOCUMENTS)] == [
+        e.tolist() for e in plain.encode(DOCUMENTS)
+    ]
+    assert (marked.vocab, marked.separator) == (plain.vocab, plain.separator)
+
+
 def test_another_separator_in_the_configuration_is_another_plan(tmp_path, trained):
     files = find_files([write_files("jsonl", tmp_path / "data", DOCUMENTS)])
     (tmp_path / "tokenizer.json").write_bytes(trained.read_bytes())
