@@ -26,9 +26,8 @@ from shardtrain.launch.rank_end import any_failed, read_ranks
 from shardtrain.launch.restarts import Ended
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
-from shardtrain.system.stop_signals import Repeats, asking
+from shardtrain.system.stop_signals import STOPPING, Repeats, asking
 
-ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_EVERY_SECONDS = 0.1
 GRACE_SECONDS = 2.0
 HUNG_SECONDS = 9.0
@@ -108,7 +107,7 @@ class _Run:
 
     def __enter__(self) -> "_Run":
         # first take over the signals: one that comes during the start must reach the ranks, too
-        for number in asking(ASKING):
+        for number in asking(STOPPING):
             self._before[number] = signal.signal(number, self._on_signal)
         try:
             self._process = subprocess.Popen(

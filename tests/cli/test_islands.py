@@ -60,6 +60,7 @@ def run() -> Run:
 BINDING = 5  # rank, island, host, pid, devices and more
 GONE_SECONDS = 300
 LONG_SECONDS = 900
+CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 @pytest.fixture
@@ -158,15 +159,41 @@ def test_the_time_limit_stops_all_at_one_step_and_asks_to_come_again(folder, sta
     )
 
 
-def test_a_killed_rank_is_named_and_the_others_end(folder, start):
+@pytest.mark.parametrize(
+    ("number", "to_rank"),
+    [
+        (signal.SIGINT, False),
+        (signal.SIGUSR1, False),
+        pytest.param(signal.SIGTERM, False, marks=pytest.mark.full),
+        *(pytest.param(each, True, marks=pytest.mark.full) for each in (signal.SIGTERM, signal.SIGUSR1)),
+    ],
+)
+def test_a_signal_to_the_launch_or_to_a_rank_stops_and_saves(number, to_rank, folder, start):
+    process = start()
+    until_steps(process)
+    os.kill(pids(Path("out").read_text())[1] if to_rank else process.pid, number)
+    code, out, err = ended(process)
+    assert code == 128 + number, err
+    assert f"stopped by {number.name}" in err
+    (saved,) = Path("run/checkpoints").glob("step_*")
+    step = int(saved.name.removeprefix("step_"))
+    assert f"stopped by {number.name} after step {step}, which is saved; the same command resumes" in out
+    assert read_jsonl(Path("run/metrics.jsonl"))[-1]["step"] == step
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, signal.SIGSEGV, *(pytest.param(each, marks=pytest.mark.full) for each in CRASHES)],
+)
+def test_a_killed_rank_is_named_and_the_others_end(number, folder, start):
     process = start()
     until_steps(process)
     before = pids(Path("out").read_text())
-    os.kill(before[1], signal.SIGKILL)
+    os.kill(before[1], number)
     code, _, err = ended(process, GONE_SECONDS)
-    assert code == 128 + signal.SIGKILL
+    assert code == 128 + number, err
     assert "=== island 1 failed first: rank 1 on " in err
-    assert "killed by SIGKILL" in err
+    assert f"killed by {number.name}" in err
     assert not any(map(alive, before.values()))
 
 
