@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 from shardtrain.checkpoints.manifest_entries import MOST_PARTS, WHOLE, WriterPart
+from shardtrain.system.run_lock import LOCK
 
 ARRAYS = "arrays"
 """The folder inside a step's folder that Orbax writes; any Orbax program can read it."""
@@ -72,6 +73,22 @@ def partial_folders(folder: Path) -> list[Path]:
 def has_manifest(step_folder: Path) -> bool:
     """Return whether a folder has a manifest; nothing is read."""
     return (step_folder / MANIFEST).is_file()
+
+
+def refuse_other_run(folder: Path) -> None:
+    """Refuse a folder of checkpoints that is a link to that of another run, whose steps would be deleted.
+
+    A link to another disk is followed: disks fill up.
+
+    Raises:
+      ValueError: it is such a link.
+    """
+    behind = folder.resolve()
+    if folder.is_symlink() and behind.name == folder.name and (behind.parent / LOCK).exists():
+        raise ValueError(
+            f"{folder} is a link to the checkpoints of another run, which would be deleted there; remove the"
+            f" link, or name that run: {behind.parent}"
+        )
 
 
 def delete(folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from shardtrain.checkpoints.evaluations import best_saved
-from shardtrain.checkpoints.paths import delete, partial_folders
+from shardtrain.checkpoints.paths import delete, partial_folders, refuse_other_run
 from shardtrain.checkpoints.policy import CheckpointPolicy, steps_to_delete
 from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
 from shardtrain.cli.checkpoint_files import Export, Import, export_checkpoint, import_checkpoint
@@ -172,8 +172,10 @@ def _pruned(checkpoints: CheckpointPath, policy: CheckpointPolicy, remove: Calla
     found = checkpoints.readers()
     whole = _newest_whole(found, policy.keep)
     if not whole:
+        why = f" ({found[-1].problems()[0]})" if found else ""
         raise ValueError(
-            f"no step in {checkpoints.folder} is whole, so none is deleted; see: verify {checkpoints.folder}"
+            f"no step in {checkpoints.folder} is whole, so none is deleted{why}; see: verify"
+            f" {checkpoints.folder}"
         )
     # steps that the policy counts: the whole ones, and older ones that miss no part
     counted = [each for each in found if each in whole or (each.step < whole[-1].step and not each.missing)]
@@ -209,8 +211,9 @@ def _exclusive(folder: Path) -> Iterator[None]:
     """Lock a folder of checkpoints, and the folder of its run.
 
     Raises:
-      ValueError: another process has one of the locks.
+      ValueError: another process has one of the locks, or the folder is that of another run.
     """
+    refuse_other_run(folder)
     run = folder.resolve().parent
     try:
         with ExitStack() as stack:

@@ -8,22 +8,28 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from shardtrain.checkpoints.paths import refuse_other_run
 from shardtrain.report.plots import figure
 from shardtrain.report.plots.loss_curve import loss_curve
+from shardtrain.report.sinks import mlflow, tensorboard
 from shardtrain.report.sinks.json_lines import METRICS
 from shardtrain.system.atomic_write import clear_parts, replace_file
 from shardtrain.system.run_lock import Locked, locked
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.run_checkpoints import CHECKPOINTS
+from shardtrain.trainer.wave_log import WAVES
 
 CURVE = "loss.png"
 
+WRITTEN = (tensorboard.FOLDER, WAVES, "wandb", mlflow.DATABASE, mlflow.ARTIFACTS)
+"""Folders and files in a run folder that are added to under their own name."""
+
 
 def check_folder(folder: Path) -> None:
-    """Check that a run's folder, and that of its checkpoints, is a folder or not there.
+    """Check that a run's folder, and that of its checkpoints, is a folder or not there, and of this run.
 
     Raises:
-      ValueError: one is a file, or a link that leads nowhere.
+      ValueError: one is a file, or a link that leads nowhere; or what is written in it is behind a link.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"run_dir {folder} is a file; give a folder, there or not: --run-dir {folder}.run")
@@ -33,6 +39,11 @@ def check_folder(folder: Path) -> None:
                 f"run_dir {folder}: {each} is a link to {os.readlink(each)}, which is not there; make that"
                 " folder, remove the link, or use another --run-dir"
             )
+    refuse_other_run(folder / CHECKPOINTS)
+    if links := [name for name in WRITTEN if (folder / name).is_symlink()]:
+        raise ValueError(
+            f"{folder / links[0]} is a link, which is not followed; remove it, or use another --run-dir"
+        )
 
 
 @contextmanager
