@@ -31,7 +31,8 @@ def compiler_text(error: BaseException) -> str | None:
     if not in_lowering and (type(error).__name__ != "JaxRuntimeError" or "callback" in words.lower()):
         return None
     reasons = [line.strip() for line in words.splitlines()[in_lowering:] if line.strip()]
-    found = re.search(r'loc\("([^"]*)"\(callsite\("[^"]*"\("([^"]*)":(\d+)', words)
+    # jax 0.12 nests call sites
+    found = re.search(r'loc\("([^"]*)"\((?:callsite\()+"[^"]*"\("([^"]*)":(\d+)', words)
     operation = f". The operation is {found[1]!r}, called at {found[2]}:{found[3]}" if found else ""
     change = next((text for sign, text in _CHANGES.items() if sign in words), _OTHER_CHANGE)
     return f"the compiler refused the program: {''.join(reasons[:1])[:LONGEST_REASON]}{operation}; {change}"
