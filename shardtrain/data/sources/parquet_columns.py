@@ -143,7 +143,7 @@ def _pages(content: bytes) -> Iterator[tuple[int, int, int]]:
     raise ValueError(f"a column of a row group has more than {MOST_PAGES:,} pages")
 
 
-def _read_struct(file: BinaryIO, depth: int = 0) -> dict[int, Any]:
+def _read_struct(file: io.BytesIO, depth: int = 0) -> dict[int, Any]:
     """Read the 32-bit integers and structs in a struct of Thrift's compact protocol, as pyarrow does."""
     found: dict[int, Any] = {}
     number = 0
@@ -156,13 +156,17 @@ def _read_struct(file: BinaryIO, depth: int = 0) -> dict[int, Any]:
     return found
 
 
-def _read_value(file: BinaryIO, kind: int, depth: int) -> Any:
+def _read_value(file: io.BytesIO, kind: int, depth: int) -> Any:
     if kind in (1, 2, 3):
         return _byte(file)
     if kind in (4, INT32, 6):
         return _integer(file)
     if kind in (7, 8):
-        file.seek(8 if kind == 7 else _varint(file), 1)
+        num_bytes = 8 if kind == 7 else _varint(file)
+        # a list may claim any number of values: none is behind the end
+        if num_bytes > len(file.getbuffer()) - file.tell():
+            raise ValueError("the file ends in a header of a page")
+        file.seek(num_bytes, 1)
         return None
     if depth >= MOST_DEPTH or kind not in (9, 10, 11, STRUCT):
         raise ValueError("a header of a page is damaged")
