@@ -70,8 +70,15 @@ def trained_example(one_device):
     return trained_example
 
 
-ELSEWHERE = ("digits_vgg", "translation_text", "image_folder_vit", "corpus_pretraining")
-"""Those that `test_presets.py` trains, as launched, and a test of each in `data`; most with `--full`."""
+ELSEWHERE = (
+    "digits_vgg",
+    "translation_text",
+    "image_folder_vit",
+    "corpus_pretraining",
+    "own_blocks",
+    "skip_edges",
+)
+"""Those that `test_presets.py` trains, as launched, a test of each in `data`, and the pipelines below."""
 
 
 @pytest.mark.parametrize(
@@ -133,14 +140,6 @@ def test_links_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_tests_of_the_features_of_a_step_are_there():
-    page = (ROOT / "docs/step_features.md").read_text()
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
-    assert len(named) > 15
-    missing = [(path, name) for path, name in named if f"\ndef {name}(" not in (ROOT / path).read_text()]
-    assert missing == []
-
-
 def test_the_files_and_names_of_the_recipes_are_there():
     text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Recipes")[2]
     recipes = dict(re.findall(r"^### ([^\n]*)\n(.*?)(?=^### |\Z)", text, re.MULTILINE | re.DOTALL))
@@ -198,10 +197,8 @@ def test_the_readme_shows_real_output():
 
 @pytest.fixture
 def in_pages_folder(tmp_path, monkeypatch):
-    """A folder with the run files of docs/pipeline.md, the examples, and the table that it writes."""
+    """A folder with the examples, and the table that docs/pipeline.md writes."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for name, code in re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)```", PIPELINES, re.DOTALL):
-        (tmp_path / name).write_text(code)
     monkeypatch.chdir(tmp_path)
     writes_table = re.search(r"```python\n(from shardtrain\.pipeline.*?)```", PIPELINES, re.DOTALL)
     assert writes_table is not None
@@ -237,7 +234,10 @@ SAME = ("step", "train/loss", "heldout/loss", "grad_norm")
 @pytest.mark.usefixtures("in_pages_folder")
 @pytest.mark.parametrize(
     ("name", "num_ranks", "devices"),
-    [("tower.py", 1, 4), pytest.param("hourglass.py", 2, 1, marks=pytest.mark.full)],
+    [
+        ("examples/own_blocks.py", 1, 4),
+        pytest.param("examples/skip_edges.py", 2, 1, marks=pytest.mark.full),
+    ],
 )
 def test_the_models_of_the_pipeline_page_train_in_their_pipeline_as_without(
     name, num_ranks, devices, mpiexec, tmp_path
