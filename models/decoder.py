@@ -7,7 +7,7 @@ pretrained ones.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from shardtrain.models.on_gpus import rows_last
 from shardtrain.models.residual_stream import STREAM, whole_seq
 from shardtrain.models.transformer import TABLE, linear_of, logits_of, norm_of, too_long
 from shardtrain.models.transformer_options import (
+    RARE,
     Activations,
     Dtypes,
     Positions,
@@ -107,6 +108,8 @@ class DecoderConfig:
     >>> config.sizes["head_dim"], config.sizes["mlp"]
     (16, 256)
     """
+
+    RARE: ClassVar = RARE
 
     vocab: int
     seq: int

@@ -33,7 +33,7 @@ from shardtrain.models.transformer import (
     norm_of,
     too_long,
 )
-from shardtrain.models.transformer_options import BlockOptions, Dtypes, Remats, problems
+from shardtrain.models.transformer_options import RARE, BlockOptions, Dtypes, Remats, problems
 
 Stream = dict[str, jax.Array]
 """Activations between blocks: "x" (batch, seq, embed), and "mask" (batch, seq) if one was given."""
@@ -82,6 +82,8 @@ class EncoderConfig:
     >>> config.sizes["head_dim"], config.sizes["mlp"], config.sizes["segments"]
     (16, 256, 2)
     """
+
+    RARE: ClassVar = RARE
 
     vocab: int
     seq: int

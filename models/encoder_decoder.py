@@ -6,7 +6,7 @@ Encoder blocks come first, then decoder blocks, in one `nnx.List`; `encoder_deco
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from shardtrain.models.residual_stream import STREAM, whole_seq
 from shardtrain.models.source_cache import SourceCache, read_target
 from shardtrain.models.transformer import TABLE, linear_of, logits_of, norm_of, too_long
 from shardtrain.models.transformer_options import (
+    RARE,
     Activations,
     Dtypes,
     Remats,
@@ -105,6 +106,8 @@ class EncoderDecoderConfig:
     >>> EncoderDecoderConfig(**sizes, num_encoder_layers=2, num_decoder_layers=3).num_blocks
     5
     """
+
+    RARE: ClassVar = RARE
 
     vocab: int
     seq: int

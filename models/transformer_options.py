@@ -22,6 +22,14 @@ GATED = ("swiglu", "geglu")
 Remats = Literal["none", "weights", "dots", "outputs", "full", "offload"]
 Dtypes = Literal["float32", "bfloat16", "float16"]
 
+RARE = (
+    *("head_dim", "theta", "rope_scaling", "rotary_dims", "eps", "query_scale", "head_scale", "embed_scale"),
+    *("post_norm", "only_post_norm", "parallel", "qk_norm", "qk_norm_joint", "window_theta", "full_every"),
+    *("attention_bias", "qkv_bias", "norm_bias", "soft_cap", "logits_soft_cap", "tied", "scan"),
+    *("positions", "norm", "bias", "activation", "relative_buckets", "relative_distance"),
+)
+"""Options that differ between families of models: a run file sets them, not the command line."""
+
 
 class BlockOptions(Protocol):
     """The options of a configuration that the parts of a block read; `DecoderConfig` describes them."""

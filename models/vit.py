@@ -24,7 +24,7 @@ from shardtrain.models.layers import Linear, at_use, coming_keys, normal
 from shardtrain.models.on_gpus import rows_last
 from shardtrain.models.residual_stream import STREAM, whole_seq
 from shardtrain.models.transformer import linear_of, norm_of
-from shardtrain.models.transformer_options import Dtypes, Remats, problems
+from shardtrain.models.transformer_options import RARE, Dtypes, Remats, problems
 
 Poolings = Literal["token", "mean"]
 
@@ -72,6 +72,8 @@ class VitConfig:
     >>> VitConfig(height=224, width=224, classes=1000).sizes["seq"]
     197
     """
+
+    RARE: ClassVar = RARE
 
     height: int
     width: int

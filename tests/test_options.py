@@ -14,14 +14,12 @@ import pytest
 
 from shardtrain import cli, models
 from shardtrain.cli.advise import QUESTIONS
-from shardtrain.cli.checkpoint_files import option_words
 from shardtrain.cli.field_options import field_helps
+from shardtrain.cli.help_pages import SECTIONS
 from shardtrain.cli.inspect import InspectOptions
 from shardtrain.cli.run_options import parse_run
 from shardtrain.cli.train import TrainOptions
 from shardtrain.launch.registry import LAUNCHERS
-from shardtrain.models.decoder import DecoderConfig
-from shardtrain.trainer.config import describe
 from shardtrain.trainer.strategy import Strategy, strategy_text
 
 ROOT = Path(__file__).parents[1]
@@ -124,8 +122,10 @@ def helps(run_file):
             ),
         ):
             text = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+            of_run = len(words) > 1 and words[0] in ("train", "inspect", "plan", "calibrate")
+            asked = [*(word.format(run=run_file) for word in words), "--help-all" if of_run else "--help"]
             with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-                assert cli.main([word.format(run=run_file) for word in words] + ["--help"]) == 0
+                assert cli.main(asked) == 0
             text.seek(0)
             found[" ".join(words)] = text.read()
     return found
@@ -133,13 +133,13 @@ def helps(run_file):
 
 def entries(text):
     """(option with its kind, help text, default) of each option in a --help."""
-    lines = [line.strip("│").rstrip() for line in text.splitlines() if line.startswith("│ ")]
+    lines = [line.strip("│").rstrip() for line in text.splitlines() if line.startswith(("│ ", "  "))]
     # an option starts its line; the lines of its text stand further right, beside it or below
-    for entry in re.split(r"^ (?=\S)", "\n".join(lines), flags=re.MULTILINE):
+    for entry in re.split(r"^ {1,2}(?=\S)", "\n".join(lines), flags=re.MULTILINE):
         if entry.startswith("--"):
-            option, _, about = entry.partition("  ")
+            option, _, about = re.sub("\n", "  ", entry).partition("  ")
             about = " ".join(about.split())
-            default = re.search(r"\((?:default|required|fixed)[^()]*\)$", about)
+            default = re.search(r"\((?:default|required|fixed)[^()]*\)$|\[[^\[\]]*\]$", about)
             yield " ".join(option.split()), about[: default and default.start()], default and default[0]
 
 
@@ -175,12 +175,40 @@ def test_every_field_of_a_model_has_a_help_text():
     assert lacking == set()
 
 
-def test_the_help_starts_with_the_common_options(helps):
-    text = helps["train examples/gpt_text.py"]
-    first = [option.split()[0] for option, *_ in entries(text.partition("╰")[0])]
-    assert 10 <= len(first) <= 16
+def page(monkeypatch, capsys, *words):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit):
+        cli.main(["train", "examples/gpt_text.py", *words])
+    return capsys.readouterr().out
+
+
+def test_the_help_is_a_page_of_at_most_60_options(helps, monkeypatch, capsys):
+    found = [option.split()[0] for option, *_ in entries(page(monkeypatch, capsys, "--help"))]
     common = "--mesh --cpu-devices --data --steps --batch --accumulate --learning-rate --seed --run-dir"
-    assert first[:9] == common.split()
+    assert set(common.split()) < set(found)
+    assert 30 < len(found) <= 60
+    assert len(list(entries(helps["train examples/gpt_text.py"]))) <= 110
+
+
+def test_a_section_of_the_help_has_all_its_options(helps, monkeypatch, capsys):
+    every = {option for option, *_ in entries(helps["train examples/gpt_text.py"])}
+    pages = [
+        list(entries(page(monkeypatch, capsys, "--help", name))) for name in SECTIONS if name != "command"
+    ]
+    assert {option for each in pages for option, *_ in each} == every
+    assert sum(map(len, pages)) == len(every)
+    assert cli.main(["train", str(ROOT / "examples/gpt_text.py"), "--help", "pipelin"]) == 2
+    assert "did you mean 'pipeline'?" in capsys.readouterr().err
+
+
+def test_a_field_without_an_option_is_refused_with_where_to_set_it(capsys):
+    words = ["--bridge-memory", "host", "--optimizer.learning_rate.power=2"]
+    assert cli.main(["train", str(ROOT / "examples/gpt_text.py"), *words]) == 2
+    assert capsys.readouterr().err.startswith(
+        "shardtrain train: these fields have no option:\n"
+        "  - --bridge-memory: set strategy.across.memory in the run file, or memory in [across] of a strategy"
+        " file\n  - --optimizer.learning_rate.power: set optimizer.learning_rate.power in the run file\n"
+    )
 
 
 def test_commands_and_options_are_those_committed(helps, assert_snapshot):
@@ -195,7 +223,11 @@ def test_commands_and_options_are_those_committed(helps, assert_snapshot):
 
 
 def test_every_option_that_is_named_exists(helps):
-    known = options("".join(helps.values())) | set(" ".join(OTHERS.values()).split())
+    texts_of_help = "".join(helps.values())
+    paths = {
+        f"--{path.replace('_', '-')}" for path in re.findall(r"[\[ ]([a-z_.]+\.[a-z_]+)\]", texts_of_help)
+    }
+    known = options(texts_of_help) | paths | set(" ".join(OTHERS.values()).split())
     assert len(known) > 150
     unknown = {where: found for where, text in texts() if (found := options(text) - known)}
     assert unknown == {}
@@ -210,18 +242,6 @@ def test_every_section_of_the_readme_that_is_named_is_there():
     }
     assert len(named) >= 3
     assert [found for found in named if found[1].strip() not in headings] == []
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        DecoderConfig(vocab=9, seq=8, embed=16, num_layers=1, num_heads=2, positions="rotary", tied=False),
-        DecoderConfig(vocab=9, seq=8, embed=16, num_layers=1, num_heads=2, bias=False, head_dim=4),
-    ],
-)
-def test_the_options_of_an_import_make_its_model_of_any_other(config, run_file):
-    run, _ = parse_run("train", [str(run_file), *option_words(config)])
-    assert run.model == config
 
 
 def test_the_options_of_nested_data_need_no_subcommand(run_file):
@@ -256,29 +276,3 @@ def test_the_commands_that_are_shown_are_understood(monkeypatch, run_file, tmp_p
             del rest[(at := rest.index("--cpu-devices")) : at + 2]
         rest = [str(planned) if word == planned.name else word for word in rest]
         parse_run(command, [stand_for.get(where, where), *rest], EXTRA[command])
-
-
-OLD_COMMANDS = (ROOT / "tests/snapshots/readme_commands_of_0_1.txt").read_text().splitlines()
-
-
-@pytest.mark.parametrize("line", OLD_COMMANDS)
-def test_a_command_of_an_earlier_readme_is_still_understood(line, monkeypatch, capsys, tmp_path):
-    """Parsed, not run: launch by --dry-run, checkpoint up to the folder that is not there."""
-    _, command, *words = shlex.split(line)
-    if command == "checkpoint":
-        monkeypatch.chdir(tmp_path)
-        assert cli.main([command, *words]) == 2
-        assert f"no {'folder ' * (words[0] != 'import')}{words[1]}" in capsys.readouterr().err
-        return
-    monkeypatch.chdir(ROOT)
-    if command == "launch":
-        at = words.index("--")
-        dry_run = [] if "--dry-run" in words else ["--dry-run"]
-        assert cli.main([command, *words[:at], *dry_run, *words[at:]]) == 0
-        command, *words = words[at + 1 :]
-        assert f"shardtrain {command}" in capsys.readouterr().out
-    if command in EXTRA and "--help" not in words:
-        if "--cpu-devices" in words:
-            del words[(at := words.index("--cpu-devices")) : at + 2]
-        run, _ = parse_run(command, words, EXTRA[command])
-        assert len(words) == 1 or describe(run) != describe(parse_run(command, words[:1], EXTRA[command])[0])

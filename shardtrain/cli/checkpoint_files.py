@@ -154,11 +154,9 @@ def import_checkpoint(options: Import) -> int:
         )
     for name in found.left_out:
         terminal.out(f"skipped, as the model has no such array: {name}\n")
-    words = shlex.join(["--start-from.checkpoint", str(options.out), *option_words(found.config)])
     terminal.out(
         f"{found.family}: {num_params:,} parameters -> {options.out}\n"
         f"in a run file of your own: model={model_text(found.config)}\n"
-        f"or with the options of such a run file: {words}\n"
         f"train on: {shlex.join(['shardtrain', 'train', str(options.out / RUN_FILE)])}"
         " (its first lines say with what data)\n"
     )
@@ -169,23 +167,6 @@ def changed_options(config: Any) -> list[tuple[str, Any]]:
     """Return the fields of a dataclass that are not at their defaults."""
     values = [(f.name, getattr(config, f.name), f.default) for f in fields(config)]
     return [(name, value) for name, value, default in values if value != default]
-
-
-def option_words(config: Any) -> list[str]:
-    """Return the command line options that give a run's model this configuration: all of them.
-
-    >>> from shardtrain.models.mlp import MlpConfig
-    >>> option_words(MlpConfig(features=4, mlp=8, num_layers=1, classes=3, dtype="bfloat16"))[-2:]
-    ['--model.dtype', 'bfloat16']
-    """
-    words = []
-    for name, value in asdict(config).items():
-        option = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--model.{option}" if value else f"--model.no-{option}")
-        else:
-            words += [f"--model.{option}", str(value)]
-    return words
 
 
 def model_text(config: Any) -> str:

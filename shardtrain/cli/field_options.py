@@ -46,7 +46,7 @@ class FieldOption:
         >>> FieldOption(path="run_dir", kind=str, default="", help=None).name
         '--run-dir'
         """
-        return _flag(self.short or self.path)
+        return flag_of(self.short or self.path)
 
 
 def field_options(
@@ -135,60 +135,35 @@ def field_helps(kind: type) -> dict[str, str]:
     }
 
 
-def parse_options(
-    groups: Mapping[str, Sequence[FieldOption]],
-    words: Sequence[str],
-    descriptions: Mapping[str, str],
-    prog: str,
-) -> dict[str, Any]:
-    """Parse the command line; with --help, print the help and exit.
+def parse_options(options: Sequence[FieldOption], words: Sequence[str], prog: str) -> dict[str, Any]:
+    """Parse the command line.
 
     Args:
-      groups: heading -> its options, in the order of the help; the first heading is not shown.
+      options: the options.
       words: the command line; an option may be given by its name or its path.
-      descriptions: heading -> the text below it; the text of the first heading describes the whole command.
-      prog: the program's name in the help.
+      prog: the program's name in messages.
 
     Returns:
       The path of each option that changes its field -> the new value.
 
     Raises:
-      SystemExit: with code 0 after --help; with code 2 if the options cannot be parsed.
+      SystemExit: with code 2 if the options cannot be parsed.
     """
-    first, *others = groups
-    members = [_member(option) for option in groups[first]]
-    for heading in others:
-        kind = dataclasses.make_dataclass(_identifier(heading), map(_member, groups[heading]), kw_only=True)
-        kind.__doc__ = descriptions.get(heading, "")
-        named = Annotated[kind, tyro.conf.arg(name=heading)]
-        members.append((_identifier(heading), named, dataclasses.field(default_factory=kind)))
-    options = [option for group in groups.values() for option in group]
     parsed = tyro.cli(
-        dataclasses.make_dataclass("Options", members, kw_only=True),
+        dataclasses.make_dataclass("Options", map(_member, options), kw_only=True),
         args=_spelled(options, words),
         # Of a union, show the type that the run has; fields that only Python can set are not shown. These
         # classes have no source to look for comments in: the search takes as long as all else.
         config=(tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed, tyro.conf.HelptextFromCommentsOff),
         prog=prog,
-        description=descriptions[first],
     )
-    found = {}
-    for heading, group in groups.items():
-        holder = parsed if heading == first else getattr(parsed, _identifier(heading))
-        found |= {option.path: getattr(holder, _identifier(option.path)) for option in group}
+    found = {option.path: getattr(parsed, _identifier(option.path)) for option in options}
     return {option.path: found[option.path] for option in options if found[option.path] != option.default}
 
 
 def _member(option: FieldOption) -> Any:
     """Return a field of the dataclass that tyro parses, for `make_dataclass`."""
-
-    def hint(default: str) -> str:
-        full = f"; also {_flag(option.path)}" if option.short else ""
-        return f"(default: {default or 'none'}{full})"
-
-    shown = tyro.conf.arg(
-        name=option.short or option.path, help=option.help, prefix_name=False, help_behavior_hint=hint
-    )
+    shown = tyro.conf.arg(name=option.short or option.path, help=option.help, prefix_name=False)
     field = dataclasses.field(default_factory=lambda: option.default)
     return _identifier(option.path), Annotated[option.kind, shown], field
 
@@ -197,13 +172,18 @@ def _identifier(name: str) -> str:
     return name.replace(".", "__").replace(" ", "_")
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """Return the option of a path or a short name.
+
+    >>> flag_of("run_dir")
+    '--run-dir'
+    """
     return f"--{name.replace('_', '-')}"
 
 
 def _spelled(options: Sequence[FieldOption], words: Sequence[str]) -> list[str]:
     """Replace paths by the names that tyro knows, and `True` or `False` after a flag by its two forms."""
-    names = {_flag(option.path): option.name for option in options}
+    names = {flag_of(option.path): option.name for option in options}
     paths = {option.name for option in options if Path in (option.kind, *typing.get_args(option.kind))}
     flags = {option.name for option in options if option.kind is bool}
     spelled: list[str] = []

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardtrain.cli.field_options import FieldOption, field_options, parse_options, with_fields
+from shardtrain.cli.field_options import FieldOption, field_options, flag_of, parse_options, with_fields
+from shardtrain.cli.help_pages import help_page
 from shardtrain.cli.option_files import StrategyOptions, is_layout_file, with_files, with_folders_tokenizer
 from shardtrain.cli.run_file import load_combiner, load_run
 from shardtrain.combine import CODECS, COMBINERS
+from shardtrain.errors.messages import problems_error
 from shardtrain.report.sinks import SINKS
 from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.sharding.layout_file import read_layout
@@ -26,7 +28,25 @@ NO_OPTION = (
     *("loss", "names", "sample", "hooks", "strategy.islands", "strategy.predicted"),
     *(f"{LAYOUT}parameters", f"{LAYOUT}activations"),
 )
-"""Fields of a run that have no option: they are given in Python or in a strategy file."""
+"""Fields of a run whose values text cannot express: they are given in Python or in a strategy file."""
+
+RARE = (
+    *(
+        "unit",
+        "hook_errors",
+        "evaluate_with",
+        "loading.heldout_workers",
+        "loading.prefetch",
+        "scaling.warmup",
+    ),
+    *("optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.decay_unused", "optimizer.rates"),
+    *("optimizer.learning_rate.start", "optimizer.learning_rate.power"),
+    *("checkpoints.keep_every", "watch.stall_seconds", "watch.long_seconds"),
+    *(f"recovery.{name}" for name in ("window", "rollbacks", "straggler")),
+    *(f"{ACROSS}{name}" for name in ("first_bucket_bytes", "memory")),
+    f"{SYNCHRONISATION}outer.nesterov",
+)
+"""Fields without an option because few runs change them: set in the run file or a strategy file."""
 
 SHORT = {
     "data.paths": "data",
@@ -71,44 +91,6 @@ SHORT = {
     f"{PIPELINE}in_flight": "in_flight",
 }
 """Path of a field -> the short name of its option; the path works too."""
-
-HEADINGS = {
-    "common": (
-        f"{LAYOUT}mesh", "cpu_devices", "data.paths", "steps", "batch", "strategy.accumulate",
-        "optimizer.learning_rate.peak", "seed", "run_dir", "start_from.checkpoint", "log_every",
-        "evaluate_every", "evaluate_batches", "checkpoints.every_minutes", "time_limit",
-    ),
-    "command": (),
-    "model": ("model.",),
-    "data": ("data.",),
-    "optimizer": ("optimizer.",),
-    "training": ("batch_growth", "nonfinite", "evaluate_with", "unit", "sinks", "hook_errors"),
-    "layout": ("strategy", LAYOUT),
-    "replicas": ("synchronisation", SYNCHRONISATION),
-    "islands": (ACROSS,),
-    "pipeline": (PIPELINE,),
-    "scaling": ("scaling.",),
-    "checkpoints": ("checkpoints.",),
-    "start": ("start_from.", "allow."),
-    "recovery": ("recovery.", "watch."),
-}  # fmt: skip
-"""Heading of the help -> the paths, or beginnings of paths, of its options; the rest is under "command"."""
-
-DESCRIPTIONS = {
-    "common": "Options of the run; the defaults are the values in the run file. Common options come first."
-    " Each option sets the field of the run with the same path, as in Python and in run.txt; some have a"
-    " short name too.",
-    "model": "The model of this run file.",
-    "data": "The data of this run file.",
-    "layout": "How parameters and activations are sharded over the devices of the mesh.",
-    "replicas": "When replicas (islands, or the indices of the axis data) are synchronised, and how.",
-    "islands": "What islands exchange, if several were launched.",
-    "pipeline": "How the blocks of the model are partitioned into pipeline stages, and the schedule.",
-    "scaling": "What to change if N replicas train a run that is written for one.",
-    "checkpoints": "When checkpoints are saved and which are kept.",
-    "start": "The checkpoint with the initial parameters, and how it may differ from this run.",
-    "recovery": "When a run rolls back, and when the watchdog ends a run that hangs.",
-}
 
 GIVEN_IN_PYTHON = "given in Python"
 """The default of --combine if the run file defines its own combiner."""
@@ -156,12 +138,18 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
     source, *words = arguments
     run = with_files(load_run(source), words)
     own = None if extra is None else extra()
-    options = list(run_options(run))
     command_options = [] if own is None else list(field_options(own))
-    groups = grouped(
-        [*field_options(DeviceOptions()), *field_options(StrategyOptions()), *options, *command_options]
-    )
-    changes = parse_options(groups, words, DESCRIPTIONS, f"{usage} {source}")
+    options = [
+        *field_options(DeviceOptions()),
+        *field_options(StrategyOptions()),
+        *run_options(run),
+        *command_options,
+    ]
+    if (page := help_page(f"{usage} {source}", options, words)) is not None:
+        terminal.out(page)
+        raise SystemExit(0)
+    refuse_rare(words, run.model)
+    changes = parse_options(options, words, f"{usage} {source}")
     for name in ("cpu_devices", "strategy", "synchronisation", "cluster"):  # these are applied already
         changes.pop(name, None)
     own_paths = {option.path for option in command_options}
@@ -174,26 +162,32 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
 def run_options(run: Run) -> Iterator[FieldOption]:
     """Yield the options of a run, with their short names and help texts."""
     writers = {path: form.write for path, form in TEXTS.items()}
-    for option in field_options(run, skip=NO_OPTION, texts=writers):
+    skipped = (*NO_OPTION, *RARE, *(f"model.{name}" for name in getattr(run.model, "RARE", ())))
+    for option in field_options(run, skip=skipped, texts=writers):
         text = TEXTS[option.path].help if option.path in TEXTS else option.help
         yield dataclasses.replace(option, short=SHORT.get(option.path), help=text)
 
 
-def grouped(options: Sequence[FieldOption]) -> dict[str, list[FieldOption]]:
-    """Return heading -> its options, the common ones in the order of `HEADINGS`."""
-    common = HEADINGS["common"]
-    groups: dict[str, list[FieldOption]] = {heading: [] for heading in HEADINGS}
-    for option in options:
-        groups[_heading(option.path)].append(option)
-    groups["common"].sort(key=lambda option: common.index(option.path))
-    return {heading: group for heading, group in groups.items() if group}
+def refuse_rare(words: Sequence[str], config: Any) -> None:
+    """Refuse options of fields that are set in the run file only.
 
+    Args:
+      words: the command line after RUN.
+      config: the model's configuration.
 
-def _heading(path: str) -> str:
-    for heading, beginnings in HEADINGS.items():
-        if path in beginnings or any(b.endswith(".") and path.startswith(b) for b in beginnings):
-            return heading
-    return "command"
+    Raises:
+      ValueError: it has one of them.
+    """
+    rare = {*RARE, *(f"model.{name}" for name in getattr(config, "RARE", ()))}
+    flags = {flag_of(name): path for path in rare for name in (path, SHORT.get(path, path))}
+    problems = []
+    for word in words:
+        if path := flags.get(word.partition("=")[0].replace("_", "-").replace(".no-", ".")):
+            section, _, field = path.removeprefix("strategy.").rpartition(".")
+            file = f", or {field} in [{section}] of a strategy file" if path.startswith("strategy.") else ""
+            problems.append(f"{word.partition('=')[0]}: set {path} in the run file{file}")
+    if problems:
+        raise problems_error("these fields have no option", problems)
 
 
 def _mesh_text(mesh: Mapping[str, int]) -> str:

@@ -58,12 +58,12 @@ FULL_NAMES = """
 --mesh fsdp=2 --strategy.layout.mesh fsdp=2
 --combine-on=deltas --strategy.synchronisation.on=deltas
 --combine int8+adasum --strategy.synchronisation.by int8+adasum
---bridge-memory host --strategy.across.memory host
+--reduce-dtype bfloat16 --strategy.across.reduce_dtype bfloat16
 --learning-rate 0.5 --optimizer.learning_rate.peak 0.5
 --data a.txt b --data.paths a.txt b
 --start-from runs/a --start-from.checkpoint runs/a
 --sequence-sharded --sequence-sharded True
---model.no-bias --model.bias False
+--gradient-noise-scale --gradient-noise-scale True
 """
 
 
