@@ -3,6 +3,8 @@
 shardtrain launch --islands 2 -- train examples/skip_edges.py --across pipeline --accumulate 4 --stages 1,3
 """
 
+from collections.abc import Sequence
+
 import jax
 from flax import nnx
 
@@ -41,7 +43,7 @@ class Hourglass(nnx.Module):
         return {"x": x_BTD, "early": x_BTD}
 
     def run(
-        self, blocks: list[Narrow], activations: dict[str, jax.Array], keys: None
+        self, blocks: Sequence[Narrow], activations: dict[str, jax.Array], keys: None
     ) -> dict[str, jax.Array]:
         for block in blocks:
             activations = block(activations)

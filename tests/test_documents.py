@@ -19,9 +19,7 @@ from shardtrain.cli.inspect import InspectOptions
 from shardtrain.cli.run_file import load_run
 from shardtrain.cli.run_options import parse_run
 from shardtrain.pipeline.schedule import SCHEDULES, make_table
-from shardtrain.pipeline.simulate import simulate
 from shardtrain.report.sinks.json_lines import read_jsonl
-from shardtrain.report.timeline import timeline_text
 from shardtrain.trainer.train import train
 
 ROOT = Path(__file__).parents[1]
@@ -258,23 +256,13 @@ def test_the_models_of_the_pipeline_page_train_in_their_pipeline_as_without(
             np.testing.assert_allclose(mine[key], expected[key], rtol=2e-5, err_msg=key)
 
 
-def test_the_pipeline_page_shows_the_real_timeline():
-    shown = re.search(r"```\n(schedule .*?)```", PIPELINES, re.DOTALL)
-    assert shown is not None
-    assert shown[1] == timeline_text(make_table("1f1b", 4, 8))
-
-
 def test_the_pipeline_page_has_the_figures_of_the_tables():
-    rows = re.findall(r"^\| `(\w+)`( 2)? \| ([\d.% |]+) \|$", PIPELINES, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)`([^|]*) \| ([\d ]+) \| ([\d ]+) \|", PIPELINES, re.MULTILINE)
     assert [name for name, *_ in rows] == list(SCHEDULES)
-    for name, two, cells in rows:
-        num_chunks = 2 if two else 1
-        free, mesh = (make_table(name, 4, 8, num_chunks, lockstep) for lockstep in (False, True))
-        forwards = {"forward": 1.0, "backward": 2.0 if free.has_weight else 3.0, "weight": 1.0}
-        found = simulate(free, {kind: seconds / num_chunks for kind, seconds in forwards.items()})
-        live = [" ".join(str(table.live(stage)) for stage in range(4)) for table in (free, mesh)]
-        expected = [free.num_ticks, mesh.num_ticks, f"{found.makespan:.0f}", f"{found.bubble:.1%}", *live]
-        assert cells.split(" | ") == list(map(str, expected)), name
+    for name, options, *cells in rows:
+        num_chunks = 2 if "virtual" in options else 1
+        tables = (make_table(name, 4, 8, num_chunks, lockstep) for lockstep in (False, True))
+        assert cells == [" ".join(str(table.live(stage)) for stage in range(4)) for table in tables], name
 
 
 def test_every_promise_of_the_security_page_names_a_test_that_is_there():
