@@ -1,13 +1,12 @@
 """What checkpoints cost: the stall of a save in steps, and time and peak memory of a restore.
 
 Beside both stands plain Orbax used by hand (`StandardCheckpointer`), in turn. Each restore is a process of
-its own (`checkpoint_child.py`). Figures: docs/benchmarks/checkpoint.md.
+its own, which this file is too. Figures: docs/benchmarks/checkpoint.md.
 """
 
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,11 +22,16 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import tyro
-from paired import Spread, spread
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from paired import markdown, spread, take_turns
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
+from shardtrain.checkpoints.differences import Allow
+from shardtrain.checkpoints.manifest_entries import ArrayOrigin
 from shardtrain.checkpoints.origins import state_to_save
 from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.checkpoints.reader import visible_readers
+from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.data import place
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import as_model
@@ -38,8 +42,8 @@ from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
 
-CHILD = Path(__file__).with_name("checkpoint_child.py")
-NOTHING = "nothing"
+NOTHING, TOOLKIT, FAST, ORBAX = "nothing", "toolkit", "toolkit, fast tier", "Orbax by hand"
+BY_HAND = "by_hand"
 CASES = {  # devices that saved, rows cut, devices that restore, a third
     "1 device": (1, False, 1, False),
     "1 device -> fsdp 8": (1, False, 8, False),
@@ -61,10 +65,8 @@ class Options:
       rows: rows of a step's batch.
       seq: tokens of a row.
       steps: steps of a block, from the save on.
-      rounds: how often each side is run.
-      folder: where to save; by default the folder of temporary files.
+      rounds: how often each side is run, at least 2.
       fast: a folder in memory, for the fast tier.
-      json: where to write all figures too.
     """
 
     part: Literal["stall", "restore", "both"] = "both"
@@ -75,25 +77,14 @@ class Options:
     seq: int = 128
     steps: int = 8
     rounds: int = 5
-    folder: Path | None = None
     fast: Path = Path("/dev/shm")
-    json: Path | None = None
-
-    def __post_init__(self) -> None:
-        least = {"rounds": 2, "steps": 2}
-        wrong = [
-            f"{k} is {getattr(self, k)}; use {n} or more" for k, n in least.items() if getattr(self, k) < n
-        ]
-        if self.num_layers % 6:
-            wrong.append(f"num_layers is {self.num_layers}; use 6 or 12")
-        if wrong:
-            raise ValueError(f"this cannot be measured: {'; '.join(wrong)}")
 
 
 class Steps(NamedTuple):
-    """Seconds of each step of a block, of the call that saves, and of the processors in all."""
+    """Seconds of the steps of a block, of one step, of the call that saves, and of the processors in all."""
 
-    seconds: list[float]
+    seconds: float
+    step_seconds: float
     blocked: float
     cpu_seconds: float
 
@@ -102,7 +93,7 @@ class Training:
     """A decoder with Adam, step after step, and one save in a block of them."""
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        self.num_steps = options.steps
         config = DecoderConfig(
             vocab=options.vocab,
             seq=options.seq,
@@ -116,81 +107,57 @@ class Training:
         self.state = init_state(model, optimizer, placement, seed=0)
         self.step = make_step(model, next_token_loss, optimizer, placement)
         tokens = np.random.default_rng(0).integers(0, config.vocab, (options.rows, options.seq + 1), np.int32)
-        self.batch = place(
-            {"tokens": tokens, "weights": np.ones(options.rows, np.float32)}, mesh, layout.batch_axes
-        )
-        self.num_bytes = sum(x.nbytes for x in jax.tree.leaves(state_to_save(self.state)))
+        batch = {"tokens": tokens, "weights": np.ones(options.rows, np.float32)}
+        self.batch = place(batch, mesh, layout.batch_axes)
 
-    def block(self, save: Callable[[Any], None]) -> Steps:
-        """Some steps, the first with the save before it."""
-        seconds = []
-        cpu_start = time.process_time()
-        begun = start = time.perf_counter()
+    def run_block(self, save: Callable[[Any], Any]) -> Steps:
+        """Run some steps, the first with the save before it."""
+        cpu_start, begun = time.process_time(), time.perf_counter()
         save(state_to_save(self.state))
-        blocked = time.perf_counter() - begun
-        for _ in range(self.options.steps):
+        ticks = [time.perf_counter()]
+        for _ in range(self.num_steps):
             self.state, metrics = self.step(self.state, self.batch)
             jax.block_until_ready((self.state, metrics))
-            now = time.perf_counter()
-            seconds.append(now - start)
-            start = now
-        return Steps(seconds, blocked, time.process_time() - cpu_start)
+            ticks.append(time.perf_counter())
+        each = median(np.diff(ticks).tolist())
+        return Steps(ticks[-1] - begun, each, ticks[0] - begun, time.process_time() - cpu_start)
 
-
-def stalls(options: Options, folder: Path) -> tuple[dict[str, dict[str, Spread]], float, int]:
-    """Side -> what a save adds (time, call, processor), in steps; seconds of a step; bytes that are saved."""
-    training = Training(options)
-    training.block(lambda state: None)
-    generator = random.Random(0)
-    found: dict[str, list[Steps]] = {}
-    sides = [NOTHING, "toolkit", "toolkit, fast tier", "Orbax by hand"]
-    for number in range(options.rounds + 1):
-        blocks = {
-            side: _saving(training, side, folder, options) for side in generator.sample(sides, len(sides))
-        }
-        if number:  # the first warms up
-            for side in sides:
-                found.setdefault(side, []).append(blocks[side])
-    # without a save: its steps are what the other sides' of its round would have been
-    steps = [median(block.seconds) for block in found[NOTHING]]
-    cpu_steps = [block.cpu_seconds / options.steps for block in found[NOTHING]]
-    ratios = {
-        side: {
-            "stall": spread(
-                [sum(each.seconds) / step - options.steps for each, step in zip(rounds, steps, strict=True)]
-            ),
-            "blocked": spread([each.blocked / step for each, step in zip(rounds, steps, strict=True)]),
-            "cpu": spread(
-                [
-                    each.cpu_seconds / step - options.steps
-                    for each, step in zip(rounds, cpu_steps, strict=True)
-                ]
-            ),
-        }
-        for side, rounds in found.items()
-    }
-    return ratios, median(steps), training.num_bytes
-
-
-def _saving(training: Training, side: str, folder: Path, options: Options) -> Steps:
-    run = folder / "run"
-    try:
+    def run_saving(self, side: str, folder: Path, fast: Path) -> Steps:
+        """Run a block with a save by one side, and delete what was saved."""
         if side == NOTHING:
-            return training.block(lambda state: None)
-        if side == "Orbax by hand":
-            with ocp.StandardCheckpointer() as checkpointer:
-                return training.block(lambda state: checkpointer.save(run, state))
-        with tempfile.TemporaryDirectory(dir=options.fast) as fast:
-            policy = CheckpointPolicy(fast=Path(fast) if "fast" in side else None)
-            with Checkpoints(run, policy) as checkpoints:
-                return training.block(lambda state: checkpoints.save(1, state, {}))
-    finally:
-        shutil.rmtree(run, ignore_errors=True)
+            return self.run_block(lambda state: None)
+        with tempfile.TemporaryDirectory(dir=folder) as disk, tempfile.TemporaryDirectory(dir=fast) as memory:
+            if side == ORBAX:
+                with ocp.StandardCheckpointer() as checkpointer:
+                    return self.run_block(lambda state: checkpointer.save(Path(disk, "run"), state))
+            policy = CheckpointPolicy(fast=Path(memory) if side == FAST else None)
+            with Checkpoints(Path(disk), policy) as checkpoints:
+                return self.run_block(lambda state: checkpoints.save(1, state, {}))
 
 
-def restores(options: Options, folder: Path) -> list[dict[str, Any]]:
-    """Every case in every way, in turn."""
-    rows = []
+def measure_stalls(options: Options, folder: Path) -> list[tuple[str, ...]]:
+    """Return for each side what a save adds (time, call, processor), in steps of the block without a save."""
+    training = Training(options)
+    calls = {
+        side: lambda side=side: training.run_saving(side, folder, options.fast)
+        for side in (NOTHING, TOOLKIT, FAST, ORBAX)
+    }
+    take_turns(calls, 1, 0)
+    found = take_turns(calls, options.rounds, 0)
+    rows: list[tuple[str, ...]] = []
+    for side, blocks in found.items():
+        pairs = list(zip(blocks, found[NOTHING], strict=True))
+        stall = spread([a.seconds / b.step_seconds - options.steps for a, b in pairs])
+        cpu = spread([(a.cpu_seconds / b.cpu_seconds - 1) * options.steps for a, b in pairs])
+        call = median(a.blocked / b.step_seconds for a, b in pairs)
+        figures = (stall.median, stall.low, stall.high, call, cpu.median)
+        rows.append((side, *(f"{figure:.2f}" for figure in figures)))
+    return rows
+
+
+def measure_restores(options: Options, folder: Path) -> list[tuple[str, ...]]:
+    """Return a row for every case in every way, in turn."""
+    rows: list[tuple[str, ...]] = []
     for case, (saved, cut, devices, third) in CASES.items():
         told = {
             "folder": str(folder / f"saved by {saved}{' cut' * cut}"),
@@ -201,95 +168,124 @@ def restores(options: Options, folder: Path) -> list[dict[str, Any]]:
             "third": third,
         }
         if not Path(told["folder"]).exists():
-            _child({**told, "how": "save", "devices": saved})
+            run_child({**told, "how": "save", "devices": saved})
         ways = ["toolkit", "verified", *(["orbax"] if not cut and not third else [])]
         found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         for _ in range(options.rounds):
             for way in random.Random(len(rows)).sample(ways, len(ways)):
-                found[way].append(json.loads(_child({**told, "how": way, "devices": devices})))
-        beside = "orbax" if "orbax" in found else "toolkit"
+                found[way].append(json.loads(run_child({**told, "how": way, "devices": devices})))
+        base = found[ways[-1] if len(ways) == 3 else "toolkit"]
         for way, runs in found.items():
-            ratio = [
-                run["seconds"] / other["seconds"] for run, other in zip(runs, found[beside], strict=True)
-            ]
-            rows.append(
-                {
-                    "case": case,
-                    "way": way,
-                    "beside": beside,
-                    "array_bytes": runs[0]["array_bytes"],
-                    "seconds": median(run["seconds"] for run in runs),
-                    "ratio": spread(ratio),
-                    "peak": max(run["peak"] for run in runs),
-                    "read": median(run["read"] for run in runs),
-                }
-            )
+            ratio = spread([a["seconds"] / b["seconds"] for a, b in zip(runs, base, strict=True)])
+            seconds, read = (median(run[name] for run in runs) for name in ("seconds", "read"))
+            figures = (seconds, ratio.median, max(run["peak"] for run in runs), read)
+            megabytes = f"{runs[0]['array_bytes'] / 1e6:,.0f}"
+            rows.append((case, way, megabytes, *(f"{figure:.2f}" for figure in figures)))
     return rows
 
 
-def _child(told: dict[str, Any]) -> str:
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={told['devices']}",
-        "JAX_PLATFORMS": "cpu",
-    }
-    command = [sys.executable, str(CHILD), json.dumps(told)]
+def run_child(told: dict[str, Any]) -> str:
+    """Save or restore in a process of its own with so many devices; return what it prints."""
+    flags = f"--xla_force_host_platform_device_count={told['devices']}"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, __file__, "child", json.dumps(told)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{told} ended with {done.returncode}:\n{done.stderr}")
     return done.stdout
 
 
-def stall_report(ratios: dict[str, dict[str, Spread]], step_seconds: float, num_bytes: int) -> str:
-    """The stalls as text."""
-    lines = [
-        f"a step takes {step_seconds:.2f} s; {num_bytes / 1e6:,.0f} MB are saved",
-        "",
-        "| save | stall, steps | quartiles | save() alone, steps | processor time, steps | quartiles |",
-        "|---|--:|---|--:|--:|---|",
-    ]
-    return "\n".join(
-        lines
-        + [
-            f"| {side} | {each['stall'].median:.2f} | {each['stall'].low:.2f} - {each['stall'].high:.2f} |"
-            f" {each['blocked'].median:.2f} | {each['cpu'].median:.2f} |"
-            f" {each['cpu'].low:.2f} - {each['cpu'].high:.2f} |"
-            for side, each in ratios.items()
-        ]
-    )
+def list_shapes(told: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of parameters and of Adam's two moments, blocks stacked."""
+    embed, layers = told["embed"], told["layers"]
+    one = {
+        "embedding/table": (told["vocab"], embed),
+        "blocks/attention/qkv": (layers, embed, 3 * embed),
+        "blocks/attention/out": (layers, embed, embed),
+        "blocks/mlp/up": (layers, embed, 4 * embed),
+        "blocks/mlp/down": (layers, 4 * embed, embed),
+        "blocks/norm/scale": (layers, embed),
+    }
+    return {f"{tree}/{path}": shape for tree in ("params", "mu", "nu") for path, shape in one.items()}
 
 
-def restore_report(rows: list[dict[str, Any]]) -> str:
-    """The restores as text."""
-    lines = [
-        "| restore | way | MB | seconds | over | ratio | quartiles | peak / bytes | read / bytes |",
-        "|---|---|--:|--:|---|--:|---|--:|--:|",
-    ]
-    return "\n".join(
-        lines
-        + [
-            f"| {row['case']} | {row['way']} | {row['array_bytes'] / 1e6:,.0f} | {row['seconds']:.2f} |"
-            f" {row['beside']} | {row['ratio'].median:.2f} |"
-            f" {row['ratio'].low:.2f} - {row['ratio'].high:.2f} | {row['peak']:.2f} | {row['read']:.2f} |"
-            for row in rows
-        ]
-    )
+def shard(num_devices: int) -> NamedSharding:
+    """Return a sharding over the second dim, as fsdp has it."""
+    return NamedSharding(Mesh(np.array(jax.devices()[:num_devices]), ("fsdp",)), PartitionSpec(None, "fsdp"))
+
+
+def save(told: dict[str, Any]) -> None:
+    """Save random arrays by the toolkit and by hand; with `rows` as two stages with two blocks in turn."""
+    folder, where = Path(told["folder"]), shard(told["devices"])
+    generator, layers = np.random.default_rng(0), told["layers"]
+    state = {
+        path: jax.device_put(generator.standard_normal(shape, np.float32), where)
+        for path, shape in list_shapes(told).items()
+    }
+    rows = tuple(row for stage in (0, 1) for row in range(layers) if row // 2 % 2 == stage)
+    origin = ArrayOrigin(rows=rows, num_rows=layers)
+    origins = {path: origin for path in state if told["rows"] and "/blocks/" in path}
+    with Checkpoints(folder, CheckpointPolicy()) as checkpoints:
+        checkpoints.save(1, state, {}, origins)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / BY_HAND, state)
+
+
+def restore(told: dict[str, Any]) -> dict[str, float]:
+    """Return seconds, the peak of memory and the bytes read, both over the arrays' bytes."""
+    folder, where = Path(told["folder"]), shard(told["devices"])
+    layers, wanted, origins = told["layers"], {}, {}
+    for path, shape in list_shapes(told).items():
+        if told["third"] and "/blocks/" not in path:
+            continue
+        if told["third"]:
+            rows = tuple(range(layers // 3))
+            shape, origins[path] = (len(rows), *shape[1:]), ArrayOrigin(rows=rows, num_rows=layers)
+        wanted[path] = jax.ShapeDtypeStruct(shape, np.float32, sharding=where)
+    num_bytes = sum(4 * int(np.prod(like.shape)) for like in wanted.values())
+    jax.block_until_ready(jax.device_put(np.zeros((8, 8)), where))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+    resident, _, read = read_process()
+    start = time.perf_counter()
+    if told["how"] == "orbax":
+        with ocp.StandardCheckpointer() as checkpointer:
+            arrays = checkpointer.restore(folder / BY_HAND, wanted)
+    else:
+        reader = visible_readers(folder)[-1]
+        if told["how"] == "verified":
+            assert not reader.problems()
+        allow = Allow(unused=("*",)) if told["third"] else Allow()
+        arrays = restore_arrays(reader, wanted, origins, allow)
+    jax.block_until_ready(arrays)
+    seconds = time.perf_counter() - start
+    _, peak, read_after = read_process()
+    assert set(arrays) == set(wanted)
+    over = {"peak": (peak - resident) / num_bytes, "read": (read_after - read) / num_bytes}
+    return {"seconds": seconds, "array_bytes": num_bytes, **over}
+
+
+def read_process() -> tuple[int, int, int]:
+    """Return resident bytes, their peak, and bytes read of files, as Linux counts them."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    io = dict(line.split(":") for line in Path("/proc/self/io").read_text().splitlines())
+    resident, peak = (1024 * int(status[name].split()[0]) for name in ("VmRSS", "VmHWM"))
+    return resident, peak, int(io["rchar"])
 
 
 def main(options: Options) -> None:
-    figures: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+    with tempfile.TemporaryDirectory() as name:
         if options.part != "restore":
-            ratios, step_seconds, num_bytes = stalls(options, Path(name))
-            print(stall_report(ratios, step_seconds, num_bytes), flush=True)
-            figures |= {"stalls": ratios, "step_seconds": step_seconds, "saved_bytes": num_bytes}
+            header = ["save", "stall, steps", "first quartile", "third", "the call", "processor time"]
+            print(markdown(header, measure_stalls(options, Path(name))), flush=True)
         if options.part != "stall":
-            rows = restores(options, Path(name))
-            print(restore_report(rows))
-            figures["restores"] = rows
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1, default=vars) + "\n")
+            header = ["restore", "way", "MB", "seconds", "over Orbax or toolkit"]
+            header += ["peak / bytes", "read / bytes"]
+            print(markdown(header, measure_restores(options, Path(name))))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    if sys.argv[1:2] == ["child"]:
+        told = json.loads(sys.argv[2])
+        print(json.dumps((save if told["how"] == "save" else restore)(told)))
+    else:
+        main(tyro.cli(Options, description=__doc__))

@@ -1,19 +1,20 @@
-"""What data costs a step: fed from Parquet, tokens and JPEG files, beside one fed from memory.
+"""What data costs a step, fed from files beside one fed from memory; tokenizing beside the library alone.
 
-Sides take turns in one process (`paired.py`); `tokenizing.py` has what is done before a run. Figures:
-docs/benchmarks/data.md.
+Sides take turns in one process (`paired.py`). Figures: docs/benchmarks/data.md.
 
-uv run --all-extras python benchmarks/data.py --json figures.json
+uv run --all-extras python benchmarks/data.py
 """
 
-import json
 import os
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -22,13 +23,15 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import optax
+import pyarrow
+import pyarrow.parquet
 import tyro
-from paired import Spread, ratios, rounds
+from paired import markdown, ratios, rounds, take_turns
 from PIL import Image
-from tokenizing import text_files
 
 from shardtrain.data import Batches, Corpus, ImageFiles, place
 from shardtrain.data.corpus import corpus_files
+from shardtrain.data.huggingface_tokenizer import library, train_tokenizer
 from shardtrain.data.samples import Batch
 from shardtrain.data.tokenize import TokenizeOptions, tokenize
 from shardtrain.functional.loss import classification_loss, next_token_loss
@@ -45,29 +48,30 @@ MEMORY, MEMORY_AGAIN = "from memory", "from memory again"
 READY = 16
 """Batches that stand ready in memory, in turn."""
 
+Rows = list[tuple[object, ...]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What to measure.
 
     Args:
-      parts: tokens, images; by default all.
+      parts: by default all.
       size: small, or tiny (for tests).
       steps: steps of a block.
       rounds: blocks of each side.
-      quiet: rounds in which other programs took more than this share of the processors are run again; 1 takes
-        all.
-      prefetch: batches that are loaded ahead.
-      json: where to write all figures too.
+      quiet: rounds in which other programs took more than this share of the processors are run again.
+      megabytes: of text that is tokenized.
+      workers: numbers of processes that tokenize.
     """
 
-    parts: tuple[Literal["tokens", "images"], ...] = ("tokens", "images")
+    parts: tuple[Literal["tokens", "images", "tokenize"], ...] = ("tokens", "images", "tokenize")
     size: Literal["tiny", "small"] = "small"
     steps: int = 20
     rounds: int = 15
     quiet: float = 1.0
-    prefetch: int = 2
-    json: Path | None = None
+    megabytes: float = 24.0
+    workers: tuple[int, ...] = (1, 2)
 
 
 class Fed:
@@ -80,109 +84,92 @@ class Fed:
         placement = make_placement(model, optimizer, layout, self.mesh)
         self.state = init_state(model, optimizer, placement, seed=0)
         self.step = make_step(model, loss, optimizer, placement)
-        self.run(iter([batch]), 1, [])
+        self.run([], iter([batch]), 1)
 
-    def run(self, batches: Iterator[Batch], steps: int, ticks: list[float]) -> list[float]:
-        """Run some steps, each waited for after the next one was given; return their losses."""
-        losses, waiting = [], None
+    def run(self, ticks: list[float], batches: Iterator[Batch], steps: int) -> None:
+        """Run some steps, each waited for after the next one was given."""
+        waiting = None
         for _ in range(steps):
             ticks.append(perf_counter())
             placed = place(next(batches), self.mesh, self.axes)
             self.state, metrics = self.step(self.state, placed)
-            if waiting is not None:
-                losses.append(float(waiting))
+            jax.block_until_ready(waiting)
             waiting = metrics["loss_sum"]
-        return [*losses, float(waiting)] if waiting is not None else losses
+        jax.block_until_ready(waiting)
 
 
-def fed_ratios(fed: Fed, sources: dict[str, Any], batch: int, options: Options) -> dict[str, Any]:
-    """Feed a step from each source and from memory, in turn.
-
-    Args:
-      fed: the step.
-      sources: name -> samples.
-      batch: rows of a batch.
-      options: blocks.
-
-    Returns:
-      The ratios over memory, milliseconds of steps, and samples per second of a source alone.
-    """
-    made = {
-        name: Batches(source=each, batch=batch, prefetch=options.prefetch) for name, each in sources.items()
-    }
-    first = next(iter(made.values()))
-    ready = [each for each, _ in islice(first.iterate(), READY)]
+def compare_sources(fed: Fed, sources: dict[str, Any], batch: int, options: Options) -> Rows:
+    """Feed a step from each source and from memory, in turn; return a row for each."""
+    made = {name: Batches(source=each, batch=batch) for name, each in sources.items()}
+    ready = [each for each, _ in islice(next(iter(made.values())).iterate(), READY)]
     with ExitStack() as stack:
         streams: dict[str, Iterator[Batch]] = {MEMORY: cycle(ready), MEMORY_AGAIN: cycle(ready)}
         for name, each in made.items():
             streams[name] = (found for found, _ in stack.enter_context(closing(each.iterate())))
-        sides = {name: partial(_side, fed, stream, options.steps) for name, stream in streams.items()}
-        rounds(sides, 1, 1, 0)
+        sides = {
+            name: partial(fed.run, batches=stream, steps=options.steps) for name, stream in streams.items()
+        }
         blocks = rounds(sides, options.rounds, 1, 0, options.quiet)
-    over = {name: found for name, found in blocks.items() if name != MEMORY}
-    return {
-        "ratios": {name: ratios("wall_seconds", found, blocks[MEMORY]) for name, found in over.items()},
-        "processor": {name: ratios("cpu_seconds", found, blocks[MEMORY]) for name, found in over.items()},
-        "step_ms": {name: 1e3 * median(b.wall_seconds for b in found) for name, found in blocks.items()},
-        "alone_ms": {name: 1e3 * loading_seconds(each, options.steps) for name, each in made.items()},
-    }
+    return [
+        (
+            name,
+            f"{1e3 * median(block.wall_seconds for block in found):.1f}",
+            ratios("wall_seconds", found, blocks[MEMORY]),
+            ratios("cpu_seconds", found, blocks[MEMORY]),
+            f"{1e3 * time_loading(made[name], options.steps):.2f}" if name in made else "",
+        )
+        for name, found in blocks.items()
+    ]
 
 
-def _side(fed: Fed, stream: Iterator[Batch], steps: int, ticks: list[float]) -> None:
-    fed.run(stream, steps, ticks)
-
-
-def loading_seconds(batches: Batches, num_batches: int) -> float:
+def time_loading(batches: Batches, num_batches: int) -> float:
     """Return the seconds to load a batch by one thread with nothing else under way."""
-    position = {"epoch": 0, "index": 0}
+    position: Any = {"epoch": 0, "index": 0}
     start = perf_counter()
     for _ in range(num_batches):
-        batches.load(position)  # type: ignore[arg-type]
-        position = batches.advance(position)  # type: ignore[arg-type]
+        batches.load(position)
+        position = batches.advance(position)
     return (perf_counter() - start) / num_batches
 
 
-def tokens_part(folder: Path, options: Options) -> dict[str, Any]:
-    """Steps of a decoder fed from Parquet and from shards of tokens."""
+FED = ("step", "fed from", "ms a step", "time over memory (95 %)", "processor time", "ms to load a batch")
+
+
+def measure_tokens(folder: Path, options: Options) -> str:
+    """Feed a decoder from Parquet and from shards of tokens."""
     tiny = options.size == "tiny"
-    parquet = text_files(folder / "parquet", 0.3 if tiny else 8, 2)
+    parquet = write_texts(folder / "parquet", 0.3 if tiny else 8, 2)
     tokenize(corpus_files([parquet]), folder / "ready", TokenizeOptions())
     seq, batch = (16, 4) if tiny else (128, 8)
-    embed, layers, heads = (16, 1, 2) if tiny else (128, 4, 8)
-    config = DecoderConfig(vocab=257, seq=seq, embed=embed, num_layers=layers, num_heads=heads)
+    embed, layers = (16, 1) if tiny else (128, 4)
+    config = DecoderConfig(vocab=257, seq=seq, embed=embed, num_layers=layers, num_heads=2)
     paths = {"Parquet": parquet, "ready tokens": folder / "ready"}
     sources = {name: Corpus(paths=(path,), seq=seq).train(folder / "run") for name, path in paths.items()}
-    packed = Corpus(paths=(folder / "ready",), seq=seq, packing="separate").train(folder / "run")
-    batches = Batches(source=sources["Parquet"], batch=batch)
-    fed = Fed(config, next_token_loss, batches.load({"epoch": 0, "index": 0}))
-    found = fed_ratios(fed, sources, batch, options)
-    found["alone_ms"]["documents apart"] = 1e3 * loading_seconds(
-        Batches(source=packed, batch=batch), options.steps
-    )
-    return found | {"what": f"decoder of {layers} blocks, embed {embed}, {batch} x {seq} tokens"}
+    first = Batches(source=sources["Parquet"], batch=batch).load({"epoch": 0, "index": 0})
+    rows = compare_sources(Fed(config, next_token_loss, first), sources, batch, options)
+    return markdown(FED, [(f"decoder, {batch} x {seq} tokens", *row) for row in rows])
 
 
-def images_part(folder: Path, options: Options) -> dict[str, Any]:
-    """Steps of vision transformers fed from a folder of JPEG files."""
+def measure_images(folder: Path, options: Options) -> str:
+    """Feed vision transformers from a folder of JPEG files."""
     tiny = options.size == "tiny"
     side, num_images = (40, 48) if tiny else (256, 400)
-    image_folder(folder / "jpeg", side, num_images)
+    write_images(folder / "jpeg", side, num_images)
     size, batch = (16, 4) if tiny else (64, 16)
-    data = ImageFiles(paths=(folder / "jpeg",), classes=4, size=size)
-    source = data.train(folder / "run")
-    found = {}
+    source = ImageFiles(paths=(folder / "jpeg",), classes=4, size=size).train(folder / "run")
+    first = Batches(source=source, batch=batch).load({"epoch": 0, "index": 0})
+    rows: Rows = []
     for layers, embed in ((1, 16),) if tiny else ((2, 64), (6, 192)):
         config = VitConfig(
             height=size, width=size, classes=4, patch=8, embed=embed, num_layers=layers, num_heads=2
         )
-        first = Batches(source=source, batch=batch).load({"epoch": 0, "index": 0})
-        fed = Fed(config, classification_loss, first)
-        name = f"{layers} blocks, embed {embed}, {batch} images of {side} to {size}"
-        found[name] = fed_ratios(fed, {"JPEG folder": source}, batch, options)
-    return found
+        name = f"ViT of {layers} blocks, {batch} images of {side} to {size}"
+        found = compare_sources(Fed(config, classification_loss, first), {"JPEG": source}, batch, options)
+        rows += [(name, *row) for row in found]
+    return markdown(FED, rows)
 
 
-def image_folder(folder: Path, side: int, num_images: int) -> None:
+def write_images(folder: Path, side: int, num_images: int) -> None:
     """Draw JPEG files of noise over slopes, four classes."""
     random, slope = np.random.default_rng(0), np.linspace(0, 160, side)
     for number in range(num_images):
@@ -192,40 +179,80 @@ def image_folder(folder: Path, side: int, num_images: int) -> None:
         Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).save(path, quality=90)
 
 
-def report(name: str, found: dict[str, Any]) -> str:
-    """Return the figures of a part as text."""
-    if "ratios" in found:
-        lines = [f"{name}: {found.get('what', '')}"]
-        for side, each in found["ratios"].items():
-            low, high = each.sure
-            lines.append(
-                f"  {side:20} {each.median:.3f} of memory ({low:.3f} - {high:.3f});"
-                f" processor {found['processor'][side].median:.3f}; {found['step_ms'][side]:.1f} ms a step"
-            )
-        lines += [f"  {side:20} {ms:.2f} ms to load a batch alone" for side, ms in found["alone_ms"].items()]
-        return "\n".join(lines)
-    return "\n".join(report(f"images, {which}", each) for which, each in found.items())
+def read_texts(megabytes: float) -> Iterator[str]:
+    """Yield Python files of the installation, again and again, until there are so many bytes."""
+    left = megabytes * 1e6
+    for path in cycle(sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))):
+        text = path.read_text(errors="ignore")
+        if 200 < len(text) < 200_000:
+            yield text
+            left -= len(text.encode())
+        if left <= 0:
+            return
 
 
-def plain(value: Any) -> Any:
-    """Return a value as JSON has it."""
-    return asdict(value) if isinstance(value, Spread) else float(value)
+def write_texts(folder: Path, megabytes: float, num_files: int) -> Path:
+    """Write texts as Parquet files, a document for each."""
+    folder.mkdir(parents=True)
+    texts = [*read_texts(megabytes)]
+    for number in range(num_files):
+        table = pyarrow.table({"text": texts[number::num_files]})
+        pyarrow.parquet.write_table(table, folder / f"{number:03}.parquet", row_group_size=64)
+    return folder
+
+
+def measure_tokenizing(folder: Path, options: Options) -> str:
+    """Tokenize Parquet by one and more processes, beside the library alone on texts in memory."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in worker processes
+    files, tokenizer = write_texts(folder / "text", options.megabytes, 4), folder / "tokenizer.json"
+    train_tokenizer(read_texts(min(2, options.megabytes)), 8192, tokenizer)
+    texts = [*read_texts(options.megabytes)]
+    shard_bytes = max(1, sum(path.stat().st_size for path in files.iterdir()) // 16)
+    settings = TokenizeOptions(tokenizer=str(tokenizer), shard_bytes=shard_bytes)
+
+    def tokenize_files(workers: int) -> int:
+        with tempfile.TemporaryDirectory(dir=folder) as out:
+            return tokenize(corpus_files([files]), Path(out, "out"), settings, workers=workers).num_tokens
+
+    sides = {
+        f"{name}, {workers}": partial(time_tokens, partial(side, workers))
+        for workers in options.workers
+        for name, side in (("shardtrain", tokenize_files), ("library", partial(encode, texts, tokenizer)))
+    }
+    found = take_turns(sides, max(2, options.rounds // 5), 0)
+    rates = [(name, f"{median(each):,.0f}") for name, each in found.items()]
+    return markdown(("by, processes", "tokens a second"), rates)
+
+
+def time_tokens(side: Callable[[], int]) -> float:
+    """Return tokens a second."""
+    start = perf_counter()
+    return side() / (perf_counter() - start)
+
+
+def encode(texts: list[str], tokenizer: Path, workers: int) -> int:
+    """Encode texts by the library alone, in as many processes; nothing is read or written."""
+    if workers > 1:
+        with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+            parts = [texts[i::workers] for i in range(workers)]
+            return sum(pool.map(encode, parts, [tokenizer] * workers, [1] * workers))
+    encode_batch = library().Tokenizer.from_file(str(tokenizer)).encode_batch_fast
+    # so many at a time as shardtrain gives, and the separator of each
+    batches = (texts[i : i + 64] for i in range(0, len(texts), 64))
+    return sum(
+        len(each.ids) + 1 for batch in batches for each in encode_batch(batch, add_special_tokens=False)
+    )
+
+
+PARTS = {"tokens": measure_tokens, "images": measure_images, "tokenize": measure_tokenizing}
 
 
 def main(options: Options) -> None:
     """Measure the parts that are asked for, each in a folder of its own."""
-    parts = {"tokens": tokens_part, "images": images_part}
     print(f"{os.cpu_count()} cores; jax {jax.__version__}; {options.rounds} rounds of {options.steps} steps")
-    found = {}
     for name in options.parts:
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = parts[name](Path(folder), options)
-        print(report(name, found[name]), flush=True)
-    if options.json is not None:
-        plain = json.dumps(
-            found, default=lambda x: asdict(x) if isinstance(x, Spread) else float(x), indent=1
-        )
-        options.json.write_text(plain + "\n")
+            print(PARTS[name](Path(folder), options), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Paired timing: blocks of steps of several sides, in random order, round after round, in one process.
+"""Paired timing: several sides in turn, in random order, round after round, in one process or on all ranks.
 
 Another program on the machine then slows all sides alike, and their ratio within a round stays.
 """
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median, quantiles
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
-Side = Callable[[list[float]], None]
+Side = Callable[[list[float]], Any]
 """Runs one block. Appends `time.perf_counter()` to its argument at the beginning of each step."""
 
 
 class Block(NamedTuple):
-    """One block: the median of its steps, and wall and processor time of the whole, by step."""
+    """The median of a block's steps, and wall and processor time of the whole, by step."""
 
     step_seconds: float
     wall_seconds: float
@@ -29,23 +29,19 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Many values in a few.
-
-    Args:
-      median: of the values.
-      low: the first quartile.
-      high: the third quartile.
-      sure: where the median of endlessly many values lies, with a probability of 95 %.
-    """
+    """Median and quartiles of values, and the 95 % interval of the median of endlessly many."""
 
     median: float
     low: float
     high: float
     sure: tuple[float, float]
 
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.sure[0]:.3f} - {self.sure[1]:.3f})"
+
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median, quartiles and an interval for the median, of two and more values.
+    """Summarise two or more values.
 
     The interval is from order statistics (Conover, Practical Nonparametric Statistics, section 3.2),
     so it assumes no distribution.
@@ -60,14 +56,57 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median=median(ordered), low=low, high=high, sure=(ordered[below], ordered[above]))
 
 
-def timed(side: Side, first: int) -> Block:
-    """Run one block and time it.
+def take_turns(
+    calls: Mapping[str, Callable[[], T]], num_rounds: int, seed: int, quiet: float = 1.0, comm: Any = None
+) -> dict[str, list[T]]:
+    """Call every side once a round, each round in another order.
 
     Args:
-      side: what to run.
-      first: steps at the beginning that are not among the steps whose median is taken: those in
-        which nothing is waited for yet.
+      calls: name -> a call that measures itself.
+      num_rounds: number of rounds.
+      seed: of the orders.
+      quiet: rounds in which other programs took more than this share of all processors are run again.
+        It asks Linux; 1 takes all.
+      comm: of all ranks, which are on one host and call together; None: one process.
+
+    Returns:
+      Name -> results, one a round.
     """
+    order, generator = list(calls), random.Random(seed)
+    found: dict[str, list[T]] = {name: [] for name in calls}
+    while len(found[order[0]]) < num_rounds:
+        while quiet < 1 and share_of_others(partial(time.sleep, 1), comm)[1] > quiet:
+            pass
+        generator.shuffle(order)
+        results, share = share_of_others(lambda: [calls[name]() for name in order], comm)
+        if quiet >= 1 or share <= quiet:
+            for name, result in zip(order, results, strict=True):
+                found[name].append(result)
+    return found
+
+
+def share_of_others(work: Callable[[], T], comm: Any = None) -> tuple[T, float]:
+    """Return what some work returns, and the share of all processors that other programs took meanwhile."""
+    before, own, began = busy_seconds(), time.process_time(), time.perf_counter()
+    result = work()
+    own = time.process_time() - own
+    others = busy_seconds() - before - (own if comm is None else comm.allreduce(own))
+    share = others / ((time.perf_counter() - began) * (os.cpu_count() or 1))
+    return result, share if comm is None else comm.bcast(share, 0)
+
+
+def busy_seconds() -> float:
+    """Return the processor seconds of this host that were not idle; 0 where there is no /proc/stat."""
+    try:
+        with open("/proc/stat") as file:
+            user, nice, system, _, _, irq, softirq, steal = map(int, file.readline().split()[1:9])
+    except FileNotFoundError:
+        return 0.0
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def time_block(side: Side, first: int) -> Block:
+    """Run one block, and leave its first steps, in which nothing is waited for yet, out of the median."""
     ticks: list[float] = []
     cpu_start, start = time.process_time(), time.perf_counter()
     side(ticks)
@@ -79,58 +118,23 @@ def timed(side: Side, first: int) -> Block:
 def rounds(
     sides: Mapping[str, Side], num_rounds: int, first: int, seed: int, quiet: float = 1.0
 ) -> dict[str, list[Block]]:
-    """Run every side once a round, each round in another order.
-
-    Args:
-      sides: name -> side.
-      num_rounds: how often.
-      first: as for `timed`.
-      seed: of the orders.
-      quiet: a round waits until other programs take less than this share of all processors, and is
-        run again if they did not keep to it. It asks Linux; 1 does not ask.
-
-    Returns:
-      name -> its blocks, one a round.
-    """
-    order, generator = list(sides), random.Random(seed)
-    blocks: dict[str, list[Block]] = {name: [] for name in sides}
-    while len(blocks[order[0]]) < num_rounds:
-        while quiet < 1 and others_share(partial(time.sleep, 1))[1] > quiet:
-            pass
-        generator.shuffle(order)
-        found, share = others_share(lambda: [timed(sides[name], first) for name in order])
-        if quiet >= 1 or share <= quiet:
-            for name, block in zip(order, found, strict=True):
-                blocks[name].append(block)
-    return blocks
+    """Time a block of every side in turn, see `take_turns` and `time_block`; one round warms up."""
+    calls = {name: partial(time_block, side, first) for name, side in sides.items()}
+    take_turns(calls, 1, seed)
+    return take_turns(calls, num_rounds, seed, quiet)
 
 
-def others_share(work: Callable[[], T]) -> tuple[T, float]:
-    """What some work returns, and the share of all processors that other programs took meanwhile.
-
-    Where there is no /proc/stat (not Linux) the share is 0.
-    """
-    before, began = _others_seconds(), time.perf_counter()
-    result = work()
-    elapsed = time.perf_counter() - began
-    return result, (_others_seconds() - before) / (elapsed * (os.cpu_count() or 1))
-
-
-def _others_seconds() -> float:
-    try:
-        with open("/proc/stat") as file:
-            user, nice, system, _, _, irq, softirq, steal = map(int, file.readline().split()[1:9])
-    except FileNotFoundError:
-        return 0.0
-    busy = user + nice + system + irq + softirq + steal
-    return busy / os.sysconf("SC_CLK_TCK") - time.process_time()
-
-
-def ratios(field: str, blocks: Sequence[Block], over: Sequence[Block]) -> Spread:
-    """One time of one side over that of another, round by round.
+def ratios(field: str, blocks: Sequence[Any], over: Sequence[Any]) -> Spread:
+    """Return one time of one side over that of another, round by round.
 
     >>> a, b = Block(2.0, 3.0, 4.0), Block(1.0, 2.0, 4.0)
     >>> ratios("wall_seconds", [a, a, a], [b, b, b]).median
     1.5
     """
     return spread([getattr(x, field) / getattr(y, field) for x, y in zip(blocks, over, strict=True)])
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Format a table of Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

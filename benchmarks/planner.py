@@ -7,8 +7,7 @@ memory: 8 ways to run each of two decoders, the compiler's figure beside the pre
 long sequences over the mesh axis context. rank: 24 ways to run a small decoder on 8 simulated devices,
 processor time of a step beside two predictions: by three rates that are measured first, and by constants
 that are fitted to six other ways; with --measured FILE from the rows of a file, without running a step, if
-it is there. large: seconds to plan 1,024 devices.
-Figures: docs/benchmarks/planner.md.
+it is there. large: seconds to plan 1,024 devices. Figures: docs/benchmarks/planner.md.
 """
 
 import argparse
@@ -46,68 +45,96 @@ from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
 
-A100_NODES = Machine(
-    rates=Rates(
-        flops_per_second=156e12, memory_bytes_per_second=1.6e12, kernel_seconds=5e-6, memory_bytes=80e9
-    ),
-    devices_per_node=8,
-    device_link=Link(bytes_per_second=300e9, latency_seconds=5e-6),
-    node_link=Link(bytes_per_second=100e9, latency_seconds=1e-5),
-)
-"""Nodes of 8 A100, at half of their peak."""
+SMALL = DecoderConfig(vocab=256, seq=128, embed=128, num_layers=4, num_heads=8, mlp=512)
+MODELS = {"many activations": SMALL, "many parameters": replace(SMALL, vocab=2048, embed=512, mlp=2048)}
+ROWS = 16
+POINTS = """
+data=8 1 weights
+data=4 2 dots
+fsdp=8 1 full
+fsdp=8 2 weights zero1
+tensor=8 1 none
+tensor=4 1 weights sequence
+data=2,fsdp=2,tensor=2 2 outputs
+pipeline=2,data=2,tensor=2 4 weights
+"""
+"""Ways to run a decoder: mesh, microbatches, remat, and what differs else."""
 
-MODELS = {
-    "many activations": (
-        DecoderConfig(vocab=256, seq=128, embed=128, num_layers=4, num_heads=8, mlp=512),
-        16,
-    ),
-    "many parameters": (
-        DecoderConfig(vocab=2048, seq=128, embed=512, num_layers=4, num_heads=8, mlp=2048),
-        16,
-    ),
-}
-POINTS: Sequence[tuple[dict[str, int], int, str, int, bool]] = (
-    ({"data": 8}, 1, "weights", 3, False),
-    ({"data": 4}, 2, "dots", 3, False),
-    ({"fsdp": 8}, 1, "full", 3, False),
-    ({"fsdp": 8}, 2, "weights", 1, False),
-    ({"tensor": 8}, 1, "none", 3, False),
-    ({"tensor": 4}, 1, "weights", 3, True),
-    ({"data": 2, "fsdp": 2, "tensor": 2}, 2, "outputs", 3, False),
-    ({"pipeline": 2, "data": 2, "tensor": 2}, 4, "weights", 3, False),
-)
-RANKED: Sequence[tuple[dict[str, int], int, str, int, bool]] = (
-    *POINTS,
-    ({"data": 8}, 2, "none", 3, False),
-    ({"data": 8}, 2, "full", 3, False),
-    ({"fsdp": 8}, 1, "weights", 3, False),
-    ({"fsdp": 4, "tensor": 2}, 2, "weights", 3, False),
-    ({"data": 4, "tensor": 2}, 1, "none", 3, False),
-    ({"data": 2, "tensor": 4}, 2, "dots", 3, False),
-    ({"data": 2, "tensor": 4}, 1, "none", 3, True),
-    ({"tensor": 8}, 2, "full", 3, False),
-    ({"pipeline": 4}, 4, "weights", 3, False),
-    ({"pipeline": 4}, 16, "weights", 3, False),
-    ({"pipeline": 4, "data": 2}, 8, "none", 3, False),
-    ({"pipeline": 2, "fsdp": 4}, 2, "weights", 3, False),
-    ({"pipeline": 2, "tensor": 4}, 8, "full", 3, False),
-    ({"data": 1}, 1, "none", 3, False),
-    ({"data": 2}, 8, "weights", 3, False),
-    ({"fsdp": 2, "tensor": 2}, 4, "dots", 1, False),
-)
-PROBES: Sequence[tuple[dict[str, int], int, str, int, bool]] = (
-    ({"data": 4}, 1, "none", 3, False),
-    ({"fsdp": 8}, 2, "none", 3, False),
-    ({"data": 2, "pipeline": 4}, 2, "weights", 3, False),
-    ({"tensor": 2}, 2, "none", 3, False),
-    ({"pipeline": 2}, 4, "none", 3, False),
-    ({"data": 1}, 4, "full", 3, False),
-)
+RANKED = f"""{POINTS}
+data=8 2 none
+data=8 2 full
+fsdp=8 1 weights
+fsdp=4,tensor=2 2 weights
+data=4,tensor=2 1 none
+data=2,tensor=4 2 dots
+data=2,tensor=4 1 none sequence
+tensor=8 2 full
+pipeline=4 4 weights
+pipeline=4 16 weights
+pipeline=4,data=2 8 none
+pipeline=2,fsdp=4 2 weights
+pipeline=2,tensor=4 8 full
+data=1 1 none
+data=2 8 weights
+fsdp=2,tensor=2 4 dots zero1
+"""
+PROBES = """
+data=4 1 none
+fsdp=8 2 none
+data=2,pipeline=4 2 weights
+tensor=2 2 none
+pipeline=2 4 none
+data=1 4 full
+"""
 """Six ways that are not ranked, to which constants are fitted."""
 
+LONG = """
+1 16384 1 context=2 1 full ring
+1 16384 1 context=4 1 full ring
+1 16384 1 context=8 1 full ring
+1 8192 1 context=8 1 full ring
+1 16384 1 context=4 1 full all-gather
+1 8192 1 context=4 1 full all-gather
+1 8192 1 context=4 1 full all-to-all
+1 4096 4 context=4 1 none ring
+1 4096 4 data=2,context=2 1 none ring
+1 4096 4 context=4 1 none all-gather
+4 4096 4 context=4 1 none ring
+4 4096 4 data=2,context=2 1 none ring
+4 4096 4 context=4 1 none all-gather
+4 8192 1 context=8 1 full ring
+4 8192 1 context=4 1 full all-gather
+4 8192 2 data=2,context=4 1 weights ring
+"""
+"""Blocks, positions and rows of a decoder, and a way to run it."""
 
-def subject_of(config: DecoderConfig, rows: int) -> Subject:
-    """A decoder with AdamW and a batch of so many rows."""
+
+def read_way(text: str) -> Choice:
+    """Return a way to run a step from a line above."""
+    mesh, accumulate, remat, *rest = text.split()
+    attention = next((word for word in rest if word.startswith(("ring", "all-"))), "ring")
+    layout = Layout(
+        mesh={axis: int(size) for axis, size in (each.split("=") for each in mesh.split(","))},
+        zero=1 if "zero1" in rest else 3,
+        sequence_sharded="sequence" in rest,
+        context_attention=attention,  # type: ignore[arg-type]
+    )
+    return Choice(layout=layout, accumulate=int(accumulate), remat=remat)  # type: ignore[arg-type]
+
+
+def read_ways(text: str) -> list[Choice]:
+    """Return the ways of all lines."""
+    return [read_way(line) for line in text.split("\n") if line]
+
+
+def way_text(choice: Choice) -> str:
+    """Name a way in a table."""
+    return f"{mesh_text(choice.layout)} | {choice.accumulate} | {choice.remat}"
+
+
+def make_subject(config: DecoderConfig, rows: int = ROWS, kind: str = "cpu") -> Subject:
+    """Return a decoder with AdamW and a batch of so many rows, for a kind of device."""
+    target = {"target": Target(GPU_TARGETS[kind][0])} if kind in GPU_TARGETS else {}
     return Subject(
         model=lambda remat: as_model(with_remat(config, remat)),
         loss=next_token_loss,
@@ -116,56 +143,54 @@ def subject_of(config: DecoderConfig, rows: int) -> Subject:
             "tokens": jax.ShapeDtypeStruct((rows, config.seq + 1), np.int32),
             "weights": jax.ShapeDtypeStruct((rows,), np.float32),
         },
+        **target,  # type: ignore[arg-type]
     )
 
 
-def choice_of(mesh: dict[str, int], accumulate: int, remat: str, zero: int, sequence: bool) -> Choice:
-    """One of the ways above."""
-    return Choice(
-        layout=Layout(mesh=mesh, zero=zero, sequence_sharded=sequence), accumulate=accumulate, remat=remat
-    )
-
-
-def placed(subject: Subject, choice: Choice, kind: str = "cpu") -> Any:
-    """The placement of a choice on simulated or absent devices."""
+def place_state(subject: Subject, choice: Choice, kind: str = "cpu") -> Any:
+    """Return the placement of a choice on simulated or absent devices."""
     num_devices = math.prod(choice.layout.mesh.values())
     stages = subject.stages(choice.layout.mesh.get("pipeline", 1), choice.virtual_stages)
     mesh = make_mesh(choice.layout, described_devices(kind, num_devices))
-    return make_placement(
-        subject.model_of(choice.remat), subject.optimizer, choice.layout, mesh, stages=stages
-    )
+    model = subject.model_of(choice.remat)
+    return make_placement(model, subject.optimizer, choice.layout, mesh, stages=stages)
 
 
-def memory(kind: str) -> None:
+def compare_memory(cases: Sequence[tuple[str, Subject, Choice]], kind: str) -> None:
     """Print predicted over compiled bytes of a device."""
     machine = Machine(rates=Rates(flops_per_second=1e11, copies_stacked=kind == "cpu"))
     within = []
-    for name, (config, rows) in MODELS.items():
-        subject = subject_of(config, rows)
-        if kind in GPU_TARGETS:
-            subject = replace(subject, target=Target(GPU_TARGETS[kind][0]))
-        for point in POINTS:
-            choice = choice_of(*point)
-            sizes = axis_sizes(choice.layout.mesh, math.prod(choice.layout.mesh.values()))
-            compiled = compile_step(
-                subject.model_of(choice.remat),
-                subject.loss,
-                subject.optimizer,
-                placed(subject, choice, kind),
-                subject.batch,
-                microbatches=choice.accumulate,
-            )
-            found = figures(compiled, sizes)
-            real = found.device_bytes
-            (predicted,) = predictions(subject, machine, math.prod(sizes.values()), [choice])
-            ratio = predicted.memory.total / real
-            within.append(abs(ratio - 1) <= 0.1)
-            print(
-                f"| {name} | {mesh_text(choice.layout)} | {choice.accumulate} | {choice.remat} |"
-                f" {real / 1e6:.1f} | {predicted.memory.total / 1e6:.1f} | {ratio:.3f} |",
-                flush=True,
-            )
+    for name, subject, choice in cases:
+        num_devices = math.prod(choice.layout.mesh.values())
+        compiled = compile_step(
+            subject.model_of(choice.remat),
+            subject.loss,
+            subject.optimizer,
+            place_state(subject, choice, kind),
+            subject.batch,
+            microbatches=choice.accumulate,
+        )
+        real = figures(compiled, axis_sizes(choice.layout.mesh, num_devices)).device_bytes
+        (predicted,) = predictions(subject, machine, num_devices, [choice])
+        total = predicted.memory.total
+        within.append(abs(total / real - 1) <= 0.1)
+        found = f"{real / 1e6:.1f} | {total / 1e6:.1f} | {total / real:.3f}"
+        print(f"| {name} | {way_text(choice)} | {found} |", flush=True)
     print(f"within 10 %: {sum(within)} of {len(within)}")
+
+
+def compare_small(kind: str) -> None:
+    subjects = {name: make_subject(config, kind=kind) for name, config in MODELS.items()}
+    compare_memory([(k, v, choice) for k, v in subjects.items() for choice in read_ways(POINTS)], kind)
+
+
+def compare_long(kind: str) -> None:
+    cases = []
+    for line in LONG.split("\n")[1:-1]:
+        layers, seq, rows, way = line.split(maxsplit=3)
+        config = replace(SMALL, seq=int(seq), embed=256, num_layers=int(layers), num_heads=4, mlp=256)
+        cases.append((f"{layers} x {seq} x {rows}", make_subject(config, int(rows), kind), read_way(way)))
+    compare_memory(cases, kind)
 
 
 class Measured(NamedTuple):
@@ -183,126 +208,60 @@ class Measured(NamedTuple):
     probes: np.ndarray
 
 
-LONG: Sequence[tuple[int, int, int, dict[str, int], Any, str]] = (
-    *(
-        (1, seq, 1, {"context": num}, kind, "full")
-        for seq, num, kind in (
-            (16384, 2, "ring"),
-            (16384, 4, "ring"),
-            (16384, 8, "ring"),
-            (8192, 8, "ring"),
-            (16384, 4, "all-gather"),
-            (8192, 4, "all-gather"),
-            (8192, 4, "all-to-all"),
-        )
-    ),
-    *(
-        (num_layers, 4096, 4, mesh, kind, "none")
-        for num_layers in (1, 4)
-        for mesh, kind in (
-            ({"context": 4}, "ring"),
-            ({"data": 2, "context": 2}, "ring"),
-            ({"context": 4}, "all-gather"),
-        )
-    ),
-    (4, 8192, 1, {"context": 8}, "ring", "full"),
-    (4, 8192, 1, {"context": 4}, "all-gather", "full"),
-    (4, 8192, 2, {"data": 2, "context": 4}, "ring", "weights"),
-)
-"""Blocks, positions, rows, mesh, attention and remat."""
-
-
-def long_memory(kind: str) -> None:
-    """Print predicted over compiled bytes of a device that has a part of long sequences."""
-    machine = Machine(rates=Rates(flops_per_second=1e11, copies_stacked=kind == "cpu"))
-    for num_layers, seq, rows, mesh, attention, remat in LONG:
-        config = DecoderConfig(vocab=256, seq=seq, embed=256, num_layers=num_layers, num_heads=4, mlp=256)
-        subject = subject_of(config, rows)
-        if kind in GPU_TARGETS:
-            subject = replace(subject, target=Target(GPU_TARGETS[kind][0]))
-        choice = Choice(layout=Layout(mesh=mesh, context_attention=attention), remat=remat)
-        compiled = compile_step(
-            subject.model_of(remat),
-            subject.loss,
-            subject.optimizer,
-            placed(subject, choice, kind),
-            subject.batch,
-        )
-        real = figures(compiled, axis_sizes(mesh, math.prod(mesh.values()))).device_bytes
-        (predicted,) = predictions(subject, machine, math.prod(mesh.values()), [choice])
-        total = predicted.memory.total
-        axes = ",".join(f"{axis}={size}" for axis, size in mesh.items())
-        print(
-            f"| {num_layers} | {seq} x {rows} | --mesh {axes} --context-attention {attention} | {remat} |"
-            f" {real / 1e6:.0f} | {total / 1e6:.0f} |"
-            f" {total / real:.2f} |",
-            flush=True,
-        )
-
-
-def measured_rows(path: Path | None, steps: int) -> Measured:
+def measure_ranked(path: Path | None, steps: int) -> Measured:
     """Return the rows of a CSV file; if it is not there, measure them and write it."""
     if path is not None and path.exists():
-        values: dict[tuple[str, str], list[float]] = {}
-        with path.open() as file:
-            for row in csv.DictReader(file):
-                values.setdefault((row["kind"], row["way"]), []).append(float(row["value"]))
-        host = {way: value for (kind, way), (value, *_) in values.items() if kind == "host"}
-        cores = int(host["cores"])
-        link = Link(bytes_per_second=host["link"], latency_seconds=host["latency"])
-
-        def rows_of(kind: str, points: Sequence[Any]) -> np.ndarray:
-            ways = [(kind, way_text(choice_of(*point))) for point in points]
-            if missing := [way for way in ways if way not in values]:
-                raise ValueError(f"{path} has no rows of {' '.join(missing[0])}; measure them, to a new file")
-            return np.array([values[way] for way in ways])
-
-        rates = Rates(
-            flops_per_second=host["flops_per_second"],
-            memory_bytes_per_second=host["memory_bytes_per_second"],
-            kernel_seconds=host["kernel_seconds"],
-        )
-        machine = Machine(rates=rates, device_link=link)
-        return Measured(machine, cores, rows_of("judged", RANKED), rows_of("probe", PROBES))
-    subject = subject_of(*MODELS["many activations"])
+        return read_rows(path)
     host = measured_host("float32")
-    choices = [choice_of(*point) for point in (*RANKED, *PROBES)]
-    seconds = processor_seconds(subject, choices, steps)
+    judged, probes = read_ways(RANKED), read_ways(PROBES)
+    seconds = time_steps(make_subject(SMALL), [*judged, *probes], steps)
+    found = Measured(host, usable_cores(), seconds[: len(judged)], seconds[len(judged) :])
     if path is not None:
-        kinds = ["judged"] * len(RANKED) + ["probe"] * len(PROBES)
-        figures_of_host = {
-            "cores": usable_cores(),
-            "flops_per_second": host.rates.flops_per_second,
-            "memory_bytes_per_second": host.rates.memory_bytes_per_second,
-            "kernel_seconds": host.rates.kernel_seconds,
-            "link": host.device_link.bytes_per_second,
-            "latency": host.device_link.latency_seconds,
-        }
+        rates = {name: getattr(host.rates, name) for name in RATES}
+        link = {"link": host.device_link.bytes_per_second, "latency": host.device_link.latency_seconds}
+        rows = [("host", name, value) for name, value in {"cores": found.cores, **rates, **link}.items()]
+        for kind, ways, values in (("judged", judged, found.judged), ("probe", probes, found.probes)):
+            rows += [(kind, way_text(w), f"{x:.6f}") for w, v in zip(ways, values, strict=True) for x in v]
         with path.open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(("kind", "way", "value"))
-            writer.writerows(("host", name, value) for name, value in figures_of_host.items())
-            writer.writerows(
-                (kind, way_text(choice), f"{value:.6f}")
-                for kind, choice, found in zip(kinds, choices, seconds, strict=True)
-                for value in found
-            )
-    return Measured(host, usable_cores(), seconds[: len(RANKED)], seconds[len(RANKED) :])
+            csv.writer(file, lineterminator="\n").writerows([("kind", "way", "value"), *rows])
+    return found
 
 
-def way_text(choice: Choice) -> str:
-    """Name a way in a table."""
-    return f"{mesh_text(choice.layout)} | {choice.accumulate} | {choice.remat}"
+RATES = ("flops_per_second", "memory_bytes_per_second", "kernel_seconds")
 
 
-def order_correlation(one: np.ndarray, other: np.ndarray) -> float:
+def read_rows(path: Path) -> Measured:
+    """Read measured rows.
+
+    Raises:
+      ValueError: ways that are ranked today are not in the file.
+    """
+    values: dict[tuple[str, str], list[float]] = {}
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            values.setdefault((row["kind"], row["way"]), []).append(float(row["value"]))
+    host = {way: value for (kind, way), (value, *_) in values.items() if kind == "host"}
+
+    def rows_of(kind: str, text: str) -> np.ndarray:
+        ways = [(kind, way_text(choice)) for choice in read_ways(text)]
+        if missing := [way for way in ways if way not in values]:
+            raise ValueError(f"{path} has no rows of {' '.join(missing[0])}; measure them, to a new file")
+        return np.array([values[way] for way in ways])
+
+    link = Link(bytes_per_second=host["link"], latency_seconds=host["latency"])
+    rates = Rates(**{name: host[name] for name in RATES})  # type: ignore[arg-type]
+    machine = Machine(rates=rates, device_link=link)
+    return Measured(machine, int(host["cores"]), rows_of("judged", RANKED), rows_of("probe", PROBES))
+
+
+def correlate_orders(one: np.ndarray, other: np.ndarray) -> float:
     """Return Spearman's rank correlation of values of which no two are equal."""
     return float(np.corrcoef(one.argsort().argsort(), other.argsort().argsort())[0, 1])
 
 
-def work_seconds(subject: Subject, host: Machine, choices: Sequence[Choice], cores: int) -> np.ndarray:
+def predict_seconds(host: Machine, choices: Sequence[Choice], cores: int) -> np.ndarray:
     """Return the predicted processor seconds of a step: the simulated devices keep all cores busy."""
-    found = []
+    found, subject = [], make_subject(SMALL)
     for choice in choices:
         num_devices = math.prod(choice.layout.mesh.values())
         device = simulated_machine(host, num_devices, cores)
@@ -311,95 +270,88 @@ def work_seconds(subject: Subject, host: Machine, choices: Sequence[Choice], cor
     return np.array(found)
 
 
-def judge(measured: Measured) -> dict[str, tuple[float, float]]:
+def judge(measured: Measured) -> None:
     """Print predicted times beside processor times of a step, and how well their orders agree.
 
     Predicted by three rates that are measured first, and by constants fitted to `PROBES` alone.
-
-    Returns:
-      Name of the prediction -> (rank correlation, seconds of the pick over those of the best).
     """
-    judged, probes = ([choice_of(*point) for point in points] for points in (RANKED, PROBES))
+    judged, probes = read_ways(RANKED), read_ways(PROBES)
     least, of_probes = measured.judged.min(1), measured.probes.min(1)
-    subject, cores = subject_of(*MODELS["many activations"]), measured.cores
-
-    def of_probes_by(host: Machine) -> list[float]:
-        return work_seconds(subject, host, probes, cores).tolist()
-
-    fit = fitted(measured.host, of_probes_by, of_probes.tolist())
-    by_rates, by_fit = (work_seconds(subject, host, judged, cores) for host in (measured.host, fit.machine))
-    for choice, *times in zip(judged, by_rates, by_fit, least, strict=True):
-        print(f"| {way_text(choice)} | {' | '.join(f'{1e3 * each:.0f}' for each in times)} |")
+    fit = fitted(
+        measured.host,
+        lambda host: predict_seconds(host, probes, measured.cores).tolist(),
+        of_probes.tolist(),
+    )
+    hosts = {"rates": measured.host, "fitted to probes": fit.machine}
+    times = {name: predict_seconds(host, judged, measured.cores) for name, host in hosts.items()}
+    for choice, *each in zip(judged, *times.values(), least, strict=True):
+        print(f"| {way_text(choice)} | {' | '.join(f'{1e3 * x:.0f}' for x in each)} |")
     print(f"fitted: {fit.machine.rates}, {fit.machine.device_link}")
-    found = {}
-    for name, predicted in (("rates", by_rates), ("fitted to probes", by_fit)):
-        order = order_correlation(predicted, least)
-        found[name] = order, float(least[predicted.argmin()] / least.min())
-        print(f"{name}: rank correlation {order:.3f}, the pick takes {found[name][1]:.3f} of the best")
+    for name, predicted in times.items():
+        order, pick = correlate_orders(predicted, least), least[predicted.argmin()] / least.min()
+        print(f"{name}: rank correlation {order:.3f}, the pick takes {pick:.3f} of the best")
     halves = (measured.judged[:, start::2].min(1) for start in (0, 1))
-    print(f"rounds with odd and even numbers: rank correlation {order_correlation(*halves):.3f}")
-    return found
+    print(f"rounds with odd and even numbers: rank correlation {correlate_orders(*halves):.3f}")
 
 
-def processor_seconds(subject: Subject, choices: Sequence[Choice], rounds: int) -> np.ndarray:
-    """Processor seconds of a step of all devices, for each choice in each of several rounds (C, rounds)."""
+def time_steps(subject: Subject, choices: Sequence[Choice], rounds: int) -> np.ndarray:
+    """Return processor seconds of a step of all devices, for each choice in each round (C, rounds)."""
     running: list[list[Any]] = []
     rng = np.random.default_rng(0)
     for choice in choices:
-        placement, model = placed(subject, choice), subject.model_of(choice.remat)
+        placement, model = place_state(subject, choice), subject.model_of(choice.remat)
         step = make_step(model, subject.loss, subject.optimizer, placement)
         state, batch = init_state(model, subject.optimizer, placement), {}
         for name, like in subject.batch.items():
             shape = (choice.accumulate, like.shape[0] // choice.accumulate, *like.shape[1:])
             values = rng.integers(0, 255, shape) if name == "tokens" else np.ones(shape)
             batch[name] = jax.device_put(values.astype(like.dtype), placement.batch)
-        state, metrics = step(state, batch)
-        jax.block_until_ready(metrics)
         running.append([step, state, batch])
-    times: list[list[float]] = [[] for _ in running]
-    for _ in range(rounds + 1):
+    times = np.zeros((len(running), rounds + 2))
+    for number in range(rounds + 2):
         for each, found in zip(running, times, strict=True):
             began = time.process_time()
             each[1], metrics = each[0](each[1], each[2])
             jax.block_until_ready(metrics)
-            found.append(time.process_time() - began)
-    # the first round is warmer for some than for others
-    return np.array(times)[:, 1:]
+            found[number] = time.process_time() - began
+    # the first round compiles, the second is warmer for some than for others
+    return times[:, 2:]
 
 
-def large() -> None:
-    """Print how long a plan of 1,024 devices takes."""
-    config = DecoderConfig(vocab=50304, seq=1024, embed=4096, num_layers=32, num_heads=32, mlp=16384)
-    began, began_processor = time.perf_counter(), time.process_time()
-    plan = search(subject_of(config, 2048), A100_NODES, 1024, Space(), most=3)
-    print(
-        f"{plan.num_choices} ways, {len(plan.refused)} layouts refused: {time.perf_counter() - began:.1f} s,"
-        f" of a processor {time.process_time() - began_processor:.1f} s"
+def plan_large() -> None:
+    """Print how long a plan of 1,024 A100 at half of their peak takes."""
+    rates = Rates(flops_per_second=156e12, memory_bytes_per_second=1.6e12, kernel_seconds=5e-6)
+    machine = Machine(
+        rates=replace(rates, memory_bytes=80e9),
+        devices_per_node=8,
+        device_link=Link(bytes_per_second=300e9, latency_seconds=5e-6),
+        node_link=Link(bytes_per_second=100e9, latency_seconds=1e-5),
     )
+    config = DecoderConfig(vocab=50304, seq=1024, embed=4096, num_layers=32, num_heads=32, mlp=16384)
+    began = time.process_time()
+    plan = search(make_subject(config, 2048), machine, 1024, Space(), most=3)
+    seconds = time.process_time() - began
+    print(f"{plan.num_choices} ways, {len(plan.refused)} layouts refused: {seconds:.1f} s of a processor")
     for each in plan.ranked:
-        print(mesh_text(each.choice.layout), each.choice.accumulate, each.choice.remat)
+        print(way_text(each.choice))
 
 
 def main() -> None:
-    """Run the parts that are named, or all."""
+    """Run the parts that are named, or all but long."""
     # before devices start: freed memory is kept, as in launched islands; else page faults are a third
     tune_malloc()
     jax.config.update("jax_num_cpu_devices", 8)
     parser = argparse.ArgumentParser()
     parser.add_argument("parts", nargs="*", default=["memory", "rank", "large"])
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument(
-        "--measured",
-        type=Path,
-        help="CSV file with the measured steps of rank: written if it is not there, else read instead",
-    )
+    parser.add_argument("--measured", type=Path, help="CSV file of the steps of rank: read, or else written")
     parser.add_argument("--kind", default="cpu", help="of memory and long: cpu, h100 or a100")
     options = parser.parse_args()
     parts = {
-        "memory": lambda: memory(options.kind),
-        "long": lambda: long_memory(options.kind),
-        "rank": lambda: judge(measured_rows(options.measured, options.steps)),
-        "large": large,
+        "memory": lambda: compare_small(options.kind),
+        "long": lambda: compare_long(options.kind),
+        "rank": lambda: judge(measure_ranked(options.measured, options.steps)),
+        "large": plan_large,
     }
     for part in options.parts:
         parts[part]()

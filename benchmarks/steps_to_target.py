@@ -4,12 +4,10 @@ The task is real text: the next byte from the eight before it, by a small networ
 dim on one device, and the combiners are those of the package. Figures: docs/benchmarks/adasum.md.
 """
 
-import json
 import math
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -19,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from paired import markdown
 
 from shardtrain.combine import MeshGroup, make_combiner
 from shardtrain.data import Text
@@ -83,7 +82,6 @@ class Options:
       seeds: how often each is run; the median counts.
       context: bytes that the next is told from.
       heldout: examples whose loss is looked at.
-      json: where to write all figures too.
     """
 
     replicas: tuple[int, ...] = (1, 4, 8, 16)
@@ -92,7 +90,6 @@ class Options:
     seeds: int = 3
     context: int = 8
     heldout: int = 4096
-    json: Path | None = None
 
 
 class Task(NamedTuple):
@@ -199,20 +196,13 @@ class Trainer:
         return jax.tree.map(lambda x: x[0], found)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One setting, combiner and number of replicas.
-
-    Args:
-      steps: log2 of the learning rate -> median steps over seeds; None where more than half did not arrive.
-      seconds: that all its runs took.
-    """
+class Row(NamedTuple):
+    """A way to train, and log2 of the learning rate -> median steps over seeds; None: too many."""
 
     setting: str
     combiner: str
     replicas: int
     steps: dict[int, float | None]
-    seconds: float
 
     @property
     def best(self) -> tuple[int, float] | None:
@@ -222,9 +212,8 @@ class Row:
         return (rate, steps) if found else None
 
 
-def measure(options: Options, tell: Callable[[str], None] = lambda text: None) -> list[Row]:
-    """All rows."""
-    rows = []
+def measure(options: Options) -> Iterator[Row]:
+    """Yield all rows."""
     with tempfile.TemporaryDirectory() as name:
         task = make_task(options, Path(name))
     for name in options.settings:
@@ -232,28 +221,17 @@ def measure(options: Options, tell: Callable[[str], None] = lambda text: None) -
         for replicas in options.replicas:
             # one replica alone is the same whatever combines it
             for combiner in setting.combiners[: None if replicas > 1 else 1]:
-                began = time.perf_counter()
                 trainer = Trainer(task, setting, combiner, replicas)
-                steps = search(trainer, setting, options, alone)
-                rows.append(
-                    Row(
-                        setting=name,
-                        combiner=combiner,
-                        replicas=replicas,
-                        steps=steps,
-                        seconds=time.perf_counter() - began,
-                    )
-                )
-                if alone is None and rows[-1].best is not None:
-                    alone = rows[-1].best[0]
-                tell(str(rows[-1]))
-    return rows
+                row = Row(name, combiner, replicas, search(trainer, setting, options, alone))
+                if alone is None and row.best is not None:
+                    alone = row.best[0]
+                yield row
 
 
 def search(
     trainer: Trainer, setting: Setting, options: Options, alone: int | None
 ) -> dict[int, float | None]:
-    """log2 of the learning rate -> the median of the steps over seeds.
+    """Return log2 of the learning rate -> the median of the steps over seeds.
 
     Args:
       alone: the rate that was best for one replica: tried first, and never given up early.
@@ -271,37 +249,27 @@ def search(
     return dict(sorted(found.items()))
 
 
-def report(rows: Sequence[Row]) -> str:
-    """The table: tuned, at the rate that was best for one replica, and at P times that rate."""
-    lines = [
-        "| setting | P | combiner | steps, tuned | its rate | at one replica's rate | at P times it |",
-        "|---|--:|---|--:|--:|--:|--:|",
-    ]
-    alone: dict[str, tuple[int, float] | None] = {}
+def table(rows: Sequence[Row]) -> str:
+    """Format steps tuned, at the rate that was best for one replica, and at P times that rate."""
+    header = ["setting", "P", "combiner", "steps, tuned", "its rate"]
+    lines: list[tuple[object, ...]] = []
+    alone: dict[str, int] = {}
     for row in rows:
-        alone.setdefault(row.setting, row.best)
-        base, best = alone[row.setting], row.best
-        scaled = base and base[0] + round(math.log2(row.replicas))
-        # the rule is the mean's
-        at_scaled = _number(row.steps[scaled]) if scaled in row.steps else "not tried"
-        lines.append(
-            f"| {row.setting} | {row.replicas} | {row.combiner if row.replicas > 1 else ''} |"
-            f" {_number(best and best[1])} | {f'2^{best[0]}' if best else ''} |"
-            f" {_number(row.steps[base[0]] if base else None)} |"
-            f" {at_scaled if row.combiner == 'mean' else ''} |"
-        )
-    return "\n".join(lines)
-
-
-def _number(steps: float | None) -> str:
-    return "not reached" if steps is None else f"{steps:.0f}"
+        rate, steps = row.best or (0, None)
+        one = alone.setdefault(row.setting, rate)
+        # the linear rule is the mean's
+        scaled = row.steps.get(one + round(math.log2(row.replicas))) if row.combiner == "mean" else None
+        at_one = row.steps.get(one)
+        lines.append((row.setting, row.replicas, row.combiner, steps, f"2^{rate}", at_one, scaled))
+    return markdown([*header, "at one replica's rate", "at P times it"], lines)
 
 
 def main(options: Options) -> None:
-    rows = measure(options, lambda text: print(text, flush=True))
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    print(report(rows))
+    rows = []
+    for row in measure(options):
+        print(row, flush=True)
+        rows.append(row)
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@ Both (`loops.py`, `torch_model.py`) start from the same parameters and see the s
 Figures: docs/benchmarks/torch.md.
 """
 
-import json
 import os
 import tempfile
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 import tyro
 from loops import HandWritten, Toolkit
 from overhead import largest_difference
-from paired import ratios, rounds
+from paired import markdown, ratios, rounds
 
 from shardtrain.data import Tokens, write_tokens
 from shardtrain.models.decoder import DecoderConfig
@@ -54,7 +53,6 @@ class Options:
       compare: steps from the start whose losses are compared.
       cpu_devices: number of CPU devices of this process, as of `shardtrain train`.
       xla_preset: flags of XLA, as of `shardtrain train`.
-      json: where to write all figures too.
     """
 
     rounds: int = 20
@@ -63,7 +61,6 @@ class Options:
     compare: int = 20
     cpu_devices: int = 2
     xla_preset: Preset = "auto"
-    json: Path | None = None
 
 
 def main(options: Options) -> None:
@@ -97,26 +94,24 @@ def main(options: Options) -> None:
             HAND: partial(hand.loop, steps=options.steps),
             **{n: partial(t.loop, steps=options.steps, log_every=10) for n, t in toolkits.items()},
         }
-        rounds(sides, 1, STEPS_LATE, 0)
         blocks = rounds(sides, options.rounds, STEPS_LATE, 0, options.quiet)
     spreads = {name: ratios("step_seconds", blocks[TORCH], found) for name, found in blocks.items()}
     seconds = {name: median(block.step_seconds for block in found) for name, found in blocks.items()}
-    lines = [
+    print(
         f"nanoGPT, {BATCH} x {NANOGPT.seq} tokens a step, float32; {options.rounds} rounds of {options.steps}"
-        f" steps; {os.cpu_count()} cores; jax {jax.__version__}, torch {metadata.version('torch')}",
-        preset_text(options.xla_preset, flags) or "no XLA flags",
-        f"{'':30}{'ms a step':>10}  tokens/s over torch's: median, 95 % interval   losses differ by",
-    ]
-    for name, spread in spreads.items():
-        low, high = spread.sure
-        apart = f"{largest_difference(losses[TORCH], losses[name]):.1e}" if name in losses else ""
-        lines.append(
-            f"{name:30}{1e3 * seconds[name]:10.2f}  {spread.median:.3f}, {low:.3f} - {high:.3f}{apart:>30}"
+        f" steps; {os.cpu_count()} cores; jax {jax.__version__}, torch {metadata.version('torch')}\n"
+        f"{preset_text(options.xla_preset, flags) or 'no XLA flags'}"
+    )
+    rows = [
+        (
+            name,
+            f"{1e3 * seconds[name]:.2f}",
+            spread,
+            f"{largest_difference(losses[TORCH], losses[name]):.1e}" if name in losses else "",
         )
-    print("\n".join(lines))
-    if options.json is not None:
-        figures = {"seconds": seconds, "ratios": {k: asdict(v) for k, v in spreads.items()}, "losses": losses}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        for name, spread in spreads.items()
+    ]
+    print(markdown(["loop", "ms a step", "tokens/s over torch's (95 %)", "losses differ by"], rows))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Waves beside other ways to synchronise, on islands that are held up in turns: loss, seconds and staleness.
 
-mpiexec -n 2 uv run python benchmarks/waves.py [--steps 240] [--pause 0.3] [--chance 0.05]
-mpiexec -n 4 uv run python benchmarks/waves.py --num-stages 2   # two virtual workers; -n 2: one alone
-mpiexec -n 2 uv run python benchmarks/waves.py --slow 2 --chance 0 --only every-step --results FOLDER  # a row
+mpiexec -n 2 python benchmarks/waves.py [--steps 240] [--pause 0.3] [--chance 0.05]
+mpiexec -n 4 python benchmarks/waves.py --num-stages 2   # two virtual workers; -n 2: one alone
 
 Before each step an island pauses with a small chance, which a seed decides for each island and step, so every
 way meets the same pauses. Each way trains the same steps ("equal samples"); then the loss of its line at the
@@ -13,10 +12,7 @@ docs/benchmarks/waves.md.
 """
 
 import io
-import json
-import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,12 +22,8 @@ from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
 import tyro
-from cpu_quota import CpuQuota
-
-from shardtrain.islands.binding import bind_cpus
-from shardtrain.islands.rank_environment import find_rank_environment
-
-EVERY_STEP = "every-step"
+from paired import markdown
+from ranks import CpuQuota, bind, join_ranks, text_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +44,6 @@ class Options:
       rate: learning rate.
       window: lines over which training losses are averaged.
       seed: of parameters, data and pauses.
-      only: the ways to measure, by name; none: all.
-      results: a folder where results are kept: the table has all that are there, so that each row may be a
-        run of its own.
     """
 
     steps: int = 240
@@ -72,8 +61,19 @@ class Options:
     rate: float = 2e-3
     window: int = 20
     seed: int = 0
-    only: tuple[str, ...] = ()
-    results: Path | None = None
+
+    @property
+    def first_step(self) -> int:
+        """The step from which on seconds count, at which all islands wait for each other."""
+        return max(self.steps // 10, 1)
+
+
+class Way(NamedTuple):
+    """A way to synchronise islands or virtual workers, with microbatches of a step and batches in flight."""
+
+    synchronisation: Any
+    microbatches: int = 1
+    in_flight: int = 1
 
 
 class Result(NamedTuple):
@@ -96,46 +96,30 @@ class Result(NamedTuple):
     curve: list[tuple[float, float]]
 
 
-class Way(NamedTuple):
-    """A way to synchronise.
-
-    Args:
-      synchronisation: of islands, or of virtual workers.
-      microbatches: of a step.
-      in_flight: batches in a pipeline at the same time.
-    """
-
-    synchronisation: Any
-    microbatches: int = 1
-    in_flight: int = 1
-
-
-def ways(options: Options, num_islands: int) -> dict[str, Way]:
+def list_ways(options: Options, num_islands: int) -> dict[str, Way]:
     """Return name -> a way to synchronise so many islands."""
     from shardtrain.combine.synchronisation import Outer, Synchronisation
 
     local = Synchronisation(on="deltas", every=options.every)
     distances = (0, 4, 32) if num_islands > options.num_stages else (0,)
     waves = {f"wsp, D = {each}": replace(local, distance=each) for each in distances}
+    merged = {"every-step": Synchronisation(), **waves}
     if options.num_stages > 1:
-        flushed = {EVERY_STEP: Synchronisation(), **waves}
+        unflushed = f"{options.in_flight} in flight"
         return {
-            **{f"{name}, flushed": Way(each, options.microbatches) for name, each in flushed.items()},
-            **{
-                f"{name}, {options.in_flight} in flight": Way(each, 1, options.in_flight)
-                for name, each in waves.items()
-            },
+            **{f"{name}, flushed": Way(each, options.microbatches) for name, each in merged.items()},
+            **{f"{name}, {unflushed}": Way(each, 1, options.in_flight) for name, each in waves.items()},
         }
     outer = Outer(learning_rate=0.7, momentum=0.5, nesterov=True)
-    merges = {"local-sgd": local, "diloco": replace(local, outer=outer)}
-    return {name: Way(each) for name, each in {EVERY_STEP: Synchronisation(), **waves, **merges}.items()}
+    merged |= {"local-sgd": local, "diloco": replace(local, outer=outer)}
+    return {name: Way(each) for name, each in merged.items()}
 
 
-def curve(lines: list[dict[str, float]], first_step: int, window: int) -> list[tuple[float, float]]:
+def read_curve(lines: list[dict[str, float]], first_step: int, window: int) -> list[tuple[float, float]]:
     """Return (seconds since a step, mean training loss of the last `window` steps), line by line.
 
     >>> lines = [{"step": n, "wall_seconds": 2.0 * n, "train/loss": 4.0 - n} for n in (1, 2, 3)]
-    >>> curve(lines, first_step=1, window=2)
+    >>> read_curve(lines, first_step=1, window=2)
     [(0.0, 3.0), (2.0, 2.5), (4.0, 1.5)]
     """
     start = next(line["wall_seconds"] for line in lines if line["step"] >= first_step)
@@ -149,66 +133,41 @@ def curve(lines: list[dict[str, float]], first_step: int, window: int) -> list[t
     ]
 
 
-def loss_after(points: list[tuple[float, float]], seconds: float) -> float:
-    """Return the loss of the last line within so many seconds.
-
-    >>> loss_after([(0.0, 3.0), (2.0, 2.5), (4.0, 1.5)], 3.0)
-    2.5
-    """
-    return [loss for at, loss in points if at <= seconds][-1]
-
-
-def run_of(options: Options, way: Way, num_islands: int, folder: Path, pauses: Any) -> Any:
-    """Return the run, of text that every machine with Python has."""
+def make_run(options: Options, way: Way, num_islands: int, folder: Path, pauses: Any) -> Any:
+    """Return the run, whose loss pauses as it is told."""
     import jax
 
-    from shardtrain import CheckpointPolicy, Optimizer, Recovery, Run, Schedule, Strategy
-    from shardtrain.data import Text
+    from shardtrain import Optimizer, Recovery, Schedule, Strategy
     from shardtrain.functional.loss import next_token_loss
     from shardtrain.islands.options import Across
-    from shardtrain.models.decoder import DecoderConfig
     from shardtrain.pipeline.options import Pipeline
 
     def loss(apply: Any, batch: Any) -> Any:
         jax.debug.callback(pauses)
         return next_token_loss(apply, batch)
 
-    sources = Path(os.__file__).parent
-    config = DecoderConfig(
-        vocab=256, seq=options.seq, embed=options.embed, num_layers=options.num_layers, num_heads=4
-    )
     # the slow worker, the last one, has rows by its speed
     shares = (float(options.slow),) * (num_islands // options.num_stages - 1) + (1.0,)
     across = Across(shares=shares)
     if options.num_stages > 1:
         across = replace(across, axis="pipeline", partitions=options.num_stages)
-    strategy = Strategy(
-        synchronisation=way.synchronisation,
-        accumulate=way.microbatches,
-        across=across,
-        pipeline=Pipeline(in_flight=way.in_flight),
-    )
-    return Run(
-        model=config,
-        data=Text(paths=tuple(sorted(sources.glob("a*.py"))), seq=options.seq),
+    return text_run(
+        {"seq": options.seq, "embed": options.embed, "num_layers": options.num_layers},
+        folder,
         loss=loss,
         optimizer=Optimizer(learning_rate=Schedule(name="constant", peak=options.rate, warmup=20)),
-        strategy=strategy,
+        strategy=Strategy(
+            synchronisation=way.synchronisation,
+            accumulate=way.microbatches,
+            across=across,
+            pipeline=Pipeline(in_flight=way.in_flight),
+        ),
         batch=options.batch,
         steps=options.steps,
         seed=options.seed,
         log_every=1,
-        evaluate_every=None,
-        recovery=Recovery(fingerprint_every=None),  # islands would meet for them
-        checkpoints=CheckpointPolicy(every_steps=None, every_minutes=None),
-        sinks=("jsonl",),
-        run_dir=folder,
+        recovery=Recovery(fingerprint_every=None),  # islands would wait for each other for them
     )
-
-
-def first_step(options: Options) -> int:
-    """Return the step from which on seconds count, at which all islands wait for each other."""
-    return max(options.steps // 10, 1)
 
 
 class Pauses:
@@ -227,7 +186,7 @@ class Pauses:
         draws = np.random.default_rng([options.seed, worker]).random(2 * options.steps)
         self._held_up, self._seconds = draws < options.chance, options.pause
         self._calls, self._microbatches = 0, microbatches
-        self._first, self._wait = first_step(options), wait
+        self._first, self._wait = options.first_step, wait
 
     def __call__(self) -> None:
         step, microbatch = divmod(self._calls, self._microbatches)
@@ -240,21 +199,18 @@ class Pauses:
             time.sleep(self._seconds)
 
 
-def staleness(
-    folder: Path, num_islands: int, every: int, num_stages: int = 1, in_flight: int = 1
-) -> int | None:
+def find_staleness(folder: Path, num_islands: int, options: Options, in_flight: int = 1) -> int | None:
     """Return the most steps of another worker that were missing in a step, on any worker, by the events.
 
     Args:
       folder: of the run.
       num_islands: of all virtual workers.
-      every: steps of a wave.
-      num_stages: islands of a virtual worker.
-      in_flight: batches in it: as many less one were started before their wave was pulled.
+      options: with the steps of a wave and the islands of a worker.
+      in_flight: batches in a worker: as many less one were started before their wave was pulled.
     """
     from shardtrain.trainer.wave_log import read_wave_log, wave_file
 
-    num_workers = num_islands // num_stages
+    num_workers = num_islands // options.num_stages
     if num_workers == 1 or not wave_file(folder, 0).is_file():
         return None
     most = 0
@@ -265,7 +221,7 @@ def staleness(
                 clocks[event.island] += 1
             else:
                 most = max(most, clocks[event.island] - min(clocks))
-    return most * every + every - 1 + in_flight - 1
+    return most * options.every + options.every - 1 + in_flight - 1
 
 
 def measure(name: str, way: Way, options: Options, islands: Any) -> Result:
@@ -276,82 +232,64 @@ def measure(name: str, way: Way, options: Options, islands: Any) -> Result:
     from shardtrain.report.sinks.json_lines import read_jsonl
 
     folder = Path(islands.broadcast("folder", mkdtemp() if islands.is_first else None))
-    num_islands = islands.seat.num_islands
-    worker = islands.seat.island // options.num_stages
+    num_islands, island = islands.seat.num_islands, islands.seat.island
+    worker, stage = divmod(island, options.num_stages)
     # the loss, and with it the pauses, is computed by the last stage of each worker
-    comm = islands.comm.Split(islands.seat.island % options.num_stages)
-    pauses = Pauses(options, worker, way.microbatches, comm.Barrier)
+    pauses = Pauses(options, worker, way.microbatches, islands.comm.Split(stage).Barrier)
     quota = CpuQuota(1 / options.slow)
     if options.slow > 1 and worker == num_islands // options.num_stages - 1:
         quota.begin()
-    train(run_of(options, way, num_islands, folder, pauses), Console(file=io.StringIO()), islands)
+    train(make_run(options, way, num_islands, folder, pauses), Console(file=io.StringIO()), islands)
     quota.end()
     islands.all_gather_islands("trained", None)
     found = None
     if islands.is_first:
         lines = read_jsonl(folder / "metrics.jsonl")
-        first = first_step(options)
-        points = curve(lines, first, options.window)
-        timed = [line for line in lines if line["step"] > first]
-        waited = sum(line["seconds/islands"] for line in timed)
+        first = options.first_step
+        points = read_curve(lines, first, options.window)
+        seconds = points[-1][0]
         found = Result(
             name=name,
             heldout=lines[-1]["heldout/loss"],
-            step_seconds=points[-1][0] / (options.steps - first),
-            waiting=waited / points[-1][0],
-            staleness=staleness(folder, num_islands, options.every, options.num_stages, way.in_flight),
+            step_seconds=seconds / (options.steps - first),
+            waiting=sum(line["seconds/islands"] for line in lines if line["step"] > first) / seconds,
+            staleness=find_staleness(folder, num_islands, options, way.in_flight),
             curve=points,
         )
         shutil.rmtree(folder)
     return Result(*islands.broadcast("result", found))
 
 
-def kept(folder: Path, results: dict[str, Result]) -> dict[str, Result]:
-    """Write results to a folder, and return all that are there, by name."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, result in results.items():
-        (folder / f"{name}.json").write_text(json.dumps(result))
-    return {path.stem: Result(*json.loads(path.read_text())) for path in folder.glob("*.json")}
-
-
 def table(results: list[Result]) -> str:
     """Format the results; ratios are to the first."""
     seconds = min(result.curve[-1][0] for result in results)
+    losses = [[loss for at, loss in each.curve if at <= seconds][-1] for each in results]
     base = results[0]
-    base_loss = loss_after(base.curve, seconds)
-    lines = [
-        "| synchronisation | held-out loss | ratio | s a step | ratio | waiting | staleness"
-        f" | training loss after {seconds:.0f} s | ratio |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for each in results:
-        loss = loss_after(each.curve, seconds)
-        lines.append(
-            f"| {each.name} | {each.heldout:.4f} | {each.heldout / base.heldout:.4f}"
-            f" | {each.step_seconds:.4f} | {each.step_seconds / base.step_seconds:.2f} | {each.waiting:.0%}"
-            f" | {'' if each.staleness is None else each.staleness} | {loss:.4f} | {loss / base_loss:.4f} |"
+    header = ["synchronisation", "held-out loss", "ratio", "s a step", "ratio", "waiting", "staleness"]
+    rows = [
+        (
+            each.name,
+            f"{each.heldout:.4f}",
+            f"{each.heldout / base.heldout:.4f}",
+            f"{each.step_seconds:.4f}",
+            f"{each.step_seconds / base.step_seconds:.2f}",
+            f"{each.waiting:.0%}",
+            "" if each.staleness is None else each.staleness,
+            f"{loss:.4f}",
+            f"{loss / losses[0]:.4f}",
         )
-    return "\n".join(lines)
+        for each, loss in zip(results, losses, strict=True)
+    ]
+    return markdown([*header, f"training loss after {seconds:.0f} s", "ratio"], rows)
 
 
 def main(options: Options) -> None:
-    # as `launch` does: a rank has cores of its own, where there are enough
-    if cores := bind_cpus(find_rank_environment(os.environ)):
-        os.sched_setaffinity(0, cores)
-    from shardtrain.islands.membership import join
-
-    islands = join()
-    if islands is None:
-        sys.exit("start it on several ranks: mpiexec -n 2 uv run python benchmarks/waves.py")
-    found = ways(options, islands.seat.num_islands)
-    if unknown := [name for name in options.only if name not in found]:
-        sys.exit(f"no way is named {', '.join(unknown)}; there are {', '.join(found)}")
-    chosen = options.only or found
-    results = {name: measure(name, found[name], options, islands) for name in chosen}
+    bind()
+    islands = join_ranks()
+    ways = list_ways(options, islands.seat.num_islands)
+    results = [measure(name, way, options, islands) for name, way in ways.items()]
     if islands.is_first:
-        if options.results is not None:
-            results = kept(options.results, results)
-        print(table([results[name] for name in found if name in results]))
+        print(table(results))
 
 
 if __name__ == "__main__":

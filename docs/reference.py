@@ -1,8 +1,11 @@
 """What `mkdocs build` shows: the repository's pages where they stand, and a reference made of docstrings."""
 
 import ast
+import json
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,24 @@ MODULES = {
 }
 """Package without public names of its own -> the modules that a user needs."""
 
+RUN_FILE = "examples/gpt_text.py"
+COMMANDS = (
+    *(f"train {RUN_FILE} --help-all", "inspect --help", f"plan {RUN_FILE} --help", "advise --help"),
+    *("calibrate --help", "launch --help", "launch slurm --help", "launch flux --help", "doctor --help"),
+    *("checkpoint --help", "generate --help", "evaluate --help", "data --help", "data tokenize --help"),
+)
+HELPS = """
+import contextlib, io, json, sys
+from shardtrain import cli
+texts = []
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+        cli.main(words)
+    texts.append(text.getvalue())
+print(json.dumps(texts))
+"""
+"""A program that prints the helps of commands, each from one process."""
+
 
 def on_files(files: Files, config: Any) -> Files:
     """All pages and what they link to, by their paths in the repository, and the reference."""
@@ -61,10 +82,29 @@ def on_files(files: Files, config: Any) -> Files:
     shown = [name for name in paths if name.endswith(".md") or name in linked]
     site = [File.generated(config, name, abs_src_path=str(ROOT / name)) for name in shown]
     site += [File.generated(config, f"reference/{module}.md", content=page(module)) for module in REFERENCE]
+    site.append(File.generated(config, "reference/cli.md", content=command_line()))
     index = "".join(f"- [`{module}`]({module}.md): {what}\n" for module, what in REFERENCE.items())
-    site.append(File.generated(config, "reference/index.md", content=f"# Reference\n\n{index}"))
+    site.append(File.generated(config, "reference/index.md", content=f"# Python\n\n{index}"))
+    # the page of jobs is the start page; README stands beside it
+    for name, folder in (("docs/index.md", "."), ("README.md", "readme")):
+        next(file for file in site if file.src_uri == name).dest_uri = Path(folder, "index.html").as_posix()
     # what the plugins bring
     return Files([*site, *(file for file in files if not file.is_documentation_page())])
+
+
+def command_line() -> str:
+    """The help of every command, as it prints it."""
+    commands = [words.split() for words in COMMANDS]
+    environ = {**os.environ, "COLUMNS": "90", "NO_COLOR": "1", "JAX_PLATFORMS": "cpu"}
+    printed = subprocess.run(
+        [sys.executable, "-c", HELPS, json.dumps(commands)],
+        cwd=ROOT, capture_output=True, check=True, text=True, env=environ,
+    )  # fmt: skip
+    text = "# Command line\n\nWhat `--help` prints, with `examples/gpt_text.py` as the run.\n"
+    for words, help_text in zip(commands, json.loads(printed.stdout), strict=True):
+        name = " ".join(word for word in words if word not in (RUN_FILE, "--help", "--help-all"))
+        text += f"\n## {name}\n\n```text\n{help_text.strip()}\n```\n"
+    return text
 
 
 def targets(path: Path) -> list[str]:

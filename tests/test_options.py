@@ -39,7 +39,7 @@ OTHERS = {
     "the fuzzer": "--cases --jobs --log --seed --shrink",
     "benchmarks": "--measured",
     "other programs": "--add-source --cpunodebind --format --launcher --membind --query-gpu --usr1 --zone",
-    "patterns of ours": "--model --model.NAME --model.no --watch",
+    "patterns of ours": "--help-all --model --model.NAME --model.no --watch",
     "rejected in a decision": "--distribution --placement",
 }
 """Options of other programs that pages and messages name, and beginnings of ours."""

@@ -1,18 +1,10 @@
 """Steps that were measured on a GPU are predicted with one set of constants."""
 
-import importlib
-from pathlib import Path
-
 import pytest
 
 
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    return importlib.import_module("gpu_predicted")
-
-
-def test_predictions_are_near_what_was_measured(benchmark):
+def test_predictions_are_near_what_was_measured(script):
+    benchmark = script("gpu_predicted")
     for step in benchmark.STEPS:
         found = benchmark.predicted(step)
         if step.ms is not None:

@@ -1,7 +1,6 @@
-"""The arithmetic of the benchmark of waves; what it runs is tests/trainer/test_waves.py's."""
+"""The arithmetic of the benchmark of waves."""
 
-import importlib
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
@@ -10,13 +9,13 @@ from shardtrain.trainer.wave_log import WaveLog
 
 
 @pytest.fixture
-def benchmark_of_waves(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    return importlib.import_module("waves")
+def benchmark_of_waves(script):
+    return script("waves")
 
 
 def test_staleness_is_that_of_the_island_furthest_ahead_when_it_pulled(benchmark_of_waves, tmp_path):
-    assert benchmark_of_waves.staleness(tmp_path, 2, 4) is None
+    options = benchmark_of_waves.Options()
+    assert benchmark_of_waves.find_staleness(tmp_path, 2, options) is None
     for shard in range(2):
         log = WaveLog(tmp_path, shard, print)
         log.begin(0)
@@ -26,13 +25,13 @@ def test_staleness_is_that_of_the_island_furthest_ahead_when_it_pulled(benchmark
         log.write(Event("pull", 1, 8))
         log.write(Event("push", 1, 12))
         log.close()
-    assert benchmark_of_waves.staleness(tmp_path, 2, 4) == 4 + 3
+    assert benchmark_of_waves.find_staleness(tmp_path, 2, options) == 4 + 3
     # batches in flight were started before their pipeline pulled
     for shard in (2, 3):
         log = WaveLog(tmp_path, shard, print)
         log.begin(0)
         log.close()
-    assert benchmark_of_waves.staleness(tmp_path, 4, 4, num_stages=2, in_flight=3) == 4 + 3 + 2
+    assert benchmark_of_waves.find_staleness(tmp_path, 4, replace(options, num_stages=2), 3) == 4 + 3 + 2
 
 
 def test_a_pipeline_pauses_in_the_same_steps_whatever_its_microbatches(benchmark_of_waves, monkeypatch):

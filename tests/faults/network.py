@@ -2,7 +2,7 @@
 
 It prints the process that holds each host's namespaces. Then it does what it reads, a line each: `down 1`
 cuts the link of host 1, `up 1` joins it again, `limit 1 100` lets 100 Mbit/s through to host 1. `Hosts` is
-the same for a test, and for benchmarks/slow_link.py.
+the same for a test.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Folders as transformers reads and writes them. That it does, `benchmarks/transformers_parity.py` shows."""
+"""Folders as transformers reads and writes them. That they agree, `make_golden.py` records."""
 
 import json
 import os

@@ -28,7 +28,7 @@ FIRST_LOOK = 32
 
 MOST_FOLLOWED = 0.4
 """The part of the tasks behind a change up to which it is followed: following one takes as long as simulating
-2.5 (docs/benchmarks/simulator.md)."""
+2.5 (docs/benchmarks/planner.md)."""
 
 
 class DeltaSimulation:

@@ -1,0 +1,91 @@
+"""Every benchmark runs as people run it, at its smallest size. Nothing here looks at a time."""
+
+import doctest
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+TINY = "--embed 16 --num-layers 2 --seq 8"
+COMMANDS = {
+    "overhead.py --model tiny --steps 4 --rounds 2 --compare 3": (1, "| whole loop |"),
+    "bridge.py --num-bytes 4096 --rounds 2": (2, "| 4 KB | bridge |"),
+    f"bridge.py --part step --rows 2 --steps 2 --rounds 2 {TINY}": (2, "| bridge, gradients in bfloat16 |"),
+    f"bridge.py --part overlap --num-parts 2 --rows 2 --steps 2 --rounds 2 {TINY}": (2, "programs: 2 |"),
+    "bridge.py --part combiners --embed 16 --leaves 4 --rounds 2": (2, "| 4 leaves | adasum |"),
+    f"checkpoint.py --part stall --rows 2 --steps 2 --rounds 2 {TINY}": (1, "| toolkit, fast tier |"),
+    "data.py --size tiny --steps 3 --rounds 2 --megabytes 0.1": (1, "| library, 2 |"),
+    f"waves.py --steps 20 --pause 0.01 --batch 4 {TINY}": (2, "| wsp, D = 4 |"),
+    f"unequal_islands.py --slow 1 --steps 20 --measured 10 --rounds 1 --batch 4 {TINY}": (2, "auto / ideal"),
+    "resnet_depth.py --depth 11 --stack 1 --steps 3 --ways one": (1, "largest relative difference"),
+    "startup.py --starts 1": (1, "first step"),
+    "house.py": (1, "options of train"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command.split()[:3]))
+def test_it_runs(command, warm_python, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", re.sub(r"device_count=\d+", "device_count=1", os.environ["XLA_FLAGS"]))
+    num_ranks, shown = COMMANDS[command]
+    name, *arguments = command.split()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    mpiexec = [str(shutil.which("mpiexec", path=path)), "-n", str(num_ranks)]
+    words = [*(mpiexec if num_ranks > 1 else []), *warm_python, str(FOLDER / name), *arguments]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert shown in done.stdout
+
+
+@pytest.mark.full
+def test_both_loops_compute_the_same_losses(script):
+    overhead = script("overhead")
+    options = overhead.Options(steps=4, rounds=2, compare=12)
+    found = overhead.measure(options, overhead.MODELS["tiny"], 6)
+    hand, toolkit = found.losses
+    np.testing.assert_allclose(toolkit, hand, rtol=1e-5)
+    # and they train: a step that changed nothing would give equal losses too
+    assert len(set(hand)) == 12
+    assert found.mfu is None
+    assert found.tokens_per_second == pytest.approx(6 * 16 / found.step_seconds["toolkit loop"])
+
+
+@pytest.mark.full
+def test_a_compiled_step_stands_beside_theory(script):
+    traffic = script("traffic")
+    config = traffic.DecoderConfig(vocab=64, seq=16, embed=32, num_layers=2, num_heads=2)
+    layout = traffic.Layout(mesh={"data": 8})
+    (row, whole) = traffic.rows(config, layout, 1, traffic.Options(rows=8))
+    assert row.startswith("all-reduce | data |")
+    assert whole.endswith("| 1.000")
+
+
+@pytest.mark.parametrize("name", ["paired", "house", "waves"])
+def test_examples(script, name):
+    found = doctest.testmod(script(name))
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+def test_steps_to_a_target_are_found_and_runs_that_diverge_given_up(script):
+    benchmark = script("steps_to_target")
+    setting = benchmark.Setting(optimizer="adam", batch=16, target=5.0, rates=(-6, 10))
+    options = benchmark.Options(most_steps=30, seeds=1)
+    windows = np.random.default_rng(0).integers(0, 4, (200, 9))
+    text, heldout = windows.astype(np.uint8).ravel(), (windows[:, :-1], windows[:, -1])
+    task = benchmark.Task(benchmark.jnp.asarray(text), tuple(map(benchmark.jnp.asarray, heldout)), 8)
+    rows = []
+    for replicas, combiner in ((1, "mean"), (2, "adasum+deltas")):
+        trainer = benchmark.Trainer(task, setting, combiner, replicas)
+        rows.append(benchmark.Row("s", combiner, replicas, benchmark.search(trainer, setting, options, None)))
+    for row in rows:
+        assert row.steps[10] is None
+        assert row.best is not None
+        assert row.best[0] == -6
+    assert benchmark.table(rows).count("| 2^-6 |") == 2
