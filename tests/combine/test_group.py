@@ -55,9 +55,9 @@ def test_partial_values_of_shards_become_those_of_leaves():
     np.testing.assert_array_equal(of_stack, sums)
 
 
-@pytest.mark.parametrize("name", ["int8+adasum", "float16+mean", "top_k:0.5+mean", "power_sgd:1+mean"])
+@pytest.mark.parametrize("name", ["int8+adasum", "power_sgd:1+mean"])
 def test_codecs_work_on_shards(name):
-    """int8 scales by the whole leaf, to float16 it is all the same; the others encode each shard alone."""
+    """int8 scales by the whole leaf; PowerSGD encodes each shard alone."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "fsdp"))
     combiner = make_combiner(name)
     random = np.random.default_rng(0)
@@ -79,7 +79,7 @@ def test_codecs_work_on_shards(name):
         )
 
     sharded = run(("fsdp",), MeshGroup("data", 2, [("fsdp",)], {"fsdp": 2}), mesh.devices, mesh.axis_names)
-    if name.startswith(("int8", "float16")):
+    if name.startswith("int8"):
         whole = run((), MeshGroup("data", 2), mesh.devices[:, 0], ("data",))
         np.testing.assert_allclose(sharded, whole, rtol=1e-5, atol=1e-4)
     else:
