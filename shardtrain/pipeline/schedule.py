@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardtrain.errors.messages import near, problems_error
-from shardtrain.pipeline.check import check
-from shardtrain.pipeline.table import KINDS, Table
+from shardtrain.pipeline.table import KINDS, Table, check
 from shardtrain.pipeline.table_file import read_table, write_table
 from shardtrain.pipeline.task_order import (
     alternating,

@@ -7,9 +7,8 @@ import signal
 import pytest
 
 from shardtrain.launch import outcome
-from shardtrain.launch.error_text import error_text
 from shardtrain.launch.outcome import launch_outcome
-from shardtrain.launch.rank_end import any_failed, read_ranks
+from shardtrain.launch.rank_end import any_failed, error_text, read_ranks
 
 ERROR = 'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: bad data\n'
 NEIGHBOUR = (

@@ -13,8 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.optim.matrices import decayed, muon_dims
-from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, make_optimizer
+from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, decayed, make_optimizer, muon_dims
 from shardtrain.optim.schedules import SCHEDULES, Schedule, make_schedule
 from shardtrain.optim.separable import coupling_problems, order_problems, share_problems
 from shardtrain.sharding.array_dims import is_dims

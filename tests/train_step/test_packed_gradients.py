@@ -6,7 +6,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.packed_gradients import PACKED_BELOW, PackedGradients
+from shardtrain.train_step.bucket_exchange import PACKED_BELOW, PackedGradients
 
 SHAPES = {"bias": (3,), "kernel": (4, 8), "table": (PACKED_BELOW // 8, 8), "scale": ()}
 BUCKETS = [("kernel", "bias"), ("table", "scale"), ()]

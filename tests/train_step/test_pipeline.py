@@ -29,7 +29,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
 from shardtrain.models.layers import coming_keys
 from shardtrain.models.vit import VitConfig
-from shardtrain.pipeline import mesh_branches
+from shardtrain.pipeline import mesh_tasks
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.schedule import (
     SCHEDULES,
@@ -278,7 +278,7 @@ def test_on_gpus_sums_are_stored_in_the_order_of_their_dims_and_stay_the_plain_o
         return str(traced).count("layout_constraint")
 
     assert num_constraints() == 0
-    monkeypatch.setattr(mesh_branches, "_on_gpus", lambda: True)
+    monkeypatch.setattr(mesh_tasks, "_on_gpus", lambda: True)
     assert num_constraints() > 0
     assert_same(gradients(words(), mesh, 5), plain())
 
