@@ -27,7 +27,7 @@ def test_every_stage_holds_the_blocks_of_its_parts_and_zeros(stages):
     assert sorted(row for row in stages.stored_blocks if row >= 0) == list(range(stages.num_blocks))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=8)
 @given(CUTS, st.integers(0, 1))
 def test_what_is_stored_comes_back_in_order(stages, dim):
     x = jnp.moveaxis(jnp.arange(1, 1 + 2 * stages.num_blocks).reshape(stages.num_blocks, 2), 0, dim)
