@@ -22,6 +22,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.bucket_exchange import PACKED_BELOW, PackedGradients
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_step import GradientIslandStep, make_island_step
 from shardtrain.train_step.placement import make_placement
@@ -238,3 +239,21 @@ def test_programs_that_islands_compare_are_traced_once_and_differ_by_loss_and_op
     assert traced == []
     assert program() == whole
     assert len({whole, program(rate=0.2), program(factor=2.0)}) == 3
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_packed_gradients_come_back_bit_by_bit_and_are_zeros_of_no_examples(dtype):
+    shapes = {"bias": (3,), "kernel": (4, 8), "table": (PACKED_BELOW // 8, 8), "scale": ()}
+    grads = {path: jnp.asarray(RANDOM.normal(size=shape), dtype) for path, shape in shapes.items()}
+    buckets = [("kernel", "bias"), ("table", "scale"), ()]
+    packing = PackedGradients([{path: jax.typeof(grads[path]) for path in bucket} for bucket in buckets])
+    assert [{x.shape for x in bucket.values()} for bucket in packing.buckets] == [
+        {(35,)}, {shapes["table"], (1,)}, set(),
+    ]  # fmt: skip
+    whole = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    pack = jax.jit(lambda grads, count: packing.pack(grads, count, whole))
+    jax.tree.map(np.testing.assert_array_equal, packing.unpack(pack(grads, 3.0)), grads)
+    # whatever the gradients are
+    nan = {path: x * jnp.nan for path, x in grads.items()}
+    assert not any(x.any() for x in pack(nan, 0.0).values())
+    assert all(jnp.isnan(x).all() for x in pack(nan, 1.0).values())
