@@ -40,7 +40,7 @@ from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout_file import layout_text, read_layout
 from shardtrain.trainer.program_mark import MARK, take_mark
 
-NUMBER = 150
+NUMBER = 90
 """Of files per format, without `--full`."""
 GOLDEN = Path(__file__).parent / "models" / "golden"
 

@@ -1,7 +1,7 @@
 """Adasum adds the parts of gradients that are orthogonal and averages those that are parallel.
 
 It sends what an all-reduce sends, plus scalars, for any number of ranks (Maleki et al. 2021; Horovod's).
-Next: `halving.py` (the messages), `slices.py` (slices of leaves), `exponents.py` (range of dot products).
+Next: `slices.py` (slices of leaves), `exponents.py` (range of dot products).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +12,101 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardtrain.combine.block_sums import block_sums
 from shardtrain.combine.combiner import Combined, Combiner, contribution, flatten
 from shardtrain.combine.exponents import LEAST, exponent, power
 from shardtrain.combine.group import Group, Op
-from shardtrain.combine.halving import gather, levels, rows_in_order, scatter
-from shardtrain.combine.slices import Owners, join_slices, split_into_slices
+from shardtrain.combine.slices import (
+    Owners,
+    block_sources,
+    in_order,
+    join_slices,
+    pack_messages,
+    part,
+    split_into_slices,
+    unpack_messages,
+)
+
+BLOCK = 512
+"""Elements of one float32 partial sum."""
+
+
+def block_sums(terms: tuple[jax.Array, ...]) -> list[jax.Array]:
+    """Return the sums (pieces,) of arrays (rows, pieces, width), all in one pass."""
+    if terms[0].shape[-1] <= BLOCK:
+        return [x.sum(0) for x in _sum_last(terms)]
+    width = terms[0].shape[-1] // BLOCK * BLOCK
+    blocks = tuple(x[..., :width].reshape(*x.shape[:-1], -1, BLOCK) for x in terms)
+    rest = _sum_last(tuple(x[..., width:] for x in terms))
+    return [x + y.sum(0) for x, y in zip(block_sums(_sum_last(blocks)), rest, strict=True)]
+
+
+def _sum_last(terms: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Return sums over the last dim, in one reduction, so that XLA reads what the terms share once."""
+
+    def add(x: Any, y: Any) -> Any:
+        return tuple(p + q for p, q in zip(x, y, strict=True))
+
+    return tuple(lax.reduce(terms, tuple(jnp.float32(0) for _ in terms), add, (terms[0].ndim - 1,)))
+
+
+Stacks = Sequence[jax.Array]
+
+
+def levels(size: int) -> list[tuple[int, int]]:
+    """Return (radix, distance) of each level: twos, then the odd factor.
+
+    >>> levels(8), levels(12), levels(1)
+    ([(2, 1), (2, 2), (2, 4)], [(2, 1), (2, 2), (3, 4)], [])
+    """
+    found, distance = [], 1
+    while size // distance % 2 == 0:
+        found.append((2, distance))
+        distance *= 2
+    return found + [(size // distance, distance)] * (size > distance)
+
+
+def scatter(stacks: Stacks, radix: int, distance: int, group: Group) -> list[list[jax.Array]]:
+    """Send each partner its part of this rank's rows; return the messages received in each turn."""
+    position = group.index // distance % radix
+    received = []
+    for turn in range(1, radix):
+        sources = block_sources(group.size, distance, radix, turn)
+        given = pack_messages([part(x, (position - turn) % radix, radix) for x in stacks])
+        received.append([group.exchange(message, sources) for message in given])
+    return received
+
+
+def rows_in_order(
+    stacks: Stacks, received: list[list[jax.Array]], radix: int, distance: int, group: Group
+) -> list[list[jax.Array]]:
+    """Return this rank's part of the rows of each rank of its block, by the position of that rank."""
+    position = group.index // distance % radix
+    own = [part(x, position, radix) for x in stacks]
+    turns = [own, *(unpack_messages(messages, own) for messages in received)]
+    by_stack = [in_order(of_stack, position) for of_stack in zip(*turns, strict=True)]
+    return [list(rows) for rows in zip(*by_stack, strict=True)]
+
+
+def gather(stacks: Stacks, group: Group) -> list[list[jax.Array]]:
+    """Gather the rows of all ranks, level by level in reverse: for each stack blocks of rows, in order."""
+    blocks = [[message] for message in pack_messages(stacks)]
+    for radix, distance in reversed(levels(group.size)):
+        blocks = [_block_rows(rows, radix, distance, group) for rows in blocks]
+    by_block = [unpack_messages(rows, stacks) for rows in zip(*blocks, strict=True)]
+    return [list(rows) for rows in zip(*by_block, strict=True)]
+
+
+def _block_rows(rows: list[jax.Array], radix: int, distance: int, group: Group) -> list[jax.Array]:
+    """Exchange blocks of consecutive rows with the partners of one level; return all of them in order."""
+    position = group.index // distance % radix
+    turns = [rows[0] if len(rows) == 1 else jnp.concatenate(rows)]
+    for turn in range(1, radix):
+        turns.append(group.exchange(turns[0], block_sources(group.size, distance, radix, turn)))
+    ordered = in_order(turns, position)
+    if isinstance(position, int):  # its own are in pieces still: they need not be put together yet
+        return [*ordered[:position], *rows, *ordered[position + 1 :]]
+    return ordered
+
 
 Per = str | Callable[[str], str]
 

@@ -12,6 +12,8 @@ def near(name: str, allowed: Iterable[str]) -> str:
 
     >>> near("embd", ["embed", "mlp"])
     "'embd' (did you mean 'embed'?)"
+    >>> near("heds", ["heads", "kv_heads"])
+    "'heds' (did you mean 'heads' or 'kv_heads'?)"
     """
     allowed = list(allowed)
     name = name if len(name) <= MOST_NAME else name[:MOST_NAME] + "..."

@@ -1,6 +1,6 @@
 """Parameters that are not trained: no gradient, optimizer state or weight decay, the same bits at the end.
 
-Next: `optim/trained_only.py`, an optimizer without them.
+Next: `optim/optimizer.py`, an optimizer without them.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -11,12 +11,57 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from shardtrain.axes import CONTEXT
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.cross_entropy import cross_entropy, regularized_cross_entropy, soft_cross_entropy
-from shardtrain.functional.next_tokens import without_first
-from shardtrain.functional.segments import apply_to_segments
+
+
+def without_first(x_BT: jax.Array) -> jax.Array:
+    """Return all but the first of each row, (B, T - 1), which no device cuts out of a shard.
+
+    Cut out of shards, a position at each border would be sent to another device, by a permute that never
+    ends in stages of a pipeline, which all permutes of a mesh wait for.
+
+    Args:
+      x_BT: (B, T), such as tokens.
+
+    >>> import jax.numpy as jnp
+    >>> without_first(jnp.arange(4)[None]).tolist()
+    [[1, 2, 3]]
+    """
+    x_BT = x_BT[:, 1:]
+    if jax.sharding.get_abstract_mesh().shape.get(CONTEXT, 1) == 1:
+        return x_BT
+    return jax.lax.with_sharding_constraint(x_BT, PartitionSpec(PartitionSpec.UNCONSTRAINED, None))
+
+
+def apply_to_segments(apply: Callable[..., Any], tokens: jax.Array, segments: jax.Array | None) -> Any:
+    """Call a model with tokens, and with segments if there are some.
+
+    Args:
+      apply: the model.
+      tokens: int32 (B, T).
+      segments: int32 (B, T), or None.
+
+    Raises:
+      ValueError: it takes tokens alone, so its attention would cross from one document into the next.
+    """
+    if segments is None:
+        return apply(tokens)
+    try:
+        return apply(tokens, segments)
+    except TypeError as error:
+        if "argument" not in str(error):
+            raise
+        raise ValueError(
+            "the batch has segments (documents that do not see each other), and the model takes none"
+            f" ({error}); use data with --data.packing joined, or a model whose call takes both,"
+            " as that of DecoderConfig"
+        ) from error
+
 
 Batch = Mapping[str, jax.Array]
 Apply = Callable[..., Any]

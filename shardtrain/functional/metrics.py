@@ -10,10 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardtrain.functional.loss import Apply, Batch, Loss, for_evaluation, hard_label, target_weights
+from shardtrain.functional.loss import (
+    Apply,
+    Batch,
+    Loss,
+    for_evaluation,
+    hard_label,
+    target_weights,
+    without_first,
+)
 from shardtrain.functional.loss_checks import checked
 from shardtrain.functional.model_calls import ModelCall, split_options
-from shardtrain.functional.next_tokens import without_first
 
 Metric = Callable[[Any, Batch], tuple[Any, Any]]
 """(outputs of the model, batch) -> (sum, count), each a scalar. Padding rows have weight 0 in

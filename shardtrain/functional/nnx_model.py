@@ -14,13 +14,59 @@ from flax import nnx
 
 from shardtrain.axes import LAYERS
 from shardtrain.functional.auxiliary import AUXILIARY, Outputs
-from shardtrain.functional.chain_streams import ChainStreams
 from shardtrain.functional.model import BLOCKS, Chain, Model, Tree, dim_names, with_names
 from shardtrain.functional.model_calls import split_options
 from shardtrain.functional.module_factory import STREAMS, construct, linen_text
 from shardtrain.functional.split_module import nested, plain_values, split_module, split_variables
 from shardtrain.functional.training_mode import mode_arguments
 from shardtrain.sharding.array_dims import is_dims
+
+Path = tuple[Any, ...]
+
+
+class _ChainStreams:
+    """Which part of a chain draws from which stream, as traces find it out."""
+
+    def __init__(self) -> None:
+        self._part_of: dict[Path, str] = {}
+
+    def watch(
+        self, part: str, module: nnx.Module, call: Callable[[], Any], blocks: range | None = None
+    ) -> Any:
+        """Call a part of a chain and return what it returns.
+
+        Args:
+          part: its name in a message.
+          module: the module of which it is a part.
+          call: the part.
+          blocks: it computes these blocks of an nnx.List alone and may draw from their streams; None: all.
+
+        Raises:
+          ValueError: it draws from a stream from which another part, or another stage, draws.
+        """
+        before = _counts(module)
+        result = call()
+        for path, count in _counts(module).items():
+            if count is before.get(path):
+                continue
+            if blocks is not None and path[0] == BLOCKS and path[1] in blocks:
+                continue
+            other = self._part_of.setdefault(path, part)
+            if other != part or blocks is not None:
+                raise ValueError(
+                    "in a pipeline each stage counts the draws of a random stream from 0, and"
+                    f" {'/'.join(map(str, path[:-1]))} is drawn from in {other} and in"
+                    f" {f'{part} of other blocks' if other == part else part}: their masks would differ from"
+                    " those of one device; give each its own stream in the constructor, as in"
+                    " nnx.Dropout(0.1, rngs=rngs) or self.rngs = rngs.fork()"
+                )
+        return result
+
+
+def _counts(module: nnx.Module) -> dict[Path, jax.Array]:
+    """Return the number of draws so far of each stream of a module, by the path of its count."""
+    counts = nnx.to_flat_state(nnx.state(module, nnx.RngCount))
+    return {path: count.get_value() for path, count in counts}
 
 
 def is_module(value: Any) -> bool:
@@ -149,7 +195,7 @@ def _chain(module: Any, dims: Tree, pure: Pure) -> Chain | None:
     if stacked and not (names and all(n and n[0] == LAYERS for n in names)):
         return None
     num_blocks = jax.tree.leaves(module.blocks)[0].shape[0] if stacked else len(module.blocks)
-    streams = ChainStreams()
+    streams = _ChainStreams()
 
     def keys(module: Any, start: Any, number: int) -> Any:
         # a stage uses the keys of its own blocks among those of all

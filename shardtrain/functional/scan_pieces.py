@@ -16,8 +16,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import NamedSharding
 
-from shardtrain.functional.equation_costs import equation_cost, program_cost
 from shardtrain.functional.jaxpr_split import bind
+from shardtrain.functional.program_parts import equation_cost, program_cost
 from shardtrain.functional.scan_operands import scan_counts
 
 CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}

@@ -3,20 +3,129 @@
 Next: `nnx_model.py`.
 """
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial, wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.linen.spmd import with_logical_constraint
 
+from shardtrain.axes import AXES, BATCH
+from shardtrain.errors.user_code import raised_at
 from shardtrain.functional.auxiliary import Outputs
 from shardtrain.functional.batch_norm import REPLICAS, one_axis_name, with_axis_bound
-from shardtrain.functional.model import Tree, same_structure
+from shardtrain.functional.model import Tree, dim_names, same_structure
 from shardtrain.functional.module_factory import construct
-from shardtrain.functional.output_shardings import output_shardings
-from shardtrain.functional.parameter_guard import guard_parameters
+from shardtrain.sharding.array_dims import JOINT
+
+NORMS = (nnx.SpectralNorm, nnx.WeightNorm)
+"""Norms of Flax that set parameters; as in their papers, what they set holds within the call."""
+
+
+def guard_parameters(module: nnx.Module) -> Callable[[], None]:
+    """Raise a ValueError as soon as a parameter of a module is set.
+
+    Returns:
+      A function that raises one if a parameter has been replaced by then.
+    """
+    norms = tuple(path for path, node in nnx.iter_graph(module) if isinstance(node, NORMS))
+    before = _parameters(module, norms)
+    for path, parameter in before.items():
+        own = parameter.get_metadata().get("on_set_value", ())
+        hooks = own if isinstance(own, tuple) else (own,)
+        parameter.set_metadata(on_set_value=(*hooks, partial(_refuse, path)))
+
+    def check() -> None:
+        for path, parameter in _parameters(module, norms).items():
+            if before.get(path) is not parameter:
+                _refuse(path)
+
+    return check
+
+
+def _parameters(module: nnx.Module, norms: tuple[Any, ...]) -> dict[Any, nnx.Param]:
+    """Return path -> parameter, without those below some paths."""
+    return {
+        path: node
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, nnx.Param)
+        # a stage of a pipeline has no values of the parameters of others
+        and not isinstance(node.get_raw_value(), jax.ShapeDtypeStruct)
+        and not any(path[: len(norm)] == norm for norm in norms)
+    }
+
+
+def _refuse(path: Any, *_: Any) -> Any:
+    raise ValueError(
+        f"a call of the model sets its parameter {'/'.join(map(str, path))}, which only the optimizer"
+        " changes, so what was set would be lost; make it a variable of the model's state, such as"
+        " nnx.BatchStat(...), or compute the value in the call without setting it"
+    )
+
+
+ARGUMENT = "out_sharding"
+"""The argument of layers and of functions of jax."""
+
+_FOLLOWS: ContextVar[bool] = ContextVar("follows", default=False)
+
+_SAID = ("not under a mesh context", "cannot contain axis names that are of type Auto", "out_sharding")
+"""What jax says of this argument on other meshes."""
+
+
+@contextmanager
+def output_shardings() -> Iterator[None]:
+    """Within this, `out_sharding` of Flax's layers names dims for `nn.with_logical_constraint`.
+
+    Raises:
+      ValueError: a function of jax was given one.
+    """
+    token = _FOLLOWS.set(True)
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if not any(text in str(error) for text in _SAID):
+            raise
+        raise ValueError(
+            f"{raised_at(error)}: the model gives {ARGUMENT} to a function of jax, which takes it on meshes"
+            " with explicit axes; leave it out there and name the dims of what the function returns, as"
+            " nn.with_logical_constraint(x, ('batch', None, 'embed')), where names of mesh axes do too"
+        ) from error
+    finally:
+        _FOLLOWS.reset(token)
+
+
+def _following(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the call of a layer to constrain what it returns, in place of its argument."""
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def call(*arguments: Any, **options: Any) -> Any:
+        bound = signature.bind(*arguments, **options)
+        given = bound.arguments.pop(ARGUMENT, None) if _FOLLOWS.get() else None
+        if given is None:
+            return original(*arguments, **options)
+        outputs = original(*bound.args, **bound.kwargs)
+        names = dim_names(given, outputs.shape, f"{ARGUMENT} of {type(arguments[0]).__name__}") or ()
+        return with_logical_constraint(outputs, tuple(map(_dim, names)))
+
+    return call
+
+
+def _dim(name: str | None) -> str | None:
+    """Return the dim of the batch for several mesh axes, over which only rows are sharded together."""
+    return BATCH if name and JOINT in name and set(name.split(JOINT)) <= set(AXES) else name
+
+
+_LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.Embed, nnx.LoRALinear)
+
+for _layer, _method in (*((layer, "__call__") for layer in _LAYERS), (nnx.Embed, "attend")):
+    setattr(_layer, _method, _following(getattr(_layer, _method)))
 
 
 @dataclass(frozen=True, kw_only=True)

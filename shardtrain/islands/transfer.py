@@ -7,6 +7,7 @@ pack, MPI, unpack. One thread makes all MPI calls, so their order is the same on
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -14,9 +15,46 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardtrain.islands.bucket_times import BucketTimes
 from shardtrain.islands.buckets import CAP_BYTES, BucketSizes
 from shardtrain.islands.watchdog.activity import ActivityRecord
+
+
+class BucketTimes:
+    """The buckets of a run, in the order of sending, and the seconds that each took on the bridge.
+
+    Attributes:
+      sizes_bytes: bytes of each bucket's arrays, before a codec.
+
+    >>> times = BucketTimes()
+    >>> times.add([100, 200]), times.add([300])
+    (0, 2)
+    >>> times.record(1, 0.5), times.record(1, 1.5), times.record(2, 0.25)
+    (None, None, None)
+    >>> times.take(), times.take()
+    ({1: 1.0, 2: 0.25}, {})
+    """
+
+    def __init__(self) -> None:
+        self.sizes_bytes: list[int] = []
+        self._seconds: dict[int, list[float]] = {}
+        self._lock = Lock()
+
+    def add(self, sizes_bytes: Sequence[int]) -> int:
+        """Add the buckets of a combiner, and return the number of the first of them."""
+        self.sizes_bytes += sizes_bytes
+        return len(self.sizes_bytes) - len(sizes_bytes)
+
+    def record(self, number: int, seconds: float) -> None:
+        """Record that a bucket was packed, sent and unpacked; called by the thread that calls MPI."""
+        with self._lock:
+            self._seconds.setdefault(number, []).append(seconds)
+
+    def take(self) -> dict[int, float]:
+        """Return the mean seconds of each bucket that was recorded since the last call, by its number."""
+        with self._lock:
+            found, self._seconds = self._seconds, {}
+        return {number: sum(each) / len(each) for number, each in sorted(found.items())}
+
 
 if TYPE_CHECKING:
     from shardtrain.islands.bridge import MpiGroup  # importing it starts MPI

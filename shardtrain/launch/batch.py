@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from shardtrain.errors.exit_codes import REQUEUED
@@ -76,12 +77,10 @@ def node_problems(job: Job, nodes: int) -> list[str]:
 
 def _straddlers(job: Job, nodes: int) -> list[int]:
     """Return the islands that neither fill whole nodes nor fit within one."""
-    each, ranks_per_node = job.processes_per_island, job.num_ranks // nodes
-    numbers = [each] * job.islands if isinstance(each, int) else list(each)
-    starts = [sum(numbers[:i]) for i in range(len(numbers))]
+    ranks_per_node, starts = job.num_ranks // nodes, accumulate(job.processes, initial=0)
     return [
         island
-        for island, (start, number) in enumerate(zip(starts, numbers, strict=True))
+        for island, (start, number) in enumerate(zip(starts, job.processes, strict=False))
         if start // ranks_per_node != (start + number - 1) // ranks_per_node
         and (start % ranks_per_node or number % ranks_per_node)
     ]

@@ -53,12 +53,6 @@ class Component:
     options: tuple[str, ...] = field(default=())
 
 
-def processes_of(job: Job) -> tuple[int, ...]:
-    """Return the number of processes of each island."""
-    each = job.processes_per_island
-    return (each,) * job.islands if isinstance(each, int) else each
-
-
 def counts(text: int | str | None, islands: int, what: str) -> tuple[int | None, ...]:
     """Return one number for each island: the same for all, or one each as in "4,4,8,8".
 
@@ -96,7 +90,7 @@ def shares_of_processes(job: Job, each: Sequence[int | None], what: str) -> tupl
     Raises:
       ValueError: lists the islands whose share is no whole number.
     """
-    numbers = processes_of(job)
+    numbers = job.processes
     uneven = [
         (island, count, number)
         for island, (count, number) in enumerate(zip(each, numbers, strict=True))
@@ -179,7 +173,7 @@ def components(job: Job, nodes: int | None, shares: Shares) -> tuple[Component, 
             fix = [f"say how many nodes each island has: --nodes-per-island {_example(job)}"]
             raise ValueError("; ".join([*problems, *(fix if unequal and equal > 0 else [])]))
     per_island = _nodes_of_islands(job, nodes, shares.nodes)
-    ranks = [number // own for number, own in zip(processes_of(job), per_island, strict=True)]
+    ranks = [number // own for number, own in zip(job.processes, per_island, strict=True)]
     found, first = [], 0
     for (ranks_per_node, (gpus, cpus, options)), group in groupby(zip(ranks, kinds, strict=True)):
         last = first + len(list(group))
@@ -211,7 +205,7 @@ def _nodes_of_islands(job: Job, nodes: int | None, given: tuple[int, ...] | None
     uneven = [
         f"island {island} has {number} processes and {own} nodes: {number} % {own} = {number % own}. Give it"
         f" {' or '.join(str(n) for n in range(1, number + 1) if number % n == 0)}"
-        for island, (number, own) in enumerate(zip(processes_of(job), given, strict=True))
+        for island, (number, own) in enumerate(zip(job.processes, given, strict=True))
         if number % own
     ]
     if uneven:

@@ -96,10 +96,15 @@ class Job:
             raise problems_error("this job cannot be launched", problems)
 
     @property
+    def processes(self) -> tuple[int, ...]:
+        """The number of processes of each island."""
+        each = self.processes_per_island
+        return (each,) * self.islands if isinstance(each, int) else each
+
+    @property
     def num_ranks(self) -> int:
         """Total number of processes of all islands."""
-        each = self.processes_per_island
-        return self.islands * each if isinstance(each, int) else sum(each)
+        return sum(self.processes)
 
     @property
     def processes_text(self) -> str:

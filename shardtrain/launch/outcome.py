@@ -12,8 +12,7 @@ from pathlib import Path
 
 from shardtrain.errors.exit_codes import COME_AGAIN
 from shardtrain.islands.watchdog.step_file import NOTHING
-from shardtrain.launch.error_text import error_text
-from shardtrain.launch.rank_end import RankEnd, abort_code, read_ranks
+from shardtrain.launch.rank_end import RankEnd, abort_code, error_text, read_ranks
 from shardtrain.system import terminal
 
 

@@ -11,19 +11,104 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import muon
+from optax.contrib import MuonDimensionNumbers, muon
 
+from shardtrain import axes
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
-from shardtrain.functional.frozen import without
+from shardtrain.functional.frozen import merged, without
 from shardtrain.functional.model import Tree, path_text
 from shardtrain.optim.clip import TakesNorm, clip_by_norm
-from shardtrain.optim.matrices import decayed, muon_dims
 from shardtrain.optim.optimizer_state import parameter_average
 from shardtrain.optim.per_layer import per_layer
-from shardtrain.optim.rates import rate_problem, with_rates
-from shardtrain.optim.schedules import Schedule, make_schedule
-from shardtrain.optim.trained_only import trained_only
+from shardtrain.optim.schedules import Schedule, make_schedule, rate_problem, with_rates
+from shardtrain.sharding.array_dims import is_dims
+
+
+def trained_only(
+    optimizer: optax.GradientTransformation, frozen: Collection[str]
+) -> optax.GradientTransformationExtraArgs:
+    """Return an optimizer that sees trained parameters alone, for a tree with frozen ones.
+
+    Args:
+      optimizer: any optax transformation; it is given nested dicts without the frozen parameters.
+      frozen: the paths of these.
+
+    >>> params = {"kept": jnp.ones(2), "trained": jnp.ones(2)}
+    >>> update = trained_only(optax.sgd(0.5, momentum=0.9), {"kept"})
+    >>> state = update.init(params)
+    >>> [x.shape for x in jax.tree.leaves(state)]
+    [(2,)]
+    >>> updates, _ = update.update(params, state, params)
+    >>> {name: float(x[0]) for name, x in updates.items()}
+    {'kept': -0.0, 'trained': -0.5}
+    """
+    inner: Any = optax.with_extra_args_support(optimizer)
+
+    def init(params: Any) -> Any:
+        return inner.init(without(params, frozen))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if "grad" in extra:
+            extra["grad"] = without(extra["grad"], frozen)
+        if value := extra.get("value_fn"):
+            extra["value_fn"] = lambda trained: value(merged(trained, params))
+        trained = None if params is None else without(params, frozen)
+        found, state = inner.update(without(updates, frozen), state, trained, **extra)
+        return merged(found, jax.tree.map(_nothing, updates if params is None else params)), state
+
+    made = optax.GradientTransformationExtraArgs(init, update)
+    return TakesNorm(*made) if isinstance(optimizer, TakesNorm) else made
+
+
+def _nothing(x: Any) -> jax.Array:
+    """Return what changes no bit of an array when it is added: -0.0, as 0.0 changes -0.0."""
+    return jnp.full_like(x, -0.0) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros_like(x)
+
+
+def _features(names: tuple[str | None, ...]) -> list[int]:
+    """Return the dims that make an array a matrix: not stacked ones, and heads and head_dim as one."""
+    has_heads = {axes.HEADS, axes.KV_HEADS} & set(names)
+    skipped = {axes.LAYERS, axes.EXPERTS, *([axes.HEAD_DIM] if has_heads else [])}
+    return [i for i, name in enumerate(names) if name not in skipped]
+
+
+def decayed(dims: Tree, params: Any) -> Any:
+    """Return which parameters are weight-decayed: arrays of two or more dims, not biases, gains or scalars.
+
+    Args:
+      dims: the dim names of the model; an array without names counts all of its dims.
+      params: arrays or shapes.
+
+    >>> import numpy as np
+    >>> dims = {"up": ("layers", "embed", "mlp"), "gain": ("layers", "embed"), "other": None}
+    >>> decayed(dims, {"up": np.ones((2, 4, 8)), "gain": np.ones((2, 4)), "other": np.ones((4, 4))})
+    {'gain': False, 'other': True, 'up': True}
+    """
+
+    def is_decayed(names: tuple[str | None, ...] | None, param: Any) -> bool:
+        return (param.ndim if names is None else len(_features(names))) >= 2
+
+    return jax.tree.map(is_decayed, dims, params, is_leaf=is_dims)
+
+
+def muon_dims(dims: Tree) -> Any:
+    """Return the dims of the two sides of each matrix for Muon; None for parameters that AdamW updates.
+
+    If the first dim is `embed`, it is one side and all other dims are the other side; otherwise the last
+    dim is one side. `layers` and `experts` are batch dims. AdamW updates embeddings and output heads
+    (`vocab`), position tables (`seq`) and vectors.
+    """
+
+    def numbers(names: tuple[str | None, ...] | None) -> MuonDimensionNumbers | None:
+        if names is None or len(_features(names)) < 2 or {axes.VOCAB, axes.SEQ} & set(names):
+            return None
+        kept = [i for i, name in enumerate(names) if name not in (axes.LAYERS, axes.EXPERTS)]
+        split = 1 if names[kept[0]] == axes.EMBED else -1
+        return MuonDimensionNumbers(tuple(kept[:split]), tuple(kept[split:]))
+
+    return jax.tree.map(numbers, dims, is_leaf=is_dims)
+
 
 Maker = Callable[["Optimizer", optax.Schedule, Tree], optax.GradientTransformation]
 """(options, learning rate, dims of the model) -> the transformation, without clipping."""

@@ -208,24 +208,25 @@ def _random_trees(dims: Tree, params: Any) -> tuple[set[tuple[Any, ...]], Sequen
 def _updates(optimizer: optax.GradientTransformation, trees: Sequence[Arrays]) -> list[Arrays]:
     """Return the updates of weights, the first of these trees, by the others, one after another."""
     used, loss = stored(optimizer), jnp.float32(1)
-
-    def run(weights: Any, grads: Sequence[Any]) -> list[Any]:
-        found, state = [], used.init(weights)
-        for number, grad in enumerate(grads, 1):
-            if number == NUM_UPDATES:
-                state = jax.tree.map(_later, state)
-            updates, state = used.update(grad, state, weights, value=loss, grad=grad)
-            found.append(updates)
-        return found
-
-    compiled = jax.jit(run, compiler_options=quick_options(jax.default_backend()))
+    options = quick_options(jax.default_backend())
+    init = jax.jit(used.init, compiler_options=options)
+    update = jax.jit(
+        lambda grad, state, weights: used.update(grad, state, weights, value=loss, grad=grad),
+        compiler_options=options,
+    )
     weights, *grads = (unflatten_dict(dict(tree)) for tree in trees)
-    return [flatten_dict(jax.tree.map(np.asarray, each)) for each in compiled(weights, grads)]
+    state, found = init(weights), []
+    for number, grad in enumerate(grads, 1):
+        if number == NUM_UPDATES:
+            state = jax.tree.map(_later, state)
+        updates, state = update(grad, state, weights)
+        found.append(flatten_dict(jax.tree.map(np.asarray, updates)))
+    return found
 
 
 def _later(x: Any) -> Any:
     """Return an array of an optimizer's state as it is some thousand steps later, if it counts steps."""
-    return x + LATER if jnp.issubdtype(jnp.result_type(x), jnp.signedinteger) else x
+    return np.asarray(x) + np.int32(LATER) if jnp.issubdtype(x.dtype, jnp.signedinteger) else x
 
 
 def _second_update(optimizer: optax.GradientTransformation, structure: Any) -> Callable[..., Any]:

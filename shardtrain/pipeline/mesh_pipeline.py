@@ -19,8 +19,7 @@ from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Chain
 from shardtrain.functional.sums import Sums
 from shardtrain.pipeline.activations import make_slots, put
-from shardtrain.pipeline.mesh_branches import Branches
-from shardtrain.pipeline.mesh_tasks import Carry, StageTasks, TickTask, after
+from shardtrain.pipeline.mesh_tasks import Branches, Carry, StageTasks, TickTask, after
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.stage_compute import StageCompute
 from shardtrain.pipeline.table import KINDS, Table

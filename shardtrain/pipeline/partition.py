@@ -2,9 +2,10 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import add
 
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.sharding.shares import shares
@@ -67,7 +68,19 @@ def cut(
     problems += _part_problems(len(costs), num_parts)
     if problems:
         raise problems_error(f"{len(costs)} blocks cannot be cut into {num_parts} parts", problems)
-    return _best_cut(list(accumulate(costs, initial=0)), num_parts, first_cost, last_cost)
+    sums = list(accumulate(costs, initial=0))
+
+    def cost(part: int, begin: int, end: int) -> float:
+        ends = (part == 0) * first_cost + (part == num_parts - 1) * last_cost
+        return sums[end] - sums[begin] + ends
+
+    def square(part: int, begin: int, end: int) -> float:
+        found = cost(part, begin, end)
+        return found**2 if found <= limit else math.inf
+
+    # first the smallest cost that the most expensive part can have
+    limit, _ = join_least(len(costs), num_parts, cost, max)
+    return list(join_least(len(costs), num_parts, square, add)[1])
 
 
 def narrow_cut(
@@ -96,25 +109,51 @@ def narrow_cut(
     [4, 3]
     """
     sums = list(accumulate(costs, initial=0.0))
-    ends = accumulate(cut(costs, num_parts), initial=0)
-    limit = slack * max(sums[end] - sums[begin] for begin, end in pairwise(ends))
-    # end -> (bytes sent so far, where parts end, negative so that late ends come first)
+    bounds = accumulate(cut(costs, num_parts), initial=0)
+    limit = slack * max(sums[end] - sums[begin] for begin, end in pairwise(bounds))
+
+    def sent(part: int, begin: int, end: int) -> float:
+        if sums[end] - sums[begin] > limit:
+            return math.inf
+        return sent_bytes[end - 1] if part < num_parts - 1 else 0.0
+
+    return list(join_least(len(costs), num_parts, sent, add)[1])
+
+
+def join_least(
+    num_blocks: int,
+    num_parts: int,
+    cost: Callable[[int, int, int], float],
+    joined: Callable[[float, float], float],
+) -> tuple[float, tuple[int, ...]]:
+    """Return the least joined cost of all parts and their numbers of blocks, by dynamic programming.
+
+    Args:
+      num_blocks: number of blocks, at least as many as parts.
+      num_parts: how many parts, each with one block or more.
+      cost: (part, its first block, the block behind its last) -> cost; infinite where it cannot be.
+      joined: the cost of the parts so far, that of the next one -> of all of them.
+
+    Returns:
+      (cost, blocks of each part); of equal ones those whose early parts have more blocks. (infinity, ()) if
+      there is none.
+    """
+    # end -> (cost so far, where parts end, negative so that late ends come first)
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for part in range(num_parts):
         after = num_parts - 1 - part
         found = {}
-        for end in range(part + 1, len(costs) - after + 1) if after else (len(costs),):
-            sent = sent_bytes[end - 1] if after else 0.0
+        for end in range(part + 1, num_blocks - after + 1) if after else (num_blocks,):
             ways = [
-                (before + sent, (*cuts, -end))
-                for begin, (before, cuts) in best.items()
-                if begin < end and sums[end] - sums[begin] <= limit
+                (joined(before, cost(part, begin, end)), (*ends, -end))
+                for begin, (before, ends) in best.items()
+                if begin < end and before < math.inf
             ]
             if ways:
                 found[end] = min(ways)
         best = found
-    bounds = (0, *(-end for end in best[len(costs)][1]))
-    return [end - begin for begin, end in pairwise(bounds)]
+    least, ends = best.get(num_blocks, (math.inf, ()))
+    return least, tuple(begin - end for begin, end in pairwise((0, *ends)))
 
 
 def parse_stages(text: str) -> str | tuple[int, ...]:
@@ -210,55 +249,6 @@ def _equal(num_blocks: int, num_parts: int) -> list[int]:
     # the blocks that are left over go to the parts nearest to the middle
     wider = sorted(range(num_parts), key=lambda part: abs(part - middle))[:rest]
     return [least + (part in wider) for part in range(num_parts)]
-
-
-def _best_cut(sums: Sequence[float], num_parts: int, first_cost: float, last_cost: float) -> list[int]:
-    """Return the numbers of blocks of the best cut, by dynamic programming over where each part ends.
-
-    Args:
-      sums: the costs of the first n blocks together, for n from 0.
-      num_parts: number of parts.
-      first_cost, last_cost: see `cut`.
-    """
-    num_blocks = len(sums) - 1
-
-    def cost(part: int, begin: int, end: int) -> float:
-        ends = (part == 0) * first_cost + (part == num_parts - 1) * last_cost
-        return sums[end] - sums[begin] + ends
-
-    def ends(part: int) -> range:
-        """Return the blocks where a part can end: every part gets one block or more."""
-        after = num_parts - 1 - part
-        return range(part + 1, num_blocks - after + 1) if after else range(num_blocks, num_blocks + 1)
-
-    def begins(part: int, end: int) -> range:
-        return range(part, end) if part else range(1)
-
-    # first the smallest cost that the most expensive part can have
-    smallest = {end: cost(0, 0, end) for end in ends(0)}
-    for part in range(1, num_parts):
-        smallest = {
-            end: min(max(smallest[begin], cost(part, begin, end)) for begin in begins(part, end))
-            for end in ends(part)
-        }
-    limit = smallest[num_blocks]
-    # (sum of squares, where the parts end), of cuts whose parts all stay within the limit
-    best: dict[int, tuple[float, tuple[int, ...]]] = {
-        end: (cost(0, 0, end) ** 2, (end,)) for end in ends(0) if cost(0, 0, end) <= limit
-    }
-    for part in range(1, num_parts):
-        found = {
-            end: [
-                (best[begin][0] + cost(part, begin, end) ** 2, (*best[begin][1], end))
-                for begin in begins(part, end)
-                if begin in best and cost(part, begin, end) <= limit
-            ]
-            for end in ends(part)
-        }
-        # of equal ones that whose early parts have more: a head is at the end
-        best = {end: max(cuts, key=lambda cut: (-cut[0], cut[1])) for end, cuts in found.items() if cuts}
-    bounds = (0, *best[num_blocks][1])
-    return [end - begin for begin, end in pairwise(bounds)]
 
 
 def _part_problems(num_blocks: int, num_parts: int) -> list[str]:

@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardtrain.errors.messages import near, problems_error
-from shardtrain.pipeline.check import check
-from shardtrain.pipeline.table import KINDS, Table
+from shardtrain.pipeline.table import KINDS, Table, check
 from shardtrain.pipeline.table_file import read_table, write_table
 from shardtrain.pipeline.task_order import (
     alternating,
@@ -58,14 +57,8 @@ def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1, lockstep:
     >>> gpipe(4, 8).num_ticks, gpipe(4, 8).live(0)
     (22, 8)
     """
-    table = empty_table(
-        "gpipe",
-        num_stages,
-        num_microbatches,
-        num_chunks,
-        lockstep,
-        live=lambda stage: num_chunks * num_microbatches,
-    )
+    sizes = (num_stages, num_microbatches, num_chunks, lockstep)
+    table = empty_table("gpipe", *sizes, live=lambda stage: num_chunks * num_microbatches)
     if lockstep:
         last = max(unit for unit, _, _ in units(table))
         return in_lockstep(table, turn=last + num_stages)
@@ -95,12 +88,10 @@ def one_forward_one_backward(
     >>> [one_forward_one_backward(4, 8, lockstep=True).live(stage) for stage in range(4)]
     [7, 5, 3, 1]
     """
+    sizes = (num_stages, num_microbatches, num_chunks, lockstep)
     table = empty_table(
         "1f1b",
-        num_stages,
-        num_microbatches,
-        num_chunks,
-        lockstep,
+        *sizes,
         live=lambda stage: 2 * (num_stages - stage) - 1 if lockstep else num_stages - stage,
         most_chunks=1,
     )
@@ -129,12 +120,10 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, loc
     >>> interleaved(4, 8, 2).num_ticks, interleaved(4, 8, 2, lockstep=True).num_ticks
     (38, 26)
     """
+    sizes = (num_stages, num_microbatches, num_chunks, lockstep)
     table = empty_table(
         "interleaved",
-        num_stages,
-        num_microbatches,
-        num_chunks,
-        lockstep,
+        *sizes,
         live=lambda stage: (num_chunks + 1) * num_stages - 2 * stage - 1,
         least_chunks=2,
     )
@@ -164,12 +153,10 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int = 1, loc
     >>> zero_bubble(4, 8).num_ticks, zero_bubble(4, 1).num_ticks
     (27, 9)
     """
+    sizes = (num_stages, num_microbatches, num_chunks, lockstep)
     table = empty_table(
         "zero_bubble",
-        num_stages,
-        num_microbatches,
-        num_chunks,
-        lockstep,
+        *sizes,
         KINDS,
         live=lambda stage: 2 * num_stages - 1 - stage if lockstep else num_stages,
         most_chunks=1,
@@ -204,16 +191,8 @@ def forward_only(
     >>> forward_only(4, 8).num_ticks
     11
     """
-    table = empty_table(
-        "forward_only",
-        num_stages,
-        num_microbatches,
-        num_chunks,
-        lockstep,
-        KINDS[:1],
-        live=lambda stage: 1,
-        placement=placement,
-    )
+    sizes = (num_stages, num_microbatches, num_chunks, lockstep)
+    table = empty_table("forward_only", *sizes, KINDS[:1], live=lambda stage: 1, placement=placement)
     if placement == "v" and num_chunks == 2:
         return v_in_lockstep(table)
     return in_lockstep(table, turn=0) if lockstep else earliest(table, [[*forwards(table)]] * num_stages)

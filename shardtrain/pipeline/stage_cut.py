@@ -8,9 +8,11 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise, permutations
+from operator import add
 
 from shardtrain.errors.messages import problems_error
 from shardtrain.pipeline.partition import counts as cut_by
+from shardtrain.pipeline.partition import join_least
 from shardtrain.pipeline.simulate import Simulated
 from shardtrain.pipeline.stage_costs import StageCosts
 
@@ -214,37 +216,11 @@ def front(costs: StageCosts) -> list[tuple[int, ...]]:
 
         return seconds
 
-    least, _ = _program(costs, slowest, max)
+    sizes = (costs.num_blocks, costs.num_stages)
+    least, _ = join_least(*sizes, slowest, max)
     if math.isinf(least):
         return []
-    return [_program(costs, through(least * slack), _plus)[1] for slack in SLACKS]
-
-
-def _plus(a: float, b: float) -> float:
-    return a + b
-
-
-def _program(
-    costs: StageCosts, cost: Callable[[int, int, int], float], joined: Callable[[float, float], float]
-) -> tuple[float, tuple[int, ...]]:
-    """Return the least joined cost of all stages and the cut, by dynamic programming over their ends."""
-    num_blocks, num_stages = costs.num_blocks, costs.num_stages
-    # end -> (cost of the stages so far, their numbers of blocks)
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-    for stage in range(num_stages):
-        after = num_stages - 1 - stage
-        ends = range(stage + 1, num_blocks - after + 1) if after else (num_blocks,)
-        found = {}
-        for end in ends:
-            ways = [
-                (joined(before, cost(stage, begin, end)), (*counts, end - begin))
-                for begin, (before, counts) in best.items()
-                if begin < end and before < math.inf
-            ]
-            if ways:
-                found[end] = min(ways)
-        best = found
-    return best.get(num_blocks, (math.inf, ()))
+    return [join_least(*sizes, through(least * slack), add)[1] for slack in SLACKS]
 
 
 def _no_fit(costs: StageCosts) -> NoCut:
@@ -253,7 +229,7 @@ def _no_fit(costs: StageCosts) -> NoCut:
     def ratio(stage: int, begin: int, end: int) -> float:
         return costs.memory_bytes(stage, begin, end) / costs.devices[stage].memory_bytes
 
-    most, counts = _program(costs, ratio, max)
+    most, counts = join_least(costs.num_blocks, costs.num_stages, ratio, max)
     problems = []
     for stage, begin, end in _groups(counts):
         needs, has = costs.memory_bytes(stage, begin, end), costs.devices[stage].memory_bytes

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.errors.messages import near, problems_error
-from shardtrain.pipeline.check import check
 from shardtrain.pipeline.part_placement import placements
-from shardtrain.pipeline.table import KINDS, Table, Task
+from shardtrain.pipeline.table import KINDS, Table, Task, check
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.excerpts import short
 from shardtrain.system.plain_text import read_csv

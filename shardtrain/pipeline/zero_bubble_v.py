@@ -31,12 +31,10 @@ def zero_bubble_v(
     >>> zero_bubble_v(4, 8).num_ticks
     51
     """
+    sizes = (num_stages, num_microbatches, num_chunks, lockstep)
     table = empty_table(
         "zb_v",
-        num_stages,
-        num_microbatches,
-        num_chunks,
-        lockstep,
+        *sizes,
         KINDS,
         live=lambda stage: 5 * num_stages // 2 if lockstep else 2 * num_stages,
         least_chunks=2,

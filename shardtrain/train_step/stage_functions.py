@@ -27,7 +27,8 @@ from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.specs import with_leading_dim
 from shardtrain.train_step.each_replica import each_replica
-from shardtrain.train_step.placement import Placement, constrain
+from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.replica_sums import by_replica
 
 
 class TaskInputs(NamedTuple):
@@ -97,16 +98,9 @@ class StageFunctions:
 
     def by_replica(self, batch: Batch, model_state: Tree) -> tuple[Batch, jax.Array, Tree]:
         """Return per replica the batch (M, R, rows, ...), first rows (M, R) and model state (R, ...)."""
-        count = self.num_replicas
-        num_microbatches, num_rows = jax.tree.leaves(batch)[0].shape[:2]
-        # rows (M, rows, ...) -> (M, R, rows / R, ...): consecutive rows belong to one replica
-        batch = jax.tree.map(lambda x: x.reshape(x.shape[0], count, x.shape[1] // count, *x.shape[2:]), batch)
-        spec = PartitionSpec(None, *self.rows)
-        batch = constrain(batch, jax.tree.map(lambda _: spec, batch), self.placement.mesh)
         # random keys follow the number of a row in the whole batch, whatever pipeline computes it
-        shares = jnp.arange(num_microbatches * count, dtype=jnp.uint32)
-        first_rows = (self._start_row + shares * (num_rows // count)).reshape(num_microbatches, count)
-        state = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), model_state)
+        first_rows, batch = by_replica(batch, self._start_row, self.placement)
+        state = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.num_replicas, *x.shape)), model_state)
         return batch, first_rows, state
 
     def initial_sums(self, last: int, task: TaskInputs) -> Sums:

@@ -30,15 +30,13 @@ from shardtrain.train_step.island_merge import AllGather, IslandMerge
 from shardtrain.train_step.island_totals import shapes_of_sums, with_sums_of_islands
 from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.own_state import with_own, without_own
-from shardtrain.train_step.owner_combiners import OwnerCombiners
-from shardtrain.train_step.owner_transfers import OwnerTransfers
-from shardtrain.train_step.pipeline_losses import gather_losses, sum_losses
+from shardtrain.train_step.owner_transfers import OwnerCombiners, OwnerTransfers
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.seats import Seats
 from shardtrain.train_step.stage_executor import Observe, StageExecutor
 from shardtrain.train_step.stage_functions import StageFunctions
 from shardtrain.train_step.stage_programs import StagePrograms
-from shardtrain.train_step.stage_sums import StagesInFlight, StagesInStep
+from shardtrain.train_step.stage_sums import StagesInFlight, StagesInStep, gather_losses, sum_losses
 from shardtrain.train_step.stage_update import make_gradient_programs, make_own_update, make_update
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics

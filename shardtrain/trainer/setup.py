@@ -21,7 +21,7 @@ from shardtrain.functional.rng import new_key
 from shardtrain.functional.unused_parameters import unused_parameters
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import evaluated_params, missing_arguments
-from shardtrain.optim.rates import check_rates
+from shardtrain.optim.schedules import check_rates
 from shardtrain.pipeline.cuts import make_partition, make_partitions, trace_parts
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.stage_model import StageModel

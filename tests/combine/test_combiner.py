@@ -9,10 +9,6 @@ from shardtrain.combine import Combined, Combiner, MeshGroup, chain, int8, make_
 from shardtrain.combine.combiner import contribution
 
 
-def rank_of(tree, rank):
-    return jax.tree.map(lambda x: x[rank], tree)
-
-
 def test_chain_says_what_stands_in_the_wrong_place():
     mean = make_combiner("mean")
     with pytest.raises(ValueError) as error:

@@ -13,8 +13,7 @@ MEAN = importlib.import_module("shardtrain.combine.mean")
 
 
 @pytest.mark.parametrize("name", ["mean", "sum"])
-@pytest.mark.parametrize("large", [0, 4, 100])
-@pytest.mark.parametrize("counts", [[3, 1, 4], [3, 0, 4], [0, 0, 0]])
+@pytest.mark.parametrize(("large", "counts"), [(0, [3, 1, 4]), (4, [3, 0, 4]), (100, [0, 0, 0])])
 def test_large_leaves_have_the_values_of_packed_ones(name, large, counts, monkeypatch):
     monkeypatch.setattr(MEAN, "LARGE", large)
     generator = np.random.default_rng(0)

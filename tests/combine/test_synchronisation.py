@@ -43,20 +43,12 @@ EIGHT = from_nnx(TinyConfig(vocab=16, embed=8, mlp=8, num_layers=8))
 STAGES_OF_EIGHT = Partition(num_stages=2, num_chunks=2, placement="v", counts=(2, 2, 2, 2))
 OUTERS = {"none": Outer(), "momentum": Outer(learning_rate=0.5, momentum=0.5), "nesterov": NESTEROV}
 GRID = list(itertools.product(MESHES, (1, 2, 4), OUTERS))
-
-
-def is_quick(number):
-    """Each mesh, each number of steps, momentum and nesterov once or more; merges below have no outer one."""
-    mesh, every, outer = number // 9, number // 3 % 3, number % 3
-    return number > 0 and outer == (mesh + every) % 3 and (mesh + every) % 2 == 0
+QUICK = (("data+fsdp", 1, "none"), ("data+tensor", 4, "momentum"), ("data+pipeline", 2, "nesterov"))
 
 
 @pytest.mark.parametrize(
     ("mesh", "every", "outer"),
-    [
-        pytest.param(*case, marks=[pytest.mark.full] * (not is_quick(number)))
-        for number, case in enumerate(GRID)
-    ],
+    [pytest.param(*case, marks=[pytest.mark.full] * (case not in QUICK)) for case in GRID],
 )
 def test_local_steps_and_merges_are_those_of_each_replica(mesh, every, outer):
     synchronisation = Synchronisation(on="deltas", every=every, outer=OUTERS[outer])
@@ -66,8 +58,8 @@ def test_local_steps_and_merges_are_those_of_each_replica(mesh, every, outer):
         same(state.params, params, f"step {number}", placement.stages)
 
 
-@pytest.mark.parametrize("mesh", ["data+fsdp", "data+pipeline"])
-def test_fragments_are_merged_in_turn(mesh):
+def test_fragments_are_merged_in_turn():
+    mesh = "data+pipeline"
     synchronisation = Synchronisation(on="deltas", every=4, fragments=2, outer=NESTEROV)
     states, placement = steps(synchronisation, MESHES[mesh], last_step=STEPS)
     replicas = MESHES[mesh]["data"]
@@ -136,7 +128,6 @@ def test_islands_whose_rows_are_of_other_layers_have_other_facts():
 
 OVERLAPPED = {
     "a whole round": Synchronisation(on="deltas", every=2, overlap=2),
-    "each step, one late": Synchronisation(on="deltas", overlap=1),
     "fragments": Synchronisation(on="deltas", every=2, overlap=1, fragments=2, outer=NESTEROV),
 }
 
@@ -175,13 +166,6 @@ def test_a_skipped_step_combines_what_was_changed_before():
     assert not any(x.any() for x in jax.tree.leaves(states[3].local))
 
 
-def test_a_merge_in_every_step_at_rate_one_is_the_plain_step():
-    merged, _ = steps(Synchronisation(on="deltas"), MESHES["data"])
-    plain, _ = steps(Synchronisation(), MESHES["data"])
-    for a, b in zip(merged, plain, strict=True):
-        same(a.params, by_path(b.params), "plain")
-
-
 SYNCHRONOUS_FIRST = {
     "nesterov": Synchronisation(on="deltas", every=2, outer=NESTEROV, synchronous_steps=2),
     "overlap": Synchronisation(on="deltas", every=2, overlap=1, fragments=2, synchronous_steps=1),
@@ -191,7 +175,6 @@ SYNCHRONOUS_FIRST = {
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        ("nesterov", "data"),
         pytest.param("overlap", "data+fsdp", marks=pytest.mark.full),
         ("nesterov", "data+pipeline"),
     ],
@@ -293,7 +276,7 @@ def decoder_fragments(num_layers, number):
     return params, stacked, make_fragments(params, stacked, number)
 
 
-@pytest.mark.parametrize(("num_layers", "number"), [(3, 2), (2, 3), (2, 5), (4, 5), (12, 6)])
+@pytest.mark.parametrize(("num_layers", "number"), [(3, 2), (2, 5), (12, 6)])
 def test_fragments_have_each_parameter_once_and_are_equally_large(num_layers, number):
     params, stacked, fragments = decoder_fragments(num_layers, number)
     for path, x in params.items():
@@ -304,7 +287,7 @@ def test_fragments_have_each_parameter_once_and_are_equally_large(num_layers, nu
     assert largest < 1.1 / number * sum(x.size for x in params.values())
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 4, 7])
+@pytest.mark.parametrize("num_layers", [1, 4])
 def test_the_preset_sends_at_most_a_quarter_at_a_time(num_layers):
     number = PRESETS["streaming-diloco"].fragments
     params, _, fragments = decoder_fragments(num_layers, number)

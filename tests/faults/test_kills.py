@@ -134,7 +134,7 @@ def number_of(config, name, default):
 
 
 def test_a_run_that_is_killed_at_random_moments_is_as_if_it_never_was(lives, cheap, pytestconfig):
-    kills = number_of(pytestconfig, "KILLS", 6)
+    kills = number_of(pytestconfig, "KILLS", 4)
     print(f"seed {SEED}")  # noqa: T201
     write_run(cheap)
     lives.begin(run=RUN, changes={"run_dir": "filled", "steps": 2})

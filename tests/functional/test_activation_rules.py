@@ -34,10 +34,8 @@ def constrained(dims, mesh, rules=LAYOUT.activation_rules, shape=(4, 4, 4)):
 @pytest.mark.parametrize(
     ("dims", "spec"),
     [
-        (("batch", "seq", "embed"), PartitionSpec(("data", "fsdp"))),
         (("batch", "seq", "mlp"), PartitionSpec(("data", "fsdp"), None, "tensor")),
         (("vocab", None, "batch"), PartitionSpec("tensor", None, ("data", "fsdp"))),
-        ((None, None, None), PartitionSpec()),
         (("seq", None, "experts"), PartitionSpec()),
     ],
 )

@@ -71,7 +71,6 @@ def trace(shares: str, sizes: tuple[int, ...], train: bool = True) -> None:
     ("shares", "sizes", "text"),
     [
         ("first and last", (4,), "after/rngs is drawn from in first and in last: their masks"),
-        ("run alone", (2, 2), "between/rngs is drawn from in run and in run of other blocks: their masks"),
         ("blocks", (2, 2), "blocks/0/layers/1/rngs is drawn from in run and in run of other blocks"),
         ("block_keys and first", (4,), "before/rngs is drawn from in first and in block_keys"),
     ],
@@ -84,7 +83,7 @@ def test_a_stream_that_parts_share_is_refused(shares, sizes, text):
     trace(shares, sizes, train=False)
 
 
-@pytest.mark.parametrize(("shares", "sizes"), [("nothing", (1, 3)), ("run alone", (4,)), ("blocks", (4,))])
+@pytest.mark.parametrize(("shares", "sizes"), [("nothing", (1, 3)), ("blocks", (4,))])
 def test_streams_of_their_own_are_fine(shares, sizes):
     trace(shares, sizes)
     trace(shares, (4,))

@@ -46,7 +46,7 @@ def products(model, *inputs):
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("model", "inputs"),
     [(TinyConfig(num_layers=1), TOKENS), (Normed, np.ones((2, 4), np.float32))],
@@ -56,8 +56,8 @@ def test_any_model_computes_in_it_and_its_parameters_stay(model, inputs, dtype):
     assert products(with_compute_dtype(model, dtype), inputs) == {dtype}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_its_parts_in_a_pipeline_are_those_of_a_call(dtype):
+def test_its_parts_in_a_pipeline_are_those_of_a_call():
+    dtype = "bfloat16"
     model = with_compute_dtype(TinyConfig(num_layers=2), dtype)
     params, state = model.init(KEY)
     expected, _ = model.apply(params, state, KEY, False, TOKENS)

@@ -47,8 +47,7 @@ def flops(function, *arguments):
     return costs["flops"]
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(("scan", "remat"), [(False, False), (True, True)])
 def test_a_backward_is_split_without_computing_anything_twice(scan, remat):
     backward, arguments = make_backward(scan, remat), make_arguments()
     expected = jax.jit(backward)(*arguments)

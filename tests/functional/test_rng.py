@@ -1,14 +1,11 @@
 """Row keys: a draw depends on the global row, not on how rows are split."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shardtrain.functional.rng import row_key, step_key
 
@@ -19,12 +16,8 @@ DRAWS = {
     "normal": lambda key, rows: jax.random.normal(key, (rows, 2, WIDTH)),
     "uniform": lambda key, rows: jax.random.uniform(key, (rows,)),
     "bfloat16": lambda key, rows: jax.random.normal(key, (rows, WIDTH), jnp.bfloat16),
-    "float16": lambda key, rows: jax.random.uniform(key, (rows, WIDTH), jnp.float16),
     "randint": lambda key, rows: jax.random.randint(key, (rows, WIDTH), 0, 1000),
     "uint8": lambda key, rows: jax.random.bits(key, (rows, WIDTH), jnp.uint8),
-    "categorical": lambda key, rows: jax.random.categorical(key, jnp.zeros((rows, 50))),
-    "after split": lambda key, rows: jax.random.uniform(jax.random.split(key, 3)[1], (rows, WIDTH)),
-    "after fold_in": lambda key, rows: jax.random.uniform(jax.random.fold_in(key, 7), (rows, WIDTH)),
     "after both": lambda key, rows: jax.random.uniform(
         jax.random.fold_in(jax.random.split(jax.random.fold_in(key, 1))[1], 2), (rows, WIDTH)
     ),
@@ -49,25 +42,16 @@ def test_blocks_of_rows_draw_as_the_whole_batch(name):
     assert len(np.unique(whole(name).astype(np.float32), axis=0)) > 1
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    cuts=st.sets(st.integers(1, ROWS - 1)),
-    offset=st.sampled_from([0, 1, 2**32 - ROWS]),
+def test_rows_beyond_32_bits_and_large_seeds():
+    for seed, offset in ((2**32 - 1, 1), (3, 2**32 - ROWS)):
+        seed, blocks = np.uint32(seed), [np.uint32(first + offset) for first in (0, 4, 8)]
+        found = [drawn("uniform", 4)(seed, first) for first in blocks]
+        np.testing.assert_array_equal(np.concatenate(found), drawn("uniform", ROWS)(seed, blocks[0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches", "replicas"), [("bernoulli", 1, 4), ("normal", 2, 6), ("after both", 3, 2)]
 )
-def test_any_split_of_the_rows(seed, cuts, offset):
-    seed = np.uint32(seed)
-    edges = [0, *sorted(cuts), ROWS]
-    blocks = [
-        drawn("uniform", last - first)(seed, np.uint32(first + offset))
-        for first, last in itertools.pairwise(edges)
-    ]
-    expected = drawn("uniform", ROWS)(seed, np.uint32(offset))
-    np.testing.assert_array_equal(np.concatenate(blocks), expected)
-
-
-@pytest.mark.parametrize("name", ["bernoulli", "normal", "randint", "after both"])
-@pytest.mark.parametrize(("microbatches", "replicas"), [(1, 4), (3, 2), (2, 6)])
 def test_microbatches_and_vmap(name, microbatches, replicas):
     rows = ROWS // microbatches // replicas
     first_rows = jnp.arange(microbatches * replicas, dtype=jnp.uint32).reshape(microbatches, replicas) * rows
@@ -90,9 +74,8 @@ def test_a_mesh_draws_as_one_device():
     np.testing.assert_array_equal(jax.jit(draw, out_shardings=sharding)(key), jax.jit(draw)(key))
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (WIDTH, ROWS)])
-def test_other_leading_sizes_are_shared_by_all_rows(shape):
-    key = jax.random.key(0)
+def test_other_leading_sizes_are_shared_by_all_rows():
+    key, shape = jax.random.key(0), (WIDTH, ROWS)
     draws = [jax.random.uniform(row_key(key, first, 4), shape) for first in (0, 4, 8)]
     plain = jax.random.uniform(key, shape)
     for draw in draws:
@@ -123,7 +106,7 @@ def test_seeds_steps_rows_and_folds_differ():
     np.testing.assert_array_equal(draws, again)
 
 
-@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16, jnp.uint32])
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint32])
 def test_bits_of_each_width(dtype):
     bits = np.asarray(jax.random.bits(row_key(jax.random.key(0), 0, 64), (64, 64), dtype))
     assert bits.dtype == dtype
@@ -144,12 +127,11 @@ def test_rows_are_uniform_and_independent():
     assert len(np.unique(numbers.round(6))) > 0.9 * numbers.size
 
 
-@pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
-def test_keys_do_not_depend_on_the_default_of_jax(kind):
+def test_keys_do_not_depend_on_the_default_of_jax():
     def numbers():
         key = step_key(jnp.uint32(3), jnp.int32(1))
         return np.asarray(jax.random.uniform(row_key(jax.random.split(key)[0], 4, 2), (2, 3)))
 
     expected = numbers()
-    with jax.default_prng_impl(kind):
+    with jax.default_prng_impl("rbg"):
         np.testing.assert_array_equal(numbers(), expected)

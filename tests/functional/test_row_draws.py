@@ -34,10 +34,6 @@ def model_of(call):
     return from_nnx(Drawing)
 
 
-def dropped(m, y):
-    return y * jax.random.bernoulli(m.drop.rngs(), 0.5, y.shape)
-
-
 def windows(m, x):
     y = m.dense(x).reshape(len(x), 2, 3, WIDTH).swapaxes(1, 2).reshape(-1, 2, WIDTH)
     return m.drop(nnx.softmax(jnp.einsum("btd,bsd->bts", y, y)))
@@ -83,17 +79,11 @@ def recomputed(m, x):
 CALLS = {
     "rows first": lambda m, x: m.drop(m.dense(x)),
     "tokens, as in the issue": lambda m, x: m.drop(m.dense(x).reshape(-1, WIDTH)).reshape(*x.shape[:2], -1),
-    "tokens before a layer": lambda m, x: m.drop(jnp.tanh(m.dense(x.reshape(-1, EMBED)))),
     "time before rows": lambda m, x: m.drop(m.dense(x).swapaxes(0, 1).reshape(-1, WIDTH)),
-    "time first": lambda m, x: m.drop(m.dense(x).swapaxes(0, 1)),
     "rows last": lambda m, x: m.drop(m.dense(x).transpose(1, 2, 0)),
     "all dims merged": lambda m, x: m.drop(m.dense(x).reshape(-1)),
     "windows": windows,
     "one mask for all tokens": lambda m, x: m.dense(x) * jax.random.normal(m.drop.rngs(), (len(x), 1, 1)),
-    "noise of tokens": lambda m, x: (
-        m.dense(x) + jax.random.normal(m.drop.rngs(), (len(x) * SEQ, 8)).reshape(-1, SEQ, 8)
-    ),
-    "heads": lambda m, x: m.drop(m.dense(x).reshape(-1, SEQ, 2, 4).swapaxes(1, 2).reshape(-1, SEQ, 4)),
     "weights": lambda m, x: x @ (m.dense.kernel[...] + jax.random.normal(m.drop.rngs(), (EMBED, WIDTH))),
     "a scan over time": scanned_keys,
     "a scan over layers": scanned_tokens,
@@ -101,10 +91,6 @@ CALLS = {
     "a key of each row": key_of_each,
     "a key of each token": key_of_each_token,
     "gamma": lambda m, x: m.dense(x) * jax.random.gamma(m.drop.rngs(), 2.0, (len(x), SEQ, WIDTH)),
-    "beta": lambda m, x: (
-        m.dense(x).swapaxes(0, 1) * jax.random.beta(m.drop.rngs(), 2.0, 2.0, (SEQ, len(x), 1))
-    ),
-    "dirichlet": lambda m, x: m.dense(x) * jax.random.dirichlet(m.drop.rngs(), jnp.ones(8), (len(x), SEQ)),
 }
 
 
@@ -121,9 +107,7 @@ def by_split(model, draws, sizes, x=X):
 
 
 # these draw by rejection, in loops that take long to compile, or are like others
-LEFT_OUT = (
-    "gamma", "beta", "dirichlet", "time first", "noise of tokens", "a key of each token", "a scan over layers"
-)  # fmt: skip
+LEFT_OUT = ("gamma", "a key of each token", "a scan over layers")
 
 
 @pytest.mark.parametrize(
@@ -133,8 +117,8 @@ def test_any_split_of_a_batch_draws_as_the_whole_batch(name):
     model = model_of(CALLS[name])
     found = find_draws(model, loss, {"x": X})
     assert found.problems == ()
-    whole, halves, quarters = by_split(model, found.draws, (12, 6, 3))
-    assert [halves, quarters] == pytest.approx([whole, whole], rel=1e-5)
+    whole, quarters = by_split(model, found.draws, (12, 3))
+    assert quarters == pytest.approx(whole, rel=1e-5)
 
 
 def test_masks_of_rows_are_those_of_the_plain_rule():

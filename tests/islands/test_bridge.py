@@ -73,7 +73,7 @@ except RankTimeout as missing:
 
 
 def test_groups_and_messages_on_several_ranks(mpiexec):
-    for num_ranks in (1, 5):
+    for num_ranks in (1, 4):
         assert mpiexec(num_ranks, PROGRAM) == ["done\n"] * num_ranks
 
 

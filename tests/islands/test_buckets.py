@@ -40,10 +40,6 @@ def test_what_pytorch_does(arrays, caps, expected):
     assert in_ready_order(arrays, *caps) == expected
 
 
-def test_the_last_leaves_cross_first():
-    assert assign_buckets(make(*[(F, 10)] * 5), cap_bytes=80, first_bytes=40) == [[4], [3, 2], [1, 0]]
-
-
 def test_what_overflows_still_goes_in():
     leaves = make((F, 1), (F, 1000), (F, 1))
     assert assign_buckets(leaves, cap_bytes=8, first_bytes=8) == [[2, 1], [0]]
@@ -64,11 +60,6 @@ def test_a_tiny_cap_gives_each_leaf_its_own(cap):
 def test_empty_leaves_cross_with_others():
     assert assign_buckets(make((F, 0), (F, 2), (F, 0)), cap_bytes=8, first_bytes=8) == [[2, 1], [0]]
     assert assign_buckets([]) == []
-
-
-def test_each_dtype_has_a_first_bucket():
-    arrays = [(F, 10), (F, 10), (D, 5), (D, 5), (D, 5)]
-    assert in_ready_order(arrays, 40, 80) == [[0], [1], [2], [3, 4]]
 
 
 def test_open_buckets_cross_when_their_last_leaf_is_ready():
@@ -92,12 +83,6 @@ def test_a_unit_of_two_dtypes_stays_together():
         Leaf(num_bytes=5, dtype="bfloat16"),
     ]
     assert assign_buckets(leaves) == [[3], [1], [2, 0]]
-
-
-def test_a_label_is_no_number_of_a_leaf():
-    """A unit may be labelled with a number; leaves without a label are no units of that number."""
-    leaves = [Leaf(num_bytes=1, dtype="float32", unit=unit) for unit in (2, 2, None)]
-    assert assign_buckets(leaves, cap_bytes=0) == [[2], [1, 0]]
 
 
 LEAVES = st.lists(
@@ -143,13 +128,6 @@ def test_laws_of_buckets(leaves, cap, first):
             whole = [i for i in bucket if tail is None or leaves[i].unit != tail]
             before = whole[:-1] if tail is None else whole
             assert not before or sum(leaves[i].num_bytes for i in before) < limit
-
-
-@given(LEAVES.map(lambda leaves: [Leaf(num_bytes=x.num_bytes, dtype=x.dtype) for x in leaves]))
-def test_without_units_a_dtype_keeps_its_order(leaves):
-    for dtype in ("float32", "bfloat16"):
-        order = [i for bucket in assign_buckets(leaves, 120, 60) for i in bucket if leaves[i].dtype == dtype]
-        assert order == [i for i in reversed(range(len(leaves))) if leaves[i].dtype == dtype]
 
 
 def test_numbers_below_zero_are_refused():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.launch.flux import Flux, launch, script
+from shardtrain.launch.flux import Flux, script
 from shardtrain.launch.hosts import parse_hosts
 from shardtrain.launch.job import Job
 
@@ -22,12 +22,6 @@ def test_directives_stand_together_behind_one_sentinel(path):
     directives = [number for number, line in enumerate(lines) if "flux:" in line]
     assert directives == list(range(3, 3 + len(directives)))
     assert all(lines[number].startswith(("# flux: --", "# flux: '--")) for number in directives)
-
-
-def test_flux_batch_submits_the_script():
-    submitted = launch(job(logs=Path("a/logs")), Flux(job_name="gpt"), {})
-    assert submitted.command == ("flux", "batch", "a/logs/gpt.flux")
-    assert "# flux: --output=a/logs/gpt-{{id.dec}}.log\n" in submitted.files[Path("a/logs/gpt.flux")]
 
 
 @pytest.mark.parametrize(

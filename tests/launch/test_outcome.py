@@ -7,9 +7,8 @@ import signal
 import pytest
 
 from shardtrain.launch import outcome
-from shardtrain.launch.error_text import error_text
 from shardtrain.launch.outcome import launch_outcome
-from shardtrain.launch.rank_end import any_failed, read_ranks
+from shardtrain.launch.rank_end import any_failed, error_text, read_ranks
 
 ERROR = 'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: bad data\n'
 NEIGHBOUR = (
@@ -83,12 +82,6 @@ def test_errors_for_want_of_a_neighbour_come_after_their_cause(left, tmp_path):
     assert "bad data" in told(tmp_path).text
 
 
-def test_such_an_error_is_shown_where_there_is_no_other(left, tmp_path):
-    left(0, 1, 111, NEIGHBOUR)
-    left(1, None)
-    assert "island 0 failed first" in told(tmp_path).text
-
-
 def test_a_killed_rank_is_the_first(left, tmp_path):
     left(0, 1, 112, NEIGHBOUR)
     left(1, 137, 111, "step 7\n", signal=9)
@@ -109,12 +102,6 @@ def test_a_killed_rank_comes_before_one_that_gave_up_without_it(number, left, tm
     found = told(tmp_path, 1)
     assert found.code == 128 + number
     assert f"island 1 failed first: rank 1 on n1, killed by {number.name}" in found.text
-
-
-def test_an_error_before_a_crash_is_the_first(left, tmp_path):
-    left(0, None, text=ERROR, touched=111.0)
-    left(1, 139, 112, signal=signal.SIGSEGV)
-    assert "island 0 failed first: rank 0 on n0, called MPI_Abort" in told(tmp_path).text
 
 
 @pytest.mark.parametrize(

@@ -141,9 +141,7 @@ WAITS = (
 @pytest.mark.parametrize(
     ("options", "number", "heard", "code", "returned"),
     [
-        ((), signal.SIGUSR1, signal.SIGUSR1, 0, 0),
         (("--usr1", "INT"), signal.SIGUSR1, signal.SIGINT, 0, 0),
-        ((), signal.SIGTERM, signal.SIGTERM, 0, 0),
         ((), signal.SIGTERM, signal.SIGTERM, 9, 9),
     ],
 )

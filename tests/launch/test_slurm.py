@@ -7,7 +7,7 @@ import pytest
 from shardtrain.islands.cluster import read_cluster
 from shardtrain.launch.hosts import parse_hosts
 from shardtrain.launch.job import Job
-from shardtrain.launch.slurm import Slurm, clock, launch, script, with_cluster
+from shardtrain.launch.slurm import Slurm, clock, script, with_cluster
 
 SCRIPTS = sorted((Path(__file__).parent / "golden").glob("*.sbatch"))
 EQUAL = [path for path in SCRIPTS if "hetjob" not in path.read_text()]
@@ -23,12 +23,6 @@ def test_the_number_of_nodes_is_in_one_place(path):
     text = path.read_text()
     assert text.count("--nodes=") == 1
     assert "--ntasks=" not in text
-
-
-def test_sbatch_submits_the_script():
-    submitted = launch(job(logs=Path("a/logs")), Slurm(job_name="gpt"), {})
-    assert submitted.command == ("sbatch", "a/logs/gpt.sbatch")
-    assert "--output=a/logs/%x-%j.log" in submitted.files[Path("a/logs/gpt.sbatch")]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.optim.matrices import decayed, muon_dims
-from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, make_optimizer
+from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, decayed, make_optimizer, muon_dims
 from shardtrain.optim.schedules import SCHEDULES, Schedule, make_schedule
 from shardtrain.optim.separable import coupling_problems, order_problems, share_problems
 from shardtrain.sharding.array_dims import is_dims
@@ -24,18 +23,12 @@ from shardtrain.sharding.array_dims import is_dims
     ("schedule", "rates"),
     [
         (Schedule(name="constant"), {0: 2.0, 50: 2.0, 110: 2.0, 1000: 2.0}),
-        (Schedule(name="constant", warmup=10), {0: 0.0, 5: 1.0, 10: 2.0, 110: 2.0}),
         (Schedule(name="constant", warmup=10, start=0.25), {0: 0.5, 5: 1.25, 10: 2.0, 110: 2.0}),
         (Schedule(name="constant", start=0.25), {0: 2.0, 110: 2.0}),
-        (
-            Schedule(name="cosine", warmup=10, start=0.5, final=0.25),
-            {0: 1.0, 4: 1.4, 10: 2.0, 60: 1.25, 110: 0.5},
-        ),
         (
             Schedule(name="cosine", warmup=10, final=0.25),
             {0: 0.0, 4: 0.8, 10: 2.0, 60: 1.25, 110: 0.5, 500: 0.5},
         ),
-        (Schedule(name="cosine", final=0.0), {0: 2.0, 55: 1.0, 110: 0.0}),
         (
             Schedule(name="wsd", warmup=10, final=0.25, decay=0.5),
             {0: 0.0, 9: 1.8, 10: 2.0, 55: 2.0, 110: 0.5, 88: 1.1, 500: 0.5},
@@ -44,7 +37,6 @@ from shardtrain.sharding.array_dims import is_dims
         (Schedule(name="wsd", warmup=10, final=0.0, decay=1.0), {5: 1.0, 10: 2.0, 60: 1.0, 110: 0.0}),
         (Schedule(name="inverse_sqrt", warmup=10), {0: 0.0, 5: 1.0, 10: 2.0, 40: 1.0, 90: 2 / 3, 1000: 0.2}),
         (Schedule(name="inverse_sqrt"), {0: 2.0, 3: 1.0, 8: 2 / 3}),
-        (Schedule(name="polynomial", final=0.0), {0: 2.0, 55: 1.0, 110: 0.0, 500: 0.0}),
         (
             Schedule(name="polynomial", warmup=10, final=0.25, power=2.0),
             {0: 0.0, 5: 1.0, 10: 2.0, 60: 0.875, 110: 0.5, 500: 0.5},
@@ -60,10 +52,10 @@ def test_schedules_by_value(schedule, rates):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("steps", [0, 1, 5])
-def test_a_run_shorter_than_its_warmup(name, steps):
-    rate: Any = make_schedule(Schedule(name=name, peak=1.0, warmup=5), steps)
-    assert [float(rate(step)) for step in range(6)] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+def test_a_run_shorter_than_its_warmup(name):
+    for steps in (0, 5):
+        rate: Any = make_schedule(Schedule(name=name, peak=1.0, warmup=5), steps)
+        assert [float(rate(step)) for step in range(6)] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
 
 
 def test_all_problems_of_a_schedule_at_once():
@@ -126,6 +118,8 @@ def make_params():
 
 
 PARAMS = make_params()
+FEW = {name: PARAMS[name] for name in ("up", "q_bias")}
+"""A matrix and a bias of blocks: most tests need no more."""
 
 
 def test_weight_decay_applies_to_matrices():
@@ -153,10 +147,11 @@ def test_muon_takes_the_matrices_of_the_blocks():
     }
 
 
-def one_update(grads=None, params=PARAMS, **changes):
+def one_update(grads=None, params=FEW, **changes):
     """What the first step of an optimizer adds to the parameters."""
     options = {"learning_rate": Schedule(name="constant", peak=0.01), "clip": None}
-    optimizer, _ = make_optimizer(Optimizer(**{**options, **changes}), 10, DIMS)
+    dims = {name: DIMS[name] for name in params}
+    optimizer, _ = make_optimizer(Optimizer(**{**options, **changes}), 10, dims)
     grads = jax.tree.map(jnp.zeros_like, params) if grads is None else grads
     return jax.jit(lambda: optimizer.update(grads, optimizer.init(params), params)[0])()
 
@@ -187,8 +182,7 @@ def test_weight_decay_of_sgd_is_not_in_the_momentum():
 def test_lamb_scales_the_decay_with_the_update():
     """You et al. 2020: the trust ratio makes the step as long as rate times the parameter."""
     updates = one_update(name="lamb", weight_decay=0.5)
-    for path in MATRICES:
-        np.testing.assert_allclose(updates[path], -0.01 * PARAMS[path], rtol=1e-5, err_msg=path)
+    np.testing.assert_allclose(updates["up"], -0.01 * FEW["up"], rtol=1e-5)
     np.testing.assert_array_equal(updates["q_bias"], 0)
 
 
@@ -196,7 +190,9 @@ def test_lamb_scales_the_decay_with_the_update():
 def test_each_optimizer_decreases_a_quadratic(name):
     rate = {"sgd": 0.1, "muon": 0.2}.get(name, 0.05)
     optimizer, _ = make_optimizer(
-        Optimizer(name=name, learning_rate=Schedule(name="constant", peak=rate), weight_decay=0.0), 60, DIMS
+        Optimizer(name=name, learning_rate=Schedule(name="constant", peak=rate), weight_decay=0.0),
+        60,
+        {name: DIMS[name] for name in FEW},
     )
 
     def loss(params):
@@ -212,7 +208,7 @@ def test_each_optimizer_decreases_a_quadratic(name):
 
         return jax.lax.scan(step, (params, optimizer.init(params)), length=60)[1]
 
-    values = np.asarray(train(PARAMS))
+    values = np.asarray(train(FEW))
     assert values[-1] < 0.5 * values[0]
     assert values[20] < values[0]
 
@@ -254,7 +250,7 @@ def test_muon_makes_matrices_orthogonal():
     """Its update has equal singular values: here all of one size up to Newton and Schulz's five steps."""
     random = np.random.default_rng(0)
     grads = {name: jnp.asarray(random.normal(size=p.shape), jnp.float32) for name, p in PARAMS.items()}
-    updates = one_update(grads, name="muon", weight_decay=0.0)
+    updates = one_update(grads, PARAMS, name="muon", weight_decay=0.0)
     for layer in np.asarray(updates["q"]).reshape(2, 2, 4):
         singular = np.linalg.svd(layer, compute_uv=False)
         assert singular.max() < 1.8 * singular.min()
@@ -263,7 +259,7 @@ def test_muon_makes_matrices_orthogonal():
 def test_adamw_updates_what_muon_does_not():
     random = np.random.default_rng(0)
     grads = {name: jnp.asarray(random.normal(size=p.shape), jnp.float32) for name, p in PARAMS.items()}
-    got = one_update(grads, name="muon", weight_decay=0.0, b1=0.8, b2=0.9)
+    got = one_update(grads, PARAMS, name="muon", weight_decay=0.0, b1=0.8, b2=0.9)
     adamw = optax.adamw(0.01, 0.8, 0.9, weight_decay=0.0, nesterov=True)
     expected, _ = jax.jit(lambda: adamw.update(grads, adamw.init(PARAMS), PARAMS))()
     for name in ("table", "seq", "gain", "q_bias", "expert_bias", "nameless"):
@@ -271,10 +267,10 @@ def test_adamw_updates_what_muon_does_not():
 
 
 def test_eps_reaches_the_optimizers_that_have_it():
-    grads = jax.tree.map(lambda p: jnp.full_like(p, 1e-3), PARAMS)
+    grads = jax.tree.map(lambda p: jnp.full_like(p, 1e-3), FEW)
     for name in ("adamw", "muon"):
         small, large = (one_update(grads, name=name, weight_decay=0.0, eps=eps) for eps in (1e-8, 1.0))
-        assert abs(large["gain"]).max() < 0.01 * abs(small["gain"]).max()
+        assert abs(large["q_bias"]).max() < 0.01 * abs(small["q_bias"]).max()
 
 
 def test_clipping_is_of_the_global_norm():
@@ -344,11 +340,7 @@ def by_number(grad):
     ("optimizer", "problems"),
     [
         (Optimizer(name="adamw", clip=1.0), [ARRAYS, LAYERS_OF_A_STACK]),
-        (optax.lamb(0.1), [LAYERS_OF_A_STACK]),
         (optax.contrib.reduce_on_plateau(), []),
-        (optax.chain(optax.clip_by_global_norm(1e3), optax.sgd(0.1)), [ARRAYS, LAYERS_OF_A_STACK]),
-        (optax.chain(optax.clip(1.0), optax.rmsprop(0.1)), []),
-        (scaled_together(lambda x: x.ndim > 1, 1.0), [ARRAYS, LAYERS_OF_A_STACK]),
         (scaled_together(lambda x: x.ndim < 3, 1e12), [ARRAYS, LAYERS_OF_A_STACK]),
         (optax.apply_if_finite(optax.sgd(0.1), 3), [ARRAYS, LAYERS_OF_A_STACK]),
         (optax.chain(optax.clip_by_block_rms(1e12), optax.sgd(0.1)), [LAYERS_OF_A_STACK]),
@@ -357,7 +349,6 @@ def by_number(grad):
         (by_label(lambda tree: ["a", "b"] * 50), [A_PART]),
         (by_label(lambda tree: ["a" if x.ndim > 1 else "b" for x in jax.tree.leaves(tree)]), []),
         (optax.stateless(lambda grads, _: jax.tree.map(lambda g: g / g.size, grads)), [A_PART]),
-        (optax.stateless(lambda grads, _: jax.tree.map(by_number, grads)), [A_PART]),
     ],
 )
 def test_optimizers_that_mix_arrays_or_layers_are_detected(optimizer, problems):
@@ -391,17 +382,13 @@ def is_late(step, **_):
 @pytest.mark.parametrize(
     ("optimizer", "stored_blocks", "is_right"),
     [
-        (optax.adam(0.1), UNEVEN, True),
         (optax.lars(0.1), UNEVEN, True),
         (optax.lbfgs(0.1), UNEVEN, True),
         (optax.chain(optax.clip_by_block_rms(0.05), optax.sgd(0.1)), EVEN, True),
         (optax.chain(optax.clip_by_block_rms(0.05), optax.sgd(0.1)), UNEVEN, False),
-        (optax.adafactor(0.1, min_dim_size_to_factor=2), UNEVEN, False),
         (optax.adafactor(optax.linear_schedule(0, 1e-3, 9999), min_dim_size_to_factor=2), UNEVEN, False),
         (optax.conditionally_transform(optax.clip_by_block_rms(0.05), is_late), UNEVEN, False),
-        (optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)), EVEN, False),
         (optax.stateless(lambda grads, _: jax.tree.map(by_number, grads)), EVEN, False),
-        (optax.stateless(lambda grads, _: jax.tree.map(by_number, grads)), UNEVEN, False),
     ],
 )
 def test_optimizers_that_read_the_order_or_number_of_layers_are_found(optimizer, stored_blocks, is_right):

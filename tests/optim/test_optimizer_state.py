@@ -40,10 +40,10 @@ BATCH = {"x": random.normal(size=(ROWS, EMBED)).astype(np.float32), "weights": n
 LAYOUT = Layout(mesh={"data": 2, "fsdp": 2, "tensor": 2})
 
 
-def make_model(dtype: Any = jnp.float32) -> Model:
+def make_model() -> Model:
     def init(key: jax.Array) -> tuple[dict[str, Any], dict[str, Any]]:
         w = jax.random.normal(key, (EMBED, MLP))
-        return {"bias": jnp.zeros(MLP, dtype), "w": w.astype(dtype)}, {}
+        return {"bias": jnp.zeros(MLP), "w": w}, {}
 
     return Model(
         init=init,
@@ -57,16 +57,14 @@ def loss(apply, batch):
     return (losses * batch["weights"]).sum(), batch["weights"].sum()
 
 
-def on_mesh(optimizer: Any, steps: int, model: Model | None = None) -> tuple[Any, list[float]]:
-    model = model or make_model()
-    mesh = make_mesh(LAYOUT)
+def on_mesh(optimizer: Any, steps: int) -> Any:
+    model, mesh = make_model(), make_mesh(LAYOUT)
     placement = make_placement(model, optimizer, LAYOUT, mesh)
     state = init_state(model, optimizer, placement, seed=0)
-    step, losses = make_step(model, loss, optimizer, placement), []
+    step = make_step(model, loss, optimizer, placement)
     for _ in range(steps):
-        state, metrics = step(state, place(BATCH, mesh, LAYOUT.batch_axes, 2))
-        losses.append(float(metrics["loss_sum"] / metrics["count"]))
-    return state, losses
+        state, _ = step(state, place(BATCH, mesh, LAYOUT.batch_axes, 2))
+    return state
 
 
 def in_a_plain_loop(optimizer: Any, steps: int) -> Any:
@@ -98,14 +96,12 @@ def in_a_plain_loop(optimizer: Any, steps: int) -> Any:
         ),
         optax.noisy_sgd(0.1, key=3),
         optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
-        optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
-        optax.contrib.schedule_free_sgd(0.1),
     ],
-    ids=["reduce_on_plateau", "noisy_sgd", "backtracking", "MultiSteps", "schedule_free"],
+    ids=["reduce_on_plateau", "noisy_sgd", "backtracking"],
 )
 def test_the_update_on_a_mesh_equals_a_plain_loop(optimizer, assert_same):
-    """4 steps: a plateau is reached, accumulated gradients are applied twice."""
-    state, _ = on_mesh(optimizer, 4)
+    """4 steps: a plateau is reached."""
+    state = on_mesh(optimizer, 4)
     assert_same(jax.device_get(state.params), jax.device_get(in_a_plain_loop(optimizer, 4)))
     saved = flatten(state)
     assert restorable(
@@ -133,13 +129,6 @@ def test_moments_of_bfloat16_parameters_are_float32():
         expected = -1e-2 * (mean / (1 - 0.9**count)) / (np.sqrt(square / (1 - 0.95**count)) + 1e-8)
         np.testing.assert_allclose(updates["bias"], expected, rtol=1e-5)
     assert {x.dtype for x in jax.tree.leaves(state) if x.ndim} == {jnp.dtype("float32")}
-
-
-def test_a_step_of_bfloat16_parameters_keeps_float32_moments():
-    state, losses = on_mesh(optax.adam(0.1), 2, make_model(jnp.bfloat16))
-    assert state.params["w"].dtype == jnp.bfloat16
-    assert state.opt_state[0].mu["w"].dtype == jnp.float32
-    assert losses[1] < losses[0]
 
 
 LAYERED = {
@@ -210,7 +199,7 @@ def test_an_average_of_the_parameters():
 )
 def test_exported_parameters_are_the_evaluated_ones(how, optimizer):
     """From the arrays of a checkpoint by their paths, as export reads them."""
-    state, _ = on_mesh(optimizer, 2)
+    state = on_mesh(optimizer, 2)
     arrays = jax.device_get(flatten(state))
     expected = evaluated_params(how, state.opt_state, state.params)
     exported = exported_params(how, arrays, arrays.__getitem__)
@@ -224,7 +213,7 @@ def test_exported_parameters_are_the_evaluated_ones(how, optimizer):
 
 def test_plateau_and_average_are_restored_from_a_checkpoint(tmp_path):
     plateau = optax.contrib.reduce_on_plateau(patience=1, rtol=0.9)
-    state, _ = on_mesh(optax.chain(optax.sgd(0.1), plateau, parameter_average(0.5)), 4)
+    state = on_mesh(optax.chain(optax.sgd(0.1), plateau, parameter_average(0.5)), 4)
     _, kept, average = state.opt_state
     assert float(kept.scale) < 1
     assert int(average.count) == 4

@@ -1,12 +1,10 @@
 """Groups of owners: every block in one, with one stage of each replica."""
 
-import doctest
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtrain.pipeline import block_owners
 from shardtrain.pipeline.block_owners import owner_groups
 from shardtrain.pipeline.stacking import Partition
 
@@ -55,7 +53,3 @@ def test_alike_cuts_have_a_group_for_each_stage():
     found = owner_groups([cut, cut])
     assert [group.stages for group in found] == [(0, 0), (1, 1), (2, 2)]
     assert [len(group.blocks) for group in found] == [2, 4, 3]
-
-
-def test_examples():
-    assert doctest.testmod(block_owners).failed == 0

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtrain.pipeline.check import check
 from shardtrain.pipeline.schedule import (
     SCHEDULES,
     allowed_chunks,
@@ -14,7 +13,7 @@ from shardtrain.pipeline.schedule import (
     one_forward_one_backward,
     zero_bubble,
 )
-from shardtrain.pipeline.table import Table, Task, needs
+from shardtrain.pipeline.table import Table, Task, check, needs
 
 
 @st.composite

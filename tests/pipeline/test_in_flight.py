@@ -1,19 +1,12 @@
 """Batches that follow each other without a flush: every order of stages can run, within its limits."""
 
-import doctest
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtrain.pipeline import in_flight as module
 from shardtrain.pipeline.in_flight import forwards_ahead, waves_before_meeting
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.trainer.strategy import Strategy
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0
 
 
 def tasks_of(ahead, in_flight, num_batches):

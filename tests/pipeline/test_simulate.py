@@ -58,12 +58,6 @@ def test_lockstep_ticks_last_as_long_as_their_busiest_stage():
     assert by_text(found.start)["f1@1"] == 1.5 + 3.5
 
 
-def test_a_lockstep_tick_does_its_tasks_one_after_the_other():
-    found = simulate(SCHEDULES["1f1b"](2, 2, 1, True), UNEQUAL)
-    assert by_text(found.start)["b0@1"] == by_text(found.end)["f0@1"] == 4
-    assert found.makespan == 1 + (3 + 1) + (3 + 1) + 2
-
-
 def test_chunks_on_one_stage_send_nothing():
     table = interleaved(1, 2, 2)
     assert simulate(table, {"forward": 1.0, "backward": 2.0}, transfer_seconds=9.0).makespan == 12.0
@@ -81,12 +75,6 @@ def test_a_function_gives_the_seconds_of_each_chunk():
 def test_no_time_at_all_is_no_bubble(lockstep):
     found = simulate(gpipe(2, 2, lockstep=lockstep), {"forward": 0.0, "backward": 0.0})
     assert (found.makespan, found.bubble) == (0.0, 0.0)
-
-
-def test_a_longer_backward_leaves_the_bubble_of_1f1b():
-    for backward in (0.5, 1.0, 3.0):
-        found = simulate(SCHEDULES["1f1b"](4, 8, 1, False), {"forward": 1.0, "backward": backward})
-        assert found.bubble == pytest.approx(3 / 11)
 
 
 @st.composite

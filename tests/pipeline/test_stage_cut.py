@@ -1,6 +1,5 @@
 """Cuts for unequal stages: against brute force, within memory, never worse than the equal cut."""
 
-import doctest
 import math
 from itertools import combinations, pairwise, permutations
 
@@ -210,7 +209,3 @@ def test_what_does_not_fit_together_is_told():
         "  - a link has 0.0 bytes a second; use more than 0\n"
         "  - forward_flops of block 0 is -1; give a number from 0"
     )
-
-
-def test_examples():
-    assert doctest.testmod(stage_cut).failed == 0

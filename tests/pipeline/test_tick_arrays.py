@@ -7,7 +7,7 @@ from shardtrain.pipeline.schedule import SCHEDULES, allowed_chunks, forward_only
 from shardtrain.pipeline.table import KINDS
 from shardtrain.pipeline.tick_arrays import NONE, make_ticks
 
-SIZES = [(1, 1), (2, 1), (2, 5), (4, 2), (4, 8), (3, 7), (8, 16)]
+SIZES = [(1, 1), (2, 5), (4, 2), (8, 16)]
 
 
 def tables():

@@ -1,11 +1,10 @@
 """Virtual workers from a pool: policies by value, the search against brute force, what is synchronised."""
 
-import doctest
 from itertools import permutations
 
 import pytest
 
-from shardtrain.pipeline import device_pool, virtual_workers
+from shardtrain.pipeline import virtual_workers
 from shardtrain.pipeline.device_pool import DeviceGroup, Pool, all_allocations, policy
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stage_costs import BlockCost, ModelCosts, StageDevices
@@ -127,7 +126,3 @@ def test_too_many_allocations_are_told(monkeypatch):
         ValueError, match="more than 2 allocations of 6 devices to 3 virtual workers; use a policy"
     ):
         search(predictor(pool(3.0, 1.0, 2.0)), 3, SENT)
-
-
-def test_examples():
-    assert doctest.testmod(device_pool).failed == 0

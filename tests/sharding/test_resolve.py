@@ -36,13 +36,16 @@ def test_resolve_by_value():
         "up": Named(dims=("layers", "embed", "mlp"), shape=(3, 64, 256)),
         "table": Named(dims=("vocab", "embed"), shape=(32, 8)),
         "step": Named(dims=None, shape=()),
-        "gain": Named(dims=(), shape=()),
+        # as everywhere in jax: None, and dims without an entry
+        "partly": Named(dims=(None, "mlp", None), shape=(3, 16, 5)),
+        "gain": Named(dims=(), shape=(7,)),
     }
     assert resolve(arrays, {**PARAMETER_RULES, "embed": ("data", "fsdp")}, SIZES) == {
         "up": (("pipeline",), ("data", "fsdp"), ("tensor",)),
         "table": (("tensor",), ("data", "fsdp")),
         "step": (),
-        "gain": (),
+        "partly": ((), ("tensor",), ()),
+        "gain": ((),),
     }
 
 
@@ -61,20 +64,6 @@ def test_arrays_without_names():
     )
     alone = {"w": arrays["w"]}
     assert resolve(alone, PARAMETER_RULES, {**SIZES, "fsdp": 5}, unnamed="shard") == {"w": ((), ("fsdp",))}
-
-
-def test_unsharded_dims_need_no_name():
-    """None in a spec and dims without an entry, as everywhere in jax."""
-    arrays = {
-        "partly": Named(dims=(None, "mlp", None), shape=(3, 16, 5)),
-        "short": Named(dims=("embed",), shape=(8, 3)),
-        "replicated": Named(dims=(), shape=(7,)),
-    }
-    assert resolve(arrays, PARAMETER_RULES, SIZES) == {
-        "partly": ((), ("tensor",), ()),
-        "short": (("fsdp",), ()),
-        "replicated": ((),),
-    }
 
 
 ODD = {

@@ -43,9 +43,6 @@ def test_partition_spec():
 def test_partition_specs_take_the_structure():
     specs = partition_specs(ARRAYS, LIKE, PARAMETER_RULES, SIZES, "replicate")
     assert specs == SPECS
-
-
-def test_partition_specs_refuse():
     with pytest.raises(ValueError, match="free has shape"):
         partition_specs(ARRAYS, LIKE, PARAMETER_RULES, SIZES, "refuse")
 
@@ -54,10 +51,8 @@ def test_partition_specs_refuse():
     ("spec", "axes", "text"),
     [
         (P(), (), "replicated"),
-        (P(None, None), (), "replicated"),
         (P("pipeline"), ("pipeline",), "replicated"),
         (P(None, "fsdp"), ("fsdp",), "- x fsdp"),
-        (P("tensor", None), ("tensor",), "tensor x -"),
         (P(("data", "fsdp"), "tensor"), ("data", "fsdp", "tensor"), "data+fsdp x tensor"),
         (P(("pipeline", "fsdp"), "expert"), ("pipeline", "fsdp", "expert"), "fsdp x -"),
     ],

@@ -34,7 +34,7 @@ def send(number):
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", STOPPING)
+@pytest.mark.parametrize("number", STOPPING[:2])
 def test_before_anything_can_be_saved_the_process_ends(number, stop, ended):
     send(number)
     assert [each for each, _ in ended] == [number]

@@ -23,23 +23,6 @@ def placed(num_replicas):
     return make_placement(MODEL, optax.sgd(0.1), layout, make_mesh(layout, jax.devices()[:num_replicas]))
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_arguments_and_results_have_a_dim_of_replicas_and_the_function_sees_its_own(num_replicas):
-    seen = []
-
-    def function(common, tree, rows):
-        seen.append((common.shape, tree["x"].shape, rows.shape))
-        return {"sum": common + tree["x"].sum(), "rows": [rows * 2]}
-
-    run = each_replica(function, (None, 0, 1), placed(num_replicas))
-    x = np.arange(3.0 * num_replicas).reshape(num_replicas, 3)
-    rows = np.arange(5.0 * num_replicas).reshape(5, num_replicas)
-    found = jax.jit(run)(jnp.float32(1), {"x": x}, rows)
-    assert set(seen) == {((), (3,), (5,))}
-    np.testing.assert_allclose(found["sum"], 1 + x.sum(1))
-    np.testing.assert_allclose(found["rows"][0], 2 * rows.T)
-
-
 def test_a_function_may_have_callbacks():
     seen = []
 
@@ -51,12 +34,6 @@ def test_a_function_may_have_callbacks():
     np.testing.assert_allclose(run(np.arange(4.0).reshape(2, 2)), [[0, 2], [4, 6]])
     jax.effects_barrier()
     assert sorted(seen) == [1, 5]
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_model_with_collectives_over_replicas_has_their_axis(num_replicas):
-    run = each_replica(lambda x: jax.lax.psum(x, "batch"), (0,), placed(num_replicas), "batch")
-    np.testing.assert_allclose(jax.jit(run)(np.ones((num_replicas, 2))), num_replicas)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_gradients_that_vanish_in_float16_are_those_of_float32():
 
 @pytest.mark.parametrize(
     "synchronisation",
-    [Synchronisation(), Synchronisation(by="adasum"), Synchronisation(on="deltas", every=2)],
+    [Synchronisation(), Synchronisation(by="adasum", on="deltas", every=2)],
 )
 def test_a_step_in_float32_has_the_same_numbers_and_skips_what_is_not_finite(synchronisation):
     model, optimizer = from_nnx(TinyConfig(num_layers=1)), optax.adam(1e-2)

@@ -24,9 +24,9 @@ from shardtrain.train_step.initial_state import init_state, restorable_state
 from shardtrain.train_step.placement import make_placement, state_specs
 from shardtrain.train_step.state import abstract_state
 
-MODEL = from_nnx(MlpConfig(features=16, mlp=32, num_layers=2, classes=8, dropout=0.1))
+MODEL = from_nnx(MlpConfig(features=16, mlp=32, num_layers=1, classes=8, dropout=0.1))
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
-MESHES = [{"data": 1}, {"data": 8}, {"fsdp": 8}, {"tensor": 8}, {"fsdp": 2, "tensor": 4}, CUBE]
+MESHES = [{"data": 8}, {"fsdp": 2, "tensor": 4}, CUBE]
 
 
 def placed(layout, optimizer=None, model=MODEL):
@@ -42,15 +42,7 @@ def reference():
     )
 
 
-# each mesh once, and the one of three axes with both ZeRO stages
-STATES = [
-    pytest.param(mesh, zero, marks=[pytest.mark.full] * (len(mesh) < 3 and number % 2 != (zero == 1)))
-    for number, mesh in enumerate(MESHES)
-    for zero in (1, 3)
-]
-
-
-@pytest.mark.parametrize(("mesh", "zero"), STATES, ids=str)
+@pytest.mark.parametrize(("mesh", "zero"), list(zip(MESHES, (1, 3, 1), strict=True)), ids=str)
 def test_the_state_is_the_same_on_any_mesh(mesh, zero):
     layout = Layout(mesh=mesh, zero=zero)
     placement = placed(layout)
@@ -90,15 +82,6 @@ def test_a_parameter_without_elements_is_refused():
             placed(Layout(mesh=mesh), model=from_nnx(Model))
 
 
-def test_seeds_differ():
-    placement = placed(Layout(mesh={"data": 1}))
-    other = init_state(MODEL, optax.adam(1e-3), placement, seed=2**32 - 1)
-    assert int(other.seed) == 2**32 - 1
-    kernel, before = (state.params["head"]["kernel"] for state in (other, reference()))
-    assert not np.allclose(kernel, before)
-    assert (int(other.step), other.step.dtype, other.seed.dtype) == (0, jnp.int32, jnp.uint32)
-
-
 UP, GAIN = PartitionSpec("fsdp", "tensor"), PartitionSpec("fsdp")
 WHOLE_UP, WHOLE = PartitionSpec(None, "tensor"), PartitionSpec(None)
 
@@ -126,18 +109,16 @@ OTHERS = {
     "masked": lambda dims: optax.masked(
         optax.adam(1e-3), lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
     ),
-    "averaged": lambda dims: optax.chain(optax.adam(1e-3), optax.ema(0.9)),
     "multi_steps": lambda dims: optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
     "noise": lambda dims: optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(1e-2)),
 }
 ALL = [*OPTIMIZERS, *OTHERS]
-PARAMETERS, MATRICES, OF_BLOCKS, BIASES = 14, 5, 4, 7
+PARAMETERS, MATRICES, OF_BLOCKS, BIASES = 8, 3, 2, 4
 FOLLOWERS = {
     "sgd": PARAMETERS,
     "lion": PARAMETERS,
     "adafactor": PARAMETERS,
     "masked": 2 * MATRICES,
-    "averaged": 3 * PARAMETERS,
     "multi_steps": 3 * PARAMETERS,
     "noise": 0,
     "muon": OF_BLOCKS + 2 * (PARAMETERS - OF_BLOCKS),

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.data import place
@@ -195,11 +194,9 @@ class TestNotFinite:
         ("bad", "more", "finite"),
         [
             (np.nan, 0, (False, False)),
-            (np.inf, 0, (False, False)),
             (-1.0, 0, (False, False)),
             (0.0, 0, (True, False)),  # the gradient of the square root
             (2.0, np.inf, (False, True)),
-            (2.0, np.nan, (False, True)),
         ],
     )
     def test_it_changes_nothing_and_the_next_one_trains_on(self, roots, bad, more, finite):
@@ -243,8 +240,7 @@ class TestNotFinite:
 class TestShares:
     """Padding, and counts that differ among the shares of a batch."""
 
-    @pytest.mark.parametrize("microbatches", [1, 4])
-    @pytest.mark.parametrize("zero", [1, 3])
+    @pytest.mark.parametrize(("microbatches", "zero"), [(1, 3), (4, 1)])
     def test_shares_that_are_all_padding(self, microbatches, zero):
         weights = np.where(np.arange(ROWS) < 5, 1, 0)
         got = word_gradients(zero=zero)(tokens(weights), microbatches)
@@ -305,14 +301,6 @@ class TestLosses:
         right, count = got.metrics["accuracy"]
         assert 0 < right < count == ROWS * SEQ
 
-    def test_metrics_of_the_loss_leave_the_step(self):
-        placement = placed(WORDS, SGD, {"data": 4})
-        step = make_step(WORDS, optax_loss, SGD, placement)
-        _, metrics = step(init_state(WORDS, SGD, placement), on_mesh(tokens(), placement, 2))
-        right, count = metrics["accuracy"]
-        assert float(count) == float(metrics["count"]) == ROWS * SEQ
-        assert 0 < float(right) < float(count)
-
     def test_evaluation_is_the_training_loss_without_dropout(self):
         images = RANDOM.normal(size=(ROWS, 8)).astype(np.float32)
         weights = np.where(np.arange(ROWS) < ROWS - 5, 1, 0).astype(np.float32)
@@ -372,7 +360,7 @@ class TestOptimizer:
         assert norm > 0.1
         assert_close(moved, jax.tree.map(lambda g: -0.01 * g / norm, gradient), rtol=1e-2, atol=1e-6)
 
-    @pytest.mark.parametrize("zero", [1, 2, 3])
+    @pytest.mark.parametrize("zero", [1, 3])
     def test_reduced_gradients_lie_in_shards(self, zero):
         """At zero=1 too: the optimizer state is sharded, and each shard needs its own part only."""
         placement = placed(WORDS, SGD, CUBE, zero=zero)
@@ -430,9 +418,7 @@ class TestModelState:
         state, _ = step(init_state(self.MODEL, SGD, placement), on_mesh(batch, placement, microbatches))
         return host(state.model_state)
 
-    @pytest.mark.parametrize(
-        ("mesh", "zero", "replicas"), [({"data": 4}, 3, 4), ({"fsdp": 4}, 3, 1), ({"fsdp": 4}, 1, 4)]
-    )
+    @pytest.mark.parametrize(("mesh", "zero", "replicas"), [({"fsdp": 4}, 3, 1), ({"fsdp": 4}, 1, 4)])
     def test_the_mean_by_count(self, mesh, zero, replicas):
         x = RANDOM.normal(size=(16, EMBED)).astype(np.float32)
         weights = np.where(np.arange(16) < 13, 1, 0).astype(np.float32)
@@ -467,25 +453,6 @@ class TestModelState:
         assert got["mean"] == (1.75 if rows else 1)
         assert got["calls"] == (9 if rows else 7)
 
-    def test_running_statistics_of_batch_norm(self):
-        class Normed(nnx.Module):
-            def __init__(self, rngs):
-                self.norm = nnx.BatchNorm(EMBED, momentum=0.75, rngs=rngs)
-
-            def __call__(self, x):
-                return self.norm(x)
-
-        model = from_nnx(Normed)
-        placement = placed(model, SGD, {"data": 2}, unnamed="replicate")
-        state = init_state(model, SGD, placement)
-        x = RANDOM.normal(2.0, 3.0, (8, EMBED)).astype(np.float32)
-        step = make_step(model, lambda apply, batch: (apply(batch["x"]).sum(), 4.0), SGD, placement)
-        after, _ = step(state, on_mesh({"x": x}, placement))
-        shares = x.reshape(2, 4, EMBED)
-        got: Any = host(after.model_state)["norm"]
-        np.testing.assert_allclose(got["mean"], 0.25 * shares.mean((0, 1)), rtol=1e-5)
-        np.testing.assert_allclose(got["var"], 0.75 + 0.25 * shares.var(1).mean(0), rtol=1e-4)
-
 
 def test_dropout_changes_with_the_step_and_the_seed_alone():
     model = from_nnx(MlpConfig(features=8, mlp=8, num_layers=1, classes=4, dropout=0.5))
@@ -507,7 +474,7 @@ def test_dropout_changes_with_the_step_and_the_seed_alone():
     assert len(set(losses)) == 3
 
 
-@pytest.mark.parametrize(("mesh", "zero"), [({"data": 4}, 3), ({"fsdp": 4}, 1), ({"fsdp": 4}, 2)])
+@pytest.mark.parametrize(("mesh", "zero"), [({"data": 4}, 3), ({"fsdp": 4}, 1)])
 def test_gradients_are_reduced_once_however_many_microbatches(mesh, zero):
     placement = placed(WORDS, SGD, mesh, zero=zero)
     step = make_step(WORDS, next_token_loss, SGD, placement)

@@ -1,4 +1,4 @@
-"""Gradients in several programs are those of one, and are sent while the next program computes."""
+"""An island's programs: several give the steps of one and are sent in turn; sums inside; what is compared."""
 
 import threading
 from typing import Any, cast
@@ -12,14 +12,17 @@ from flax import nnx
 from jax import lax
 from tiny_language_model import TinyConfig
 
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss, next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
+from shardtrain.islands.rank_facts import program_hash
 from shardtrain.islands.transfer import Transfer
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.bucket_exchange import PACKED_BELOW, PackedGradients
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_step import GradientIslandStep, make_island_step
 from shardtrain.train_step.placement import make_placement
@@ -48,15 +51,22 @@ class Alone:
         return x
 
 
-def steps_of(model, loss, batch, sizes, num_parts, microbatches=1, before_last=lambda: None, **options):
-    """The state after two steps, the metrics of the last, and the bytes that each part sends."""
-    layout, optimizer = Layout(mesh=sizes, unnamed="replicate"), optax.sgd(0.5)
+def island_step(model, loss, optimizer, batch, sizes, microbatches=1, placed=(), **options) -> Any:
+    """(the step of an island without others, its first state, its batch, the transfer)."""
+    layout = Layout(mesh=sizes, unnamed="replicate")
     mesh = make_mesh(layout, jax.devices()[: int(np.prod(list(sizes.values())))])
-    placement = make_placement(model, optimizer, layout, mesh, **options)
+    placement = make_placement(model, optimizer, layout, mesh, **dict(placed))
     transfer = Transfer(mesh, cast(Any, [Alone()]))
     batch = place(batch, mesh, layout.batch_axes, microbatches)
-    step = make_island_step(model, loss, optimizer, placement, transfer, num_parts=num_parts, batch=batch)
-    state = step.begin(init_state(model, optimizer, placement, 0), batch)
+    step = make_island_step(model, loss, optimizer, placement, transfer, batch=batch, **options)
+    return step, step.begin(init_state(model, optimizer, placement, 0), batch), batch, transfer
+
+
+def steps_of(model, loss, batch, sizes, num_parts, microbatches=1, before_last=lambda: None, **options):
+    """The state after two steps, the metrics of the last, and the bytes that each part sends."""
+    step, state, batch, transfer = island_step(
+        model, loss, optax.sgd(0.5), batch, sizes, microbatches, options, num_parts=num_parts
+    )
     assert isinstance(step, GradientIslandStep)
     state, _ = step(state, batch)
     before_last()
@@ -164,3 +174,86 @@ def test_the_first_part_is_sent_before_the_second_has_run(monkeypatch):
     assert part_bytes == [4 * (4 * 8 + 8), 4 * 16 * 4]
     assert metrics["skipped"] == 0
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+
+
+def test_the_sum_inside_is_the_mean_times_the_islands_own_replicas():
+    def change(inside):
+        """What a step of SGD adds to the parameters: the combined gradient, negative."""
+        state, before = first_step(Synchronisation(inside=inside))
+        return jax.tree.map(lambda a, b: a - b, state.params, before.params)
+
+    def first_step(synchronisation):
+        model, optimizer = from_nnx(TinyConfig(vocab=16, embed=8, mlp=8)), optax.sgd(1.0)
+        step, state, batch, transfer = island_step(
+            model, next_token_loss, optimizer, TOKENS, {"data": 2, "fsdp": 4}, synchronisation=synchronisation
+        )
+        before = jax.device_get(state)
+        after = jax.device_get(step(state, batch)[0])
+        transfer.close()
+        return after, before
+
+    mean, total = change("mean"), change("sum")
+    assert any(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(mean))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, 8 * a, 1e-4, 1e-6), mean, total)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "sums of gradients": {},
+    "in two programs": {"num_parts": 2},
+    "Adasum": {"synchronisation": Synchronisation(by="adasum")},
+    "deltas": {"synchronisation": Synchronisation(on="deltas", every=2)},
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[pytest.mark.full] * (way in ("in two programs", "Adasum"))) for way in WAYS],
+)
+def test_programs_that_islands_compare_are_traced_once_and_differ_by_loss_and_optimizer(way):
+    traced = []
+
+    def program(rate=0.1, factor=1.0, starts=False):
+        """The hash of the programs of a step; and what is traced when it starts."""
+
+        def loss(apply, batch):
+            traced.append("loss")
+            total, *others = next_token_loss(apply, batch)
+            return factor * total, *others
+
+        def update(grads, state, params=None):
+            traced.append("update")
+            return jax.tree.map(lambda g: -rate * g, grads), state
+
+        optimizer: Any = optax.GradientTransformation(lambda params: (), update)  # type: ignore[arg-type]
+        model = from_nnx(TinyConfig(vocab=16, num_layers=2))
+        step, state, batch, transfer = island_step(model, loss, optimizer, TOKENS, {"data": 2}, **WAYS[way])
+        found = program_hash("\n".join(each.as_text() for each in step.lowered(state, batch)))
+        assert {"loss", "update"} <= set(traced)
+        if starts:
+            traced.clear()
+            step(state, batch)
+        transfer.close()
+        return found
+
+    whole = program(starts=True)
+    assert traced == []
+    assert program() == whole
+    assert len({whole, program(rate=0.2), program(factor=2.0)}) == 3
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_packed_gradients_come_back_bit_by_bit_and_are_zeros_of_no_examples(dtype):
+    shapes = {"bias": (3,), "kernel": (4, 8), "table": (PACKED_BELOW // 8, 8), "scale": ()}
+    grads = {path: jnp.asarray(RANDOM.normal(size=shape), dtype) for path, shape in shapes.items()}
+    buckets = [("kernel", "bias"), ("table", "scale"), ()]
+    packing = PackedGradients([{path: jax.typeof(grads[path]) for path in bucket} for bucket in buckets])
+    assert [{x.shape for x in bucket.values()} for bucket in packing.buckets] == [
+        {(35,)}, {shapes["table"], (1,)}, set(),
+    ]  # fmt: skip
+    whole = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    pack = jax.jit(lambda grads, count: packing.pack(grads, count, whole))
+    jax.tree.map(np.testing.assert_array_equal, packing.unpack(pack(grads, 3.0)), grads)
+    # whatever the gradients are
+    nan = {path: x * jnp.nan for path, x in grads.items()}
+    assert not any(x.any() for x in pack(nan, 0.0).values())
+    assert all(jnp.isnan(x).all() for x in pack(nan, 1.0).values())
