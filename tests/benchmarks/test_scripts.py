@@ -73,6 +73,7 @@ def test_examples(script, name):
     assert found.failed == 0
 
 
+@pytest.mark.full
 def test_steps_to_a_target_are_found_and_runs_that_diverge_given_up(script):
     benchmark = script("steps_to_target")
     setting = benchmark.Setting(optimizer="adam", batch=16, target=5.0, rates=(-6, 10))
