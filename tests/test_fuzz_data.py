@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import soundfile
 from guarded_readers import EVIL, garbled, spoilt
 from PIL import Image
 from written_formats import DOCUMENTS, WRITERS, picture
 
 from shardtrain.cli.generate import GenerateOptions, read_prompts
-from shardtrain.data import AudioFiles
 from shardtrain.data.chat_template import open_template
 from shardtrain.data.conversations import conversations
 from shardtrain.data.documents import Piece
@@ -139,30 +137,6 @@ def test_images(guarded, number):
     given = [mutated(rng.choice(contents), rng) for _ in range(number)]
     found = [guarded(lambda content=content: decode(content)) for content in given]
     assert any(isinstance(each, Exception) for each in found)
-
-
-def test_audio(guarded, tmp_path, number):
-    rng, contents = random.Random("audio"), {}
-    (tmp_path / "data" / "rain").mkdir(parents=True)
-    for suffix in ("wav", "flac", "ogg"):
-        file = io.BytesIO()
-        soundfile.write(file, np.zeros(900), 8000, format=suffix.upper())
-        contents[suffix] = file.getvalue()
-
-    def read(path: Path) -> Any:
-        source = AudioFiles(paths=(tmp_path / "data",), window=100, rate=8000, heldout_fraction=0).train(
-            path.parent
-        )
-        return [source[i] for i in range(min(len(source), MOST_ROWS))]
-
-    for _ in range(number):
-        suffix = rng.choice(list(contents))
-        path = tmp_path / "data" / "rain" / f"a.{suffix}"
-        path.write_bytes(mutated(contents[suffix], rng))
-        guarded(lambda path=path: read(path))
-        path.unlink()
-    os.mkfifo(tmp_path / "data" / "rain" / "b.wav")
-    assert isinstance(guarded(lambda: read(tmp_path / "data" / "rain" / "b.wav")), BadData)
 
 
 def test_tokenizer_folders(guarded, tmp_path, number):

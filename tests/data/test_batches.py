@@ -5,9 +5,7 @@ import json
 import math
 import threading
 from dataclasses import replace
-from typing import Any
 
-import grain
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -52,23 +50,6 @@ def test_each_sample_once_an_epoch_and_all_rows_are_samples(num_samples, batch, 
         assert set(loaded["x"][:, 0].tolist()) == set(real(loaded)), "rows that fill up are copies"
         epochs[number // -(-num_samples // batch)] += real(loaded)
     assert [sorted(epoch) for epoch in epochs] == [list(range(num_samples))] * 2
-
-
-def test_a_dataset_of_grain_goes_on_at_a_saved_position():
-    def draw(index, random):
-        return {"x": index + random.random(1)}
-
-    def batches():
-        source: Any = grain.MapDataset.range(10).seed(5).shuffle().random_map(draw)
-        return Batches(source=source, batch=4, seed=1, epochs=2)
-
-    whole = list(batches().iterate())
-    for number, (_, after) in enumerate(whole, 1):
-        rest = [batch["x"].tolist() for batch, _ in batches().iterate(after)]
-        assert rest == [batch["x"].tolist() for batch, _ in whole[number:]]
-    assert sorted(int(each[0]) for batch, _ in whole for each in batch["x"][batch["weights"] > 0]) == sorted(
-        2 * list(range(10))
-    )
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 9000, 2**16, 2**16 + 1, 2**16 + 2])
