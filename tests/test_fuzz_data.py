@@ -25,7 +25,7 @@ from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.find import find_files
 from shardtrain.data.sources.format import BadData
 from shardtrain.data.token_manifest import read_manifest
-from shardtrain.data.token_shards import TokenShards
+from shardtrain.data.tokens import TokenShards
 from shardtrain.islands.cluster import read_cluster
 from shardtrain.launch.hosts import read_hostfile
 from shardtrain.report.sinks.json_lines import read_jsonl

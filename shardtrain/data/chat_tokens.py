@@ -22,7 +22,7 @@ from shardtrain.data.sources.row_offsets import file_digest, remove_indices
 from shardtrain.data.token_manifest import MOST_TOKENS
 from shardtrain.data.token_units import BATCH_CHARACTERS, INDEX, MOST_LISTED
 from shardtrain.data.tokenizer import Tokenizer
-from shardtrain.data.tokens import TokenFile, write_tokens
+from shardtrain.data.tokens import TokenShards, token_file, write_tokens
 from shardtrain.system.array_file import read_array
 from shardtrain.system.atomic_write import clear_parts, new_file, replace_file
 from shardtrain.system.untrusted_files import of_kind, parse_json, read_text, whole_number
@@ -77,7 +77,7 @@ class ChatTokens(NamedTuple):
       record: `TOTALS`, the first errors that were skipped, and a checksum of the tokens.
     """
 
-    tokens: TokenFile
+    tokens: TokenShards
     extents: np.ndarray
     record: dict[str, Any]
 
@@ -177,7 +177,7 @@ def _opened(out: Path) -> ChatTokens | None:
             whole_number(record.get(name), name, MOST_TOKENS)
         of_kind(record.get("skipped"), list, "skipped")
         of_kind(record.get("checksum"), str, "checksum")
-        tokens, extents = TokenFile(out / TOKENS), read_array(out / EXTENTS)
+        tokens, extents = token_file(out / TOKENS), read_array(out / EXTENTS)
         whole = tokens.num_tokens == record["num_tokens"]
         whole = whole and extents.shape == (record["num_conversations"], 2) and len(extents) > 0
         whole = whole and extents.dtype == np.int64 and bool((np.diff(extents[:, 0], prepend=0) > 0).all())

@@ -24,9 +24,9 @@ from shardtrain.data.token_manifest import (
     unfinished,
     whole_manifest,
 )
-from shardtrain.data.token_shards import TokenShards
 from shardtrain.data.tokenize import TokenizeOptions, plan_digest, tokenize
 from shardtrain.data.tokenizer import BYTES, open_tokenizer
+from shardtrain.data.tokens import TokenShards
 from shardtrain.data.windows import Windows, split_problems, split_windows
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
@@ -142,11 +142,11 @@ class Corpus:
         if (num_skipped := self._num_skipped(files, folder)) or self.on_error == "skip":
             windows = replace(windows, num_skipped=num_skipped)
         if self.packing == "bucketed":
-            return DocumentPieces.of(windows, shards).split(self.heldout_fraction)
+            return DocumentPieces.of(windows).split(self.heldout_fraction)
         train, heldout = split_windows(windows, self.heldout_fraction)
         if self.packing == "joined":
             return train, heldout
-        packed = PackedWindows(windows=train, shards=shards)
+        packed = PackedWindows(windows=train)
         return packed, None if heldout is None else replace(packed, windows=heldout)
 
     def _files(self) -> list[SourceFile]:

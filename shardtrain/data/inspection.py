@@ -11,10 +11,11 @@ import numpy as np
 from shardtrain.data.documents import Piece, open_rows, texts
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.find import SourceFile
-from shardtrain.data.sources.format import BadData, Record, TokenArray
+from shardtrain.data.sources.format import BadData, Record
 from shardtrain.data.sources.numpy_tokens import ENDS
 from shardtrain.data.token_manifest import Manifest
 from shardtrain.data.token_units import checksum
+from shardtrain.data.tokens import TokenArray
 from shardtrain.system.untrusted_files import open_regular
 
 QUANTILES = (0, 25, 50, 75, 95, 100)

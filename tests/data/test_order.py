@@ -18,7 +18,7 @@ EXPECTED = {
     2**31 + 5: [[676795448, 1665160316, 1463637208], [870050576, 1905894528, 1058451630]],
     2**32: [[2435811278, 2418508156, 3932149077], [3657705126, 1510876831, 1650564570]],
 }
-"""Number of samples -> first, middle and last sample of (seed 0, epoch 0) and of (seed 2**32 - 1, epoch 7)."""
+"""Number of samples -> first, middle and last sample of epoch 0, seed 0, and of epoch 7, seed 2**32 - 1."""
 
 
 @pytest.mark.parametrize("num_samples", EXPECTED)

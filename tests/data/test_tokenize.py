@@ -18,9 +18,9 @@ from shardtrain.data.sources.find import find_files
 from shardtrain.data.sources.format import BadData
 from shardtrain.data.sources.numpy_tokens import find_tokens
 from shardtrain.data.token_manifest import read_manifest
-from shardtrain.data.token_shards import TokenShards
 from shardtrain.data.tokenize import TokenizeOptions, plan_digest, tokenize
 from shardtrain.data.tokenizer import Bytes, open_tokenizer
+from shardtrain.data.tokens import TokenShards
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -6,9 +6,9 @@ Next: `__init__.py`, the registry of formats.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import numpy as np
+from shardtrain.data.tokens import TokenArray
 
 Record = Mapping[str, Any]
 """One row of a file: field -> text, bytes, number, array, or None."""
@@ -54,25 +54,6 @@ class Rows(Protocol):
     def iterate(self, start: int, stop: int | None, /) -> Iterator[tuple[int, Record | BadData]]:
         """Yield (number, row or its error) from row `start` on, up to `stop` or the end."""
         ...
-
-
-class TokenArray(NamedTuple):
-    """Where the tokens of a file are.
-
-    Attributes:
-      path: the file that has them.
-      dtype: of one token.
-      offset: bytes before the first token.
-      num_tokens: number of tokens.
-      ends: returns for each document the number of tokens up to its end, int (num_documents,); None: they are
-        not known. A function, as thousands of open files would be too many.
-    """
-
-    path: Path
-    dtype: np.dtype
-    offset: int
-    num_tokens: int
-    ends: Callable[[], np.ndarray] | None
 
 
 @dataclass(frozen=True, kw_only=True)
