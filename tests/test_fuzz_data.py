@@ -22,7 +22,7 @@ from shardtrain.data.documents import Piece
 from shardtrain.data.huggingface_tokenizer import HuggingFaceTokenizer, train_tokenizer
 from shardtrain.data.image_decoding import decode_image, decode_part
 from shardtrain.data.sources import FORMATS
-from shardtrain.data.sources.find import find_files
+from shardtrain.data.sources.find import SourceFile, find_files
 from shardtrain.data.sources.format import BadData
 from shardtrain.data.token_manifest import read_manifest
 from shardtrain.data.tokens import TokenShards
@@ -190,7 +190,7 @@ LINES: dict[str, tuple[Callable[[Path], Any], Any]] = {
     "questions": (read_questions, {"context": "a", "choices": ["b", "c"], "answer": 0}),
     "prompts": (lambda path: read_prompts(GenerateOptions(run="", prompts=str(path))), {"prompt": "Once"}),
     "chats": (
-        lambda path: list(conversations(Piece(str(path), "jsonl"), "messages", None)),
+        lambda path: list(conversations(Piece(SourceFile(path, "jsonl")), "messages", None)),
         {"messages": [{"role": "user", "content": "a", "tool_calls": [{"b": []}]}], "tools": "[]"},
     ),
 }

@@ -172,11 +172,18 @@ class Chat:
     def _tokens(self, folder: Path) -> "tuple[ChatTokens, int]":
         """Return the tokens of all conversations, made at the first call, and the token of padding."""
         template, tokenizer = self.open_template()
-        from shardtrain.data.chat_tokens import ChatOptions, chat_tokens
+        from shardtrain.data.chat_tokens import chat_tokens
 
-        options = ChatOptions(messages=self.messages, answers=self.answers, on_error=self.on_error)
-        print_of = tokenizer_hash(self.tokenizer)
-        return chat_tokens(self._files(), folder, template, tokenizer, print_of, options), tokenizer.separator
+        tokens = chat_tokens(
+            self._files(),
+            folder,
+            template,
+            tokenizer,
+            tokenizer_hash=tokenizer_hash(self.tokenizer),
+            messages=self.messages,
+            on_error=self.on_error,
+        )
+        return tokens, tokenizer.separator
 
     def _split(self, tokens: "ChatTokens") -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of the conversations to train on, and of those held out."""

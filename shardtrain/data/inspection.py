@@ -84,8 +84,7 @@ def lengths(files: Sequence[SourceFile], field: str) -> Iterator[tuple[np.ndarra
         find = FORMATS[file.format].tokens
         if find is None:
             found = [
-                len(text) if isinstance(text, str) else -1
-                for _, text in texts(Piece(str(file.path), file.format), field, None)
+                len(text) if isinstance(text, str) else -1 for _, text in texts(Piece(file), field, None)
             ]
             sizes = np.array(found, np.int64)
             yield sizes[sizes >= 0], int((sizes < 0).sum())
@@ -108,7 +107,7 @@ def problems_of(files: Sequence[SourceFile], field: str, manifests: Sequence[Man
     for file in files:
         find = FORMATS[file.format].tokens
         if find is None:
-            for _, text in texts(Piece(str(file.path), file.format), field, None):
+            for _, text in texts(Piece(file), field, None):
                 if isinstance(text, BadData):
                     yield f"{text.place}: {text.why}"
         else:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardtrain.data.documents import OnError, Piece, open_rows, texts
+from shardtrain.data.documents import OnError, Piece, encode_rows, open_rows, texts
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData
@@ -21,9 +21,6 @@ from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.data.tokens import write_tokens
 from shardtrain.system.atomic_write import new_file, replace_file
 from shardtrain.system.untrusted_files import of_kind, open_regular, read_json, whole_number
-
-BATCH_CHARACTERS = 1 << 20
-"""Characters of documents that a tokenizer gets at a time."""
 
 INDEX = ".index"
 """Folder, in that of the shards, of where the rows of files begin; hidden, so that no pattern matches it."""
@@ -74,7 +71,7 @@ def _pieces(
     file: SourceFile, unit_bytes: int, folder: Path, on_error: OnError
 ) -> Iterator[tuple[Piece, int]]:
     """Yield the pieces of a file, and the bytes of each."""
-    whole = Piece(str(file.path), file.format, state=_state(file.path))
+    whole = Piece(file)
     num_bytes = file.path.stat().st_size
     if num_bytes <= 1.5 * unit_bytes or FORMATS[file.format].whole:
         yield whole, num_bytes
@@ -107,9 +104,12 @@ def write_unit(unit: Unit, out: Path, tokenizer: Tokenizer, field: str, on_error
 
     Raises:
       BadData: a row cannot be read, and `on_error` is "stop".
-      ValueError: a file is not as it was when the units were made.
     """
-    _check_unchanged(unit, out)
+    rows = (
+        (piece.file.path, row, text)
+        for piece in unit.pieces
+        for row, text in texts(piece, field, out / INDEX)
+    )
     skipped: list[str] = []
     num_skipped, last = 0, (Path(), "")
     ends: list[int] = []
@@ -117,27 +117,26 @@ def write_unit(unit: Unit, out: Path, tokenizer: Tokenizer, field: str, on_error
 
     def documents() -> Iterator[np.ndarray]:
         nonlocal total, num_skipped, last
-        for batch in _batches(unit, field, out):
-            for tokens in _encoded(batch, tokenizer):
-                if isinstance(tokens, BadData):
-                    if on_error == "stop":
-                        raise tokens
-                    num_skipped += 1
-                    # a group of rows that is damaged has one error for all
-                    if (tokens.path, tokens.why) != last and len(skipped) < MOST_LISTED:
-                        skipped.append(f"{tokens.place}: {tokens.why}{_extent(tokens)}")
-                    last = tokens.path, tokens.why
-                elif len(tokens):
-                    total += len(tokens) + 1
-                    ends.append(total)
-                    yield tokens
+        for tokens in encode_rows(rows, len, tokenizer.encode):
+            if isinstance(tokens, BadData):
+                if on_error == "stop":
+                    raise tokens
+                num_skipped += 1
+                # a group of rows that is damaged has one error for all
+                if (tokens.path, tokens.why) != last and len(skipped) < MOST_LISTED:
+                    extent = " (the whole file is left out)" if tokens.row is None else ""
+                    skipped.append(f"{tokens.place}: {tokens.why}{extent}")
+                last = tokens.path, tokens.why
+            elif len(tokens):
+                total += len(tokens) + 1
+                ends.append(total)
+                yield tokens
 
     path = out / f"{unit.name}.npy"
     dtype = next(name for name in ("uint8", "uint16", "uint32") if tokenizer.vocab <= np.iinfo(name).max + 1)
     write_tokens(path, documents(), dtype=dtype, separator=tokenizer.separator)
     with new_file(path.with_suffix(ENDS)) as file:
         file.write(np.array(ends, "<u8").tobytes())
-    _check_unchanged(unit, out)
     record = {
         "file": path.name,
         "num_tokens": total,
@@ -149,24 +148,6 @@ def write_unit(unit: Unit, out: Path, tokenizer: Tokenizer, field: str, on_error
     }
     replace_file(record_path(out, unit), json.dumps(record).encode())
     return record
-
-
-def _extent(error: BadData) -> str:
-    return " (the whole file is left out)" if error.row is None else ""
-
-
-def _check_unchanged(unit: Unit, out: Path) -> None:
-    for piece in unit.pieces:
-        if piece.state is not None and _state(Path(piece.path)) != piece.state:
-            raise ValueError(
-                f"{piece.path} changed while it was tokenized; wait until it is complete, delete {out}, and"
-                " give the command again"
-            )
-
-
-def _state(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
 
 
 def is_written(out: Path, unit: Unit) -> bool:
@@ -202,40 +183,3 @@ def checksum(path: Path) -> int:
         while block := file.read(BLOCK_BYTES):
             found = zlib.crc32(block, found)
     return found
-
-
-def _batches(unit: Unit, field: str, out: Path) -> Iterator[list[tuple[Piece, int, str | BadData]]]:
-    batch: list[tuple[Piece, int, str | BadData]] = []
-    characters = 0
-    for piece in unit.pieces:
-        for row, text in texts(piece, field, out / INDEX):
-            batch.append((piece, row, text))
-            characters += len(text) if isinstance(text, str) else 0
-            if characters >= BATCH_CHARACTERS:
-                yield batch
-                batch, characters = [], 0
-    yield batch
-
-
-def _encoded(
-    batch: Sequence[tuple[Piece, int, str | BadData]], tokenizer: Tokenizer
-) -> Iterator[np.ndarray | BadData]:
-    """Yield the tokens of each document, or its error, in order."""
-    good = [text for _, _, text in batch if isinstance(text, str)]
-    try:
-        encoded: Iterator[np.ndarray | ValueError] = iter(tokenizer.encode(good))
-    except ValueError:
-        # find the document that cannot be tokens
-        encoded = (_one(text, tokenizer) for text in good)
-    for piece, row, text in batch:
-        found = text if isinstance(text, BadData) else next(encoded)
-        if isinstance(found, ValueError) and not isinstance(found, BadData):
-            found = BadData(Path(piece.path), str(found), row)
-        yield found
-
-
-def _one(text: str, tokenizer: Tokenizer) -> np.ndarray | ValueError:
-    try:
-        return tokenizer.encode([text])[0]
-    except ValueError as error:
-        return error
