@@ -20,8 +20,7 @@ from shardtrain.data.sources.find import SourceFile, summary
 from shardtrain.data.token_manifest import tokenizer_hash
 from shardtrain.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from shardtrain.data.windows import split_problems
-from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.system.excerpts import some
 
 if TYPE_CHECKING:
@@ -79,9 +78,7 @@ class Chat:
     on_error: OnError = "stop"
 
     def __post_init__(self) -> None:
-        problems = [*wrong_types(self), *split_problems(self.seq, self.heldout_fraction)]
-        if problems:
-            raise problems_error("these conversations cannot be used", problems)
+        refuse("these conversations cannot be used", split_problems(self))
 
     @property
     def vocab(self) -> int:

@@ -28,8 +28,7 @@ from shardtrain.data.tokenize import TokenizeOptions, plan_digest, tokenize
 from shardtrain.data.tokenizer import BYTES, open_tokenizer
 from shardtrain.data.tokens import TokenShards
 from shardtrain.data.windows import Windows, split_problems, split_windows
-from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.system.excerpts import some
 
 Packing = Literal["joined", "separate", "bucketed"]
@@ -77,11 +76,10 @@ class Corpus:
     packing: Packing = "joined"
 
     def __post_init__(self) -> None:
-        problems = [*wrong_types(self), *split_problems(self.seq, self.heldout_fraction)]
+        problems = split_problems(self)
         if self.vocab_size is not None and not 1 <= self.vocab_size <= 2**31:
             problems.append(f"vocab_size is {self.vocab_size}; use 1 to 2**31")
-        if problems:
-            raise problems_error("this corpus cannot be used", problems)
+        refuse("this corpus cannot be used", problems)
 
     @property
     def vocab(self) -> int:

@@ -17,8 +17,8 @@ from shardtrain.data.balanced_draws import BLOCK, borders, count_before, draw_bl
 from shardtrain.data.mixture_weights import read_weights
 from shardtrain.data.order import epoch_order
 from shardtrain.data.samples import Source
-from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.field_types import too_small, wrong_types
+from shardtrain.errors.messages import refuse
 
 NUM_DRAWS = 1 << 40
 """The length of a mixture: it has no end that a run reaches."""
@@ -195,8 +195,7 @@ class Mixture:
         if isinstance(self.weights, Mapping):
             text = " ".join(f"{name} {weight}" for name, weight in self.weights.items())
             object.__setattr__(self, "weights", text)
-        if wrong := wrong_types(self):
-            raise problems_error("this mixture cannot be used", wrong)
+        refuse("this mixture cannot be used", wrong_types(self))
         problems = [
             f"parts[{name!r}] is {type(data).__name__}, without {method}; give data such as a Corpus"
             for name, data in self.parts.items()
@@ -209,15 +208,13 @@ class Mixture:
             problems.append(
                 f"parts has {', '.join(map(repr, odd))}; use names of letters, digits, _, - and ."
             )
-        if self.seed < 0:
-            problems.append(f"seed is {self.seed}; use 0 or more")
+        problems += too_small(self, seed=0)
         if not problems:
             try:
                 self.stages()
             except ValueError as error:
                 problems.append(str(error))
-        if problems:
-            raise problems_error("this mixture cannot be used", problems)
+        refuse("this mixture cannot be used", problems)
 
     @property
     def vocab(self) -> int:

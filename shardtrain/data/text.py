@@ -20,8 +20,7 @@ import numpy as np
 from shardtrain.data.text_files import find_texts
 from shardtrain.data.tokens import open_tokens, write_tokens
 from shardtrain.data.windows import Windows, split_problems, split_tokens
-from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.system.atomic_write import clear_parts, replace_file, unlink_unlocked
 from shardtrain.system.excerpts import some
 from shardtrain.system.plain_text import encoding_problem
@@ -80,9 +79,7 @@ class Text:
     heldout_fraction: float = 0.05
 
     def __post_init__(self) -> None:
-        problems = [*wrong_types(self), *split_problems(self.seq, self.heldout_fraction)]
-        if problems:
-            raise problems_error("this text cannot be used", problems)
+        refuse("this text cannot be used", split_problems(self))
 
     @property
     def vocab(self) -> int:

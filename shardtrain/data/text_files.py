@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardtrain.data.sources.walk import walk_files
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.system.excerpts import some
 
 EXCLUDED_FOLDERS = {
@@ -56,8 +56,7 @@ def find_texts(paths: Sequence[Path], folder: Path) -> Found:
             why = f"holds nothing to read outside {folder}" if path.is_dir() else "is not there, or empty"
             why += f" (not entered: {some(found.left_out, 3)})" if found.left_out else ""
             problems.append(f"{path.absolute()} {why}; give a text file or a folder of them")
-    if problems:
-        raise problems_error("this text cannot be read", problems)
+    refuse("this text cannot be read", problems)
     return Found(files, tuple(left_out))
 
 

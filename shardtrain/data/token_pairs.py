@@ -12,8 +12,8 @@ import numpy as np
 
 from shardtrain.data.tokens import TokenShards, check_tokens, token_file
 from shardtrain.data.windows import FINGERPRINT_BLOCKS, split_problems
-from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.field_types import too_small
+from shardtrain.errors.messages import refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,13 +117,11 @@ class TokenPairs:
     heldout_fraction: float = 0.05
 
     def __post_init__(self) -> None:
-        problems = [*wrong_types(self), *split_problems(1, self.heldout_fraction)]
-        counts = ("vocab", "source_seq", "target_seq") if not problems else ()
-        problems += [f"{n} is {getattr(self, n)}; use 1 or more" for n in counts if getattr(self, n) < 1]
+        problems = split_problems(self)
+        problems = problems or too_small(self, vocab=1, source_seq=1, target_seq=1)
         if not problems and not 0 <= self.padding < self.vocab:
             problems.append(f"padding is {self.padding}; use 0 to {self.vocab - 1}, a token below vocab")
-        if problems:
-            raise problems_error("these pairs cannot be used", problems)
+        refuse("these pairs cannot be used", problems)
 
     def train(self, folder: Path) -> PairRows:
         """Return the rows to train on; nothing is written into `folder`.
@@ -162,6 +160,5 @@ class TokenPairs:
         least = 2 if self.heldout_fraction else 1
         if not problems and num_rows["source"] < least:
             problems.append(f"there are {num_rows['source']} rows; give {least} or more")
-        if problems:
-            raise problems_error("these pairs cannot be used", problems)
+        refuse("these pairs cannot be used", problems)
         return PairRows(pairs=self, start=0, stop=num_rows["source"])

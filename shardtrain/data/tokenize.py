@@ -32,7 +32,7 @@ from shardtrain.data.token_units import INDEX, Unit, is_written, make_units, rea
 from shardtrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, open_tokenizer
 from shardtrain.data.worker_process import begin_worker
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.system.atomic_write import clear_parts, replace_file
 from shardtrain.system.untrusted_files import parse_json, read_bytes, read_text
 
@@ -64,8 +64,7 @@ class TokenizeOptions:
         problems = wrong_types(self)
         if self.shard_bytes < 1:
             problems.append(f"shard_bytes is {self.shard_bytes}; use 1 or more, such as {UNIT_BYTES}")
-        if problems:
-            raise problems_error("this text cannot be tokenized", problems)
+        refuse("this text cannot be tokenized", problems)
 
 
 def tokenize(

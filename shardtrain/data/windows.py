@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from shardtrain.data.tokens import TokenShards, check_tokens, token_file
-from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.field_types import too_small, wrong_types
+from shardtrain.errors.messages import refuse
 
 FINGERPRINT_BLOCKS = 1024
 FINGERPRINT_BLOCK_TOKENS = 1024
@@ -93,17 +94,12 @@ class Windows:
         return found.hexdigest()[:16]
 
 
-def split_problems(seq: int, heldout_fraction: float) -> list[str]:
-    """Return the problems of these two options, one line each.
-
-    >>> split_problems(0, 0.05)
-    ['seq is 0; use 1 or more']
-    """
-    problems = []
-    if seq < 1:
-        problems.append(f"seq is {seq}; use 1 or more")
-    if not 0 <= heldout_fraction < 1:
-        problems.append(f"heldout_fraction is {heldout_fraction}; use 0 (nothing held out) or more, below 1")
+def split_problems(data: Any) -> list[str]:
+    """Return what is wrong with the values of data, one line each: types, `seq` and `heldout_fraction`."""
+    problems = wrong_types(data) + (too_small(data, seq=1) if hasattr(data, "seq") else [])
+    if not 0 <= data.heldout_fraction < 1:
+        fraction = f"heldout_fraction is {data.heldout_fraction}"
+        problems.append(f"{fraction}; use 0 (nothing held out) or more, below 1")
     return problems
 
 
@@ -184,11 +180,10 @@ class Tokens:
     heldout_fraction: float = 0.05
 
     def __post_init__(self) -> None:
-        problems = [*wrong_types(self), *split_problems(self.seq, self.heldout_fraction)]
+        problems = split_problems(self)
         if isinstance(self.vocab, int) and not 1 <= self.vocab <= 2**31:
             problems.append(f"vocab is {self.vocab}; use 1 to 2**31")
-        if problems:
-            raise problems_error("these tokens cannot be used", problems)
+        refuse("these tokens cannot be used", problems)
 
     def train(self, folder: Path) -> Windows:
         """Return the windows to train on; nothing is written into `folder`.

@@ -21,6 +21,16 @@ def near(name: str, allowed: Iterable[str]) -> str:
     return f"{name!r} (known: {', '.join(allowed) or 'none'})"
 
 
+def refuse(asked: str, problems: Sequence[str]) -> None:
+    """Raise one error that lists every problem, if there is one.
+
+    Raises:
+      ValueError: see `problems_error`.
+    """
+    if problems:
+        raise problems_error(asked, problems)
+
+
 def problems_error(asked: str, problems: Sequence[str]) -> ValueError:
     """Return one error that lists every problem, one per line."""
     return ValueError(asked + ":" + "".join(f"\n  - {problem}" for problem in problems))
