@@ -8,7 +8,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 
-from shardtrain.data.sources.walk import walk_files
+from shardtrain.data.sources.find import walk_files
 from shardtrain.errors.messages import refuse
 from shardtrain.system.excerpts import some
 
