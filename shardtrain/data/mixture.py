@@ -4,6 +4,7 @@ Next: `balanced_draws.py` (which source comes when), `batches.py` (the order wit
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from shardtrain.data.balanced_draws import BLOCK, borders, count_before, draw_block
-from shardtrain.data.mixture_weights import read_weights
 from shardtrain.data.order import epoch_order
 from shardtrain.data.samples import Source
 from shardtrain.errors.field_types import too_small, wrong_types
-from shardtrain.errors.messages import refuse
+from shardtrain.errors.messages import near, refuse
 
 NUM_DRAWS = 1 << 40
 """The length of a mixture: it has no end that a run reaches."""
@@ -283,3 +283,27 @@ class Mixture:
             text = part.summary(folder) if hasattr(part, "summary") else type(part).__name__
             lines.append(f"{shares} {name}: {text}")
         return "\n".join(lines)
+
+
+def read_weights(text: str, parts: Mapping[str, Any], what: str) -> dict[str, float]:
+    """Read the weights of a stage, such as `web 0.7 code 0.3`.
+
+    Raises:
+      ValueError: it is something else, names no part, or has weights out of range.
+    """
+    words = str(text).split()
+    try:
+        weights = dict(zip(words[::2], map(float, words[1::2]), strict=True))
+    except ValueError:
+        raise ValueError(f"{what} has {text!r}; write names and weights, as in 'web 0.7 code 0.3'") from None
+    problems = [f"{what} has {near(name, parts)}; name a part" for name in weights if name not in parts]
+    problems += [
+        f"{what} has {value:g} for {name}; use a number of 0 or more"
+        for name, value in weights.items()
+        if not (math.isfinite(value) and value >= 0)
+    ]
+    if not problems and not sum(weights.values()) > 0:
+        problems.append(f"{what} are all 0; give one of them more")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return weights

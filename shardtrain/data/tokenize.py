@@ -30,7 +30,7 @@ from shardtrain.data.token_manifest import (
 )
 from shardtrain.data.token_units import INDEX, Unit, is_written, make_units, read_record, write_unit
 from shardtrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, open_tokenizer
-from shardtrain.data.worker_process import begin_worker
+from shardtrain.data.workers import begin_worker
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import refuse
 from shardtrain.system.atomic_write import clear_parts, replace_file

@@ -3,12 +3,10 @@
 `TokenShards` reads the tokens of many files as one long sequence. Next: `windows.py`.
 """
 
-import fcntl
 import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import BinaryIO, NamedTuple
@@ -154,8 +152,7 @@ class TokenShards:
     """The tokens of files, one after the other.
 
     Opening reads headers alone; tokens are read when they are asked for, by any number of threads. Files are
-    not mapped into memory: if a mapped file is truncated or its disk fails, SIGBUS ends the process. An open
-    file has a shared lock, so that `unlink_unlocked` leaves it; a single file is open from the beginning.
+    not mapped into memory: if a mapped file is truncated or its disk fails, SIGBUS ends the process.
 
     Args:
       arrays: the files.
@@ -167,8 +164,6 @@ class TokenShards:
         self._open: OrderedDict[int, _OpenTokens] = OrderedDict()
         self._ends_open: OrderedDict[int, np.ndarray] = OrderedDict()
         self._lock = Lock()
-        if len(self._arrays) == 1:
-            self._handle(0)
 
     @property
     def num_tokens(self) -> int:
@@ -256,8 +251,6 @@ class _OpenTokens:
                 f"{array.path.absolute()} cannot be read: {error.strerror}; {RESTORE_HINT}"
             ) from error
         weakref.finalize(self, os.close, self._file)
-        with suppress(OSError):  # a file system without locks, or the file is being deleted
-            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         path, dtype, offset, num_tokens, _ = self._array

@@ -62,7 +62,6 @@ ALLOWED = {
     "shardtrain/data/sources/unread_files.py": dict.fromkeys(
         ("bz2.BZ2File", "gzip.GzipFile", "lzma.LZMAFile"), STREAM
     ),
-    "shardtrain/data/text.py": {".unlink": "records of packed text, by the names that it gives them"},
     "shardtrain/data/tokens.py": {
         "numpy.memmap": "behind a header that was checked; `TokenShards` reads", "os.open": "read-only",
     },

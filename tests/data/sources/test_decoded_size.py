@@ -75,7 +75,8 @@ PARQUET = {
     ),
     "texts that begin as the one before": (
         lambda: ["a" * 100_000] * 100,
-        {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}, "the column would take .* without DELTA_BYTE_ARRAY",
+        {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}},
+        "the column would take .* without DELTA_BYTE_ARRAY",
     ),
     "the same in a row": (
         lambda: one_row(pyarrow.array(["a" * 100_000] * 100)),
