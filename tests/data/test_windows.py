@@ -85,7 +85,7 @@ def counting(tmp_path_factory):
     return make
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(num_tokens=st.integers(2, 300), seq=st.integers(1, 40), heldout=st.sampled_from([0, 0.01, 0.3, 0.99]))
 def test_windows_cover_the_file_and_none_is_in_both_parts(counting, num_tokens, seq, heldout):
     path = counting(num_tokens)

@@ -1,6 +1,5 @@
 """The contract of formats: the same documents give the same windows, whatever they are written in."""
 
-import bz2
 import datetime
 import gzip
 import json
@@ -100,7 +99,7 @@ def test_rows_before_a_cut_are_kept(name, tmp_path):
     content = path.read_bytes()
     whole = [rows_text(row) for _, row in FORMATS[name].rows(path, None).iterate(0, None)]  # type: ignore[misc]
     assert whole == DOCUMENTS
-    for stop in range(len(content) // 4, len(content), 331):
+    for stop in range(len(content) // 4, len(content), 1531):
         path.write_bytes(content[:stop])
         found = list(FORMATS[name].rows(path, tmp_path / "index").iterate(0, None))  # type: ignore[misc]
         bad = [row for row, record in found if isinstance(record, BadData)]
@@ -254,10 +253,8 @@ TAR = b"\0" * 257 + b"ustar" + b"\0" * 250
             gzip.compress(TAR, mtime=0),
             "it is a tar file compressed by gzip, and read uncompressed alone;",
         ),
-        ("a.tgz", gzip.compress(TAR, mtime=0), r"it is a tar file compressed by gzip, .* gunzip -k .*a\.tgz"),
         ("shard", gzip.compress(TAR, mtime=0), "it is a tar file compressed by gzip"),
         ("a.tar.xz", lzma.compress(TAR), r"it is a tar file compressed by xz, .* unxz -k .*a\.tar\.xz"),
-        ("a.tar.bz2", bz2.compress(TAR), "it is a tar file compressed by bzip2"),
         (
             "a.txt.gz",
             gzip.compress(b"text", mtime=0),
@@ -274,7 +271,6 @@ TAR = b"\0" * 257 + b"ustar" + b"\0" * 250
         ("a.jsonl", gzip.compress(b"{}", mtime=0), r"a\.jsonl: it is compressed by gzip; decompress it"),
         ("a.txt", b"PAR1\xff", r"a\.txt, row 0: it is a Parquet file; give it the ending \.parquet"),
         ("a.tar", gzip.compress(TAR, mtime=0), r"a\.tar: it is compressed by gzip; decompress it"),
-        ("a.tfrecord", gzip.compress(TAR, mtime=0), r"a\.tfrecord: it is compressed by gzip; decompress it"),
     ],
 )
 def test_a_file_of_another_kind_is_named_with_what_to_do(name, content, problem, tmp_path, capsys):
