@@ -89,6 +89,7 @@ def test_a_file_that_is_cut_off_is_named_and_skipped_if_asked(name, tmp_path):
         corpus = Corpus(paths=(folder,), seq=16, on_error="skip")
         windows = corpus.train(tmp_path / "run")
         assert "; skipped 1 that cannot be read: " in corpus.summary(tmp_path / "run")
+        assert windows.num_skipped == 1
         assert 5 < len(windows) < len(EXPECTED) // 16
 
 
@@ -391,5 +392,6 @@ def test_a_message_of_tensorflow_is_parsed():
     assert found["a"] == [b"x", b"y"]
     assert found["n"].tolist() == [3, -1]
     assert found["f"].tolist() == [0.5, 2.0]
-    with pytest.raises(ValueError):
-        parse_example(b"\n\x05plain")
+    for other in (b"\n\x05plain", b"pl"):  # the second is a field of another message
+        with pytest.raises(ValueError, match="no tf.train.Example"):
+            parse_example(other)
