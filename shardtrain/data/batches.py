@@ -13,14 +13,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, Protocol, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import numpy as np
 
 from shardtrain.data.order import epoch_order
 from shardtrain.data.row_split import fill_with_copies, full_weights, weigh
 from shardtrain.data.samples import Batch, Source, load_rows
-from shardtrain.data.workers import Workers
+from shardtrain.data.workers import Loadable, Workers
 from shardtrain.errors.field_types import too_small
 from shardtrain.errors.messages import refuse
 
@@ -191,20 +191,6 @@ def normalised(position: Position, num_samples: int) -> Position:
             f" 0 to {num_samples}. Use the data that it was saved with, or begin at epoch 0."
         )
     return Position(epoch=epoch + 1, index=0) if index == num_samples else Position(epoch=epoch, index=index)
-
-
-class Loadable(Protocol):
-    """What `read_ahead` needs of batches, see `Batches`."""
-
-    @property
-    def source(self) -> Any: ...
-    @property
-    def prefetch(self) -> int: ...
-    @property
-    def workers(self) -> int: ...
-    def num_batches(self, position: Position | None = None, /) -> int: ...
-    def advance(self, position: Position, num_batches: int = 1, /) -> Position: ...
-    def load(self, position: Position, /) -> Batch: ...
 
 
 QUICK_SECONDS = 0.0005

@@ -18,7 +18,7 @@ from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData
 from shardtrain.data.sources.row_offsets import file_digest, remove_indices
 from shardtrain.data.token_manifest import MOST_TOKENS
-from shardtrain.data.token_units import INDEX, MOST_LISTED
+from shardtrain.data.tokenize import INDEX, MOST_LISTED
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.data.tokens import TokenShards, token_file, write_tokens
 from shardtrain.system.array_file import read_array

@@ -14,7 +14,7 @@ from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData, Record
 from shardtrain.data.sources.numpy_tokens import ENDS
 from shardtrain.data.token_manifest import Manifest
-from shardtrain.data.token_units import checksum
+from shardtrain.data.tokenize import checksum
 from shardtrain.data.tokens import TokenArray
 from shardtrain.system.untrusted_files import open_regular
 

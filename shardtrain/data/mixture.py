@@ -69,7 +69,7 @@ class MixedSource:
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         """Return the sample of a draw."""
-        source, sample, _ = self._draw(index)
+        source, sample, _ = self.draw(index)
         return self.sources[source][sample]
 
     def augmented(self, index: int, epoch: int, random: np.random.Generator) -> Mapping[str, np.ndarray]:
@@ -80,21 +80,17 @@ class MixedSource:
           epoch: of the draws, which have one alone; the source gets its own.
           random: for the changes.
         """
-        source, sample, own_epoch = self._draw(index)
+        source, sample, own_epoch = self.draw(index)
         if not hasattr(self.sources[source], "augmented"):
             return self.sources[source][sample]
         return self.sources[source].augmented(sample, own_epoch, random)  # type: ignore[attr-defined]
 
-    def draw(self, index: int) -> tuple[int, int]:
-        """Return (source, its sample) of a draw.
+    def draw(self, index: int) -> tuple[int, int, int]:
+        """Return (source, its sample, how often the source was read before) of a draw.
 
         Raises:
           IndexError: no such draw.
         """
-        return self._draw(index)[:2]
-
-    def _draw(self, index: int) -> tuple[int, int, int]:
-        """Return (source, its sample, how often the source was read before) of a draw."""
         if not 0 <= index < NUM_DRAWS:
             raise IndexError(f"draw {index} of {NUM_DRAWS}")
         source, count = self._count(index)

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -21,6 +21,7 @@ TOKEN_TYPES = ("uint8", "uint16", "uint32")
 """The dtypes that `write_tokens` writes. `open_tokens` reads any integers."""
 
 RESTORE_HINT = "bring it back, or delete it where it was made from text, and give the same command again"
+Value = TypeVar("Value")
 MOST_OPEN = 64
 """Files that are kept open: a process may have a thousand, for all that it does."""
 
@@ -215,25 +216,19 @@ class TokenShards:
         return np.concatenate(found)
 
     def _ends(self, number: int) -> np.ndarray:
-        """Return the ends of the documents of a file, which are kept for the files in use."""
-        with self._lock:
-            ends = self._ends_open.pop(number, None)
-            if ends is None:
-                find = self._arrays[number].ends
-                ends = np.empty(0, np.int64) if find is None else find()
-            self._ends_open[number] = ends
-            while len(self._ends_open) > MOST_OPEN:
-                self._ends_open.popitem(last=False)
-            return ends
+        find = self._arrays[number].ends
+        return self._keep(self._ends_open, number, find or (lambda: np.empty(0, np.int64)))
 
     def _handle(self, number: int) -> "_OpenTokens":
+        return self._keep(self._open, number, lambda: _OpenTokens(self._arrays[number]))
+
+    def _keep(self, kept: OrderedDict[int, Value], number: int, make: Callable[[], Value]) -> Value:
+        """Return what is kept of a file, or make it; what a thread still uses is closed after that."""
         with self._lock:
-            handle = self._open.pop(number, None) or _OpenTokens(self._arrays[number])
-            self._open[number] = handle
-            # one that another thread still reads from is closed by its last user
-            while len(self._open) > MOST_OPEN:
-                self._open.popitem(last=False)
-            return handle
+            kept[number] = kept.pop(number) if number in kept else make()
+            while len(kept) > MOST_OPEN:
+                kept.popitem(last=False)
+            return kept[number]
 
     def __reduce__(self) -> tuple[type["TokenShards"], tuple[tuple[TokenArray, ...]]]:
         return TokenShards, (self._arrays,)

@@ -26,11 +26,17 @@ END_SECONDS = 5.0
 """How long a worker has to finish the batch that it loads, when no more is wanted of it."""
 
 
-class Loads(Protocol):
+class Loadable(Protocol):
     """Batches by position, see `Batches`."""
 
     @property
     def source(self) -> Any: ...
+    @property
+    def prefetch(self) -> int: ...
+    @property
+    def workers(self) -> int: ...
+    def num_batches(self, position: Any = None, /) -> int: ...
+    def advance(self, position: Any, num_batches: int = 1, /) -> Any: ...
     def load(self, position: Any, /) -> Batch: ...
 
 
@@ -62,7 +68,7 @@ class Workers:
       ValueError: the data cannot be copied to other processes.
     """
 
-    def __init__(self, batches: Loads, number: int, source: Any) -> None:
+    def __init__(self, batches: Loadable, number: int, source: Any) -> None:
         self._source = source
         try:
             self._copy = pickle.dumps(batches)

@@ -24,7 +24,7 @@ from shardtrain.data.sources.decoded_size import (
     most_decoded,
     row_bytes,
 )
-from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
+from shardtrain.data.sources.format import BadData, Format, Record, Rows
 from shardtrain.data.sources.parquet_columns import CheckedColumns
 from shardtrain.system.untrusted_files import open_regular
 
@@ -36,7 +36,7 @@ LEAST_ROWS, ROWS_OF_A_BYTE = 1 << 20, 1 << 10
 """A file may have so many rows, and so many more for each of its bytes: equal values take next to none."""
 
 
-class Columns:
+class Columns(Rows):
     """The rows of a file of columns, in groups; a column is read when a row is asked for it.
 
     Args:
@@ -68,9 +68,6 @@ class Columns:
         if not 0 <= row < len(self):
             raise IndexError(row)
         return _Row(self, row)
-
-    def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
-        return iterate_rows(self, start, stop)
 
     def value(self, row: int, name: str) -> Any:
         """Return a field of a row.

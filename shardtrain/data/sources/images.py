@@ -1,16 +1,15 @@
 """A folder of images: its folders are the classes, in the order of their names."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
+from shardtrain.data.sources.format import BadData, Format, Record, Rows
 from shardtrain.system.untrusted_files import read_bytes
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 
 
-class ImageFolder:
+class ImageFolder(Rows):
     """The images below a folder, each with the number of its class; or a single image without one."""
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
@@ -30,9 +29,6 @@ class ImageFolder:
             return {"image": read_bytes(self._path / name), "name": name, **label}
         except (OSError, ValueError) as error:
             raise BadData(self._path / name, f"it cannot be read ({error})", row) from None
-
-    def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
-        return iterate_rows(self, start, stop)
 
 
 def image_names(path: Path) -> list[str]:

@@ -1,7 +1,6 @@
 """What is in a record of ArrayRecord and TFRecord: JSON, a `tf.train.Example`, or text."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from abc import abstractmethod
 from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardtrain.data.sources.format import BadData, Record, iterate_rows
+from shardtrain.data.sources.format import BadData, Record, Rows
 from shardtrain.system.plain_text import MARK, decode_text
 from shardtrain.system.untrusted_data import parse_record
 
@@ -78,7 +77,7 @@ def parse_payload(record: bytes, kind: Kind, path: Path, row: int) -> Record:
         raise BadData(path, f"the record is no {kind} as the first one ({error})", row) from None
 
 
-class PayloadRows(ABC):
+class PayloadRows(Rows):
     """The rows of a file of records, of which the first one says what all are.
 
     Attributes:
@@ -86,9 +85,6 @@ class PayloadRows(ABC):
     """
 
     path: Path
-
-    @abstractmethod
-    def __len__(self) -> int: ...
 
     @abstractmethod
     def payload(self, row: int) -> bytes:
@@ -100,9 +96,6 @@ class PayloadRows(ABC):
 
     def read(self, row: int) -> Record:
         return parse_payload(self.payload(row), self._kind, self.path, row)
-
-    def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
-        return iterate_rows(self, start, stop)
 
     @cached_property
     def _kind(self) -> Kind:
