@@ -20,7 +20,7 @@ from shardtrain.data.sources.find import SourceFile, summary
 from shardtrain.data.token_manifest import tokenizer_hash
 from shardtrain.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from shardtrain.data.windows import split_problems
-from shardtrain.errors.messages import refuse
+from shardtrain.errors.messages import needs_library, refuse
 from shardtrain.system.excerpts import some
 
 if TYPE_CHECKING:
@@ -32,11 +32,6 @@ TooLong = Literal["truncate", "skip"]
 
 ChatPacking = Literal["separate", "alone"]
 """Whether windows have several conversations, or one each."""
-
-INSTALL = (
-    "chat templates are read by the library jinja2: install it with uv sync --extra chat in a clone,"
-    " elsewhere with pip install 'path/to/shardtrain[chat]'"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +147,7 @@ class Chat:
           ValueError: jinja2 is not installed, or one of them cannot be read.
         """
         if find_spec("jinja2") is None:
-            raise ValueError(INSTALL)
+            raise ValueError(needs_library("chat templates are", "jinja2", "chat"))
         from shardtrain.data.chat_template import open_template
 
         tokenizer = open_tokenizer(self.tokenizer)

@@ -21,7 +21,7 @@ from shardtrain.data.sources.find import SourceFile, find_files, summary
 from shardtrain.data.sources.format import BadData, Record
 from shardtrain.data.windows import split_problems
 from shardtrain.errors.field_types import too_small
-from shardtrain.errors.messages import near, refuse
+from shardtrain.errors.messages import near, needs_library, refuse
 from shardtrain.system.excerpts import some
 
 IMAGE_FIELDS = ("image", "img", "jpg", "jpeg", "png", "webp", "image/encoded")
@@ -126,10 +126,7 @@ class ImageFiles:
 
     def _open(self, folder: Path) -> "Opened":
         if find_spec("PIL") is None:
-            raise ValueError(
-                "images are read by the library pillow: install it with uv sync --extra images in a clone,"
-                " elsewhere with pip install 'path/to/shardtrain[images]'"
-            )
+            raise ValueError(needs_library("images are", "pillow", "images"))
         if not self.paths:
             raise ValueError("these images have no paths; give folders, files or patterns: --data PATTERN")
         files: list[SourceFile] = []

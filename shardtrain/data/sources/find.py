@@ -15,7 +15,7 @@ from typing import NamedTuple
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.format import BadData
 from shardtrain.data.sources.unread_files import compressed_head, unread_problem
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, needs_library, problems_error
 from shardtrain.system.excerpts import some
 from shardtrain.system.plain_text import MARK
 from shardtrain.system.untrusted_data import parse_record
@@ -139,10 +139,7 @@ def missing_libraries(names: set[str]) -> list[str]:
     for name in sorted(names):
         needs = FORMATS[name].needs
         if needs is not None and find_spec(needs[0]) is None:
-            lines.append(
-                f"{name} files need the library {needs[0]}: install it with uv sync --extra {needs[1]} in a"
-                f" clone, elsewhere with pip install 'path/to/shardtrain[{needs[1]}]'"
-            )
+            lines.append(needs_library(f"{name} files are", *needs))
     return lines
 
 

@@ -169,7 +169,7 @@ def test_what_cannot_be_found_is_listed(tmp_path, monkeypatch):
     write_files("parquet", tmp_path / "data", DOCUMENTS)
     monkeypatch.setattr("shardtrain.data.sources.find.find_spec", lambda name: None)
     with pytest.raises(
-        ValueError, match="parquet files need the library pyarrow: install it with uv sync --extra"
+        ValueError, match="parquet files are read by the library pyarrow: install it with uv sync --extra"
     ):
         find_files([tmp_path / "data"])
 
