@@ -18,8 +18,8 @@ import pyarrow.parquet
 
 from shardtrain import Corpus, Optimizer, Run, Schedule
 from shardtrain.data.corpus import Packing, corpus_files
+from shardtrain.data.documents import sample_texts
 from shardtrain.data.huggingface_tokenizer import train_tokenizer
-from shardtrain.data.tokenizer_sample import sample_texts
 from shardtrain.models.decoder import DecoderConfig
 
 SEQ, VOCAB = 128, 2048

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from shardtrain.checkpoints.policy import CheckpointPolicy
     from shardtrain.combine.synchronisation import Outer, Synchronisation
     from shardtrain.data import (
-        AudioFiles,
         Augment,
         Batches,
         Chat,
@@ -71,7 +70,6 @@ _MODULES = {
     "trainer.config": ("Run", "StartFrom"),
     "trainer.strategy": ("Strategy", "read_strategy"),
     "data": (
-        "AudioFiles",
         "Augment",
         "Batches",
         "Chat",
@@ -126,7 +124,6 @@ _MODULES = {
 __all__ = [
     "Across",
     "Allow",
-    "AudioFiles",
     "Augment",
     "Batches",
     "Chat",

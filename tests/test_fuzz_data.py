@@ -11,23 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import soundfile
 from guarded_readers import EVIL, garbled, spoilt
 from PIL import Image
 from written_formats import DOCUMENTS, WRITERS, picture
 
 from shardtrain.cli.generate import GenerateOptions, read_prompts
-from shardtrain.data import AudioFiles
 from shardtrain.data.chat_template import open_template
 from shardtrain.data.conversations import conversations
 from shardtrain.data.documents import Piece
 from shardtrain.data.huggingface_tokenizer import HuggingFaceTokenizer, train_tokenizer
 from shardtrain.data.image_decoding import decode_image, decode_part
 from shardtrain.data.sources import FORMATS
-from shardtrain.data.sources.find import find_files
+from shardtrain.data.sources.find import SourceFile, find_files
 from shardtrain.data.sources.format import BadData
 from shardtrain.data.token_manifest import read_manifest
-from shardtrain.data.token_shards import TokenShards
+from shardtrain.data.tokens import TokenShards
 from shardtrain.islands.cluster import read_cluster
 from shardtrain.launch.hosts import read_hostfile
 from shardtrain.report.sinks.json_lines import read_jsonl
@@ -98,28 +96,21 @@ def test_formats_of_data(name, guarded, tmp_path, number):
     assert any(isinstance(each, int) for each in found)
 
 
-@pytest.mark.parametrize("name", ["jsonl", "tfrecord", "tar", "images"])
+@pytest.mark.parametrize("name", ["jsonl", "tfrecord", "tar"])
 def test_indices_of_rows(name, guarded, tmp_path, number):
     """Of a run folder, which may come from elsewhere."""
     folder, index, rng = tmp_path / "data", tmp_path / "index", random.Random(name)
-    (folder / "cat").mkdir(parents=True)
-    if name == "images":
-        (folder / "cat" / "0.png").write_bytes(picture(0))
-    else:
-        WRITERS[name](folder, DOCUMENTS)
-    (opened,) = [file.path for file in find_files([folder], None if name == "images" else name)]
+    folder.mkdir()
+    WRITERS[name](folder, DOCUMENTS)
+    (opened,) = [file.path for file in find_files([folder], name)]
     read_rows(opened, name, index)
     (written,) = index.iterdir()
     content = written.read_bytes()
     for _ in range(number):
         written.write_bytes(mutated(content, rng))
         guarded(lambda: read_rows(opened, name, index))
-    if name == "images":
-        times = json.loads(content)["times"]
-        written.write_text(json.dumps({"times": times, "names": ["../outside/secret"]}))
-    else:
-        np.save(written, np.array([[0, 2**62], [-1, 5]], np.int64))
-    assert b"secret" not in repr(guarded(lambda: read_rows(opened, name, index))).encode()
+    np.save(written, np.array([[0, 2**62], [-1, 5]], np.int64))
+    guarded(lambda: read_rows(opened, name, index))
 
 
 def test_images(guarded, number):
@@ -139,30 +130,6 @@ def test_images(guarded, number):
     given = [mutated(rng.choice(contents), rng) for _ in range(number)]
     found = [guarded(lambda content=content: decode(content)) for content in given]
     assert any(isinstance(each, Exception) for each in found)
-
-
-def test_audio(guarded, tmp_path, number):
-    rng, contents = random.Random("audio"), {}
-    (tmp_path / "data" / "rain").mkdir(parents=True)
-    for suffix in ("wav", "flac", "ogg"):
-        file = io.BytesIO()
-        soundfile.write(file, np.zeros(900), 8000, format=suffix.upper())
-        contents[suffix] = file.getvalue()
-
-    def read(path: Path) -> Any:
-        source = AudioFiles(paths=(tmp_path / "data",), window=100, rate=8000, heldout_fraction=0).train(
-            path.parent
-        )
-        return [source[i] for i in range(min(len(source), MOST_ROWS))]
-
-    for _ in range(number):
-        suffix = rng.choice(list(contents))
-        path = tmp_path / "data" / "rain" / f"a.{suffix}"
-        path.write_bytes(mutated(contents[suffix], rng))
-        guarded(lambda path=path: read(path))
-        path.unlink()
-    os.mkfifo(tmp_path / "data" / "rain" / "b.wav")
-    assert isinstance(guarded(lambda: read(tmp_path / "data" / "rain" / "b.wav")), BadData)
 
 
 def test_tokenizer_folders(guarded, tmp_path, number):
@@ -216,7 +183,7 @@ LINES: dict[str, tuple[Callable[[Path], Any], Any]] = {
     "questions": (read_questions, {"context": "a", "choices": ["b", "c"], "answer": 0}),
     "prompts": (lambda path: read_prompts(GenerateOptions(run="", prompts=str(path))), {"prompt": "Once"}),
     "chats": (
-        lambda path: list(conversations(Piece(str(path), "jsonl"), "messages", None)),
+        lambda path: list(conversations(Piece(SourceFile(path, "jsonl")), "messages", None)),
         {"messages": [{"role": "user", "content": "a", "tool_calls": [{"b": []}]}], "tools": "[]"},
     ),
 }

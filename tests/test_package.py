@@ -107,7 +107,7 @@ def test_links_lead_to_the_folders_beside(name):
     assert link.readlink() == Path("..") / name
 
 
-HEAVY = ("jax", "flax", "optax", "orbax", "grain", "numpy", "mpi4py", "mpi4jax", "matplotlib", "rich", "tyro")
+HEAVY = ("jax", "flax", "optax", "orbax", "numpy", "mpi4py", "mpi4jax", "matplotlib", "rich", "tyro")
 VALUES = (
     "shardtrain",
     "shardtrain.axes",

@@ -14,10 +14,9 @@ import tyro
 from shardtrain.cli.command_help import usage_text
 from shardtrain.cli.data_views import Check, Ls, Show, Stats, check, ls, own_options, show, stats
 from shardtrain.data.corpus import corpus_files
-from shardtrain.data.documents import OnError, refuse_mixed
+from shardtrain.data.documents import OnError, refuse_mixed, sample_texts
 from shardtrain.data.sources.format import BadData
 from shardtrain.data.tokenize import UNIT_BYTES, TokenizeOptions, tokenize
-from shardtrain.data.tokenizer_sample import sample_texts
 from shardtrain.errors.messages import near
 from shardtrain.report.work_progress import work_progress
 from shardtrain.system import terminal

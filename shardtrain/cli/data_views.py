@@ -160,8 +160,6 @@ def _show_conversations(options: Show, template_name: str, files: Sequence[Sourc
         file, row, record = find_row(files, number)
         try:
             (found,) = encode([conversation_of(record, options.messages)], template, tokenizer)
-            if isinstance(found, ValueError):
-                raise found
         except ValueError as error:
             raise ValueError(f"{file.path}, row {row}: {error}") from error
         terminal.out(

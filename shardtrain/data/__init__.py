@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardtrain.data.audio_files import AudioFiles
     from shardtrain.data.augmentation import Augment
     from shardtrain.data.batches import Batches, Position
     from shardtrain.data.chat import Chat
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from shardtrain.data.windows import Tokens, Windows
 
 _FILES = {
-    "audio_files": ("AudioFiles",),
     "augmentation": ("Augment",),
     "batches": ("Batches", "Position"),
     "chat": ("Chat",),
@@ -53,7 +51,6 @@ _FILES = {
 }
 
 __all__ = [
-    "AudioFiles",
     "Augment",
     "Batch",
     "BatchShard",

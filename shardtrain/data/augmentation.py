@@ -12,7 +12,7 @@ import numpy as np
 
 from shardtrain.data.image_decoding import Box
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 
 ASPECTS = (3 / 4, 4 / 3)
 """Least and largest width of a random crop in heights."""
@@ -71,8 +71,7 @@ class Augment:
                 problems.append(f"{name} is {value:g}; use 0 or more, such as 0.2 or 1")
         if not 0 <= self.smoothing < 1:
             problems.append(f"smoothing is {self.smoothing:g}; use 0 or more, below 1, such as 0.1")
-        if problems:
-            raise problems_error("images cannot be changed like this", problems)
+        refuse("images cannot be changed like this", problems)
 
     @property
     def mixes(self) -> bool:

@@ -11,7 +11,6 @@ References:
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,18 +20,6 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 BLOCK = 4096
 """Draws that are computed together."""
-
-
-class DrawBlock(NamedTuple):
-    """Draws in sequence.
-
-    Attributes:
-      sources: the source of each draw, int64 (BLOCK,).
-      counts: how many draws before it were of that source, int64 (BLOCK,).
-    """
-
-    sources: np.ndarray
-    counts: np.ndarray
 
 
 def borders(weights: Sequence[float]) -> tuple[int, ...]:
@@ -46,13 +33,16 @@ def borders(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)  # several threads load neighbouring batches
-def draw_block(parts: tuple[int, ...], offset: int, block: int) -> DrawBlock:
+def draw_block(parts: tuple[int, ...], offset: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the draws `block * BLOCK` to `(block + 1) * BLOCK`.
 
     Args:
       parts: from `borders`.
       offset: where the sequence begins, of 2**64.
       block: 0 or more.
+
+    Returns:
+      The source of each draw, and how many draws before it were of that source, int64 (BLOCK,).
     """
     first = block * BLOCK
     with np.errstate(over="ignore"):
@@ -63,7 +53,7 @@ def draw_block(parts: tuple[int, ...], offset: int, block: int) -> DrawBlock:
     for source in range(len(parts) - 1):
         mine = sources == source
         counts[mine] = count_before(parts, offset, source, first) + np.arange(mine.sum())
-    return DrawBlock(sources, counts)
+    return sources, counts
 
 
 def count_before(parts: tuple[int, ...], offset: int, source: int, num_draws: int) -> int:

@@ -8,20 +8,21 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, Protocol, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import numpy as np
 
 from shardtrain.data.order import epoch_order
 from shardtrain.data.row_split import fill_with_copies, full_weights, weigh
 from shardtrain.data.samples import Batch, Source, load_rows
-from shardtrain.data.workers import Workers
-from shardtrain.errors.messages import problems_error
+from shardtrain.data.workers import Loadable, Workers
+from shardtrain.errors.field_types import too_small
+from shardtrain.errors.messages import refuse
 
 
 class Position(TypedDict):
@@ -75,20 +76,20 @@ class Batches:
     workers: int = 0
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} is {value}; use {least} or more"
-            for name, least in (("batch", 1), ("seed", 0), ("epochs", 1), ("prefetch", 0), ("workers", 0))
-            if (value := getattr(self, name)) is not None and value < least
-        ]
+        problems = too_small(self, batch=1, seed=0, epochs=1, prefetch=0, workers=0)
         if len(self.source) == 0:
             problems.append("source has no samples; give one with 1 or more")
-        problems += stream_problems(self.source, self.workers)
+        if self.workers and getattr(self.source, "is_stream", False):
+            problems.append(
+                f"workers is {self.workers}, and the samples are of a stream, which each worker would read as"
+                " a whole; use --loading.workers 0, and read in parallel in the function that yields the"
+                " samples"
+            )
         if self.rows is not None:
             wrong = [int(row) for row in self.rows if not 0 <= row < self.batch]
             if wrong or len(self.rows) == 0:
                 problems.append(f"rows has {wrong or 'nothing'}; use rows from 0 to {self.batch - 1}")
-        if problems:
-            raise problems_error("these batches cannot be made", problems)
+        refuse("these batches cannot be made", problems)
 
     @property
     def row_counts(self) -> list[int]:
@@ -177,16 +178,6 @@ class Batches:
         return -(-num_samples // self.batch)
 
 
-def stream_problems(source: Any, workers: int) -> list[str]:
-    """Return why worker processes cannot load these samples: each would read a whole stream."""
-    if not (workers and getattr(source, "is_stream", False)):
-        return []
-    return [
-        f"workers is {workers}, and the samples are of a stream, which each worker would read as a whole; use"
-        " --loading.workers 0, and read in parallel in the function that yields the samples"
-    ]
-
-
 def normalised(position: Position, num_samples: int) -> Position:
     """Return a position with the end of an epoch as the beginning of the next.
 
@@ -200,20 +191,6 @@ def normalised(position: Position, num_samples: int) -> Position:
             f" 0 to {num_samples}. Use the data that it was saved with, or begin at epoch 0."
         )
     return Position(epoch=epoch + 1, index=0) if index == num_samples else Position(epoch=epoch, index=index)
-
-
-class Loadable(Protocol):
-    """What `read_ahead` needs of batches, see `Batches`."""
-
-    @property
-    def source(self) -> Any: ...
-    @property
-    def prefetch(self) -> int: ...
-    @property
-    def workers(self) -> int: ...
-    def num_batches(self, position: Position | None = None, /) -> int: ...
-    def advance(self, position: Position, num_batches: int = 1, /) -> Position: ...
-    def load(self, position: Position, /) -> Batch: ...
 
 
 QUICK_SECONDS = 0.0005
@@ -241,37 +218,33 @@ def read_ahead(batches: Loadable, start: Position) -> Generator[tuple[Batch, Pos
             load = stack.enter_context(Workers(copied, batches.workers, batches.source)).load
         threads = ThreadPoolExecutor(max(ahead, 1), thread_name_prefix="shardtrain-loader")
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
-        # (returns a batch and the seconds that loading it took, the position after it)
-        loading: deque[tuple[Callable[[], tuple[Batch, float]], Position]] = deque()
+        # (a batch and the seconds that loading it took, the position after it)
+        loading: deque[tuple[Future[tuple[Batch, float]], Position]] = deque()
         upcoming, mean_seconds = _positions(batches, start), 2 * QUICK_SECONDS
         while True:
             if batches.workers or (ahead and mean_seconds > QUICK_SECONDS):
                 for position, after in islice(upcoming, ahead + 1 - len(loading)):
-                    loading.append((threads.submit(timed, position).result, after))
+                    loading.append((threads.submit(timed, position), after))
             elif not loading:
-                loading += [(_loaded(timed, p), after) for p, after in islice(upcoming, ahead + 1)]
+                loading += [(_load_now(timed, p), after) for p, after in islice(upcoming, ahead + 1)]
             if not loading:
                 return
-            result, after = loading.popleft()
-            batch, seconds = result()
+            future, after = loading.popleft()
+            batch, seconds = future.result()
             mean_seconds += (seconds - mean_seconds) / 8
             yield batch, after
 
 
-def _loaded(
+def _load_now(
     load: Callable[[Position], tuple[Batch, float]], position: Position
-) -> Callable[[], tuple[Batch, float]]:
-    """Load a batch at once, and return a function that returns it, or raises what loading it has raised."""
+) -> Future[tuple[Batch, float]]:
+    """Load a batch in this thread; its error is raised by who asks for the result."""
+    future: Future[tuple[Batch, float]] = Future()
     try:
-        found = load(position)
+        future.set_result(load(position))
     except Exception as error:
-        raised = error
-
-        def fail() -> tuple[Batch, float]:
-            raise raised
-
-        return fail
-    return lambda: found
+        future.set_exception(error)
+    return future
 
 
 def _positions(batches: Loadable, position: Position) -> Iterator[tuple[Position, Position]]:

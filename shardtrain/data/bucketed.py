@@ -12,7 +12,7 @@ from typing import Self
 
 import numpy as np
 
-from shardtrain.data.token_shards import TokenShards
+from shardtrain.data.tokens import TokenShards
 from shardtrain.data.windows import Windows
 
 BLOCK_TOKENS = 1 << 28
@@ -25,13 +25,11 @@ class DocumentPieces:
 
     Args:
       windows: checks tokens, and has the longest length of a piece in `seq`.
-      shards: the tokens, with the ends of documents.
       starts: the first token of each piece, int64 (n,).
       lengths: number of inputs of each piece, int32 (n,): one less than its tokens.
     """
 
     windows: Windows
-    shards: TokenShards
     starts: np.ndarray
     lengths: np.ndarray
 
@@ -39,22 +37,22 @@ class DocumentPieces:
     """Batches of these samples are counted in tokens."""
 
     @classmethod
-    def of(cls, windows: Windows, shards: TokenShards) -> Self:
+    def of(cls, windows: Windows) -> Self:
         """Return the pieces of all documents of tokens.
 
         Raises:
           ValueError: a file does not say where its documents end, or no document has two tokens.
         """
-        if path := shards.without_ends:
+        if path := windows.shards.without_ends:
             raise ValueError(
                 f"packing is 'bucketed', and {path} does not say where documents end (a .ends file beside it"
                 " does); make the tokens by shardtrain data tokenize, or use --data.packing joined"
             )
-        found = list(_pieces(shards, windows.seq))
+        found = list(_pieces(windows.shards, windows.seq))
         starts, lengths = (np.concatenate([each[i] for each in found]) for i in (0, 1))
         if not len(starts):
             raise ValueError(f"{windows.path} has no document of two tokens or more; give some with text")
-        return cls(windows=windows, shards=shards, starts=starts, lengths=lengths)
+        return cls(windows=windows, starts=starts, lengths=lengths)
 
     def split(self, heldout_fraction: float) -> tuple[Self, Self | None]:
         """Split into pieces to train on, and, at the end, whole documents that are held out.

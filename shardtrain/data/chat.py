@@ -20,8 +20,7 @@ from shardtrain.data.sources.find import SourceFile, summary
 from shardtrain.data.token_manifest import tokenizer_hash
 from shardtrain.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from shardtrain.data.windows import split_problems
-from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import needs_library, refuse
 from shardtrain.system.excerpts import some
 
 if TYPE_CHECKING:
@@ -33,11 +32,6 @@ TooLong = Literal["truncate", "skip"]
 
 ChatPacking = Literal["separate", "alone"]
 """Whether windows have several conversations, or one each."""
-
-INSTALL = (
-    "chat templates are read by the library jinja2: install it with uv sync --extra chat in a clone,"
-    " elsewhere with pip install 'path/to/shardtrain[chat]'"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +73,7 @@ class Chat:
     on_error: OnError = "stop"
 
     def __post_init__(self) -> None:
-        problems = [*wrong_types(self), *split_problems(self.seq, self.heldout_fraction)]
-        if problems:
-            raise problems_error("these conversations cannot be used", problems)
+        refuse("these conversations cannot be used", split_problems(self))
 
     @property
     def vocab(self) -> int:
@@ -155,7 +147,7 @@ class Chat:
           ValueError: jinja2 is not installed, or one of them cannot be read.
         """
         if find_spec("jinja2") is None:
-            raise ValueError(INSTALL)
+            raise ValueError(needs_library("chat templates are", "jinja2", "chat"))
         from shardtrain.data.chat_template import open_template
 
         tokenizer = open_tokenizer(self.tokenizer)
@@ -172,11 +164,18 @@ class Chat:
     def _tokens(self, folder: Path) -> "tuple[ChatTokens, int]":
         """Return the tokens of all conversations, made at the first call, and the token of padding."""
         template, tokenizer = self.open_template()
-        from shardtrain.data.chat_tokens import ChatOptions, chat_tokens
+        from shardtrain.data.chat_tokens import chat_tokens
 
-        options = ChatOptions(messages=self.messages, answers=self.answers, on_error=self.on_error)
-        print_of = tokenizer_hash(self.tokenizer)
-        return chat_tokens(self._files(), folder, template, tokenizer, print_of, options), tokenizer.separator
+        tokens = chat_tokens(
+            self._files(),
+            folder,
+            template,
+            tokenizer,
+            tokenizer_hash=tokenizer_hash(self.tokenizer),
+            messages=self.messages,
+            on_error=self.on_error,
+        )
+        return tokens, tokenizer.separator
 
     def _split(self, tokens: "ChatTokens") -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of the conversations to train on, and of those held out."""

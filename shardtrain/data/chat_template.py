@@ -101,7 +101,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _refuse, "strftime_now": TODAY.strftime}
-        self.source, self.special, self._answers = source, special, answers
+        self.source, self.special, self.answers = source, special, answers
         try:
             self._template = environment.from_string(source)
             tree = environment.parse(source)
@@ -133,12 +133,12 @@ class ChatTemplate:
             return Rendered(self._text(messages, tools), [])
         messages = messages[: numbers[-1] + 1]
         text = self._text(messages, tools)
-        wanted = numbers if self._answers == "all" else numbers[-1:]
+        wanted = numbers if self.answers == "all" else numbers[-1:]
         counted = [number for number in wanted if learned is None or learned[number]]
         if self._marks:
             text, spans = _unmarked(text)
             if counted == wanted:
-                return Rendered(text, spans if self._answers == "all" else spans[-1:])
+                return Rendered(text, spans if self.answers == "all" else spans[-1:])
             if len(spans) != len(numbers):
                 raise ValueError(
                     f"the chat template marks {len(spans)} answers of {len(numbers)}, so it is not known"
@@ -155,7 +155,7 @@ class ChatTemplate:
         return Rendered(text, spans)
 
     def _differs(self, number: int) -> str:
-        change = "" if self._answers == "last" else "train on last answers alone (--data.answers last), "
+        change = "" if self.answers == "last" else "train on last answers alone (--data.answers last), "
         return (
             f"the chat template writes the text up to message {number} in another way when that message is"
             f" followed by others, or answered, so the answer cannot be found in it; {change}mark answers in"

@@ -5,50 +5,33 @@ Written once, by one process, and read by all ranks. Next: `chat.py`, which pack
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardtrain.data.chat_template import ChatTemplate
-from shardtrain.data.conversations import Answers, Conversation, conversations
-from shardtrain.data.documents import OnError, Piece
+from shardtrain.data.conversations import Conversation, conversations
+from shardtrain.data.documents import OnError, Piece, encode_rows
 from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData
 from shardtrain.data.sources.row_offsets import file_digest, remove_indices
 from shardtrain.data.token_manifest import MOST_TOKENS
-from shardtrain.data.token_units import BATCH_CHARACTERS, INDEX, MOST_LISTED
+from shardtrain.data.tokenize import INDEX, MOST_LISTED
 from shardtrain.data.tokenizer import Tokenizer
-from shardtrain.data.tokens import TokenFile, write_tokens
+from shardtrain.data.tokens import TokenShards, token_file, write_tokens
 from shardtrain.system.array_file import read_array
 from shardtrain.system.atomic_write import clear_parts, new_file, replace_file
 from shardtrain.system.untrusted_files import of_kind, parse_json, read_text, whole_number
 
-VERSION = 3
+VERSION = 4
 TRAINED = 1 << 31
 """The bit of a stored token that is trained on; tokens are below it."""
 
 TOKENS, EXTENTS, RECORD = "tokens.npy", "extents.npy", "record.json"
 OWNER_ONLY = 0o600
 TOTALS = ("num_tokens", "num_trained", "num_conversations", "num_unanswered", "num_skipped")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatOptions:
-    """What the tokens of conversations depend on, besides template and tokenizer.
-
-    Args:
-      messages: the field with the messages.
-      answers: which answers are trained on.
-      on_error: what to do with a row or file that cannot be read.
-    """
-
-    messages: str
-    answers: Answers
-    on_error: OnError
 
 
 class Encoded(NamedTuple):
@@ -77,31 +60,23 @@ class ChatTokens(NamedTuple):
       record: `TOTALS`, the first errors that were skipped, and a checksum of the tokens.
     """
 
-    tokens: TokenFile
+    tokens: TokenShards
     extents: np.ndarray
     record: dict[str, Any]
 
 
-def encode(
-    given: Sequence[Conversation], template: ChatTemplate, tokenizer: Tokenizer
-) -> list[Encoded | ValueError]:
-    """Return conversations as tokens, each up to its last answer, or the error of each.
+def encode(given: Sequence[Conversation], template: ChatTemplate, tokenizer: Tokenizer) -> list[Encoded]:
+    """Return conversations as tokens, each up to its last answer.
 
     A token is trained on if it ends within an answer: so is one that begins before it.
+
+    Raises:
+      ValueError: one is refused by the template, or cannot be tokens.
     """
-    rendered = [_rendered(each, template) for each in given]
-    texts = [each.text for each in rendered if not isinstance(each, ValueError)]
-    try:
-        encoded = iter(tokenizer.encode_with_ends(texts))
-    except ValueError as error:
-        # find the one that cannot be tokens
-        return [error] if len(given) == 1 else [encode([each], template, tokenizer)[0] for each in given]
-    found: list[Encoded | ValueError] = []
-    for each in rendered:
-        if isinstance(each, ValueError):
-            found.append(each)
-            continue
-        tokens, ends = next(encoded)
+    rendered = [template.render(each.messages, each.tools, each.learned) for each in given]
+    encoded = tokenizer.encode_with_ends([each.text for each in rendered])
+    found = []
+    for each, (tokens, ends) in zip(rendered, encoded, strict=True):
         trained = np.zeros(len(tokens), bool)
         for start, stop in each.answers:
             trained |= (ends > start) & (ends <= stop)
@@ -110,20 +85,15 @@ def encode(
     return found
 
 
-def _rendered(given: Conversation, template: ChatTemplate) -> Any:
-    try:
-        return template.render(given.messages, given.tools, given.learned)
-    except ValueError as error:
-        return error
-
-
 def chat_tokens(
     files: Sequence[SourceFile],
     folder: Path,
     template: ChatTemplate,
     tokenizer: Tokenizer,
+    *,
     tokenizer_hash: str,
-    options: ChatOptions,
+    messages: str,
+    on_error: OnError,
 ) -> ChatTokens:
     """Return the tokens of all conversations of files, made at the first call.
 
@@ -133,7 +103,8 @@ def chat_tokens(
       template: makes text of a conversation.
       tokenizer: makes tokens of the text.
       tokenizer_hash: of its content.
-      options: the rest.
+      messages: the field with the messages.
+      on_error: what to do with a row or file that cannot be read.
 
     Raises:
       BadData: a row or file cannot be read, and `on_error` is "stop".
@@ -142,16 +113,28 @@ def chat_tokens(
 
     def digest() -> str:
         states = [(file.format, file_digest(file.path)) for file in files]
-        depends = (VERSION, asdict(options), template.source, template.special, tokenizer_hash, states)
-        return hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:24]
+        options = (messages, on_error, template.source, template.special, template.answers)
+        return hashlib.sha256(json.dumps((VERSION, options, tokenizer_hash, states)).encode()).hexdigest()[
+            :24
+        ]
 
-    out = folder / f"chat-{digest()}"
+    before = digest()
+    out = folder / f"chat-{before}"
     if (found := _opened(out)) is not None:
         return found
     out.mkdir(parents=True, exist_ok=True)
     clear_parts(out, "*")
-    before = digest()
-    record, extents = _write(out, files, template, tokenizer, options)
+    rows = (
+        (file.path, row, found)
+        for file in files
+        for row, found in conversations(Piece(file), messages, out / INDEX)
+    )
+    encoded = encode_rows(
+        rows,
+        lambda each: sum(len(message["content"]) for message in each.messages),
+        lambda given: encode(given, template, tokenizer),
+    )
+    record, extents = _write(out, encoded, on_error)
     if not record["num_conversations"]:
         raise ValueError(
             f"no conversation in {len(files)} files, such as {files[0].path}, has an answer to train on"
@@ -177,7 +160,7 @@ def _opened(out: Path) -> ChatTokens | None:
             whole_number(record.get(name), name, MOST_TOKENS)
         of_kind(record.get("skipped"), list, "skipped")
         of_kind(record.get("checksum"), str, "checksum")
-        tokens, extents = TokenFile(out / TOKENS), read_array(out / EXTENTS)
+        tokens, extents = token_file(out / TOKENS), read_array(out / EXTENTS)
         whole = tokens.num_tokens == record["num_tokens"]
         whole = whole and extents.shape == (record["num_conversations"], 2) and len(extents) > 0
         whole = whole and extents.dtype == np.int64 and bool((np.diff(extents[:, 0], prepend=0) > 0).all())
@@ -188,11 +171,7 @@ def _opened(out: Path) -> ChatTokens | None:
 
 
 def _write(
-    out: Path,
-    files: Sequence[SourceFile],
-    template: ChatTemplate,
-    tokenizer: Tokenizer,
-    options: ChatOptions,
+    out: Path, encoded: Iterable[Encoded | BadData], on_error: OnError
 ) -> tuple[dict[str, Any], np.ndarray]:
     """Write the tokens, and return their record and extents."""
     counts = dict.fromkeys(TOTALS, 0)
@@ -201,9 +180,9 @@ def _write(
     checksum = hashlib.sha256()
 
     def documents() -> Iterator[np.ndarray]:
-        for each in _encoded(files, template, tokenizer, options, out):
+        for each in encoded:
             if isinstance(each, BadData):
-                if options.on_error == "stop":
+                if on_error == "stop":
                     raise each
                 counts["num_skipped"] += 1
                 skipped.extend([f"{each.place}: {each.why}"] if len(skipped) < MOST_LISTED else [])
@@ -222,35 +201,3 @@ def _write(
     ends = np.array(extents, np.int64).reshape(-1, 2)
     checksum.update(ends.astype("<i8").tobytes())
     return {**counts, "skipped": skipped, "checksum": checksum.hexdigest()[:16]}, ends
-
-
-def _encoded(
-    files: Sequence[SourceFile],
-    template: ChatTemplate,
-    tokenizer: Tokenizer,
-    options: ChatOptions,
-    out: Path,
-) -> Iterator[Encoded | BadData]:
-    """Yield the conversations of all files, or their errors, in order."""
-    rows = (
-        (file.path, row, found)
-        for file in files
-        for row, found in conversations(Piece(str(file.path), file.format), options.messages, out / INDEX)
-    )
-    filled = 0
-
-    def group(each: tuple[Path, int, Conversation | BadData]) -> int:
-        nonlocal filled
-        if isinstance(each[2], Conversation):
-            filled += sum(len(message["content"]) for message in each[2].messages)
-        return filled // BATCH_CHARACTERS
-
-    for _, batch in groupby(rows, group):
-        listed = list(batch)
-        good = [found for _, _, found in listed if isinstance(found, Conversation)]
-        encoded = iter(encode(good, template, tokenizer))
-        for path, row, found in listed:
-            each = found if isinstance(found, BadData) else next(encoded)
-            if isinstance(each, ValueError) and not isinstance(each, BadData):
-                each = BadData(path, str(each), row)
-            yield each

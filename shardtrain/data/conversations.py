@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from shardtrain.data.documents import Piece, open_rows
-from shardtrain.data.learned_messages import row_learned, take_learned
-from shardtrain.data.sources.find import SourceFile
+from shardtrain.data.documents import Piece, read_rows
 from shardtrain.data.sources.format import BadData, Record
 from shardtrain.errors.messages import near
 from shardtrain.system.excerpts import short
@@ -25,6 +23,21 @@ ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "bing", "bard"), "assistant"),
 }
 """Names of roles in ShareGPT's conversations and data sets like them -> those that templates know."""
+
+LEARNED = {
+    *("weight", "lossweight", "lossscale", "loss", "computeloss", "calculateloss", "lossmask"),
+    *("train", "training", "trainable", "istrainable", "trainon", "learn", "learned", "learnable"),
+}
+"""Names of marks that are true for a message that is learned, in lower case without _ and -."""
+
+NOT_LEARNED = {"masked", "ismasked", "maskloss", "ignoreloss", "noloss", "skiploss", "notrain"}
+"""Names of marks that are true for a message that is not learned."""
+
+UNCLEAR = {"mask", "traindetail", "trainingdetail", "trainondetail"}
+"""Names of marks of which no value is read: what they say differs, or is about parts of a message."""
+
+TEXTS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+ASSISTANT = "assistant"
 
 RESERVED = "\0\ufdd0\ufdd1"
 """Characters that no content has: the separator of bytes, and the marks of answers."""
@@ -47,25 +60,8 @@ class Conversation(NamedTuple):
 def conversations(
     piece: Piece, field: str, folder: Path | None
 ) -> Iterator[tuple[int, Conversation | BadData]]:
-    """Yield (row, conversation or its error) of the rows of a piece; see `documents.texts`.
-
-    Raises:
-      FileNotFoundError: the file is gone.
-    """
-    path = Path(piece.path)
-    try:
-        rows = open_rows(SourceFile(path, piece.format), folder)
-        for row, record in rows.iterate(piece.start, piece.stop):
-            try:
-                if isinstance(record, BadData):
-                    raise record
-                yield row, conversation_of(record, field)
-            except BadData as error:
-                yield row, error
-            except ValueError as error:
-                yield row, BadData(path, str(error), row)
-    except BadData as error:
-        yield piece.start, error
+    """Yield (row, conversation or error) of the rows of a piece; see `read_rows` and `conversation_of`."""
+    return read_rows(piece, lambda record: conversation_of(record, field), folder)
 
 
 def conversation_of(record: Record, field: str) -> Conversation:
@@ -177,3 +173,65 @@ def _joined(parts: list[Any], name: str) -> str:
     if wrong := [part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)]:
         raise ValueError(f"{name} has content {short(wrong[0])}; parts of it that are text are read alone")
     return "".join(map(str, texts))
+
+
+def take_learned(message: dict[str, Any], name: str) -> bool:
+    """Remove the marks of a message, and return whether it is learned; without marks answers are.
+
+    Args:
+      message: with the role that templates know.
+      name: of the message, for errors.
+
+    Raises:
+      ValueError: a mark is neither true nor false, marks contradict each other, or a message is marked as
+        learned that is no answer.
+
+    >>> take_learned({"role": "assistant", "content": "a", "weight": 0.0}, "messages[0]")
+    False
+    """
+    marks = _marks(message, name)
+    said = {f"{key} {short(message.pop(key))}": learned for key, learned in marks.items()}
+    is_answer = message["role"] == ASSISTANT
+    if said and not is_answer and True in said.values():
+        raise ValueError(
+            f"{name} has {next(iter(said))} and role {message['role']}, and only messages of the role"
+            f" {ASSISTANT} are learned; write 0, or leave it out"
+        )
+    return is_answer and all(said.values())
+
+
+def row_learned(record: Mapping[str, Any]) -> bool:
+    """Return whether the answers of a row are learned, by marks beside its messages; without marks they are.
+
+    Raises:
+      ValueError: a mark is neither true nor false, or marks contradict each other.
+
+    >>> row_learned({"messages": [], "weight": 0}), row_learned({"messages": [], "train": None})
+    (False, True)
+    """
+    return all(_marks(record, "the row").values())
+
+
+def _marks(fields: Mapping[str, Any], name: str) -> dict[str, bool]:
+    """Return whether each mark says that its message or row is learned; None says nothing.
+
+    Raises:
+      ValueError: see `row_learned`.
+    """
+    marks: dict[str, bool] = {}
+    for key in fields:
+        word = str(key).lower().replace("_", "").replace("-", "")
+        if word not in LEARNED | NOT_LEARNED | UNCLEAR or fields[key] is None:
+            continue
+        value = fields[key]
+        flag = TEXTS.get(value.strip().lower()) if isinstance(value, str) else value
+        if word in UNCLEAR or not isinstance(flag, bool | int | float) or flag not in (0, 1):
+            raise ValueError(
+                f"{name} has {key} {short(value)}; say whether it is learned by weight 1 or 0, or leave"
+                f" {key} out"
+            )
+        marks[key] = bool(flag) == (word in LEARNED)
+    if len(set(marks.values())) > 1:
+        said = " and ".join(f"{key} {short(fields[key])}" for key in marks)
+        raise ValueError(f"{name} has {said}, which contradict each other; keep one of them")
+    return marks

@@ -24,12 +24,11 @@ from shardtrain.data.token_manifest import (
     unfinished,
     whole_manifest,
 )
-from shardtrain.data.token_shards import TokenShards
 from shardtrain.data.tokenize import TokenizeOptions, plan_digest, tokenize
 from shardtrain.data.tokenizer import BYTES, open_tokenizer
+from shardtrain.data.tokens import TokenShards
 from shardtrain.data.windows import Windows, split_problems, split_windows
-from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.system.excerpts import some
 
 Packing = Literal["joined", "separate", "bucketed"]
@@ -77,11 +76,10 @@ class Corpus:
     packing: Packing = "joined"
 
     def __post_init__(self) -> None:
-        problems = [*wrong_types(self), *split_problems(self.seq, self.heldout_fraction)]
+        problems = split_problems(self)
         if self.vocab_size is not None and not 1 <= self.vocab_size <= 2**31:
             problems.append(f"vocab_size is {self.vocab_size}; use 1 to 2**31")
-        if problems:
-            raise problems_error("this corpus cannot be used", problems)
+        refuse("this corpus cannot be used", problems)
 
     @property
     def vocab(self) -> int:
@@ -142,11 +140,11 @@ class Corpus:
         if (num_skipped := self._num_skipped(files, folder)) or self.on_error == "skip":
             windows = replace(windows, num_skipped=num_skipped)
         if self.packing == "bucketed":
-            return DocumentPieces.of(windows, shards).split(self.heldout_fraction)
+            return DocumentPieces.of(windows).split(self.heldout_fraction)
         train, heldout = split_windows(windows, self.heldout_fraction)
         if self.packing == "joined":
             return train, heldout
-        packed = PackedWindows(windows=train, shards=shards)
+        packed = PackedWindows(windows=train)
         return packed, None if heldout is None else replace(packed, windows=heldout)
 
     def _files(self) -> list[SourceFile]:

@@ -1,11 +1,11 @@
-"""The documents of files of rows: the text of each row, one after the other, and what cannot be read.
+"""The rows of files as documents or conversations, one after the other, and what of them cannot be read.
 
-Next: `tokenize.py`, which makes tokens of them.
+Next: `tokenize.py` and `chat_tokens.py`, which make tokens of them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.find import SourceFile
@@ -17,18 +17,19 @@ from shardtrain.system.plain_text import decode_text
 OnError = Literal["stop", "skip"]
 """What to do with data that cannot be read."""
 
+BATCH_CHARACTERS = 1 << 20
+"""Characters of documents that a tokenizer gets at a time."""
+
+Value = TypeVar("Value")
+Encoded = TypeVar("Encoded")
+
 
 class Piece(NamedTuple):
-    """Rows of a file: from `start` up to `stop`; None: to its end.
+    """Rows of a file: from `start` up to `stop`; None: to its end."""
 
-    `state` is its size in bytes and its time of modification in ns when it was found; None: not noted.
-    """
-
-    path: str
-    format: str
+    file: SourceFile
     start: int = 0
     stop: int | None = None
-    state: tuple[int, int] | None = None
 
 
 def open_rows(file: SourceFile, folder: Path | None) -> Rows:
@@ -55,62 +56,135 @@ def refuse_mixed(files: Sequence[SourceFile]) -> bool:
     Raises:
       ValueError: some have tokens and others text.
     """
-    tokens = [file for file in files if FORMATS[file.format].tokens is not None]
-    others = [file for file in files if FORMATS[file.format].tokens is None]
+    tokens = [file.path for file in files if FORMATS[file.format].tokens is not None]
+    others = [file.path for file in files if FORMATS[file.format].tokens is None]
     if tokens and others:
         raise problems_error(
             "tokens and text cannot be mixed; make tokens of the text first, by shardtrain data tokenize",
-            [
-                f"tokens: {some([f.path for f in tokens], 3)}",
-                f"text: {some([f.path for f in others], 3)}",
-            ],
+            [f"tokens: {some(tokens, 3)}", f"text: {some(others, 3)}"],
         )
     return bool(tokens)
 
 
-def texts(piece: Piece, field: str, folder: Path | None) -> Iterator[tuple[int, str | BadData]]:
-    """Yield (row, text or its error) of the rows of a piece; a file that cannot be opened is one error.
+def read_rows(
+    piece: Piece, parse: Callable[[Record], Value], folder: Path | None
+) -> Iterator[tuple[int, Value | BadData]]:
+    """Yield (row, value or error) of the rows of a piece; a file that cannot be opened is one error.
 
     Args:
       piece: the rows.
-      field: the field with the text.
-      folder: the folder of indices.
+      parse: makes the value of a record; raises ValueError for one that has none.
+      folder: the folder of indices; None writes none.
 
     Raises:
       FileNotFoundError: the file is gone.
     """
-    path = Path(piece.path)
+    path = piece.file.path
     try:
-        rows = open_rows(SourceFile(path, piece.format), folder)
-        for row, record in rows.iterate(piece.start, piece.stop):
+        for row, record in open_rows(piece.file, folder).iterate(piece.start, piece.stop):
             try:
-                yield row, record if isinstance(record, BadData) else text_of(record, field, path, row)
+                value = record if isinstance(record, BadData) else parse(record)
             except BadData as error:
-                yield row, error
+                value = error
+            except ValueError as error:
+                value = BadData(path, str(error), row)
+            yield row, value
     except BadData as error:
         yield piece.start, error
 
 
-def text_of(record: Record, field: str, path: Path, row: int) -> str:
+def texts(piece: Piece, field: str, folder: Path | None) -> Iterator[tuple[int, str | BadData]]:
+    """Yield (row, text or error) of the rows of a piece, whose text is in `field`; see `read_rows`."""
+    return read_rows(piece, lambda record: text_of(record, field), folder)
+
+
+def text_of(record: Record, field: str) -> str:
     """Return the text in a field of a record.
 
     Raises:
-      BadData: it is missing, no text, or not UTF-8.
+      ValueError: it is missing, no text, or not UTF-8.
     """
     value = record.get(field)
-    if isinstance(value, bytes):
-        try:
-            value = decode_text(value)
-        except ValueError as error:
-            raise BadData(path, f"field {field}: {error}", row) from None
-    if isinstance(value, str):
-        try:
+    try:
+        if isinstance(value, bytes):
+            return decode_text(value)
+        if isinstance(value, str):
             value.encode()
-        except UnicodeEncodeError as error:
-            raise BadData(
-                path, f"field {field} is no valid Unicode at character {error.start:,}", row
-            ) from None
-        return value
+            return value
+    except UnicodeEncodeError as error:
+        raise ValueError(f"field {field} is no valid Unicode at character {error.start:,}") from None
+    except ValueError as error:
+        raise ValueError(f"field {field}: {error}") from None
     if field not in record:
-        raise BadData(path, f"it has no field {near(field, record)}; name that of the text: --data.text", row)
-    raise BadData(path, f"field {field} is {type(value).__name__}, not text", row)
+        raise ValueError(f"it has no field {near(field, record)}; name that of the text: --data.text")
+    raise ValueError(f"field {field} is {type(value).__name__}, not text")
+
+
+def encode_rows(
+    rows: Iterable[tuple[Path, int, Value | BadData]],
+    size: Callable[[Value], int],
+    encode: Callable[[list[Value]], Sequence[Encoded]],
+) -> Iterator[Encoded | BadData]:
+    """Encode rows in batches of about `BATCH_CHARACTERS`; yield what each becomes or its error, in order.
+
+    Args:
+      rows: (file, number of the row, value or error).
+      size: the characters of a value.
+      encode: values -> what each becomes; raises ValueError if one of them cannot be encoded.
+    """
+    batch: list[tuple[Path, int, Value | BadData]] = []
+    filled = 0
+    for path, row, value in rows:
+        batch.append((path, row, value))
+        filled += 0 if isinstance(value, BadData) else size(value)
+        if filled >= BATCH_CHARACTERS:
+            yield from _encode_batch(batch, encode)
+            batch, filled = [], 0
+    yield from _encode_batch(batch, encode)
+
+
+def _encode_batch(
+    batch: Sequence[tuple[Path, int, Value | BadData]], encode: Callable[[list[Value]], Sequence[Encoded]]
+) -> Iterator[Encoded | BadData]:
+    try:
+        encoded = iter(encode([value for *_, value in batch if not isinstance(value, BadData)]))
+    except ValueError:
+        encoded = None  # one at a time, to find the one that cannot be encoded
+    for path, row, value in batch:
+        if isinstance(value, BadData):
+            yield value
+            continue
+        try:
+            found = next(encoded) if encoded is not None else encode([value])[0]
+        except ValueError as error:
+            found = BadData(path, str(error), row)
+        yield found
+
+
+def sample_texts(
+    files: Sequence[SourceFile], field: str, num_bytes: int, on_error: OnError = "stop"
+) -> Iterator[str]:
+    """Yield the first documents of each file, to train a tokenizer on, until each has given its part.
+
+    Args:
+      files: of formats with rows.
+      field: the field with the text.
+      num_bytes: of all documents, about: what a file lacks is taken from later ones.
+      on_error: "stop" raises the error of a row; "skip" leaves it out.
+
+    Raises:
+      BadData: a row cannot be read.
+    """
+    left = num_bytes
+    for number, file in enumerate(files):
+        quota = left // (len(files) - number)
+        for _, text in texts(Piece(file), field, None):
+            if quota <= 0:
+                break
+            if isinstance(text, BadData):
+                if on_error == "stop":
+                    raise text
+                continue
+            yield text
+            size = len(text.encode())
+            quota, left = quota - size, left - size

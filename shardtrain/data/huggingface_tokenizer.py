@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from shardtrain.errors.messages import needs_library
 from shardtrain.imported import EOS, TOKEN_FILES, read_token_ids, token_numbers
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.json_size import check_values
@@ -16,10 +17,7 @@ from shardtrain.system.untrusted_files import read_json, read_text
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 """Tokens that end a document, of the families of tokenizers; the first one in a vocabulary counts."""
 
-INSTALL = (
-    "tokenizers are read by the library tokenizers: install it with uv sync --extra hf in a clone, elsewhere"
-    " with pip install 'path/to/shardtrain[hf]'"
-)
+INSTALL = needs_library("tokenizers are", "tokenizers", "hf")
 
 
 def library() -> Any:

@@ -1,23 +1,37 @@
 """Images with labels as the data of a run: folders, tar shards, Parquet, TFRecord, ArrayRecord.
 
-Next: `image_source.py`, the samples; `sources/`, the formats; `batches.py`.
+They are decoded when they are read, and changed at random for training. Next: `sources/`, the formats;
+`image_decoding.py`; `augmentation.py`; `batches.py`.
 """
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from shardtrain.data.augmentation import Augment
+from shardtrain.data.augmentation import Augment, changed_colours, crop_box, draw_mixing, mixed, soft_label
 from shardtrain.data.documents import OnError, open_rows
-from shardtrain.data.image_source import BLACK, WHITE, ImageSource, Opened
+from shardtrain.data.image_decoding import decode_image, decode_part
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.find import SourceFile, find_files, summary
-from shardtrain.data.sources.format import BadData, Rows
-from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.data.sources.format import BadData, Record
+from shardtrain.data.windows import split_problems
+from shardtrain.errors.field_types import too_small
+from shardtrain.errors.messages import near, needs_library, refuse
 from shardtrain.system.excerpts import some
+
+IMAGE_FIELDS = ("image", "img", "jpg", "jpeg", "png", "webp", "image/encoded")
+LABEL_FIELDS = ("label", "labels", "cls", "fine_label", "image/class/label")
+"""Fields of formats and data sets, the first one that a record has counts."""
+
+BLACK, WHITE = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+
+FINGERPRINTED = ("paths", "classes", "size", "image", "label", "heldout_fraction", "format", "on_error")
+"""Options that decide which sample has which number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,20 +74,12 @@ class ImageFiles:
     std: tuple[float, float, float] = WHITE
 
     def __post_init__(self) -> None:
-        problems = wrong_types(self)
-        problems += [
-            f"{name} is {value}; use 1 or more"
-            for name in ("classes", "size")
-            if isinstance(value := getattr(self, name), int) and value < 1
-        ]
-        if not 0 <= self.heldout_fraction < 1:
-            problems.append(f"heldout_fraction is {self.heldout_fraction}; use 0 or more, below 1")
+        problems = split_problems(self) + too_small(self, classes=1, size=1)
         if not min(self.std) > 0:
             problems.append(f"std is {', '.join(f'{each:g}' for each in self.std)}; use numbers above 0")
-        if problems:
-            raise problems_error("these images cannot be used", problems)
+        refuse("these images cannot be used", problems)
 
-    def train(self, folder: Path) -> ImageSource:
+    def train(self, folder: Path) -> "ImageSource":
         """Return the images to train on.
 
         Args:
@@ -85,7 +91,7 @@ class ImageFiles:
         """
         return self._parts(folder)[0]
 
-    def heldout(self, folder: Path) -> ImageSource | None:
+    def heldout(self, folder: Path) -> "ImageSource | None":
         """Return the held-out images; None if nothing is held out."""
         return self._parts(folder)[1]
 
@@ -99,7 +105,7 @@ class ImageFiles:
             text += f"; skipped files that cannot be read: {some(damaged, 3)}"
         return text
 
-    def _parts(self, folder: Path) -> tuple[ImageSource, ImageSource | None]:
+    def _parts(self, folder: Path) -> "tuple[ImageSource, ImageSource | None]":
         opened = self._open(folder)
         num_images = int(opened.starts[-1])
         num_heldout = round(self.heldout_fraction * num_images)
@@ -118,16 +124,12 @@ class ImageFiles:
         unchanged = replace(self, augment=Augment())
         return train, replace(train, options=unchanged, samples=np.sort(order[:num_heldout]))
 
-    def _open(self, folder: Path) -> Opened:
+    def _open(self, folder: Path) -> "Opened":
         if find_spec("PIL") is None:
-            raise ValueError(
-                "images are read by the library pillow: install it with uv sync --extra images in a clone,"
-                " elsewhere with pip install 'path/to/shardtrain[images]'"
-            )
+            raise ValueError(needs_library("images are", "pillow", "images"))
         if not self.paths:
             raise ValueError("these images have no paths; give folders, files or patterns: --data PATTERN")
         files: list[SourceFile] = []
-        rows: list[Rows] = []
         damaged: list[str] = []
         for file in find_files(self.paths, self.format):
             if FORMATS[file.format].whole:
@@ -136,13 +138,179 @@ class ImageFiles:
                     " another format, such as tar shards"
                 )
             try:
-                opened = open_rows(file, folder)
-                if self.on_error == "stop" and len(opened):
-                    opened.read(len(opened) - 1)  # says that the file is cut off, if it is
-                rows.append(opened)
+                rows = open_rows(file, folder)
+                if self.on_error == "stop" and len(rows):
+                    rows.read(len(rows) - 1)  # says that the file is cut off, if it is
                 files.append(file)
             except BadData as error:
                 if self.on_error == "stop":
                     raise
                 damaged.append(f"{error.place}: {error.why}")
-        return Opened(files, rows, damaged, folder)
+        return Opened(files, damaged, folder)
+
+
+class Opened:
+    """Files of rows as one sequence; a process that gets a copy opens them again.
+
+    Args:
+      files: the files.
+      damaged: files that were left out, each with the reason.
+      folder: the folder of their indices.
+    """
+
+    def __init__(self, files: Sequence[SourceFile], damaged: Sequence[str], folder: Path) -> None:
+        self.files, self.damaged, self.folder = tuple(files), tuple(damaged), folder
+        self.rows = [open_rows(file, folder) for file in files]
+        self.starts = np.concatenate([[0], np.cumsum([len(each) for each in self.rows], dtype=np.int64)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Opened, (self.files, self.damaged, self.folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSource:
+    """A random-access source of decoded images.
+
+    Args:
+      options: how images are found in a row, and decoded.
+      opened: the files.
+      samples: the numbers of the rows that belong to it, int64 (n,).
+      skipped_rows: the rows that this process has left out so far.
+    """
+
+    options: ImageFiles
+    opened: Opened
+    samples: np.ndarray
+    skipped_rows: set[int] = field(default_factory=set, compare=False, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Return sample `index`, as evaluation sees it: resized, and the middle.
+
+        Returns:
+          {"image": float32 (size, size, 3), from 0 to 1 unless `mean` and `std` change that, "label": int32
+          ()}, or float32 (classes,) where labels are mixed or smoothed; with `on_error="skip"` also "weights"
+          float32 (): 0 for an image that cannot be read, which is black.
+
+        Raises:
+          BadData: it cannot be read, and `on_error` is "stop".
+        """
+        return self._sample(index, None)
+
+    def augmented(self, index: int, epoch: int, random: np.random.Generator) -> dict[str, np.ndarray]:
+        """Return sample `index` for training, changed as `augment` says.
+
+        Args:
+          index: of the sample.
+          epoch: not needed, as the draws of each epoch are others.
+          random: draws the changes.
+
+        Returns:
+          As `__getitem__`.
+
+        Raises:
+          BadData: it, or the image that it is mixed with, cannot be read, and `on_error` is "stop".
+        """
+        return self._sample(index, random)
+
+    def add_skipped(self, rows: set[int]) -> None:
+        """Count rows that another process has left out."""
+        self.skipped_rows.update(rows)
+
+    def _sample(self, index: int, random: np.random.Generator | None) -> dict[str, Any]:
+        options, augment = self.options, self.options.augment
+        found = self._read(index, random)
+        image, label = found or (np.zeros((options.size, options.size, 3), np.float32), 0)
+        shares = {label: 1.0}
+        mixing = draw_mixing(augment, random) if random is not None and found is not None else None
+        if mixing is not None and random is not None:
+            other = self._read(int(random.integers(len(self))), random)
+            if other is not None:  # else it stays as it is
+                image, kept = mixed(image, other[0], mixing)
+                shares = {other[1]: 1 - kept}
+                shares[label] = shares.get(label, 0) + kept
+        if found is not None and (options.mean, options.std) != (BLACK, WHITE):
+            image = (image - np.asarray(options.mean, np.float32)) / np.asarray(options.std, np.float32)
+        soft = soft_label(shares, options.classes, augment.smoothing) if augment.soft_labels else None
+        sample = {"image": image, "label": np.int32(label) if soft is None else soft}
+        skips = options.on_error == "skip"
+        return {**sample, "weights": np.float32(found is not None)} if skips else sample
+
+    def _read(self, index: int, random: np.random.Generator | None) -> tuple[np.ndarray, int] | None:
+        """Return an image, changed by itself, and its class; None for one that is skipped."""
+        row = int(self.samples[index])
+        number = int(np.searchsorted(self.opened.starts, row, "right")) - 1
+        try:
+            return self._decoded(number, row - int(self.opened.starts[number]), random)
+        except BadData:
+            if self.options.on_error == "stop":
+                raise
+            self.skipped_rows.add(row)
+            return None
+
+    def _decoded(self, number: int, row: int, random: np.random.Generator | None) -> tuple[np.ndarray, int]:
+        path, options = self.opened.files[number].path, self.options
+        record = self.opened.rows[number].read(row)
+        label = _field(record, options.label, LABEL_FIELDS, path, row, "label")
+        content = _field(record, options.image, IMAGE_FIELDS, path, row, "image")
+        content = content.get("bytes") if isinstance(content, dict) else content  # as `datasets` stores it
+        if not isinstance(content, bytes):
+            raise BadData(path, f"its image is {type(content).__name__}, not the bytes of a file", row)
+        place = path / record["name"] if path.is_dir() else path
+        try:
+            found = int(np.asarray(label).reshape(()))
+        except (TypeError, ValueError):
+            raise BadData(place, f"its label is {label!r:.40}, not a whole number", row) from None
+        if not 0 <= found < options.classes:
+            raise BadData(place, f"its label is {found}, and classes are 0 to {options.classes - 1}", row)
+        try:
+            return _image(content, options, random), found
+        except Exception as error:
+            raise BadData(place, f"its image cannot be decoded ({error})", row) from None
+
+    @property
+    def num_skipped(self) -> int | None:
+        """How many images and files this process has left out so far; None: none may be."""
+        return len(self.skipped_rows) + len(self.opened.damaged) if self.options.on_error == "skip" else None
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the names and numbers of rows of all files, of the options, and of the part."""
+        opened = self.opened
+        files = [(file.path.name, len(rows)) for file, rows in zip(opened.files, opened.rows, strict=True)]
+        # what changes an image leaves the position of all samples as it is
+        values = {**vars(self.options), "paths": (), "on_error": "stop"}
+        options = f"ImageFiles({', '.join(f'{name}={values[name]!r}' for name in FINGERPRINTED)})"
+        part = (len(self.samples), int(self.samples[0]) if len(self.samples) else -1)
+        return hashlib.sha256(f"({files!r}, {options}, {part!r})".encode()).hexdigest()[:16]
+
+
+def _image(content: bytes, options: ImageFiles, random: np.random.Generator | None) -> np.ndarray:
+    """Decode an image, for evaluation, or with random changes."""
+    augment = options.augment
+    if random is None:
+        return decode_image(content, options.size)
+    if (areas := augment.crop) is None:
+        image = decode_image(content, options.size)
+    else:
+        image = decode_part(content, options.size, lambda *sides: crop_box(sides, areas, random))
+    return changed_colours(image, augment, random)
+
+
+def _field(record: Record, asked: str | None, usual: Sequence[str], path: Path, row: int, option: str) -> Any:
+    """Return the value of a field.
+
+    Raises:
+      BadData: the record has no such field.
+    """
+    names = usual if asked is None else (asked,)
+    found = next((name for name in names if record.get(name) is not None), None)
+    if found is None:
+        wanted = (
+            f"none of the fields {', '.join(usual)}" if asked is None else f"no field {near(asked, record)}"
+        )
+        has = f" (it has {', '.join(record)})" if asked is None else ""
+        raise BadData(path, f"it has {wanted}{has}; name it: --data.{option}", row)
+    return record[found]

@@ -11,10 +11,11 @@ import numpy as np
 from shardtrain.data.documents import Piece, open_rows, texts
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.find import SourceFile
-from shardtrain.data.sources.format import BadData, Record, TokenArray
+from shardtrain.data.sources.format import BadData, Record
 from shardtrain.data.sources.numpy_tokens import ENDS
 from shardtrain.data.token_manifest import Manifest
-from shardtrain.data.token_units import checksum
+from shardtrain.data.tokenize import checksum
+from shardtrain.data.tokens import TokenArray
 from shardtrain.system.untrusted_files import open_regular
 
 QUANTILES = (0, 25, 50, 75, 95, 100)
@@ -83,8 +84,7 @@ def lengths(files: Sequence[SourceFile], field: str) -> Iterator[tuple[np.ndarra
         find = FORMATS[file.format].tokens
         if find is None:
             found = [
-                len(text) if isinstance(text, str) else -1
-                for _, text in texts(Piece(str(file.path), file.format), field, None)
+                len(text) if isinstance(text, str) else -1 for _, text in texts(Piece(file), field, None)
             ]
             sizes = np.array(found, np.int64)
             yield sizes[sizes >= 0], int((sizes < 0).sum())
@@ -107,7 +107,7 @@ def problems_of(files: Sequence[SourceFile], field: str, manifests: Sequence[Man
     for file in files:
         find = FORMATS[file.format].tokens
         if find is None:
-            for _, text in texts(Piece(str(file.path), file.format), field, None):
+            for _, text in texts(Piece(file), field, None):
                 if isinstance(text, BadData):
                     yield f"{text.place}: {text.why}"
         else:

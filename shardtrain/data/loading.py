@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.field_types import too_small, wrong_types
+from shardtrain.errors.messages import refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +27,5 @@ class Loading:
     heldout_workers: int = 0
 
     def __post_init__(self) -> None:
-        problems = wrong_types(self)
-        problems += [
-            f"{name} is {value}; use 0 or more"
-            for name in ("prefetch", "workers", "heldout_workers")
-            if isinstance(value := getattr(self, name), int) and value < 0
-        ]
-        if problems:
-            raise problems_error("batches cannot be loaded in this way", problems)
+        problems = wrong_types(self) + too_small(self, prefetch=0, workers=0, heldout_workers=0)
+        refuse("batches cannot be loaded in this way", problems)

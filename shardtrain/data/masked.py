@@ -10,8 +10,8 @@ import numpy as np
 
 from shardtrain.data.text import Text
 from shardtrain.data.windows import Tokens, Windows
-from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.field_types import too_small, wrong_types
+from shardtrain.errors.messages import refuse
 
 MASKED, REPLACED = 0.8, 0.1
 """Fractions of the chosen tokens that become the mask token, or a random one; the others stay as they are."""
@@ -92,17 +92,13 @@ class MaskedTokens:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if wrong := wrong_types(self):
-            raise problems_error("these tokens cannot be masked", wrong)
+        refuse("these tokens cannot be masked", wrong_types(self))
         problems = []
         if not 0 <= self.mask_token < self.data.vocab:
             problems.append(f"mask_token is {self.mask_token}; use 0 to {self.data.vocab - 1}")
         if not 0 < self.rate < 1:
             problems.append(f"rate is {self.rate}; use a number above 0 and below 1, such as 0.15")
-        if self.seed < 0:
-            problems.append(f"seed is {self.seed}; use 0 or more")
-        if problems:
-            raise problems_error("these tokens cannot be masked", problems)
+        refuse("these tokens cannot be masked", problems + too_small(self, seed=0))
 
     def train(self, folder: Path) -> MaskedWindows:
         """Return the windows to train on.

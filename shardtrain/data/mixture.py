@@ -4,6 +4,7 @@ Next: `balanced_draws.py` (which source comes when), `batches.py` (the order wit
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from shardtrain.data.balanced_draws import BLOCK, borders, count_before, draw_block
-from shardtrain.data.mixture_weights import read_weights
 from shardtrain.data.order import epoch_order
 from shardtrain.data.samples import Source
-from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.field_types import too_small, wrong_types
+from shardtrain.errors.messages import near, refuse
 
 NUM_DRAWS = 1 << 40
 """The length of a mixture: it has no end that a run reaches."""
@@ -69,7 +69,7 @@ class MixedSource:
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         """Return the sample of a draw."""
-        source, sample, _ = self._draw(index)
+        source, sample, _ = self.draw(index)
         return self.sources[source][sample]
 
     def augmented(self, index: int, epoch: int, random: np.random.Generator) -> Mapping[str, np.ndarray]:
@@ -80,21 +80,17 @@ class MixedSource:
           epoch: of the draws, which have one alone; the source gets its own.
           random: for the changes.
         """
-        source, sample, own_epoch = self._draw(index)
+        source, sample, own_epoch = self.draw(index)
         if not hasattr(self.sources[source], "augmented"):
             return self.sources[source][sample]
         return self.sources[source].augmented(sample, own_epoch, random)  # type: ignore[attr-defined]
 
-    def draw(self, index: int) -> tuple[int, int]:
-        """Return (source, its sample) of a draw.
+    def draw(self, index: int) -> tuple[int, int, int]:
+        """Return (source, its sample, how often the source was read before) of a draw.
 
         Raises:
           IndexError: no such draw.
         """
-        return self._draw(index)[:2]
-
-    def _draw(self, index: int) -> tuple[int, int, int]:
-        """Return (source, its sample, how often the source was read before) of a draw."""
         if not 0 <= index < NUM_DRAWS:
             raise IndexError(f"draw {index} of {NUM_DRAWS}")
         source, count = self._count(index)
@@ -195,8 +191,7 @@ class Mixture:
         if isinstance(self.weights, Mapping):
             text = " ".join(f"{name} {weight}" for name, weight in self.weights.items())
             object.__setattr__(self, "weights", text)
-        if wrong := wrong_types(self):
-            raise problems_error("this mixture cannot be used", wrong)
+        refuse("this mixture cannot be used", wrong_types(self))
         problems = [
             f"parts[{name!r}] is {type(data).__name__}, without {method}; give data such as a Corpus"
             for name, data in self.parts.items()
@@ -209,15 +204,13 @@ class Mixture:
             problems.append(
                 f"parts has {', '.join(map(repr, odd))}; use names of letters, digits, _, - and ."
             )
-        if self.seed < 0:
-            problems.append(f"seed is {self.seed}; use 0 or more")
+        problems += too_small(self, seed=0)
         if not problems:
             try:
                 self.stages()
             except ValueError as error:
                 problems.append(str(error))
-        if problems:
-            raise problems_error("this mixture cannot be used", problems)
+        refuse("this mixture cannot be used", problems)
 
     @property
     def vocab(self) -> int:
@@ -286,3 +279,27 @@ class Mixture:
             text = part.summary(folder) if hasattr(part, "summary") else type(part).__name__
             lines.append(f"{shares} {name}: {text}")
         return "\n".join(lines)
+
+
+def read_weights(text: str, parts: Mapping[str, Any], what: str) -> dict[str, float]:
+    """Read the weights of a stage, such as `web 0.7 code 0.3`.
+
+    Raises:
+      ValueError: it is something else, names no part, or has weights out of range.
+    """
+    words = str(text).split()
+    try:
+        weights = dict(zip(words[::2], map(float, words[1::2]), strict=True))
+    except ValueError:
+        raise ValueError(f"{what} has {text!r}; write names and weights, as in 'web 0.7 code 0.3'") from None
+    problems = [f"{what} has {near(name, parts)}; name a part" for name in weights if name not in parts]
+    problems += [
+        f"{what} has {value:g} for {name}; use a number of 0 or more"
+        for name, value in weights.items()
+        if not (math.isfinite(value) and value >= 0)
+    ]
+    if not problems and not sum(weights.values()) > 0:
+        problems.append(f"{what} are all 0; give one of them more")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return weights

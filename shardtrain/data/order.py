@@ -1,8 +1,8 @@
 """The order of an epoch: a random permutation that needs no memory, found in blocks.
 
-It is that of Grain's `index_shuffle`, bit for bit: a block cipher of 4 rounds, and an index that it sends
-outside of the samples is sent again (cycle walking; Black and Rogaway, Ciphers with Arbitrary Finite
-Domains, 2002, section 3). Next: `batches.py`.
+A block cipher of 4 rounds permutes the indices; an index that it sends outside of the samples is sent again
+(cycle walking; Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002, section 3). Saved positions
+refer to this order: its numbers never change. Next: `batches.py`.
 """
 
 from collections.abc import Callable

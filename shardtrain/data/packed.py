@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardtrain.data.token_shards import TokenShards
 from shardtrain.data.windows import Windows
 
 
@@ -17,18 +16,16 @@ class PackedWindows:
     """A random-access source: windows with the segments of their documents.
 
     Args:
-      windows: the windows.
-      shards: their tokens, with the ends of documents.
+      windows: the windows, of tokens with the ends of documents.
 
     Raises:
       ValueError: a file does not say where its documents end.
     """
 
     windows: Windows
-    shards: TokenShards
 
     def __post_init__(self) -> None:
-        if path := self.shards.without_ends:
+        if path := self.windows.shards.without_ends:
             raise ValueError(
                 f"packing is 'separate', and {path} does not say where documents end (a .ends file beside it"
                 " does); make the tokens by shardtrain data tokenize, or use --data.packing joined"
@@ -47,7 +44,7 @@ class PackedWindows:
         sample, seq = self.windows[index], self.windows.seq
         begin = self.windows.start + index * seq
         # a document ends before these inputs; the target before is the first token of the next one
-        ends = self.shards.ends_in(begin + 1, begin + seq + 1) - begin
+        ends = self.windows.shards.ends_in(begin + 1, begin + seq + 1) - begin
         starts, weights = np.zeros(seq + 1, np.int32), np.ones(seq, np.float32)
         starts[ends], weights[ends - 1] = 1, 0
         return {**sample, "segments": np.cumsum(starts[:-1], dtype=np.int32), "weights": weights}

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.data.row_split import RowSplit, full_weights
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import problems_error, refuse
 
 
 def place(
@@ -91,8 +91,7 @@ def _check_integers(batch: Any) -> None:
                 " from the first, two arrays of 32 bits), .astype('float32') where rounding does no harm, or"
                 " leave it out"
             )
-    if problems:
-        raise problems_error("this batch has integers that devices do not have", problems)
+    refuse("this batch has integers that devices do not have", problems)
 
 
 def leaf_problems(batch: Any) -> list[str]:

@@ -120,8 +120,8 @@ def split_over_islands(
     Raises:
       ValueError: the limits of the islands with a weight add up to less than the batch.
 
-    >>> split_over_islands(32, [3, 1], [4, 2]), split_over_islands(7, [1, 1], [4, 2])
-    ([24, 8], [4, 3])
+    >>> split_over_islands(32, [3, 2], [8, 8]), split_over_islands(7, [1, 1], [4, 2])
+    ([16, 16], [4, 3])
     >>> split_over_islands(32, [3, 1, 1], [1, 1, 1], limits=[12, 32, 32])
     [12, 10, 10]
     """

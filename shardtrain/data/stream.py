@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.field_types import too_small, wrong_types
+from shardtrain.errors.messages import refuse
 
 NO_END = 1 << 40
 """The length of a stream: it has no end that a run reaches."""
@@ -147,10 +147,7 @@ class Stream:
         problems = wrong_types(self)
         if callable(self.samples) and len(inspect.signature(self.samples).parameters) > 1:
             problems.append("samples takes several arguments; let it take the number of a sample, or nothing")
-        if isinstance(self.keep, int) and self.keep < 1:
-            problems.append(f"keep is {self.keep}; use 1 or more")
-        if problems:
-            raise problems_error("this stream cannot be used", problems)
+        refuse("this stream cannot be used", problems + too_small(self, keep=1))
 
     def train(self, folder: Path) -> StreamSource:
         """Return the samples to train on; nothing is written into `folder`."""

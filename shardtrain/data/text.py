@@ -8,21 +8,20 @@ import codecs
 import hashlib
 import json
 import os
-import socket
-from collections.abc import Iterator, Sequence
+import sysconfig
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
-from shardtrain.data.text_files import find_texts
+from shardtrain.data.sources.find import walk_files
 from shardtrain.data.tokens import open_tokens, write_tokens
 from shardtrain.data.windows import Windows, split_problems, split_tokens
-from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
-from shardtrain.system.atomic_write import clear_parts, replace_file, unlink_unlocked
+from shardtrain.errors.messages import refuse
+from shardtrain.system.atomic_write import clear_parts, replace_file
 from shardtrain.system.excerpts import some
 from shardtrain.system.plain_text import encoding_problem
 from shardtrain.system.untrusted_files import of_kind, open_regular, parse_json, read_text, whole_number
@@ -36,6 +35,19 @@ MAX_TOKENS = 1 << 60
 
 OWNER_ONLY = 0o600
 """File mode of packed text: it may be a copy of files that other users may not read."""
+
+
+EXCLUDED_FOLDERS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "idlelib",
+    "lib2to3",
+    "encodings",
+}
+"""Folders of the standard library that are excluded: installed packages, tests, tables of numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +92,7 @@ class Text:
     heldout_fraction: float = 0.05
 
     def __post_init__(self) -> None:
-        problems = [*wrong_types(self), *split_problems(self.seq, self.heldout_fraction)]
-        if problems:
-            raise problems_error("this text cannot be used", problems)
+        refuse("this text cannot be used", split_problems(self))
 
     @property
     def vocab(self) -> int:
@@ -93,8 +103,7 @@ class Text:
         """Write the text into one token file, each document followed by byte 0; only its owner may read it.
 
         An existing file is reused, unless it is damaged, or the list of files, a size or a time has changed
-        (the time of modification, or ctime, which no user can set). Token files that this host packed from
-        an earlier state of the same paths are deleted, except those that windows in any process are open on.
+        (the time of modification, or ctime, which no user can set).
 
         Args:
           folder: the folder of the token file, such as that of the run. It is not searched for text.
@@ -102,23 +111,15 @@ class Text:
         Raises:
           ValueError: lists every path that does not exist or has no text in it; or no file is text.
         """
-        # 1. name the token file by a hash of the files, their sizes and times: a change makes a new one
+        # the token file is named by a hash of the files, their sizes and times: a change makes a new one
         found = find_texts(self.paths, folder)
         files = [path.absolute() for path in found.files]
         stats = [(str(file), *_identity(file.stat())) for file in files]
-        tokens = folder / f"text-{_digest(stats)}.npy"
-        made_by = {
-            "host": socket.gethostname(),
-            "paths": _digest([str(Path(p).absolute()) for p in self.paths]),
-        }
-        # 2. pack the text unless that was done before
+        tokens = folder / f"text-{hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]}.npy"
         packed = _existing(tokens)
         if packed is None:
             packed = _write_text(tokens, files)
-            _write_record(packed, made_by)
-        # 3. delete what interrupted calls and earlier states of the same text have left
         clear_parts(folder, "text-*")
-        _delete_older(tokens, made_by)
         return replace(packed, left_out=found.left_out)
 
     def summary(self, folder: Path) -> str:
@@ -146,13 +147,9 @@ class Text:
     def heldout(self, folder: Path) -> Windows | None:
         """Return the held-out windows; None if nothing is held out.
 
-        They are of the text that `train` has found, also where it has changed since, as long as its windows
-        are in use.
+        They are of the text that `train` has found, also where it has changed since.
         """
-        packed = self._trained_on.get(folder.resolve())
-        if packed is None or _existing(packed.path) is None:
-            packed = self.pack(folder)
-        return self._split(packed)[1]
+        return self._split(self._trained_on.get(folder.resolve()) or self.pack(folder))[1]
 
     @cached_property
     def _trained_on(self) -> dict[Path, Packed]:
@@ -166,10 +163,6 @@ class Text:
 def _identity(found: os.stat_result) -> tuple[int, ...]:
     """Return values that change with a file's content: size, mtime, and ctime, which only the system sets."""
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def _left_out(file: Path) -> str | None:
@@ -219,6 +212,8 @@ def _write_text(path: Path, files: Sequence[Path]) -> Packed:
             yield np.array([SEPARATOR], np.uint8)
 
     num_tokens = write_tokens(path, parts(), dtype="uint8", mode=OWNER_ONLY)
+    counts = {"num_tokens": num_tokens, "num_documents": len(texts), "skipped": others}
+    replace_file(path.with_suffix(".json"), json.dumps(counts).encode(), OWNER_ONLY)
     return Packed(path=path, num_tokens=num_tokens, num_documents=len(texts), skipped=tuple(others))
 
 
@@ -226,7 +221,7 @@ def _existing(tokens: Path) -> Packed | None:
     """Return the token file that was packed before, if it is there and has the recorded length."""
     # any doubt about the record or the file means that the text is packed again
     try:
-        found = _read_record(tokens.with_suffix(".json"))
+        found = of_kind(parse_json(read_text(tokens.with_suffix(".json")), ours=True), dict, "a record")
         packed = Packed(
             path=tokens,
             num_tokens=whole_number(found["num_tokens"], "num_tokens", MAX_TOKENS),
@@ -239,24 +234,47 @@ def _existing(tokens: Path) -> Packed | None:
     return packed if is_whole else None
 
 
-def _read_record(path: Path) -> dict[str, Any]:
-    return of_kind(parse_json(read_text(path), ours=True), dict, str(path))
+class FoundTexts(NamedTuple):
+    """The files that `Text` reads, in its order, text or not, and the folders that it does not search."""
+
+    files: list[Path]
+    left_out: tuple[str, ...]
 
 
-def _write_record(packed: Packed, made_by: dict[str, str]) -> None:
-    values = {"num_tokens": packed.num_tokens, "num_documents": packed.num_documents}
-    record = {**values, "skipped": packed.skipped, "made_by": made_by}
-    replace_file(packed.path.with_suffix(".json"), json.dumps(record).encode(), OWNER_ONLY)
+def find_texts(paths: Sequence[Path], folder: Path) -> FoundTexts:
+    """Find the files that `Text` reads.
+
+    Args:
+      paths: files and folders; none is the standard library.
+      folder: a folder that is not searched, as it holds files of the run.
+
+    Raises:
+      ValueError: lists every path that does not exist or has no files with content.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    if not paths:
+        files = _walk(library, folder, EXCLUDED_FOLDERS).files
+        return FoundTexts([file for file in files if file.suffix == ".py" and file.stat().st_size], ())
+    files, left_out, problems = [], [], []
+    for path in map(Path, paths):
+        found = _walk(path, folder) if path.is_dir() else FoundTexts([path] if path.is_file() else [], ())
+        filled = [file for file in found.files if file.stat().st_size]
+        files += filled
+        left_out += found.left_out
+        if not filled:
+            why = f"holds nothing to read outside {folder}" if path.is_dir() else "is not there, or empty"
+            why += f" (not entered: {some(found.left_out, 3)})" if found.left_out else ""
+            problems.append(f"{path.absolute()} {why}; give a text file or a folder of them")
+    refuse("this text cannot be read", problems)
+    return FoundTexts(files, tuple(left_out))
 
 
-def _delete_older(tokens: Path, made_by: dict[str, str]) -> None:
-    """Delete token files of the same paths, packed by this host before they changed."""
-    for record in tokens.parent.glob("text-????????????????.json"):
-        try:
-            is_older = record.stem != tokens.stem and _read_record(record).get("made_by") == made_by
-        except (OSError, ValueError):
-            continue  # not written by `_write_record`
-        if is_older:
-            unlink_unlocked(record.with_suffix(".npy"))
-            if not record.with_suffix(".npy").exists():
-                record.unlink(missing_ok=True)
+def _walk(path: Path, excluded_folder: Path, excluded_names: Set[str] = frozenset()) -> FoundTexts:
+    files: list[Path] = []
+    left_out: list[str] = []
+    for root, folders, found in walk_files(path, left_out.append, lambda name: name not in excluded_names):
+        if root.resolve() == excluded_folder.resolve():
+            folders.clear()
+        else:
+            files += found
+    return FoundTexts(files, tuple(left_out))

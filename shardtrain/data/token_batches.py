@@ -16,7 +16,8 @@ from shardtrain.data.batches import Position, normalised, read_ahead
 from shardtrain.data.order import epoch_order
 from shardtrain.data.row_split import fill_with_copies, weigh
 from shardtrain.data.samples import Batch, Source, check_samples, load_sample, stacked
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.field_types import too_small
+from shardtrain.errors.messages import refuse
 
 SHORTEST = 8
 """The least length that samples are padded to."""
@@ -134,11 +135,7 @@ class TokenBatches:
     workers: int = 0
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} is {value}; use {least} or more"
-            for name, least in (("batch", 1), ("seed", 0), ("epochs", 1), ("prefetch", 0), ("workers", 0))
-            if (value := getattr(self, name)) is not None and value < least
-        ]
+        problems = too_small(self, batch=1, seed=0, epochs=1, prefetch=0, workers=0)
         lengths, num_samples = self._lengths, len(self.source)
         if num_samples == 0:
             problems.append("source has no samples; give one with 1 or more")
@@ -156,8 +153,7 @@ class TokenBatches:
                 f"batch is {self.batch} tokens, and sample {index} has {lengths[index]}; use"
                 f" {lengths[index]} or more, or leave out longer samples"
             )
-        if problems:
-            raise problems_error("these batches cannot be made", problems)
+        refuse("these batches cannot be made", problems)
 
     @property
     def ladder(self) -> list[int]:

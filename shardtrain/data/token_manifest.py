@@ -83,12 +83,10 @@ def read_manifest(folder: Path) -> Manifest:
             whole_number(shard.get("num_tokens"), "num_tokens", MOST_TOKENS)
             whole_number(shard.get("num_documents"), "num_documents", MOST_TOKENS)
         tokenizer = BYTES if found.get("tokenizer") == BYTES else str(folder / TOKENIZER_FILE)
-        if "tokenizer_hash" not in found:  # of an older version
-            found["tokenizer_hash"] = tokenizer_hash(tokenizer)
         return Manifest(
             folder=folder,
             tokenizer=tokenizer,
-            tokenizer_hash=of_kind(found["tokenizer_hash"], str, "tokenizer_hash"),
+            tokenizer_hash=of_kind(found.get("tokenizer_hash"), str, "tokenizer_hash"),
             vocab=whole_number(found.get("vocab"), "vocab", 1 << 32, 1),
             separator=whole_number(found.get("separator"), "separator", 1 << 32),
             skipped=tuple(map(str, of_kind(found.get("skipped"), list, "skipped"))),

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from shardtrain.data.tokens import TokenFile
+from shardtrain.data.tokens import TokenShards, check_tokens, token_file
 from shardtrain.data.windows import FINGERPRINT_BLOCKS, split_problems
-from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.field_types import too_small
+from shardtrain.errors.messages import refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class PairRows:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        source, target = (self._read(file, self.start + index) for file in self._files)
+        source, target = (self._read(*file, self.start + index) for file in self.files)
         return {
             "source": source,
             "source_mask": _real(source, self.pairs.padding).astype(np.int32),
@@ -55,29 +55,27 @@ class PairRows:
             "weights": _real(target, self.pairs.padding).astype(np.float32),
         }
 
-    def _read(self, file: tuple[TokenFile, int], row: int) -> np.ndarray:
-        tokens, length = file[0].read(row * file[1], (row + 1) * file[1]), file[1]
-        wrong = np.flatnonzero((tokens < 0) | (tokens >= self.pairs.vocab))
-        if wrong.size:
-            token, place = int(tokens[wrong[0]]), row * length + int(wrong[0])
-            change = f"set vocab to {token + 1} or more" if token > 0 else "write the file again"
-            raise ValueError(
-                f"{file[0].path}: token {token} at {place} is not below vocab {self.pairs.vocab}; {change}"
-            )
+    def _read(self, shards: TokenShards, length: int, row: int) -> np.ndarray:
+        tokens = shards.read(row * length, (row + 1) * length)
+        check_tokens(tokens, self.pairs.vocab, lambda at: shards.place(row * length + at))
         return tokens.astype(np.int32)
 
     @cached_property
-    def _files(self) -> tuple[tuple[TokenFile, int], ...]:
-        files = ((self.pairs.source, self.pairs.source_seq), (self.pairs.target, self.pairs.target_seq))
-        return tuple((TokenFile(path), length) for path, length in files)
+    def files(self) -> tuple[tuple[TokenShards, int], ...]:
+        """The tokens of the sources and those of the targets, with their numbers of tokens in a row."""
+        pairs = self.pairs
+        return (
+            (token_file(pairs.source), pairs.source_seq),
+            (token_file(pairs.target), pairs.target_seq),
+        )
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the sizes and of rows at equal distances, to tell one source from another."""
         found = hashlib.sha256(f"{self.start} {self.stop} {self.pairs.padding}".encode())
         for row in range(self.start, self.stop, max(1, len(self) // FINGERPRINT_BLOCKS)):
-            for file in self._files:
-                found.update(f"{file[1]} ".encode() + self._read(file, row).tobytes())
+            for shards, length in self.files:
+                found.update(f"{length} ".encode() + self._read(shards, length, row).tobytes())
         return found.hexdigest()[:16]
 
 
@@ -119,13 +117,11 @@ class TokenPairs:
     heldout_fraction: float = 0.05
 
     def __post_init__(self) -> None:
-        problems = [*wrong_types(self), *split_problems(1, self.heldout_fraction)]
-        counts = ("vocab", "source_seq", "target_seq") if not problems else ()
-        problems += [f"{n} is {getattr(self, n)}; use 1 or more" for n in counts if getattr(self, n) < 1]
+        problems = split_problems(self)
+        problems = problems or too_small(self, vocab=1, source_seq=1, target_seq=1)
         if not problems and not 0 <= self.padding < self.vocab:
             problems.append(f"padding is {self.padding}; use 0 to {self.vocab - 1}, a token below vocab")
-        if problems:
-            raise problems_error("these pairs cannot be used", problems)
+        refuse("these pairs cannot be used", problems)
 
     def train(self, folder: Path) -> PairRows:
         """Return the rows to train on; nothing is written into `folder`.
@@ -148,7 +144,7 @@ class TokenPairs:
 
     def _rows(self) -> PairRows:
         sizes = {"source": self.source_seq, "target": self.target_seq}
-        counts = {name: TokenFile(getattr(self, name)).num_tokens for name in sizes}
+        counts = {name: token_file(getattr(self, name)).num_tokens for name in sizes}
         problems = [
             f"{name} has {counts[name]} tokens, and {counts[name]} % {name}_seq {size} ="
             f" {counts[name] % size}; fill its rows up to {size}"
@@ -164,6 +160,5 @@ class TokenPairs:
         least = 2 if self.heldout_fraction else 1
         if not problems and num_rows["source"] < least:
             problems.append(f"there are {num_rows['source']} rows; give {least} or more")
-        if problems:
-            raise problems_error("these pairs cannot be used", problems)
+        refuse("these pairs cannot be used", problems)
         return PairRows(pairs=self, start=0, stop=num_rows["source"])

@@ -4,7 +4,6 @@ Next: `trainer/data_checks.py`, which asks before the first step.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from shardtrain.data.masked import MaskedWindows
 from shardtrain.data.mixture import MixedSource
 from shardtrain.data.packed import PackedWindows
 from shardtrain.data.token_pairs import PairRows
-from shardtrain.data.tokens import TokenFile
+from shardtrain.data.tokens import first_outside
 from shardtrain.data.windows import Windows
 
 CHUNK_TOKENS = 1 << 20
@@ -45,9 +44,8 @@ class TokenRange(NamedTuple):
         step = max(CHUNK_TOKENS, num_tokens // (MOST_TOKENS // CHUNK_TOKENS))
         for begin in range(self.start, self.stop, step):
             chunk = self.read(begin, min(begin + CHUNK_TOKENS, self.stop))
-            if chunk.max() >= vocab or chunk.min() < 0:
-                where = int(np.flatnonzero((chunk < 0) | (chunk >= vocab))[0])
-                return int(chunk[where]), self.place(begin + where)
+            if (at := first_outside(chunk, vocab)) is not None:
+                return int(chunk[at]), self.place(begin + at)
         return None
 
 
@@ -58,22 +56,14 @@ def token_ranges(source: Any) -> list[TokenRange]:
             return [each for part in source.sources for each in token_ranges(part)]
         case PackedWindows() | MaskedWindows() | DocumentPieces():
             return token_ranges(source.windows)
-        case Windows():
-            if source.shards is None:
-                return [_in_file(source.path, source.start, source.stop, source.vocab)]
-            shards = source.shards
+        case Windows(shards=shards):
             return [TokenRange(shards.read, shards.place, source.start, source.stop, source.vocab)]
-        case PairRows():
-            pairs = source.pairs
+        case PairRows(start=start, stop=stop, pairs=pairs):
             return [
-                _in_file(path, source.start * length, source.stop * length, pairs.vocab)
-                for path, length in ((pairs.source, pairs.source_seq), (pairs.target, pairs.target_seq))
+                TokenRange(shards.read, shards.place, start * seq, stop * seq, pairs.vocab)
+                for shards, seq in source.files
             ]
         case ChatWindows():
-            tokens = source.tokens.tokens
-            return [_in_file(tokens.path, 0, tokens.num_tokens, None)._replace(read=source.read)]
+            shards = source.tokens.tokens
+            return [TokenRange(source.read, shards.place, 0, shards.num_tokens, None)]
     return []
-
-
-def _in_file(path: Path, start: int, stop: int, vocab: int | None) -> TokenRange:
-    return TokenRange(TokenFile(path).read, lambda token: f"{path}, token {token:,}", start, stop, vocab)

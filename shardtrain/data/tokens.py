@@ -1,15 +1,15 @@
 """Token files: one-dimensional .npy files of integers, which numpy reads and writes too.
 
-They are mapped into memory: only the parts in use are read. Next: `windows.py`.
+`TokenShards` reads the tokens of many files as one long sequence. Next: `windows.py`.
 """
 
-import fcntl
 import os
 import weakref
-from collections.abc import Iterable
-from contextlib import suppress
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from threading import Lock
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -19,6 +19,11 @@ from shardtrain.system.atomic_write import READABLE, new_file
 
 TOKEN_TYPES = ("uint8", "uint16", "uint32")
 """The dtypes that `write_tokens` writes. `open_tokens` reads any integers."""
+
+RESTORE_HINT = "bring it back, or delete it where it was made from text, and give the same command again"
+Value = TypeVar("Value")
+MOST_OPEN = 64
+"""Files that are kept open: a process may have a thousand, for all that it does."""
 
 
 def write_tokens(
@@ -115,49 +120,175 @@ def open_tokens(path: Path) -> np.memmap:
     return np.memmap(path, dtype, "r", offset, shape)
 
 
-class TokenFile:
-    """A token file that any number of threads read in pieces.
+class TokenArray(NamedTuple):
+    """Where the tokens of a file are.
 
-    It is not mapped into memory: if a mapped file is truncated or its disk fails, SIGBUS ends the process.
-    It holds a shared lock, so that `unlink_unlocked` leaves the file to it.
+    Attributes:
+      path: the file that has them.
+      dtype: of one token.
+      offset: bytes before the first token.
+      num_tokens: number of tokens.
+      ends: returns for each document the number of tokens up to its end, int (num_documents,); None: they are
+        not known. A function, as thousands of open files would be too many.
+    """
 
-    Args:
-      path: the token file.
+    path: Path
+    dtype: np.dtype
+    offset: int
+    num_tokens: int
+    ends: Callable[[], np.ndarray] | None = None
+
+
+def token_file(path: Path) -> "TokenShards":
+    """Open one token file for reading in pieces.
 
     Raises:
       FileNotFoundError, ValueError: see `open_tokens`.
     """
+    tokens = open_tokens(path)
+    return TokenShards([TokenArray(path, tokens.dtype, tokens.offset, len(tokens))])
 
-    def __init__(self, path: Path) -> None:
-        tokens = open_tokens(path)
-        self.path, self.num_tokens, self._dtype = path, len(tokens), tokens.dtype
-        self._offset = tokens.offset
-        self._handle = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._handle)
-        with suppress(OSError):  # a file system without locks, or the file is being deleted
-            fcntl.flock(self._handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+class TokenShards:
+    """The tokens of files, one after the other.
+
+    Opening reads headers alone; tokens are read when they are asked for, by any number of threads. Files are
+    not mapped into memory: if a mapped file is truncated or its disk fails, SIGBUS ends the process.
+
+    Args:
+      arrays: the files.
+    """
+
+    def __init__(self, arrays: Sequence[TokenArray]) -> None:
+        self._arrays = tuple(arrays)
+        self._starts = np.concatenate([[0], np.cumsum([each.num_tokens for each in arrays], dtype=np.int64)])
+        self._open: OrderedDict[int, _OpenTokens] = OrderedDict()
+        self._ends_open: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._lock = Lock()
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of all tokens."""
+        return int(self._starts[-1])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens `start` to `stop`, integers (stop - start,).
+        """Read tokens `start` to `stop`, integers (stop - start,), also across files.
 
         Raises:
-          OSError: the file was truncated, or its disk fails.
+          OSError: a file is gone or was truncated, or its disk fails; it is named.
         """
-        num_bytes = (stop - start) * self._dtype.itemsize
+        assert 0 <= start <= stop <= self.num_tokens, (start, stop)
+        parts = []
+        number = int(np.searchsorted(self._starts, start, "right")) - 1
+        while start < stop:
+            end = min(stop, int(self._starts[number + 1]))
+            if end > start:
+                first = int(self._starts[number])
+                parts.append(self._handle(number).read(start - first, end - first))
+            start, number = end, number + 1
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
+
+    def place(self, token: int) -> str:
+        """Return the file of a token and its number there, for messages."""
+        number = int(np.searchsorted(self._starts, token, "right")) - 1
+        return f"{self._arrays[number].path}, token {token - int(self._starts[number]):,}"
+
+    @property
+    def without_ends(self) -> Path | None:
+        """The first file that does not say where its documents end; None: all do."""
+        return next((array.path for array in self._arrays if array.ends is None), None)
+
+    def ends_in(self, start: int, stop: int) -> np.ndarray:
+        """Return where documents end: e with `start` <= e < `stop` where token e - 1 is the last of one.
+
+        Returns:
+          Rising, int64 (n,); those of files that do not say it are missing.
+        """
+        found = [np.empty(0, np.int64)]
+        number = max(0, int(np.searchsorted(self._starts, start, "left")) - 1)
+        while number < len(self._arrays) and self._starts[number] < stop:
+            ends, first = self._ends(number), int(self._starts[number])
+            # in the dtype of the ends: another one would convert all of them
+            borders = np.array([max(0, start - first), stop - first], ends.dtype)
+            inside = slice(*np.searchsorted(ends, borders))
+            found.append(ends[inside].astype(np.int64) + first)
+            number += 1
+        return np.concatenate(found)
+
+    def _ends(self, number: int) -> np.ndarray:
+        find = self._arrays[number].ends
+        return self._keep(self._ends_open, number, find or (lambda: np.empty(0, np.int64)))
+
+    def _handle(self, number: int) -> "_OpenTokens":
+        return self._keep(self._open, number, lambda: _OpenTokens(self._arrays[number]))
+
+    def _keep(self, kept: OrderedDict[int, Value], number: int, make: Callable[[], Value]) -> Value:
+        """Return what is kept of a file, or make it; what a thread still uses is closed after that."""
+        with self._lock:
+            kept[number] = kept.pop(number) if number in kept else make()
+            while len(kept) > MOST_OPEN:
+                kept.popitem(last=False)
+            return kept[number]
+
+    def __reduce__(self) -> tuple[type["TokenShards"], tuple[tuple[TokenArray, ...]]]:
+        return TokenShards, (self._arrays,)
+
+
+class _OpenTokens:
+    """An open file of tokens, closed when nobody has it."""
+
+    def __init__(self, array: TokenArray) -> None:
+        self._array = array
         try:
-            data = os.pread(self._handle, num_bytes, self._offset + start * self._dtype.itemsize)
+            self._file = os.open(array.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise OSError(f"{self.path.absolute()} cannot be read: {error}; {RESTORE_HINT}") from error
-        if len(data) < num_bytes:
-            there = max(os.fstat(self._handle).st_size - self._offset, 0) // self._dtype.itemsize
             raise OSError(
-                f"{self.path.absolute()} was cut off while it was read: it ends after {there:,} of"
-                f" {self.num_tokens:,} tokens; {RESTORE_HINT}"
+                f"{array.path.absolute()} cannot be read: {error.strerror}; {RESTORE_HINT}"
+            ) from error
+        weakref.finalize(self, os.close, self._file)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        path, dtype, offset, num_tokens, _ = self._array
+        num_bytes = (stop - start) * dtype.itemsize
+        try:
+            data = os.pread(self._file, num_bytes, offset + start * dtype.itemsize)
+        except OSError as error:
+            raise OSError(f"{path.absolute()} cannot be read: {error}; {RESTORE_HINT}") from error
+        if len(data) < num_bytes:
+            there = max(os.fstat(self._file).st_size - offset, 0) // dtype.itemsize
+            raise OSError(
+                f"{path.absolute()} was cut off while it was read: it ends after {there:,} of {num_tokens:,}"
+                f" tokens; {RESTORE_HINT}"
             )
-        return np.frombuffer(data, self._dtype)
-
-    def __reduce__(self) -> tuple[type["TokenFile"], tuple[Path]]:
-        return TokenFile, (self.path,)
+        return np.frombuffer(data, dtype)
 
 
-RESTORE_HINT = "bring it back, or delete it where it was made from text, and give the same command again"
+def first_outside(tokens: np.ndarray, vocab: int) -> int | None:
+    """Return the index of the first token that is negative or not below `vocab`; None if all are tokens.
+
+    >>> first_outside(np.array([3, 9, 12]), 9)
+    1
+    """
+    if not tokens.size or (tokens.max() < vocab and (tokens.dtype.kind == "u" or tokens.min() >= 0)):
+        return None
+    return int(np.flatnonzero((tokens < 0) | (tokens >= vocab))[0])
+
+
+def check_tokens(tokens: np.ndarray, vocab: int, place: Callable[[int], str]) -> None:
+    """Check that tokens are in a vocabulary.
+
+    Args:
+      tokens: integers, of any shape.
+      vocab: size of the vocabulary.
+      place: index in the flattened tokens -> where that token is, for the message.
+
+    Raises:
+      ValueError: one is negative, or not below `vocab`.
+    """
+    if (found := first_outside(tokens, vocab)) is not None:
+        token = int(tokens.ravel()[found])
+        change = f"set vocab (vocab_size of a corpus) to {token + 1} or more"
+        raise ValueError(
+            f"{place(found)}, is {token}, which is not below vocab {vocab};"
+            f" {change if token > 0 else 'write the file again'}"
+        )

@@ -1,20 +1,20 @@
-"""Windows over a token file: sample i is tokens[i*seq : i*seq + seq + 1]; the last ones are held out.
+"""Windows over tokens: sample i is tokens[i*seq : i*seq + seq + 1]; the last ones are held out.
 
 Next: `batches.py` (their order).
 """
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from shardtrain.data.token_shards import TokenShards
-from shardtrain.data.tokens import TokenFile, open_tokens
-from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.data.tokens import TokenShards, check_tokens, token_file
+from shardtrain.errors.field_types import too_small, wrong_types
+from shardtrain.errors.messages import refuse
 
 FINGERPRINT_BLOCKS = 1024
 FINGERPRINT_BLOCK_TOKENS = 1024
@@ -22,31 +22,27 @@ FINGERPRINT_BLOCK_TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """A random-access source: tokens `start` to `stop` of a file, cut into windows.
+    """A random-access source: tokens `start` to `stop` of files, cut into windows.
 
     Neighbours share one token: the last target of one is the first input of the next.
 
     Args:
-      path: the token file, or the folder or pattern of the files of `shards`.
+      path: the token file, or the folder or pattern of the files, for messages.
+      shards: the tokens.
       seq: tokens that a model reads in one window; a sample has one more, the last target.
       vocab: size of the vocabulary; every token must be below it.
       start: the first token.
       stop: one past the last token.
-      shards: the tokens, where they are in several files; None: in `path`.
       num_skipped: how many documents were left out of the tokens, where that was allowed; None: it was not.
     """
 
     path: Path
+    shards: TokenShards = field(compare=False)
     seq: int
     vocab: int
     start: int
     stop: int
-    shards: TokenShards | None = None
     num_skipped: int | None = None
-
-    def __post_init__(self) -> None:
-        # a text that changes is packed again, and the file is kept only while it is open
-        _ = self._file
 
     def __len__(self) -> int:
         return max(0, self.stop - self.start - 1) // self.seq
@@ -76,31 +72,11 @@ class Windows:
         if missing := [index for index in indices if not 0 <= index < num]:
             raise IndexError(f"sample {missing[0]} of {num}")
         begins = [self.start + index * self.seq for index in indices]
-        windows = [self._file.read(begin, begin + self.seq + 1) for begin in begins]
+        windows = [self.shards.read(begin, begin + self.seq + 1) for begin in begins]
         tokens = np.concatenate(windows).reshape(len(windows), -1)
-        if tokens.max() >= self.vocab or (tokens.dtype.kind != "u" and tokens.min() < 0):
-            row, column = np.argwhere((tokens < 0) | (tokens >= self.vocab))[0].tolist()
-            token, where = int(tokens[row, column]), begins[row] + column
-            change = f"set vocab to {token + 1} or more" if token > 0 else "write the file again"
-            place = f"{self.path}: token {token} at {where}"
-            if self.shards is not None:
-                place, change = (
-                    f"{self.shards.place(where)}, is {token}, which",
-                    change.replace("vocab", "vocab_size"),
-                )
-            raise ValueError(f"{place} is not below vocab {self.vocab}; {change}")
+        width = self.seq + 1
+        check_tokens(tokens, self.vocab, lambda at: self.shards.place(begins[at // width] + at % width))
         return {"tokens": tokens.astype(np.int32)}
-
-    @cached_property
-    def _file(self) -> TokenFile | TokenShards:
-        if self.shards is not None:
-            return self.shards
-        file = TokenFile(self.path)
-        if file.num_tokens < self.stop:
-            raise ValueError(
-                f"{self.path} has {file.num_tokens} tokens and had {self.stop}: it was replaced; start again"
-            )
-        return file
 
     @cached_property
     def fingerprint(self) -> str:
@@ -113,22 +89,17 @@ class Windows:
         found = hashlib.sha256(f"{self.seq} {num_tokens}".encode())
         step = max(FINGERPRINT_BLOCK_TOKENS, num_tokens // FINGERPRINT_BLOCKS)
         for begin in range(self.start, self.stop, step):
-            tokens = self._file.read(begin, min(begin + FINGERPRINT_BLOCK_TOKENS, self.stop))
+            tokens = self.shards.read(begin, min(begin + FINGERPRINT_BLOCK_TOKENS, self.stop))
             found.update(tokens.astype("<i8").data)
         return found.hexdigest()[:16]
 
 
-def split_problems(seq: int, heldout_fraction: float) -> list[str]:
-    """Return the problems of these two options, one line each.
-
-    >>> split_problems(0, 0.05)
-    ['seq is 0; use 1 or more']
-    """
-    problems = []
-    if seq < 1:
-        problems.append(f"seq is {seq}; use 1 or more")
-    if not 0 <= heldout_fraction < 1:
-        problems.append(f"heldout_fraction is {heldout_fraction}; use 0 (nothing held out) or more, below 1")
+def split_problems(data: Any) -> list[str]:
+    """Return what is wrong with the values of data, one line each: types, `seq` and `heldout_fraction`."""
+    problems = wrong_types(data) + (too_small(data, seq=1) if hasattr(data, "seq") else [])
+    if not 0 <= data.heldout_fraction < 1:
+        fraction = f"heldout_fraction is {data.heldout_fraction}"
+        problems.append(f"{fraction}; use 0 (nothing held out) or more, below 1")
     return problems
 
 
@@ -149,9 +120,9 @@ def split_tokens(path: Path, seq: int, heldout_fraction: float, vocab: int) -> t
     Raises:
       ValueError: the file has too few tokens.
     """
-    return split_windows(
-        Windows(path=path, seq=seq, vocab=vocab, start=0, stop=len(open_tokens(path))), heldout_fraction
-    )
+    shards = token_file(path)
+    whole = Windows(path=path, shards=shards, seq=seq, vocab=vocab, start=0, stop=shards.num_tokens)
+    return split_windows(whole, heldout_fraction)
 
 
 def split_windows(windows: Windows, heldout_fraction: float) -> tuple[Windows, Windows | None]:
@@ -209,11 +180,10 @@ class Tokens:
     heldout_fraction: float = 0.05
 
     def __post_init__(self) -> None:
-        problems = [*wrong_types(self), *split_problems(self.seq, self.heldout_fraction)]
+        problems = split_problems(self)
         if isinstance(self.vocab, int) and not 1 <= self.vocab <= 2**31:
             problems.append(f"vocab is {self.vocab}; use 1 to 2**31")
-        if problems:
-            raise problems_error("these tokens cannot be used", problems)
+        refuse("these tokens cannot be used", problems)
 
     def train(self, folder: Path) -> Windows:
         """Return the windows to train on; nothing is written into `folder`.

@@ -1,13 +1,16 @@
 """Processes that load batches by their positions: any of them loads any batch, so their number changes none.
 
 Threads of `batches.py` wait for them. Grain's own worker processes outlive a parent that is killed, and each
-owns every n-th batch. Next: `worker_process.py`.
+owns every n-th batch.
 """
 
 import atexit
 import multiprocessing
+import multiprocessing.connection
+import os
 import pickle
 import signal
+import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
@@ -16,7 +19,6 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol, Self
 
 from shardtrain.data.samples import Batch
-from shardtrain.data.worker_process import begin_worker
 from shardtrain.errors.user_code import UserCodeFailed, user_traceback
 from shardtrain.system.stop_signals import STOPPING
 
@@ -24,11 +26,17 @@ END_SECONDS = 5.0
 """How long a worker has to finish the batch that it loads, when no more is wanted of it."""
 
 
-class Loads(Protocol):
+class Loadable(Protocol):
     """Batches by position, see `Batches`."""
 
     @property
     def source(self) -> Any: ...
+    @property
+    def prefetch(self) -> int: ...
+    @property
+    def workers(self) -> int: ...
+    def num_batches(self, position: Any = None, /) -> int: ...
+    def advance(self, position: Any, num_batches: int = 1, /) -> Any: ...
     def load(self, position: Any, /) -> Batch: ...
 
 
@@ -60,7 +68,7 @@ class Workers:
       ValueError: the data cannot be copied to other processes.
     """
 
-    def __init__(self, batches: Loads, number: int, source: Any) -> None:
+    def __init__(self, batches: Loadable, number: int, source: Any) -> None:
         self._source = source
         try:
             self._copy = pickle.dumps(batches)
@@ -207,3 +215,22 @@ def _failed(error: Exception) -> _Failed:
     except Exception:  # it cannot be sent as it is
         return _Failed(RuntimeError(f"{type(error).__name__}: {error}"), trace)
     return _Failed(error, trace)
+
+
+def begin_worker(*ignored: signal.Signals) -> None:
+    """Leave signals, which a terminal or batch system sends to all processes, to the parent; end with it.
+
+    Args:
+      ignored: the signals.
+    """
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators are the parent's
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)

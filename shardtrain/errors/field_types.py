@@ -54,6 +54,20 @@ def wrong_types(value: Any) -> list[str]:
     return problems
 
 
+def too_small(value: Any, **least: int) -> list[str]:
+    """List the attributes that are numbers below the least one that is allowed.
+
+    >>> too_small(slice(0, -1), start=0, stop=1)
+    ['stop is -1; use 1 or more']
+    """
+    given = {name: getattr(value, name) for name in least}
+    return [
+        f"{name} is {number}; use {least[name]} or more"
+        for name, number in given.items()
+        if isinstance(number, int | float) and number < least[name]
+    ]
+
+
 @lru_cache
 def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)

@@ -23,6 +23,28 @@ def near(name: str, allowed: Iterable[str]) -> str:
     return f"{name!r} (known: {', '.join(allowed) or 'none'})"
 
 
+def needs_library(what: str, library: str, extra: str) -> str:
+    """Return the message for what needs a library that is not installed.
+
+    >>> needs_library("images are", "pillow", "images").partition(":")[0]
+    'images are read by the library pillow'
+    """
+    return (
+        f"{what} read by the library {library}: install it with uv sync --extra {extra} in a clone, elsewhere"
+        f" with pip install 'path/to/shardtrain[{extra}]'"
+    )
+
+
+def refuse(asked: str, problems: Sequence[str]) -> None:
+    """Raise one error that lists every problem, if there is one.
+
+    Raises:
+      ValueError: see `problems_error`.
+    """
+    if problems:
+        raise problems_error(asked, problems)
+
+
 def problems_error(asked: str, problems: Sequence[str]) -> ValueError:
     """Return one error that lists every problem, one per line."""
     return ValueError(asked + ":" + "".join(f"\n  - {problem}" for problem in problems))

@@ -5,9 +5,7 @@ import json
 import math
 import threading
 from dataclasses import replace
-from typing import Any
 
-import grain
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -54,34 +52,11 @@ def test_each_sample_once_an_epoch_and_all_rows_are_samples(num_samples, batch, 
     assert [sorted(epoch) for epoch in epochs] == [list(range(num_samples))] * 2
 
 
-def test_a_dataset_of_grain_goes_on_at_a_saved_position():
-    def draw(index, random):
-        return {"x": index + random.random(1)}
-
-    def batches():
-        source: Any = grain.MapDataset.range(10).seed(5).shuffle().random_map(draw)
-        return Batches(source=source, batch=4, seed=1, epochs=2)
-
-    whole = list(batches().iterate())
-    for number, (_, after) in enumerate(whole, 1):
-        rest = [batch["x"].tolist() for batch, _ in batches().iterate(after)]
-        assert rest == [batch["x"].tolist() for batch, _ in whole[number:]]
-    assert sorted(int(each[0]) for batch, _ in whole for each in batch["x"][batch["weights"] > 0]) == sorted(
-        2 * list(range(10))
-    )
-
-
-@pytest.mark.parametrize("num_samples", [1, 2, 9000, 2**16, 2**16 + 1, 2**16 + 2])
+@pytest.mark.parametrize("num_samples", [9000, 2**16 + 1])
 def test_order_is_a_permutation(num_samples):
     order = epoch_order(num_samples, seed=3, epoch=1)
     found = np.array([order(position) for position in range(num_samples)])
     np.testing.assert_array_equal(np.sort(found), np.arange(num_samples))
-
-
-def test_order_is_the_same_in_every_process_and_version():
-    # saved positions rest on it
-    order = epoch_order(9, seed=1, epoch=2)
-    assert [order(position) for position in range(9)] == [7, 2, 4, 0, 5, 1, 3, 6, 8]
 
 
 def test_order_does_not_depend_on_batch_size_threads_or_rows():
@@ -104,15 +79,6 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     ]
     assert len(set(orders)) == 9
     assert tuple(range(30)) not in orders
-
-
-def test_without_shuffle_in_order_and_the_last_batch_is_filled_up():
-    batches = Batches(source=Numbers(8), batch=5, epochs=1, shuffle=False)
-    first, last = (batch for batch, _ in batches.iterate())
-    assert first["x"][:, 0].tolist() == [0, 1, 2, 3, 4]
-    assert last["x"][:, 0].tolist() == [5, 6, 7, 5, 6]
-    assert last["weights"].tolist() == [1, 1, 1, 0, 0]
-    assert batches.num_batches() == 2
 
 
 def test_weights_of_a_source_are_kept():

@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from written_formats import example, tfrecord_bytes
 
-from shardtrain.data import Batches, Chat, Mixture
+from shardtrain.data import Chat
 from shardtrain.data.best_fit import best_fit
 from shardtrain.data.chat_template import ChatTemplate, open_template
 from shardtrain.data.chat_tokens import TRAINED
@@ -202,17 +202,6 @@ def test_a_row_that_is_marked_is_not_learned_or_refused(name, tmp_path):
     assert conversation_of(side, "messages").learned == [False, False]
 
 
-def test_answers_that_are_not_learned_count_as_none(tmp_path):
-    rows = [marked({}), marked({"weight": 0}), marked({"weight": 1}), marked({"weight": 0.5})]
-    folder = write(tmp_path / "talks", [{"messages": each} for each in rows])
-    with pytest.raises(ValueError, match=r"row 3: messages\[1\] has weight 0\.5; say .* by weight 1 or 0"):
-        chat(folder).train(tmp_path / "run")
-    data = chat(folder, on_error="skip", heldout_fraction=0, packing="alone")
-    assert len(data.train(tmp_path / "run")) == 2
-    text = data.summary(tmp_path / "run")
-    assert "left out 1 without an answer that is learned; skipped 1 that cannot be read" in text
-
-
 def test_a_template_that_marks_not_every_answer_is_refused_where_one_is_not_learned():
     source = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
     with pytest.raises(ValueError, match=r"marks 1 answers of 2, so it is not known which of them"):
@@ -351,14 +340,6 @@ def test_formats_give_the_same_windows_and_processes_share_the_tokens(folder, tm
     assert again.fingerprint not in {other.train(tmp_path).fingerprint for other in others}
 
 
-def test_positions_resume_with_any_batch(folder, tmp_path):
-    source = chat(folder).train(tmp_path)
-    whole = [batch["tokens"] for batch, _ in Batches(source=source, batch=1, epochs=2).iterate()]
-    first, position = next(Batches(source=source, batch=3, epochs=2).iterate())
-    rest = [batch["tokens"] for batch, _ in Batches(source=source, batch=1, epochs=2).iterate(position)]
-    np.testing.assert_array_equal(np.concatenate([first["tokens"], *rest]), np.concatenate(whole))
-
-
 def test_windows_are_full():
     random = np.random.default_rng(0)
     lengths = np.clip(np.exp(random.normal(5.5, 0.9, 5000)), 10, 2049).astype(int)
@@ -468,9 +449,3 @@ def test_the_tokenizers_own_template_and_tokens_across_characters(tokenizer, tmp
 def test_options_that_are_refused(options, text, folder, tmp_path):
     with pytest.raises(ValueError, match=text):
         chat(folder, **options).train(tmp_path)
-
-
-def test_conversations_are_part_of_a_mixture(folder, tmp_path):
-    parts = {"one": chat(folder), "two": chat(folder, answers="last")}
-    source = Mixture(parts=parts, weights="one 1 two 3").train(tmp_path)
-    assert source[0]["segments"].shape == source[5]["weights"].shape == (64,)

@@ -9,17 +9,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from PIL import Image
-from rich.console import Console
-from tiny_language_model import TinyConfig
 from written_formats import example, picture, tfrecord_bytes, write_tar
 
-from shardtrain import Run
-from shardtrain.data import Batches, Corpus, ImageFiles
-from shardtrain.data.documents import OnError
+from shardtrain.data import Batches, ImageFiles
 from shardtrain.data.image_decoding import decode_image
 from shardtrain.data.sources.format import BadData
-from shardtrain.report.sinks.json_lines import read_jsonl
-from shardtrain.trainer.train import train
 
 NUM, CLASSES = 12, 3
 
@@ -154,19 +148,3 @@ def test_fields_and_files_that_do_not_fit_are_named(tmp_path):
     (tmp_path / "c.jsonl.gz").write_bytes(b"\x1f\x8b")
     with pytest.raises(ValueError, match="is compressed as a whole, and images are read in random order"):
         ImageFiles(**{**given, "paths": (tmp_path / "c.jsonl.gz",)}).train(tmp_path)
-
-
-def test_a_run_counts_what_its_data_has_skipped(tmp_path, one_device):
-    lines = [json.dumps({"text": f"line {i} of this"}) for i in range(40)]
-    lines[7] = "{"
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    choices: list[tuple[OnError, int | None]] = [("skip", 1), ("stop", None)]
-    for on_error, skipped in choices:
-        if on_error == "stop":
-            (tmp_path / "a.jsonl").write_text("\n".join(lines[8:]))
-        data = Corpus(paths=(tmp_path / "a.jsonl",), seq=8, on_error=on_error)
-        folder = tmp_path / on_error
-        train(
-            Run(model=TinyConfig(), data=data, batch=8, steps=1, run_dir=folder), Console(file=io.StringIO())
-        )
-        assert read_jsonl(folder / "metrics.jsonl")[-1].get("data_skipped") == skipped

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from shardtrain.data import Batches, Loader, batch_shard, split_over_islands
+from shardtrain.data import Batches, Loader, batch_shard
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 
@@ -24,11 +24,6 @@ def test_islands_load_every_row_once():
         assert [row for rows in real for row in rows] == list(range(12))
         assert all(shard.num_rows % 2 == 0 and len(shard.rows) == shard.num_rows > 0 for shard in shards)
         assert [shard.start for shard in shards] == np.cumsum([0, *counts[:-1]]).tolist()
-
-
-def test_islands_get_multiples_where_they_add_up():
-    assert split_over_islands(24, [2, 1], [4, 2]) == [16, 8]
-    assert split_over_islands(9, [1, 1], [4, 4]) == [5, 4]
 
 
 def test_one_island_pads_nothing():

@@ -1,21 +1,11 @@
 """Streams: samples in their order, whatever loads them, after any resume, with and without an end."""
 
-import io
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
-from tiny_language_model import TinyConfig
 
-from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import Batches, Mixture, Stream, Text
-from shardtrain.report.sinks.json_lines import read_jsonl
-from shardtrain.trainer.config import Run
-from shardtrain.trainer.hooks import Hook
-from shardtrain.trainer.resume import find_checkpoint
-from shardtrain.trainer.train import train
 
 
 def finite(length, begun):
@@ -70,38 +60,6 @@ def all_texts():
     return texts(0)
 
 
-# what is read again from its beginning has the positions of what is not: the test of mixtures
-@pytest.mark.full
-@pytest.mark.parametrize("samples", [texts, all_texts])
-def test_losses_after_a_kill_are_those_without_it_bitwise(samples, tmp_path, one_device):
-    def losses(folder, stop_after=None):
-        def stop(step):
-            if step == stop_after:
-                raise KeyboardInterrupt
-
-        run = Run(
-            model=TinyConfig(vocab=99),
-            data=Stream(samples=samples, held_out=[{"tokens": tokens} for tokens in TEXTS[:8]]),
-            batch=8,
-            steps=8,
-            log_every=1,
-            evaluate_every=4,
-            hooks=(Hook(on_step=stop),) if stop_after else (),
-            checkpoints=CheckpointPolicy(every_steps=2),
-            run_dir=tmp_path / folder,
-        )
-        train(run, Console(file=io.StringIO()))
-        return [line["train/loss"] for line in read_jsonl(tmp_path / folder / "metrics.jsonl")]
-
-    whole = losses("whole")
-    with pytest.raises(KeyboardInterrupt):
-        losses("parts", 5)
-    saved = find_checkpoint(tmp_path / "parts")
-    assert saved is not None
-    assert 2 <= saved.step <= 5
-    assert losses("parts") == whole
-
-
 def test_an_error_of_the_stream_is_not_its_end():
     begun = []
 
@@ -141,7 +99,7 @@ def test_a_stream_in_a_mixture_is_read_in_its_own_order_from_any_position(sample
     parts |= {"text": Text(paths=(tmp_path / "a.txt",), seq=8)}  # type: ignore[dict-item]
     mixture = Mixture(parts=parts, weights="stream 2 text 1", later="90: stream 1 text 2", seed=3)
     mixed = mixture.train(tmp_path)
-    drawn = [mixed.draw(i) for i in range(400)]
+    drawn = [mixed.draw(i)[:2] for i in range(400)]
     of_stream = [sample for source, sample in drawn if source == 0]
     assert of_stream == list(range(len(of_stream)))
     assert abs(sum(source == 0 for source, _ in drawn[:90]) - 60) <= 3

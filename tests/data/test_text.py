@@ -4,7 +4,6 @@ import errno
 import fcntl
 import json
 import os
-import pickle
 import re
 import stat
 from pathlib import Path
@@ -108,11 +107,6 @@ def test_a_text_that_changes_between_the_two_calls_is_split_as_it_was(tmp_path):
     heldout = text.heldout(Path(os.path.relpath(tmp_path / "run")))
     assert heldout is not None
     assert (heldout.path.resolve(), heldout.start) == (train.path, train.stop)
-    # once nobody reads it any more and it is gone, the text is read as it is
-    file.write_text("and another " * 60)
-    del train, heldout
-    Text(paths=(file,), seq=8).train(tmp_path / "run")
-    assert text.heldout(tmp_path / "run") == Text(paths=(file,), seq=8).heldout(tmp_path / "run")
 
 
 def test_default_is_the_standard_library(tmp_path):
@@ -124,9 +118,6 @@ def test_default_is_the_standard_library(tmp_path):
     assert b"class OrderedDict" in found
     assert b"def urlopen(" in found
     assert b"test_support" not in {Path(s).stem.encode() for s in packed.skipped}
-    again = Text().pack(tmp_path / "two")
-    assert again.path.read_bytes() == found
-    assert text.train(tmp_path / "one").fingerprint == text.train(tmp_path / "two").fingerprint
     assert len(text.train(tmp_path / "one")) > 20_000
 
 
@@ -166,47 +157,6 @@ def test_a_text_changed_with_size_and_time_kept_is_packed_again(tmp_path):
     (data / "a.txt").write_bytes(b"ONE")
     os.utime(data / "a.txt", (1, 1))
     assert packed_bytes(Text(paths=(data,)), tmp_path / "run") == b"ONE\0"
-
-
-def test_what_was_packed_of_an_earlier_state_is_deleted(tmp_path):
-    data = make_files(tmp_path / "data", {"a.txt": b"one"})
-    run = tmp_path / "run"
-    other = Text(paths=(make_files(tmp_path / "other", {"a.txt": b"other"}),)).pack(run)
-    first = Text(paths=(data,)).pack(run)
-    (run / "text-0123456789abcdef.json").write_text("{}")
-    (run / "text-0123456789abcdef.npy").write_text("theirs")
-    (data / "a.txt").write_bytes(b"changed")
-    second = Text(paths=(data,)).pack(run)
-    assert not first.path.exists()
-    assert not first.path.with_suffix(".json").exists()
-    kept = {other.path.stem, second.path.stem, "text-0123456789abcdef"}
-    assert {path.name for path in run.iterdir()} == {f"{s}.{e}" for s in kept for e in ("npy", "json")}
-
-
-def test_what_a_run_reads_stays_when_the_text_changes(tmp_path):
-    """Also for a process that opens it by its path later, such as a worker that loads held-out batches."""
-    data = make_files(tmp_path / "data", {"a.txt": b"one two three"})
-    text = Text(paths=(data,), seq=2)
-    train, heldout = text.train(tmp_path), text.heldout(tmp_path)
-    assert heldout is not None
-    (data / "a.txt").write_bytes(b"changed in the meantime")
-    text.summary(tmp_path)
-    assert bytes(pickle.loads(pickle.dumps(heldout))[0]["tokens"].tolist()) == b"ee\0"
-    # a run that is closed leaves nothing behind
-    path = train.path
-    del train, heldout
-    text.pack(tmp_path)
-    assert not path.exists()
-    assert not path.with_suffix(".json").exists()
-
-
-def test_what_another_host_packed_stays(tmp_path, monkeypatch):
-    data = make_files(tmp_path / "data", {"a.txt": b"one"})
-    first = Text(paths=(data,)).pack(tmp_path / "run")
-    (data / "a.txt").write_bytes(b"changed")
-    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
-    Text(paths=(data,)).pack(tmp_path / "run")
-    assert first.path.exists()
 
 
 def test_leftovers_of_a_killed_packing_go_and_one_under_way_stays(tmp_path):

@@ -56,7 +56,7 @@ def test_the_last_rows_are_held_out(pairs, tmp_path):
         ({"target_seq": 6}, "source has 20 rows and target 10; write as many into both"),
         ({"padding": 10}, "padding is 10; use 0 to 9, a token below vocab"),
         ({"target_seq": 0}, "target_seq is 0; use 1 or more"),
-        ({"vocab": 9}, "token 9 at 10 is not below vocab 9; set vocab to 10 or more"),
+        ({"vocab": 9}, "token 10, is 9, which is not below vocab 9; set vocab"),
     ],
 )
 def test_what_cannot_be_used_is_refused(changes, problem, pairs, tmp_path):

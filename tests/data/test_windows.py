@@ -1,6 +1,6 @@
 """Token files and the windows over them."""
 
-from dataclasses import replace
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +85,7 @@ def counting(tmp_path_factory):
     return make
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(num_tokens=st.integers(2, 300), seq=st.integers(1, 40), heldout=st.sampled_from([0, 0.01, 0.3, 0.99]))
 def test_windows_cover_the_file_and_none_is_in_both_parts(counting, num_tokens, seq, heldout):
     path = counting(num_tokens)
@@ -129,7 +129,9 @@ def test_own_tokens(tmp_path):
     assert [len(train), len(heldout)] == [10, 2]
     assert train[0]["tokens"].tolist() == [0, 1, 2, 3, 4]
     assert Tokens(path=tmp_path / "own.npy", vocab=50, heldout_fraction=0, seq=4).heldout(tmp_path) is None
-    with pytest.raises(ValueError, match=r"token 45 at 45 is not below vocab 45; set vocab to 46 or more"):
+    with pytest.raises(
+        ValueError, match=r"token 45, is 45, which is not below vocab 45; set vocab .* to 46 or more"
+    ):
         heldout[0]
     with pytest.raises(IndexError):
         train[len(train)]
@@ -162,8 +164,9 @@ def test_a_lost_or_replaced_file_is_told(tmp_path):
     path.unlink()
     next(iterator)  # a file that was opened stays readable
     iterator.close()
-    with pytest.raises(FileNotFoundError, match=r"there is no token file .*tokens\.npy"):
-        next(Batches(source=replace(train), batch=2).iterate())
+    copy = pickle.dumps(train)
+    with pytest.raises(OSError, match=r"tokens\.npy cannot be read: No such file .*; bring it back"):
+        pickle.loads(copy)[0]
     write_tokens(path, [range(50)])
-    with pytest.raises(ValueError, match=r"has 50 tokens and had 95: it was replaced; start again"):
-        next(Batches(source=replace(train), batch=2).iterate())
+    with pytest.raises(OSError, match="was cut off while it was read: it ends after 50 of 100 tokens"):
+        pickle.loads(copy)[len(train) - 1]

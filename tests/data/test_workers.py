@@ -1,6 +1,5 @@
 """Worker processes: the same batches whatever their number, errors as without them, none left behind."""
 
-import io
 import json
 import multiprocessing
 import os
@@ -15,20 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from rich.console import Console
 from tiny_language_model import TinyConfig
 from worker_data import Failing, Unpicklable, Words
 
-from shardtrain.data import Batches, Chat, Corpus, ImageFiles, MaskedTokens, Mixture, Text, TokenBatches
+from shardtrain.data import Batches, Chat, ImageFiles, MaskedTokens, Mixture, Text, TokenBatches
 from shardtrain.data.loading import Loading
 from shardtrain.data.workers import Workers
 from shardtrain.errors.user_code import UserCodeFailed, user_traceback
-from shardtrain.optim.optimizer import Optimizer
-from shardtrain.optim.schedules import Schedule
-from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.sources import make_batches
-from shardtrain.trainer.train import train
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 
@@ -56,46 +50,6 @@ def test_workers_give_the_batches_of_one_process_and_end_with_them():
             np.testing.assert_array_equal(batch[name], expected[name])
     assert not multiprocessing.active_children()
     assert not any(Path(f"/proc/{process}").exists() for process in processes)
-
-
-def test_a_run_that_is_killed_resumes_on_another_number_of_workers(tmp_path):
-    """Packed windows of a mixture: what was loaded ahead at a kill is loaded again, and nothing else."""
-    parts = {}
-    for name, size in (("web", 60), ("code", 30)):
-        texts = [f"{name} {i} says {'more ' * (i % 5)}" for i in range(size)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
-        parts[name] = Corpus(paths=(tmp_path / f"{name}.jsonl",), seq=12, packing="separate")
-    source = Mixture(parts=parts, weights={"web": 2, "code": 1}, seed=5).train(tmp_path / "run")
-    position, seen = {"epoch": 0, "index": 0}, []
-    for workers, batch, steps in ((2, 3, 5), (0, 4, 3), (1, 2, 7)):
-        found, _ = loaded(Batches(source=source, batch=batch, seed=9, workers=workers), steps, position)
-        seen += [row for each, _ in found for row in each["tokens"]]
-        position = found[-1][1]
-    assert position["index"] == len(seen) == 15 + 12 + 14
-    np.testing.assert_array_equal(seen, [source[i]["tokens"] for i in range(len(seen))])
-
-
-def test_losses_of_a_run_are_the_same_when_it_resumes_with_workers(tmp_path, one_device):
-    (tmp_path / "a.txt").write_text("a line of text\n" * 40)
-    rate = Schedule(name="constant", warmup=0)
-
-    def losses(folder, steps, loading):
-        run = Run(
-            model=TinyConfig(),
-            data=Text(paths=(tmp_path / "a.txt",), seq=8),
-            optimizer=Optimizer(learning_rate=rate),
-            batch=8,
-            steps=steps,
-            log_every=1,
-            loading=loading,
-            run_dir=tmp_path / folder,
-        )
-        train(run, Console(file=io.StringIO()))
-        return [line["train/loss"] for line in read_jsonl(tmp_path / folder / "metrics.jsonl")]
-
-    whole = losses("whole", 6, Loading())
-    losses("parts", 3, Loading(prefetch=0))
-    assert losses("parts", 6, Loading(workers=1)) == whole
 
 
 def test_held_out_batches_have_workers_of_their_own():

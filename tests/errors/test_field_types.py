@@ -14,7 +14,6 @@ from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import (
-    AudioFiles,
     Augment,
     Chat,
     Corpus,
@@ -97,7 +96,6 @@ def make_tokens(**changes: Any) -> Tokens:
         (StartFrom, {"step": "7"}, "step is '7'; give a whole number or best or None: step=7"),
         (Layout, {"parameters": []}, "parameters is []; give a dict"),
         (Stream, {"samples": lambda: [], "keep": "9"}, "keep is '9'; give a whole number: keep=9"),
-        (AudioFiles, {"window": 1.5}, "window is 1.5; give a whole number"),
         (Loading, {"workers": "4"}, "workers is '4'; give a whole number: workers=4"),
         (Augment, {"crop": (0.5,)}, "crop is (0.5,); give a list of 2, each item a number or None"),
         (make_images, {"mean": (0.5, 0.5)}, "mean is (0.5, 0.5); give a list of 3, each item a number"),

@@ -62,10 +62,8 @@ ALLOWED = {
     "shardtrain/data/sources/unread_files.py": dict.fromkeys(
         ("bz2.BZ2File", "gzip.GzipFile", "lzma.LZMAFile"), STREAM
     ),
-    "shardtrain/data/text.py": {".unlink": "records of packed text, by the names that it gives them"},
-    "shardtrain/data/token_shards.py": {"os.open": "read-only, of a shard whose header was checked"},
     "shardtrain/data/tokens.py": {
-        "numpy.memmap": "behind a header that was checked; `TokenFile` reads instead", "os.open": "read-only",
+        "numpy.memmap": "behind a header that was checked; `TokenShards` reads", "os.open": "read-only",
     },
     "shardtrain/data/workers.py": {"pickle.loads": "batches of this process, sent to its workers"},
     "shardtrain/doctor/binding.py": {".read_text": SYSTEM},

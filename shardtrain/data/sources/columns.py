@@ -12,10 +12,19 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from shardtrain.data.sources.arrays import SHARING, checked, row_bytes
-from shardtrain.data.sources.arrow_messages import arrow_blocks, decoded_message
-from shardtrain.data.sources.decoded_size import LEAST_BYTES, SIZE, TooLarge, check_decoded, most_decoded
-from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
+from shardtrain.data.sources.decoded_size import (
+    LEAST_BYTES,
+    SHARING,
+    SIZE,
+    TooLarge,
+    arrow_blocks,
+    check_decoded,
+    checked,
+    decoded_message,
+    most_decoded,
+    row_bytes,
+)
+from shardtrain.data.sources.format import BadData, Format, Record, Rows
 from shardtrain.data.sources.parquet_columns import CheckedColumns
 from shardtrain.system.untrusted_files import open_regular
 
@@ -27,7 +36,7 @@ LEAST_ROWS, ROWS_OF_A_BYTE = 1 << 20, 1 << 10
 """A file may have so many rows, and so many more for each of its bytes: equal values take next to none."""
 
 
-class Columns:
+class Columns(Rows):
     """The rows of a file of columns, in groups; a column is read when a row is asked for it.
 
     Args:
@@ -59,9 +68,6 @@ class Columns:
         if not 0 <= row < len(self):
             raise IndexError(row)
         return _Row(self, row)
-
-    def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
-        return iterate_rows(self, start, stop)
 
     def value(self, row: int, name: str) -> Any:
         """Return a field of a row.
@@ -134,7 +140,7 @@ def open_parquet(path: Path, folder: Path | None = None) -> Columns:
 
     def opened(texts: list[str] | None = None) -> tuple[CheckedColumns, Any]:
         # not mapped into memory: a mapped file that is truncated ends the process
-        source = CheckedColumns(open_regular(path), most)
+        source = CheckedColumns(open_regular(path), most, kept_once=texts is not None)
         return source, parquet.ParquetFile(source, read_dictionary=texts)
 
     try:
@@ -150,49 +156,23 @@ def open_parquet(path: Path, folder: Path | None = None) -> Columns:
     texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
     handles = threading.local()
 
-    def handle(kind: str) -> tuple[CheckedColumns, Any]:
-        if not hasattr(handles, kind):
-            setattr(handles, kind, opened(None if kind == "plain" else texts))
-        return getattr(handles, kind)
-
     def load(group: int, name: str) -> Any:
         own = [leaf for leaf in leaves if f"{leaf.path}.".startswith(f"{name}.")]
         value_bytes = max((leaf.length or 0 for leaf in own), default=0)
 
-        def read(kind: str, reader: Callable[..., Any], *options: Any, kept_once: bool) -> Any:
-            source, file = handle(kind)
-            source.begin(value_bytes, kept_once=kept_once)
-            return reader(file, group, name, *options)
+        def read(kind: str, shared: list[str] | None) -> Any:
+            if not hasattr(handles, kind):
+                setattr(handles, kind, opened(shared))
+            source, file = getattr(handles, kind)
+            source.begin(value_bytes)
+            return file.read_row_group(group, columns=[name], use_threads=False).column(name)
 
         try:
-            return read("plain", _read_column, kept_once=False)
+            return read("plain", None)
         except TooLarge:
-            delta = handles.plain[0].total.delta_page_bytes
-        if delta:
-            return read("plain", _read_batches, delta, most, kept_once=True)
-        return read("sharing", _read_column, kept_once=True)
+            return read("sharing", texts)
 
     return Columns(path, sizes, names, load)
-
-
-def _read_column(file: Any, group: int, name: str) -> Any:
-    return file.read_row_group(group, columns=[name], use_threads=False).column(name)
-
-
-def _read_batches(file: Any, group: int, name: str, delta: int, most: int) -> Any:
-    """Read a column whose texts begin as the text before, a few rows at a time.
-
-    Raises:
-      ValueError: it is too large, or may be within one row.
-    """
-    pyarrow = import_module("pyarrow")
-    if pyarrow.types.is_nested(file.schema_arrow.field(name).type):
-        raise ValueError(f"{name} has lists of texts in DELTA_BYTE_ARRAY; write them without that encoding")
-    chunks: list[Any] = []
-    for batch in file.iter_batches(max(1, most // delta), [group], [name], use_threads=False):
-        chunks.append(batch.column(0))
-        check_decoded(sum(chunk.nbytes for chunk in chunks), most, name)
-    return pyarrow.chunked_array(chunks)
 
 
 def open_arrow(path: Path, folder: Path | None = None) -> Columns:

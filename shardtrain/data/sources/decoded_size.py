@@ -1,7 +1,16 @@
-"""How much memory a column may take once it is decoded: a few bytes can stand for any number of values.
+"""How much memory columns may take once they are decoded: a few bytes can stand for any number of values.
 
-Next: `parquet_columns.py` and `arrow_messages.py`, which find it before pyarrow allocates it.
+Of Arrow files it is found here, before pyarrow allocates it, from the sizes before their compressed buffers;
+of Parquet files in `parquet_columns.py`. Next: `columns.py`.
 """
+
+import re
+import struct
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import numpy as np
 
 LEAST_BYTES, BYTES_OF_A_BYTE = 1 << 29, 1 << 4
 """A column of a row group may decode to so many bytes, and so many more for each byte of the file."""
@@ -9,7 +18,16 @@ LEAST_BYTES, BYTES_OF_A_BYTE = 1 << 29, 1 << 4
 SIZE = 12
 """Bytes of a value and its levels, beside the content of a text."""
 
-HOW = "write smaller row groups, or shorter rows"
+SHARING = re.compile(r"<.*(dictionary<|_view\b|run_end_encoded<|union<)|^\w*list_view<|^\w*union<")
+"""Types of which a few bytes can stand for any number of values in one row."""
+
+VIEW_BYTES = 16
+"""Of a text in an Arrow view; its length comes first."""
+
+RECORD_BATCH, DICTIONARY_BATCH = 3, 2
+LEGACY_COMPRESSION = b"ARROW:experimental_compression"
+
+HOW = "write smaller row groups or shorter rows, of texts without DELTA_BYTE_ARRAY"
 
 
 def most_decoded(num_bytes: int) -> int:
@@ -29,3 +47,147 @@ def check_decoded(num_bytes: int, most: int, what: str) -> None:
     """
     if num_bytes > most:
         raise TooLarge(f"{what} would take {num_bytes:,} bytes; at most {most:,} are read; {HOW}")
+
+
+def checked(column: Any) -> Any:
+    """Check that all values of a column are inside its buffers; its rows report texts that are no UTF-8.
+
+    Raises:
+      ValueError: they are not.
+    """
+    for chunk in getattr(column, "chunks", [column]):
+        chunk.validate()
+        try:
+            chunk.validate(full=True)
+        except ValueError:
+            chunk.view(_stored(chunk.type)).validate(full=True)
+    return column
+
+
+def _stored(kind: Any) -> Any:
+    """Return the type of the same buffers in which any text and date is valid."""
+    pyarrow = import_module("pyarrow")
+    types = pyarrow.types
+
+    def field(each: Any) -> Any:
+        return each.with_type(_stored(each.type))
+
+    if types.is_struct(kind):
+        return pyarrow.struct([field(kind.field(i)) for i in range(kind.num_fields)])
+    if types.is_map(kind):
+        return pyarrow.map_(field(kind.key_field), field(kind.item_field))
+    if types.is_fixed_size_list(kind):
+        return pyarrow.list_(field(kind.value_field), kind.list_size)
+    if types.is_list(kind) or types.is_large_list(kind):
+        return (pyarrow.list_ if types.is_list(kind) else pyarrow.large_list)(field(kind.value_field))
+    if types.is_dictionary(kind):
+        return pyarrow.dictionary(kind.index_type, _stored(kind.value_type))
+    plain = {
+        "string": pyarrow.binary(),
+        "large_string": pyarrow.large_binary(),
+        "date64[ms]": pyarrow.int64(),
+    }
+    return plain.get(str(kind), kind)
+
+
+def row_bytes(array: Any) -> int:
+    """Return what values take in Python if they share nothing.
+
+    Raises:
+      ValueError: they are of a type in which lists share their values.
+    """
+    pyarrow, compute = import_module("pyarrow"), import_module("pyarrow.compute")
+    types, kind = pyarrow.types, array.type
+    if isinstance(array, pyarrow.ChunkedArray):
+        return sum(map(row_bytes, array.chunks))
+    if types.is_map(kind):
+        array = array.view(pyarrow.list_(pyarrow.struct([kind.key_field, kind.item_field])))
+        kind = array.type
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return SIZE * len(array) + row_bytes(array.flatten())
+    if types.is_struct(kind):
+        return sum(map(row_bytes, array.flatten()))
+    if types.is_dictionary(kind) and not types.is_nested(kind.value_type):
+        texts = compute.binary_length(array.dictionary.cast(pyarrow.binary()))
+        return compute.sum(texts.take(array.indices)).as_py() or 0
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        sizes = np.frombuffer(array.buffers()[1], "<i4")[:: VIEW_BYTES // 4]
+        return int(sizes[array.offset : array.offset + len(array)].sum(dtype=np.int64))
+    if SHARING.search(str(kind)) or types.is_dictionary(kind):
+        raise ValueError(f"type {kind} is not read in a row; write plain lists")
+    return array.nbytes + SIZE * len(array)
+
+
+def decoded_message(metadata: memoryview, body: memoryview) -> tuple[int, int]:
+    """Return (bytes of the buffers of an Arrow message once they are decompressed, most values of an array).
+
+    Args:
+      metadata: of a message, which pyarrow has verified.
+      body: its buffers; a compressed one begins with its size.
+
+    Raises:
+      ValueError: it is damaged.
+    """
+    try:
+        message = _reference(metadata, 0)
+        kind, header = _field(metadata, message, 1), _field(metadata, message, 2)
+        if not kind or not header or metadata[kind] not in (RECORD_BATCH, DICTIONARY_BATCH):
+            return 0, 0
+        batch = _reference(metadata, header)
+        if metadata[kind] == DICTIONARY_BATCH:
+            batch = _reference(metadata, _field(metadata, batch, 1))
+        is_compressed = _field(metadata, batch, 3) or LEGACY_COMPRESSION in bytes(metadata)
+        num_values = max((count for count, _ in _pairs(metadata, _field(metadata, batch, 1))), default=0)
+        num_bytes = 0
+        for offset, size in _pairs(metadata, _field(metadata, batch, 2)):
+            (declared,) = struct.unpack_from("<q", body, offset) if is_compressed and size else (-1,)
+            num_bytes += size if declared == -1 else declared
+            if size < 0 or offset < 0 or declared < -1:
+                raise ValueError("a buffer has a negative size")
+    except (IndexError, struct.error):
+        raise ValueError("the header of a batch is damaged") from None
+    return num_bytes, num_values
+
+
+def arrow_blocks(footer: memoryview) -> list[int]:
+    """Return where the messages of an Arrow file begin, by its footer.
+
+    Raises:
+      ValueError: it is damaged.
+    """
+    try:
+        root = _reference(footer, 0)
+        return [
+            struct.unpack_from("<q", footer, place)[0]
+            for number in (2, 3)
+            for place in _items(footer, _field(footer, root, number), 24)
+        ]
+    except (IndexError, struct.error):
+        raise ValueError("the footer is damaged") from None
+
+
+def _reference(data: memoryview, place: int) -> int:
+    """Follow an offset of a FlatBuffer."""
+    return place + struct.unpack_from("<I", data, place)[0]
+
+
+def _field(data: memoryview, table: int, number: int) -> int:
+    """Return where a field of a table is; 0 for none."""
+    fields = table - struct.unpack_from("<i", data, table)[0]
+    if 4 + 2 * number >= struct.unpack_from("<H", data, fields)[0]:
+        return 0
+    offset = struct.unpack_from("<H", data, fields + 4 + 2 * number)[0]
+    return table + offset if offset else 0
+
+
+def _items(data: memoryview, place: int, num_bytes: int) -> range:
+    """Return where the items of a vector begin; none where there is no vector."""
+    if not place:
+        return range(0)
+    vector = _reference(data, place)
+    count = struct.unpack_from("<I", data, vector)[0]
+    return range(vector + 4, vector + 4 + count * num_bytes, num_bytes)
+
+
+def _pairs(data: memoryview, place: int) -> Iterator[tuple[int, int]]:
+    return (struct.unpack_from("<qq", data, item) for item in _items(data, place, 16))

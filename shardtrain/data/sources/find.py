@@ -6,7 +6,7 @@ Next: `__init__.py`, the formats; `../corpus.py`, which makes windows of them.
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
@@ -15,8 +15,7 @@ from typing import NamedTuple
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.format import BadData
 from shardtrain.data.sources.unread_files import compressed_head, unread_problem
-from shardtrain.data.sources.walk import walk_files
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, needs_library, problems_error
 from shardtrain.system.excerpts import some
 from shardtrain.system.plain_text import MARK
 from shardtrain.system.untrusted_data import parse_record
@@ -140,10 +139,7 @@ def missing_libraries(names: set[str]) -> list[str]:
     for name in sorted(names):
         needs = FORMATS[name].needs
         if needs is not None and find_spec(needs[0]) is None:
-            lines.append(
-                f"{name} files need the library {needs[0]}: install it with uv sync --extra {needs[1]} in a"
-                f" clone, elsewhere with pip install 'path/to/shardtrain[{needs[1]}]'"
-            )
+            lines.append(needs_library(f"{name} files are", *needs))
     return lines
 
 
@@ -219,3 +215,36 @@ def summary(files: Sequence[SourceFile]) -> str:
     """Return the number of files of each format, such as `3 parquet, 1 jsonl`."""
     names = sorted(file.format for file in files)
     return some([f"{len(list(group))} {name}" for name, group in groupby(names)], 8)
+
+
+def walk_files(
+    folder: Path, left_out: Callable[[str], None], enter: Callable[[str], bool]
+) -> Iterator[tuple[Path, list[str], list[Path]]]:
+    """Yield (a folder, names of folders in it, paths of regular files in it), as `os.walk`, sorted.
+
+    Hidden names are skipped, as is what is no regular file: a FIFO would block. Who iterates may clear the
+    names of folders, and none of them is entered.
+
+    Args:
+      folder: where to begin.
+      left_out: called with each folder that is not entered, and why: it is a link, or cannot be read. A link
+        might lead in a circle, or to files that are not meant for training.
+      enter: name of a folder -> whether to enter it; those that are not are not reported.
+    """
+
+    def unreadable(error: OSError) -> None:
+        left_out(f"{error.filename} ({error.strerror})")
+
+    for name, folders, names in os.walk(folder, onerror=unreadable):
+        root = Path(name)
+        folders[:] = sorted(each for each in folders if not each.startswith(".") and enter(each))
+        try:
+            files = [root / each for each in sorted(names) if not each.startswith(".")]
+            files = [file for file in files if file.is_file()]
+        except OSError as error:
+            unreadable(error)
+            continue
+        yield root, folders, files
+        for each in folders:
+            if (root / each).is_symlink():
+                left_out(f"{root / each} (a link; name {(root / each).resolve()} itself)")

@@ -3,12 +3,13 @@
 Next: `__init__.py`, the registry of formats.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-import numpy as np
+from shardtrain.data.tokens import TokenArray
 
 Record = Mapping[str, Any]
 """One row of a file: field -> text, bytes, number, array, or None."""
@@ -38,41 +39,27 @@ class BadData(ValueError):
         return BadData, (self.path, self.why, self.row)
 
 
-class Rows(Protocol):
+class Rows(ABC):
     """The rows of a file, read by several threads at once."""
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def read(self, row: int, /) -> Record:
         """Return a row.
 
         Raises:
           BadData: it cannot be read.
         """
-        ...
 
     def iterate(self, start: int, stop: int | None, /) -> Iterator[tuple[int, Record | BadData]]:
         """Yield (number, row or its error) from row `start` on, up to `stop` or the end."""
-        ...
-
-
-class TokenArray(NamedTuple):
-    """Where the tokens of a file are.
-
-    Attributes:
-      path: the file that has them.
-      dtype: of one token.
-      offset: bytes before the first token.
-      num_tokens: number of tokens.
-      ends: returns for each document the number of tokens up to its end, int (num_documents,); None: they are
-        not known. A function, as thousands of open files would be too many.
-    """
-
-    path: Path
-    dtype: np.dtype
-    offset: int
-    num_tokens: int
-    ends: Callable[[], np.ndarray] | None
+        for row in range(start, len(self) if stop is None else stop):
+            try:
+                yield row, self.read(row)
+            except BadData as error:
+                yield row, error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +86,3 @@ class Format:
     tokens: Callable[[Path], TokenArray] | None = None
     whole: bool = False
     needs: tuple[str, str] | None = None
-
-
-def iterate_rows(rows: Rows, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
-    """Yield rows one after the other, for formats that read any row at the same cost."""
-    for row in range(start, len(rows) if stop is None else stop):
-        try:
-            yield row, rows.read(row)
-        except BadData as error:
-            yield row, error

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import numpy as np
 
 from shardtrain.data.sources.columns import open_zstd
-from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
+from shardtrain.data.sources.format import BadData, Format, Record, Rows
 from shardtrain.data.sources.row_offsets import read_part, row_offsets
 from shardtrain.data.sources.unread_files import content_problem
 from shardtrain.system.plain_text import decode_text, encoding_problem, is_blank
@@ -24,7 +24,7 @@ from shardtrain.system.untrusted_files import open_regular
 BLOCK_BYTES, FEW_BYTES = 1 << 24, 1 << 10
 
 
-class JsonLines:
+class JsonLines(Rows):
     """The lines of a file, found by an index of their offsets; a blank line is no row."""
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
@@ -38,9 +38,6 @@ class JsonLines:
         start, stop = map(int, self._offsets[row])
         line = read_part(self._path, start, stop - start, row)
         return parse_line(line, self._path, row)
-
-    def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
-        return iterate_rows(self, start, stop)
 
 
 def line_offsets(path: Path) -> np.ndarray:
@@ -98,7 +95,7 @@ def parse_line(line: bytes, path: Path, row: int) -> Record:
     return record
 
 
-class CompressedLines:
+class CompressedLines(Rows):
     """The lines of a compressed file, read from the beginning only."""
 
     def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO]) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shardtrain.data.sources.format import BadData, Format, TokenArray
+from shardtrain.data.sources.format import BadData, Format
+from shardtrain.data.tokens import TokenArray
 from shardtrain.system.untrusted_files import open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shardtrain.data.sources.format import BadData, Format, TokenArray
-from shardtrain.data.tokens import open_tokens
+from shardtrain.data.sources.format import BadData, Format
+from shardtrain.data.tokens import TokenArray, open_tokens
 from shardtrain.system.untrusted_files import open_regular
 
 ENDS = ".ends"

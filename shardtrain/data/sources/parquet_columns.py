@@ -3,7 +3,7 @@
 import io
 import os
 from collections.abc import Iterator
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from shardtrain.data.sources.decoded_size import SIZE, check_decoded
 
@@ -18,33 +18,20 @@ DATA_PAGES = {0: (5, 2), 3: (8, 4)}
 """Type of a page -> the fields of its header, and of the encoding in it; field 1 there counts values."""
 
 
-class Decoded(NamedTuple):
-    """What a column of a Parquet row group decodes to.
-
-    Attributes:
-      least_bytes: if texts of a dictionary are kept once.
-      most_bytes: if every value is as long as the dictionary.
-      delta_page_bytes: size of the largest page, if a page has texts that begin as the text before; else 0.
-    """
-
-    least_bytes: int
-    most_bytes: int
-    delta_page_bytes: int
-
-
 class CheckedColumns:
     """A Parquet file that pyarrow reads: what columns decode to is checked before they are decoded.
 
     Sizes in the footer are not used: they may be wrong, and some errors in it end the process.
 
-    Attributes:
-      total: what the columns since `begin` decode to.
+    Args:
+      file: the file.
+      most: the largest size to which a column may decode.
+      kept_once: whether the texts of a dictionary are kept once.
     """
 
-    def __init__(self, file: BinaryIO, most: int) -> None:
-        self._file, self._most, self._at = file, most, 0
+    def __init__(self, file: BinaryIO, most: int, *, kept_once: bool) -> None:
+        self._file, self._most, self._kept_once, self._at = file, most, kept_once, 0
         self._value_bytes: int | None = None
-        self.total = Decoded(0, 0, 0)
         self.close = file.close
 
     def __del__(self) -> None:
@@ -63,26 +50,17 @@ class CheckedColumns:
         self._at = start + offset
         return self._at
 
-    def begin(self, value_bytes: int, *, kept_once: bool) -> None:
-        """Check what is read from now on, as columns.
-
-        Args:
-          value_bytes: of a value of fixed length; 0 for texts.
-          kept_once: whether the texts of a dictionary are kept once.
-        """
-        self._value_bytes, self._kept_once, self.total = value_bytes, kept_once, Decoded(0, 0, 0)
+    def begin(self, value_bytes: int) -> None:
+        """Check what is read from now on, as columns of values of fixed length; 0 for texts."""
+        self._value_bytes, self._total = value_bytes, 0
 
     def read(self, num_bytes: int) -> bytes:
         content = b""
         while len(content) < num_bytes and (read := self._read(num_bytes - len(content))):
             content += read
         if self._value_bytes is not None:
-            found = decoded_column(content, self._value_bytes)
-            least, most, delta = self.total
-            self.total = Decoded(
-                least + found.least_bytes, most + found.most_bytes, max(delta, found.delta_page_bytes)
-            )
-            check_decoded(self.total[0 if self._kept_once else 1], self._most, "the column")
+            self._total += decoded_column(content, self._value_bytes)[0 if self._kept_once else 1]
+            check_decoded(self._total, self._most, "the column")
         return content
 
     def _read(self, num_bytes: int) -> bytes:
@@ -91,28 +69,29 @@ class CheckedColumns:
         return read
 
 
-def decoded_column(content: bytes, value_bytes: int) -> Decoded:
+def decoded_column(content: bytes, value_bytes: int) -> tuple[int, int]:
     """Return what a column of a row group decodes to, by the headers of its pages.
 
     Args:
       content: the column in the file.
       value_bytes: of a value of fixed length; 0 for texts.
 
+    Returns:
+      The bytes if texts of a dictionary are kept once, and if every value is as long as the dictionary.
+
     Raises:
       ValueError: a header is damaged.
     """
-    least, most, dictionary_bytes, longest, has_delta = 0, 0, 0, 0, False
+    once, repeated, dictionary_bytes = 0, 0, 0
     for num_bytes, num_values, encoding in _pages(content):
-        least += num_bytes + num_values * (SIZE + value_bytes)
+        # a text may begin as the one before it, which is not written again
+        copies = num_values if encoding == DELTA_BYTE_ARRAY else 1
+        once += copies * num_bytes + num_values * (SIZE + value_bytes)
         if encoding == DICTIONARY_PAGE:
             dictionary_bytes = max(dictionary_bytes, num_bytes)
         elif encoding in DICTIONARY and not value_bytes:
-            most += num_values * dictionary_bytes
-        elif encoding == DELTA_BYTE_ARRAY:
-            most += num_values * num_bytes
-            has_delta = True
-        longest = max(longest, num_bytes)
-    return Decoded(least, least + most, longest if has_delta else 0)
+            repeated += num_values * dictionary_bytes
+    return once, once + repeated
 
 
 def _pages(content: bytes) -> Iterator[tuple[int, int, int]]:

@@ -1,23 +1,44 @@
-"""What is in a record of ArrayRecord and TFRecord: JSON, a `tf.train.Example`, or text.
+"""What is in a record of ArrayRecord and TFRecord: JSON, a `tf.train.Example`, or text."""
 
-The wire format is read here: no library that has the message is small.
-"""
-
-import struct
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from functools import cached_property
+from abc import abstractmethod
+from functools import cache, cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from shardtrain.data.sources.format import BadData, Record, iterate_rows
+from shardtrain.data.sources.format import BadData, Record, Rows
 from shardtrain.system.plain_text import MARK, decode_text
 from shardtrain.system.untrusted_data import parse_record
 
 Kind = Literal["json", "example", "text"]
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+DTYPES = {"float_list": np.float32, "int64_list": np.int64}
+
+EXAMPLE = """
+name: "example.proto" package: "shardtrain" syntax: "proto3"
+message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "FloatList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
+message_type { name: "Int64List" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type {
+  name: "Feature"
+  oneof_decl { name: "kind" }
+  field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: "BytesList" oneof_index: 0 }
+  field { name: "float_list" number: 2 type: TYPE_MESSAGE type_name: "FloatList" oneof_index: 0 }
+  field { name: "int64_list" number: 3 type: TYPE_MESSAGE type_name: "Int64List" oneof_index: 0 }
+}
+message_type {
+  name: "Entry"
+  field { name: "key" number: 1 type: TYPE_STRING }
+  field { name: "value" number: 2 type: TYPE_MESSAGE type_name: "Feature" }
+}
+message_type {
+  name: "Features"
+  field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: "Entry" }
+}
+message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: "Features" } }
+"""
+"""The message `tf.train.Example`, whose map is a list of entries on the wire."""
 
 
 def kind_of(record: bytes) -> Kind:
@@ -33,7 +54,7 @@ def kind_of(record: bytes) -> Kind:
             return "text"
     try:
         return "example" if parse_example(record) else "text"
-    except (ValueError, IndexError, struct.error):
+    except ValueError:
         return "text"
 
 
@@ -52,11 +73,11 @@ def parse_payload(record: bytes, kind: Kind, path: Path, row: int) -> Record:
         if not isinstance(found, dict):
             raise ValueError(f"a JSON {type(found).__name__}, not an object")
         return found
-    except (ValueError, IndexError, struct.error) as error:
+    except ValueError as error:
         raise BadData(path, f"the record is no {kind} as the first one ({error})", row) from None
 
 
-class PayloadRows(ABC):
+class PayloadRows(Rows):
     """The rows of a file of records, of which the first one says what all are.
 
     Attributes:
@@ -64,9 +85,6 @@ class PayloadRows(ABC):
     """
 
     path: Path
-
-    @abstractmethod
-    def __len__(self) -> int: ...
 
     @abstractmethod
     def payload(self, row: int) -> bytes:
@@ -78,9 +96,6 @@ class PayloadRows(ABC):
 
     def read(self, row: int) -> Record:
         return parse_payload(self.payload(row), self._kind, self.path, row)
-
-    def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
-        return iterate_rows(self, start, stop)
 
     @cached_property
     def _kind(self) -> Kind:
@@ -94,89 +109,41 @@ def parse_example(message: bytes) -> dict[str, Any]:
       name -> bytes, or a list of bytes if there are several; float32 (n,); or int64 (n,).
 
     Raises:
-      ValueError, IndexError, struct.error: it is none.
-
-    References:
-      https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/feature.proto
-      https://protobuf.dev/programming-guides/encoding/
+      ValueError: it is none.
 
     >>> parse_example(b"\n\r\n\x0b\n\x01a\x12\x06\n\x04\n\x02hi")
     {'a': b'hi'}
     """
-    found: dict[str, Any] = {}
-    for number, features in _fields(message):
-        _expect(number == 1)
-        for number, entry in _fields(_message(features)):
-            _expect(number == 1)
-            pair = dict(_fields(_message(entry)))
-            found[_message(pair.get(1, b"")).decode()] = _values(_message(pair.get(2, b"")))
-    return found
-
-
-def _values(feature: bytes) -> Any:
-    for number, listed in _fields(feature):
-        items = list(_fields(_message(listed)))
-        _expect(number in (1, 2, 3) and all(field == 1 for field, _ in items))
-        values = [value for _, value in items]
-        if number == 1:
-            texts = [_message(value) for value in values]
-            return texts[0] if len(texts) == 1 else texts
-        if number == 2:
-            # packed, or one field for each
-            packed = b"".join(_message(value) for value in values)
-            return np.frombuffer(packed, "<f4").copy()
-        numbers: list[int] = []
-        for value in values:
-            numbers += [value] if isinstance(value, int) else _varints(value)
-        return np.array(numbers, np.uint64).astype(np.int64)
-    return []
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield (field number, value) of a message: a number for varints, else the bytes."""
-    position = 0
-    while position < len(message):
-        tag, position = _varint(message, position)
-        wire = tag & 7
-        if wire == VARINT:
-            value, position = _varint(message, position)
-            yield tag >> 3, value
-            continue
-        if wire == BYTES:
-            size, position = _varint(message, position)
-        else:
-            _expect(wire in (FIXED64, FIXED32))
-            size = 8 if wire == FIXED64 else 4
-        _expect(position + size <= len(message))
-        yield tag >> 3, message[position : position + size]
-        position += size
-
-
-def _varint(message: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = message[position]
-        position += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value & (2**64 - 1), position
-        shift += 7
-        _expect(shift < 64)
-
-
-def _varints(packed: bytes) -> list[int]:
-    found, position = [], 0
-    while position < len(packed):
-        value, position = _varint(packed, position)
-        found.append(value)
-    return found
-
-
-def _message(value: int | bytes) -> bytes:
-    _expect(isinstance(value, bytes))
-    return value  # type: ignore[return-value]
-
-
-def _expect(condition: bool) -> None:
-    if not condition:
+    unknown_fields = import_module("google.protobuf.unknown_fields")
+    example = _example_type()()
+    try:
+        example.ParseFromString(message)
+    except Exception as error:  # its type depends on how protobuf was built
+        raise ValueError(f"it is no tf.train.Example ({error})") from None
+    if any(len(unknown_fields.UnknownFieldSet(each)) for each in (example, example.features)):
         raise ValueError("it is no tf.train.Example")
+    found: dict[str, Any] = {}
+    for entry in example.features.feature:
+        kind = entry.value.WhichOneof("kind")
+        values = getattr(entry.value, kind).value if kind else []
+        if kind == "bytes_list":
+            found[entry.key] = values[0] if len(values) == 1 else list(values)
+        else:
+            found[entry.key] = np.array(values, DTYPES[kind]) if kind else []
+    return found
+
+
+@cache
+def _example_type() -> Any:
+    """Return the class of the message `tf.train.Example`.
+
+    References:
+      https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/feature.proto
+    """
+    protobuf = "google.protobuf."
+    file = import_module(f"{protobuf}descriptor_pb2").FileDescriptorProto()
+    import_module(f"{protobuf}text_format").Parse(EXAMPLE, file)
+    pool = import_module(f"{protobuf}descriptor_pool").DescriptorPool()
+    pool.Add(file)
+    found = pool.FindMessageTypeByName("shardtrain.Example")
+    return import_module(f"{protobuf}message_factory").GetMessageClass(found)

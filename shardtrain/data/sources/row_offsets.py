@@ -118,9 +118,17 @@ def remove_indices(folder: Path) -> None:
         folder.rmdir()
 
 
-def is_cut_off(offset: int) -> bool:
-    """Return whether an offset that was read as unsigned is `CUT_OFF`."""
-    return offset == CUT_OFF % 2**64
+def row_extent(offsets: RowOffsets | np.ndarray, row: int, path: Path) -> tuple[int, int]:
+    """Return both offsets of a row.
+
+    Raises:
+      BadData: it stands for what is lost of the file.
+    """
+    start, stop = map(int, offsets[row])
+    if start == CUT_OFF % 2**64:  # it was read as unsigned
+        why = f"the file is damaged, or ends, after byte {stop:,}; all that follows is lost"
+        raise BadData(path, why, row)
+    return start, stop
 
 
 def file_digest(path: Path) -> str:

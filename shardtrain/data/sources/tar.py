@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
-from shardtrain.data.sources.row_offsets import CUT_OFF, is_cut_off, read_part, row_offsets
+from shardtrain.data.sources.format import BadData, Format, Record, Rows
+from shardtrain.data.sources.row_offsets import CUT_OFF, read_part, row_extent, row_offsets
 from shardtrain.data.sources.unread_files import content_problem
 from shardtrain.system.excerpts import short
 from shardtrain.system.plain_text import decode_text
@@ -32,7 +32,7 @@ DAMAGED = (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError,
 """What `tarfile` raises for a file that is damaged."""
 
 
-class TarRows:
+class TarRows(Rows):
     """The rows of a tar file, found by an index of where the files of each row begin and end."""
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
@@ -43,10 +43,7 @@ class TarRows:
         return len(self._offsets)
 
     def read(self, row: int) -> Record:
-        start, stop = map(int, self._offsets[row])
-        if is_cut_off(start):
-            why = f"the file is damaged, or ends, after byte {stop:,}; all that follows is lost"
-            raise BadData(self._path, why, row)
+        start, stop = row_extent(self._offsets, row, self._path)
         found: dict[str, Any] = {}
         try:
             with open_regular(self._path) as file:
@@ -62,9 +59,6 @@ class TarRows:
                 raise
             raise BadData(self._path, f"its files cannot be read ({error})", row) from None
         return found
-
-    def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
-        return iterate_rows(self, start, stop)
 
     def _field(self, member: tarfile.TarInfo, content: bytes, row: int) -> dict[str, Any]:
         key, ending = split_name(member.name)

@@ -1,9 +1,8 @@
 """Plain text in UTF-8: a file is one document."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
-from shardtrain.data.sources.format import BadData, Format, Record, iterate_rows
+from shardtrain.data.sources.format import BadData, Format, Record, Rows
 from shardtrain.data.sources.unread_files import content_problem
 from shardtrain.system.plain_text import decode_text
 from shardtrain.system.untrusted_files import read_bytes
@@ -12,7 +11,7 @@ MOST_BYTES = 1 << 31
 """Of a document."""
 
 
-class TextFile:
+class TextFile(Rows):
     """A text file as a single row with the field text."""
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
@@ -31,9 +30,6 @@ class TextFile:
             return {"text": decode_text(content)}
         except ValueError as error:
             raise BadData(self._path, content_problem(content) or str(error), 0) from None
-
-    def iterate(self, start: int, stop: int | None) -> Iterator[tuple[int, Record | BadData]]:
-        return iterate_rows(self, start, stop)
 
 
 FORMAT = Format(

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardtrain.data.sources.format import BadData, Format
 from shardtrain.data.sources.payload import PayloadRows
-from shardtrain.data.sources.row_offsets import CUT_OFF, is_cut_off, read_part, row_offsets
+from shardtrain.data.sources.row_offsets import CUT_OFF, read_part, row_extent, row_offsets
 from shardtrain.data.sources.unread_files import content_problem
 from shardtrain.system.untrusted_files import open_regular
 
@@ -29,10 +29,7 @@ class TfRecords(PayloadRows):
         return len(self._offsets)
 
     def payload(self, row: int) -> bytes:
-        start, size = map(int, self._offsets[row])
-        if is_cut_off(start):
-            why = f"the file is damaged, or ends, after byte {size:,}; all that follows is lost"
-            raise BadData(self.path, why, row)
+        start, size = row_extent(self._offsets, row, self.path)
         return read_part(self.path, start, size, row)
 
 

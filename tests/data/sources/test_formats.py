@@ -1,6 +1,5 @@
 """The contract of formats: the same documents give the same windows, whatever they are written in."""
 
-import bz2
 import datetime
 import gzip
 import json
@@ -90,6 +89,7 @@ def test_a_file_that_is_cut_off_is_named_and_skipped_if_asked(name, tmp_path):
         corpus = Corpus(paths=(folder,), seq=16, on_error="skip")
         windows = corpus.train(tmp_path / "run")
         assert "; skipped 1 that cannot be read: " in corpus.summary(tmp_path / "run")
+        assert windows.num_skipped == 1
         assert 5 < len(windows) < len(EXPECTED) // 16
 
 
@@ -100,7 +100,7 @@ def test_rows_before_a_cut_are_kept(name, tmp_path):
     content = path.read_bytes()
     whole = [rows_text(row) for _, row in FORMATS[name].rows(path, None).iterate(0, None)]  # type: ignore[misc]
     assert whole == DOCUMENTS
-    for stop in range(len(content) // 4, len(content), 331):
+    for stop in range(len(content) // 4, len(content), 1531):
         path.write_bytes(content[:stop])
         found = list(FORMATS[name].rows(path, tmp_path / "index").iterate(0, None))  # type: ignore[misc]
         bad = [row for row, record in found if isinstance(record, BadData)]
@@ -169,7 +169,7 @@ def test_what_cannot_be_found_is_listed(tmp_path, monkeypatch):
     write_files("parquet", tmp_path / "data", DOCUMENTS)
     monkeypatch.setattr("shardtrain.data.sources.find.find_spec", lambda name: None)
     with pytest.raises(
-        ValueError, match="parquet files need the library pyarrow: install it with uv sync --extra"
+        ValueError, match="parquet files are read by the library pyarrow: install it with uv sync --extra"
     ):
         find_files([tmp_path / "data"])
 
@@ -254,10 +254,8 @@ TAR = b"\0" * 257 + b"ustar" + b"\0" * 250
             gzip.compress(TAR, mtime=0),
             "it is a tar file compressed by gzip, and read uncompressed alone;",
         ),
-        ("a.tgz", gzip.compress(TAR, mtime=0), r"it is a tar file compressed by gzip, .* gunzip -k .*a\.tgz"),
         ("shard", gzip.compress(TAR, mtime=0), "it is a tar file compressed by gzip"),
         ("a.tar.xz", lzma.compress(TAR), r"it is a tar file compressed by xz, .* unxz -k .*a\.tar\.xz"),
-        ("a.tar.bz2", bz2.compress(TAR), "it is a tar file compressed by bzip2"),
         (
             "a.txt.gz",
             gzip.compress(b"text", mtime=0),
@@ -274,7 +272,6 @@ TAR = b"\0" * 257 + b"ustar" + b"\0" * 250
         ("a.jsonl", gzip.compress(b"{}", mtime=0), r"a\.jsonl: it is compressed by gzip; decompress it"),
         ("a.txt", b"PAR1\xff", r"a\.txt, row 0: it is a Parquet file; give it the ending \.parquet"),
         ("a.tar", gzip.compress(TAR, mtime=0), r"a\.tar: it is compressed by gzip; decompress it"),
-        ("a.tfrecord", gzip.compress(TAR, mtime=0), r"a\.tfrecord: it is compressed by gzip; decompress it"),
     ],
 )
 def test_a_file_of_another_kind_is_named_with_what_to_do(name, content, problem, tmp_path, capsys):
@@ -344,7 +341,7 @@ def test_a_shard_that_vanishes_while_it_is_read_is_named(tmp_path):
     ):
         windows[len(windows) - 1]
     (tmp_path / "data/part-1/a.npy").write_bytes((tmp_path / "data/part-1/a.npy").read_bytes()[:140])
-    with pytest.raises(OSError, match=r"part-1/a\.npy was cut off: it had 118 tokens, and ends before token"):
+    with pytest.raises(OSError, match=r"part-1/a\.npy was cut off .*: it ends after \d+ of 118 tokens"):
         read_all(windows)
 
 
@@ -352,7 +349,7 @@ def test_a_token_outside_of_the_vocabulary_is_named(tmp_path):
     write_files("npy", tmp_path / "data", DOCUMENTS)
     windows = Corpus(paths=(tmp_path / "data",), seq=16, vocab_size=120).train(tmp_path / "run")
     with pytest.raises(
-        ValueError, match=r"a\.npy, token \d+, is 195, which is not below vocab 120; set vocab_size"
+        ValueError, match=r"a\.npy, token \d+, is 195, which is not below vocab 120; set vocab"
     ):
         read_all(windows)
 
@@ -395,5 +392,6 @@ def test_a_message_of_tensorflow_is_parsed():
     assert found["a"] == [b"x", b"y"]
     assert found["n"].tolist() == [3, -1]
     assert found["f"].tolist() == [0.5, 2.0]
-    with pytest.raises(ValueError):
-        parse_example(b"\n\x05plain")
+    for other in (b"\n\x05plain", b"pl"):  # the second is a field of another message
+        with pytest.raises(ValueError, match="it is no tf"):
+            parse_example(other)
