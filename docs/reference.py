@@ -36,6 +36,7 @@ MODULES = {
             "vgg",
             "vit",
             "linen_decoder",
+            "transformer_options",
             "layers",
             "attention",
         ),

@@ -11,15 +11,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
-from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, SEQ
-from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES, as_block_input
+from shardtrain.functional.remat_policies import REMAT_POLICIES, as_block_input
 from shardtrain.models.attention import attend
 from shardtrain.models.key_value_cache import LayerCache
 from shardtrain.models.relative_positions import cached_relative_bias, relative_bias
-from shardtrain.models.residual_stream import STREAM, added, read_by_products, to_stream, whole_seq
-from shardtrain.models.transformer import Attention, FeedForward, linear_of, norm_of
+from shardtrain.models.residual_stream import (
+    STREAM,
+    add_part,
+    read_by_products,
+    split_key,
+    to_stream,
+    whole_seq,
+)
+from shardtrain.models.transformer import Attention, FeedForward, norm_of
 from shardtrain.models.transformer_options import BlockOptions, Remats
 
 Stream = dict[str, jax.Array]
@@ -28,15 +34,8 @@ given; "source_bias" and "target_bias" (batch, buckets, heads) of relative posit
 block drops its bias, the last decoder block all but the target."""
 
 
-class CrossAttention(nnx.Module):
+class CrossAttention(Attention):
     """Attention of the normed target stream to the encoded source, back to the target's residual stream."""
-
-    def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs):
-        self.config = config
-        self.q = linear_of(config, (EMBED,), (HEADS, HEAD_DIM), rngs, name="q")
-        self.k = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, name="k")
-        self.v = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, name="v")
-        self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs, name="o")
 
     def __call__(
         self,
@@ -54,12 +53,7 @@ class CrossAttention(nnx.Module):
           kept: keys and values of the source, of `of_source`, that were computed before.
         """
         # queries come from the target, keys and values from the source
-        q_BTHK = self.q(x_BTD)
-        if self.config.query_scale is not None:
-            # attention itself divides by the root of head_dim
-            scale = self.config.query_scale * self.config.sizes[HEAD_DIM] ** 0.5
-            q_BTHK *= jnp.asarray(scale, q_BTHK.dtype)
-        q_BTHK = with_logical_constraint(q_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
+        q_BTHK = self.scaled(self.q(x_BTD))
         k_BSHK, v_BSHK = self.of_source(source_BSD) if kept is None else kept
         # every target position sees the whole source but for padding: no causal mask
         y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, causal=False, mask_BS=mask_BS)
@@ -100,7 +94,9 @@ class EncoderBlock(nnx.Module):
         encoded = _recomputed(EncoderBlock.encoded, self.config.remat)
         seen = stream.get("source_mask"), stream.get("source_bias")
         after = {**stream, "source": encoded(self, stream["source"], *seen, key)}
-        return after if self.source_norm is None else _without(after, "source_bias")
+        if self.source_norm is not None:
+            after.pop("source_bias", None)
+        return after
 
     def encoded(
         self,
@@ -114,8 +110,8 @@ class EncoderBlock(nnx.Module):
         keys = split_key(key, 2)
         bias_BHSS = _bias(table_BNH, x_BSD.shape[1], self.max_distance, causal=False)
         h_BSD = self.attention(read_by_products(self.attention_norm(x_BSD)), mask_BS, bias_BHTS=bias_BHSS)
-        x_BSD = _added(x_BSD, h_BSD, self.dropout, keys[0])
-        x_BSD = _added(x_BSD, self.mlp(read_by_products(self.mlp_norm(x_BSD))), self.dropout, keys[1])
+        x_BSD = add_part(x_BSD, h_BSD, self.dropout, keys[0])
+        x_BSD = add_part(x_BSD, self.mlp(read_by_products(self.mlp_norm(x_BSD))), self.dropout, keys[1])
         if self.source_norm is None:
             return x_BSD
         return with_logical_constraint(self.source_norm(x_BSD), STREAM)
@@ -170,11 +166,11 @@ class DecoderBlock(nnx.Module):
         keys = split_key(key, 3)
         bias_BHTS = _bias(table_BNH, x_BTD.shape[1], self.max_distance, causal=True, cache=cache)
         h_BTD = self.attention(read_by_products(self.attention_norm(x_BTD)), cache=cache, bias_BHTS=bias_BHTS)
-        x_BTD = _added(x_BTD, h_BTD, self.dropout, keys[0])
+        x_BTD = add_part(x_BTD, h_BTD, self.dropout, keys[0])
         source_BSD = None if source_BSD is None else whole_seq(source_BSD)
         h_BTD = self.cross(whole_seq(self.cross_norm(x_BTD)), source_BSD, mask_BS, kept)
-        x_BTD = _added(x_BTD, h_BTD, self.dropout, keys[1])
-        return _added(x_BTD, self.mlp(read_by_products(self.mlp_norm(x_BTD))), self.dropout, keys[2])
+        x_BTD = add_part(x_BTD, h_BTD, self.dropout, keys[1])
+        return add_part(x_BTD, self.mlp(read_by_products(self.mlp_norm(x_BTD))), self.dropout, keys[2])
 
 
 def _bias(
@@ -192,10 +188,6 @@ def _bias(
     return relative_bias(table_BNH, num, num, max_distance=max_distance, causal=causal)
 
 
-def _without(stream: Stream, name: str) -> Stream:
-    return {each: x for each, x in stream.items() if each != name}
-
-
 def _recomputed(part: Callable[..., jax.Array], remat: Remats) -> Callable[..., jax.Array]:
     """Wrap the part of a block that its backward pass recomputes, by the remat policy `remat`."""
 
@@ -204,14 +196,3 @@ def _recomputed(part: Callable[..., jax.Array], remat: Remats) -> Callable[..., 
         return part(block, as_block_input(x_BTD, remat), *given)
 
     return call if remat == "none" else jax.checkpoint(call, policy=REMAT_POLICIES[remat])
-
-
-def _added(x_BTD: jax.Array, h_BTD: jax.Array, dropout: nnx.Dropout, key: jax.Array | None) -> jax.Array:
-    """Add the output of a part of a block to a residual stream, after dropout."""
-    h_BTD = checkpoint_name(h_BTD, BLOCK_OUTPUT)
-    return added(x_BTD, dropout(h_BTD, rngs=key))
-
-
-def split_key(key: jax.Array | None, num: int) -> Any:
-    """Split a key of dropout; without one (dropout is off) there is none for each part."""
-    return [None] * num if key is None else jax.random.split(key, num)
