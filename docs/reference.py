@@ -40,7 +40,7 @@ MODULES = {
             "layers",
             "attention",
         ),
-        *("generate", "sampling", "key_value_cache", "source_cache", "chunked_logits"),
+        *("generate", "sampling", "key_value_cache", "chunked_logits"),
         *("huggingface", "huggingface.files"),
     ),
     "shardtrain.functional": ("model", "nnx_model"),

@@ -49,12 +49,22 @@ class Block(nnx.Module):
         key: jax.Array | OfBlock | None,
         segments_BT: jax.Array | None = None,
         cache: LayerCache | None = None,
+        **seen: Any,
     ) -> Any:
-        """Return the residual stream; with experts beside what their router counted, `with_block`."""
+        """Return the residual stream; with experts beside what their router counted, `with_block`.
+
+        Args:
+          x_BTD: the residual stream.
+          key: of dropout, or more where blocks differ.
+          segments_BT: see `Attention`.
+          cache: likewise.
+          seen: its arguments `mask_BS` and `bias_BHTS`.
+        """
         counts: dict[str, jax.Array] | None = None
         key, sees_all = key if isinstance(key, OfBlock) else (key, None)
         # two halves, attention and feed-forward: norm, layer, perhaps another norm, dropout, sum
-        attention = partial(self.attention, segments_BT=segments_BT, sees_all=sees_all, cache=cache)
+        seen |= {"segments_BT": segments_BT, "sees_all": sees_all, "cache": cache}
+        attention = partial(self.attention, **seen)
         # a token that is generated has its experts, however many tokens were read at once
         is_mixture = isinstance(self.mlp, MixtureOfExperts)
         mlp = partial(self.mlp, dropless=cache is not None) if is_mixture else self.mlp

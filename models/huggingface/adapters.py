@@ -17,9 +17,10 @@ import numpy as np
 
 from shardtrain.models import checks
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.huggingface.entries import entry_problems, problem_of
 from shardtrain.models.huggingface.families import ParameterReader, differences, family_of, limited
 from shardtrain.models.huggingface.folder import open_weights, own_file, read_object
-from shardtrain.models.huggingface.place import Place, entry_problems, problem_of
+from shardtrain.models.huggingface.place import Place
 from shardtrain.models.lora import LORA_A, LORA_B, TARGETS, Lora, read_lora
 from shardtrain.system.lazy_array import LazyArray
 from shardtrain.system.untrusted_files import finite_number, whole_number

@@ -11,13 +11,13 @@ from typing import Any
 from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, SEQ, VOCAB
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.experts_options import Experts, read_experts
+from shardtrain.models.huggingface.entries import entry_problems
 from shardtrain.models.huggingface.place import (
     KERNELS,
     TOKEN_ENTRIES,
     Copy,
     Family,
     Place,
-    entry_problems,
     option_problems,
     place_linear,
     place_norm,

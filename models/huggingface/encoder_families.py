@@ -5,18 +5,16 @@ from typing import Any
 
 from shardtrain.axes import EMBED, HEIGHT, SEGMENTS, SEQ, VOCAB, WIDTH
 from shardtrain.models.encoder import EncoderConfig
+from shardtrain.models.huggingface.entries import count_labels, label_problems, write_labels
 from shardtrain.models.huggingface.place import (
     BLOCK_ENTRIES,
     TOKEN_ENTRIES,
     Copy,
     Family,
     Place,
-    count_labels,
-    label_problems,
     option_problems,
     place_linear,
     place_norm,
-    write_labels,
 )
 from shardtrain.models.vit import VitConfig
 

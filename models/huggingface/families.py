@@ -13,7 +13,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from shardtrain.models import checks
 from shardtrain.models.huggingface.decoder_families import DECODERS
 from shardtrain.models.huggingface.encoder_families import BERT, VIT
-from shardtrain.models.huggingface.place import STATE, Copy, Family, Place, num_blocks, value_problems
+from shardtrain.models.huggingface.entries import value_problems
+from shardtrain.models.huggingface.place import STATE, Copy, Family, Place, num_blocks
 from shardtrain.models.huggingface.resnet import RESNET
 from shardtrain.models.huggingface.t5 import MT5, T5
 from shardtrain.system.excerpts import short

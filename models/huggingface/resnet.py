@@ -6,16 +6,8 @@ Its files say nothing of the size of an image; ours add entries that transformer
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardtrain.models.huggingface.place import (
-    STATE,
-    Family,
-    Place,
-    count_labels,
-    entry_problems,
-    label_problems,
-    place_norm,
-    write_labels,
-)
+from shardtrain.models.huggingface.entries import count_labels, entry_problems, label_problems, write_labels
+from shardtrain.models.huggingface.place import STATE, Family, Place, place_norm
 from shardtrain.models.imagenet_resnet import BLOCKS, BOTTLENECK, ImageNetResNetConfig
 from shardtrain.system.excerpts import short
 

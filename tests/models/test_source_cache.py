@@ -10,10 +10,9 @@ from jax.sharding import PartitionSpec
 
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
-from shardtrain.models.generate import generate
+from shardtrain.models.generate import Cached, Targets, WholeTargets, Windowed, generate
 from shardtrain.models.key_value_cache import NewCache
 from shardtrain.models.sampling import Sampling
-from shardtrain.models.token_readers import Cached, Targets, WholeTargets, Windowed
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 

@@ -3,7 +3,6 @@
 import functools
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from golden_models import load_golden, select
 from safetensors.numpy import load_file, save_file
 
 from shardtrain import TokenPairs, from_nnx, load
@@ -34,7 +34,6 @@ from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_gradients
 
-GOLDEN = Path(__file__).parent / "golden"
 SMALL = EncoderDecoderConfig(
     vocab=32, seq=512, embed=16, num_encoder_layers=2, num_decoder_layers=3, num_heads=4, head_dim=8, mlp=24,
     positions="relative", norm="rmsnorm", eps=1e-6, activation="relu", bias=False, query_scale=1.0,
@@ -49,12 +48,7 @@ OF_T5 = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module", params=sorted(EXPECTED))
 def golden(request):
-    with np.load(GOLDEN / f"{request.param}.npz") as file:
-        return {"name": request.param} | {name: file[name] for name in file.files}
-
-
-def part(golden, prefix):
-    return {name.removeprefix(prefix): x for name, x in golden.items() if name.startswith(prefix)}
+    return {"name": request.param} | load_golden(request.param)
 
 
 def config_json(golden) -> dict[str, Any]:
@@ -63,7 +57,7 @@ def config_json(golden) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def imported(golden):
-    return huggingface.from_huggingface(config_json(golden), part(golden, "weight/"))
+    return huggingface.from_huggingface(config_json(golden), select(golden, "weight/"))
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +107,7 @@ def test_logits_and_gradients_are_those_of_transformers(golden, imported, apply,
     np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-5)
     np.testing.assert_allclose(value, golden["loss"], rtol=0, atol=1e-5)
     written = huggingface.to_huggingface(config, jax.tree.map(np.asarray, gradient))
-    theirs = part(golden, "gradient/")
+    theirs = select(golden, "gradient/")
     assert written.keys() == theirs.keys()
     for name, expected in theirs.items():
         np.testing.assert_allclose(written[name], expected, rtol=0, atol=1e-5, err_msg=name)
@@ -147,7 +141,7 @@ def test_likeliest_targets_are_those_of_transformers_token_by_token(golden, impo
 
 def test_files_come_back_bitwise(golden, imported):
     config, params = imported
-    state = part(golden, "weight/")
+    state = select(golden, "weight/")
     written = huggingface.to_huggingface(config, params)
     assert written.keys() == state.keys()
     for name, x in state.items():
@@ -192,13 +186,13 @@ def test_an_import_has_a_run_file_for_pairs_and_is_exported_again(golden, tmp_pa
     folder = tmp_path / "hub"
     folder.mkdir()
     (folder / "config.json").write_text(str(golden["config"]))
-    save_file(part(golden, "weight/"), folder / "model.safetensors")
+    save_file(select(golden, "weight/"), folder / "model.safetensors")
     assert import_checkpoint(Import(folder=folder, out=tmp_path / "in")) == 0
     run = load_run(str(tmp_path / "in" / "run.py"))
     assert (run.loss, type(run.data), run.data.source_seq) == (translation_loss, TokenPairs, 512)
     assert export_checkpoint(Export(run=str(tmp_path / "in"), out=tmp_path / "out")) == 0
     written = load_file(tmp_path / "out" / "model.safetensors")
-    for name, x in part(golden, "weight/").items():
+    for name, x in select(golden, "weight/").items():
         np.testing.assert_array_equal(written[name], x, err_msg=name)
     # and it is loaded as a model
     logits = load(tmp_path / "in", run.model)(golden["tokens"], golden["target"][:, :-1], golden["mask"])

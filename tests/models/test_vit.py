@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from golden_models import load_golden, select
 
 from shardtrain.models import huggingface
 from shardtrain.models.huggingface.families import read_config, write_config
@@ -23,17 +23,12 @@ IMAGES = np.random.default_rng(0).normal(size=(3, 8, 12, 3)).astype(np.float32)
 
 @pytest.fixture(scope="module")
 def golden():
-    with np.load(Path(__file__).parent / "golden" / "vit.npz") as file:
-        return {name: file[name] for name in file.files}
-
-
-def part(golden, prefix):
-    return {name.removeprefix(prefix): x for name, x in golden.items() if name.startswith(prefix)}
+    return load_golden("vit")
 
 
 @pytest.fixture(scope="module")
 def imported(golden):
-    return huggingface.from_huggingface(json.loads(str(golden["config"])), part(golden, "weight/"))
+    return huggingface.from_huggingface(json.loads(str(golden["config"])), select(golden, "weight/"))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +53,7 @@ def test_logits_and_gradients_are_those_of_transformers(golden, imported, pure, 
     np.testing.assert_allclose(value, golden["loss"], rtol=0, atol=1e-5)
     # gradients go through the converter's inverse, which has to reverse every transpose
     written = huggingface.to_huggingface(config, jax.tree.map(np.asarray, gradient))
-    again: Any = huggingface.from_huggingface(json.loads(str(golden["config"])), part(golden, "gradient/"))
+    again: Any = huggingface.from_huggingface(json.loads(str(golden["config"])), select(golden, "gradient/"))
     theirs = huggingface.to_huggingface(config, again[1])
     assert written.keys() == theirs.keys()
     for name, expected in theirs.items():
