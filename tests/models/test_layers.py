@@ -30,10 +30,11 @@ def turned(x, theta):
 
 def test_rotation_turns_each_pair_by_its_frequency():
     x = np.zeros((1, 3, 1, 4), np.float32)
-    x[..., 1] = 1.0
+    x[..., 1], x[..., 3] = 1.0, 2.0
     y = np.asarray(turned(jnp.asarray(x), 16.0))[0, :, 0]
     angle = np.arange(3) * 16.0**-0.5
-    expected = np.stack([0 * angle, np.cos(angle), 0 * angle, np.sin(angle)], axis=1)
+    cos, sin = np.cos(angle), np.sin(angle)
+    expected = np.stack([0 * angle, cos - 2 * sin, 0 * angle, sin + 2 * cos], axis=1)
     np.testing.assert_allclose(y, expected, atol=1e-6)
 
 
