@@ -14,7 +14,8 @@ import tyro
 
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
-from shardtrain.models.decoder import DecoderConfig, Dtypes
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.transformer_options import Dtypes
 from shardtrain.plan.compile import Figures, compile_step, described_devices, figures
 from shardtrain.plan.flows import StepSizes
 from shardtrain.plan.hlo.collectives import by_axis

@@ -6,7 +6,8 @@ at once.
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def positive(values: Mapping[str, int | float]) -> list[str]:
@@ -58,6 +59,21 @@ def dropout_rate(name: str, value: float) -> list[str]:
     if 0 <= value < 1:
         return []
     return [f"{name} is {value}; it must be at least 0 and below 1. Use {name}=0.0 to switch it off."]
+
+
+def read_pairs(text: str, known: Iterable[str], needed: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Read the text of an option such as "rank=8,alpha=16": key -> value, and what is wrong with its keys.
+
+    >>> read_pairs("alpha=8,alpha=4,to=q", ["rank", "alpha"], ["rank"])[1]
+    ['rank is missing', 'alpha is given 2 times', "no key 'to'"]
+    """
+    parts = [part.partition("=") for part in text.split(",")] if text else []
+    pairs = [(name, value) for name, _, value in parts]
+    given, known = dict(pairs), list(known)
+    found = [f"{name} is missing" for name in needed if name not in given]
+    counts = Counter(name for name, _ in pairs)
+    found += [f"{name} is given {n} times" for name, n in counts.items() if n > 1]
+    return given, found + [f"no key {name!r}" for name in given if name not in known]
 
 
 def refuse(owner: str, problems: Sequence[str]) -> None:

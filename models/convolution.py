@@ -1,4 +1,4 @@
-"""Layers the image models share: a convolution over named dims, group and batch norm over channels.
+"""What the convolutional networks share: options, a convolution over named dims, norms, a model.
 
 Images are (batch, height, width, channels). The input of a convolution has the dim channels_in, which is
 replicated; its output has channels_out, which may be sharded: norms and activations work on shards.
@@ -6,6 +6,7 @@ replicated; its output has channels_out, which may be sharded: norms and activat
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import jax
@@ -13,8 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
-from shardtrain.axes import BATCH, CHANNELS_IN, CHANNELS_OUT, HEIGHT, LAYERS, WIDTH
-from shardtrain.models.layers import at_use, normal, parameter
+from shardtrain.axes import BATCH, CHANNELS_IN, CHANNELS_OUT, HEIGHT, LAYERS, VOCAB, WIDTH
+from shardtrain.models import checks
+from shardtrain.models.layers import Linear, at_use, normal, parameter
 
 ImageNorms = Literal["group", "batch"]
 
@@ -23,6 +25,50 @@ WRITTEN = (BATCH, HEIGHT, WIDTH, CHANNELS_OUT)
 EPS = 1e-5
 MOMENTUM = 0.9
 """Share of the old value in a running statistic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """Options of all convolutional networks.
+
+    Args:
+      filters: channels of the first convolution.
+      height: rows of an image.
+      width: columns of an image.
+      colours: channels of an image.
+      classes: number of classes, the dim vocab.
+      norm: "group" gives the same numbers however a batch is cut; "batch" does not, for its statistics are
+        those of one microbatch of one replica (its running statistics are model_state).
+      num_groups: groups of channels of a group norm. With as many as `filters` a group is one channel, whose
+        mean takes the bias of a convolution away again.
+      remat: whether the backward pass computes each block again from its input.
+      dtype: compute dtype; parameters, norms and logits are float32.
+
+    Raises:
+      ValueError: listing every option that is out of range or does not fit another.
+    """
+
+    filters: int
+    height: int = 32
+    width: int = 32
+    colours: int = 3
+    classes: int = 10
+    norm: ImageNorms = "group"
+    num_groups: int = 4
+    remat: bool = False
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+    def __post_init__(self):
+        checks.refuse(type(self).__name__, self.list_problems())
+
+    def list_problems(self) -> list[str]:
+        """List the options that are out of range or do not fit another."""
+        counts = {f.name: getattr(self, f.name) for f in fields(self) if f.type in (int, int | None)}
+        found = checks.positive({name: value for name, value in counts.items() if value is not None})
+        if self.norm == "group" and self.filters > 0 and self.num_groups > 0:
+            found += checks.multiple("filters", self.filters, "num_groups", self.num_groups)
+        found += checks.choice("norm", self.norm, ("group", "batch"))
+        return found + checks.choice("dtype", self.dtype, ("float32", "bfloat16", "float16"))
 
 
 class Convolution(nnx.Module):
@@ -129,6 +175,11 @@ class ChannelNorm(nnx.Module):
         return (x_BHWC - mean_C) * jax.lax.rsqrt(variance_C + EPS)
 
 
+def channel_norm(config: ImageOptions, channels: int) -> ChannelNorm:
+    """Make the norm over channels that a configuration asks for."""
+    return ChannelNorm(config.norm, channels, num_groups=config.num_groups, dtype=config.dtype)
+
+
 class Stack(nnx.Module):
     """Blocks that are alike, stored as one: each array has a first dim layers, a row for each block.
 
@@ -220,3 +271,51 @@ def check_images(shape: tuple[int, ...], expected: tuple[int, int, int]) -> None
     if len(shape) == 4:
         change = f"Build it with {', '.join(f'{name}={size}' for name, size in named)}."
     raise ValueError(f"images of shape {shape[1:]} were given to a model of {expected}. {change}")
+
+
+class ImageModel(nnx.Module):
+    """Images to logits: a call is the composition of its parts `first`, `run` on `blocks`, and `last`."""
+
+    config: Any
+    blocks: Any
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Score each image against the classes.
+
+        Args:
+          images: float (batch, height, width, colours).
+
+        Returns:
+          Logits (batch, classes), float32.
+
+        Raises:
+          ValueError: if the images are of another size than the model's.
+        """
+        return self.last(self.run(self.blocks, self.first(images), self.block_keys()))
+
+    def read_images(self, images: jax.Array) -> jax.Array:
+        """Check the size of images, and cast them to the compute dtype."""
+        check_images(images.shape, (self.config.height, self.config.width, self.config.colours))
+        return images.astype(self.config.dtype)
+
+    def first(self, images: jax.Array) -> jax.Array:
+        """Return what the first block reads."""
+        raise NotImplementedError
+
+    def block_keys(self) -> None:
+        """No block draws random numbers."""
+        return
+
+    def run(self, blocks: Any, x_BHWC: jax.Array, keys: None = None) -> jax.Array:
+        """Apply blocks to images, in order: all, or those of a pipeline stage."""
+        scan = getattr(self.config, "scan", False)
+        return run_blocks(blocks, x_BHWC, remat=self.config.remat, scan=scan)
+
+    def last(self, x_BHWC: jax.Array) -> jax.Array:
+        """Return the logits of what the last block writes."""
+        raise NotImplementedError
+
+    def score(self, head: Linear, x_BC: jax.Array) -> jax.Array:
+        """Return the float32 logits of an image's channels."""
+        logits_BV = head(with_logical_constraint(x_BC, (BATCH, CHANNELS_IN)))
+        return with_logical_constraint(logits_BV.astype(jnp.float32), (BATCH, VOCAB))

@@ -5,12 +5,10 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
-from shardtrain.functional.remat_policies import BLOCK_OUTPUT
 from shardtrain.models.experts import MixtureOfExperts
 from shardtrain.models.key_value_cache import LayerCache
-from shardtrain.models.residual_stream import added, read_by_products
+from shardtrain.models.residual_stream import add_part, read_by_products, split_key
 from shardtrain.models.transformer import Attention, FeedForward, norm_of
 from shardtrain.models.transformer_options import BlockOptions
 
@@ -39,7 +37,7 @@ class Block(nnx.Module):
         self.attention_norm = None if config.only_post_norm else norm_of(config)
         self.attention = Attention(config, causal=causal, rngs=rngs)
         self.mlp_norm = None if config.only_post_norm else norm_of(config)
-        kind: Any = MixtureOfExperts if getattr(config, "experts", "") else FeedForward
+        kind: Any = MixtureOfExperts if config.experts else FeedForward
         self.mlp = kind(config, rngs=rngs)
         self.attention_post_norm = norm_of(config) if config.post_norm else None
         self.mlp_post_norm = norm_of(config) if config.post_norm else None
@@ -51,13 +49,22 @@ class Block(nnx.Module):
         key: jax.Array | OfBlock | None,
         segments_BT: jax.Array | None = None,
         cache: LayerCache | None = None,
+        **seen: Any,
     ) -> Any:
-        """Return the residual stream; with experts beside what their router counted, `with_block`."""
+        """Return the residual stream; with experts beside what their router counted, `with_block`.
+
+        Args:
+          x_BTD: the residual stream.
+          key: of dropout, or more where blocks differ.
+          segments_BT: see `Attention`.
+          cache: likewise.
+          seen: its arguments `mask_BS` and `bias_BHTS`.
+        """
         counts: dict[str, jax.Array] | None = None
         key, sees_all = key if isinstance(key, OfBlock) else (key, None)
-        keys = (None, None) if key is None else tuple(jax.random.split(key))
         # two halves, attention and feed-forward: norm, layer, perhaps another norm, dropout, sum
-        attention = partial(self.attention, segments_BT=segments_BT, sees_all=sees_all, cache=cache)
+        seen |= {"segments_BT": segments_BT, "sees_all": sees_all, "cache": cache}
+        attention = partial(self.attention, **seen)
         # a token that is generated has its experts, however many tokens were read at once
         is_mixture = isinstance(self.mlp, MixtureOfExperts)
         mlp = partial(self.mlp, dropless=cache is not None) if is_mixture else self.mlp
@@ -66,12 +73,10 @@ class Block(nnx.Module):
             (self.mlp_norm, mlp, self.mlp_post_norm),
         )
         entering_BTD = x_BTD
-        for (norm, layer, post_norm), dropout_key in zip(halves, keys, strict=True):
+        for (norm, layer, post_norm), dropout_key in zip(halves, split_key(key, 2), strict=True):
             read_BTD = entering_BTD if self.parallel else x_BTD
             h_BTD = layer(read_by_products(read_BTD if norm is None else norm(read_BTD)))
             if is_mixture and layer is mlp:
                 h_BTD, counts = h_BTD
-            h_BTD = checkpoint_name(h_BTD, BLOCK_OUTPUT)
-            h_BTD = h_BTD if post_norm is None else post_norm(h_BTD)
-            x_BTD = added(x_BTD, self.dropout(h_BTD, rngs=dropout_key))
+            x_BTD = add_part(x_BTD, h_BTD, self.dropout, dropout_key, post_norm)
         return x_BTD if counts is None else (x_BTD, counts)

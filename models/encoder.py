@@ -6,74 +6,45 @@ tokens. Blocks are stacked as in `decoder.py`; `transformer.py` has the parts th
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
-from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.axes import BATCH, EMBED, MLP, SEGMENTS, SEQ, VOCAB
-from shardtrain.functional.remat_policies import BLOCK_OUTPUT
-from shardtrain.models import checks
-from shardtrain.models.attention import Attentions
 from shardtrain.models.block_stack import stacked_blocks, walk
-from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.float8 import Products
-from shardtrain.models.layers import Linear, at_use, coming_keys, looked_up, normal, parameter
-from shardtrain.models.on_gpus import rows_last
-from shardtrain.models.residual_stream import STREAM, added, read_by_products, whole_seq
+from shardtrain.models.layers import Linear, at_use, looked_up, normal, parameter
+from shardtrain.models.residual_stream import STREAM, add_part, read_by_products, split_key, whole_seq
 from shardtrain.models.transformer import (
     TABLE,
     Attention,
+    DropoutKeys,
     FeedForward,
+    add_positions,
+    embed_tokens,
     linear_of,
     logits_of,
     norm_of,
-    too_long,
 )
-from shardtrain.models.transformer_options import RARE, BlockOptions, Dtypes, Remats, problems
+from shardtrain.models.transformer_options import BlockOptions, TextOptions
 
 Stream = dict[str, jax.Array]
 """Activations between blocks: "x" (batch, seq, embed), and "mask" (batch, seq) if one was given."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderConfig:
+class EncoderConfig(TextOptions):
     """Sizes and options of an encoder; called with `nnx.Rngs` it builds the model.
 
     Args:
-      vocab: number of tokens in the vocabulary.
-      seq: largest number of positions; their table is learned.
-      embed: features of each position between blocks.
       num_layers: number of blocks.
-      num_heads: attention heads.
-      mlp: hidden features of the feed-forward; None: 4 * embed.
       segments: number of token types (of BERT: first and second text).
       eps: added to the variance in the layer norms after each half of a block.
       activation: "gelu_erf" (exact, as BERT) or "gelu" (tanh approximation), in the blocks and in the head.
-      tied: whether the head ends in the embedding table.
-      dropout: rate on the embedding and on the outputs of attention and feed-forward, from the rng stream
-        "dropout".
-      remat: what the backward pass recomputes. "none": nothing. "weights": only casts and copies, so that no
-        gathered weight is kept for it. "dots": all but matrix products. "outputs": all but the outputs of
-        attention and feed-forward, which tensor parallelism reduces over devices. "full": all but the input
-        of a block. "offload": likewise, and that input waits in the memory of the host.
       scan: run the blocks in `jax.lax.scan` (compile time does not grow with their number; up to 8 are plain
         code on one CPU), or unroll them.
-      dtype: compute dtype; parameters, norms, softmax and logits are float32.
-      attention: "xla"; "cudnn", flash attention on NVIDIA GPUs; or "auto": "cudnn" where device, dtype and
-        head_dim allow it, else "xla".
-      loss_chunk: number of tokens of a device whose logits exist at the same time, in the loss and its
-        gradient. None: all of them.
-      lora: low-rank adapters of the blocks' projections, as "rank=8" or "rank=8,alpha=16,on=q+v"; then they
-        alone are trained. Empty: none.
-      products: "float8": the blocks' matrix products with operands rounded to 8 bits, for NVIDIA GPUs from
-        Ada on; the gradients of kernels, attention and the head stay in `dtype`. Empty: all in `dtype`.
-
-    Raises:
-      ValueError: listing every option that is out of range or does not fit another.
 
     References:
       Devlin et al. 2018, BERT, https://arxiv.org/abs/1810.04805, without the next-sentence task.
@@ -83,35 +54,11 @@ class EncoderConfig:
     (16, 256, 2)
     """
 
-    RARE: ClassVar = RARE
-
-    vocab: int
-    seq: int
-    embed: int
     num_layers: int
-    num_heads: int
-    mlp: int | None = None
     segments: int = 2
     eps: float = 1e-12
     activation: Literal["gelu", "gelu_erf"] = "gelu_erf"
-    tied: bool = True
-    dropout: float = 0.0
-    remat: Remats = "weights"
     scan: bool = True
-    dtype: Dtypes = "float32"
-    attention: Attentions = "auto"
-    loss_chunk: int | None = None
-    lora: str = ""
-    products: Products = ""
-
-    # what `DecoderConfig` lets one choose and this family does not
-    num_kv_heads: ClassVar[int | None] = None
-    head_dim: ClassVar[int | None] = None
-    positions: ClassVar[str] = "learned"
-    theta: ClassVar[float] = 10_000.0
-
-    def __post_init__(self):
-        checks.refuse("EncoderConfig", problems(self))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -119,9 +66,9 @@ class EncoderConfig:
         return {**self.parts.sizes, SEGMENTS: self.segments}
 
     @property
-    def parts(self) -> DecoderConfig:
+    def parts(self) -> BlockOptions:
         """Options of the parts of a block."""
-        return DecoderConfig(**{name: value for name, value in vars(self).items() if name != "segments"})
+        return self.block_options()
 
     def __call__(self, rngs: nnx.Rngs) -> "Encoder":
         """Build the model; `rngs` needs the stream "params", and "dropout" where the rate is above 0."""
@@ -139,22 +86,16 @@ class EncoderBlock(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x_BTD: jax.Array, mask_BT: jax.Array | None, key: jax.Array | None) -> jax.Array:
-        keys = (None, None) if key is None else tuple(jax.random.split(key))
-        attention = partial(self.attention, mask_BS=mask_BT)
-        halves = (attention, self.attention_norm), (self.mlp, self.mlp_norm)
         # attention sees no padding; the norm comes after each sum, as in BERT
-        for (layer, norm), dropout_key in zip(halves, keys, strict=True):
-            h_BTD = checkpoint_name(layer(read_by_products(x_BTD)), BLOCK_OUTPUT)
-            x_BTD = added(x_BTD, self.dropout(h_BTD, rngs=dropout_key))
+        halves = (partial(self.attention, mask_BS=mask_BT), self.attention_norm), (self.mlp, self.mlp_norm)
+        for (layer, norm), dropout_key in zip(halves, split_key(key, 2), strict=True):
+            x_BTD = add_part(x_BTD, layer(read_by_products(x_BTD)), self.dropout, dropout_key)
             x_BTD = with_logical_constraint(norm(x_BTD), STREAM)
         return x_BTD
 
 
-class Encoder(nnx.Module):
-    """Token ids to logits. `nnx.view(encoder, deterministic=True)` is the same model with dropout off.
-
-    A call is the composition of its parts: `first`, then `run` on `blocks` with `block_keys`, then `last`.
-    """
+class Encoder(DropoutKeys):
+    """Token ids to logits. `nnx.view(encoder, deterministic=True)` is the same model with dropout off."""
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -173,8 +114,7 @@ class Encoder(nnx.Module):
         self.transform_norm = norm_of(parts)
         self.head = None if config.tied else linear_of(parts, (EMBED,), (VOCAB,), rngs, bias=False)
         self.head_bias = parameter(jnp.zeros(config.vocab), (VOCAB,))
-        self.dropout = nnx.Dropout(config.dropout)
-        self.rngs = rngs["dropout"].fork() if config.dropout else None
+        self.start_dropout(config.dropout, config.num_layers, rngs)
 
     def __call__(
         self, tokens_BT: jax.Array, mask_BT: jax.Array | None = None, segments_BT: jax.Array | None = None
@@ -194,32 +134,21 @@ class Encoder(nnx.Module):
         """
         stream = self.first(tokens_BT, mask_BT, segments_BT)
         logits_BTV = self.last(self.run(self.blocks, stream, self.block_keys()))
-        if self._keys() is not None and self.rngs is not None:
-            self.rngs()  # the next call has masks of its own
+        self.advance_dropout()
         return logits_BTV
 
     def first(
         self, tokens_BT: jax.Array, mask_BT: jax.Array | None = None, segments_BT: jax.Array | None = None
     ) -> Stream:
         """Look up tokens, positions and segments, and norm their sum: the stream that enters the blocks."""
-        if tokens_BT.shape[1] > self.config.seq:
-            raise ValueError(too_long(tokens_BT.shape[1], self.config.seq))
-        dtype = self.config.dtype
         # the sum of three embeddings: of the token, its position and its segment
-        x_BTD = looked_up(at_use(self.embedding, TABLE, dtype), tokens_BT)
-        x_BTD = rows_last(x_BTD + at_use(self.positions, (SEQ, EMBED), dtype)[: tokens_BT.shape[1]])
-        segments = at_use(self.segments, (SEGMENTS, EMBED), dtype)
+        x_BTD = embed_tokens(self.config, self.embedding, tokens_BT)
+        x_BTD = add_positions(self.config, x_BTD, self.positions)
+        segments = at_use(self.segments, (SEGMENTS, EMBED), self.config.dtype)
         x_BTD += segments[0] if segments_BT is None else looked_up(segments, segments_BT)
-        x_BTD = with_logical_constraint(self.embedding_norm(with_logical_constraint(x_BTD, STREAM)), STREAM)
-        keys = self._keys()
-        x_BTD = self.dropout(x_BTD, rngs=None if keys is None else keys[0])
-        stream = {"x": with_logical_constraint(x_BTD, STREAM)}
+        x_BTD = self.embedding_norm(with_logical_constraint(x_BTD, STREAM))
+        stream = {"x": self.drop_embedding(x_BTD, self.embedding_key())}
         return stream if mask_BT is None else {**stream, "mask": mask_BT}
-
-    def block_keys(self) -> jax.Array | None:
-        """The keys of the blocks' dropout, (num_layers,); None where it is off."""
-        keys = self._keys()
-        return None if keys is None else keys[1:]
 
     def run(self, blocks: EncoderBlock, stream: Stream, keys: jax.Array | None) -> Stream:
         """Apply stacked blocks to the activations (all, or those of a pipeline stage)."""
@@ -237,12 +166,6 @@ class Encoder(nnx.Module):
         h_BTD = jax.nn.gelu(h_BTD, approximate=self.config.activation == "gelu")
         h_BTD = self.transform_norm(with_logical_constraint(h_BTD, (BATCH, SEQ, EMBED)))
         return logits_of(self.config.parts, h_BTD, self.head, self.embedding, self.head_bias)
-
-    def _keys(self) -> jax.Array | None:
-        """Return one key for the embedding and one for each block, the same within a call."""
-        if self.rngs is None or self.dropout.deterministic:
-            return None
-        return coming_keys(self.rngs, self.config.num_layers + 1)
 
 
 def bert_base(**changes: Any) -> EncoderConfig:

@@ -1,101 +1,62 @@
 """An encoder-decoder transformer in nnx: `EncoderDecoderConfig` is the factory, `EncoderDecoder` the model.
 
-Encoder blocks come first, then decoder blocks, in one `nnx.List`; `encoder_decoder_blocks.py` has both.
+Encoder blocks come first, then decoder blocks, in one `nnx.List`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
-from shardtrain.axes import BATCH, EMBED, HEADS, SEQ, VOCAB
+from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, SEQ, VOCAB
+from shardtrain.functional.remat_policies import REMAT_POLICIES, as_block_input
 from shardtrain.models import checks
-from shardtrain.models.attention import Attentions
-from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.encoder_decoder_blocks import (
-    CrossAttention,
-    DecoderBlock,
-    EncoderBlock,
-    Stream,
+from shardtrain.models.attention import attend
+from shardtrain.models.decoder_block import Block
+from shardtrain.models.key_value_cache import LayerCache, NewCache, SourceCache, read_target
+from shardtrain.models.layers import at_use, normal
+from shardtrain.models.relative_positions import cached_relative_bias, relative_bias, relative_table
+from shardtrain.models.residual_stream import (
+    STREAM,
+    add_part,
+    read_by_products,
     split_key,
+    to_stream,
+    whole_seq,
 )
-from shardtrain.models.float8 import Products
-from shardtrain.models.key_value_cache import NewCache
-from shardtrain.models.layers import Norms, at_use, coming_keys, looked_up, normal, positions_of
-from shardtrain.models.on_gpus import rows_last
-from shardtrain.models.relative_positions import relative_table
-from shardtrain.models.residual_stream import STREAM, whole_seq
-from shardtrain.models.source_cache import SourceCache, read_target
-from shardtrain.models.transformer import TABLE, linear_of, logits_of, norm_of, too_long
-from shardtrain.models.transformer_options import (
-    RARE,
-    Activations,
-    Dtypes,
-    Remats,
-    block_sizes,
-    encoder_decoder_problems,
-    problems,
+from shardtrain.models.transformer import (
+    TABLE,
+    Attention,
+    DropoutKeys,
+    FeedForward,
+    add_positions,
+    embed_tokens,
+    linear_of,
+    logits_of,
+    norm_of,
 )
-
-__all__ = ("CrossAttention", "DecoderBlock", "EncoderBlock", "EncoderDecoder", "EncoderDecoderConfig")
-
-OWN = (
-    "num_encoder_layers", "num_decoder_layers", "positions", "relative_buckets", "relative_distance",
-    "head_scale",
-)  # fmt: skip
-"""Options that no part of a block reads."""
+from shardtrain.models.transformer_options import BlockOptions, DecodingOptions, Remats, block_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderDecoderConfig:
+class EncoderDecoderConfig(DecodingOptions):
     """Sizes and options of an encoder-decoder; called with `nnx.Rngs` it builds the model.
 
+    Source and target have one vocabulary and one table of tokens.
+
     Args:
-      vocab: number of tokens in the vocabulary, one for both sequences.
-      seq: largest number of positions of each sequence.
-      embed: features of each position between blocks.
       num_encoder_layers: blocks that encode the source.
       num_decoder_layers: blocks that attend to earlier positions of the target and to the encoded source.
-      num_heads: query heads.
-      num_kv_heads: key and value heads (grouped-query attention); None: as many as `num_heads`.
-      head_dim: features of each head; None: embed // num_heads.
-      mlp: hidden features of the feed-forward; None: 4 * embed.
       positions: "learned", a table of embeddings; "rotary", rotated queries and keys; or "relative" (as T5),
         a number for each head and bucket of distances that is added to the scores of self-attention.
-      theta: base of the rotary wavelengths.
-      norm: kind of norm before each part of a block and before the head.
-      eps: added to the variance in the norms.
-      activation: "gelu" (tanh approximation), "gelu_erf" (exact) or "relu"; or with a second, gating
-        projection "swiglu" or "geglu".
-      bias: whether projections and layer norms have biases (the head has none).
-      tied: whether the head is the embedding table. Source and target always share that table.
-      dropout: rate on the embedding and on the outputs of attention and feed-forward, from the rng stream
-        "dropout".
-      remat: what the backward pass recomputes. "none": nothing. "weights": only casts and copies, so that no
-        gathered weight is kept for it. "dots": all but matrix products. "outputs": all but the outputs of
-        attention and feed-forward, which tensor parallelism reduces over devices. "full": all but the input
-        of a block. "offload": likewise, and that input waits in the memory of the host.
-      dtype: compute dtype; parameters, norms, softmax and logits are float32.
-      attention: "xla"; "cudnn", flash attention on NVIDIA GPUs; or "auto": "cudnn" where device, dtype and
-        head_dim allow it, else "xla".
-      loss_chunk: number of tokens of a device whose logits exist at the same time, in the loss and its
-        gradient. None: all of them.
-      lora: low-rank adapters of the blocks' projections, as "rank=8" or "rank=8,alpha=16,on=q+v"; then they
-        alone are trained. Empty: none.
-      products: "float8": the blocks' matrix products with operands rounded to 8 bits, for NVIDIA GPUs from
-        Ada on; the gradients of kernels, attention and the head stay in `dtype`. Empty: all in `dtype`.
       relative_buckets: buckets of relative positions; an encoder has half of them for each side. None: 32.
       relative_distance: from how many positions on all distances are in one bucket. None: 128.
-      query_scale: what scores of attention are multiplied by; None: the inverse root of head_dim.
       head_scale: what the head's input is multiplied by; None: 1.
-
-    Raises:
-      ValueError: listing every option that is out of range or does not fit another.
 
     References:
       Vaswani et al. 2017, Attention is all you need, https://arxiv.org/abs/1706.03762, section 3, with the
@@ -107,38 +68,16 @@ class EncoderDecoderConfig:
     5
     """
 
-    RARE: ClassVar = RARE
-
-    vocab: int
-    seq: int
-    embed: int
     num_encoder_layers: int
     num_decoder_layers: int
-    num_heads: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    mlp: int | None = None
     positions: Literal["learned", "rotary", "relative"] = "learned"
-    theta: float = 10_000.0
-    norm: Norms = "layernorm"
-    eps: float = 1e-5
-    activation: Activations = "gelu"
-    bias: bool = True
-    tied: bool = True
-    dropout: float = 0.0
-    remat: Remats = "weights"
-    dtype: Dtypes = "float32"
-    attention: Attentions = "auto"
-    loss_chunk: int | None = None
-    lora: str = ""
-    products: Products = ""
     relative_buckets: int | None = None
     relative_distance: int | None = None
-    query_scale: float | None = None
     head_scale: float | None = None
 
-    def __post_init__(self):
-        checks.refuse("EncoderDecoderConfig", problems(self) + encoder_decoder_problems(self))
+    def list_problems(self) -> list[str]:
+        """List the options that are out of range or do not fit another."""
+        return super().list_problems() + _own_problems(self)
 
     @property
     def num_blocks(self) -> int:
@@ -157,23 +96,200 @@ class EncoderDecoderConfig:
         return block_sizes(self)
 
     @property
-    def parts(self) -> DecoderConfig:
-        """Options of the parts of a block."""
-        same = {name: value for name, value in vars(self).items() if name not in OWN}
-        # relative positions are nothing that a part of a block knows
+    def parts(self) -> BlockOptions:
+        """Options of the parts of a block, which know nothing of relative positions."""
         positions = "rotary" if self.positions == "rotary" else "learned"
-        return DecoderConfig(num_layers=self.num_blocks, positions=positions, **same)
+        return self.block_options(num_layers=self.num_blocks, positions=positions)
 
     def __call__(self, rngs: nnx.Rngs) -> "EncoderDecoder":
         """Build the model; `rngs` needs the stream "params", and "dropout" where the rate is above 0."""
         return EncoderDecoder(self, rngs=rngs)
 
 
-class EncoderDecoder(nnx.Module):
-    """Token ids of two sequences to logits of the second. `nnx.view(model, deterministic=True)`: no dropout.
+def _own_problems(config: EncoderDecoderConfig) -> list[str]:
+    """List the problems of the options that only an encoder-decoder has."""
+    names = ("query_scale", "head_scale")
+    found = checks.positive({n: float(x) for n in names if (x := getattr(config, n)) is not None})
+    buckets, furthest = config.distances
+    if config.positions != "relative" or buckets < 1 or furthest < 1:
+        return found
+    if buckets % 4:
+        use = max(4, buckets - buckets % 4)
+        found.append(f"relative_buckets is {buckets}; it is a multiple of 4. Use relative_buckets={use}.")
+    if furthest <= buckets // 2:
+        found.append(
+            f"relative_distance is {furthest}; it is above half of relative_buckets,"
+            f" {buckets}. Use relative_distance={buckets // 2 + 1} or more."
+        )
+    if config.attention == "cudnn":
+        found.append("attention 'cudnn' has no relative positions; use attention='auto' or 'xla'")
+    return found
 
-    A call is the composition of its parts: `first`, then `run` on `blocks` with `block_keys`, then `last`.
+
+Stream = dict[str, jax.Array]
+"""The residual streams (batch, seq, embed) of "source" and of "target"; "source_mask" (batch, seq) if one was
+given; "source_bias" and "target_bias" (batch, buckets, heads) of relative positions. The last encoder
+block drops its bias, the last decoder block all but the target."""
+
+
+class CrossAttention(Attention):
+    """Attention of the normed target stream to the encoded source, back to the target's residual stream."""
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        source_BSD: jax.Array | None,
+        mask_BS: jax.Array | None = None,
+        kept: tuple[jax.Array, jax.Array] | None = None,
+    ) -> jax.Array:
+        """Attend to the source.
+
+        Args:
+          x_BTD: the normed stream of the target.
+          source_BSD: the encoded source; not read where there is `kept`.
+          mask_BS: 0 for padding of the source.
+          kept: keys and values of the source, of `of_source`, that were computed before.
+        """
+        # queries come from the target, keys and values from the source
+        q_BTHK = self.scaled(self.q(x_BTD))
+        k_BSHK, v_BSHK = self.of_source(source_BSD) if kept is None else kept
+        # every target position sees the whole source but for padding: no causal mask
+        y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, causal=False, mask_BS=mask_BS)
+        return to_stream(self.o, with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM)))
+
+    def of_source(self, source_BSD: Any) -> tuple[jax.Array, jax.Array]:
+        """Compute the keys and values of the encoded source, (batch, source's seq, kv_heads, head_dim)."""
+        # one product for keys and values, whose gradient is then reduced over devices once
+        kernel = jnp.stack([self.k.cast(), self.v.cast()], 1)
+        kernel = with_logical_constraint(kernel, (EMBED, None, KV_HEADS, HEAD_DIM))
+        y = jnp.tensordot(source_BSD, kernel, 1)
+        y = with_logical_constraint(y, (BATCH, SEQ, None, KV_HEADS, HEAD_DIM))
+        k_BSHK, v_BSHK = (
+            linear.shifted(linear.adapted(y[:, :, i], source_BSD))
+            for i, linear in enumerate((self.k, self.v))
+        )
+        return k_BSHK, v_BSHK
+
+
+class EncoderBlock(Block):
+    """Self-attention and feed-forward on the source; the target passes unchanged.
+
+    The last one norms what it gives, once for all the decoder blocks that read it.
     """
+
+    def __init__(
+        self, config: BlockOptions, *, is_last: bool, max_distance: int | None = None, rngs: nnx.Rngs
+    ):
+        super().__init__(config, rngs=rngs, causal=False)
+        self.config, self.max_distance = config, max_distance
+        self.source_norm = norm_of(config) if is_last else None
+
+    def __call__(self, stream: Stream, key: jax.Array | None) -> Stream:
+        encoded = _recomputed(EncoderBlock.encoded, self.config.remat)
+        seen = stream.get("source_mask"), stream.get("source_bias")
+        after = {**stream, "source": encoded(self, stream["source"], *seen, key)}
+        if self.source_norm is not None:
+            after.pop("source_bias", None)
+        return after
+
+    def encoded(
+        self,
+        x_BSD: jax.Array,
+        mask_BS: jax.Array | None,
+        table_BNH: jax.Array | None,
+        key: jax.Array | None,
+    ) -> jax.Array:
+        """The source's stream after this block."""
+        bias_BHSS = _bias(table_BNH, x_BSD.shape[1], self.max_distance, causal=False)
+        x_BSD = super().__call__(x_BSD, key, mask_BS=mask_BS, bias_BHTS=bias_BHSS)
+        if self.source_norm is None:
+            return x_BSD
+        return with_logical_constraint(self.source_norm(x_BSD), STREAM)
+
+
+class DecoderBlock(nnx.Module):
+    """Causal self-attention on the target, attention to the encoded source, feed-forward.
+
+    The source goes through untouched for the blocks after it; the last one drops it.
+    """
+
+    def __init__(
+        self, config: BlockOptions, *, is_last: bool, max_distance: int | None = None, rngs: nnx.Rngs
+    ):
+        self.config, self.is_last, self.max_distance = config, is_last, max_distance
+        self.attention_norm = norm_of(config)
+        self.attention = Attention(config, rngs=rngs)
+        self.cross_norm = norm_of(config)
+        self.cross = CrossAttention(config, rngs=rngs)
+        self.mlp_norm = norm_of(config)
+        self.mlp = FeedForward(config, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, stream: Stream, key: jax.Array | None) -> Stream:
+        decoded = _recomputed(DecoderBlock.decoded, self.config.remat)
+        seen = stream.get("source_mask"), stream.get("target_bias")
+        x_BTD = decoded(self, stream["target"], stream["source"], *seen, key)
+        return {"target": x_BTD} if self.is_last else {**stream, "target": x_BTD}
+
+    def decoded(
+        self,
+        x_BTD: jax.Array,
+        source_BSD: jax.Array | None,
+        mask_BS: jax.Array | None,
+        table_BNH: jax.Array | None,
+        key: jax.Array | None,
+        cache: LayerCache | None = None,
+        kept: tuple[jax.Array, jax.Array] | None = None,
+    ) -> jax.Array:
+        """The target's stream after this block.
+
+        Args:
+          x_BTD: before it.
+          source_BSD: the encoded source; None: keys and values of it are `kept`.
+          mask_BS: 0 for padding of the source.
+          table_BNH: numbers of relative positions.
+          key: of dropout.
+          cache: keys and values of the target's tokens before these.
+          kept: see `CrossAttention`.
+        """
+        # earlier target positions, then the source, then the feed-forward
+        keys = split_key(key, 3)
+        bias_BHTS = _bias(table_BNH, x_BTD.shape[1], self.max_distance, causal=True, cache=cache)
+        h_BTD = self.attention(read_by_products(self.attention_norm(x_BTD)), cache=cache, bias_BHTS=bias_BHTS)
+        x_BTD = add_part(x_BTD, h_BTD, self.dropout, keys[0])
+        source_BSD = None if source_BSD is None else whole_seq(source_BSD)
+        h_BTD = self.cross(whole_seq(self.cross_norm(x_BTD)), source_BSD, mask_BS, kept)
+        x_BTD = add_part(x_BTD, h_BTD, self.dropout, keys[1])
+        return add_part(x_BTD, self.mlp(read_by_products(self.mlp_norm(x_BTD))), self.dropout, keys[2])
+
+
+def _bias(
+    table_BNH: jax.Array | None,
+    num: int,
+    max_distance: int | None,
+    *,
+    causal: bool,
+    cache: LayerCache | None = None,
+) -> jax.Array | None:
+    if table_BNH is None or max_distance is None:
+        return None
+    if cache is not None:
+        return cached_relative_bias(table_BNH, cache.positions_BT, cache.num_slots, max_distance=max_distance)
+    return relative_bias(table_BNH, num, num, max_distance=max_distance, causal=causal)
+
+
+def _recomputed(part: Callable[..., jax.Array], remat: Remats) -> Callable[..., jax.Array]:
+    """Wrap the part of a block that its backward pass recomputes, by the remat policy `remat`."""
+
+    # made anew at each call: jax.checkpoint keeps traces by function, whatever rules they were made under
+    def call(block: Any, x_BTD: jax.Array, *given: Any) -> jax.Array:
+        return part(block, as_block_input(x_BTD, remat), *given)
+
+    return call if remat == "none" else jax.checkpoint(call, policy=REMAT_POLICIES[remat])
+
+
+class EncoderDecoder(DropoutKeys):
+    """Tokens of two sequences to logits of the second. `nnx.view(model, deterministic=True)`: no dropout."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -201,8 +317,7 @@ class EncoderDecoder(nnx.Module):
         )
         self.final_norm = norm_of(parts)
         self.head = None if config.tied else linear_of(parts, (EMBED,), (VOCAB,), rngs, bias=False)
-        self.dropout = nnx.Dropout(config.dropout)
-        self.rngs = rngs["dropout"].fork() if config.dropout else None
+        self.start_dropout(config.dropout, config.num_blocks, rngs)
 
     def __call__(
         self,
@@ -220,7 +335,7 @@ class EncoderDecoder(nnx.Module):
           target_BT: int token ids, the same; a position is predicted from the source and the target before
             it and at it.
           source_mask_BS: 0 for padding of the source, which no position sees; by default there is none.
-          cache: of the source and the target's tokens before these, see `source_cache.read_target`;
+          cache: of the source and the target's tokens before these, see `key_value_cache.read_target`;
             `NewCache` begins one.
           counts_B: with a cache, how many of the target's tokens each row has.
 
@@ -235,8 +350,7 @@ class EncoderDecoder(nnx.Module):
             return read_target(self, source_BS, target_BT, source_mask_BS, cache, counts_B)
         stream = self.first(source_BS, target_BT, source_mask_BS)
         logits_BTV = self.last(self.run(self.blocks, stream, self.block_keys()))
-        if self._keys() is not None and self.rngs is not None:
-            self.rngs()  # the next call has masks of its own
+        self.advance_dropout()
         return logits_BTV
 
     def first(
@@ -244,8 +358,7 @@ class EncoderDecoder(nnx.Module):
     ) -> Stream:
         """Look up tokens and positions of both sequences: the residual streams that enter the blocks."""
         # one key for both embeddings, split between them
-        keys = self._keys()
-        source_key, target_key = split_key(None if keys is None else keys[0], 2)
+        source_key, target_key = split_key(self.embedding_key(), 2)
         stream = {
             "source": self.embedded(source_BS, self.source_positions, source_key),
             "target": self.embedded(target_BT, self.target_positions, target_key),
@@ -265,11 +378,6 @@ class EncoderDecoder(nnx.Module):
         table_BNH = jnp.broadcast_to(table_NH, (rows, *table_NH.shape))
         return with_logical_constraint(table_BNH, (BATCH, None, HEADS))
 
-    def block_keys(self) -> jax.Array | None:
-        """The keys of the blocks' dropout, (num_blocks,); None where it is off."""
-        keys = self._keys()
-        return None if keys is None else keys[1:]
-
     def run(self, blocks: Sequence[Any], stream: Stream, keys: jax.Array | None) -> Stream:
         """Apply blocks to the activations, in order: all, or those of a pipeline stage."""
         for i, block in enumerate(blocks):
@@ -283,20 +391,9 @@ class EncoderDecoder(nnx.Module):
             x_BTD *= jnp.asarray(self.config.head_scale, x_BTD.dtype)
         return logits_of(self.config.parts, x_BTD, self.head, self.embedding)
 
-    def _keys(self) -> jax.Array | None:
-        """Return one key for the embeddings and one for each block, the same within a call."""
-        if self.rngs is None or self.dropout.deterministic:
-            return None
-        return coming_keys(self.rngs, self.config.num_blocks + 1)
-
     def embedded(
         self, tokens_BT: jax.Array, table: nnx.Param | None, key: jax.Array | None, positions_BT: Any = None
     ) -> jax.Array:
         """Look up tokens, and their positions in a table, from 0 on or those given."""
-        if tokens_BT.shape[1] > self.config.seq:
-            raise ValueError(too_long(tokens_BT.shape[1], self.config.seq))
-        x_BTD = looked_up(at_use(self.embedding, TABLE, self.config.dtype), tokens_BT)
-        if table is not None:
-            table_SD = at_use(table, (SEQ, EMBED), self.config.dtype)
-            x_BTD = rows_last(x_BTD + positions_of(table_SD, tokens_BT.shape[1], None, positions_BT))
-        return with_logical_constraint(self.dropout(with_logical_constraint(x_BTD, STREAM), rngs=key), STREAM)
+        x_BTD = embed_tokens(self.config, self.embedding, tokens_BT)
+        return self.drop_embedding(add_positions(self.config, x_BTD, table, None, positions_BT), key)

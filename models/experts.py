@@ -7,7 +7,7 @@ tokens, it hands the layer its own way to bring them together (docs/decisions/00
 
 import math
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,6 @@ from shardtrain.models.transformer import FeedForward
 from shardtrain.models.transformer_options import BlockOptions
 
 
-class BlockWithExperts(BlockOptions, Protocol):
-    """The options of a configuration that a mixture of experts reads."""
-
-    @property
-    def experts(self) -> str: ...
-
-
 class RouterBias(nnx.Variable):
     """What is added to the scores of experts for the choice alone: a part of the model's state."""
 
@@ -42,7 +35,7 @@ class MixtureOfExperts(nnx.Module):
     Experts have no biases. From (batch, seq, embed) back to the residual stream.
     """
 
-    def __init__(self, config: BlockWithExperts, *, rngs: nnx.Rngs):
+    def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs):
         options = read_experts(config.experts)
         assert options is not None
         self.config, self.options = config, options
@@ -56,7 +49,7 @@ class MixtureOfExperts(nnx.Module):
         # smaller where it writes to the residual stream, as `transformer.linear_of`
         std = 0.02 / math.sqrt(2 * config.num_layers)
         self.down = normal((EXPERTS, MLP, EMBED), sizes=sizes, std=std, rngs=rngs)
-        wide: Any = replace(config, mlp=max(options.shared, 1) * sizes[MLP])  # type: ignore[type-var]
+        wide = replace(config, mlp=max(options.shared, 1) * sizes[MLP])
         self.shared = FeedForward(wide, rngs=rngs) if options.shared else None
         gated_shared = options.shared_gate == "sigmoid"
         self.shared_gate = normal((EMBED,), sizes=sizes, std=0.02, rngs=rngs) if gated_shared else None

@@ -4,23 +4,11 @@
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
-Scores = Literal["softmax", "sigmoid"]
-Normalised = Literal["chosen", "all"]
-Over = Literal["sequence", "batch"]
-SharedGate = Literal["none", "sigmoid"]
-
-CHOICES = {
-    "scores": ("softmax", "sigmoid"),
-    "normalised": ("chosen", "all"),
-    "over": ("sequence", "batch"),
-    "shared_gate": ("none", "sigmoid"),
-}
-"""The keys whose value is a word, with the words."""
+from shardtrain.models import checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +46,14 @@ class Experts:
     top: int = 2
     capacity: float | None = None
     shared: int = 0
-    scores: Scores = "softmax"
-    normalised: Normalised = "chosen"
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: Literal["chosen", "all"] = "chosen"
     scale: float = 1.0
     balance: float = 0.01
-    over: Over = "sequence"
+    over: Literal["sequence", "batch"] = "sequence"
     bias: float = 0.0
     z: float = 0.0
-    shared_gate: SharedGate = "none"
+    shared_gate: Literal["none", "sigmoid"] = "none"
     groups: int = 1
     top_groups: int = 1
 
@@ -86,6 +74,10 @@ class Experts:
         return self.bias > 0 or (self.balance > 0 and self.over == "batch")
 
 
+CHOICES = {f.name: get_args(f.type) for f in fields(Experts) if get_origin(f.type) is Literal}
+"""The keys whose value is a word, with the words."""
+
+
 def read_experts(text: str) -> Experts | None:
     """Read a mixture of experts from the text of an option; None if it is empty.
 
@@ -104,12 +96,8 @@ def read_experts(text: str) -> Experts | None:
     """
     if not text:
         return None
-    parts = [part.partition("=") for part in text.split(",")]
-    given = {name: value for name, _, value in parts}
     known = [field.name for field in fields(Experts)]
-    problems = [] if "num" in given else ["num is missing"]
-    problems += [f"{name} is given {n} times" for name, n in Counter(n for n, *_ in parts).items() if n > 1]
-    problems += [f"no key {name!r}" for name in given if name not in known]
+    given, problems = checks.read_pairs(text, known, ["num"])
     values = {name: _value(name, value, problems) for name, value in given.items() if name in known}
     if "num" in values:
         problems += _relations(values)
@@ -130,12 +118,8 @@ def experts_text(options: Experts) -> str:
     >>> experts_text(Experts(num=8, shared=1, normalised="all"))
     'num=8,top=2,shared=1,normalised=all'
     """
-    values = {field.name: getattr(options, field.name) for field in fields(Experts)}
-    always = ("num", "top")
-    given = {
-        f.name: values[f.name] for f in fields(Experts) if f.name in always or values[f.name] != f.default
-    }
-    return ",".join(f"{name}={value}" for name, value in given.items())
+    values = [(f, getattr(options, f.name)) for f in fields(Experts)]
+    return ",".join(f"{f.name}={x}" for f, x in values if f.name in ("num", "top") or x != f.default)
 
 
 def _value(name: str, text: str, problems: list[str]) -> Any:

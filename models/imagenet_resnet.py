@@ -4,40 +4,34 @@ model.
 `resnet.py` has the kind for small images, with norms before convolutions; `convolution.py` the parts of both.
 """
 
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
-from shardtrain.axes import BATCH, CHANNELS_IN, VOCAB
-from shardtrain.models import checks
+from shardtrain.axes import CHANNELS_IN, VOCAB
 from shardtrain.models.convolution import (
     WRITTEN,
-    ChannelNorm,
     Convolution,
+    ImageModel,
     ImageNorms,
-    check_images,
-    run_blocks,
+    ImageOptions,
+    channel_norm,
 )
 from shardtrain.models.layers import Linear
 
 BLOCKS = {
-    18: (2, 2, 2, 2),
-    34: (3, 4, 6, 3),
-    50: (3, 4, 6, 3),
-    101: (3, 4, 23, 3),
-    152: (3, 8, 36, 3),
-}
+    18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3),
+}  # fmt: skip
 """Depth -> blocks at each of four sizes of the image."""
 BOTTLENECK = 50
 """Least depth whose blocks have three convolutions, with four times as many channels outside."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageNetResNetConfig:
+class ImageNetResNetConfig(ImageOptions):
     """Sizes and options of a ResNet of the ImageNet kind; called with `nnx.Rngs` it builds the model.
 
     A 7x7 convolution and a pooling make the image a quarter as high and wide; four groups of blocks follow,
@@ -46,20 +40,8 @@ class ImageNetResNetConfig:
 
     Args:
       depth: number of layers: 18, 34, 50, 101 or 152.
-      filters: channels of the first convolution, 64 in the paper.
-      height: rows of an image.
-      width: columns of an image.
-      colours: channels of an image.
-      classes: number of classes, the dim vocab.
-      norm: "batch", as published, has the statistics of one microbatch of one replica (its running statistics
-        are model_state); "group" gives the same numbers however a batch is cut.
-      num_groups: groups of channels of a group norm.
-      remat: whether the backward pass computes each block again from its input.
+      norm: "batch", as published, or "group".
       scan: walk over blocks that are alike with `jax.lax.scan`, or unroll them.
-      dtype: compute dtype; parameters, norms and logits are float32.
-
-    Raises:
-      ValueError: listing every option that is out of range or does not fit another.
 
     References:
       He et al. 2015, Deep residual learning, https://arxiv.org/abs/1512.03385, table 1; the stride as in
@@ -73,16 +55,19 @@ class ImageNetResNetConfig:
     filters: int = 64
     height: int = 224
     width: int = 224
-    colours: int = 3
     classes: int = 1000
     norm: ImageNorms = "batch"
     num_groups: int = 32
-    remat: bool = False
     scan: bool = True
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
-    def __post_init__(self):
-        checks.refuse("ImageNetResNetConfig", _problems(self))
+    def list_problems(self) -> list[str]:
+        """List the options that are out of range or do not fit another."""
+        found = super().list_problems()
+        if self.depth > 0 and self.depth not in BLOCKS:
+            near = min(BLOCKS, key=lambda depth: abs(depth - self.depth))
+            known = ", ".join(map(str, BLOCKS))
+            found.append(f"depth is {self.depth}; allowed are {known}. Use depth={near}.")
+        return found
 
     @property
     def num_blocks(self) -> int:
@@ -104,17 +89,6 @@ class ImageNetResNetConfig:
         return ImageNetResNet(self, rngs=rngs)
 
 
-def _problems(config: ImageNetResNetConfig) -> list[str]:
-    found = checks.positive({f.name: getattr(config, f.name) for f in fields(config) if f.type is int})
-    if config.depth > 0 and config.depth not in BLOCKS:
-        near = min(BLOCKS, key=lambda depth: abs(depth - config.depth))
-        found.append(f"depth is {config.depth}; allowed are {', '.join(map(str, BLOCKS))}. Use depth={near}.")
-    if config.norm == "group" and config.filters > 0 and config.num_groups > 0:
-        found += checks.multiple("filters", config.filters, "num_groups", config.num_groups)
-    found += checks.choice("norm", config.norm, ("group", "batch"))
-    return found + checks.choice("dtype", config.dtype, ("float32", "bfloat16", "float16"))
-
-
 class NormedConvolution(nnx.Module):
     """A convolution without a bias, and a norm."""
 
@@ -132,7 +106,7 @@ class NormedConvolution(nnx.Module):
             *channels, window, stride=stride, of_image=of_image, bias=False, both_sides=True,
             dtype=config.dtype, rngs=rngs,
         )  # fmt: skip
-        self.norm = ChannelNorm(config.norm, channels[1], num_groups=config.num_groups, dtype=config.dtype)
+        self.norm = channel_norm(config, channels[1])
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         return self.norm(self.convolution(x_BHWC))
@@ -169,11 +143,8 @@ class PostNormBlock(nnx.Module):
         return with_logical_constraint(jax.nn.relu(x_BHWC + y_BHWC), WRITTEN)
 
 
-class ImageNetResNet(nnx.Module):
-    """Images to logits. `nnx.view(resnet, use_running_average=True)` is the same model for evaluation.
-
-    A call is the composition of its parts: `first`, then `run` on `blocks`, then `last`.
-    """
+class ImageNetResNet(ImageModel):
+    """Images to logits. `nnx.view(resnet, use_running_average=True)` is the same model for evaluation."""
 
     def __init__(self, config: ImageNetResNetConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -193,37 +164,13 @@ class ImageNetResNet(nnx.Module):
             rngs=rngs,
         )  # fmt: skip
 
-    def __call__(self, images: jax.Array) -> jax.Array:
-        """Score each image against the classes.
-
-        Args:
-          images: float (batch, height, width, colours).
-
-        Returns:
-          Logits (batch, classes), float32.
-
-        Raises:
-          ValueError: if the images are of another size than the model's.
-        """
-        return self.last(self.run(self.blocks, self.first(images), self.block_keys()))
-
     def first(self, images: jax.Array) -> jax.Array:
         """The first convolution, its norm and relu, and the maximum of 3 x 3 pixels, of every second one."""
-        check_images(images.shape, (self.config.height, self.config.width, self.config.colours))
-        x_BHWC = jax.nn.relu(self.stem(images.astype(self.config.dtype)))
+        x_BHWC = jax.nn.relu(self.stem(self.read_images(images)))
         both_sides: Any = ((1, 1), (1, 1))
         pooled = nnx.max_pool(x_BHWC, (3, 3), strides=(2, 2), padding=both_sides)
         return with_logical_constraint(pooled, WRITTEN)
 
-    def block_keys(self) -> None:
-        """No block draws random numbers."""
-        return
-
-    def run(self, blocks: Any, x_BHWC: jax.Array, keys: None = None) -> jax.Array:
-        """Apply blocks to images, in order: all, or those of a pipeline stage."""
-        return run_blocks(blocks, x_BHWC, remat=self.config.remat, scan=self.config.scan)
-
     def last(self, x_BHWC: jax.Array) -> jax.Array:
         """Mean over the pixels and score."""
-        logits_BV = self.head(with_logical_constraint(x_BHWC.mean((1, 2)), (BATCH, CHANNELS_IN)))
-        return with_logical_constraint(logits_BV.astype(jnp.float32), (BATCH, VOCAB))
+        return self.score(self.head, x_BHWC.mean((1, 2)))

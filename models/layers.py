@@ -208,19 +208,3 @@ def restarted_positions(segments_BT: jax.Array) -> jax.Array:
     begins_BT = with_logical_constraint(begins_BT, (BATCH, None))
     starts_BT = jax.lax.cummax(jnp.where(begins_BT, places_BT, 0), axis=1)
     return places_BT - with_logical_constraint(starts_BT, (BATCH, None))
-
-
-def positions_of(
-    table_SD: jax.Array,
-    num_tokens: int,
-    segments_BT: jax.Array | None,
-    positions_BT: jax.Array | None,
-) -> jax.Array:
-    """Look up positions in a table: those given, else from 0 on, in each segment if there are some.
-
-    Returns:
-      (batch, num_tokens, embed), or (num_tokens, embed) for all rows.
-    """
-    if positions_BT is None and segments_BT is not None:
-        positions_BT = restarted_positions(segments_BT)
-    return table_SD[:num_tokens] if positions_BT is None else looked_up(table_SD, positions_BT)

@@ -5,6 +5,7 @@ A model in linen's own style, for those who use linen; the other options of `Dec
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import flax.linen as nn
@@ -13,17 +14,7 @@ import jax.numpy as jnp
 from flax.linen.spmd import with_logical_constraint
 from jax.ad_checkpoint import checkpoint_name
 
-from shardtrain.axes import (
-    BATCH,
-    EMBED,
-    HEAD_DIM,
-    HEADS,
-    KV_HEADS,
-    LAYERS,
-    MLP,
-    SEQ,
-    VOCAB,
-)
+from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, SEQ, VOCAB
 from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES, as_block_input
 from shardtrain.models import checks
 from shardtrain.models.attention import attend
@@ -34,31 +25,15 @@ from shardtrain.models.residual_stream import STREAM, from_stream, read_by_produ
 from shardtrain.models.transformer import TABLE, too_long
 from shardtrain.models.transformer_options import BIASES, has_bias
 
-SAME = {
-    "positions": "learned",
-    "norm": "layernorm",
-    "activation": "gelu",
-    "bias": True,
-    "tied": True,
-    "lora": "",
-    "experts": "",
-    "window": None,
-    "products": "",
-    "rope_scaling": "",
-    "rotary_dims": None,
-    "post_norm": False,
-    "parallel": False,
-    "qk_norm": False,
-    "query_scale": None,
-    "soft_cap": None,
-    "logits_soft_cap": None,
-    "embed_scale": None,
-}
-"""The options that this model has one value of."""
+FREE = (
+    "vocab", "seq", "embed", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp", "theta", "eps",
+    "dropout", "remat", "scan", "dtype", "attention", "loss_chunk",
+)  # fmt: skip
+"""The options that this model lets one choose; of all others it has the default alone, and equal heads."""
 
 
 class LinenDecoder(nn.Module):
-    """Token ids to logits; `config` is a `DecoderConfig` with the options in `SAME` and equal heads.
+    """Token ids to logits; `config` is a `DecoderConfig` that differs from the defaults in `FREE` alone.
 
     >>> decoder = LinenDecoder(DecoderConfig(vocab=16, seq=8, embed=4, num_layers=2, num_heads=2))
     >>> tokens = jnp.zeros((1, 8), jnp.int32)
@@ -225,10 +200,10 @@ def _partitioned(init: Any, dims: tuple[str, ...], sizes: Mapping[str, int]) -> 
 
 def _unlike(config: DecoderConfig) -> list[str]:
     """List the options of a configuration that this model does not have."""
-    heads = config.sizes[HEADS]
-    only = {**SAME, "num_kv_heads": heads, **dict.fromkeys(BIASES, True)}
-    biases = {name: has_bias(config, name) for name in BIASES}
-    given = {**vars(config), "num_kv_heads": config.num_kv_heads or heads, **biases}
+    heads, kv_heads = config.sizes[HEADS], config.sizes[KV_HEADS]
+    only = {f.name: f.default for f in fields(config) if f.name not in FREE and f.name not in BIASES}
+    only |= {"num_kv_heads": heads, **dict.fromkeys(BIASES, True)}
+    given = {**vars(config), "num_kv_heads": kv_heads, **{name: has_bias(config, name) for name in BIASES}}
     return [
         f"{name} is {given[name]!r}; the linen model has {value!r} only. Use {name}={value!r}, or Decoder."
         for name, value in only.items()

@@ -10,6 +10,8 @@ References:
 from collections import Counter
 from dataclasses import dataclass, fields
 
+from shardtrain.models import checks
+
 TARGETS = ("q", "k", "v", "o", "up", "gate", "down")
 """The projections of a block that can have an adapter."""
 
@@ -55,12 +57,7 @@ def read_lora(text: str) -> Lora | None:
     """
     if not text:
         return None
-    given = {name: value for name, _, value in (part.partition("=") for part in text.split(","))}
-    known = [field.name for field in fields(Lora)]
-    problems = [] if "rank" in given else ["rank is missing"]
-    names = [part.partition("=")[0] for part in text.split(",")]
-    problems += [f"{name} is given {n} times" for name, n in Counter(names).items() if n > 1]
-    problems += [f"no key {name!r}" for name in given if name not in known]
+    given, problems = checks.read_pairs(text, [field.name for field in fields(Lora)], ["rank"])
     rank, alpha = given.get("rank", "1"), given.get("alpha", "16")
     on = tuple(given.get("on", "+".join(TARGETS)).split("+"))
     if not (rank.isdecimal() and int(rank) > 0):

@@ -7,12 +7,13 @@ reduce-scattered: by the compiler, or by the run while it multiplies (docs/decis
 from typing import Any
 
 import jax
+from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from flax.linen.spmd import with_logical_constraint
 from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.axes import BATCH, EMBED, RESIDUAL_SEQ, SEQ
-from shardtrain.functional.remat_policies import WHOLE_SEQ
+from shardtrain.functional.remat_policies import BLOCK_OUTPUT, WHOLE_SEQ
 from shardtrain.models.float8 import Dims, Products, product
 from shardtrain.models.one_cpu import computed_once
 
@@ -95,6 +96,15 @@ def _check(products: Products) -> None:
         )
 
 
-def added(x_BTD: jax.Array, h_BTD: jax.Array) -> jax.Array:
-    """Add what a part of a block computed to the residual stream."""
+def add_part(
+    x_BTD: jax.Array, h_BTD: jax.Array, dropout: nnx.Dropout, key: jax.Array | None, post_norm: Any = None
+) -> jax.Array:
+    """Add what a part of a block computed to the residual stream, after `post_norm` and dropout."""
+    h_BTD = checkpoint_name(h_BTD, BLOCK_OUTPUT)
+    h_BTD = dropout(h_BTD if post_norm is None else post_norm(h_BTD), rngs=key)
     return computed_once(with_logical_constraint(x_BTD + h_BTD, STREAM))
+
+
+def split_key(key: jax.Array | None, num: int) -> Any:
+    """Split a key of dropout; without one (dropout is off) there is none for each part."""
+    return [None] * num if key is None else jax.random.split(key, num)

@@ -5,24 +5,20 @@ those that are alike may be stored in stacks. `convolution.py` has its parts.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
-from shardtrain.axes import BATCH, CHANNELS_IN, VOCAB
-from shardtrain.models import checks
+from shardtrain.axes import CHANNELS_IN, VOCAB
 from shardtrain.models.convolution import (
     WRITTEN,
-    ChannelNorm,
     Convolution,
-    ImageNorms,
+    ImageModel,
+    ImageOptions,
     Stack,
-    check_images,
-    run_blocks,
+    channel_norm,
 )
 from shardtrain.models.layers import Linear
 
@@ -30,7 +26,7 @@ NUM_GROUPS_OF_BLOCKS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResNetConfig:
+class ResNetConfig(ImageOptions):
     """Sizes and options of a ResNet; called with `nnx.Rngs` it builds the model.
 
     Blocks are 1x1, 3x3, 1x1 convolutions, each after a norm and a relu, in three groups of n blocks: inner
@@ -41,24 +37,11 @@ class ResNetConfig:
     Args:
       depth: number of layers, 9 n + 2: 20, 110 (n = 12), 1001 (n = 111).
       filters: channels of the first convolution; 16 for CIFAR, 4 for a narrow one.
-      height: rows of an image.
-      width: columns of an image.
-      colours: channels of an image.
-      classes: number of classes, the dim vocab.
-      norm: "group" gives the same numbers however a batch is cut; "batch" does not, for its statistics are
-        those of one microbatch of one replica (its running statistics are model_state).
-      num_groups: groups of channels of a group norm. With as many as `filters` a group is one channel, whose
-        mean takes the bias of the convolution away again.
-      remat: whether the backward pass computes each block again from its input.
       scan: walk over blocks that are alike with `jax.lax.scan`, or unroll them (at 1001 layers compiling
         then takes ten times as long).
       stack: how many blocks that are alike are stored as one, in arrays with a first dim layers; 1: none are.
         The numbers stay the same. All programs of a deep network are smaller then, and a pipeline cuts
         between stacks: 11 makes 33 of the 333 blocks of 1001 layers. A checkpoint is of one way to store.
-      dtype: compute dtype; parameters, norms and logits are float32.
-
-    Raises:
-      ValueError: listing every option that is out of range or does not fit another.
 
     References:
       He et al. 2016, Identity mappings in deep residual networks, https://arxiv.org/abs/1603.05027, figure 4e
@@ -70,19 +53,17 @@ class ResNetConfig:
 
     depth: int = 20
     filters: int = 16
-    height: int = 32
-    width: int = 32
-    colours: int = 3
-    classes: int = 10
-    norm: ImageNorms = "group"
-    num_groups: int = 4
-    remat: bool = False
     scan: bool = True
     stack: int = 1
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
-    def __post_init__(self):
-        checks.refuse("ResNetConfig", _problems(self))
+    def list_problems(self) -> list[str]:
+        """List the options that are out of range or do not fit another."""
+        found = super().list_problems()
+        if self.depth > 0 and (self.depth < 11 or (self.depth - 2) % 9):
+            n = max(1, (self.depth - 2) // 9)
+            uses = f"Use depth={9 * n + 2} or depth={9 * n + 11}."
+            found.append(f"depth is {self.depth}; it must be 9 n + 2. {uses}")
+        return found
 
     @property
     def num_blocks(self) -> int:
@@ -97,19 +78,6 @@ class ResNetConfig:
     def __call__(self, rngs: nnx.Rngs) -> "ResNet":
         """Build the model; `rngs` needs the stream "params"."""
         return ResNet(self, rngs=rngs)
-
-
-def _problems(config: ResNetConfig) -> list[str]:
-    found = checks.positive({f.name: getattr(config, f.name) for f in fields(config) if f.type is int})
-    if config.depth > 0 and (config.depth < 11 or (config.depth - 2) % 9):
-        n = max(1, (config.depth - 2) // 9)
-        found.append(
-            f"depth is {config.depth}; it must be 9 n + 2. Use depth={9 * n + 2} or depth={9 * n + 11}."
-        )
-    if config.norm == "group" and config.filters > 0 and config.num_groups > 0:
-        found += checks.multiple("filters", config.filters, "num_groups", config.num_groups)
-    found += checks.choice("norm", config.norm, ("group", "batch"))
-    return found + checks.choice("dtype", config.dtype, ("float32", "bfloat16", "float16"))
 
 
 class ResidualBlock(nnx.Module):
@@ -133,7 +101,7 @@ class ResidualBlock(nnx.Module):
     ):
         # 1x1 to fewer channels, 3x3 among them, 1x1 to the channels of the output
         entering, inside, leaving = channels
-        self.norms = nnx.List([_norm(config, n) for n in (entering, inside, inside)[not activated :]])
+        self.norms = nnx.List([channel_norm(config, n) for n in (entering, inside, inside)[not activated :]])
         windows = (entering, inside, 1), (inside, inside, 3), (inside, leaving, 1)
         self.convolutions = nnx.List(
             [
@@ -161,59 +129,30 @@ class ResidualBlock(nnx.Module):
         return with_logical_constraint(x_BHWC + y_BHWC, WRITTEN)
 
 
-class ResNet(nnx.Module):
-    """Images to logits. `nnx.view(resnet, use_running_average=True)` is the same model for evaluation.
-
-    A call is the composition of its parts: `first`, then `run` on `blocks`, then `last`.
-    """
+class ResNet(ImageModel):
+    """Images to logits. `nnx.view(resnet, use_running_average=True)` is the same model for evaluation."""
 
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.stem = Convolution(
             config.colours, config.filters, 3, of_image=True, dtype=config.dtype, rngs=rngs
         )
-        self.stem_norm = _norm(config, config.filters)
+        self.stem_norm = channel_norm(config, config.filters)
         self.blocks = nnx.List(_blocks(config, rngs))
-        self.final_norm = _norm(config, config.outer_channels)
+        self.final_norm = channel_norm(config, config.outer_channels)
         sizes = {CHANNELS_IN: config.outer_channels, VOCAB: config.classes}
         std = (2 / config.outer_channels) ** 0.5
         self.head = Linear(
             (CHANNELS_IN,), (VOCAB,), sizes=sizes, std=std, bias=True, dtype=config.dtype, rngs=rngs
         )
 
-    def __call__(self, images: jax.Array) -> jax.Array:
-        """Score each image against the classes.
-
-        Args:
-          images: float (batch, height, width, colours).
-
-        Returns:
-          Logits (batch, classes), float32.
-
-        Raises:
-          ValueError: if the images are of another size than the model's.
-        """
-        return self.last(self.run(self.blocks, self.first(images), self.block_keys()))
-
     def first(self, images: jax.Array) -> jax.Array:
         """The first convolution, its norm and relu: (batch, height, width, channels)."""
-        check_images(images.shape, (self.config.height, self.config.width, self.config.colours))
-        x_BHWC = self.stem(images.astype(self.config.dtype))
-        return jax.nn.relu(self.stem_norm(x_BHWC))
-
-    def block_keys(self) -> None:
-        """No block draws random numbers."""
-        return
-
-    def run(self, blocks: Any, x_BHWC: jax.Array, keys: None = None) -> jax.Array:
-        """Apply blocks to images, in order: all, or those of a pipeline stage."""
-        return run_blocks(blocks, x_BHWC, remat=self.config.remat, scan=self.config.scan)
+        return jax.nn.relu(self.stem_norm(self.stem(self.read_images(images))))
 
     def last(self, x_BHWC: jax.Array) -> jax.Array:
         """Norm, relu, mean over the pixels and score."""
-        x_BC = jax.nn.relu(self.final_norm(x_BHWC)).mean((1, 2))
-        logits_BV = self.head(with_logical_constraint(x_BC, (BATCH, CHANNELS_IN)))
-        return with_logical_constraint(logits_BV.astype(jnp.float32), (BATCH, VOCAB))
+        return self.score(self.head, jax.nn.relu(self.final_norm(x_BHWC)).mean((1, 2)))
 
 
 def _blocks(config: ResNetConfig, rngs: nnx.Rngs) -> list[ResidualBlock | Stack]:
@@ -245,7 +184,3 @@ def _maker(config: ResNetConfig, channels: tuple[int, int, int]) -> Callable[[ja
         return ResidualBlock(config, channels, stride=1, activated=True, rngs=nnx.Rngs(params=key))
 
     return make
-
-
-def _norm(config: ResNetConfig, channels: int) -> ChannelNorm:
-    return ChannelNorm(config.norm, channels, num_groups=config.num_groups, dtype=config.dtype)

@@ -5,13 +5,13 @@ References:
 """
 
 import math
-from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from shardtrain.axes import HEAD_DIM
+from shardtrain.models import checks
 
 Numbers = tuple[float, ...]
 
@@ -68,7 +68,7 @@ def read_scaling(text: str) -> Scaling | None:
     ('llama3', 8.0, 8192.0, 1.0, 4.0)
     >>> read_scaling("yarn:factor=0,low=2")
     Traceback (most recent call last):
-    ValueError: rope_scaling is 'yarn:factor=0,low=2': original_seq is missing; no number 'low'; factor is \
+    ValueError: rope_scaling is 'yarn:factor=0,low=2': original_seq is missing; no key 'low'; factor is \
 '0', and it is at least 1; write yarn:factor=NUMBER,original_seq=NUMBER, and if wanted fast, slow, magnitude
     """
     if not text:
@@ -77,11 +77,8 @@ def read_scaling(text: str) -> Scaling | None:
     if kind not in SCALINGS:
         allowed = ", ".join(map(_pattern, SCALINGS))
         raise ValueError(f"rope_scaling is {text!r}; allowed are {allowed}, or an empty text")
-    pairs = [(part.partition("=")[0], part.partition("=")[2]) for part in rest.split(",") if part]
-    known, given = SCALINGS[kind], dict(pairs)
-    found = [f"{name} is missing" for name in known if known[name] is None and name not in given]
-    found += [f"no number {name!r}" for name in given if name not in known]
-    found += [f"{name} is given {n} times" for name, n in Counter(name for name, _ in pairs).items() if n > 1]
+    known = SCALINGS[kind]
+    given, found = checks.read_pairs(rest, known, [name for name in known if known[name] is None])
     numbers = {name: tuple(map(_number, value.split("+"))) for name, value in given.items() if name in known}
     for name, values in numbers.items():
         if name == "factor" and not (len(values) == 1 and 1 <= values[0] < math.inf):

@@ -24,13 +24,28 @@ from shardtrain.axes import (
 )
 from shardtrain.models.attention import attend
 from shardtrain.models.chunked_logits import ChunkedLogits, capped
-from shardtrain.models.layers import Dims, Linear, Norm, added_bias, at_use, restarted_positions
+from shardtrain.models.layers import (
+    Dims,
+    Linear,
+    Norm,
+    added_bias,
+    at_use,
+    coming_keys,
+    looked_up,
+    restarted_positions,
+)
 from shardtrain.models.lora import read_lora
-from shardtrain.models.on_gpus import on_gpus, recomputed
-from shardtrain.models.residual_stream import from_stream, to_stream
+from shardtrain.models.on_gpus import on_gpus, recomputed, rows_last
+from shardtrain.models.residual_stream import STREAM, from_stream, to_stream
 from shardtrain.models.rotary import block_frequencies, rotate
 from shardtrain.models.target import on_one_device
-from shardtrain.models.transformer_options import GATED, BlockOptions, has_bias
+from shardtrain.models.transformer_options import (
+    GATED,
+    BlockOptions,
+    TextOptions,
+    TransformerOptions,
+    has_bias,
+)
 
 TABLE = (VOCAB, EMBED)
 
@@ -65,6 +80,42 @@ ACTIVATIONS = {
     "geglu": tanh_gelu,
 }
 """Name of an activation -> the function of the hidden features, or of those that gate them."""
+
+
+class DropoutKeys(nnx.Module):
+    """A model with a random stream of its own, whose blocks are given the keys of their dropout.
+
+    A call is the composition of its parts: `first`, then `run` on `blocks` with `block_keys`, then `last`; in
+    any order they have the same masks. Each call draws others.
+    """
+
+    def start_dropout(self, rate: float, num_blocks: int, rngs: nnx.Rngs) -> None:
+        """Take the stream "dropout" of `rngs`, unless the rate is 0."""
+        self.dropout, self.num_keys = nnx.Dropout(rate), num_blocks + 1
+        self.rngs = rngs["dropout"].fork() if rate else None
+
+    def _keys(self) -> jax.Array | None:
+        """Return one key for the embedding and one for each block, the same within a call."""
+        if self.rngs is None or self.dropout.deterministic:
+            return None
+        return coming_keys(self.rngs, self.num_keys)
+
+    def embedding_key(self) -> jax.Array | None:
+        """The key of the dropout before the blocks; None where it is off."""
+        return None if (keys := self._keys()) is None else keys[0]
+
+    def block_keys(self) -> Any:
+        """The keys of the blocks' dropout, (blocks,); None where it is off."""
+        return None if (keys := self._keys()) is None else keys[1:]
+
+    def drop_embedding(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Apply dropout to the stream that enters the blocks."""
+        return with_logical_constraint(self.dropout(with_logical_constraint(x_BTD, STREAM), rngs=key), STREAM)
+
+    def advance_dropout(self) -> None:
+        """Let the next call have masks of its own."""
+        if self.rngs is not None and not self.dropout.deterministic:
+            self.rngs()
 
 
 class Attention(nnx.Module):
@@ -147,14 +198,18 @@ class Attention(nnx.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHK, k_BSHK = self.q_norm(q_BTHK), self.k_norm(k_BSHK)
-        if self.config.query_scale is not None:
-            # attention itself divides by the root of head_dim
-            q_BTHK *= jnp.asarray(self.config.query_scale * sizes[HEAD_DIM] ** 0.5, q_BTHK.dtype)
         return (
-            with_logical_constraint(q_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM)),
+            self.scaled(q_BTHK),
             with_logical_constraint(k_BSHK, (BATCH, SEQ, KV_HEADS, HEAD_DIM)),
             with_logical_constraint(v_BSHK, (BATCH, SEQ, KV_HEADS, HEAD_DIM)),
         )
+
+    def scaled(self, q_BTHK: jax.Array) -> jax.Array:
+        """Scale queries for `query_scale`: attention itself divides by the root of head_dim."""
+        if self.config.query_scale is not None:
+            scale = self.config.query_scale * self.config.sizes[HEAD_DIM] ** 0.5
+            q_BTHK *= jnp.asarray(scale, q_BTHK.dtype)
+        return with_logical_constraint(q_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
 
 
 class FeedForward(nnx.Module):
@@ -249,6 +304,34 @@ def norm_of(config: BlockOptions, *dims: str) -> Norm:
     sizes = [config.sizes[dim] for dim in dims]
     bias = has_bias(config, "norm_bias")
     return Norm(config.norm, *sizes, eps=config.eps, bias=bias, dtype=config.dtype, dims=dims)
+
+
+def embed_tokens(config: TextOptions, embedding: nnx.Param, tokens_BT: jax.Array) -> jax.Array:
+    """Look up tokens, (batch, seq, embed) in the compute dtype.
+
+    Raises:
+      ValueError: there are more tokens than positions.
+    """
+    if tokens_BT.shape[1] > config.seq:
+        raise ValueError(too_long(tokens_BT.shape[1], config.seq))
+    return looked_up(at_use(embedding, TABLE, config.dtype), tokens_BT)
+
+
+def add_positions(
+    config: TransformerOptions,
+    x_BTD: jax.Array,
+    table: nnx.Param | None,
+    segments_BT: jax.Array | None = None,
+    positions_BT: jax.Array | None = None,
+) -> jax.Array:
+    """Add a table's entries of positions: those given, else from 0 on, in each segment if there are some."""
+    if table is None:
+        return x_BTD
+    table_SD = at_use(table, (SEQ, EMBED), config.dtype)
+    if positions_BT is None and segments_BT is not None:
+        positions_BT = restarted_positions(segments_BT)
+    of_tokens = table_SD[: x_BTD.shape[1]] if positions_BT is None else looked_up(table_SD, positions_BT)
+    return rows_last(x_BTD + of_tokens)
 
 
 def too_long(num_tokens: int, seq: int) -> str:

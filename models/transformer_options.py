@@ -1,13 +1,12 @@
-"""Options that the transformers share: their allowed values, their sizes, their problems.
+"""Options of the transformers, for a configuration of each to add its own: values, sizes, problems.
 
-`decoder.py`, `encoder.py` and `encoder_decoder.py` have a configuration each. Next: `transformer.py`.
+`decoder.py`, `encoder.py`, `encoder_decoder.py` and `vit.py` have them. Next: `transformer.py`.
 """
 
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, Literal, Protocol, get_args, get_origin
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
-from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, SEQ, VOCAB
+from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, SEQ, VOCAB
 from shardtrain.models import checks
 from shardtrain.models.attention import Attentions
 from shardtrain.models.experts_options import read_experts
@@ -31,115 +30,176 @@ RARE = (
 """Options that differ between families of models: a run file sets them, not the command line."""
 
 
-class BlockOptions(Protocol):
-    """The options of a configuration that the parts of a block read; `DecoderConfig` describes them."""
+@dataclass(frozen=True, kw_only=True)
+class TransformerOptions:
+    """Options of all transformers.
+
+    Args:
+      embed: features of each position between blocks.
+      num_heads: attention heads, of queries where keys have fewer.
+      mlp: hidden features of the feed-forward; None: 4 * embed.
+      dropout: rate on the embedding and on the outputs of attention and feed-forward, from the rng stream
+        "dropout".
+      remat: what the backward pass recomputes. "none": nothing. "weights": only casts and copies, so that no
+        gathered weight is kept for it. "dots": all but matrix products. "outputs": all but the outputs of
+        attention and feed-forward, which tensor parallelism reduces over devices. "full": all but the input
+        of a block. "offload": likewise, and that input waits in the memory of the host.
+      dtype: compute dtype; parameters, norms, softmax and logits are float32.
+      attention: "xla"; "cudnn", flash attention on NVIDIA GPUs; or "auto": "cudnn" where device, dtype and
+        head_dim allow it, else "xla".
+      lora: low-rank adapters of the blocks' projections, as "rank=8" or "rank=8,alpha=16,on=q+v"; then they
+        alone are trained. Empty: none.
+
+    Raises:
+      ValueError: listing every option that is out of range or does not fit another.
+    """
+
+    RARE: ClassVar[tuple[str, ...]] = RARE
+
+    embed: int
+    num_heads: int
+    mlp: int | None = None
+    dropout: float = 0.0
+    remat: Remats = "weights"
+    dtype: Dtypes = "float32"
+    attention: Attentions = "auto"
+    lora: str = ""
+
+    def __post_init__(self):
+        checks.refuse(type(self).__name__, self.list_problems())
+
+    def list_problems(self) -> list[str]:
+        """List the options that are out of range or do not fit another."""
+        return problems(self)
+
+    def block_options(self, **changes: Any) -> "BlockOptions":
+        """Return the options of the parts of a block: those of this configuration, and some others."""
+        known = {f.name for f in fields(BlockOptions)}
+        options = {name: value for name, value in vars(self).items() if name in known}
+        return BlockOptions(**{**options, **changes})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(TransformerOptions):
+    """Options of the transformers of text.
+
+    Args:
+      vocab: number of tokens in the vocabulary.
+      seq: largest number of positions, of each sequence where there are two.
+      tied: whether the head ends in the embedding table.
+      loss_chunk: number of tokens of a device whose logits exist at the same time, in the loss and its
+        gradient. None: all of them.
+      products: "float8": the blocks' matrix products with operands rounded to 8 bits, for NVIDIA GPUs from
+        Ada on; the gradients of kernels, attention and the head stay in `dtype`. Empty: all in `dtype`.
+    """
+
+    vocab: int
+    seq: int
+    tied: bool = True
+    loss_chunk: int | None = None
+    products: Products = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingOptions(TextOptions):
+    """Options of the transformers that write text.
+
+    Args:
+      num_kv_heads: key and value heads (grouped-query attention); None: as many as `num_heads`.
+      head_dim: features of each head; None: embed // num_heads.
+      theta: base of the rotary wavelengths.
+      norm: kind of norm before the parts of a block and the head; "rmsnorm_plus_one" adds 1 to its scale.
+      eps: added to the variance in the norms.
+      activation: "gelu" (tanh approximation, as GPT-2), "gelu_erf" (exact, as BERT), "relu", or with a
+        second, gating projection "swiglu" or "geglu" (the same tanh approximation, as Gemma).
+      bias: whether projections and layer norms have biases (the head has none).
+      query_scale: factor of the scores of attention. None: one over the root of head_dim.
+    """
+
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    theta: float = 10_000.0
+    norm: Norms = "layernorm"
+    eps: float = 1e-5
+    activation: Activations = "gelu"
+    bias: bool = True
+    query_scale: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions(DecodingOptions):
+    """Options that the parts of a block read, and the options of a decoder.
+
+    Args:
+      num_layers: number of blocks.
+      positions: "learned", a table of embeddings; or "rotary", rotated queries and keys.
+      rope_scaling: stretched wavelengths, for longer sequences, as "llama3:factor=8,original_seq=8192",
+        "yarn:factor=4,original_seq=32768", "linear:factor=4", or "longrope:..." with factors for short and
+        for long rows or caches. Empty: they stay.
+      rotary_dims: features of each head that are rotated, the first ones. None: all.
+      post_norm: whether each half of a block also has a norm behind it, before it is added.
+      only_post_norm: whether the norms before the halves are left out (as OLMo 2).
+      parallel: whether both halves of a block read what enters it (as GPT-NeoX), in place of one after the
+        other.
+      qk_norm: whether each head of queries and keys is normed, before positions.
+      qk_norm_joint: whether that norm is over all heads together.
+      attention_bias: whether the projections of attention have biases. None: as `bias`.
+      qkv_bias: whether those of queries, keys and values have biases. None: as `attention_bias`.
+      norm_bias: whether layer norms have biases. None: as `bias`.
+      soft_cap: scores x become soft_cap * tanh(x / soft_cap), not by "cudnn". None: they stay.
+      logits_soft_cap: the same of the logits.
+      embed_scale: factor of the embedded tokens; None: 1.
+      scan: run the blocks in `jax.lax.scan` (compile time does not grow with their number; up to 8 are plain
+        code on one CPU), or unroll them.
+      window: how many tokens a token sees, itself and those just before it (sliding window). None: all.
+      full_every: 6 is five blocks with the window, then one without. None: all have it.
+      window_theta: base of the rotary wavelengths, unscaled, in blocks with the window. None: as in others.
+      experts: a mixture of experts in the place of each block's feed-forward, as "num=8,top=2" with any of
+        capacity, shared, scores, normalised, scale, balance, over, bias, z, shared_gate, groups and
+        top_groups; `mlp` is the hidden features of one expert. Empty: none.
+    """
+
+    num_layers: int
+    positions: Positions = "learned"
+    rope_scaling: str = ""
+    rotary_dims: int | None = None
+    post_norm: bool = False
+    only_post_norm: bool = False
+    parallel: bool = False
+    qk_norm: bool = False
+    qk_norm_joint: bool = False
+    attention_bias: bool | None = None
+    qkv_bias: bool | None = None
+    norm_bias: bool | None = None
+    soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    embed_scale: float | None = None
+    scan: bool = True
+    window: int | None = None
+    full_every: int | None = None
+    window_theta: float | None = None
+    experts: str = ""
+
+    def list_problems(self) -> list[str]:
+        """List the options that are out of range or do not fit another."""
+        return problems(self) + decoder_problems(self)
 
     @property
-    def sizes(self) -> Mapping[str, int]: ...
-
-    @property
-    def embed(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def positions(self) -> Positions: ...
-
-    @property
-    def theta(self) -> float: ...
-
-    @property
-    def norm(self) -> Norms: ...
-
-    @property
-    def eps(self) -> float: ...
-
-    @property
-    def activation(self) -> Activations: ...
-
-    @property
-    def bias(self) -> bool: ...
-
-    @property
-    def dropout(self) -> float: ...
-
-    @property
-    def remat(self) -> Remats: ...
-
-    @property
-    def scan(self) -> bool: ...
-
-    @property
-    def dtype(self) -> Dtypes: ...
-
-    @property
-    def attention(self) -> Attentions: ...
-
-    @property
-    def rope_scaling(self) -> str: ...
-
-    @property
-    def rotary_dims(self) -> int | None: ...
-
-    @property
-    def post_norm(self) -> bool: ...
-
-    @property
-    def only_post_norm(self) -> bool: ...
-
-    @property
-    def parallel(self) -> bool: ...
-
-    @property
-    def qk_norm(self) -> bool: ...
-
-    @property
-    def qk_norm_joint(self) -> bool: ...
-
-    @property
-    def attention_bias(self) -> bool | None: ...
-
-    @property
-    def qkv_bias(self) -> bool | None: ...
-
-    @property
-    def norm_bias(self) -> bool | None: ...
-
-    @property
-    def query_scale(self) -> float | None: ...
-
-    @property
-    def soft_cap(self) -> float | None: ...
-
-    @property
-    def logits_soft_cap(self) -> float | None: ...
-
-    @property
-    def window(self) -> int | None: ...
-
-    @property
-    def window_theta(self) -> float | None: ...
-
-    @property
-    def loss_chunk(self) -> int | None: ...
-
-    @property
-    def lora(self) -> str: ...
-
-    @property
-    def products(self) -> Products: ...
+    def sizes(self) -> dict[str, int]:
+        """The size of each dim, by name, with the defaults filled in."""
+        return {LAYERS: self.num_layers, **block_sizes(self)}
 
 
 def block_sizes(config: Any) -> dict[str, int]:
-    """Return the size of each dim, by name, with the defaults of `DecoderConfig` filled in."""
+    """Return the size of each dim of a transformer, by name, with the defaults filled in."""
+    num_kv_heads, head_dim = (getattr(config, name, None) for name in ("num_kv_heads", "head_dim"))
     return {
         VOCAB: config.vocab,
         SEQ: config.seq,
         EMBED: config.embed,
         HEADS: config.num_heads,
-        KV_HEADS: config.num_heads if config.num_kv_heads is None else config.num_kv_heads,
-        HEAD_DIM: config.embed // config.num_heads if config.head_dim is None else config.head_dim,
+        KV_HEADS: config.num_heads if num_kv_heads is None else num_kv_heads,
+        HEAD_DIM: config.embed // config.num_heads if head_dim is None else head_dim,
         MLP: 4 * config.embed if config.mlp is None else config.mlp,
     }
 
@@ -165,12 +225,12 @@ def problems(config: Any) -> list[str]:
     if not found:
         sizes = block_sizes(config)
         found += checks.multiple("num_heads", config.num_heads, "num_kv_heads", sizes[KV_HEADS])
-        if config.head_dim is None:
+        if getattr(config, "head_dim", None) is None:
             found += checks.multiple("embed", config.embed, "num_heads", config.num_heads)
-        if config.positions == "rotary" and sizes[HEAD_DIM] % 2:
+        if getattr(config, "positions", "learned") == "rotary" and sizes[HEAD_DIM] % 2:
             odd = sizes[HEAD_DIM]
             found.append(f"head_dim is {odd}; rotary positions turn pairs. Use head_dim={odd + 1}.")
-    found += checks.positive({"theta": float(config.theta), "eps": float(config.eps)})
+    found += checks.positive({n: float(getattr(config, n)) for n in ("theta", "eps") if hasattr(config, n)})
     found += checks.dropout_rate("dropout", config.dropout)
     found += _lora_problems(config) + _experts_problems(config)
     choices = {f.name: get_args(f.type) for f in fields(config) if get_origin(f.type) is Literal}
@@ -203,8 +263,8 @@ def _experts_problems(config: Any) -> list[str]:
     return []
 
 
-def decoder_problems(config: Any) -> list[str]:
-    """List the problems of the options that only a `DecoderConfig` has."""
+def decoder_problems(config: BlockOptions) -> list[str]:
+    """List the problems of the options that only blocks of decoders have."""
     names = ("query_scale", "soft_cap", "logits_soft_cap", "embed_scale", "window_theta")
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     found = checks.positive({name: float(value) for name, value in given.items()})
@@ -244,24 +304,4 @@ def decoder_problems(config: Any) -> list[str]:
     if config.attention == "cudnn":
         lacking = [name for name in ("soft_cap", "full_every") if getattr(config, name) is not None]
         found += [f"attention 'cudnn' has no {name}; use attention='auto' or 'xla'" for name in lacking]
-    return found
-
-
-def encoder_decoder_problems(config: Any) -> list[str]:
-    """List the problems of the options that only an `EncoderDecoderConfig` has."""
-    names = ("query_scale", "head_scale")
-    found = checks.positive({n: float(x) for n in names if (x := getattr(config, n)) is not None})
-    buckets, furthest = config.distances
-    if config.positions != "relative" or buckets < 1 or furthest < 1:
-        return found
-    if buckets % 4:
-        use = max(4, buckets - buckets % 4)
-        found.append(f"relative_buckets is {buckets}; it is a multiple of 4. Use relative_buckets={use}.")
-    if furthest <= buckets // 2:
-        found.append(
-            f"relative_distance is {furthest}; it is above half of relative_buckets,"
-            f" {buckets}. Use relative_distance={buckets // 2 + 1} or more."
-        )
-    if config.attention == "cudnn":
-        found.append("attention 'cudnn' has no relative positions; use attention='auto' or 'xla'")
     return found

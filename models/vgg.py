@@ -4,8 +4,8 @@ Each convolution is a block of an `nnx.List`, with its norm and relu; the last o
 `convolution.py` has the parts.
 """
 
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,7 @@ from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, CHANNELS_IN, EMBED, MLP, VOCAB
 from shardtrain.models import checks
-from shardtrain.models.convolution import (
-    WRITTEN,
-    ChannelNorm,
-    Convolution,
-    ImageNorms,
-    check_images,
-    run_blocks,
-)
+from shardtrain.models.convolution import WRITTEN, Convolution, ImageModel, ImageOptions, channel_norm
 from shardtrain.models.layers import Linear, coming_keys
 
 CONVOLUTIONS = {16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
@@ -32,7 +25,7 @@ HALVED = 2 ** len(CHANNELS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class VggConfig:
+class VggConfig(ImageOptions):
     """Sizes and options of a VGG; called with `nnx.Rngs` it builds the model.
 
     Args:
@@ -40,17 +33,8 @@ class VggConfig:
       filters: channels of the first convolutions, 64 in the paper; the last have 8 times as many.
       height: rows of an image, a multiple of 32, for each of five poolings halves them.
       width: columns of an image, a multiple of 32.
-      colours: channels of an image.
-      classes: number of classes, the dim vocab.
       hidden: features of the two hidden layers of the classifier, 4096 in the paper; None: none.
       dropout: rate on the hidden features of the classifier, 0.5 in the paper. It needs a "dropout" stream.
-      norm: after each convolution; see `shardtrain.models.resnet.ResNetConfig`. The paper has none.
-      num_groups: groups of channels of a group norm.
-      remat: whether the backward pass computes each block again from its input.
-      dtype: compute dtype; parameters, norms and logits are float32.
-
-    Raises:
-      ValueError: listing every option that is out of range or does not fit another.
 
     References:
       Simonyan and Zisserman 2014, https://arxiv.org/abs/1409.1556, table 1.
@@ -61,19 +45,23 @@ class VggConfig:
 
     depth: int = 16
     filters: int = 64
-    height: int = 32
-    width: int = 32
-    colours: int = 3
-    classes: int = 10
     hidden: int | None = 512
     dropout: float = 0.0
-    norm: ImageNorms = "group"
-    num_groups: int = 4
-    remat: bool = False
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
-    def __post_init__(self):
-        checks.refuse("VggConfig", _problems(self))
+    def list_problems(self) -> list[str]:
+        """List the options that are out of range or do not fit another."""
+        found = super().list_problems()
+        if self.depth > 0 and self.depth not in CONVOLUTIONS:
+            near = min(CONVOLUTIONS, key=lambda depth: abs(depth - self.depth))
+            found.append(f"depth is {self.depth}; allowed are 16, 19. Use depth={near}.")
+        for name in ("height", "width"):
+            if getattr(self, name) > 0:
+                found += checks.multiple(name, getattr(self, name), "2 ** poolings", HALVED)
+        found += checks.dropout_rate("dropout", self.dropout)
+        if self.dropout > 0 and self.hidden is None:
+            uses = "Use dropout=0.0 or hidden=512."
+            found.append(f"dropout is {self.dropout} and there are no hidden features. {uses}")
+        return found
 
     @property
     def num_blocks(self) -> int:
@@ -90,26 +78,6 @@ class VggConfig:
         return Vgg(self, rngs=rngs)
 
 
-def _problems(config: VggConfig) -> list[str]:
-    counts = {f.name: getattr(config, f.name) for f in fields(config) if f.type in (int, int | None)}
-    found = checks.positive({name: value for name, value in counts.items() if value is not None})
-    if config.depth > 0 and config.depth not in CONVOLUTIONS:
-        near = min(CONVOLUTIONS, key=lambda depth: abs(depth - config.depth))
-        found.append(f"depth is {config.depth}; allowed are 16, 19. Use depth={near}.")
-    for name in ("height", "width"):
-        if getattr(config, name) > 0:
-            found += checks.multiple(name, getattr(config, name), "2 ** poolings", HALVED)
-    if config.norm == "group" and config.filters > 0 and config.num_groups > 0:
-        found += checks.multiple("filters", config.filters, "num_groups", config.num_groups)
-    found += checks.dropout_rate("dropout", config.dropout)
-    if config.dropout > 0 and config.hidden is None:
-        found.append(
-            f"dropout is {config.dropout} and there are no hidden features. Use dropout=0.0 or hidden=512."
-        )
-    found += checks.choice("norm", config.norm, ("group", "batch"))
-    return found + checks.choice("dtype", config.dtype, ("float32", "bfloat16", "float16"))
-
-
 class VggBlock(nnx.Module):
     """A convolution, its norm and relu; `pooled`: then the maximum of each 2 x 2 pixels."""
 
@@ -118,7 +86,7 @@ class VggBlock(nnx.Module):
     ):
         self.pooled = pooled
         self.convolution = Convolution(entering, leaving, 3, of_image=of_image, dtype=config.dtype, rngs=rngs)
-        self.norm = ChannelNorm(config.norm, leaving, num_groups=config.num_groups, dtype=config.dtype)
+        self.norm = channel_norm(config, leaving)
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         x_BHWC = jax.nn.relu(self.norm(self.convolution(x_BHWC)))
@@ -127,11 +95,8 @@ class VggBlock(nnx.Module):
         return with_logical_constraint(x_BHWC, WRITTEN)
 
 
-class Vgg(nnx.Module):
-    """Images to logits. `nnx.view(vgg, deterministic=True, use_running_average=True)` is for evaluation.
-
-    A call is the composition of its parts: `first`, then `run` on `blocks`, then `last`.
-    """
+class Vgg(ImageModel):
+    """Images to logits. `nnx.view(vgg, deterministic=True, use_running_average=True)` is for evaluation."""
 
     def __init__(self, config: VggConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -141,34 +106,15 @@ class Vgg(nnx.Module):
         self.rngs = rngs["dropout"].fork() if config.dropout else None
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Score each image against the classes.
-
-        Args:
-          images: float (batch, height, width, colours).
-
-        Returns:
-          Logits (batch, classes), float32.
-
-        Raises:
-          ValueError: if the images are of another size than the model's.
-        """
-        logits_BV = self.last(self.run(self.blocks, self.first(images), self.block_keys()))
+        """Score each image against the classes; the next call has masks of its own."""
+        logits_BV = super().__call__(images)
         if self.rngs is not None and not self.dropout.deterministic:
-            self.rngs()  # the next call has masks of its own
+            self.rngs()
         return logits_BV
 
     def first(self, images: jax.Array) -> jax.Array:
         """The images in the compute dtype: the first block reads them."""
-        check_images(images.shape, (self.config.height, self.config.width, self.config.colours))
-        return images.astype(self.config.dtype)
-
-    def block_keys(self) -> None:
-        """No block draws random numbers; the classifier does, in `last`."""
-        return
-
-    def run(self, blocks: Any, x_BHWC: jax.Array, keys: None = None) -> jax.Array:
-        """Apply blocks to images, in order: all, or those of a pipeline stage."""
-        return run_blocks(blocks, x_BHWC, remat=self.config.remat, scan=False)
+        return self.read_images(images)
 
     def last(self, x_BHWC: jax.Array) -> jax.Array:
         """Mean over the pixels that are left (one of 32 x 32), then the classifier."""
@@ -203,15 +149,5 @@ def _classifier(config: VggConfig, rngs: nnx.Rngs) -> list[Linear]:
     if config.hidden is not None:
         sizes |= {MLP: config.hidden, EMBED: config.hidden}
         dims = [((CHANNELS_IN,), (MLP,)), ((MLP,), (EMBED,)), ((EMBED,), (VOCAB,))]
-    return [
-        Linear(
-            into,
-            out,
-            sizes=sizes,
-            std=(2 / sizes[into[0]]) ** 0.5,
-            bias=True,
-            dtype=config.dtype,
-            rngs=rngs,
-        )
-        for into, out in dims
-    ]
+    options: Any = {"sizes": sizes, "bias": True, "dtype": config.dtype, "rngs": rngs}
+    return [Linear(into, out, std=(2 / sizes[into[0]]) ** 0.5, **options) for into, out in dims]

@@ -4,9 +4,9 @@ Patches of an image are a sequence, which goes through the blocks of `decoder_bl
 attention. `transformer.py` has the parts that all transformers share.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +15,19 @@ from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, EMBED, HEIGHT, SEQ, VOCAB, WIDTH
 from shardtrain.models import checks
-from shardtrain.models.attention import Attentions
 from shardtrain.models.block_stack import stacked_blocks, walk
 from shardtrain.models.convolution import check_images
-from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.decoder_block import Block
-from shardtrain.models.layers import Linear, at_use, coming_keys, normal
-from shardtrain.models.on_gpus import rows_last
-from shardtrain.models.residual_stream import STREAM, whole_seq
-from shardtrain.models.transformer import linear_of, norm_of
-from shardtrain.models.transformer_options import RARE, Dtypes, Remats, problems
+from shardtrain.models.layers import Linear, at_use, normal
+from shardtrain.models.residual_stream import whole_seq
+from shardtrain.models.transformer import DropoutKeys, add_positions, linear_of, norm_of
+from shardtrain.models.transformer_options import BlockOptions, TransformerOptions
 
 Poolings = Literal["token", "mean"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class VitConfig:
+class VitConfig(TransformerOptions):
     """Sizes and options of a vision transformer; called with `nnx.Rngs` it builds the model.
 
     Args:
@@ -39,31 +36,14 @@ class VitConfig:
       colours: channels of an image.
       classes: number of classes, the dim vocab.
       patch: rows and columns of a patch, which one linear map makes a position of the sequence.
-      embed: features of each position between blocks.
       num_layers: number of blocks.
-      num_heads: attention heads.
-      mlp: hidden features of the feed-forward; None: 4 * embed.
       pooling: what is classified. "token": a class token before the patches, as in the paper. "mean": the
         mean of all patches, without such a token; then the number of positions is that of patches, which a
         mesh can divide.
       eps: added to the variance in the layer norms.
       activation: "gelu_erf" (exact) or "gelu" (tanh approximation).
       qkv_bias: whether the projections of queries, keys and values have biases, as all others.
-      dropout: rate on the embedding and on the outputs of attention and feed-forward, from the rng stream
-        "dropout".
-      remat: what the backward pass recomputes. "none": nothing. "weights": only casts and copies, so that no
-        gathered weight is kept for it. "dots": all but matrix products. "outputs": all but the outputs of
-        attention and feed-forward, which tensor parallelism reduces over devices. "full": all but the input
-        of a block. "offload": likewise, and that input waits in the memory of the host.
       scan: run the blocks in `jax.lax.scan` (compile time does not grow with their number), or unroll them.
-      dtype: compute dtype; parameters, norms, softmax and logits are float32.
-      attention: "xla"; "cudnn", flash attention on NVIDIA GPUs; or "auto": "cudnn" where device, dtype and
-        head_dim allow it, else "xla".
-      lora: low-rank adapters of the blocks' projections, as "rank=8" or "rank=8,alpha=16,on=q+v"; then they
-        alone are trained. Empty: none.
-
-    Raises:
-      ValueError: listing every option that is out of range or does not fit another.
 
     References:
       Dosovitskiy et al. 2020, An image is worth 16x16 words, https://arxiv.org/abs/2010.11929, section 3.1;
@@ -73,8 +53,6 @@ class VitConfig:
     197
     """
 
-    RARE: ClassVar = RARE
-
     height: int
     width: int
     colours: int = 3
@@ -83,26 +61,23 @@ class VitConfig:
     embed: int = 768
     num_layers: int = 12
     num_heads: int = 12
-    mlp: int | None = None
     pooling: Poolings = "token"
     eps: float = 1e-12
     activation: Literal["gelu", "gelu_erf"] = "gelu_erf"
     qkv_bias: bool = True
-    dropout: float = 0.0
-    remat: Remats = "weights"
     scan: bool = True
-    dtype: Dtypes = "float32"
-    attention: Attentions = "auto"
-    lora: str = ""
 
-    # what the checks of a transformer's options look at, and a vision transformer has no choice of
-    num_kv_heads: ClassVar[int | None] = None
-    head_dim: ClassVar[int | None] = None
-    positions: ClassVar[str] = "learned"
-    theta: ClassVar[float] = 10_000.0
-
-    def __post_init__(self):
-        checks.refuse("VitConfig", _problems(self))
+    def list_problems(self) -> list[str]:
+        """List the options that are out of range or do not fit another."""
+        sides = {"height": self.height, "width": self.width}
+        if min(*sides.values(), self.patch) < 1:
+            return checks.positive({**sides, "patch": self.patch})
+        found = [
+            problem
+            for name, value in sides.items()
+            for problem in checks.multiple(name, value, "patch", self.patch)
+        ]
+        return found + super().list_problems()
 
     @property
     def vocab(self) -> int:
@@ -120,34 +95,17 @@ class VitConfig:
         return {**self.parts.sizes, HEIGHT: self.patch, WIDTH: self.patch * self.colours}
 
     @property
-    def parts(self) -> DecoderConfig:
+    def parts(self) -> BlockOptions:
         """Options of the parts of a block."""
-        shared = {f.name for f in fields(DecoderConfig)}
-        options = {name: value for name, value in vars(self).items() if name in shared}
-        return DecoderConfig(**options, vocab=self.vocab, seq=self.seq)
+        return self.block_options(vocab=self.vocab, seq=self.seq)
 
     def __call__(self, rngs: nnx.Rngs) -> "Vit":
         """Build the model; `rngs` needs the stream "params", and "dropout" where the rate is above 0."""
         return Vit(self, rngs=rngs)
 
 
-def _problems(config: VitConfig) -> list[str]:
-    sides = {name: getattr(config, name) for name in ("height", "width")}
-    if min(*sides.values(), config.patch) < 1:
-        return checks.positive({**sides, "patch": config.patch})
-    found = [
-        problem
-        for name, value in sides.items()
-        for problem in checks.multiple(name, value, "patch", config.patch)
-    ]
-    return found + problems(config)
-
-
-class Vit(nnx.Module):
-    """Images to logits. `nnx.view(vit, deterministic=True)` is the same model with dropout off.
-
-    A call is the composition of its parts: `first`, then `run` on `blocks` with `block_keys`, then `last`.
-    """
+class Vit(DropoutKeys):
+    """Images to logits. `nnx.view(vit, deterministic=True)` is the same model with dropout off."""
 
     def __init__(self, config: VitConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -162,8 +120,7 @@ class Vit(nnx.Module):
         self.blocks = stacked_blocks(partial(Block, causal=False), parts, rngs)
         self.final_norm = norm_of(parts)
         self.head = linear_of(parts, (EMBED,), (VOCAB,), rngs)
-        self.dropout = nnx.Dropout(config.dropout)
-        self.rngs = rngs["dropout"].fork() if config.dropout else None
+        self.start_dropout(config.dropout, config.num_layers, rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Score each image against the classes.
@@ -178,8 +135,7 @@ class Vit(nnx.Module):
           ValueError: if the images are of another size than the model's.
         """
         logits_BV = self.last(self.run(self.blocks, self.first(images), self.block_keys()))
-        if self._keys() is not None and self.rngs is not None:
-            self.rngs()  # the next call has masks of its own
+        self.advance_dropout()
         return logits_BV
 
     def first(self, images: jax.Array) -> jax.Array:
@@ -191,15 +147,7 @@ class Vit(nnx.Module):
             token_D = at_use(self.token, (EMBED,), config.dtype)
             tokens_B1D = jnp.broadcast_to(token_D, (x_BTD.shape[0], 1, config.embed))
             x_BTD = jnp.concatenate([tokens_B1D, x_BTD], axis=1)
-        x_BTD = rows_last(x_BTD + at_use(self.positions, (SEQ, EMBED), config.dtype))
-        x_BTD = with_logical_constraint(x_BTD, STREAM)
-        keys = self._keys()
-        return with_logical_constraint(self.dropout(x_BTD, rngs=None if keys is None else keys[0]), STREAM)
-
-    def block_keys(self) -> jax.Array | None:
-        """The keys of the blocks' dropout, (num_layers,); None where it is off."""
-        keys = self._keys()
-        return None if keys is None else keys[1:]
+        return self.drop_embedding(add_positions(config, x_BTD, self.positions), self.embedding_key())
 
     def run(self, blocks: Block, x_BTD: jax.Array, keys: jax.Array | None) -> jax.Array:
         """Apply stacked blocks to the residual stream (all, or those of a pipeline stage)."""
@@ -216,12 +164,6 @@ class Vit(nnx.Module):
         x_BD = x_BTD.mean(axis=1) if self.token is None else x_BTD[:, 0]
         logits_BV = self.head(with_logical_constraint(x_BD, (BATCH, EMBED)))
         return with_logical_constraint(logits_BV.astype(jnp.float32), (BATCH, VOCAB))
-
-    def _keys(self) -> jax.Array | None:
-        """Return one key for the embedding and one for each block, the same within a call."""
-        if self.rngs is None or self.dropout.deterministic:
-            return None
-        return coming_keys(self.rngs, self.config.num_layers + 1)
 
 
 def split_patches(images: jax.Array, patch: int) -> jax.Array:

@@ -1,7 +1,7 @@
 """Low-rank adapters in files: merged into the kernels they belong to, or alone as the PEFT library has them.
 
 PEFT's `adapter_model.safetensors` has matrices A (rank, in) and B (out, rank) for each layer.
-Next: `adapter_folder.py`, which reads them, and `files.py`; the adapters themselves are in `lora.py`.
+Next: `files.py`; the adapters themselves are in `lora.py`.
 
 References:
   https://huggingface.co/docs/peft/developer_guides/checkpoint, "The checkpoint format".
@@ -9,20 +9,50 @@ References:
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardtrain.models import checks
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.huggingface.families import family_of
+from shardtrain.models.huggingface.entries import entry_problems, problem_of
+from shardtrain.models.huggingface.families import ParameterReader, differences, family_of, limited
+from shardtrain.models.huggingface.folder import open_weights, own_file, read_object
 from shardtrain.models.huggingface.place import Place
-from shardtrain.models.lora import LORA_A, LORA_B, Lora, read_lora
+from shardtrain.models.lora import LORA_A, LORA_B, TARGETS, Lora, read_lora
 from shardtrain.system.lazy_array import LazyArray
+from shardtrain.system.untrusted_files import finite_number, whole_number
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 KERNEL = "/kernel"
+
+NEEDED = ("peft_type", "r", "lora_alpha")
+ONLY = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None, []),
+    "lora_bias": (False, None),
+    # others begin with a change of the kernels themselves
+    "init_lora_weights": (True, False, None, "gaussian"),
+    "layer_replication": (None, []),
+    "use_qalora": (False, None),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "alora_invocation_tokens": (None, []),
+}
+"""Entries of adapter_config.json, and the values with which an adapter is what `lora.py` describes."""
+
+MOST_RANK, MOST_ALPHA = 1 << 16, 1e9
+
 
 Read = Callable[[str], Any]
 """Path of a parameter -> its values, or what gives them as `tensors` asks for them."""
@@ -79,10 +109,9 @@ def adapter_tensors(config: Any, read: Read) -> Iterator[tuple[str, np.ndarray]]
     for place in places:
         parent = place.path.removesuffix(KERNEL)
         first, second = (np.asarray(read(f"{parent}/{name}")) for name in (LORA_A, LORA_B))
-        for i, name in enumerate(place.names(config.num_layers)):
-            module = PREFIX + name.removesuffix(".weight")
-            yield f"{module}.lora_A.weight", np.ascontiguousarray(first[i].reshape(-1, lora.rank).T)
-            yield f"{module}.lora_B.weight", np.ascontiguousarray(second[i].reshape(lora.rank, -1).T)
+        for kind, array, shape in (("A", first, (-1, lora.rank)), ("B", second, (lora.rank, -1))):
+            for i, name in enumerate(_names(place, config, kind)):
+                yield name, np.ascontiguousarray(array[i].reshape(shape).T)
 
 
 def adapter_config(config: Any) -> dict[str, Any]:
@@ -133,3 +162,57 @@ def adapter_places(config: Any) -> list[Place]:
             ],
         )
     return found
+
+
+def open_adapters(folder: Path, config: Any) -> tuple[str, dict[str, ParameterReader]]:
+    """Open the adapters in a folder.
+
+    Args:
+      folder: it has adapter_config.json and adapter_model.safetensors.
+      config: of the model that they belong to; its own `lora` is not looked at.
+
+    Returns:
+      The text of the option `lora` of a model with these adapters, and path -> float32 parameter.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: safetensors is not installed; the family has no adapters in this form; or listing what is
+        another kind of adapter, and every missing, extra and misshaped array.
+    """
+    about = read_object(own_file(folder, ADAPTER_CONFIG), f"a folder with {ADAPTER_CONFIG}")
+    problems = entry_problems(about, NEEDED, ONLY, "lora")
+    problems += problem_of(whole_number, about.get("r"), "r", MOST_RANK, 1)
+    problems += problem_of(finite_number, about.get("lora_alpha"), "lora_alpha", MOST_ALPHA, 1e-9)
+    checks.refuse(f"adapters in {folder}", problems)
+    rank, places = about["r"], adapter_places(replace(config, lora="rank=1"))
+    known = open_weights(folder, ADAPTER_WEIGHTS)
+    present = [place for place in places if any(name in known for name in _names(place, config, "A"))]
+    shapes = {}
+    for place in present:
+        out, into = place.their_shape(config.sizes)
+        shapes |= dict.fromkeys(_names(place, config, "A"), (rank, into))
+        shapes |= dict.fromkeys(_names(place, config, "B"), (out, rank))
+    problems = differences(shapes, {name: array.shape for name, array in known.items()})
+    checks.refuse(f"arrays in {folder / ADAPTER_WEIGHTS}", limited(problems))
+    on = {place.path.split("/")[-2] for place in present}
+    if not on:
+        raise ValueError(f"{folder / ADAPTER_WEIGHTS} has no adapter of a projection of this model")
+    text = f"rank={rank},alpha={float(about['lora_alpha'])!r},on={'+'.join(t for t in TARGETS if t in on)}"
+    found = {}
+    for place in present:
+        shape, parent = place.shape(config.sizes), place.path.removesuffix(KERNEL)
+        pairs = {LORA_A: ("A", (*shape[: place.num_in], rank)), LORA_B: ("B", (rank, *shape[place.num_in :]))}
+        for name, (kind, ours) in pairs.items():
+            read = partial(_stack, known, _names(place, config, kind), ours)
+            found[f"{parent}/{name}"] = ParameterReader((config.num_layers, *ours), read)
+    return text, found
+
+
+def _names(place: Place, config: Any, kind: str) -> list[str]:
+    """Return the names of a projection's matrices A, or B, one for each layer."""
+    names = place.names(config.num_layers)
+    return [f"{PREFIX}{name.removesuffix('.weight')}.lora_{kind}.weight" for name in names]
+
+
+def _stack(known: Mapping[str, Any], names: list[str], shape: tuple[int, ...]) -> np.ndarray:
+    return np.stack([np.asarray(known[name], np.float32).T.reshape(shape) for name in names])

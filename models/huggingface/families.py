@@ -1,85 +1,39 @@
 """Convert weights of Hugging Face's families to parameters of this package, and back.
 
 Pure numpy on state dicts (name -> array), one array at a time where memory counts; values are unchanged.
-`state.py` handles single arrays, `files.py` reads and writes files.
+`place.py` says which parameter each array is, `files.py` reads and writes files.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardtrain.models import checks
-from shardtrain.models.huggingface.bert import BERT
-from shardtrain.models.huggingface.gpt2 import GPT2
-from shardtrain.models.huggingface.gpt_neox import GPT_NEOX
-from shardtrain.models.huggingface.place import STATE, Family, num_blocks, value_problems
-from shardtrain.models.huggingface.relatives import RELATIVES
+from shardtrain.models.huggingface.decoder_families import DECODERS
+from shardtrain.models.huggingface.encoder_families import BERT, VIT
+from shardtrain.models.huggingface.entries import value_problems
+from shardtrain.models.huggingface.place import STATE, Copy, Family, Place, num_blocks
 from shardtrain.models.huggingface.resnet import RESNET
-from shardtrain.models.huggingface.sparse_relatives import SPARSE_RELATIVES
-from shardtrain.models.huggingface.state import (
-    State,
-    by_array,
-    copies_of,
-    current_names,
-    differences,
-    layer_problems,
-    limited,
-    one_parameter,
-    stacked_parameter,
-    state_arrays,
-    state_problems,
-)
 from shardtrain.models.huggingface.t5 import MT5, T5
-from shardtrain.models.huggingface.vit import VIT
 from shardtrain.system.excerpts import short
 
-Params = dict[str, Any]
-
-ALL = (GPT2, *RELATIVES, GPT_NEOX, *SPARSE_RELATIVES, BERT, VIT, RESNET, T5, MT5)
-FAMILIES = {family.model_type: family for family in ALL}
+FAMILIES = {family.model_type: family for family in (*DECODERS, BERT, VIT, RESNET, T5, MT5)}
 """The first that has all options of a model is the one that it is written as."""
 
+State = Mapping[str, Any]
+"""Name -> array, or what has a shape and becomes one by `np.asarray`: it is read when its turn comes."""
 
-def from_huggingface(config: Mapping[str, Any], state: State) -> tuple[Any, Params]:
-    """Convert a Hugging Face model to a configuration and parameters.
+MOST_PROBLEMS = 100
+BUFFERS = (
+    ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq",
+    ".embeddings.position_ids", ".num_batches_tracked",
+)  # fmt: skip
+"""Endings of names of arrays beside the weights that ours have not."""
 
-    Args:
-      config: the dict of its config.json, with `model_type` one of `FAMILIES`.
-      state: its state dict as numpy arrays; names with or without the prefix of the whole model.
-
-    Returns:
-      The configuration (dropout 0, other options of ours at their defaults: change them with
-      `dataclasses.replace`), and a nested dict of arrays with the dtypes of `state`, blocks stacked; running
-      statistics are below its entry "model_state".
-
-    Raises:
-      ValueError: listing every option of `config` that our model does not have; or every missing, extra and
-        misshaped name of `state`.
-    """
-    ours, arrays = parameters(config, state)
-    params: Params = {}
-    for path, array in arrays:
-        _put(params, path, array)
-    return ours, params
-
-
-def parameters(
-    config: Mapping[str, Any], state: State, *, dtype: Any = None
-) -> tuple[Any, Iterator[tuple[str, np.ndarray]]]:
-    """Convert a Hugging Face model parameter by parameter: (configuration, pairs of path and array).
-
-    Args:
-      config: as for `from_huggingface`.
-      state: the same; an array is read when its turn comes.
-      dtype: of the parameters; by default that of `state`.
-
-    Raises:
-      ValueError: at once, as `from_huggingface`.
-    """
-    ours, found = parameter_readers(config, state, dtype=dtype)
-    return ours, ((path, each.read()) for path, each in found.items())
+OLDER = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
+"""Endings of names in the first BERT files -> what they are called now."""
 
 
 class ParameterReader(NamedTuple):
@@ -98,34 +52,91 @@ class ParameterReader(NamedTuple):
     read_one: Callable[[int], np.ndarray] | None = None
 
 
+def from_huggingface(config: Mapping[str, Any], state: State) -> tuple[Any, dict[str, Any]]:
+    """Convert a Hugging Face model to a configuration and parameters.
+
+    Args:
+      config: the dict of its config.json, with `model_type` one of `FAMILIES`.
+      state: its state dict as numpy arrays; names with or without the prefix of the whole model.
+
+    Returns:
+      The configuration (dropout 0, other options of ours at their defaults: change them with
+      `dataclasses.replace`), and a nested dict of arrays with the dtypes of `state`, blocks stacked; running
+      statistics are below its entry "model_state".
+
+    Raises:
+      ValueError: listing every option of `config` that our model does not have; or every missing, extra and
+        misshaped name of `state`.
+    """
+    ours, found = parameter_readers(config, state)
+    return ours, unflatten_dict({path: each.read() for path, each in found.items()}, sep="/")
+
+
 def parameter_readers(
     config: Mapping[str, Any], state: State, *, dtype: Any = None
 ) -> tuple[Any, dict[str, ParameterReader]]:
-    """Return the configuration, and path -> parameter, each to be read in any order; see `parameters`.
+    """Return the configuration, and path -> parameter, each to be read in any order.
+
+    Args:
+      config: as for `from_huggingface`.
+      state: the same; an array is read when its turn comes.
+      dtype: of the parameters; by default that of `state`.
 
     Raises:
       ValueError: at once, as `from_huggingface`.
     """
     family, ours = read_config(config)
-    known = current_names(state, family)
+    known = _rename(state, family)
     # before anything is counted up to it
-    checks.refuse(f"state dict of a {family.model_type} model", layer_problems(num_blocks(ours), len(known)))
+    checks.refuse(f"state dict of a {family.model_type} model", _layer_problems(num_blocks(ours), len(known)))
     places = list(family.places(ours))
-    problems = layer_problems(num_blocks(ours), len(known), max(place.num_experts for place in places))
-    problems = problems or state_problems(family, places, ours, known)
+    problems = _layer_problems(num_blocks(ours), len(known), max(place.num_experts for place in places))
+    problems = problems or _state_problems(family, places, ours, known)
     checks.refuse(f"state dict of a {family.model_type} model", limited(problems))
-    return ours, {
-        place.path: ParameterReader(
-            place.stack(num_blocks(ours)) + place.shape(ours.sizes),
-            partial(stacked_parameter, place, known, ours, dtype),
-            place.stack(num_blocks(ours)),
-            partial(one_parameter, place, place.names(num_blocks(ours)), known, ours),
-        )
-        for place in places
+    return ours, {place.path: _make_reader(place, known, ours, dtype) for place in places}
+
+
+def _rename(state: State, family: Family) -> dict[str, Any]:
+    """Return the state dict by current names, with the family's prefix, without buffers and unused arrays."""
+    is_bare = not any(name.startswith(family.prefix) for name in state)
+
+    def current(name: str) -> str:
+        name = family.prefix + name if is_bare and not name.startswith(family.heads) else name
+        for ending, now in OLDER.items():
+            name = name.removesuffix(ending) + now if name.endswith(ending) else name
+        for alias, now in family.aliases:
+            name = name.replace(alias, now)
+        return name
+
+    named = {current(name): array for name, array in state.items()}
+    return {
+        name: array
+        for name, array in named.items()
+        if not name.endswith(BUFFERS) and not name.startswith(family.left_out)
     }
 
 
-def to_huggingface(config: Any, params: Params, family: str | None = None) -> dict[str, np.ndarray]:
+def _make_reader(place: Place, known: State, config: Any, dtype: Any) -> ParameterReader:
+    names, stack = place.names(num_blocks(config)), place.stack(num_blocks(config))
+    shape = place.shape(config.sizes)
+
+    def read_one(number: int) -> np.ndarray:
+        return place.ours(np.asarray(known[names[number]]), config.sizes)
+
+    def read() -> np.ndarray:
+        # at most one of the stacked arrays is in memory twice
+        first = read_one(0)
+        stacked = np.empty((len(names), *shape), first.dtype if dtype is None else dtype)
+        for i in range(len(names)):
+            stacked[i] = first if i == 0 else read_one(i)
+        return stacked.reshape(*stack, *shape)
+
+    return ParameterReader((*stack, *shape), read, stack, read_one)
+
+
+def to_huggingface(
+    config: Any, params: Mapping[str, Any], family: str | None = None
+) -> dict[str, np.ndarray]:
     """Convert parameters to a Hugging Face state dict.
 
     Args:
@@ -141,7 +152,7 @@ def to_huggingface(config: Any, params: Params, family: str | None = None) -> di
       ValueError: listing every option that no family has; or every missing, extra and misshaped
         parameter.
     """
-    flat = dict(_flat(params))
+    flat: Any = flatten_dict(params, sep="/")
     shapes = {path: np.shape(array) for path, array in flat.items()}
     return dict(tensors(config, shapes, flat.__getitem__, family))
 
@@ -158,7 +169,7 @@ def tensors(
       config: of the model.
       shapes: path -> shape of every parameter.
       read: path -> array, or what gives one for `array[layer]`, `array[layer, expert]` and by `np.asarray`;
-        asked once each, when its turn comes.
+        asked once each, when its turn comes. Of a stacked one only what the next array needs is asked for.
       family: see `family_of`.
 
     Raises:
@@ -168,18 +179,48 @@ def tensors(
     places = list(written_as.places(config))
     wanted = {place.path: place.stack(num_blocks(config)) + place.shape(config.sizes) for place in places}
     checks.refuse("params", differences(wanted, shapes))
-    return state_arrays(written_as, places, config, read)
+    return _convert(written_as, places, config, read)
+
+
+def _convert(
+    family: Family, places: list[Place], config: Any, read: Callable[[str], Any]
+) -> Iterator[tuple[str, np.ndarray]]:
+    for group in _group_by_array(places):
+        stack = group[0].stack(num_blocks(config))
+        arrays = [read(place.path) for place in group]
+        for numbers, name in zip(np.ndindex(*stack), group[0].names(num_blocks(config)), strict=True):
+            slices = [
+                place.theirs(np.asarray(array[numbers] if stack else array))
+                for place, array in zip(group, arrays, strict=True)
+            ]
+            joined = group[0].joined(slices, config.sizes)
+            joined = np.ascontiguousarray(joined.T if group[0].transposed else joined)
+            for each in (name, *_written_copies(name, family, config)):
+                yield each, joined
 
 
 def tensor_shapes(config: Any, family: str | None = None) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every array that `tensors` yields, in the same order."""
     written_as = family_of(config, family)
-    shapes = {}
-    for group in by_array(written_as.places(config)):
-        for name in group[0].names(num_blocks(config)):
-            for each in (name, *copies_of(name, written_as, config)):
-                shapes[each] = group[0].their_shape(config.sizes)
-    return shapes
+    return {
+        each: group[0].their_shape(config.sizes)
+        for group in _group_by_array(written_as.places(config))
+        for name in group[0].names(num_blocks(config))
+        for each in (name, *_written_copies(name, written_as, config))
+    }
+
+
+def _group_by_array(places: Any) -> list[list[Place]]:
+    """Group the places by the Hugging Face array that they are slices of, in the order of the slices."""
+    groups: dict[str, list[Place]] = {}
+    for place in places:
+        groups.setdefault(place.name, []).append(place)
+    return [sorted(group, key=lambda place: place.part) for group in groups.values()]
+
+
+def _written_copies(name: str, family: Family, config: Any) -> list[str]:
+    """Return the second names under which an array is written."""
+    return [copy.name for copy in family.copies(config) if copy.of == name and not copy.tied]
 
 
 def family_of(config: Any, name: str | None = None) -> Family:
@@ -202,8 +243,9 @@ def family_of(config: Any, name: str | None = None) -> Family:
         checks.refuse("family", checks.choice("family", name, tuple(fit)))
         fit = {name: fit[name]}
     # the first that has all of it, else the nearest
-    family = min(fit.values(), key=lambda family: len(family.foreign(config)))
-    checks.refuse(f"{family.kind.__name__} written as a {family.model_type} model", family.foreign(config))
+    family = min(fit.values(), key=lambda family: len(family.list_foreign(config)))
+    problems = family.list_foreign(config)
+    checks.refuse(f"{family.kind.__name__} written as a {family.model_type} model", problems)
     return family
 
 
@@ -225,31 +267,28 @@ def read_config(config: Mapping[str, Any]) -> tuple[Family, Any]:
 
     Raises:
       ValueError: listing every entry that is missing or that our model has no option for.
+
+    >>> read_config({"model_type": "t0"})
+    Traceback (most recent call last):
+    ValueError: Hugging Face config:
+      model_type is 't0', a family that cannot be read yet; those that can are 'gpt2', 'llama', 'mistral', \
+'qwen2', 'qwen3', 'phi3', 'starcoder2', 'olmo2', 'gemma', 'gemma2', 'gemma3_text', 'gpt_neox', 'mixtral', \
+'qwen2_moe', 'qwen3_moe', 'bert', 'vit', 'resnet', 't5', 'mt5'
     """
     name = config.get("model_type", "")
+    problems = value_problems(config)
     if name not in tuple(FAMILIES):
-        checks.refuse("Hugging Face config", [unknown_family_text(name)])
-    if (quantized := config.get("quantization_config")) is not None:
-        text = (
+        known = ", ".join(map(repr, FAMILIES))
+        problems = [
+            f"model_type is {short(name)}, a family that cannot be read yet; those that can are {known}"
+        ]
+    elif (quantized := config.get("quantization_config")) is not None:
+        problems = [
             f"quantization_config is {short(quantized)}, and quantized weights are not read; give it in"
             " 16 or 32 bits, or load it with transformers, call model.dequantize() and save it again"
-        )
-        checks.refuse("Hugging Face config", [text])
-    checks.refuse("Hugging Face config", value_problems(config))
-    family = FAMILIES[name]
-    problems, made = family.read(config)
+        ]
     checks.refuse("Hugging Face config", problems)
-    return family, made()
-
-
-def unknown_family_text(name: object) -> str:
-    """Format the error for a config.json of another kind of model.
-
-    >>> unknown_family_text("t0")[:70]
-    "model_type is 't0', a family that cannot be read yet; those that can a"
-    """
-    known = ", ".join(map(repr, FAMILIES))
-    return f"model_type is {short(name)}, a family that cannot be read yet; those that can are {known}"
+    return FAMILIES[name], FAMILIES[name].read_config(config)
 
 
 def write_config(config: Any, family: str | None = None) -> dict[str, Any]:
@@ -263,9 +302,7 @@ def write_config(config: Any, family: str | None = None) -> dict[str, Any]:
     >>> write_config(config)["architectures"], read_config(write_config(config))[1] == config
     (['BertForMaskedLM'], True)
     """
-    found = family_of(config, family)
-    about = {"model_type": found.model_type, "architectures": [found.architecture]}
-    return about | found.write(config)
+    return family_of(config, family).write_config(config)
 
 
 def left_out(config: Mapping[str, Any], state: State) -> list[str]:
@@ -274,14 +311,58 @@ def left_out(config: Mapping[str, Any], state: State) -> list[str]:
     return sorted(name for name in state if prefixes and name.startswith(prefixes))
 
 
-def _flat(tree: Mapping[str, Any], parents: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    for name, node in tree.items():
-        path = (*parents, name)
-        yield from _flat(node, path) if isinstance(node, Mapping) else [("/".join(path), node)]
+def _state_problems(family: Family, places: list[Place], config: Any, known: dict[str, Any]) -> list[str]:
+    """List the problems of a state dict for the model; copies of other arrays are dropped from `known`."""
+    shapes = {
+        name: place.their_shape(config.sizes) for place in places for name in place.names(num_blocks(config))
+    }
+    found = []
+    for copy in family.copies(config):
+        if copy.name in known:
+            found += _copy_problems(copy, known)
+            known.pop(copy.name)
+    return found + differences(shapes, {name: tuple(np.shape(array)) for name, array in known.items()})
 
 
-def _put(tree: Params, path: str, array: np.ndarray) -> None:
-    *parents, name = path.split("/")
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-    tree[name] = array
+def _copy_problems(copy: Copy, known: Mapping[str, Any]) -> list[str]:
+    if not copy.tied or copy.of not in known:
+        return []
+    if np.array_equal(np.asarray(known[copy.name]), np.asarray(known[copy.of])):
+        return []
+    return [
+        f"{copy.name} differs from {copy.of}, to which it is tied."
+        " Set tie_word_embeddings to false in the config."
+    ]
+
+
+def _layer_problems(num_layers: int, num_arrays: int, num_experts: int = 0) -> list[str]:
+    """Refuse more layers, or experts, than the files have arrays: each has at least one.
+
+    >>> _layer_problems(10**9, 148)
+    ['the config has 1000000000 layers, and the files have 148 arrays in all']
+    """
+    if num_layers * max(num_experts, 1) <= num_arrays:
+        return []
+    experts = f" of {num_experts} experts" if num_experts else ""
+    return [f"the config has {num_layers} layers{experts}, and the files have {num_arrays} arrays in all"]
+
+
+def limited(problems: list[str]) -> list[str]:
+    """Shorten a long list of problems."""
+    more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
+    return problems[:MOST_PROBLEMS] + more
+
+
+def differences(wanted: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """List every missing, extra and misshaped array.
+
+    >>> differences({"a": (2,), "b": (3,)}, {"b": (4,), "c": (5,)})
+    ['a is missing; it needs shape (2,)', 'b has shape (4,); it needs shape (3,)', 'c is extra; leave it out']
+    """
+    missing = [f"{name} is missing; it needs shape {wanted[name]}" for name in wanted if name not in given]
+    shaped = [
+        f"{name} has shape {given[name]}; it needs shape {wanted[name]}"
+        for name in wanted
+        if name in given and given[name] != wanted[name]
+    ]
+    return missing + shaped + [f"{name} is extra; leave it out" for name in given if name not in wanted]

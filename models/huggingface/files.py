@@ -7,7 +7,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ import numpy as np
 
 from shardtrain.imported import TOKEN_FILES, TOKEN_IDS, read_token_ids, token_numbers
 from shardtrain.models import checks
-from shardtrain.models.huggingface.adapter_folder import open_adapters
 from shardtrain.models.huggingface.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     adapter_config,
     adapter_tensors,
+    open_adapters,
     with_adapters_merged,
 )
 from shardtrain.models.huggingface.families import (
@@ -29,7 +29,6 @@ from shardtrain.models.huggingface.families import (
     ParameterReader,
     left_out,
     parameter_readers,
-    parameters,
     read_config,
     tensor_shapes,
     tensors,
@@ -105,15 +104,14 @@ def import_model(folder: Path, adapter: Path | None = None) -> Imported:
     config = read_object(own_file(folder, CONFIG), "a folder with config.json and model.safetensors")
     state = open_weights(folder)
     family, _ = read_config(config)
-    ours, arrays = parameters(config, state, dtype=np.float32)
+    ours, readers = parameter_readers(config, state, dtype=np.float32)
     if adapter is not None:
         lora, found = open_adapters(adapter, ours)
-        ours = replace(ours, lora=lora)
-        arrays = chain(arrays, ((path, each.read()) for path, each in found.items()))
+        ours, readers = replace(ours, lora=lora), {**readers, **found}
     return Imported(
         family=family.model_type,
         config=ours,
-        arrays=arrays,
+        arrays=((path, each.read()) for path, each in readers.items()),
         left_out=left_out(config, state),
         tokenizer=tokenizer_files(folder),
         tokens=token_ids(folder),
@@ -199,7 +197,7 @@ def export_model(
         _write_json(filled / CONFIG, about)
         # one file after the other, so that no more than its arrays are in memory
         for name, inside in files.items():
-            found = {each: _cast(array, dtype) for each, array in _take(arrays, len(inside))}
+            found = {each: _cast(array, dtype) for each, array in islice(arrays, len(inside))}
             assert list(found) == inside
             safetensors.numpy.save_file(found, filled / name, metadata={"format": "pt"})
         if len(files) > 1:
@@ -249,11 +247,6 @@ def _misfit(kind: type, options: Mapping[str, Any]) -> list[str]:
     return [f"{name} is missing" for name in needed] + [
         f"{name} is no option" for name in options if name not in known
     ]
-
-
-def _take(arrays: Iterator[tuple[str, np.ndarray]], num: int) -> Iterator[tuple[str, np.ndarray]]:
-    for _ in range(num):
-        yield next(arrays)
 
 
 def _cast(array: np.ndarray, dtype: str) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardtrain.models import checks
-from shardtrain.models.huggingface.state import BUFFERS
+from shardtrain.models.huggingface.families import BUFFERS
 from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_files import name_problem, read_json
 

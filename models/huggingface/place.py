@@ -1,21 +1,20 @@
-"""The mapping between parameters of this package and a Hugging Face state dict, as a table for each family.
+"""The mapping between parameters of this package and a Hugging Face state dict, and between configurations.
 
-Each family is a table of places, read in both directions, and two functions for its config.json; they stand
-in `gpt2.py`, `gpt_neox.py`, `llama.py`, `relatives.py`, `bert.py`, `vit.py`, `resnet.py` and `t5.py`. Next:
-`families.py`.
+Each family is a table of both, read in both directions: `decoder_families.py`, `encoder_families.py`, `t5.py`
+and `resnet.py` have them. Next: `families.py`.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
-from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP
+from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, VOCAB
+from shardtrain.models import checks
+from shardtrain.models.huggingface.entries import entry_problems
 from shardtrain.models.transformer_options import has_bias
-from shardtrain.system.excerpts import short
-from shardtrain.system.untrusted_files import finite_number, whole_number
 
 STATE = "model_state/"
 """Beginning of the paths of running statistics; those of parameters have none."""
@@ -157,13 +156,25 @@ class Family:
       kind: our configuration's class.
       prefix: before all names but those of the head; files of the model without its head lack it.
       heads: beginnings of the names of the head.
-      places: configuration -> where everything stands.
+      places: configuration -> where every parameter stands.
       copies: configuration -> second names.
       left_out: beginnings of names that have no place in our model, and are not read.
       aliases: pairs of a part of a name in newer or older state dicts, and what it is in files.
-      read: config.json -> (entries that ours cannot follow, a function that gives the configuration).
-      write: configuration -> the entries of config.json.
-      foreign: configuration -> options of ours that the family does not have.
+      entries: option of ours -> entry of config.json that is the same.
+      needed: other entries without which there is no model.
+      defaults: entry -> its value where config.json has none; entries of `entries` without one are needed.
+      activations: value of the entry of the activation -> our activation; the first is the default, and the
+        first that fits is written.
+      activation: the entry of the activation.
+      biases: switch in config.json -> the option of `BIASES` that it sets.
+      fixed: options of ours that have this value in the whole family.
+      chosen: options that it lets one choose, beside those of `entries` and `biases`.
+      only: entry -> the values that ours can follow.
+      constant: entries that are always written, and not read.
+      read: config.json with its defaults -> more options.
+      write: configuration -> more entries.
+      problems: config.json with its defaults -> what else ours cannot follow.
+      foreign: (configuration, model_type) -> what else the family does not have.
     """
 
     model_type: str
@@ -172,121 +183,113 @@ class Family:
     prefix: str
     heads: tuple[str, ...]
     places: Callable[[Any], Iterable[Place]]
-    copies: Callable[[Any], Iterable[Copy]]
+    copies: Callable[[Any], Iterable[Copy]] = lambda config: ()
     left_out: tuple[str, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
-    read: Callable[[Mapping[str, Any]], tuple[list[str], Callable[[], Any]]]
-    write: Callable[[Any], dict[str, Any]]
-    foreign: Callable[[Any], list[str]]
+    entries: Mapping[str, str]
+    needed: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    activations: Mapping[str, str] = field(default_factory=dict)
+    activation: str = "hidden_act"
+    biases: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    chosen: tuple[str, ...] = ()
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    constant: Mapping[str, Any] = field(default_factory=dict)
+    read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    write: Callable[[Any], dict[str, Any]] = lambda config: {}
+    problems: Callable[[Mapping[str, Any]], list[str]] = lambda config: []
+    foreign: Callable[[Any, str], list[str]] = lambda config, model_type: []
 
+    def read_config(self, config: Mapping[str, Any]) -> Any:
+        """Return our configuration of a config.json.
+
+        Raises:
+          ValueError: listing every entry that is missing or that our model has no option for.
+        """
+        config = {**self.defaults, **config}
+        needed = [each for each in (*self.entries.values(), *self.needed) if each not in self.defaults]
+        only = {**({self.activation: tuple(self.activations)} if self.activations else {}), **self.only}
+        found = entry_problems(config, needed, only, self.kind.__name__.removesuffix("Config"))
+        checks.refuse("Hugging Face config", found + self.problems(config))
+        options = {option: config[entry] for option, entry in self.entries.items()}
+        if self.activations:
+            given = config.get(self.activation, next(iter(self.activations)))
+            options["activation"] = self.activations[given]
+        biases = {option: bool(config.get(entry)) for entry, option in self.biases.items()}
+        # None where `bias` says the same
+        bias = biases.get("bias", self.fixed.get("bias"))
+        biases = {name: None if name != "bias" and x == bias else x for name, x in biases.items()}
+        return self.kind(**{**options, **self.fixed, **biases, **self.read(config)})
+
+    def write_config(self, config: Any) -> dict[str, Any]:
+        """Return the config.json of a configuration of ours; `list_foreign` has found nothing."""
+        about = {"model_type": self.model_type, "architectures": [self.architecture], **self.constant}
+        for option, entry in self.entries.items():
+            size = SIZES_OF_OPTIONS.get(option)
+            about[entry] = getattr(config, option) if size is None else config.sizes[size]
+        if self.activations:
+            about[self.activation] = next(
+                x for x, ours in self.activations.items() if ours == config.activation
+            )
+        about |= {entry: has_bias(config, option) for entry, option in self.biases.items()}
+        return about | self.write(config)
+
+    def list_foreign(self, config: Any) -> list[str]:
+        """List the options of a configuration of ours that the family does not have."""
+        chosen = {*self.entries, *OF_TRAINING, *self.chosen, *self.biases.values()} - self.fixed.keys()
+        defaults = {f.name: f.default for f in fields(self.kind) if f.default is not MISSING}
+        wanted = {name: (x,) for name, x in {**defaults, **self.fixed}.items() if name not in chosen}
+        if self.activations:
+            wanted["activation"] = tuple(dict.fromkeys(self.activations.values()))
+        return option_problems(config, wanted, self.model_type) + self.foreign(config, self.model_type)
+
+
+OF_TRAINING = ("dropout", "remat", "scan", "dtype", "attention", "loss_chunk", "lora", "products")
+"""Options that are no part of a pretrained model."""
+
+SIZES_OF_OPTIONS = {"mlp": MLP, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+"""Option that may be None -> the dim whose size it is then."""
+
+BLOCK_ENTRIES = {
+    "embed": "hidden_size",
+    "mlp": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
+TOKEN_ENTRIES = {"vocab": "vocab_size", "seq": "max_position_embeddings", **BLOCK_ENTRIES}
+"""The entries of `Family.entries` that most families have."""
 
 KERNELS = {
-    "attention/q": ((EMBED,), (HEADS, HEAD_DIM)),
-    "attention/k": ((EMBED,), (KV_HEADS, HEAD_DIM)),
-    "attention/v": ((EMBED,), (KV_HEADS, HEAD_DIM)),
-    "attention/o": ((HEADS, HEAD_DIM), (EMBED,)),
-    "mlp/up": ((EMBED,), (MLP,)),
-    "mlp/gate": ((EMBED,), (MLP,)),
-    "mlp/down": ((MLP,), (EMBED,)),
+    "q": ((EMBED,), (HEADS, HEAD_DIM)),
+    "k": ((EMBED,), (KV_HEADS, HEAD_DIM)),
+    "v": ((EMBED,), (KV_HEADS, HEAD_DIM)),
+    "o": ((HEADS, HEAD_DIM), (EMBED,)),
+    "up": ((EMBED,), (MLP,)),
+    "gate": ((EMBED,), (MLP,)),
+    "down": ((MLP,), (EMBED,)),
+    "head": ((EMBED,), (VOCAB,)),
+    "transform": ((EMBED,), (EMBED,)),
 }
-"""Path of a linear map in a block -> the dims that it reads and those that it writes."""
+"""Name of a linear map -> the dims that it reads and those that it writes."""
 
 
-def entry_problems(
-    config: Mapping[str, Any], needed: Iterable[str], only: Mapping[str, tuple[Any, ...]], ours: str
-) -> list[str]:
-    """List entries of a config.json that are missing, or have a value that our model has no option for.
-
-    >>> entry_problems({"hidden_act": "relu"}, ["vocab_size"], {"hidden_act": ("gelu", "silu")}, "Decoder")
-    ['vocab_size is missing', "hidden_act is 'relu'; Decoder has 'gelu' or 'silu' only"]
-    """
-    found = [f"{name} is missing" for name in needed if name not in config]
-    for name, allowed in only.items():
-        value = config.get(name, allowed[0])
-        if value not in allowed:
-            found.append(f"{name} is {short(value)}; {ours} has {' or '.join(map(repr, allowed))} only")
-    return found
+def place_linear(path: str, name: str, *, bias: bool = True, **layout: Any) -> Iterator[Place]:
+    """List the places of a linear map of `KERNELS`: its kernel, by default (out, in), and its bias."""
+    into, out = KERNELS[path.rpartition("/")[2]]
+    layout = {"transposed": True, **layout}
+    yield Place(path=f"{path}/kernel", name=f"{name}.weight", dims=(*into, *out), num_in=len(into), **layout)
+    if bias:
+        yield Place(path=f"{path}/bias", name=f"{name}.bias", dims=out, **layout)
 
 
-SIZES = (
-    "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "max_position_embeddings",
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "type_vocab_size", "sliding_window", "sliding_window_pattern", "max_window_layers",
-    "original_max_position_embeddings", "image_size", "patch_size", "num_channels", "num_experts",
-    "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
-    "embedding_size", "image_height", "image_width",
-    "d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads",
-    "relative_attention_num_buckets", "relative_attention_max_distance",
-)  # fmt: skip
-OPTIONAL = (
-    "n_inner", "attention_bias", "mlp_bias", "use_bias", "qkv_bias",
-    "num_key_value_heads", "num_decoder_layers", "head_dim", "sliding_window",
-    "attn_logit_softcapping",
-    "final_logit_softcapping", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-)  # fmt: skip
-RANGES = {
-    **dict.fromkeys(("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps", "norm_epsilon"), (1e-30, 1.0)),
-    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "rotary_emb_base", "factor"), (1.0, 1e15)),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (1e-6, 1e15)),
-    **dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), (1e-6, 1e15)),
-    **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim", "query_pre_attn_scalar"), (1e-6, 1e15)),
-    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), (1e-6, 1.0)),
-}
-FACTORS = ("short_factor", "long_factor")
-SWITCHES = (
-    "tie_word_embeddings", "norm_topk_prob", "scale_decoder_outputs", "use_parallel_residual",
-    "attention_bias", "mlp_bias", "use_bias", "qkv_bias",
-)  # fmt: skip
-TABLES = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
-MOST_SIZE = 2**31 - 1
-
-
-def value_problems(config: Mapping[str, Any]) -> list[str]:
-    """List entries of a config.json that are of another type, or out of any range.
-
-    >>> value_problems({"n_layer": "9", "n_inner": None, "rms_norm_eps": float("inf"), "rope_scaling": 3})
-    ["n_layer is '9'; it is a whole number from 1 to 2147483647", \
-'rms_norm_eps is inf; it is a number from 1e-30 to 1', 'rope_scaling is 3; it is an object, or null']
-    """
-    problems = []
-    for name, value in config.items():
-        if value is None and name in OPTIONAL:
-            continue
-        if name in SIZES:
-            # where transformers writes no window as 0
-            least = 0 if name == "sliding_window" else 1
-            problems += problem_of(whole_number, value, name, MOST_SIZE, least)
-        elif name in RANGES:
-            least, most = RANGES[name]
-            problems += problem_of(finite_number, value, name, most, least)
-        elif name in FACTORS:
-            numbers = value if isinstance(value, list) else []
-            if not numbers or any(problem_of(finite_number, x, name, 1e15, 1e-6) for x in numbers):
-                problems.append(f"{name} is {short(value)}; it is a list of numbers from 1e-6 to 1e15")
-        elif name in SWITCHES and type(value) is not bool:
-            problems.append(f"{name} is {short(value)}; it is true or false")
-        elif name in TABLES and value is not None:
-            known = isinstance(value, Mapping)
-            problems += (
-                value_problems(value) if known else [f"{name} is {short(value)}; it is an object, or null"]
-            )
-    return problems
-
-
-def problem_of(check: Callable[..., Any], *arguments: Any) -> list[str]:
-    """Return the message that a check raises as a list; empty if it raises none."""
-    try:
-        check(*arguments)
-    except ValueError as error:
-        return [str(error)]
-    return []
-
-
-def norm_bias_problems(config: Any, family: str) -> list[str]:
-    """Return the problem of layer norms without biases, which a family does not have."""
-    if has_bias(config, "norm_bias"):
-        return []
-    return [f"norm_bias is {config.norm_bias!r}; the layer norms of {family} have biases, use True"]
+def place_norm(
+    path: str, name: str, *, bias: bool = True, dims: tuple[str | int, ...] = (EMBED,)
+) -> Iterator[Place]:
+    """List the places of a norm: its scale, and its bias."""
+    yield Place(path=f"{path}/scale", name=f"{name}.weight", dims=dims)
+    if bias:
+        yield Place(path=f"{path}/bias", name=f"{name}.bias", dims=dims)
 
 
 def option_problems(config: Any, wanted: Mapping[str, tuple[Any, ...]], family: str) -> list[str]:

@@ -28,7 +28,7 @@ class Section:
       about: what its options are for.
       shown: paths of the options that `--help` shows.
       more: paths, or beginnings of paths that end with a dot, of the options that `--help SECTION` shows too.
-      first: how many of the options under `more` are shown by `--help`, too.
+      first: `--help` shows options under `more` too until it shows so many of the section.
     """
 
     about: str
@@ -59,12 +59,17 @@ SECTIONS = {
         ),
         more=("optimizer.", "freeze"),
     ),
-    "model": Section(about="the model of this run file", more=("model.",), first=8),
+    "model": Section(
+        about="the model of this run file",
+        shown=tuple(f"model.{name}" for name in ("vocab", "seq", "embed", "num_layers", "num_heads")),
+        more=("model.",),
+        first=8,
+    ),
     "data": Section(
         about="the data of this run file",
         shown=("data.paths", "loading.workers"),
         more=("data.", "loading."),
-        first=3,
+        first=5,
     ),
     "checkpoints": Section(
         about="where the run is kept, when it is saved, and what it starts from",
@@ -168,7 +173,8 @@ def _section_of(path: str) -> str:
 def _is_shown(option: FieldOption, members: Sequence[FieldOption], name: str) -> bool:
     section = SECTIONS[name]
     others = [each.path for each in members if each.path not in section.shown]
-    return name == "command" or option.path in (*section.shown, *others[: section.first])
+    num_others = max(0, section.first - (len(members) - len(others)))
+    return name == "command" or option.path in (*section.shown, *others[:num_others])
 
 
 def _add(group: Any, option: FieldOption, *, everything: bool) -> None:

@@ -66,7 +66,7 @@ MIXTURES = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.full] * (name in ("softmax", "all", "groups")))
+        pytest.param(name, marks=[pytest.mark.full] * (name in ("softmax", "all", "groups", "one")))
         for name in MIXTURES
     ],
 )

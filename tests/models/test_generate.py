@@ -1,13 +1,11 @@
 """Generation: lengths, ends, keys, the window, the cache, and the tokens of transformers."""
 
-import json
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from golden_models import GOLDEN, load_golden, load_model
 
 from shardtrain.models import huggingface
 from shardtrain.models.decoder import DecoderConfig
@@ -18,7 +16,6 @@ CONFIG = DecoderConfig(vocab=16, seq=12, embed=8, num_layers=1, num_heads=2)
 KEY = jax.random.key(0)
 GREEDY, DRAWN = Sampling(temperature=0.0), Sampling(temperature=2.0, top_k=9, top_p=0.9)
 PROMPTS = [[1, 4, 1, 4], [2], [2, 7]]
-GOLDEN = Path(__file__).parent / "golden"
 
 
 def lists(found):
@@ -66,13 +63,9 @@ FAMILIES = sorted(path.stem for path in (GOLDEN / "generated").glob("*.npz"))
 )
 def test_tokens_are_those_of_transformers(family, pure):
     """Three prompts at once; transformers continued each alone."""
-    with np.load(GOLDEN / f"{family}.npz") as file:
-        state = {name[7:]: file[name] for name in file.files if name.startswith("weight/")}
-        config, params = huggingface.from_huggingface(json.loads(str(file["config"])), state)
-    with np.load(GOLDEN / "generated" / f"{family}.npz") as file:
-        prompts, expected = (
-            [file[f"{name}{n}"].tolist() for n in (1, 3, 6)] for name in ("prompt", "tokens")
-        )
+    config, params = huggingface.from_huggingface(*load_model(family))
+    file = load_golden(f"generated/{family}")
+    prompts, expected = ([file[f"{name}{n}"].tolist() for n in (1, 3, 6)] for name in ("prompt", "tokens"))
     apply = jax.tree_util.Partial(pure(config).apply, params)
     found = lists(generate(apply, prompts, 6, KEY, seq=config.seq, sampling=GREEDY, cached=True))
     assert found == [row[len(prompt) :][:6] for prompt, row in zip(prompts, expected, strict=True)]

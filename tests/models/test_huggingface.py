@@ -3,18 +3,17 @@
 import json
 import tracemalloc
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden_models import GOLDEN
+from golden_models import load_model as load
 
 from shardtrain.imported import read_model, write_about
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.huggingface.families import (
-    FAMILIES as KNOWN,
-)
+from shardtrain.models.huggingface.families import FAMILIES as KNOWN
 from shardtrain.models.huggingface.families import (
     from_huggingface,
     left_out,
@@ -27,20 +26,8 @@ from shardtrain.models.huggingface.families import (
 from shardtrain.models.mlp import MlpConfig
 
 FAMILIES = tuple(
-    sorted(
-        path.stem
-        for path in (Path(__file__).parent / "golden").glob("*.npz")
-        if not path.stem.startswith(("vit", "resnet", "t5"))
-    )
+    sorted(path.stem for path in GOLDEN.glob("*.npz") if not path.stem.startswith(("vit", "resnet", "t5")))
 )
-GOLDEN = Path(__file__).parent / "golden"
-
-
-def load(family):
-    """The config and state dict of a golden file."""
-    with np.load(GOLDEN / f"{family}.npz") as file:
-        state = {n.removeprefix("weight/"): file[n] for n in file.files if n.startswith("weight/")}
-        return json.loads(str(file["config"])), state
 
 
 def assert_same(actual, expected):

@@ -4,31 +4,23 @@ import json
 import os
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
+from golden_models import load_model as load
 from safetensors.numpy import load_file, save_file
 
 from shardtrain.models.huggingface import from_huggingface
 from shardtrain.models.huggingface.files import config_of, export_model, import_model
 
-GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = ("gpt2", "llama", "phi3", "gemma3", "mixtral", "bert")
 
 
-def load(family):
-    with np.load(GOLDEN / f"{family}.npz") as file:
-        state = {n.removeprefix("weight/"): file[n] for n in file.files if n.startswith("weight/")}
-        return json.loads(str(file["config"])), state
-
-
-def flat(tree, parents=()):
-    for name, node in tree.items():
-        yield from (
-            flat(node, (*parents, name)) if isinstance(node, dict) else [("/".join((*parents, name)), node)]
-        )
+def flat(params) -> dict[str, Any]:
+    return flatten_dict(params, sep="/")
 
 
 @pytest.fixture(params=FAMILIES)
@@ -36,7 +28,7 @@ def model(request):
     """(name of the family, config, path -> array, the same as a state dict)"""
     hf_config, state = load(request.param)
     config, params = from_huggingface(hf_config, state)
-    return request.param, config, dict(flat(params)), state
+    return request.param, config, flat(params), state
 
 
 def export(folder, config, arrays, **options):
@@ -125,7 +117,7 @@ def test_a_folder_that_holds_something_is_left_alone(model, tmp_path):
 
 def test_one_array_is_read_at_a_time(tmp_path):
     config, params = from_huggingface(*load("llama"))
-    arrays, held = dict(flat(params)), []
+    arrays, held = flat(params), []
 
     def read(path):
         held.append(path)
@@ -181,7 +173,7 @@ def test_without_the_extra_the_way_to_it_is_told(tmp_path, monkeypatch):
 
 def test_the_limit_of_a_file_and_the_dtype_are_checked(tmp_path):
     config, params = from_huggingface(*load("gpt2"))
-    arrays = dict(flat(params))
+    arrays = flat(params)
     with pytest.raises(ValueError, match="dtype is 'bf16'; allowed are"):
         export(tmp_path / "out", config, arrays, dtype="bf16")
     with pytest.raises(ValueError, match="max_shard_bytes is 0"):
@@ -293,5 +285,5 @@ def test_special_tokens_that_are_no_numbers_are_not_exported(tmp_path):
     config, params = from_huggingface(*load("gpt2"))
     (tmp_path / "config.json").write_text('{"bos_token_id": "x", "eos_token_id": [1, 2]}')
     with pytest.raises(ValueError, match="bos_token_id is 'x'; it is a whole number from 0"):
-        export(tmp_path / "out", config, dict(flat(params)), tokenizer=tmp_path)
+        export(tmp_path / "out", config, flat(params), tokenizer=tmp_path)
     assert not (tmp_path / "out").exists()

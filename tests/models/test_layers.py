@@ -14,6 +14,8 @@ from shardtrain.models.attention import attend, has_flash
 from shardtrain.models.layers import Linear, Norm
 from shardtrain.models.rotary import frequencies, rotate
 from shardtrain.models.target import target_devices
+from shardtrain.models.transformer import FeedForward
+from shardtrain.models.transformer_options import BlockOptions
 
 RNG = np.random.default_rng(0)
 
@@ -26,29 +28,13 @@ def turned(x, theta):
     return rotate(x, frequencies(theta, x.shape[-1])[0])
 
 
-def test_rotated_scores_depend_on_distance_alone():
-    q, k = normal(8), normal(8)
-    q_TK, k_TK = (np.asarray(turned(jnp.broadcast_to(x, (1, 12, 1, 8)), 100.0))[0, :, 0] for x in (q, k))
-    scores = q_TK @ k_TK.T
-    for distance in range(-11, 12):
-        diagonal = np.diagonal(scores, distance)
-        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-5)
-    assert np.ptp(scores[0]) > 0.1
-
-
-def test_rotation_keeps_lengths_and_leaves_position_zero():
-    x = normal(2, 6, 3, 4)
-    y = np.asarray(turned(jnp.asarray(x), 100.0))
-    np.testing.assert_array_equal(y[:, 0], x[:, 0])
-    np.testing.assert_allclose(np.linalg.norm(y, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-5)
-
-
 def test_rotation_turns_each_pair_by_its_frequency():
     x = np.zeros((1, 3, 1, 4), np.float32)
-    x[..., 1] = 1.0
+    x[..., 1], x[..., 3] = 1.0, 2.0
     y = np.asarray(turned(jnp.asarray(x), 16.0))[0, :, 0]
     angle = np.arange(3) * 16.0**-0.5
-    expected = np.stack([0 * angle, np.cos(angle), 0 * angle, np.sin(angle)], axis=1)
+    cos, sin = np.cos(angle), np.sin(angle)
+    expected = np.stack([0 * angle, cos - 2 * sin, 0 * angle, sin + 2 * cos], axis=1)
     np.testing.assert_allclose(y, expected, atol=1e-6)
 
 
@@ -57,19 +43,6 @@ def test_angles_are_float32_also_in_bfloat16():
     exact, rounded = turned(x, 100.0), turned(x.astype(jnp.bfloat16), 100.0)
     assert rounded.dtype == jnp.bfloat16
     np.testing.assert_allclose(rounded.astype(jnp.float32), exact, atol=6e-3)
-
-
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_attention_is_causal_softmax_of_scaled_scores(num_kv_heads):
-    q, k, v = normal(2, 5, 4, 8), normal(2, 5, num_kv_heads, 8), normal(2, 5, num_kv_heads, 8)
-    y = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), "auto")
-    for head in range(4):
-        kv_head = head * num_kv_heads // 4
-        scores = np.einsum("btk,bsk->bts", q[:, :, head], k[:, :, kv_head]) / np.sqrt(8)
-        scores = np.where(np.tri(5, dtype=bool), scores, -np.inf)
-        p = np.exp(scores - scores.max(-1, keepdims=True))
-        expected = np.einsum("bts,bsk->btk", p / p.sum(-1, keepdims=True), v[:, :, kv_head])
-        np.testing.assert_allclose(y[:, :, head], expected, rtol=1e-5, atol=1e-6)
 
 
 def by_definition(q, k, v, seen, soft_cap=None):
@@ -83,9 +56,10 @@ def by_definition(q, k, v, seen, soft_cap=None):
     return np.einsum("bhts,bshk->bthk", p / p.sum(-1, keepdims=True), v)
 
 
-@pytest.mark.parametrize("soft_cap", [None, 0.5])
-@pytest.mark.parametrize("window", [None, 1, 3, 40])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "packed"),
+    [(None, None, False), (1, 0.5, True), (3, None, True), (40, 0.5, False)],
+)
 def test_attention_with_windows_soft_caps_and_segments(window, soft_cap, packed):
     q, k, v = normal(2, 7, 4, 8), normal(2, 7, 2, 8), normal(2, 7, 2, 8)
     segments = np.array([[0, 0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 0, 0, 0]])
@@ -153,15 +127,11 @@ H100, V100 = device("NVIDIA H100 80GB HBM3", "9.0"), device("Tesla V100-SXM2-16G
     [
         (H100, jnp.bfloat16, 64, "cudnn"),
         (H100, jnp.float16, 128, "cudnn"),
-        (device("NVIDIA B200", "10.0"), jnp.bfloat16, 64, "cudnn"),
         (device("NVIDIA B300 SXM6 AC", "10.3"), jnp.bfloat16, 64, "cudnn"),
         (device("NVIDIA A100-SXM4-40GB", "8.0"), jnp.bfloat16, 64, "cudnn"),
         (device("NVIDIA L40S", "8.9"), jnp.bfloat16, 64, "cudnn"),
-        (H100, jnp.float32, 64, "xla"),
         (H100, jnp.bfloat16, 60, "xla"),
-        (H100, jnp.bfloat16, 256, "xla"),
         (V100, jnp.float16, 64, "xla"),
-        (device("Tesla T4", "7.5"), jnp.float16, 64, "xla"),
         (device("AMD Instinct MI250X", "gfx90a"), jnp.bfloat16, 64, "xla"),
         (device("cpu"), jnp.bfloat16, 64, "xla"),
     ],
@@ -229,3 +199,13 @@ def test_linear_contracts_its_dims_in_the_compute_dtype():
     assert linear.kernel[...].dtype == jnp.float32
     expected = np.einsum("bhk,hkd->bd", x, linear.kernel[...]) + np.asarray(linear.bias[...])
     np.testing.assert_allclose(y.astype(jnp.float32), expected, rtol=0.05, atol=0.05)
+
+
+def test_a_gated_feed_forward_has_a_bias_of_each_projection():
+    options = BlockOptions(vocab=4, seq=4, embed=6, num_heads=2, num_layers=1, mlp=8, activation="swiglu")
+    layer: Any = FeedForward(options, rngs=nnx.Rngs(0))
+    for number, linear in enumerate((layer.up, layer.gate, layer.down), 1):
+        linear.bias[...] += number * jnp.arange(len(linear.bias[...]))
+    x = jnp.asarray(normal(2, 4, 6))
+    hidden = layer.up(x) * jax.nn.silu(layer.gate(x))
+    np.testing.assert_allclose(layer(x), layer.down(hidden), rtol=1e-5, atol=1e-6)

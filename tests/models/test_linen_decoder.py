@@ -65,19 +65,17 @@ def test_same_logits_with_other_options(changes, atol, pure, quick_jit):
     )
 
 
-def test_remat_keeps_less_and_changes_no_gradient(pure, quick_jit):
-    def gradient(remat):
+def test_remat_keeps_less(pure):
+    def count_kept(remat):
         apply = LinenDecoder(replace(CONFIG, remat=remat)).apply
 
         def loss(params):
             return jnp.square(jnp.asarray(apply({"params": params}, TOKENS))).mean()
 
         kept = jax.eval_shape(lambda params: jax.vjp(loss, params)[1], pure(CONFIG).params)
-        return sum(x.size for x in jax.tree.leaves(kept)), quick_jit(jax.grad(loss))(pure(CONFIG).params)
+        return sum(x.size for x in jax.tree.leaves(kept))
 
-    (all_kept, expected), (kept, actual) = gradient("none"), gradient("outputs")
-    assert kept < all_kept / 2
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected)
+    assert count_kept("outputs") < count_kept("none") / 2
 
 
 def test_dropout_follows_train(pure, quick_jit):

@@ -70,7 +70,7 @@ IMAGES = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 8, 3)), jnp.flo
         pytest.param(GPT, TOKENS, marks=pytest.mark.full),
         pytest.param(LLAMA, TOKENS, marks=pytest.mark.full),
         pytest.param(DecoderConfig(**SIZES, remat="outputs"), TOKENS, marks=pytest.mark.full),
-        (DecoderConfig(**SIZES, lora="rank=2", activation="geglu"), TOKENS),
+        (DecoderConfig(**{**SIZES, "num_layers": 1}, lora="rank=2", activation="geglu"), TOKENS),
         pytest.param(EncoderConfig(**SIZES), TOKENS, marks=pytest.mark.full),
         pytest.param(
             VitConfig(height=8, width=8, patch=4, classes=4, embed=8, num_layers=2, num_heads=2),

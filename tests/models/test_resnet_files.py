@@ -2,12 +2,12 @@
 
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from golden_models import load_golden, load_model
 from safetensors.numpy import load_file, save_file
 
 from shardtrain.cli.checkpoint_files import Export, Import, export_checkpoint, import_checkpoint
@@ -20,7 +20,6 @@ from shardtrain.models.vit import VitConfig
 from shardtrain.trainer.pretrained import pretrained, with_options_of_training
 from shardtrain.trainer.trained_model import load
 
-GOLDEN = Path(__file__).parent / "golden"
 STATE = "model_state/"
 OF_RESNET18 = pytest.mark.parametrize(
     "golden", ["resnet18", pytest.param("resnet50", marks=pytest.mark.full)], indirect=True
@@ -29,10 +28,9 @@ OF_RESNET18 = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module", params=["resnet18", "resnet50"])
 def golden(request):
-    with np.load(GOLDEN / f"{request.param}.npz") as file:
-        state = {n.removeprefix("weight/"): file[n] for n in file.files if n.startswith("weight/")}
-        config = {**json.loads(str(file["config"])), "image_height": 40, "image_width": 32}
-        return config, state, file["image"].transpose(0, 2, 3, 1), file["logits"]
+    golden, (config, state) = load_golden(request.param), load_model(request.param)
+    config = {**config, "image_height": 40, "image_width": 32}
+    return config, state, golden["image"].transpose(0, 2, 3, 1), golden["logits"]
 
 
 @pytest.fixture
@@ -132,8 +130,7 @@ def test_every_array_of_each_depth_has_a_place(depth):
     ],
 )
 def test_other_residual_networks_are_refused(changes, problem):
-    with np.load(GOLDEN / "resnet18.npz") as file:
-        config = json.loads(str(file["config"]))
+    config = load_model("resnet18")[0]
     assert read_config(config)[1].height == 224
     with pytest.raises(ValueError, match="Hugging Face config") as error:
         read_config({**config, **changes})

@@ -10,10 +10,9 @@ from jax.sharding import PartitionSpec
 
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
-from shardtrain.models.generate import generate
+from shardtrain.models.generate import Cached, Targets, WholeTargets, Windowed, generate
 from shardtrain.models.key_value_cache import NewCache
 from shardtrain.models.sampling import Sampling
-from shardtrain.models.token_readers import Cached, Targets, WholeTargets, Windowed
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 
@@ -47,23 +46,22 @@ def read_in_parts(read, params):
     return np.stack(found), cache
 
 
-# the mesh has relative positions, and its logits are compared with those of one device
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(config, id=name, marks=[pytest.mark.full] * (name != "rotary"))
-        for name, config in CONFIGS.items()
-    ],
-)
-def test_logits_are_those_of_whole_targets(config, pure, quick_jit):
-    """With sources of several lengths, which are read once."""
+def read_whole(config, pure, quick_jit):
+    """The same logits, of whole targets."""
 
     def whole(params):
         logits = pure(config).apply(params, SOURCE, TARGET, MASK)
         return logits if isinstance(logits, jax.Array) else logits.whole()
 
     logits = np.asarray(quick_jit(whole)(pure(config).params))
-    expected = np.stack([logits[ROWS, COUNTS - 1 + i] for i in range(3)])
+    return np.stack([logits[ROWS, COUNTS - 1 + i] for i in range(3)])
+
+
+@pytest.mark.full  # the mesh has relative positions
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_logits_are_those_of_whole_targets(config, pure, quick_jit):
+    """With sources of several lengths, which are read once."""
+    expected = read_whole(config, pure, quick_jit)
     found, cache = read_in_parts(quick_jit(pure(config).apply), pure(config).params)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     heads = config.num_kv_heads or 4
@@ -81,8 +79,7 @@ def test_a_mesh_shards_rows_and_heads_of_both_caches(pure, quick_jit):
 
     params = jax.device_put(pure(RELATIVE).params, jax.sharding.NamedSharding(mesh, PartitionSpec()))
     found, cache = read_in_parts(quick_jit(sharded), params)
-    plain, _ = read_in_parts(quick_jit(pure(RELATIVE).apply), pure(RELATIVE).params)
-    np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found, read_whole(RELATIVE, pure, quick_jit), rtol=1e-5, atol=1e-5)
     for slots in (cache.keys_LBSHK, cache.target.keys_LBSHK):
         assert slots.sharding.spec == PartitionSpec(None, ("data", "fsdp"), None, "tensor")
 

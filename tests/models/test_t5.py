@@ -1,9 +1,7 @@
 """T5: relative positions, padding, logits, gradients and continuations of transformers, files in and out."""
 
-import functools
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +10,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.traverse_util import flatten_dict
+from golden_models import load_golden, select
 from safetensors.numpy import load_file, save_file
 
 from shardtrain import TokenPairs, from_nnx, load
@@ -34,7 +34,6 @@ from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_gradients
 
-GOLDEN = Path(__file__).parent / "golden"
 SMALL = EncoderDecoderConfig(
     vocab=32, seq=512, embed=16, num_encoder_layers=2, num_decoder_layers=3, num_heads=4, head_dim=8, mlp=24,
     positions="relative", norm="rmsnorm", eps=1e-6, activation="relu", bias=False, query_scale=1.0,
@@ -49,12 +48,7 @@ OF_T5 = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module", params=sorted(EXPECTED))
 def golden(request):
-    with np.load(GOLDEN / f"{request.param}.npz") as file:
-        return {"name": request.param} | {name: file[name] for name in file.files}
-
-
-def part(golden, prefix):
-    return {name.removeprefix(prefix): x for name, x in golden.items() if name.startswith(prefix)}
+    return {"name": request.param} | load_golden(request.param)
 
 
 def config_json(golden) -> dict[str, Any]:
@@ -63,7 +57,7 @@ def config_json(golden) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def imported(golden):
-    return huggingface.from_huggingface(config_json(golden), part(golden, "weight/"))
+    return huggingface.from_huggingface(config_json(golden), select(golden, "weight/"))
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +107,7 @@ def test_logits_and_gradients_are_those_of_transformers(golden, imported, apply,
     np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-5)
     np.testing.assert_allclose(value, golden["loss"], rtol=0, atol=1e-5)
     written = huggingface.to_huggingface(config, jax.tree.map(np.asarray, gradient))
-    theirs = part(golden, "gradient/")
+    theirs = select(golden, "gradient/")
     assert written.keys() == theirs.keys()
     for name, expected in theirs.items():
         np.testing.assert_allclose(written[name], expected, rtol=0, atol=1e-5, err_msg=name)
@@ -147,7 +141,7 @@ def test_likeliest_targets_are_those_of_transformers_token_by_token(golden, impo
 
 def test_files_come_back_bitwise(golden, imported):
     config, params = imported
-    state = part(golden, "weight/")
+    state = select(golden, "weight/")
     written = huggingface.to_huggingface(config, params)
     assert written.keys() == state.keys()
     for name, x in state.items():
@@ -165,26 +159,22 @@ def test_files_come_back_bitwise(golden, imported):
     assert left_out(config_json(golden), {**state, **older}) == [extra]
 
 
-def test_adapters_are_merged_into_blocks_that_stand_in_a_list(golden, pure, quick_jit):
+def test_adapters_are_merged_into_blocks_that_stand_in_a_list(pure):
     """On export: of a decoder, whose blocks are stacked, layer by layer; here each kernel by itself."""
     config = replace(SMALL, lora="rank=2,alpha=3,on=q+v+up")
-    params = pure(config).params
-    flat = {"/".join(str(key.key) for key in path): x for path, x in jax.tree.leaves_with_path(params)}
+    flat: Any = {"/".join(map(str, path)): x for path, x in flatten_dict(pure(config).params).items()}
     plain, shapes, read = with_adapters_merged(
         config, {path: x.shape for path, x in flat.items()}, flat.__getitem__
     )
     assert plain == SMALL
-    merged = {}
-    for path in shapes:
-        *parents, name = (int(key) if key.isdigit() else key for key in path.split("/"))
-        functools.reduce(lambda node, key: node.setdefault(key, {}), parents, merged)[name] = np.asarray(
-            read(path)
-        )
-    inputs = golden["tokens"], golden["target"][:, :-1], golden["mask"]
-    expected = quick_jit(pure(config).apply)(params, *inputs)
-    found = quick_jit(pure(SMALL).apply)(merged, *inputs)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-    assert not np.allclose(merged["blocks"][1]["mlp"]["up"]["kernel"], flat["blocks/1/mlp/up/kernel"])
+    assert sorted(path for path in flat if path not in shapes) == sorted(p for p in flat if "/lora_" in p)
+    for path, shape in shapes.items():
+        parent = path.removesuffix("/kernel")
+        expected = flat[path]
+        if parent.rpartition("/")[2] in ("q", "v", "up"):
+            expected = expected + 1.5 * np.tensordot(flat[f"{parent}/lora_a"], flat[f"{parent}/lora_b"], 1)
+        assert expected.shape == shape
+        np.testing.assert_allclose(read(path), expected, rtol=1e-5, atol=1e-6, err_msg=path)
 
 
 @pytest.mark.full
@@ -192,13 +182,13 @@ def test_an_import_has_a_run_file_for_pairs_and_is_exported_again(golden, tmp_pa
     folder = tmp_path / "hub"
     folder.mkdir()
     (folder / "config.json").write_text(str(golden["config"]))
-    save_file(part(golden, "weight/"), folder / "model.safetensors")
+    save_file(select(golden, "weight/"), folder / "model.safetensors")
     assert import_checkpoint(Import(folder=folder, out=tmp_path / "in")) == 0
     run = load_run(str(tmp_path / "in" / "run.py"))
     assert (run.loss, type(run.data), run.data.source_seq) == (translation_loss, TokenPairs, 512)
     assert export_checkpoint(Export(run=str(tmp_path / "in"), out=tmp_path / "out")) == 0
     written = load_file(tmp_path / "out" / "model.safetensors")
-    for name, x in part(golden, "weight/").items():
+    for name, x in select(golden, "weight/").items():
         np.testing.assert_array_equal(written[name], x, err_msg=name)
     # and it is loaded as a model
     logits = load(tmp_path / "in", run.model)(golden["tokens"], golden["target"][:, :-1], golden["mask"])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bare_models import fill, list_parameters
 from flax import nnx
 
 from shardtrain.models.vgg import VggConfig
@@ -18,42 +19,28 @@ from shardtrain.sharding.rules import PARAMETER_RULES
 CONFIG = VggConfig(filters=4, num_groups=2, colours=1, hidden=16, classes=8)
 RNG = np.random.default_rng(0)
 IMAGES = RNG.normal(size=(4, 32, 32, 1)).astype(np.float32)
-LABELS = RNG.integers(0, 8, 4)
 
 assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-
-
-def abstract(config):
-    return nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: config(nnx.Rngs(0))), nnx.Param))
 
 
 @pytest.mark.parametrize(("depth", "kernels"), [(16, 14_714_688), (19, 20_024_384)])
 def test_sizes_are_the_published_ones(depth, kernels):
     """Of the convolutions as Keras counts them without a top; norms add 2 a channel, then comes the head."""
     config = VggConfig(depth=depth, hidden=None)
-    parameters = abstract(config)
+    parameters = list_parameters(config)
     num_norm = 2 * sum(v.shape[-1] for path, v in parameters if path[-2:] == ("convolution", "bias"))
     num_head = 512 * 10 + 10
     assert num_norm == {16: 8_448, 19: 11_008}[depth]
     assert sum(math.prod(v.shape) for _, v in parameters) == kernels + num_norm + num_head
-    hidden = abstract(replace(config, hidden=4096))
+    hidden = list_parameters(replace(config, hidden=4096))
     more = 512 * 4096 + 4096 + 4096 * 4096 + 4096 + 4096 * 10 + 10
     assert sum(math.prod(v.shape) for _, v in hidden) == kernels + num_norm + more
-
-
-@pytest.mark.parametrize(("depth", "num_blocks"), [(16, 13), (19, 16)])
-def test_each_convolution_is_a_block(depth, num_blocks):
-    config = replace(CONFIG, depth=depth)
-    blocks = nnx.eval_shape(lambda: config(nnx.Rngs(0))).blocks
-    assert isinstance(blocks, nnx.List)
-    assert len(blocks) == config.num_blocks == num_blocks
-    assert sum(block.pooled for block in blocks) == 5
 
 
 def test_every_parameter_is_placed_by_the_default_rules():
     arrays = {
         "/".join(map(str, path)): Named(dims=v.get_metadata()["out_sharding"], shape=v.shape)
-        for path, v in abstract(replace(CONFIG, colours=3))
+        for path, v in list_parameters(replace(CONFIG, colours=3))
     }
     specs = resolve(arrays, PARAMETER_RULES, {"fsdp": 2, "tensor": 2})
     assert specs["blocks/1/convolution/kernel"] == ((), (), ("fsdp",), ("tensor",))
@@ -68,6 +55,7 @@ def logits(pure, quick_jit):
 
 def test_the_image_is_halved_five_times(pure):
     module = nnx.eval_shape(lambda: CONFIG(nnx.Rngs(0)))
+    assert len(module.blocks) == CONFIG.num_blocks == 13
     sizes, x = [], jax.ShapeDtypeStruct((4, 32, 32, 1), jnp.float32)
     for block in module.blocks:
         x = jax.eval_shape(lambda block, x: block(x), block, x)
@@ -84,12 +72,6 @@ def test_the_classifier_has_two_hidden_layers(pure, quick_jit):
     h = np.maximum(x[:, 0, 0] @ first["kernel"] + first["bias"], 0)
     h = np.maximum(h @ second["kernel"] + second["bias"], 0)
     assert_close(quick_jit(lambda: filled().last(x))(), h @ third["kernel"] + third["bias"])
-
-
-def fill(config, params):
-    graph, state = nnx.split(nnx.eval_shape(lambda: config(nnx.Rngs(0))))
-    nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graph, state)
 
 
 @pytest.mark.full
@@ -114,45 +96,6 @@ def test_dropout_is_off_for_evaluation(pure, seeded, quick_jit, logits):
     config = replace(CONFIG, dropout=0.5)
     module = lambda: seeded(config, pure(CONFIG).params, 3, deterministic=True)  # noqa: E731
     assert_close(quick_jit(lambda: module()(jnp.asarray(IMAGES)))(), logits(CONFIG))
-
-
-def test_group_norm_does_not_depend_on_how_a_batch_is_cut(pure, quick_jit, logits):
-    apply = quick_jit(pure(CONFIG).apply)
-    parts = [apply(pure(CONFIG).params, IMAGES[rows]) for rows in (slice(0, 3), slice(3, 4))]
-    assert_close(jnp.concatenate(parts), logits(CONFIG))
-
-
-def test_batch_norm_has_running_statistics(quick_jit):
-    config = replace(CONFIG, norm="batch")
-
-    def statistics(training):
-        module = nnx.view(config(nnx.Rngs(0)), use_running_average=not training)
-        before = nnx.state(module, nnx.BatchStat)
-        before = jax.tree.map(jnp.copy, before)
-        module(jnp.asarray(IMAGES))
-        return before, nnx.state(module, nnx.BatchStat)
-
-    for training in (True, False):
-        before, after = quick_jit(statistics, static_argnums=0)(training)
-        changed = [bool((x != y).any()) for x, y in zip(*map(jax.tree.leaves, (before, after)), strict=True)]
-        assert changed == [training] * 2 * 13
-
-
-def test_remat_changes_no_number_and_every_parameter_has_a_gradient(pure, quick_jit):
-    def loss(config, params):
-        logits = pure(config).apply(params, IMAGES)
-        return -jax.nn.log_softmax(logits)[jnp.arange(4), LABELS].mean()
-
-    values = {
-        remat: quick_jit(jax.value_and_grad(functools.partial(loss, replace(CONFIG, remat=remat))))(
-            pure(CONFIG).params
-        )
-        for remat in (True, False)
-    }
-    jax.tree.map(assert_close, values[True], values[False])
-    for path, gradient in jax.tree.leaves_with_path(values[False][1]):
-        assert np.isfinite(gradient).all(), path
-        assert np.abs(gradient).max() > 1e-7, path
 
 
 @pytest.mark.parametrize(

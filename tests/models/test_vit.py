@@ -3,14 +3,15 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bare_models import fill
 from flax import nnx
+from golden_models import load_golden, select
 
 from shardtrain.models import huggingface
 from shardtrain.models.huggingface.families import read_config, write_config
@@ -23,17 +24,12 @@ IMAGES = np.random.default_rng(0).normal(size=(3, 8, 12, 3)).astype(np.float32)
 
 @pytest.fixture(scope="module")
 def golden():
-    with np.load(Path(__file__).parent / "golden" / "vit.npz") as file:
-        return {name: file[name] for name in file.files}
-
-
-def part(golden, prefix):
-    return {name.removeprefix(prefix): x for name, x in golden.items() if name.startswith(prefix)}
+    return load_golden("vit")
 
 
 @pytest.fixture(scope="module")
 def imported(golden):
-    return huggingface.from_huggingface(json.loads(str(golden["config"])), part(golden, "weight/"))
+    return huggingface.from_huggingface(json.loads(str(golden["config"])), select(golden, "weight/"))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +54,7 @@ def test_logits_and_gradients_are_those_of_transformers(golden, imported, pure, 
     np.testing.assert_allclose(value, golden["loss"], rtol=0, atol=1e-5)
     # gradients go through the converter's inverse, which has to reverse every transpose
     written = huggingface.to_huggingface(config, jax.tree.map(np.asarray, gradient))
-    again: Any = huggingface.from_huggingface(json.loads(str(golden["config"])), part(golden, "gradient/"))
+    again: Any = huggingface.from_huggingface(json.loads(str(golden["config"])), select(golden, "gradient/"))
     theirs = huggingface.to_huggingface(config, again[1])
     assert written.keys() == theirs.keys()
     for name, expected in theirs.items():
@@ -96,21 +92,24 @@ def test_what_the_family_has_not_is_refused(imported):
     assert read_config(wanted)[1].classes == 2
 
 
-def test_all_patches_are_read_where_they_are():
-    model: Any = MEAN(nnx.Rngs(0))
-    found = np.asarray(model.first(jnp.asarray(IMAGES)))
-    kernel, table = np.asarray(model.patches.kernel[...]).reshape(-1, 16), np.asarray(model.positions[...])
+def test_all_patches_are_read_where_they_are(pure, quick_jit):
+    params = pure(MEAN).params
+    found = np.asarray(quick_jit(lambda: fill(MEAN, params).first(jnp.asarray(IMAGES)))())
+    kernel, table = (
+        params["patches"]["kernel"].reshape(-1, 16),
+        params["positions"] + params["patches"]["bias"],
+    )
     for row, column in ((0, 0), (0, 2), (1, 1)):
         patch = IMAGES[:, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4].reshape(3, -1)
         number = 3 * row + column
         np.testing.assert_allclose(found[:, number], patch @ kernel + table[number], rtol=1e-5, atol=1e-5)
 
 
-def test_the_mean_of_all_positions_is_classified(pure):
+def test_the_mean_of_all_positions_is_classified(pure, quick_jit):
     params = pure(MEAN).params
     moved = {**params, "positions": params["positions"][::-1]}
     images = np.ones_like(IMAGES)  # all patches alike: their order then changes nothing but rounding
-    apply = pure(MEAN).apply
+    apply = quick_jit(pure(MEAN).apply)
     np.testing.assert_allclose(apply(params, images), apply(moved, images), rtol=1e-4, atol=1e-5)
     assert apply(params, IMAGES).shape == (3, 5)
     assert CONFIG.seq == MEAN.seq + 1
