@@ -18,9 +18,8 @@ from shardtrain.plan.islands import ClusterPlan, KindPlan, plan_cluster, times_o
 from shardtrain.plan.layers.compare import cluster_group, plan_layers
 from shardtrain.plan.layers.pipeline_of import pipeline_costs
 from shardtrain.plan.layers.trace_layers import layers_of
-from shardtrain.plan.operator_plan import plan_operators
+from shardtrain.plan.simulator.operator_search import plan_operators
 from shardtrain.plan.simulator.step_graph import step_graph
-from shardtrain.plan.simulator.timeline import timeline
 from shardtrain.plan.space import Space
 from shardtrain.plan.step_times import StepTimes
 from shardtrain.plan.subject import Subject
@@ -53,8 +52,7 @@ def _write_trace(path: Path, plan: ClusterPlan, all_times: Sequence[StepTimes]) 
     kinds = [each for each in plan.kinds if each.rows]
     for each, times in zip(kinds, all_times, strict=True):
         for overlap, what in ((False, "nothing overlaps"), (True, "sums of gradients overlap")):
-            graph = step_graph(times, overlap=overlap)
-            found.append(TracedStep(f"{each.kind.kind}: {what}", graph, timeline(graph)))
+            found.append(TracedStep(f"{each.kind.kind}: {what}", step_graph(times, overlap=overlap)))
     replace_file(path, trace_text(found).encode())
     return traced_text(found) + f"trace: {path}\n"
 

@@ -23,11 +23,11 @@ from shardtrain.plan.devices import known_device
 from shardtrain.plan.flash_costs import FlashCall, counts_flash
 from shardtrain.plan.live_arrays import Trip, order_on_gpus
 from shardtrain.plan.machine import machine_of
-from shardtrain.plan.operator_plan import graph_of
 from shardtrain.plan.predict import sharding_of
 from shardtrain.plan.program import CallSizes, Kernel
 from shardtrain.plan.program_cost import Durations, costs
 from shardtrain.plan.search import predictions
+from shardtrain.plan.simulator.operator_search import graph_of
 from shardtrain.plan.space import Choice
 from shardtrain.plan.splits import Sharding
 from shardtrain.plan.subject import Subject
