@@ -25,22 +25,22 @@ import jax
 import numpy as np
 import optax
 from planner import A100_NODES
+from shardtrain.plan.operator_plan import graph_of as graph_of_operators
+from shardtrain.plan.operator_plan import sharded_by_rules
+from shardtrain.plan.simulator.delta import DeltaSimulation
+from shardtrain.plan.simulator.markov_chain import ShardedStep, search_shardings
+from shardtrain.plan.simulator.placed_task import placed_tasks, simulate
+from shardtrain.plan.simulator.timeline import timeline
 
 from shardtrain import next_token_loss
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.remat import with_remat
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from shardtrain.plan.operator_plan import graph_of as graph_of_operators
-from shardtrain.plan.operator_plan import sharded_by_rules
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.simulator import markov_chain
-from shardtrain.plan.simulator.delta import DeltaSimulation
-from shardtrain.plan.simulator.markov_chain import ShardedStep, search_shardings
-from shardtrain.plan.simulator.placed_task import placed_tasks, simulate
 from shardtrain.plan.simulator.step_graph import step_graph
 from shardtrain.plan.simulator.task_graph import Key, Task, TaskGraph
-from shardtrain.plan.simulator.timeline import timeline
 from shardtrain.plan.step_collectives import (
     BETWEEN,
     GRADIENT,
