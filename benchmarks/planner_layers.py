@@ -21,9 +21,8 @@ from shardtrain import classification_loss
 from shardtrain.functional.linen_model import from_linen
 from shardtrain.plan.layers.assignment import Hierarchy, Layers
 from shardtrain.plan.layers.baselines import BASELINES, data_parallel
-from shardtrain.plan.layers.groups import Group, group_of, joined
 from shardtrain.plan.layers.layer_graph import CONVOLUTION, PRODUCT
-from shardtrain.plan.layers.partition import Sides, Split
+from shardtrain.plan.layers.partition import Group, Sides, Split, group_of, joined
 from shardtrain.plan.layers.trace_layers import layers_of
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.subject import Subject

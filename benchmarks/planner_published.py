@@ -26,8 +26,8 @@ from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.remat import with_remat
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.machine import Machine, machine_of
+from shardtrain.plan.predict import predictions
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.search import predictions
 from shardtrain.plan.space import mesh_text
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.layout import Layout

@@ -22,9 +22,8 @@ from shardtrain.pipeline.schedule import make_table, read_table
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.table import Table
 from shardtrain.plan.compile import Figures
-from shardtrain.plan.merge_bytes import island_merges, mesh_merges
-from shardtrain.plan.traffic import parameter_traffic
-from shardtrain.plan.weights import weights
+from shardtrain.plan.island_exchange import island_merges, mesh_merges
+from shardtrain.plan.traffic import parameter_traffic, weights
 from shardtrain.report.islands import parts_text
 from shardtrain.report.plots.timeline import timeline
 from shardtrain.report.sharding import sharding_text

@@ -16,7 +16,7 @@ from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.plan.island_stages import StagesPlan, plan_stages
 from shardtrain.plan.islands import ClusterPlan, KindPlan, plan_cluster, times_of
 from shardtrain.plan.layers.compare import cluster_group, plan_layers
-from shardtrain.plan.layers.pipeline_of import pipeline_costs
+from shardtrain.plan.layers.replicated_costs import pipeline_costs
 from shardtrain.plan.layers.trace_layers import layers_of
 from shardtrain.plan.simulator.operator_search import plan_operators
 from shardtrain.plan.simulator.step_graph import step_graph

@@ -7,10 +7,10 @@ from dataclasses import replace
 from shardtrain import axes
 from shardtrain.islands.cluster import Cluster
 from shardtrain.plan.compile import Figures, described_devices
-from shardtrain.plan.flash_costs import counts_flash
+from shardtrain.plan.device_calls import counts_flash
 from shardtrain.plan.islands import ClusterPlan
-from shardtrain.plan.predict import predict
-from shardtrain.plan.steps import Step, steps
+from shardtrain.plan.predict import predict, steps
+from shardtrain.plan.prediction import Step
 from shardtrain.plan.subject import Subject
 from shardtrain.report.plan_compiled import compiled_text, flagged
 from shardtrain.sharding.specs import sharding_rows
@@ -70,16 +70,7 @@ def compile_plan(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], kind:
         own = replace(run, strategy=replace(strategy, compute_dtype=dtype))
         rows = round(step.batch_bytes / subject.row_bytes)
         found = compiled_figures(own, kind, step.sizes, rows)
-        predicted = predict(
-            step.cost,
-            step.state.figures,
-            step.state.layout,
-            step.sizes,
-            step.choice,
-            each.machine,
-            step.batch_bytes,
-            forward=step.forward,
-        )
+        predicted = predict(step, each.machine)
         title = f"{each.kind.kind}: the best way, compiled for {devices} x {kind}"
         texts.append("\n" + compiled_text(found, step, predicted, title=title, simulated=kind == "cpu"))
         if step.sizes[axes.PIPELINE] > 1:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardtrain.plan.frontier import frontier
 from shardtrain.plan.islands import ClusterPlan
+from shardtrain.plan.search import frontier
 from shardtrain.plan.space import Space
 from shardtrain.plan.subject import Subject
 from shardtrain.report.plots.frontier import frontier_plot

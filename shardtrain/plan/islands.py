@@ -9,17 +9,25 @@ from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.options import Across
 from shardtrain.plan.devices import GB
-from shardtrain.plan.early_gradients import EXTRA_SHARE, NUMS_PROGRAMS, EarlyGradients, StepOfIsland, fastest
-from shardtrain.plan.join import Join, MergeBytes, join, own_copies
+from shardtrain.plan.island_exchange import (
+    EXTRA_SHARE,
+    NUMS_PROGRAMS,
+    EarlyGradients,
+    Join,
+    MergeBytes,
+    StepOfIsland,
+    fastest,
+    join,
+    merges_of,
+    own_copies,
+    sent_early,
+)
 from shardtrain.plan.machine import Machine, machine_of
-from shardtrain.plan.named_layouts import named_layouts
-from shardtrain.plan.nearest import nearest_text
+from shardtrain.plan.predict import steps
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.search import Plan, Ranked, search
-from shardtrain.plan.sent_by_islands import merges_of, sent_early
-from shardtrain.plan.space import Space
-from shardtrain.plan.step_times import StepTimes
-from shardtrain.plan.steps import steps
+from shardtrain.plan.search import Plan, Ranked, named_layouts, search
+from shardtrain.plan.space import Space, nearest_text
+from shardtrain.plan.step_times import StepTimes, step_times
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.shares import shares
 
@@ -216,7 +224,7 @@ def times_of(
             continue
         part = subject.share(each.rows) if len(plan.shares) > 1 else subject
         (step,) = steps(part, each.machine, each.kind.devices or 1, [choice])
-        found.append(step.times(each.machine))
+        found.append(step_times(step, each.machine))
     return found
 
 

@@ -1,4 +1,7 @@
-"""What is planned: a model with its loss, optimizer and batch, traced once for each way to recompute."""
+"""What is planned: a model with its loss, optimizer and batch, traced once for each way to recompute.
+
+Next: `predict.py`.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +10,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from shardtrain import axes
 from shardtrain.combine.synchronisation import Synchronisation
@@ -20,21 +25,26 @@ from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.plan.cost import Cost
-from shardtrain.plan.exchange import NO_EXCHANGE, Exchange, exchange_of
-from shardtrain.plan.loss_program import flops_by_item_bytes, is_dims, loss_program
 from shardtrain.plan.machine import Rates
-from shardtrain.plan.predict import state_figures
-from shardtrain.plan.prediction import Choice, StateFigures
-from shardtrain.plan.program import Program
+from shardtrain.plan.prediction import Choice, Cost, StateFigures
+from shardtrain.plan.program import Program, Sharding
 from shardtrain.plan.program_cost import Durations, costs
-from shardtrain.plan.splits import Sharding
-from shardtrain.plan.trace import ANY_TARGET, Target
+from shardtrain.plan.trace import (
+    ANY_TARGET,
+    NO_EXCHANGE,
+    Exchange,
+    Target,
+    exchange_of,
+    flops_by_item_bytes,
+    is_dims,
+    loss_program,
+)
 from shardtrain.plan.traced_attention import Attended, TracedAttention
 from shardtrain.plan.traced_experts import TracedExperts
+from shardtrain.plan.traffic import Weight, weights
 from shardtrain.sharding.axis_sizes import axis_sizes, divisors
 from shardtrain.sharding.layout import Layout
-from shardtrain.train_step.placement import state_specs
+from shardtrain.train_step.placement import Specs, state_specs
 from shardtrain.train_step.placement_checks import check_stages
 
 
@@ -296,3 +306,76 @@ class StateOf(NamedTuple):
 
     layout: Layout
     figures: StateFigures
+
+
+def state_figures(
+    specs: Specs, sizes: Mapping[str, int], item_bytes: int = 4, num_gradients: Sequence[int] = ()
+) -> StateFigures:
+    """Return what follows from the specs of a state.
+
+    Args:
+      specs: the specs.
+      sizes: axis -> size.
+      item_bytes: of an element in computations.
+      num_gradients: see `traffic.weights`.
+    """
+    blocks = [named.shape[0] for named in specs.arrays.values() if axes.LAYERS in (named.dims or ())[:1]]
+    params = specs.abstract.params
+    in_float32 = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), params)
+    return StateFigures(
+        parameters=tree_bytes(params, specs.params, sizes),
+        optimizer=tree_bytes(specs.abstract.opt_state, specs.state.opt_state, sizes),
+        gradients=tree_bytes(in_float32, specs.params, sizes),
+        updated=tree_bytes(params, specs.sharded, sizes),
+        updated_float32=tree_bytes(in_float32, specs.sharded, sizes),
+        gathered=_gathered_bytes(specs, sizes, item_bytes),
+        weights=_joined(weights(specs.arrays, specs.layout.sharded_rules, num_gradients)),
+        num_blocks=max(blocks, default=1),
+        item_bytes=item_bytes,
+    )
+
+
+def _joined(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
+    """Return one weight for all that are sharded alike: their traffic is that of one as large as all."""
+    elements: dict[tuple[frozenset[str], bool, int], int] = {}
+    for each in weights:
+        key = each.axes, each.in_blocks, each.num_gradients
+        elements[key] = elements.get(key, 0) + each.num_elements
+    return tuple(
+        Weight(num_elements=number, axes=over, in_blocks=in_blocks, num_gradients=num_gradients)
+        for (over, in_blocks, num_gradients), number in elements.items()
+    )
+
+
+def _gathered_bytes(specs: Specs, sizes: Mapping[str, int], item_bytes: int) -> float:
+    if specs.layout.zero != 3 or sizes[axes.FSDP] == 1:
+        return 0.0
+    found = 0.0
+    for named in specs.arrays.values():
+        dims = named.dims or ()
+        stored = {axis for dim in dims for axis in specs.layout.parameter_rules.get(dim or "", ())}
+        if axes.FSDP in stored:
+            kept = math.prod(sizes[axis] for axis in stored - {axes.FSDP, axes.PIPELINE})
+            blocks = named.shape[0] if axes.LAYERS in dims else 1
+            found += item_bytes * math.prod(named.shape) / blocks / kept
+    return found
+
+
+def tree_bytes(tree: Any, specs: Any, sizes: Mapping[str, int]) -> float:
+    """Return the bytes of a device's part of some arrays.
+
+    Args:
+      tree: shapes and dtypes.
+      specs: like tree, a PartitionSpec each.
+      sizes: axis -> size.
+    """
+    leaves = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+    return sum(
+        math.prod(x.shape) * x.dtype.itemsize / _parts(spec, sizes)
+        for x, spec in zip(jax.tree.leaves(tree), leaves, strict=True)
+    )
+
+
+def _parts(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry]
+    return math.prod(sizes[axis] for entry in entries for axis in entry)

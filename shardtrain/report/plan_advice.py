@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from shardtrain.plan.advice.of_plan import by_remat, scaling
+from shardtrain.plan.advice.efficiency import by_remat, scaling
 from shardtrain.plan.islands import ClusterPlan, KindPlan
 from shardtrain.plan.subject import Subject
 from shardtrain.report.quantities import bytes_text, seconds_text

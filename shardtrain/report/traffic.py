@@ -10,7 +10,7 @@ from shardtrain.combine.meeting import ALWAYS
 from shardtrain.combine.synchronisation import Outer, Synchronisation
 from shardtrain.plan.compile import Figures
 from shardtrain.plan.hlo.collectives import Collective, table
-from shardtrain.plan.join import MergeBytes
+from shardtrain.plan.island_exchange import MergeBytes
 from shardtrain.plan.traffic import Traffic
 from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text

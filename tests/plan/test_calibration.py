@@ -15,7 +15,7 @@ from shardtrain import cli
 from shardtrain.islands.cluster import IslandKind
 from shardtrain.plan.calibration import fitted, spread
 from shardtrain.plan.machine import Link, Machine, Rates
-from shardtrain.plan.search import predictions
+from shardtrain.plan.predict import predictions
 from shardtrain.plan.space import Space, allowed_choices
 from shardtrain.trainer.planned import subjects_of
 

@@ -19,15 +19,14 @@ from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.plan.compile import compile_step, figures
-from shardtrain.plan.context_costs import AttentionCall
+from shardtrain.plan.device_calls import AttentionCall
 from shardtrain.plan.hlo.collectives import PERMUTE
 from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.predict import predictions, sent_by_axes, steps
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.program import CallSizes
-from shardtrain.plan.search import predictions, search
-from shardtrain.plan.sent import sent_by_axes
+from shardtrain.plan.search import search
 from shardtrain.plan.space import Space, allowed_choices, mesh_text
-from shardtrain.plan.steps import steps
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout

@@ -13,11 +13,10 @@ from shardtrain.functional.remat import with_remat
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.compile import compile_step, figures
 from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.predict import predictions, sent_by_axes, steps
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.search import predictions, search
-from shardtrain.plan.sent import sent_by_axes
+from shardtrain.plan.search import search
 from shardtrain.plan.space import Space
-from shardtrain.plan.steps import steps
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout

@@ -17,12 +17,11 @@ from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.decoder_flops import flops_per_token
-from shardtrain.plan.frontier import frontier
 from shardtrain.plan.islands import plan_cluster
 from shardtrain.plan.machine import Link, Machine, Rates
-from shardtrain.plan.nearest import nearest_batch, nearest_devices, nearest_text
-from shardtrain.plan.search import predictions
-from shardtrain.plan.space import Space, allowed_choices
+from shardtrain.plan.predict import predictions
+from shardtrain.plan.search import frontier
+from shardtrain.plan.space import Space, allowed_choices, nearest_batch, nearest_devices, nearest_text
 from shardtrain.plan.subject import Subject
 from shardtrain.report.plan import plan_text
 from shardtrain.report.plots.frontier import check_frontier, frontier_plot

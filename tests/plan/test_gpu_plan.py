@@ -19,17 +19,15 @@ from shardtrain.islands.cluster import IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.models import attention
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.plan.device_calls import FlashCall, counts_flash
 from shardtrain.plan.devices import known_device
-from shardtrain.plan.flash_costs import FlashCall, counts_flash
 from shardtrain.plan.live_arrays import Trip, order_on_gpus
 from shardtrain.plan.machine import machine_of
-from shardtrain.plan.predict import sharding_of
-from shardtrain.plan.program import CallSizes, Kernel
+from shardtrain.plan.predict import predictions, sharding_of
+from shardtrain.plan.program import CallSizes, Kernel, Sharding
 from shardtrain.plan.program_cost import Durations, costs
-from shardtrain.plan.search import predictions
 from shardtrain.plan.simulator.operator_search import graph_of
 from shardtrain.plan.space import Choice
-from shardtrain.plan.splits import Sharding
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import Target, trace
 from shardtrain.sharding.axis_sizes import axis_sizes

@@ -14,8 +14,7 @@ from shardtrain.functional.nnx_model import as_model
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.islands.options import Across
-from shardtrain.plan.island_pipelines import IslandPipelines
-from shardtrain.plan.island_stages import plan_stages
+from shardtrain.plan.island_stages import IslandPipelines, plan_stages
 from shardtrain.plan.islands import plan_cluster
 from shardtrain.plan.space import Space
 from shardtrain.plan.subject import Subject

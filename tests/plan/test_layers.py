@@ -16,14 +16,11 @@ from shardtrain.functional.linen_model import from_linen
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.resnet import ResNetConfig
-from shardtrain.plan.layers.as_mesh import TENSOR_DIMS, AsMesh, NoMesh, as_mesh
-from shardtrain.plan.layers.assignment import Hierarchy, exact, step_seconds
+from shardtrain.plan.layers.assignment import Hierarchy, exact, least_sum, step_seconds
 from shardtrain.plan.layers.baselines import BASELINES, by_dims, data_parallel, hypar, mesh_levels
-from shardtrain.plan.layers.compare import plan_layers
-from shardtrain.plan.layers.groups import group_of, joined
+from shardtrain.plan.layers.compare import TENSOR_DIMS, AsMesh, NoMesh, as_mesh, plan_layers
 from shardtrain.plan.layers.layer_graph import Layer, Source, check_order
-from shardtrain.plan.layers.least_sum import least_sum
-from shardtrain.plan.layers.partition import Side, Split, exchange_seconds, missing, splits
+from shardtrain.plan.layers.partition import Side, Split, exchange_seconds, group_of, joined, missing, splits
 from shardtrain.plan.layers.trace_layers import layers_of
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.subject import Subject

@@ -24,20 +24,18 @@ from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.islands.options import Across
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.schedule import make_table
-from shardtrain.plan.advice.of_plan import scaling
+from shardtrain.plan.advice.efficiency import scaling
 from shardtrain.plan.compile import compile_step, figures
-from shardtrain.plan.early_gradients import StepOfIsland, early_gradients
+from shardtrain.plan.island_exchange import StepOfIsland, early_gradients
 from shardtrain.plan.islands import ClusterPlan, KindPlan, plan_cluster, times_of
-from shardtrain.plan.layers.pipeline_of import pipeline_costs
+from shardtrain.plan.layers.replicated_costs import pipeline_costs
 from shardtrain.plan.machine import Link, Machine, Rates, machine_of, simulated_machine
-from shardtrain.plan.predict import sharding_of
+from shardtrain.plan.predict import predictions, sent_by_axes, sharding_of, steps
 from shardtrain.plan.prediction import Choice
+from shardtrain.plan.program import Sharding
 from shardtrain.plan.program_cost import Durations, costs
-from shardtrain.plan.search import Plan, Ranked, predictions, search
-from shardtrain.plan.sent import sent_by_axes
+from shardtrain.plan.search import Plan, Ranked, search
 from shardtrain.plan.space import Space, mesh_text
-from shardtrain.plan.splits import Sharding
-from shardtrain.plan.steps import steps
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import Target, trace
 from shardtrain.plan.traffic import sent_bytes

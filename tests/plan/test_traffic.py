@@ -19,9 +19,7 @@ from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.plan.compile import compile_step, described_devices, figures
-from shardtrain.plan.flows import StepSizes
-from shardtrain.plan.traffic import Key, step_traffic
-from shardtrain.plan.weights import weights
+from shardtrain.plan.traffic import Key, StepSizes, step_traffic, weights
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.specs import sharding_rows

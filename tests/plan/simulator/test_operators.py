@@ -13,8 +13,8 @@ from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.remat import with_remat
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.predict import predictions
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.search import predictions
 from shardtrain.plan.simulator.operator_search import (
     OperatorPlan,
     ShardedStep,

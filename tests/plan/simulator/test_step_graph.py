@@ -17,12 +17,11 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.predict import predictions, steps
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.search import predictions
 from shardtrain.plan.simulator.step_graph import step_graph
 from shardtrain.plan.step_collectives import BETWEEN, GRADIENT, Collective
-from shardtrain.plan.step_times import StepTimes
-from shardtrain.plan.steps import steps
+from shardtrain.plan.step_times import StepTimes, step_times
 from shardtrain.plan.subject import Subject
 from shardtrain.report.step_trace import TracedStep, trace_text
 from shardtrain.sharding.layout import Layout
@@ -69,7 +68,7 @@ def test_without_overlap_a_step_takes_what_is_predicted(subject, choice):
     num_devices = math.prod(choice.layout.mesh.values())
     (predicted,) = predictions(subject, MACHINE, num_devices, [choice])
     (step,) = steps(subject, MACHINE, num_devices, [choice])
-    times = step.times(MACHINE)
+    times = step_times(step, MACHINE)
     graph, beside = step_graph(times), step_graph(times, overlap=True)
     assert graph.timeline.makespan == pytest.approx(predicted.seconds.total, rel=1e-12)
     of_optimizer = [task.seconds for task in graph if task.kind == "update"]
