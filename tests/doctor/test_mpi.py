@@ -6,7 +6,7 @@ import pytest
 
 from shardtrain.doctor.child import run_child
 from shardtrain.doctor.mpi import evaluate
-from shardtrain.doctor.mpi_vendor import launch_problem
+from shardtrain.doctor.child import launch_problem
 from shardtrain.islands.rank_environment import RankEnvironment
 
 CHILD = {
