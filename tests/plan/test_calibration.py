@@ -39,7 +39,7 @@ def test_a_fit_finds_the_times_of_another_machine(subject):
     rates = Rates(flops_per_second=3e9, memory_bytes_per_second=5e8, kernel_seconds=3e-5)
     true = replace(START, rates=rates, device_link=link)
     every, _ = allowed_choices(subject, DEVICES, SPACE)
-    probes = [every[i] for i in spread(predictions(subject, START, DEVICES, every), 6)]
+    probes = [every[i] for i in spread(predictions(subject, START, DEVICES, every), 4)]
 
     def seconds(machine, choices=probes):
         return [each.seconds.total for each in predictions(subject, machine, DEVICES, choices)]

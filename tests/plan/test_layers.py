@@ -116,7 +116,7 @@ def test_what_is_missing_is_what_arrays_lack():
 costs = st.floats(0, 10)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data(), number=st.integers(1, 8))
 def test_elimination_is_the_least_of_all_choices(data, number):
     random = np.random.default_rng(data.draw(st.integers(0, 10**6)))
@@ -162,7 +162,7 @@ def random_layers(random, number):
     return tuple(layers)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 10**6), number=st.integers(1, 4), equal=st.booleans())
 def test_the_search_finds_the_shortest_step(seed, number, equal):
     random = np.random.default_rng(seed)

@@ -109,41 +109,6 @@ def by_axis(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tu
     return sums
 
 
-def table(found: Iterable[Collective]) -> str:
-    """Format collectives as a table, the most expensive first, those in loops in separate rows.
-
-    Args:
-        found: from `collectives`.
-
-    Returns:
-        Lines of text; bytes are per device, in MB of 10^6 bytes.
-    """
-    found = tuple(found)
-    rows = [
-        (kind, "+".join(axes), where, str(count), f"{wire_bytes / 1e6:.3f}")
-        for where, part in (
-            ("in a loop", [collective for collective in found if collective.in_loop]),
-            ("once", [collective for collective in found if not collective.in_loop]),
-        )
-        for (kind, axes), (count, wire_bytes) in by_axis(part).items()
-    ]
-    rows.sort(key=lambda row: float(row[-1]), reverse=True)
-    total = sum(collective.wire_bytes_per_device for collective in found)
-    lines = [
-        ("collective", "axes", "where", "runs", "MB sent per device"),
-        *rows,
-        ("total", "", "", str(sum(collective.count for collective in found)), f"{total / 1e6:.3f}"),
-    ]
-    widths = [max(len(line[column]) for line in lines) for column in range(5)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < 3 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Reader:
     axis_sizes: Mapping[str, int]
