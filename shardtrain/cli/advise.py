@@ -1,5 +1,6 @@
 """`shardtrain advise QUESTION ...`: answers from a few numbers, by published formulas."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,7 @@ import tyro
 from shardtrain.cli.command_help import usage_text
 from shardtrain.cli.run_rows import rows_of
 from shardtrain.errors.exit_codes import DONE, MISTAKE
-from shardtrain.errors.messages import near
-from shardtrain.plan.advice.checks import check_positive
+from shardtrain.errors.messages import near, problems_error
 from shardtrain.plan.advice.fit import MeasuredRow
 from shardtrain.plan.advice.noise_scale import gradient_noise, logged_noise
 from shardtrain.plan.advice.revocable import RevocableRun
@@ -187,7 +187,14 @@ def _check(question: str, asked: object, positive: Sequence[str], zero: Sequence
                 found[option] = value
         return found
 
-    check_positive(question, given(positive), given(zero))
+    problems = [
+        f"{name} is {value:g}; use a finite number {text}"
+        for names, lowest, text in ((positive, math.ulp(0.0), "above 0"), (zero, 0.0, "of at least 0"))
+        for name, value in given(names).items()
+        if not lowest <= value < math.inf
+    ]
+    if problems:
+        raise problems_error(f"{question} was asked for", problems)
 
 
 def _interval(asked: Interval) -> str:

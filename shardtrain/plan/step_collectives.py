@@ -15,7 +15,7 @@ from shardtrain.pipeline.table import Table
 from shardtrain.plan.hlo.collectives import ALL_GATHER
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.prediction import Choice, Segment, Sent, Step
-from shardtrain.plan.traffic import Traffic, parameter_traffic
+from shardtrain.plan.traffic import StepSizes, Traffic, parameter_traffic
 
 
 @cache
@@ -53,15 +53,14 @@ def sent_activations(step: Step) -> tuple[Sent, ...]:
 def sent_parameters(step: Step, *, sums_apart: bool, only_blocks: bool = False) -> Traffic:
     """Return the bytes that a device sends for parameters and gradients, see `parameter_traffic`."""
     weights = tuple(each for each in step.state.weights if each.in_blocks or not only_blocks)
-    found = parameter_traffic(
-        weights,
-        step.layout,
-        step.sizes,
-        step.choice.accumulate,
-        step.state.item_bytes,
-        block_gathers(step),
+    work = StepSizes(
+        weights=weights,
+        microbatches=step.choice.accumulate,
+        compute_bytes=step.state.item_bytes,
+        block_gathers=block_gathers(step),
         sums_apart=sums_apart,
     )
+    found = parameter_traffic(work, step.layout.zero, step.sizes)
     # the traced program completes sums over positions itself
     return {key: sent for key, sent in found.items() if axes.CONTEXT not in key.axes}
 

@@ -85,13 +85,14 @@ class StepSizes:
       compute_bytes: bytes of an element in computations: 4, or 2 for bfloat16.
       block_gathers: all-gathers of a block's weight per microbatch: 2 (forward and backward), or 1 if it is
         stored in between (remat "none").
-      sums_apart: as in `parameter_traffic`.
+      sums_apart: whether gradients that are added to one over fsdp or expert are all-reduced one by one (and
+        then cut), as programs of XLA for CPU do; others reduce their sum.
     """
 
     weights: tuple[Weight, ...]
-    num_tokens: int
-    embed: int
-    num_blocks: int
+    num_tokens: int = 0
+    embed: int = 0
+    num_blocks: int = 0
     microbatches: int = 1
     compute_bytes: int = 4
     block_gathers: float = 2
@@ -261,63 +262,31 @@ def step_traffic(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> T
     return _summed((flow for part in parts for flow in part), sizes)
 
 
-def parameter_traffic(
-    weights: tuple[Weight, ...],
-    layout: Layout,
-    sizes: Mapping[str, int],
-    microbatches: int,
-    compute_bytes: int = 4,
-    block_gathers: float = 2,
-    *,
-    sums_apart: bool = False,
-) -> Traffic:
+def parameter_traffic(work: StepSizes, zero: int, sizes: Mapping[str, int]) -> Traffic:
     """Return the bytes that each device has to send for parameters and gradients in one step of any model.
 
     They depend on the layout only, not on the model's computation.
 
     Args:
-      weights: the parameters.
-      layout, sizes: as in `step_traffic`.
-      microbatches: number of microbatches that a step accumulates.
-      compute_bytes, block_gathers: as in `StepSizes`.
-      sums_apart: whether gradients that are added to one over fsdp or expert are all-reduced one by one (and
-        then cut), as programs of XLA for CPU do; others reduce their sum.
+      work: sizes of the step; those of activations are not looked at.
+      zero: as `Layout.zero`.
+      sizes: axis -> size.
 
     Returns:
       Bytes per device by collective, axes and whether in the blocks; entries of 0 are left out.
 
-    >>> weights = (Weight(num_elements=100, axes=frozenset({"fsdp"}), in_blocks=False),)
-    >>> for key, num_bytes in parameter_traffic(weights, Layout(mesh={"fsdp": 2}), {"fsdp": 2}, 4).items():
+    >>> work = StepSizes(weights=(Weight(num_elements=100, axes=frozenset({"fsdp"}), in_blocks=False),))
+    >>> for key, num_bytes in parameter_traffic(work, 3, {"fsdp": 2}).items():
     ...     print(key.kind, key.axes, num_bytes)
-    all-gather ('fsdp',) 800.0
-    reduce-scatter ('fsdp',) 800.0
+    all-gather ('fsdp',) 200.0
+    reduce-scatter ('fsdp',) 200.0
     """
-    return _parameter_traffic(
-        weights, layout.zero, tuple(sizes.items()), microbatches, compute_bytes, block_gathers, sums_apart
-    )
+    return _parameter_traffic(work, zero, tuple(sizes.items()))
 
 
 @lru_cache(maxsize=4096)
-def _parameter_traffic(
-    weights: tuple[Weight, ...],
-    zero: int,
-    sizes: tuple[tuple[str, int], ...],
-    microbatches: int,
-    compute_bytes: int,
-    block_gathers: float,
-    sums_apart: bool,
-) -> Traffic:
+def _parameter_traffic(work: StepSizes, zero: int, sizes: tuple[tuple[str, int], ...]) -> Traffic:
     """Return the same, kept: a search asks for each schedule and each way to recompute."""
-    work = StepSizes(
-        weights=weights,
-        num_tokens=0,
-        embed=0,
-        num_blocks=0,
-        microbatches=microbatches,
-        compute_bytes=compute_bytes,
-        block_gathers=block_gathers,
-        sums_apart=sums_apart,
-    )
     return MappingProxyType(_summed(of_parameters(work, zero, dict(sizes)), dict(sizes)))
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shardtrain import axes
-from shardtrain.plan.advice.checks import check_fraction, check_positive
 from shardtrain.plan.hlo.collectives import ALL_REDUCE
 from shardtrain.plan.islands import KindPlan
 from shardtrain.plan.predict import steps
@@ -35,7 +34,6 @@ def speedup(overhead_ratio: float, devices: int) -> float:
     >>> round(speedup(0.1, 4), 3)
     3.143
     """
-    check_positive("a speedup", {"devices": devices}, {"overhead_ratio": overhead_ratio})
     return (1 + overhead_ratio) / (1 / devices + overhead_ratio)
 
 
@@ -53,8 +51,6 @@ def most_overhead(efficiency: float, devices: int) -> float:
     >>> round(most_overhead(0.8, 4), 4), most_overhead(0.5, 2)
     (0.0909, inf)
     """
-    check_positive("an overhead", {"devices": devices})
-    check_fraction("an overhead", "efficiency", efficiency)
     return math.inf if efficiency * devices <= 1 else (1 - efficiency) / (efficiency * devices - 1)
 
 
@@ -71,8 +67,6 @@ def most_devices(overhead_ratio: float, efficiency: float) -> float:
     >>> most_devices(0.1, 0.8), most_devices(0.0, 0.8)
     (3, inf)
     """
-    check_positive("a number of devices", {}, {"overhead_ratio": overhead_ratio})
-    check_fraction("a number of devices", "efficiency", efficiency)
     if overhead_ratio == 0:
         return math.inf
     # a result that is whole but for rounding is whole
@@ -96,15 +90,6 @@ def servers_to_hide(
     >>> servers_to_hide(240e6, 8, 1.25e9, 0.5)
     7
     """
-    check_positive(
-        "a number of servers",
-        {
-            "parameter_bytes": parameter_bytes,
-            "workers": workers,
-            "server_bytes_per_second": server_bytes_per_second,
-            "compute_seconds": compute_seconds,
-        },
-    )
     return math.ceil(2 * parameter_bytes * workers / (server_bytes_per_second * compute_seconds))
 
 
@@ -122,10 +107,6 @@ def bandwidth_to_hide(parameter_bytes: float, members: int, compute_seconds: flo
     >>> bandwidth_to_hide(400e6, 4, 0.5)
     1200000000.0
     """
-    check_positive(
-        "a bandwidth",
-        {"parameter_bytes": parameter_bytes, "members": members, "compute_seconds": compute_seconds},
-    )
     return sent_bytes(ALL_REDUCE, members, parameter_bytes) / compute_seconds
 
 
@@ -163,7 +144,7 @@ def scaling(subject: Subject, each: KindPlan, best: Ranked, efficiency: float) -
     ratio = overhead / (seconds.compute * num_devices)
     return Scaling(
         overhead_ratio=ratio,
-        efficiency=(1 + ratio) / (1 + ratio * num_devices),
+        efficiency=speedup(ratio, num_devices) / num_devices,
         most_devices=most_devices(ratio, efficiency),
         link_factor=sent / left if left > 0 else math.inf,
     )
