@@ -52,17 +52,12 @@ def compile_plan(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], kind:
       kind: of devices, see `plan.compile.described_devices`.
     """
     texts = []
-    for each, subject in zip(plan.kinds, subjects, strict=True):
+    for each, counted in plan.planned(subjects):
         if not each.plan.ranked:
             continue
-        several, devices = len(plan.shares) > 1, each.kind.devices or 1
-        counted, subject = subject, replace(subject, target=subject.target._replace(has_flash=False))
-        (step,) = steps(
-            subject.share(each.rows) if several else subject,
-            each.machine,
-            devices,
-            [each.plan.ranked[0].choice],
-        )
+        devices = each.kind.devices or 1
+        subject = replace(counted, target=counted.target._replace(has_flash=False))
+        (step,) = steps(subject, each.machine, devices, [each.plan.ranked[0].choice])
         # the strategy that --output writes, as an island of this kind has it
         best = replace(plan, kinds=(each,), shares=plan.shares[:1])
         strategy = replace(planned_strategy(run, best), islands={})

@@ -105,6 +105,12 @@ class ClusterPlan:
         """Programs in which islands compute their gradients, at most."""
         return fastest(self.early).num_programs if self.early else self.given_programs or 1
 
+    def planned(self, subjects: Sequence[Subject]) -> list[tuple[KindPlan, Subject]]:
+        """Return each kind with what was planned for it: the subject with the rows of one of its islands."""
+        several = len(self.shares) > 1
+        kinds = zip(self.kinds, subjects, strict=True)
+        return [(each, subject.share(each.rows) if several else subject) for each, subject in kinds]
+
     def joined_by(self, synchronisation: Synchronisation) -> Join:
         """Return what another way of joining the islands would cost; layouts stay."""
         assert self.merges is not None
@@ -196,9 +202,8 @@ def _with_early(plan: ClusterPlan, subject: Subject, across: Across) -> ClusterP
 def _with_named(plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> ClusterPlan:
     """Add the layouts of others for the rows of each kind."""
     kinds = []
-    for each, subject in zip(plan.kinds, subjects, strict=True):
-        share = subject.share(each.rows) if len(plan.shares) > 1 else subject
-        named = named_layouts(share, each.machine, each.kind.devices or 1, space)
+    for each, subject in plan.planned(subjects):
+        named = named_layouts(subject, each.machine, each.kind.devices or 1, space)
         kinds.append(replace(each, named=named))
     return replace(plan, kinds=tuple(kinds))
 
@@ -219,11 +224,10 @@ def times_of(
     if choices is None:
         choices = [each.plan.ranked[0].choice for each in plan.kinds]
     found = []
-    for each, subject, choice in zip(plan.kinds, subjects, choices, strict=True):
+    for (each, subject), choice in zip(plan.planned(subjects), choices, strict=True):
         if not each.rows:
             continue
-        part = subject.share(each.rows) if len(plan.shares) > 1 else subject
-        (step,) = steps(part, each.machine, each.kind.devices or 1, [choice])
+        (step,) = steps(subject, each.machine, each.kind.devices or 1, [choice])
         found.append(step_times(step, each.machine))
     return found
 

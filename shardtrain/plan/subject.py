@@ -71,11 +71,7 @@ class Subject:
     unit: str = "examples"
     row_units: float | None = 1.0
     target: Target = ANY_TARGET
-    _programs: dict[Any, Program] = field(default_factory=dict, init=False, repr=False)
-    _attentions: dict[Any, Sequence[Attended]] = field(default_factory=dict, init=False, repr=False)
-    _models: dict[str | None, Model] = field(default_factory=dict, init=False, repr=False)
-    _states: dict[Any, "StateOf"] = field(default_factory=dict, init=False, repr=False)
-    _costs: dict[Any, Cost] = field(default_factory=dict, init=False, repr=False)
+    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def batch_rows(self) -> int:
@@ -157,9 +153,14 @@ class Subject:
     def share(self, rows: int) -> "Subject":
         """Return the same for an island with so many rows of the batch; traced programs are shared."""
         found = replace(self, rows=rows)
-        for name in ("_programs", "_attentions", "_models", "_states", "_costs"):
-            object.__setattr__(found, name, getattr(self, name))
+        object.__setattr__(found, "_known", self._known)
         return found
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what was made for a key, made once for all shares."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     def rows_of(self, split: RowSplit) -> int:
         """Return how many rows are computed, with padding.
@@ -177,28 +178,29 @@ class Subject:
 
     def model_of(self, remat: str | None) -> Model:
         """Return the model that recomputes like this, made once."""
-        if remat not in self._models:
-            self._models[remat] = self.model(remat)
-        return self._models[remat]
+        return self._once(("model", remat), lambda: self.model(remat))
 
     def program(
         self, remat: str | None, *, gradient: bool = True, exchange: Exchange = NO_EXCHANGE
     ) -> Program:
         """Return the program of loss and gradient, or of the loss alone, of the whole batch, traced once."""
-        key = remat, gradient, exchange
-        if key not in self._programs:
-            attention = None if exchange.attention is None else TracedAttention(exchange.attention)
-            experts = TracedExperts(exchange.experts, exchange.context)
-            self._programs[key] = loss_program(
-                self.model_of(remat), self.loss, self.batch, gradient, attention, experts, self.target
-            )
-            self._attentions[key] = () if attention is None else tuple(dict.fromkeys(attention.found))
-        return self._programs[key]
+        return self._traced(remat, gradient, exchange)[0]
 
     def attentions(self, exchange: Exchange) -> Sequence[Attended]:
         """Return what the model asks the run's attention for; () if it computes its own."""
-        self.program(None, gradient=False, exchange=exchange)
-        return self._attentions[None, False, exchange]
+        return self._traced(None, False, exchange)[1]
+
+    def _traced(
+        self, remat: str | None, gradient: bool, exchange: Exchange
+    ) -> tuple[Program, Sequence[Attended]]:
+        def make() -> tuple[Program, Sequence[Attended]]:
+            attention = None if exchange.attention is None else TracedAttention(exchange.attention)
+            experts = TracedExperts(exchange.experts, exchange.context)
+            model = self.model_of(remat)
+            found = loss_program(model, self.loss, self.batch, gradient, attention, experts, self.target)
+            return found, () if attention is None else tuple(dict.fromkeys(attention.found))
+
+        return self._once((remat, gradient, exchange), make)
 
     def exchange(self, layout: Layout, sizes: Mapping[str, int]) -> Exchange:
         """Return what devices compute by hand in a layout; what differs is another program."""
@@ -216,13 +218,13 @@ class Subject:
     ) -> list[Cost]:
         """Return what one run of a program costs a device, for each of several shardings, found once."""
         keys = [(remat, each, rates, gradient, exchange) for each in shardings]
-        missing = list(dict.fromkeys(key for key in keys if key not in self._costs))
+        missing = list(dict.fromkeys(key for key in keys if key not in self._known))
         if missing:
             durations = Durations(rates.seconds, rates.stacking_seconds, not rates.copies_stacked)
             program = self.program(remat, gradient=gradient, exchange=exchange)
             found = costs(program, [each for _, each, *_ in missing], durations)
-            self._costs.update(zip(missing, found, strict=True))
-        return [self._costs[key] for key in keys]
+            self._known.update(zip(missing, found, strict=True))
+        return [self._known[key] for key in keys]
 
     def state(self, choice: Choice, num_devices: int) -> "StateOf":
         """Return what follows from the specs of the state, and the layout completed for the model.
@@ -236,15 +238,15 @@ class Subject:
         rules = repr((layout.parameters, layout.activations))
         known = {**sizes, axes.DATA: min(sizes[axes.DATA], 2)} if axes.DATA not in rules else sizes
         key = (tuple(known.values()), rules, layout.unnamed, layout.zero, choice.virtual_stages)
-        if key not in self._states:
+        if key not in self._known:
             stages = self.stages(sizes[axes.PIPELINE], choice.virtual_stages)
             specs = state_specs(model, self.optimizer, layout, sizes, stages=stages)
             program, item_bytes = self.program(None), 4 if self.in_float32 else 2
             figures = state_figures(specs, sizes, item_bytes, program.num_terms[-len(specs.arrays) :])
             # for GPUs gathered weights are counted where they are read
             figures = replace(figures, gathered=0.0) if program.for_gpus else figures
-            self._states[key] = StateOf(specs.layout, figures)
-        found = self._states[key]
+            self._known[key] = StateOf(specs.layout, figures)
+        found = self._known[key]
         has_context = sizes.get(axes.CONTEXT, 1) > 1
         if sizes[axes.PIPELINE] > 1 and (has_context or layout.collective_matmul):
             check_stages(model, layout, sizes, Synchronisation(), self.stages(sizes[axes.PIPELINE], 1))

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardtrain.plan.layers.layer_graph import Layer, check_order
+from shardtrain.plan.layers.layer_graph import Layer
 from shardtrain.plan.layers.partition import (
     WEIGHTED,
     Group,
@@ -222,10 +222,8 @@ class Hierarchy:
           level: of the group in the tree.
 
         Raises:
-          ValueError: a layer reads a later one, or too many depend on each other.
+          ValueError: too many layers depend on each other.
         """
-        if not level:
-            check_order(layers)
         key = group, tuple(layers)
         if key not in self._found:
             self._found[key] = self._partition(key[1], group, level)

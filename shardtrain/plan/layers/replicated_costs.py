@@ -10,7 +10,6 @@ from itertools import accumulate, pairwise
 
 import jax
 
-from shardtrain.errors.messages import problems_error
 from shardtrain.pipeline.block_costs import GRADIENT_BYTES, model_costs
 from shardtrain.pipeline.costs import Traced
 from shardtrain.pipeline.partition import Costs
@@ -48,24 +47,11 @@ class PipelineDevices:
       device_bytes_per_second: what a device sends to another of its node.
       node_bytes_per_second: what a node sends to another.
 
-    Raises:
-      ValueError: there is no device, or the devices of a node are apart.
     """
 
     devices: tuple[StageDevice, ...]
     device_bytes_per_second: float = math.inf
     node_bytes_per_second: float = math.inf
-
-    def __post_init__(self) -> None:
-        nodes = [device.node for device in self.devices]
-        runs = [node for i, node in enumerate(nodes) if not i or nodes[i - 1] != node]
-        problems = [] if nodes else ["there is no device; give 1 or more"]
-        if len(runs) != len(set(runs)):
-            problems.append(
-                f"devices are on the nodes {nodes} in this order; put those of a node side by side"
-            )
-        if problems:
-            raise problems_error("a pipeline cannot be cut for these devices", problems)
 
     def link(self, a: int, b: int) -> float:
         """Return the bytes per second between two devices."""
