@@ -5,13 +5,13 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+import planned_steps
 import pytest
 from fine_tuning import Numbers, run_of
 from flax.linen.spmd import with_logical_constraint
 from tiny_language_model import TinyConfig
 
-from shardtrain import cli, next_token_loss
+from shardtrain import cli
 from shardtrain.axes import EMBED, LAYERS, MLP
 from shardtrain.cli import calibrate
 from shardtrain.functional.nnx_model import as_model
@@ -28,7 +28,6 @@ from shardtrain.plan.program import CallSizes, Kernel, Sharding
 from shardtrain.plan.program_cost import Durations, costs
 from shardtrain.plan.simulator.operator_search import graph_of
 from shardtrain.plan.space import Choice
-from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import Target, trace
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
@@ -43,18 +42,8 @@ WHOLE = Sharding((), (), ())
 
 
 def subject_of(kind=H100, *, one_device=True, has_flash=True, **options):
-    model = as_model(replace(CONFIG, **options))
-    batch = {
-        "tokens": jax.ShapeDtypeStruct((ROWS, SEQ + 1), jnp.int32),
-        "weights": jax.ShapeDtypeStruct((ROWS,), jnp.float32),
-    }
-    return Subject(
-        model=lambda _: model,
-        loss=next_token_loss,
-        optimizer=optax.adamw(1e-3),
-        batch=batch,
-        target=Target(kind, one_device, has_flash),
-    )
+    model, target = as_model(replace(CONFIG, **options)), Target(kind, one_device, has_flash)
+    return planned_steps.subject_of(CONFIG, ROWS, model=lambda _: model, target=target)
 
 
 def has_scores(program):

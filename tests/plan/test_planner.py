@@ -1,7 +1,6 @@
 """The planner: traced programs, their costs on a mesh, the best layouts; against compiled steps."""
 
 import math
-from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -10,12 +9,12 @@ import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax.linen.spmd import with_logical_constraint
+from planned_steps import compiled, subject_of
 from tiny_language_model import TinyConfig
 
-from shardtrain import Text, next_token_loss
+from shardtrain import Text
 from shardtrain.combine.synchronisation import PRESETS, Synchronisation
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.remat import with_remat
@@ -25,7 +24,6 @@ from shardtrain.islands.options import Across
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.plan.advice.efficiency import scaling
-from shardtrain.plan.compile import compile_step, figures
 from shardtrain.plan.island_exchange import StepOfIsland, early_gradients
 from shardtrain.plan.islands import ClusterPlan, KindPlan, plan_cluster, times_of
 from shardtrain.plan.layers.replicated_costs import pipeline_costs
@@ -36,15 +34,13 @@ from shardtrain.plan.program import Sharding
 from shardtrain.plan.program_cost import Durations, costs
 from shardtrain.plan.search import Plan, Ranked, search
 from shardtrain.plan.space import Space
-from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import Target, trace
 from shardtrain.plan.traffic import sent_bytes
 from shardtrain.report.plan import plan_text
 from shardtrain.report.plan_islands import explained_join_text
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.placement import Placement, make_placement
+from shardtrain.train_step.placement import Placement
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.planned import planned_strategy, subjects_of
 
@@ -68,16 +64,7 @@ def traced(function, shapes, names, results):
 
 @pytest.fixture(scope="module")
 def subject():
-    batch = {
-        "tokens": jax.ShapeDtypeStruct((ROWS, SEQ + 1), jnp.int32),
-        "weights": jax.ShapeDtypeStruct((ROWS,), jnp.float32),
-    }
-    return Subject(
-        model=lambda remat: as_model(with_remat(CONFIG, remat)),
-        loss=next_token_loss,
-        optimizer=optax.adamw(1e-3),
-        batch=batch,
-    )
+    return subject_of(CONFIG)
 
 
 TINY = TinyConfig(vocab=64, seq=SEQ, embed=32, num_layers=4, mlp=192)
@@ -214,25 +201,17 @@ STRATEGIES = [
 ]
 
 
-def test_the_optimizers_state_is_copied_by_xla_for_cpu_alone(subject, monkeypatch):
+def test_the_optimizers_state_is_copied_by_xla_for_cpu_alone(monkeypatch):
     # the form for one CPU copies none
     monkeypatch.setattr(Placement, "replica_is_one_cpu", False)
-    model, layout = as_model(replace(CONFIG, seq=4, mlp=1024, remat="full")), Layout()
-    batch = {
-        "tokens": jax.ShapeDtypeStruct((1, 4 + 1), jnp.int32),
-        "weights": jax.ShapeDtypeStruct((1,), jnp.float32),
-    }
-    few_tokens = Subject(
-        model=lambda _: model, loss=next_token_loss, optimizer=subject.optimizer, batch=batch
-    )
+    few_tokens = subject_of(replace(CONFIG, seq=4, mlp=1024), rows=1)
+    choice = Choice(layout=Layout(mesh={"data": 1}), remat="full")
     of_gpu, of_cpu = (
-        predictions(few_tokens, replace(MACHINE, rates=rates), 1, [Choice(layout=layout)])[0].memory
+        predictions(few_tokens, replace(MACHINE, rates=rates), 1, [choice])[0].memory
         for rates in (RATES, COPYING)
     )
     assert of_gpu.activations < 0.5 * of_gpu.gradients
-    placement = make_placement(model, subject.optimizer, layout, make_mesh(layout, jax.devices()[:1]))
-    compiled = compile_step(model, next_token_loss, subject.optimizer, placement, batch)
-    temporary = figures(compiled, {}).temp_bytes
+    temporary = compiled(few_tokens, choice, 1)[0].temp_bytes
     assert of_cpu.gradients + of_cpu.activations == pytest.approx(temporary, rel=0.01)
 
 
@@ -253,26 +232,13 @@ def test_memory_and_traffic_are_those_of_the_compiled_step(
     # accelerators are planned: the form for one CPU stores less, and copies no moment for a skipped step
     monkeypatch.setattr(Placement, "replica_is_one_cpu", False)
     layout = Layout(mesh=mesh, zero=zero, sequence_sharded=sequence)
-    choice = Choice(layout=layout, accumulate=accumulate, remat=remat)
-    sizes = axis_sizes(mesh, 4)
+    choice, sizes = Choice(layout=layout, accumulate=accumulate, remat=remat), axis_sizes(mesh, 4)
     (predicted,) = predictions(subject, MACHINE, 4, [choice])
-    model = subject.model_of(remat)
-    stages = subject.stages(sizes["pipeline"], 1)
-    placement = make_placement(
-        model, subject.optimizer, layout, make_mesh(layout, jax.devices()[:4]), stages=stages
-    )
-    compiled = compile_step(
-        model, subject.loss, subject.optimizer, placement, subject.batch, microbatches=accumulate
-    )
-    found = figures(compiled, sizes)
+    found, sums = compiled(subject, choice, 4)
     state = predicted.memory.parameters + predicted.memory.optimizer + predicted.memory.batch
     assert state == pytest.approx(found.argument_bytes, rel=0.01)
-    total = found.argument_bytes + found.temp_bytes + found.output_bytes - found.alias_bytes
-    assert predicted.memory.total == pytest.approx(total, rel=0.15)
+    assert predicted.memory.total == pytest.approx(found.device_bytes, rel=0.15)
     (step,) = steps(subject, MACHINE, 4, [choice])
-    sums = defaultdict(float)
-    for each in found.collectives:
-        sums[each.axes] += each.wire_bytes_per_device
     sent = sent_by_axes(step, simulated=True)
     if step.forward is None:
         assert predicted.flops == pytest.approx(found.flops)

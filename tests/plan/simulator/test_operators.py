@@ -3,14 +3,9 @@
 import random
 from itertools import product
 
-import jax
-import numpy as np
-import optax
 import pytest
+from planned_steps import subject_of
 
-from shardtrain import next_token_loss
-from shardtrain.functional.nnx_model import as_model
-from shardtrain.functional.remat import with_remat
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.predict import predictions
@@ -27,7 +22,6 @@ from shardtrain.plan.simulator.operator_search import (
 from shardtrain.plan.simulator.operator_shardings import ShardedOperators
 from shardtrain.plan.simulator.operators import Operator, Operators, Part, Use, Value
 from shardtrain.plan.simulator.task_graph import simulate
-from shardtrain.plan.subject import Subject
 from shardtrain.report.operators import operators_text
 from shardtrain.report.quantities import seconds_text
 from shardtrain.sharding.axis_sizes import axis_sizes
@@ -43,17 +37,7 @@ MACHINE = Machine(
 
 @pytest.fixture(scope="module")
 def subject():
-    config = DecoderConfig(vocab=64, seq=64, embed=32, num_layers=7, num_heads=4, mlp=128)
-    batch = {
-        "tokens": jax.ShapeDtypeStruct((24, 65), np.int32),
-        "weights": jax.ShapeDtypeStruct((24,), np.float32),
-    }
-    return Subject(
-        model=lambda remat: as_model(with_remat(config, remat)),
-        loss=next_token_loss,
-        optimizer=optax.adamw(1e-3),
-        batch=batch,
-    )
+    return subject_of(DecoderConfig(vocab=64, seq=64, embed=32, num_layers=7, num_heads=4, mlp=128), rows=24)
 
 
 def planned(subject, num_devices, mesh, proposals=0):

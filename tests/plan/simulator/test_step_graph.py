@@ -5,14 +5,9 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
-import jax
-import numpy as np
-import optax
 import pytest
+from planned_steps import subject_of
 
-from shardtrain import next_token_loss
-from shardtrain.functional.nnx_model import as_model
-from shardtrain.functional.remat import with_remat
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.simulate import simulate
@@ -22,7 +17,6 @@ from shardtrain.plan.prediction import Choice
 from shardtrain.plan.simulator.step_graph import step_graph
 from shardtrain.plan.step_collectives import BETWEEN, GRADIENT, Collective
 from shardtrain.plan.step_times import StepTimes, step_times
-from shardtrain.plan.subject import Subject
 from shardtrain.report.step_trace import TracedStep, trace_text
 from shardtrain.sharding.layout import Layout
 
@@ -50,17 +44,7 @@ STRATEGIES = [
 
 @pytest.fixture(scope="module")
 def subject():
-    config = DecoderConfig(vocab=64, seq=64, embed=32, num_layers=6, num_heads=4, mlp=128)
-    batch = {
-        "tokens": jax.ShapeDtypeStruct((24, 65), np.int32),
-        "weights": jax.ShapeDtypeStruct((24,), np.float32),
-    }
-    return Subject(
-        model=lambda remat: as_model(with_remat(config, remat)),
-        loss=next_token_loss,
-        optimizer=optax.adamw(1e-3),
-        batch=batch,
-    )
+    return subject_of(DecoderConfig(vocab=64, seq=64, embed=32, num_layers=6, num_heads=4, mlp=128), rows=24)
 
 
 @pytest.mark.parametrize("choice", STRATEGIES, ids=lambda choice: str(dict(choice.layout.mesh)))
