@@ -9,11 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import jax
-
 from shardtrain import axes
 from shardtrain.pipeline.block_costs import GRADIENT_BYTES, model_costs
-from shardtrain.pipeline.costs import Traced
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stage_costs import ModelCosts, StageCosts, StageDevices
 from shardtrain.pipeline.stage_cut import NoCut, StageCut, best_cut, shortest_cut
@@ -153,11 +150,7 @@ class IslandPipelines:
         """Return the costs of the blocks for a microbatch of so many rows."""
         if rows not in self._models:
             subject = self._subjects[0]
-            microbatch = {
-                name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in subject.batch.items()
-            }
-            traced = Traced(subject.model_of(None), subject.loss, microbatch)
-            self._models[rows] = model_costs(traced, subject.optimizer.init)
+            self._models[rows] = model_costs(subject.traced_blocks(rows), subject.optimizer.init)
         return self._models[rows]
 
     def _prediction(self, kind: int, rows: int, accumulate: int) -> Prediction:
@@ -257,17 +250,12 @@ def plan_stages(
       ValueError: the model does not say its blocks, or there are fewer than islands of any pipeline; the
         batch cannot be split over the devices and microbatches; or no cut fits the memory.
     """
-    chain, num_islands = subjects[0].model_of(None).chain, len(plan.shares)
-    if chain is None:
-        raise ValueError(
-            "the model does not say what its blocks are; give it `blocks` (docs/pipeline.md), or let"
-            " --across pipeline cut it by tracing"
-        )
+    num_blocks, num_islands = subjects[0].num_blocks, len(plan.shares)
     sizes = [number for number in divisors(num_islands) if number > 1]
-    if not (possible := [number for number in sizes if number <= chain.num_blocks]):
+    if not (possible := [number for number in sizes if number <= num_blocks]):
         raise ValueError(
-            f"{chain.num_blocks} blocks cannot be cut into {' or '.join(map(str, sizes))} stages, one for"
-            f" each island of a pipeline; use a number of islands that {_several(chain.num_blocks)} divides"
+            f"{num_blocks} blocks cannot be cut into {' or '.join(map(str, sizes))} stages, one for"
+            f" each island of a pipeline; use a number of islands that {_several(num_blocks)} divides"
         )
     pipelines = IslandPipelines(subjects, plan, space or Space())
     found, problems = [], []

@@ -23,6 +23,7 @@ from shardtrain.functional.key_heads import check_layout
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key
+from shardtrain.pipeline.costs import Traced
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.plan.machine import Rates
@@ -268,6 +269,28 @@ class Subject:
             )
         for q, k, causal in found:
             check_layout(layout.context_attention, q, k, causal, rules, sizes)
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of the model's blocks.
+
+        Raises:
+          ValueError: it does not say what they are.
+        """
+        chain = self.model_of(None).chain
+        if chain is None:
+            raise ValueError(
+                "the model does not say what its blocks are; give it `blocks` (docs/pipeline.md), or let"
+                " --across pipeline cut it by tracing"
+            )
+        return chain.num_blocks
+
+    def traced_blocks(self, rows: int) -> Traced:
+        """Return the trace of the model's blocks, for a microbatch of so many rows."""
+        microbatch = {
+            name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in self.batch.items()
+        }
+        return Traced(self.model_of(None), self.loss, microbatch)
 
     def stages(self, num_stages: int, chunks: int) -> Partition | None:
         """Return the equal cut of the blocks into stages of a mesh; None for one stage.

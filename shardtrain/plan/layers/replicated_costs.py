@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-import jax
-
 from shardtrain.pipeline.block_costs import GRADIENT_BYTES, model_costs
-from shardtrain.pipeline.costs import Traced
 from shardtrain.pipeline.partition import Costs
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stage_costs import ModelCosts, StageCosts, StageDevices
@@ -239,21 +236,12 @@ def pipeline_costs(subject: Subject, plan: ClusterPlan, link_gb_per_second: floa
     Raises:
       ValueError: the model does not say what its blocks are.
     """
-    model = subject.model_of(None)
-    if model.chain is None:
-        raise ValueError(
-            "the model does not say what its blocks are; give it `blocks` (docs/pipeline.md), or let --across"
-            " pipeline cut it by tracing"
-        )
-    devices = pipeline_devices(plan, link_gb_per_second, model.chain.num_blocks)
-    stages = min(len(devices.devices), model.chain.num_blocks)
+    devices = pipeline_devices(plan, link_gb_per_second, subject.num_blocks)
+    stages = min(len(devices.devices), subject.num_blocks)
     # microbatches of equal rows, so that the costs are those of this batch and not of a padded one
     microbatches = max(n for n in divisors(subject.batch_rows) if n <= MICROBATCHES * stages)
     rows = subject.batch_rows // microbatches
-    microbatch = {
-        name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in subject.batch.items()
-    }
-    traced = Traced(model, subject.loss, microbatch)
+    traced = subject.traced_blocks(rows)
     elements = traced.costs("params")
     return ReplicatedCosts(
         model=model_costs(traced, subject.optimizer.init),
