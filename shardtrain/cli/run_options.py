@@ -204,7 +204,7 @@ def _refuse_training(command: str, options: Sequence[FieldOption], words: Sequen
     """Refuse options that only training reads, by each of their names."""
     names = {name for option in options for name in (option.name, f"--{option.path.replace('_', '-')}")}
     given = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
-    given |= {word.replace("--no-", "--").replace(".no-", ".") for word in given}
+    given |= {word.replace("-no-", "-").replace(".no-", ".") for word in given}
     if found := sorted(names & given):
         raise ValueError(
             f"{', '.join(found)} cannot change what `shardtrain {command}` shows; leave it out, or give it"
