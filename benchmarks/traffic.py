@@ -16,10 +16,8 @@ from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig, Dtypes
 from shardtrain.plan.compile import Figures, compile_step, described_devices, figures
-from shardtrain.plan.traffic import StepSizes
 from shardtrain.plan.hlo.collectives import by_axis
-from shardtrain.plan.traffic import step_traffic
-from shardtrain.plan.traffic import weights
+from shardtrain.plan.traffic import StepSizes, step_traffic, weights
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import make_placement, state_specs
