@@ -18,8 +18,8 @@ from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.plan.machine import machine_of
+from shardtrain.plan.predict import predictions
 from shardtrain.plan.prediction import Choice, Prediction
-from shardtrain.plan.search import predictions
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import Target
 from shardtrain.report.tables import table_text

@@ -30,11 +30,11 @@ from shardtrain.functional.remat import with_remat
 from shardtrain.islands.malloc import tune_malloc
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.calibration import fitted
-from shardtrain.plan.compile import compile_step, described_devices, figures
-from shardtrain.plan.gpu_targets import GPU_TARGETS
+from shardtrain.plan.compile import GPU_TARGETS, compile_step, described_devices, figures
 from shardtrain.plan.machine import Link, Machine, Rates, simulated_machine
+from shardtrain.plan.predict import predictions
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.search import predictions, search
+from shardtrain.plan.search import search
 from shardtrain.plan.space import Space, mesh_text
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import Target

@@ -17,10 +17,8 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.transformer_options import Dtypes
 from shardtrain.plan.compile import Figures, compile_step, described_devices, figures
-from shardtrain.plan.flows import StepSizes
 from shardtrain.plan.hlo.collectives import by_axis
-from shardtrain.plan.traffic import step_traffic
-from shardtrain.plan.weights import weights
+from shardtrain.plan.traffic import StepSizes, step_traffic, weights
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import make_placement, state_specs

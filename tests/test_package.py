@@ -124,7 +124,7 @@ VALUES = (
     "shardtrain.pipeline.schedule",
     "shardtrain.pipeline.simulate",
     "shardtrain.pipeline.partition",
-    "shardtrain.plan.simulator.delta",
+    "shardtrain.plan.simulator.task_graph",
 )
 
 

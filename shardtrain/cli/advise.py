@@ -1,43 +1,145 @@
 """`shardtrain advise QUESTION ...`: answers from a few numbers, by published formulas."""
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from shardtrain.cli.advise_questions import (
-    Batch,
-    Clusters,
-    Devices,
-    Interval,
-    Predict,
-    Revocable,
-    Speed,
-    Synchronise,
-)
 from shardtrain.cli.command_help import usage_text
 from shardtrain.cli.run_rows import rows_of
 from shardtrain.errors.exit_codes import DONE, MISTAKE
-from shardtrain.errors.messages import near
-from shardtrain.plan.advice.checks import check_fraction, check_positive
-from shardtrain.plan.advice.clusters import ClusterSpeed
+from shardtrain.errors.messages import near, problems_error
+from shardtrain.plan.advice.fit import MeasuredRow
 from shardtrain.plan.advice.noise_scale import gradient_noise, logged_noise
 from shardtrain.plan.advice.revocable import RevocableRun
-from shardtrain.plan.advice.rows import MeasuredRow
 from shardtrain.report.advice import (
-    clusters_text,
-    devices_text,
     interval_text,
     noise_text,
     revocable_text,
-    synchronisation_text,
 )
 from shardtrain.report.fits import fits_text, rows_text
 from shardtrain.report.sinks.json_lines import METRICS, read_jsonl
 from shardtrain.system import terminal
 
 HOUR = 3600.0
+
+SUCCESSORS = {
+    "devices": "shardtrain plan RUN --advise: efficiency of the best way, and devices that 80 % allows",
+    "synchronise": "shardtrain plan RUN --advise: how much faster links must be to hide collectives",
+    "clusters": "shardtrain advise batch: the steps to a loss for each batch, times seconds of a step",
+}
+"""Questions that are no more -> what answers them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """How often to save, from the time of a save and of failures.
+
+    Args:
+      save_seconds: how long a save keeps the run waiting.
+      failure_hours: mean hours between failures of the whole run: those of a host over the number of hosts.
+      restart_seconds: from a failure until the run works again.
+      work_hours: hours of the run without saves and failures.
+      step_seconds: seconds of a step, to say the interval in steps.
+    """
+
+    save_seconds: float
+    failure_hours: float
+    restart_seconds: float = 0.0
+    work_hours: float = 24.0
+    step_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Which batch and learning rate, from the gradient noise scale of a run or gradient norms at two batches.
+
+    Args:
+      run: the folder of a run with --gradient-noise-scale, of which the newer half is averaged; else the four
+        numbers below.
+      small: the smaller batch.
+      small_norm: root mean square of the gradient norm at it, over many steps.
+      large: the larger batch, in the same unit.
+      large_norm: root mean square of the gradient norm at it, at the same parameters.
+      learning_rate: that is well tuned for the larger batch, or for that of the run; by default factors are
+        shown.
+      exponent: of the learning rate: 1 for SGD, 0.5 to 1 for Adam.
+    """
+
+    run: Path | None = None
+    small: float | None = None
+    small_norm: float | None = None
+    large: float | None = None
+    large_norm: float | None = None
+    learning_rate: float | None = None
+    exponent: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Revocable:
+    """Expected time and cost on hosts that may be revoked, beside a simulation.
+
+    Args:
+      hosts: number of hosts.
+      work_hours: hours of the run on them, without saves and revocations.
+      save_minutes: minutes of work between saves.
+      save_seconds: how long a save keeps the run waiting.
+      life_hours: mean hours until a host is revoked.
+      replace_seconds: from a revocation until the new host works.
+      others: what the other hosts do meanwhile: wait, and continue from the last save, as synchronous runs
+        do; or continue without it.
+      price_per_hour: of a host; a host that is not there costs nothing.
+      compare: other numbers of hosts, with the same work in all.
+      simulate: how many runs to simulate.
+      seed: of the simulation.
+    """
+
+    hosts: int
+    work_hours: float
+    save_minutes: float
+    save_seconds: float
+    life_hours: float
+    replace_seconds: float = 0.0
+    others: Literal["wait", "continue"] = "wait"
+    price_per_hour: float = 0.0
+    compare: tuple[int, ...] = ()
+    simulate: int = 200
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """How fast a past or running run is, beside its prediction, and what likely limits it.
+
+    Args:
+      run: the folder of a run.
+    """
+
+    run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predict:
+    """Fit times of steps, saves and starts to measured rows, and predict those of another run.
+
+    Args:
+      rows: CSV files, whose columns are on the page about advice, and folders of past runs.
+      device: kind of devices that is asked for, as in the rows; by default nothing is predicted.
+      devices: number of devices that is asked for.
+      teraflops: 10**12 operations of a step of all devices, with recomputation.
+      parameter_mb: megabytes of gradients as they are sent.
+      checkpoint_mb: megabytes of a checkpoint.
+    """
+
+    rows: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="ROWS.csv|RUN")]]
+    device: str | None = None
+    devices: int = 1
+    teraflops: float | None = None
+    parameter_mb: float | None = None
+    checkpoint_mb: float | None = None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,6 +149,8 @@ def main(arguments: Sequence[str]) -> int:
         terminal.out(usage())
         return DONE if wants_help else MISTAKE
     name, *rest = arguments
+    if name in SUCCESSORS:
+        raise ValueError(f"there is no question {name!r} any more; use {SUCCESSORS[name]}")
     if name not in QUESTIONS:
         raise ValueError(f"there is no question {near(name, QUESTIONS)}\n{usage()}")
     kind, answer = QUESTIONS[name]
@@ -83,20 +187,14 @@ def _check(question: str, asked: object, positive: Sequence[str], zero: Sequence
                 found[option] = value
         return found
 
-    check_positive(question, given(positive), given(zero))
-
-
-def _devices(asked: Devices) -> str:
-    _check("a number of devices", asked, ["devices"], ["overhead"])
-    check_fraction("a number of devices", "--efficiency", asked.efficiency)
-    return devices_text(asked.overhead, asked.efficiency, asked.devices)
-
-
-def _synchronise(asked: Synchronise) -> str:
-    _check("a link", asked, ["parameter_mb", "replicas", "compute_seconds", "server_link"])
-    return synchronisation_text(
-        asked.parameter_mb * 1e6, asked.replicas, asked.compute_seconds, asked.server_link
-    )
+    problems = [
+        f"{name} is {value:g}; use a finite number {text}"
+        for names, lowest, text in ((positive, math.ulp(0.0), "above 0"), (zero, 0.0, "of at least 0"))
+        for name, value in given(names).items()
+        if not lowest <= value < math.inf
+    ]
+    if problems:
+        raise problems_error(f"{question} was asked for", problems)
 
 
 def _interval(asked: Interval) -> str:
@@ -184,31 +282,10 @@ def _predict(asked: Predict) -> str:
     return measured + fits_text(rows, row) + "".join(f"{note}\n" for note in notes)
 
 
-def _clusters(asked: Clusters) -> str:
-    positive = ["batch", "step_seconds", "noise_scale", "hours"]
-    _check("a comparison of clusters", asked, positive, ["price_per_hour"])
-    lengths = {name: len(getattr(asked, name)) for name in ("batch", "step_seconds")}
-    if asked.price_per_hour:
-        lengths["price_per_hour"] = len(asked.price_per_hour)
-    if len(set(lengths.values())) > 1 or not asked.batch:
-        given = ", ".join(f"{number} of {name}" for name, number in lengths.items())
-        raise ValueError(f"clusters were asked for with {given}; give one number of each for every cluster")
-    prices = asked.price_per_hour or (0.0,) * len(asked.batch)
-    rows = enumerate(zip(asked.batch, asked.step_seconds, prices, strict=True))
-    clusters = [
-        ClusterSpeed(name=f"{number + 1}", batch=batch, step_seconds=seconds, price_per_hour=price)
-        for number, (batch, seconds, price) in rows
-    ]
-    return clusters_text(clusters, asked.noise_scale, asked.hours * HOUR)
-
-
 QUESTIONS: dict[str, tuple[type, Callable[[Any], str]]] = {
-    "devices": (Devices, _devices),
-    "synchronise": (Synchronise, _synchronise),
     "interval": (Interval, _interval),
     "batch": (Batch, _batch),
     "revocable": (Revocable, _revocable),
-    "clusters": (Clusters, _clusters),
     "speed": (Speed, _speed),
     "predict": (Predict, _predict),
 }

@@ -21,7 +21,7 @@ from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.plan.calibration import Fitted, fitted, spread
 from shardtrain.plan.devices import GB, TERA, known_device
 from shardtrain.plan.machine import Link, Machine, Rates, simulated_machine
-from shardtrain.plan.search import predictions
+from shardtrain.plan.predict import predictions
 from shardtrain.plan.space import Space, allowed_choices, mesh_text
 from shardtrain.system import terminal
 from shardtrain.trainer.config import Run

@@ -66,6 +66,11 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
       ValueError: the name of a check is unknown.
     """
+    if any(word.partition("=")[0] == "--sweep" for word in arguments):
+        raise ValueError(
+            "there is no --sweep; the OSU micro-benchmarks measure links by message size (mpiexec -n 2"
+            " osu_bw, osu_latency), and `shardtrain doctor --only links` compares pairs of ranks"
+        )
     options = tyro.cli(
         tyro.conf.FlagCreatePairsOff[Options],
         args=list(arguments),

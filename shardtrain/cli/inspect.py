@@ -22,9 +22,8 @@ from shardtrain.pipeline.schedule import make_table, read_table
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.table import Table
 from shardtrain.plan.compile import Figures
-from shardtrain.plan.merge_bytes import island_merges, mesh_merges
-from shardtrain.plan.traffic import parameter_traffic
-from shardtrain.plan.weights import weights
+from shardtrain.plan.island_exchange import island_merges, mesh_merges
+from shardtrain.plan.traffic import StepSizes, parameter_traffic, weights
 from shardtrain.report.islands import parts_text
 from shardtrain.report.plots.timeline import timeline
 from shardtrain.report.sharding import sharding_text
@@ -120,8 +119,10 @@ def main(arguments: Sequence[str]) -> int:
         check_stages(model, layout, sizes, run.strategy.synchronisation, stages)
     specs = state_specs(model, optimizer, layout, sizes, run.strategy.synchronisation, stages)
     terminal.out(sharding_text(specs, sizes, run.strategy.offload) + "\n")
-    found = weights(specs.arrays, layout.sharded_rules)
-    traffic = parameter_traffic(found, layout, sizes, run.strategy.accumulate)
+    work = StepSizes(
+        weights=weights(specs.arrays, layout.sharded_rules), microbatches=run.strategy.accumulate
+    )
+    traffic = parameter_traffic(work, layout.zero, sizes)
     num_islands = _num_islands(run, options, sizes)
     if num_islands == 1 and not run.strategy.synchronisation.is_mean:
         # the replicas of `data` exchange what their combiner sends, which is shown below

@@ -10,17 +10,16 @@ from shardtrain.cli.compilation import compiling, set_xla_flags
 from shardtrain.cli.option_files import cluster_of, strategy_of
 from shardtrain.cli.plan_compile import check_compile, compile_plan
 from shardtrain.cli.plan_options import PlanOptions, check_output, check_trace
-from shardtrain.cli.plan_pictures import draw_frontiers
 from shardtrain.cli.run_options import parse_run
 from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.plan.island_stages import StagesPlan, plan_stages
 from shardtrain.plan.islands import ClusterPlan, KindPlan, plan_cluster, times_of
 from shardtrain.plan.layers.compare import cluster_group, plan_layers
-from shardtrain.plan.layers.pipeline_of import pipeline_costs
+from shardtrain.plan.layers.replicated_costs import pipeline_costs
 from shardtrain.plan.layers.trace_layers import layers_of
-from shardtrain.plan.operator_plan import plan_operators
+from shardtrain.plan.search import frontier
+from shardtrain.plan.simulator.operator_search import plan_operators
 from shardtrain.plan.simulator.step_graph import step_graph
-from shardtrain.plan.simulator.timeline import timeline
 from shardtrain.plan.space import Space
 from shardtrain.plan.step_times import StepTimes
 from shardtrain.plan.subject import Subject
@@ -29,7 +28,7 @@ from shardtrain.report.plan import explained_text, plan_text
 from shardtrain.report.plan_advice import plan_advice_text
 from shardtrain.report.plan_islands import explained_join_text, island_stages_text
 from shardtrain.report.plan_layers import PIPELINE, layers_text, stages_text
-from shardtrain.report.plots.frontier import check_frontier
+from shardtrain.report.plots.frontier import check_frontier, frontier_plot
 from shardtrain.report.step_trace import TracedStep, trace_text, traced_text
 from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.system import terminal
@@ -53,8 +52,7 @@ def _write_trace(path: Path, plan: ClusterPlan, all_times: Sequence[StepTimes]) 
     kinds = [each for each in plan.kinds if each.rows]
     for each, times in zip(kinds, all_times, strict=True):
         for overlap, what in ((False, "nothing overlaps"), (True, "sums of gradients overlap")):
-            graph = step_graph(times, overlap=overlap)
-            found.append(TracedStep(f"{each.kind.kind}: {what}", graph, timeline(graph)))
+            found.append(TracedStep(f"{each.kind.kind}: {what}", step_graph(times, overlap=overlap)))
     replace_file(path, trace_text(found).encode())
     return traced_text(found) + f"trace: {path}\n"
 
@@ -124,6 +122,21 @@ def _stages(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], space: Spa
     return found
 
 
+def _draw_frontiers(path: Path, plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> str:
+    """Draw memory against time for each kind of islands, of several in a file each; return where."""
+    lines = []
+    for each, subject in plan.planned(subjects):
+        devices = each.kind.devices or 1
+        if not each.plan.ranked:
+            continue
+        best, points = frontier(subject, each.machine, devices, space)
+        file = path.with_stem(f"{path.stem}_{each.kind.kind}") if len(plan.kinds) > 1 else path
+        title = f"{each.kind.kind}: {devices} device{'s' * (devices > 1)}, {each.rows} rows"
+        frontier_plot(best, points, each.machine.rates.memory_bytes, file, title=title)
+        lines.append(f"frontier: {file}, {len(best)} ways\n")
+    return "".join(lines)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print the ranked ways, write the best if asked for; return 0, or 1 if nothing fits."""
     flags_text = set_xla_flags(arguments)
@@ -161,7 +174,7 @@ def main(arguments: Sequence[str]) -> int:
             terminal.out(f"\n{each.kind.kind}\n" + explained_text(each.plan.ranked[0]))
         terminal.out(explained_join_text(plan) if plan.fits else "")
     if options.frontier is not None:
-        terminal.out(draw_frontiers(options.frontier, plan, subjects, space))
+        terminal.out(_draw_frontiers(options.frontier, plan, subjects, space))
     if options.advise:
         terminal.out(_or_problem("advise", partial(plan_advice_text, subjects, plan)))
     if options.operators and plan.kinds[0].plan.ranked:

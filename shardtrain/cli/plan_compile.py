@@ -7,10 +7,10 @@ from dataclasses import replace
 from shardtrain import axes
 from shardtrain.islands.cluster import Cluster
 from shardtrain.plan.compile import Figures, described_devices
-from shardtrain.plan.flash_costs import counts_flash
+from shardtrain.plan.device_calls import counts_flash
 from shardtrain.plan.islands import ClusterPlan
-from shardtrain.plan.predict import predict
-from shardtrain.plan.steps import Step, steps
+from shardtrain.plan.predict import predict, steps
+from shardtrain.plan.prediction import Step
 from shardtrain.plan.subject import Subject
 from shardtrain.report.plan_compiled import compiled_text, flagged
 from shardtrain.sharding.specs import sharding_rows
@@ -52,17 +52,12 @@ def compile_plan(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], kind:
       kind: of devices, see `plan.compile.described_devices`.
     """
     texts = []
-    for each, subject in zip(plan.kinds, subjects, strict=True):
+    for each, counted in plan.planned(subjects):
         if not each.plan.ranked:
             continue
-        several, devices = len(plan.shares) > 1, each.kind.devices or 1
-        counted, subject = subject, replace(subject, target=subject.target._replace(has_flash=False))
-        (step,) = steps(
-            subject.share(each.rows) if several else subject,
-            each.machine,
-            devices,
-            [each.plan.ranked[0].choice],
-        )
+        devices = each.kind.devices or 1
+        subject = replace(counted, target=counted.target._replace(has_flash=False))
+        (step,) = steps(subject, each.machine, devices, [each.plan.ranked[0].choice])
         # the strategy that --output writes, as an island of this kind has it
         best = replace(plan, kinds=(each,), shares=plan.shares[:1])
         strategy = replace(planned_strategy(run, best), islands={})
@@ -70,16 +65,7 @@ def compile_plan(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], kind:
         own = replace(run, strategy=replace(strategy, compute_dtype=dtype))
         rows = round(step.batch_bytes / subject.row_bytes)
         found = compiled_figures(own, kind, step.sizes, rows)
-        predicted = predict(
-            step.cost,
-            step.state.figures,
-            step.state.layout,
-            step.sizes,
-            step.choice,
-            each.machine,
-            step.batch_bytes,
-            forward=step.forward,
-        )
+        predicted = predict(step, each.machine)
         title = f"{each.kind.kind}: the best way, compiled for {devices} x {kind}"
         texts.append("\n" + compiled_text(found, step, predicted, title=title, simulated=kind == "cpu"))
         if step.sizes[axes.PIPELINE] > 1:

@@ -48,6 +48,31 @@ RARE = (
 )
 """Fields without an option because few runs change them: set in the run file or a strategy file."""
 
+OF_TRAINING = (
+    *(
+        "run_dir",
+        "log_every",
+        "evaluate_every",
+        "evaluate_batches",
+        "evaluate_with",
+        "time_limit",
+        "nonfinite",
+    ),
+    *(
+        "sinks",
+        "hook_errors",
+        "replay",
+        "loading.",
+        "checkpoints.",
+        "scaling.",
+        "recovery.",
+        "watch.",
+        "allow.",
+    ),
+    *("start_from.step", "start_from.adapter", "start_from.upcycle", "optimizer.learning_rate."),
+)
+"""Paths, or beginnings of paths, of options that change no plan and no inspection of a run."""
+
 SHORT = {
     "data.paths": "data",
     "optimizer.learning_rate.peak": "learning_rate",
@@ -138,11 +163,16 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
     source, *words = arguments
     run = with_files(load_run(source), words)
     own = None if extra is None else extra()
+    of_run = list(run_options(run))
+    if command in ("plan", "inspect"):
+        of_training = [option for option in of_run if option.path.startswith(OF_TRAINING)]
+        _refuse_training(command, of_training, words)
+        of_run = [option for option in of_run if option not in of_training]
     command_options = [] if own is None else list(field_options(own))
     options = [
         *field_options(DeviceOptions()),
         *field_options(StrategyOptions()),
-        *run_options(run),
+        *of_run,
         *command_options,
     ]
     if (page := help_page(f"{usage} {source}", options, words)) is not None:
@@ -157,6 +187,18 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
     own_changes = {path: new for path, new in changes.items() if path in own_paths}
     run = with_folders_tokenizer(with_fields(run, run_changes), run_changes)
     return run, with_fields(own, own_changes)
+
+
+def _refuse_training(command: str, options: Sequence[FieldOption], words: Sequence[str]) -> None:
+    """Refuse options that only training reads, by each of their names."""
+    names = {name for option in options for name in (option.name, f"--{option.path.replace('_', '-')}")}
+    given = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+    given |= {word.replace("-no-", "-").replace(".no-", ".") for word in given}
+    if found := sorted(names & given):
+        raise ValueError(
+            f"{', '.join(found)} cannot change what `shardtrain {command}` shows; leave it out, or give it"
+            " to `shardtrain train`"
+        )
 
 
 def run_options(run: Run) -> Iterator[FieldOption]:

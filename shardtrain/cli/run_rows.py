@@ -1,6 +1,6 @@
 """Rows of measurements from past run folders, for `shardtrain advise predict`; no device is used.
 
-Next: `plan/advice/rows.py`, which reads rows that somebody wrote down.
+Next: `plan/advice/fit.py`, which fits them, and reads rows that somebody wrote down.
 """
 
 import math
@@ -16,7 +16,7 @@ from shardtrain.cli.checkpoint_path import find_checkpoint_path
 from shardtrain.errors.messages import problems_error
 from shardtrain.imported import option_problems
 from shardtrain.plan.advice.bottleneck import step_phases
-from shardtrain.plan.advice.rows import MeasuredRow, read_rows
+from shardtrain.plan.advice.fit import MeasuredRow, read_rows
 from shardtrain.report.sinks.json_lines import METRICS, read_jsonl
 from shardtrain.system.untrusted_data import parse_record
 from shardtrain.system.untrusted_files import read_text

@@ -86,8 +86,8 @@ def _cores(all_facts: Sequence[RankFacts], hosts: Mapping[str, Sequence[RankFact
     for overlapping in (_overlap(ranks) for ranks in hosts.values()):
         if overlapping:
             status, text, fix = overlapping
-            return Row(check="binding", item="cores", finding=f"{text}; {finding}", status=status, fix=fix)
-    return Row(check="binding", item="cores", finding=finding)
+            return Row("cores", f"{text}; {finding}", status, fix)
+    return Row("cores", finding)
 
 
 def _cores_text(facts: Mapping) -> str:
@@ -128,7 +128,7 @@ def _overlap(ranks: Sequence[RankFacts]):
 def _numa(all_facts: Sequence[RankFacts]) -> Row:
     several = [one for one in all_facts if len(one.facts["nodes"]) > 1]
     if not several:
-        return Row(check="binding", item="NUMA", finding="one node on every host")
+        return Row("NUMA", "one node on every host")
     on = {
         one.name: [n for n, cores in one.facts["nodes"].items() if set(cores) & set(one.facts["cores"])]
         for one in several
@@ -136,14 +136,14 @@ def _numa(all_facts: Sequence[RankFacts]) -> Row:
     finding = each((name, f"on node {', '.join(nodes)}") for name, nodes in on.items())
     spread = [one for one in several if len(on[one.name]) > 1]
     if not spread:
-        return Row(check="binding", item="NUMA", finding=finding)
+        return Row("NUMA", finding)
     one = spread[0]
     num_nodes = len(one.facts["nodes"])
     fix = (
         f"memory of another node is slower: for work on the CPU start {num_nodes} ranks a host, one a node"
         f" (islands={num_nodes}), or numactl --cpunodebind=0 --membind=0"
     )
-    return Row(check="binding", item="NUMA", finding=f"{finding}: spread over nodes", status="note", fix=fix)
+    return Row("NUMA", f"{finding}: spread over nodes", "note", fix)
 
 
 def _threads(all_facts: Sequence[RankFacts]) -> list[Row]:
@@ -156,13 +156,13 @@ def _threads(all_facts: Sequence[RankFacts]) -> list[Row]:
     if not many:
         return []
     fix = f"unset it, or set it to the cores of a rank: {len(all_facts[0].facts['cores'])}"
-    return [Row(check="binding", item="threads", finding=each(many), status="warning", fix=fix)]
+    return [Row("threads", each(many), "warning", fix)]
 
 
 def _quota(all_facts: Sequence[RankFacts]) -> Row:
     tight = [one for one in all_facts if 0 < (one.facts["limits"]["cores"] or 0) < len(one.facts["cores"])]
     if not tight:
-        return Row(check="binding", item="CPU quota", finding="none below the number of visible cores")
+        return Row("CPU quota", "none below the number of visible cores")
     finding = each(
         (one.name, f"{one.facts['limits']['cores']:g} cores of time, {len(one.facts['cores'])} are visible")
         for one in tight
@@ -172,7 +172,7 @@ def _quota(all_facts: Sequence[RankFacts]) -> Row:
         "the kernel stops the threads for a part of every 0.1 s: ask for more (docker --cpus, Slurm"
         f" --cpus-per-task), or bind to {num_cores} cores: taskset -c 0-{num_cores - 1}"
     )
-    return Row(check="binding", item="CPU quota", finding=finding, status="warning", fix=fix)
+    return Row("CPU quota", finding, "warning", fix)
 
 
 def _memory_limit(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
@@ -188,8 +188,8 @@ def _memory_limit(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
         texts.append((host, text))
     if tight:
         fix = "ask for what the run needs (Slurm --mem, docker --memory): above the limit the kernel kills it"
-        return Row(check="binding", item="memory", finding=each(texts), status="note", fix=fix)
-    return Row(check="binding", item="memory", finding=each(texts))
+        return Row("memory", each(texts), "note", fix)
+    return Row("memory", each(texts))
 
 
 def _shm(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
@@ -200,12 +200,12 @@ def _shm(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
         texts.append((host, f"{bytes_text(free)} free of {bytes_text(size)}" if size else "does not exist"))
         small += [(host, needed)] if (free or 0) < needed else []
     if not small:
-        return Row(check="binding", item="/dev/shm", finding=each(texts))
+        return Row("/dev/shm", each(texts))
     fix = (
         f"MPI needs {bytes_text(small[0][1])} there for the ranks of a host: docker --shm-size=1g, or"
         " mount -o remount,size=1G /dev/shm; remove files that dead runs left in it"
     )
-    return Row(check="binding", item="/dev/shm", finding=each(texts), status="warning", fix=fix)
+    return Row("/dev/shm", each(texts), "warning", fix)
 
 
 def _ulimits(all_facts: Sequence[RankFacts]) -> list[Row]:
@@ -220,11 +220,11 @@ def _ulimits(all_facts: Sequence[RankFacts]) -> list[Row]:
             "InfiniBand pins memory: ulimit -l unlimited (limits.conf, or Slurm's"
             " PropagateResourceLimitsExcept)"
         )
-        return [Row(check="binding", item="ulimits", finding=finding, status="wrong", fix=fix)]
+        return [Row("ulimits", finding, "wrong", fix)]
     if any((one.facts["ulimits"]["nofile"] or 2**60) < FEW_FILES for one in all_facts):
         fix = f"checkpoints and connections need open files: ulimit -n {FEW_FILES * 64}"
-        return [Row(check="binding", item="ulimits", finding=finding, status="warning", fix=fix)]
-    return [Row(check="binding", item="ulimits", finding=finding)]
+        return [Row("ulimits", finding, "warning", fix)]
+    return [Row("ulimits", finding)]
 
 
 def ulimits_text(ulimits: Mapping[str, int | None]) -> str:

@@ -16,23 +16,23 @@ Facts = dict[str, Any]
 """Facts of a check on one rank: values that JSON can represent."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """A row of the table: what a check found about one item, its status, and the fix.
 
     Args:
-      check: the name of the check.
       item: the item that was checked.
       finding: the result as text; per rank or host if they differ.
       status: see `STATUSES`.
       fix: what to do; never empty for `warning` and `wrong`.
+      check: the name of the check, which the runner sets.
     """
 
-    check: str
     item: str
     finding: str
     status: Status = "ok"
     fix: str = ""
+    check: str = ""
 
     def __post_init__(self) -> None:
         assert self.fix or self.status in ("ok", "note"), self

@@ -1,8 +1,10 @@
 """The check `files`: whether the run folder does what checkpoints need, and all ranks see the same one.
 
-The probes are in `file_system.py`. They run in a temporary folder, which is removed again.
+The probes are in `file_probes.py`. They run in a temporary folder, which is removed again.
 """
 
+import fcntl
+import os
 import shutil
 import tempfile
 import time
@@ -20,16 +22,7 @@ from shardtrain.doctor.check import (
     some,
     time_text,
 )
-from shardtrain.doctor.file_system import (
-    LARGE_BYTES,
-    is_locked,
-    mount_of,
-    nearest,
-    probe,
-    result_or_error,
-    space,
-)
-from shardtrain.doctor.probe_rows import fix_for, probe_rows
+from shardtrain.doctor.file_probes import fix_for, is_locked, measure_all, probe_rows, result_or_error
 from shardtrain.report.quantities import bytes_text
 
 SEEN_SECONDS = 10.0
@@ -49,7 +42,7 @@ def collect(context: RankContext) -> Facts:
     facts, folder = _make_probe_folder(context)
     try:
         if folder is not None and context.is_first_on_host:
-            facts["probes"] = probe(folder, 0 if context.quick else LARGE_BYTES)
+            facts["probes"] = measure_all(folder, with_large=not context.quick)
         return facts | _visibility(context, folder)
     finally:
         if folder is not None:
@@ -110,8 +103,6 @@ def _visibility(context: RankContext, folder: Path | None) -> Facts:
 
 
 def _lock(file) -> None:
-    import fcntl
-
     result_or_error(lambda _: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB) or {}, Path(file.name))
 
 
@@ -137,6 +128,51 @@ def wait_for(path: Path, timeout_seconds: float = SEEN_SECONDS) -> float | None:
         time.sleep(0.05)
 
 
+def mount_of(path: Path, mounts: str) -> Facts:
+    """Return the mount that a path is on.
+
+    Args:
+      path: absolute, without links.
+      mounts: the text of /proc/mounts.
+
+    Returns:
+      Its `type`, `source`, and whether it is `read_only`.
+
+    >>> mount_of(Path("/data/x"), "d / ext4 rw 0 0\\nn:/d /data nfs4 ro,vers=4 0 0\\n")
+    {'type': 'nfs4', 'source': 'n:/d', 'read_only': True}
+    """
+    mount = {"type": "unknown", "source": "", "read_only": False}
+    longest = -1
+    for line in mounts.splitlines():
+        source, where, kind, options, *_ = line.split(" ")
+        # spaces and tabs are written in octal
+        where = where.encode().decode("unicode_escape")
+        # of two mounts on one path the later one is visible
+        if path.is_relative_to(where) and len(where) >= longest:
+            longest = len(where)
+            mount = {"type": kind, "source": source, "read_only": "ro" in options.split(",")}
+    return mount
+
+
+def nearest(path: Path) -> Path:
+    """Return the folder itself, or the nearest existing one above it."""
+    path = path.absolute()
+    while not path.is_dir():
+        path = path.parent
+    return path.resolve()
+
+
+def space(folder: Path) -> Facts:
+    """Return the free space and inodes for this user."""
+    stats = os.statvfs(folder)
+    return {
+        "free_bytes": stats.f_frsize * stats.f_bavail,
+        "size_bytes": stats.f_frsize * stats.f_blocks,
+        # file systems without a fixed number of inodes report 0 of 0
+        "free_inodes": stats.f_favail if stats.f_files else None,
+    }
+
+
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for the folder, its visibility on all ranks, its space, and each probe."""
     hosts = {host: ranks[0] for host, ranks in by_host(all_facts).items()}
@@ -153,7 +189,7 @@ def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
 def _refused(first: RankFacts, refused: Sequence[tuple[str, str]]) -> Row:
     finding = f"{first.facts['base']} cannot be written: {each(refused)}"
     fix = fix_for([error for _, error in refused])
-    return Row(check="files", item="run folder", finding=finding, status="wrong", fix=fix)
+    return Row("run folder", finding, "wrong", fix)
 
 
 def _folder(hosts: Mapping[str, RankFacts]) -> Row:
@@ -162,8 +198,8 @@ def _folder(hosts: Mapping[str, RankFacts]) -> Row:
         one.facts["mount"]["type"] for one in hosts.values() if one.facts["mount"]["type"] in TEMPORARY
     ]:
         fix = f"copy what you need from it, or give another --run-dir: {TEMPORARY[lost[0]]}"
-        return Row(check="files", item="run folder", finding=finding, status="note", fix=fix)
-    return Row(check="files", item="run folder", finding=finding)
+        return Row("run folder", finding, "note", fix)
+    return Row("run folder", finding)
 
 
 def _folder_text(facts: Mapping) -> str:
@@ -184,7 +220,7 @@ def _same(all_facts: Sequence[RankFacts]) -> Row:
             "the run folder is not the same on all hosts: give --run-dir a path on a shared file system;"
             " islands resume from what rank 0 saved there"
         )
-        return Row(check="files", item="shared", finding=finding, status="wrong", fix=fix)
+        return Row("shared", finding, "wrong", fix)
     slowest = max(one.facts["sees_seconds"] for one in others)
     finding = f"all {len(all_facts)} ranks see the same folder, a new file within {time_text(slowest)}"
     unlocked = [one.name for one in others if not one.facts["sees_lock"]]
@@ -194,8 +230,8 @@ def _same(all_facts: Sequence[RankFacts]) -> Row:
             " everywhere"
         )
         finding += f"; the lock of {all_facts[0].name} is not seen by {some(unlocked)}"
-        return Row(check="files", item="shared", finding=finding, status="warning", fix=fix)
-    return Row(check="files", item="shared", finding=f"{finding}, and its lock")
+        return Row("shared", finding, "warning", fix)
+    return Row("shared", f"{finding}, and its lock")
 
 
 def _space(hosts: Mapping[str, RankFacts]) -> Row:
@@ -210,13 +246,13 @@ def _space(hosts: Mapping[str, RankFacts]) -> Row:
         few = inodes is not None and inodes < FREE_INODES
         small += [(host, room["free_bytes"])] if room["free_bytes"] < FREE_BYTES or few else []
     if not small:
-        return Row(check="files", item="space", finding=each(texts))
+        return Row("space", each(texts))
     fix = (
         "a checkpoint needs 12 bytes a parameter with Adam, and is written before the last is deleted:"
         f" {bytes_text(small[0][1])} hold two of {small[0][1] // 24:,} parameters; delete old files,"
         " or give another --run-dir"
     )
-    return Row(check="files", item="space", finding=each(texts), status="warning", fix=fix)
+    return Row("space", each(texts), "warning", fix)
 
 
 CHECK = Check(

@@ -184,7 +184,7 @@ def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
             f"{rate_text(rate)} of gradients; {time_text(seconds)} a step for 100 million parameters in"
             " float32"
         )
-        rows.append(Row(check="links", item="sum over ranks", finding=finding))
+        rows.append(Row("sum over ranks", finding))
     return rows
 
 
@@ -197,14 +197,12 @@ def _devices(all_facts: Sequence[RankFacts]) -> list[Row]:
     text += f"; sums over all: {spread_text(sums, 'B')}"
     if any(one.facts["platform"] == "cpu" for one in all_facts):
         finding = f"{text} (simulated devices: memory of the host)"
-        return [Row(check="links", item="devices", finding=finding)]
+        return [Row("devices", finding)]
     if slow := outliers(rates, OUTLIER_SHARE):
         named = some([f"{pair} {rate_text(rate)}" for pair, rate in slow.items()])
         fix = "nvidia-smi topo -m shows the connections: place tensor and fsdp on devices joined by NVLink"
-        return [
-            Row(check="links", item="devices", finding=f"{text}; slow: {named}", status="warning", fix=fix)
-        ]
-    return [Row(check="links", item="devices", finding=text)]
+        return [Row("devices", f"{text}; slow: {named}", "warning", fix)]
+    return [Row("devices", text)]
 
 
 def _pairs(pairs: dict[tuple[int, int], list[float]], names: dict[int, RankFacts], where: str) -> Row:
@@ -215,15 +213,13 @@ def _pairs(pairs: dict[tuple[int, int], list[float]], names: dict[int, RankFacts
         f"{count_text(len(pairs), 'pair')}: 8 B in {times_text(pings)},"
         f" 8 MiB both ways at {spread_text(rates.values(), 'B')}"
     )
-    named = {" - ".join(names[rank].name for rank in pair): rate for pair, rate in rates.items()}
     # a pair that is slow among its equals points to a cable or port
-    if slow := outliers(named, OUTLIER_SHARE):
-        finding = f"{text}; slow: {some([f'{pair} {rate_text(rate)}' for pair, rate in slow.items()])}"
-        fix = (
-            _common(list(rates), outliers_of(rates), names)
-            or "check the cables and ports between these hosts"
-        )
-        return Row(check="links", item=item, finding=finding, status="warning", fix=fix)
+    if slow := outliers(rates, OUTLIER_SHARE):
+        shown = [
+            f"{' - '.join(names[i].name for i in pair)} {rate_text(rate)}" for pair, rate in slow.items()
+        ]
+        fix = _common(list(slow), names) or "check the cables and ports between these hosts"
+        return Row(item, f"{text}; slow: {some(shown)}", "warning", fix)
     middle = median(rates.values())
     # all pairs alike, but slow for a network: MPI may have taken another one
     if where == "two hosts" and middle < SLOW_BYTES_PER_SECOND:
@@ -233,8 +229,8 @@ def _pairs(pairs: dict[tuple[int, int], list[float]], names: dict[int, RankFacts
             " (MPICH: UCX_NET_DEVICES, FI_PROVIDER; Open MPI: --mca btl_tcp_if_include), or send less:"
             " --combine int8+mean, --local-steps"
         )
-        return Row(check="links", item=item, finding=text, status="warning", fix=fix)
-    return Row(check="links", item=item, finding=text)
+        return Row(item, text, "warning", fix)
+    return Row(item, text)
 
 
 def times_text(seconds: Sequence[float]) -> str:
@@ -246,15 +242,7 @@ def times_text(seconds: Sequence[float]) -> str:
     return " to ".join(dict.fromkeys((time_text(min(seconds)), time_text(max(seconds)))))
 
 
-def outliers_of(rates: dict[tuple[int, int], float]) -> list[tuple[int, int]]:
-    """Return the pairs that are much slower than the median."""
-    limit = OUTLIER_SHARE * median(rates.values())
-    return [pair for pair, rate in rates.items() if rate < limit]
-
-
-def _common(
-    every: Sequence[tuple[int, int]], slow: Sequence[tuple[int, int]], names: dict[int, RankFacts]
-) -> str:
+def _common(slow: Sequence[tuple[int, int]], names: dict[int, RankFacts]) -> str:
     """Return the rank or host that all of several slow pairs share; "" if there is none."""
     shared = set.intersection(*(set(pair) for pair in slow))
     if len(slow) > 1 and shared:

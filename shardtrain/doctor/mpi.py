@@ -7,9 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, count_text, each
-from shardtrain.doctor.child import run_child
-from shardtrain.doctor.mpi_vendor import compatible
-from shardtrain.doctor.visible_gpus import gpus_wanted
+from shardtrain.doctor.child import compatible, run_child
+from shardtrain.doctor.devices import gpus_wanted
 from shardtrain.islands.device_memory import cuda_aware
 from shardtrain.islands.launcher_variables import JOB_ID, JOB_TASKS, OTHER_LAUNCHERS, pmi_interface
 from shardtrain.islands.mpi_library import library_environment, not_installed, vendor
@@ -85,7 +84,7 @@ def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     rows = [_launcher(all_facts)]
     if problem := all_facts[0].facts["seats_problem"]:
         fix = "start as many ranks as the islands need, or change SHARDTRAIN_ISLAND_PROCESSES, as it says"
-        rows.append(Row(check="mpi", item="islands", finding=problem, status="wrong", fix=fix))
+        rows.append(Row("islands", problem, "wrong", fix))
     if absent := [(one.host, ", ".join(one.facts["absent"])) for one in all_facts if "absent" in one.facts]:
         rows.append(_absent(absent, alone=all_facts[0].facts["told"][1] == 1))
     if firsts:
@@ -106,21 +105,21 @@ def _launcher(all_facts: Sequence[RankFacts]) -> Row:
             " launcher's MPI (README, Installing); with srun add --mpi=pmi2 or --mpi=pmix"
             " (srun --mpi=list lists the choices)"
         )
-        return Row(check="mpi", item="launcher", finding=facts["problem"], status="wrong", fix=fix)
+        return Row("launcher", facts["problem"], "wrong", fix)
     if facts["strange"]:
         fix = (
             "start with mpiexec or srun, or set PMI_RANK and PMI_SIZE for each rank: as it is, each"
             " would be alone"
         )
         finding += f"; but a launcher shardtrain does not know set {', '.join(facts['strange'])}"
-        return Row(check="mpi", item="launcher", finding=finding, status="warning", fix=fix)
+        return Row("launcher", finding, "warning", fix)
     if facts["tasks_of_job"] > 1:
         fix = f"check all of them: srun -n {facts['tasks_of_job']} --mpi=pmi2 shardtrain doctor"
         finding += f", in a job of {facts['tasks_of_job']} tasks"
-        return Row(check="mpi", item="launcher", finding=finding, status="note", fix=fix)
+        return Row("launcher", finding, "note", fix)
     size = count_text(facts["told"][1], "rank")
     finding = started if facts["launcher"] == "none" else f"{started}, {facts['pmi']}; MPI agrees on {size}"
-    return Row(check="mpi", item="launcher", finding=finding)
+    return Row("launcher", finding)
 
 
 def _absent(hosts: Sequence[tuple[str, str]], alone: bool) -> Row:
@@ -130,7 +129,7 @@ def _absent(hosts: Sequence[tuple[str, str]], alone: bool) -> Row:
     fix = f"nothing for a single process, which needs none; for several {install}"
     if not alone:
         fix = f"{install}: launched ranks cannot communicate without it"
-    return Row(check="mpi", item="library", finding=finding, status="note" if alone else "wrong", fix=fix)
+    return Row("library", finding, "note" if alone else "wrong", fix)
 
 
 def _first_line(library: str) -> str:
@@ -153,7 +152,7 @@ def _library(firsts: Sequence[RankFacts]) -> Row:
             " (README, Installing)"
         )
         finding = "mpi4py does not start: " + each((host, str(died)) for host, died in broken)
-        return Row(check="mpi", item="library", finding=finding, status="wrong", fix=fix)
+        return Row("library", finding, "wrong", fix)
     # it starts: show the version and the library of each host
     texts = [
         (
@@ -165,8 +164,8 @@ def _library(firsts: Sequence[RankFacts]) -> Row:
     ]
     if len({_first_line(child["library"]) for _, child in children}) > 1:
         fix = "give every host the same MPI: different ones cannot communicate"
-        return Row(check="mpi", item="library", finding=each(texts), status="wrong", fix=fix)
-    return Row(check="mpi", item="library", finding=each(texts))
+        return Row("library", each(texts), "wrong", fix)
+    return Row("library", each(texts))
 
 
 def _threads(firsts: Sequence[RankFacts]) -> list[Row]:
@@ -177,7 +176,7 @@ def _threads(firsts: Sequence[RankFacts]) -> list[Row]:
     fix = (
         "use an MPI built with MPI_THREAD_MULTIPLE, and unset MPI4PY_RC_THREAD_LEVEL: several threads call it"
     )
-    return [Row(check="mpi", item="threads", finding=each(low), status="wrong", fix=fix)]
+    return [Row("threads", each(low), "wrong", fix)]
 
 
 def _mpi4jax(firsts: Sequence[RankFacts]) -> Row:
@@ -188,29 +187,21 @@ def _mpi4jax(firsts: Sequence[RankFacts]) -> Row:
     two = [(host, ", ".join(c["libraries"])) for host, c in children if len(c.get("libraries", ())) > 1]
     if two:
         finding = "mpi4py and mpi4jax load different MPIs: " + each(two)
-        return Row(check="mpi", item="mpi4jax", finding=finding, status="wrong", fix=rebuild)
+        return Row("mpi4jax", finding, "wrong", rebuild)
     # it does not load, or the test array did not come back as it was sent
     failed = [(host, str(c["died"] or "it came back modified")) for host, c in children if not c.get("moved")]
     if failed:
         loads = all("mpi4jax" in child for _, child in children)
         finding = ("an array sent to itself: " if loads else "it does not load: ") + each(failed)
-        return Row(check="mpi", item="mpi4jax", finding=finding, status="wrong", fix=rebuild)
+        return Row("mpi4jax", finding, "wrong", rebuild)
     texts = [
         (host, f"{child['mpi4jax']} loads the same MPI; an array passed through it")
         for host, child in children
     ]
     if warned := [(host, child["warnings"][0][:200]) for host, child in children if child["warnings"]]:
         finding = f"{each(texts)}; it warns: {each(warned)}"
-        return Row(
-            check="mpi",
-            item="mpi4jax",
-            finding=finding,
-            status="note",
-            fix="keep the versions of jax and mpi4jax that uv sync installs",
-        )
-    return Row(
-        check="mpi", item="mpi4jax", finding=each(texts) if texts else "not tried: mpi4py does not start"
-    )
+        return Row("mpi4jax", finding, "note", "keep the versions of jax and mpi4jax that uv sync installs")
+    return Row("mpi4jax", each(texts) if texts else "not tried: mpi4py does not start")
 
 
 def _launches(firsts: Sequence[RankFacts]) -> Row:
@@ -225,7 +216,7 @@ def _launches(firsts: Sequence[RankFacts]) -> Row:
             "install shardtrain[mpi], which contains one, or give yours: shardtrain launch --mpiexec PATH;"
             " srun needs none"
         )
-        return Row(check="mpi", item="mpiexec", finding=finding, status="warning", fix=fix)
+        return Row("mpiexec", finding, "warning", fix)
     other = [
         (one.host, vendor(one.facts["child"]["library"]))
         for one in firsts
@@ -237,8 +228,8 @@ def _launches(firsts: Sequence[RankFacts]) -> Row:
             f"start ranks with the mpiexec of mpi4py's MPI ({other[0][1]}); with this one each rank would"
             " be alone"
         )
-        return Row(check="mpi", item="mpiexec", finding=finding, status="warning", fix=fix)
-    return Row(check="mpi", item="mpiexec", finding=finding)
+        return Row("mpiexec", finding, "warning", fix)
+    return Row("mpiexec", finding)
 
 
 def _device_memory(probed: Sequence[tuple[str, bool]]) -> Row:
@@ -246,11 +237,11 @@ def _device_memory(probed: Sequence[tuple[str, bool]]) -> Row:
         (host, "accepts device memory" if able else "does not accept device memory") for host, able in probed
     )
     if all(able for _, able in probed):
-        return Row(check="mpi", item="CUDA-aware", finding=finding)
+        return Row("CUDA-aware", finding)
     fix = (
         "nothing: arrays are copied through host memory; an MPI and mpi4jax built for CUDA would save a copy"
     )
-    return Row(check="mpi", item="CUDA-aware", finding=finding, status="note", fix=fix)
+    return Row("CUDA-aware", finding, "note", fix)
 
 
 CHECK = Check(

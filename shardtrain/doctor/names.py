@@ -80,7 +80,7 @@ def _own(firsts: Sequence[RankFacts]) -> Row:
         fix = (
             f"give it an address: a line such as '{line}', with its own address, in /etc/hosts of every host"
         )
-        return Row(check="names", item="own name", finding=finding, status="wrong", fix=fix)
+        return Row("own name", finding, "wrong", fix)
     if looped and len(firsts) > 1:
         one = looped[0].facts
         fix = (
@@ -89,11 +89,11 @@ def _own(firsts: Sequence[RankFacts]) -> Row:
             f" {one['own']['addresses'][0]}, and add a line with the"
             f" address that the others use, such as '10.0.0.7 {one['name']}'"
         )
-        return Row(check="names", item="own name", finding=finding, status="wrong", fix=fix)
+        return Row("own name", finding, "wrong", fix)
     if looped:
         fix = "nothing for one host; with several its name must resolve to an address that the others reach"
-        return Row(check="names", item="own name", finding=finding, status="note", fix=fix)
-    return Row(check="names", item="own name", finding=finding)
+        return Row("own name", finding, "note", fix)
+    return Row("own name", finding)
 
 
 def _loops(answer: Mapping) -> bool:
@@ -117,13 +117,13 @@ def _doubles(firsts: Sequence[RankFacts]) -> list[Row]:
             "give each machine a name of its own (hostnamectl set-hostname); logs and MPI use it to tell"
             " them apart"
         )
-        rows.append(Row(check="names", item="names", finding=finding, status="wrong", fix=fix))
+        rows.append(Row("names", finding, "wrong", fix))
     called = [(one.facts["launcher_name"], one.facts["name"]) for one in firsts]
     other = [(name, own) for name, own in called if name.partition(".")[0] != own.partition(".")[0]]
     if other:
         finding = "; ".join(f"{name} of the launcher has the host name {own}" for name, own in other)
         fix = "nothing while both names resolve to the same host (names of a container often differ)"
-        rows.append(Row(check="names", item="launcher", finding=finding, status="note", fix=fix))
+        rows.append(Row("launcher", finding, "note", fix))
     return rows
 
 
@@ -139,7 +139,7 @@ def _slow(firsts: Sequence[RankFacts]) -> list[Row]:
     host, name, seconds = max(slow, key=lambda entry: entry[2])
     finding = f"{host} took {time_text(seconds)} to look up {name}"
     fix = "a name server does not answer: correct /etc/resolv.conf there, or put the hosts into /etc/hosts"
-    return [Row(check="names", item="speed", finding=finding, status="warning", fix=fix)]
+    return [Row("speed", finding, "warning", fix)]
 
 
 def _proxies(firsts: Sequence[RankFacts]) -> list[Row]:
@@ -151,7 +151,7 @@ def _proxies(firsts: Sequence[RankFacts]) -> list[Row]:
         "nothing for ranks of a run, which exempt each other (no_proxy); for programs of yours that connect"
         " to these hosts: export no_proxy=" + ",".join(one.facts["name"] for one in firsts)
     )
-    return [Row(check="names", item="proxies", finding=f"{found} set", status="note", fix=fix)]
+    return [Row("proxies", f"{found} set", "note", fix)]
 
 
 def _others(firsts: Sequence[RankFacts]) -> Row:
@@ -164,10 +164,8 @@ def _others(firsts: Sequence[RankFacts]) -> Row:
     ]
     if wrong:
         fix = "put every host with its address into /etc/hosts of every host, or repair the name server"
-        return Row(check="names", item="other hosts", finding="; ".join(wrong[:4]), status="wrong", fix=fix)
-    return Row(
-        check="names", item="other hosts", finding=f"each of {len(firsts)} hosts finds the others by name"
-    )
+        return Row("other hosts", "; ".join(wrong[:4]), "wrong", fix)
+    return Row("other hosts", f"each of {len(firsts)} hosts finds the others by name")
 
 
 def _clocks(all_facts: Sequence[RankFacts]) -> Row:
@@ -176,16 +174,13 @@ def _clocks(all_facts: Sequence[RankFacts]) -> Row:
     early, late = min(clocks, key=clocks.__getitem__), max(clocks, key=clocks.__getitem__)
     apart = clocks[late] - clocks[early]
     if apart < CLOCK_SECONDS:
-        return Row(check="names", item="clocks", finding=f"within {time_text(apart)} of each other")
+        return Row("clocks", f"within {time_text(apart)} of each other")
     return Row(
-        check="names",
-        item="clocks",
-        finding=f"{late} is {time_text(apart)} ahead of {early}",
-        status="wrong" if apart >= CLOCK_WRONG_SECONDS else "warning",
-        fix=(
-            "set the clocks by NTP (timedatectl set-ntp true, or chronyc makestep); dates of files and"
-            " logs depend on them"
-        ),
+        "clocks",
+        f"{late} is {time_text(apart)} ahead of {early}",
+        "wrong" if apart >= CLOCK_WRONG_SECONDS else "warning",
+        "set the clocks by NTP (timedatectl set-ntp true, or chronyc makestep); dates of files and"
+        " logs depend on them",
     )
 
 

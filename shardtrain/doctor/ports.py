@@ -86,7 +86,7 @@ def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
             "allow users' programs to listen there: ask the administrator, or change the network mode of the"
             " container"
         )
-        return [Row(check="ports", item="listen", finding="; ".join(refused), status="wrong", fix=fix)]
+        return [Row("listen", "; ".join(refused), "wrong", fix)]
     tried = [(one.host, host, answer) for one in firsts for host, answer in one.facts["connects"].items()]
     broken = [entry for entry in tried if entry[2]["failed"]]
     if broken:
@@ -99,10 +99,10 @@ def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
             " 1024 up (firewall-cmd --zone=trusted --add-source=NETWORK, or host names that resolve to an"
             " internal network)"
         )
-        return [Row(check="ports", item="connect", finding=pairs, status="wrong", fix=fix)]
+        return [Row("connect", pairs, "wrong", fix)]
     slowest = max((answer["seconds"] for *_, answer in tried), default=0.0)
     among = f"{len(tried)} connections between {len(firsts)} hosts" if len(firsts) > 1 else "to itself"
-    return [Row(check="ports", item="connect", finding=f"{among}, the slowest in {time_text(slowest)}")]
+    return [Row("connect", f"{among}, the slowest in {time_text(slowest)}")]
 
 
 def _failure_text(failed: str) -> str:

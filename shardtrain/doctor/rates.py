@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, rate_text, some
 from shardtrain.plan.devices import known_device
@@ -19,6 +19,8 @@ OUTLIER_SHARE = 0.8
 
 OF_PEAK = 0.4
 """Fraction of the data sheet's rate below which a device is throttled, shared or misconfigured."""
+
+_Key = TypeVar("_Key")
 
 ITEMS = {
     "float32": ("float32 products", "flop"),
@@ -124,7 +126,7 @@ def _wrong_products(all_facts: Sequence[RankFacts]) -> Row | None:
         return None
     fix = "do not train on it: the hardware, its overclocking or its driver makes errors; have it replaced"
     finding = f"a product of small integers is wrong on {some(wrong)}"
-    return Row(check="rates", item="exact products", finding=finding, status="wrong", fix=fix)
+    return Row("exact products", finding, "wrong", fix)
 
 
 def _rate(all_facts: Sequence[RankFacts], kind: str, name: str) -> Row:
@@ -150,13 +152,13 @@ def _rate(all_facts: Sequence[RankFacts], kind: str, name: str) -> Row:
             "every step waits for the slowest: check it for another process, heat and clocks"
             " (nvidia-smi -q -d PERFORMANCE), a shared core; or give it fewer rows (--shares)"
         )
-        return Row(check="rates", item=item, finding=f"{text}; slow: {named}", status="warning", fix=fix)
+        return Row(item, f"{text}; slow: {named}", "warning", fix)
     peak = _peak(kind, name)
     if peak and middle < OF_PEAK * peak:
         found_text = f"{text}, {middle / peak:.0%} of the data sheet's {rate_text(peak, unit)}"
         fix = "check for another process, a power cap and clocks: nvidia-smi -q -d PERFORMANCE,POWER"
-        return Row(check="rates", item=item, finding=found_text, status="warning", fix=fix)
-    return Row(check="rates", item=item, finding=text)
+        return Row(item, found_text, "warning", fix)
+    return Row(item, text)
 
 
 def _peak(kind: str, name: str) -> float | None:
@@ -181,7 +183,7 @@ def spread_text(values: Iterable[float], unit: str) -> str:
     return f"{both}, median {rate_text(median(values), unit)}"
 
 
-def outliers(rates: dict[str, float], share: float) -> dict[str, float]:
+def outliers(rates: dict[_Key, float], share: float) -> dict[_Key, float]:
     """Return the entries below a fraction of the median.
 
     >>> outliers({"a": 10.0, "b": 7.0, "c": 10.5}, 0.8)

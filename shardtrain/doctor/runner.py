@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardtrain.doctor import binding, devices, files, links, mpi, names, ports, rates, versions
@@ -140,22 +140,14 @@ def check_rows(name: str, check: Check, context: RankContext, outcomes: Mapping[
         except Exception as error:
             # unexpected facts must not hide the results of the other checks
             finding = f"the facts were not understood: {type(error).__name__}: {error}"
-            rows = [
-                Row(check=name, item="check", finding=finding, status="warning", fix="see them with --json")
-            ]
+            rows = [Row("check", finding, "warning", "see them with --json")]
     # then the ranks on which the check itself failed or hung
-    for hung in (True, False):
+    for hung, fix in ((True, check.if_it_hangs), (False, "the check could not run there; see its error")):
         failed = {r: a["failed"] for r, a in sorted(outcomes.items()) if a["failed"] and a["hung"] == hung}
         if failed:
-            everyone = len(failed) == len(names) == 1
-            finding = (
-                next(iter(failed.values())) if everyone else each((names[r], t) for r, t in failed.items())
-            )
-            fix = check.if_it_hangs if hung else "the check could not run there; see its error"
-            rows.append(
-                Row(check=name, item="check", finding=finding, status="wrong" if hung else "warning", fix=fix)
-            )
-    return rows
+            texts = ((names[rank], text) for rank, text in failed.items())
+            rows.append(Row("check", each(texts), "wrong" if hung else "warning", fix))
+    return [replace(row, check=row.check or name) for row in rows]
 
 
 def missing_row(name: str, text: str, left: Sequence[str]) -> Row:
@@ -169,4 +161,4 @@ def missing_row(name: str, text: str, left: Sequence[str]) -> Row:
         "its process is stopped, dead or unreachable: use ps, dmesg and ping on that host; then exclude it"
         " (--hosts) or start again"
     )
-    return Row(check="ranks", item="missing", finding=f"{text}{rest}", status="wrong", fix=fix)
+    return Row("missing", f"{text}{rest}", "wrong", fix, check="ranks")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardtrain.doctor.check import ControlChannel
-from shardtrain.doctor.mpi_vendor import launch_problem
+from shardtrain.doctor.child import launch_problem
 from shardtrain.islands.rank_environment import RankEnvironment
 from shardtrain.islands.seat import PROCESSES, find_seat, parse_processes, seat_problem
 

@@ -29,27 +29,25 @@ def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
 
 def _packages(all_facts: Sequence[RankFacts]) -> Row:
     if differences := _differences(all_facts, "versions/"):
-        return Row(
-            check="versions", item="packages", finding=differences[0], status="wrong", fix=differences[1]
-        )
+        return Row("packages", differences[0], "wrong", differences[1])
     missing = [name for name in SHOWN if all_facts[0].facts[f"versions/{name}"] is None]
     # a single process needs no MPI; the check `mpi` reports it
     if set(missing) - set(OF_MPI):
         fix = "uv sync installs the packages that shardtrain needs"
         finding = f"not installed: {', '.join(missing)}"
-        return Row(check="versions", item="packages", finding=finding, status="wrong", fix=fix)
+        return Row("packages", finding, "wrong", fix)
     installed = [name for name in SHOWN if name not in missing]
     finding = ", ".join(f"{name} {all_facts[0].facts[f'versions/{name}']}" for name in installed)
-    return Row(check="versions", item="packages", finding=finding)
+    return Row("packages", finding)
 
 
 def _flags(all_facts: Sequence[RankFacts]) -> Row:
     if differences := _differences(all_facts, "flags/"):
-        return Row(check="versions", item="flags", finding=differences[0], status="wrong", fix=differences[1])
+        return Row("flags", differences[0], "wrong", differences[1])
     facts = all_facts[0].facts
     xla = [f"{name[6:]}={value}" for name, value in facts.items() if name.startswith("flags/xla_")]
     finding = ", ".join(xla) if xla else "no XLA flag that changes results"
-    return Row(check="versions", item="flags", finding=finding)
+    return Row("flags", finding)
 
 
 def _differences(all_facts: Sequence[RankFacts], prefix: str) -> tuple[str, str] | None:
@@ -67,8 +65,8 @@ def _python(all_facts: Sequence[RankFacts]) -> Row:
     finding = each((one.name, one.facts["python"]) for one in all_facts)
     if len({one.facts["python"] for one in all_facts}) > 1:
         fix = "nothing while their packages are equal; one environment on a shared file system ensures that"
-        return Row(check="versions", item="python", finding=finding, status="note", fix=fix)
-    return Row(check="versions", item="python", finding=finding)
+        return Row("python", finding, "note", fix)
+    return Row("python", finding)
 
 
 def _system(all_facts: Sequence[RankFacts]) -> Row:
@@ -79,11 +77,11 @@ def _system(all_facts: Sequence[RankFacts]) -> Row:
     drivers = {one.facts["driver"] for one in all_facts if one.facts["driver"]}
     if len(drivers) > 1:
         fix = f"install one GPU driver on all hosts (now {some(sorted(drivers))}): NCCL expects that"
-        return Row(check="versions", item="system", finding=finding, status="warning", fix=fix)
+        return Row("system", finding, "warning", fix)
     if len({tuple(one.facts[n] for n in names) for one in all_facts}) > 1:
         fix = "nothing: different hosts may round the last bits differently"
-        return Row(check="versions", item="system", finding=finding, status="note", fix=fix)
-    return Row(check="versions", item="system", finding=finding)
+        return Row("system", finding, "note", fix)
+    return Row("system", finding)
 
 
 CHECK = Check(

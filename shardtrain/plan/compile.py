@@ -17,12 +17,83 @@ from shardtrain.data.row_split import RowSplit
 from shardtrain.errors.messages import near
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
-from shardtrain.plan.gpu_targets import GPU_TARGETS, target_config
+from shardtrain.plan.devices import known_device
 from shardtrain.plan.hlo.collectives import Collective, collectives
 from shardtrain.plan.hlo.flops import matrix_flops
 from shardtrain.train_step.initial_state import restorable_state
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.step import make_step
+
+SAME = {
+    "threads_per_block_limit": 1024,
+    "threads_per_warp": 32,
+    "threads_per_core_limit": 2048,
+    "block_dim_limit_x": 2**31 - 1,
+    "block_dim_limit_y": 2**16 - 1,
+    "block_dim_limit_z": 2**16 - 1,
+    "thread_dim_limit_x": 1024,
+    "thread_dim_limit_y": 1024,
+    "thread_dim_limit_z": 64,
+    "registers_per_core_limit": 2**16,
+    "registers_per_block_limit": 2**16,
+    "shared_memory_per_block": 48 * 2**10,
+}
+"""Equal for all GPUs below; in bytes; a core of XLA is a streaming multiprocessor."""
+
+GPU_TARGETS: Mapping[str, tuple[str, Mapping[str, float]]] = {
+    "h100": (
+        "NVIDIA H100 80GB HBM3",
+        {
+            "core_count": 132,
+            "fpus_per_core": 128,
+            "clock_rate_ghz": 1.98,
+            "l2_cache_size": 50 * 2**20,
+            "shared_memory_per_core": 228 * 2**10,
+            "shared_memory_per_block_optin": 227 * 2**10,
+        },
+    ),
+    "a100": (
+        "NVIDIA A100-SXM4-80GB",
+        {
+            "core_count": 108,
+            "fpus_per_core": 64,
+            "clock_rate_ghz": 1.41,
+            "l2_cache_size": 40 * 2**20,
+            "shared_memory_per_core": 164 * 2**10,
+            "shared_memory_per_block_optin": 163 * 2**10,
+        },
+    ),
+}
+"""Kind -> name in the table of known devices, and what NVIDIA publishes beside that."""
+
+
+def target_config(kind: str) -> str:
+    """Format one GPU as the text of XLA's message GpuTargetConfigProto, to compile for it in its absence.
+
+    >>> print(target_config("h100").splitlines()[-1])
+    device_description_str: "NVIDIA H100 80GB HBM3"
+    """
+    name, numbers = GPU_TARGETS[kind]
+    device = known_device(name)
+    assert device is not None
+    memory = {
+        "device_memory_size": device.memory_bytes,
+        "memory_bandwidth": round(device.memory_bytes_per_second),
+    }
+    lines = [f"  {field}: {value}" for field, value in {**SAME, **memory, **numbers}.items()]
+    major, minor = (device.compute_capability or "").split(".")
+    return "\n".join(
+        [
+            "gpu_device_info {",
+            *lines,
+            f"  cuda_compute_capability {{ major: {major} minor: {minor} }}",
+            "}",
+            'platform_name: "CUDA"',
+            "dnn_version_info { major: 9 minor: 8 }",
+            f'device_description_str: "{name}"',
+        ]
+    )
+
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 """Modules of which one compiles for GPUs."""

@@ -1,19 +1,24 @@
-"""Work of a device that a trace leaves closed: arrays in, arrays out, and what it costs in between.
+"""What devices compute by hand, in calls that a trace leaves closed: attention, and arrays that move.
 
-What a run computes by hand on each device (attention over context, the exchange of experts) depends on the
-mesh, and a trace has none. So its place in a traced program is a call that only says the names and shapes of
-its results. Next: `traced_attention.py` and `traced_experts.py`, which make such calls.
+A run computes these on each device of a mesh, and a trace has none. So each is a call in a traced program
+that says the names and shapes of its results, and what it costs. Next: `traced_attention.py` and
+`traced_experts.py`, which make such calls.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
-from shardtrain.plan.program import DeviceCall, Dims
+from shardtrain import axes
+from shardtrain.functional.score_sizes import num_key_blocks, window_reach
+from shardtrain.plan.hlo.collectives import ALL_GATHER, PERMUTE
+from shardtrain.plan.prediction import Sent
+from shardtrain.plan.program import CallCost, CallSizes, DeviceCall, Dims, Program
 
 NAME = "device_call"
 """The name of the primitive in a traced computation."""
@@ -72,3 +77,243 @@ def linear_call(
 
 Trace = Callable[..., jax.Array]
 """What a model calls in the place of its own attention or experts."""
+
+
+class Moved(NamedTuple):
+    """A call that moves its first input, and computes nothing but sums.
+
+    Args:
+      kind: the collective, as in `plan.hlo.collectives`; "": none.
+      axis: the mesh axis that it runs over.
+      linear: whether parts of a sum may pass it before they are added; of its first input alone.
+      completes: whether they are added in its result.
+    """
+
+    kind: str = ""
+    axis: str = ""
+    linear: bool = True
+    completes: bool = False
+
+    def after(self, earlier: Iterable[DeviceCall]) -> "Moved":
+        """Return the same: it moves what no other call has moved."""
+        return self
+
+    def cost(self, sizes: CallSizes) -> CallCost:
+        """Return what one call costs; see `DeviceCall`."""
+        zeros = np.zeros(np.shape(sizes.reads[0]))
+        if not self.kind:
+            return CallCost(flops=zeros, moved_bytes=zeros, temporary_bytes=zeros, sent=())
+        # of what is gathered the whole counts, of anything else what a device has before
+        payload = sizes.writes[0] if self.kind == ALL_GATHER else sizes.reads[0]
+        sent = Sent(self.kind, (self.axis,), payload, 1.0)  # pyright: ignore
+        return CallCost(flops=zeros, moved_bytes=zeros, temporary_bytes=zeros, sent=(sent,))
+
+
+PRODUCTS, COUNTED = (2, 5), (2, 4)
+"""Products of queries and keys forward and backward: those of the kernel, whose backward computes the scores
+again (Dao et al. 2022, https://arxiv.org/abs/2205.14135, algorithms 1 and 4); those of the model's flops."""
+
+FLOAT = 4
+"""Bytes of an element of scores, of their sums and of gradients that travel or are added up."""
+
+
+class FlashCall(NamedTuple):
+    """Flash attention of one device, forward or backward.
+
+    It reads queries, keys and values and writes the context and the sums of its softmax; backward it also
+    reads these two and a cotangent, and writes three gradients.
+
+    Args:
+      queries, keys: positions of the whole sequences.
+      head_dim: features of a head.
+      item_bytes: of an element of queries and keys.
+      causal: whether queries see keys up to their own position alone; the kernel skips blocks of others.
+      window: of causal attention, how many keys a query sees at most; None: any number.
+      softmax_features: see `data_sheet.Reached`.
+      backward: whether it is the gradient.
+    """
+
+    queries: int
+    keys: int
+    head_dim: int
+    item_bytes: int
+    causal: bool
+    window: int | None
+    softmax_features: float
+    backward: bool = False
+
+    linear = completes = False
+
+    def after(self, earlier: Iterable[DeviceCall]) -> "FlashCall":
+        """Return the call itself: it shares nothing with others."""
+        return self
+
+    def cost(self, sizes: CallSizes) -> CallCost:
+        """Return what one call costs; see `DeviceCall`.
+
+        Its flops are those of a program without the kernel, all scores counted, as MFU counts them.
+        """
+        elements = sizes.reads[0] / self.item_bytes
+        # of one product of all queries and keys
+        whole = 2 * elements * self.keys
+        slower = 1 + self.softmax_features / self.head_dim
+        gradient = self.backward * FLOAT * elements
+        return CallCost(
+            flops=COUNTED[self.backward] * whole,
+            moved_bytes=2 * gradient,
+            temporary_bytes=gradient,
+            sent=(),
+            timed_flops=PRODUCTS[self.backward] * whole * self.seen_part() * slower,
+        )
+
+    def seen_part(self) -> float:
+        """Return the part of all pairs of queries and keys that are computed.
+
+        >>> FlashCall(4, 4, 64, 2, causal=True, window=None, softmax_features=0).seen_part()
+        0.625
+        """
+        if not self.causal:
+            return 1.0
+        most = min(self.keys, self.window or self.keys)
+        growing = min(most, self.queries)
+        return (growing * (growing + 1) / 2 + (self.queries - growing) * most) / (self.queries * self.keys)
+
+
+def counts_flash(program: Program) -> bool:
+    """Return whether a program, or a loop in it, has flash attention."""
+    return any(
+        isinstance(kernel.call, FlashCall) or (kernel.body is not None and counts_flash(kernel.body))
+        for kernel in program.kernels
+    )
+
+
+PASSES = (4, 10)
+"""How often scores are written to memory or read from it: forward scores and their weights, written and read;
+backward the gradients of both too, and three products read what one of them has written."""
+
+ARRAYS = {True: 2, False: 5}
+"""How many arrays like the scores of a block of keys a loop has at once, by whether programs compute in the
+place of others: weights in that of scores, and their gradients; else the masked scores, and both gradients,
+are apart. As compiled programs for H100 GPUs and by XLA for CPU have them."""
+
+
+def moved_part(num: int) -> float:
+    """Return the part of the positions that a causal ring moves to be balanced.
+
+    Each device exchanges one of its two halves with another device; of an odd number one keeps both.
+
+    >>> moved_part(3), moved_part(4)
+    (0.3333333333333333, 0.5)
+    """
+    return num // 2 / num
+
+
+class AttentionCall(NamedTuple):
+    """Attention of a device's queries to the keys of all, forward or backward, by ring or all-gather.
+
+    It reads queries, keys and values; backward also its output, the sums of its softmax, and a cotangent.
+
+    Args:
+      kind: "ring" or "all-gather".
+      queries, keys: positions of the whole sequences.
+      head_dim: features of a head.
+      item_bytes: of an element of queries and keys.
+      causal: whether queries see keys up to their own position alone.
+      window: how many keys a query sees at most; None: any number, or not known.
+      backward: whether it is the gradient.
+      keys_are_here: whether the forward is computed in the same program, so that the keys and values that it
+        got from other devices are not sent once more: compilers merge what is there twice.
+    """
+
+    kind: str
+    queries: int
+    keys: int
+    head_dim: int
+    item_bytes: int
+    causal: bool
+    window: int | None = None
+    backward: bool = False
+    keys_are_here: bool = False
+
+    linear = completes = False
+
+    def after(self, earlier: Iterable[DeviceCall]) -> "AttentionCall":
+        """Return the call in a program in which these come first and read the same arrays."""
+        forward = self._replace(backward=False, keys_are_here=False)
+        return self._replace(keys_are_here=self.backward and forward in earlier)
+
+    def cost(self, sizes: CallSizes) -> CallCost:
+        """Return what one call costs; see `DeviceCall`."""
+        nums, stages = (
+            np.broadcast_to(sizes.axis_sizes(axis), np.shape(sizes.reads[0]))
+            for axis in (axes.CONTEXT, axes.PIPELINE)
+        )
+        found = np.zeros((5, len(nums)))
+        for num, in_pairs in product(np.unique(nums), (False, True)):
+            here = (nums == num) & ((stages > 1) == in_pairs)
+            for row, figures in zip(found, self._of(int(num), in_pairs, sizes, here), strict=True):
+                row[here] = figures
+        flops, moved, temporary, num_bytes, messages = found
+        # an exchange between two devices takes what a permute does
+        sent = Sent(PERMUTE, (axes.CONTEXT,), num_bytes, messages)  # pyright: ignore
+        return CallCost(flops=flops, moved_bytes=moved, temporary_bytes=temporary, sent=(sent,))
+
+    def _of(self, num: int, in_pairs: bool, sizes: CallSizes, here: Any) -> tuple[Any, ...]:
+        """Return flops, bytes moved and temporary, bytes and messages sent, of so many devices.
+
+        Args:
+          num: devices of context.
+          in_pairs: whether those of a ring exchange in pairs, as in stages of a pipeline.
+          sizes: the arrays.
+          here: which of the shardings have so many devices.
+        """
+        queries, keys = self.queries // num, self.keys
+        q, kv = sizes.reads[0][here], (sizes.reads[1] + sizes.reads[2])[here]
+        q_float, kv_float = (x * FLOAT / self.item_bytes for x in (q, kv))
+        # bytes of the scores of all of a device's queries to one key
+        of_key = q_float / self.head_dim
+        if self.kind == "all-gather":
+            steps, of_four, part, moved, at_once = num, 0, 1.0, 0.0, keys * of_key
+            visiting, travelling, gradients = num * kv, kv, num * kv_float
+            reach = None
+        else:
+            reach = window_reach(num, queries, self.window) if self.causal and self.window else None
+            steps = num if reach is None else 1 + (reach + 1) // 2
+            # of blocks of (queries / 2)² scores, as a part of all
+            of_four = 2 * num + 1 if reach is None else 2 * (reach + 1)
+            part = of_four / (4 * num) if self.causal else 1.0
+            moved = moved_part(num) * (2 * q + kv) * (self.causal and reach is None)
+            at_once = keys // num * of_key / (4 if self.causal else 1)
+            # a send waits for the one before it alone, so keys of all steps may be there before their use;
+            # gradients travel in float32
+            visiting, travelling, gradients = steps * kv, kv_float, 3 * kv_float
+        products, back = (5, 1) if self.backward else (2, 0)
+        of_pair = keys if self.kind == "all-gather" else keys // num // (1 + self.causal)
+        num_blocks = num_key_blocks(of_pair)
+        arrays, results = ARRAYS[sizes.fuses], 0.0
+        if self.kind == "ring":
+            pairs = of_four if self.causal else steps
+            if num_blocks == 1:
+                # without loops the scores of all steps are there at once
+                arrays = (2 + back) * pairs
+            else:
+                # compilers put what all loops have added to the gradient of the queries together at the end
+                results = back * pairs * q_float / (1 + self.causal)
+        # scores that are not a loop's are computed once for the recomputed forward and the backward
+        products -= self.keys_are_here and num_blocks == 1
+        scores = part * keys * of_key
+        temporary = (
+            q_float * (2 + back) + visiting + gradients * back + at_once / num_blocks * arrays + results
+        )
+        # a neighbour of a contiguous ring is reached in two exchanges
+        hops = (steps - 1) * (2 if in_pairs and num > 2 and reach is not None else 1)
+        sent = hops * (kv * (not self.keys_are_here) + travelling * back) + moved
+        sends = 2 * hops
+        messages = (sends + 2 * bool(np.any(moved))) * (1 + back) - sends * self.keys_are_here
+        return (
+            products * 2 * part * keys * q_float / FLOAT,
+            scores * PASSES[back],
+            temporary,
+            sent,
+            messages,
+        )

@@ -1,22 +1,186 @@
 """Plan pipelines over islands, each of which is a stage with a mesh of its own, cut by time.
 
-The alternative, islands as replicas, is `islands.py`. Several pipelines side by side share the batch by their
-predicted speed, and add up their gradients. Next: `report/plan.py`.
+The cut and the costs of stages are those of a run with `--across pipeline --stages time`; speeds are what the
+planner predicts for the model on each island. The alternative, islands as replicas, is `islands.py`. Several
+pipelines side by side share the batch by their predicted speed, and add up their gradients.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from shardtrain.pipeline.stage_cut import NoCut
+from shardtrain import axes
+from shardtrain.pipeline.block_costs import GRADIENT_BYTES, model_costs
+from shardtrain.pipeline.schedule import make_table
+from shardtrain.pipeline.stage_costs import ModelCosts, StageCosts, StageDevices
+from shardtrain.pipeline.stage_cut import NoCut, StageCut, best_cut, shortest_cut
 from shardtrain.plan.hlo.collectives import ALL_REDUCE
-from shardtrain.plan.island_pipelines import IslandPipelines, PipelinePlan
 from shardtrain.plan.islands import ClusterPlan
-from shardtrain.plan.space import Space
+from shardtrain.plan.predict import predictions
+from shardtrain.plan.prediction import Choice, Prediction
+from shardtrain.plan.space import Space, allowed_remats
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.traffic import sent_bytes
 from shardtrain.sharding.axis_sizes import divisors
 from shardtrain.sharding.shares import shares
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """A pipeline over islands, each of them a stage.
+
+    Args:
+      rows: of the batch.
+      counts: blocks of each island.
+      compute_seconds: of the slowest stage in a step.
+      bubble_seconds: that it waits.
+      collectives_seconds: over the devices of the island of which that takes longest.
+      update_seconds: likewise of the optimizer.
+      memory_bytes: of a device of each island.
+      gradient_bytes: of the parameters of each island that are trained, in float32.
+    """
+
+    rows: int
+    counts: tuple[int, ...]
+    compute_seconds: float
+    bubble_seconds: float
+    collectives_seconds: float
+    update_seconds: float
+    memory_bytes: tuple[float, ...]
+    gradient_bytes: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step, without joining the gradients of several pipelines."""
+        return self.compute_seconds + self.bubble_seconds + self.collectives_seconds + self.update_seconds
+
+
+class IslandPipelines:
+    """Predicts pipelines over the islands of a plan; what several of them share is traced once.
+
+    Inside an island examples are split over its devices. Parameters of a stage are whole on each of them.
+
+    Args:
+      subjects: of each kind of islands, as for `plan_cluster`.
+      plan: the plan of islands as replicas; it says the machine of each kind.
+      space: what may be chosen, for its rules and recomputation.
+    """
+
+    def __init__(self, subjects: Sequence[Subject], plan: ClusterPlan, space: Space) -> None:
+        self._subjects, self._plan, self._space = subjects, plan, space
+        self._whole: dict[tuple[int, int, int], Prediction] = {}
+        self._models: dict[int, ModelCosts] = {}
+        self.kinds = [number for number, each in enumerate(plan.kinds) for _ in range(each.kind.count)]
+
+    def num_devices(self, kind: int) -> int:
+        """Return the number of devices of an island of a kind."""
+        return self._plan.kinds[kind].kind.devices or 1
+
+    def speed(self, kind: int) -> float:
+        """Return the flops per second of an island, before anything is predicted."""
+        return self.num_devices(kind) * self._plan.kinds[kind].machine.rates.flops_per_second
+
+    def planned(
+        self, pipelines: Sequence[Sequence[int]], rows: Sequence[int], accumulate: int, *, one_cut: bool
+    ) -> list[PipelinePlan]:
+        """Return the best cut of each pipeline.
+
+        Args:
+          pipelines: for each the kind of the island of each stage.
+          rows: of each, a multiple of `accumulate` and of the devices of each of its islands.
+          accumulate: number of microbatches.
+          one_cut: all have one cut, for the slowest island of each stage.
+
+        Raises:
+          NoCut: no cut fits the memory.
+        """
+        asked = list(zip(map(tuple, pipelines), rows, strict=True))
+        costs = {each: self._costs(*each, accumulate) for each in dict.fromkeys(asked)}
+        if one_cut:
+            common = best_cut(_slowest(list(costs.values()))).counts
+            cuts = {each: shortest_cut(own, [common]) for each, own in costs.items()}
+        else:
+            cuts = {each: best_cut(own) for each, own in costs.items()}
+        found = {each: self._planned(*each, costs[each], cuts[each]) for each in costs}
+        return [found[each] for each in asked]
+
+    def _planned(self, kinds: tuple[int, ...], rows: int, costs: StageCosts, cut: StageCut) -> PipelinePlan:
+        number = costs.table.num_microbatches
+        whole = [self._prediction(kind, rows, number) for kind in kinds]
+        parts = [count / costs.num_blocks for count in cut.counts]
+        ends = [sum(cut.counts[: stage + 1]) for stage in range(len(kinds))]
+        state = [
+            costs.state_bytes(stage, end - count, end)
+            for stage, (end, count) in enumerate(zip(ends, cut.counts, strict=True))
+        ]
+        gradients = GRADIENT_BYTES * self._subjects[0].num_trained
+        busy = number * max(cut.busy_seconds)
+        return PipelinePlan(
+            rows=rows,
+            counts=cut.counts,
+            compute_seconds=busy,
+            bubble_seconds=cut.simulated.makespan - busy,
+            collectives_seconds=max(
+                part * sum(each.seconds.collectives.values()) for part, each in zip(parts, whole, strict=True)
+            ),
+            update_seconds=max(part * each.seconds.update for part, each in zip(parts, whole, strict=True)),
+            memory_bytes=cut.memory_bytes,
+            # the optimizer's state is in proportion to the parameters
+            gradient_bytes=tuple(gradients * each / sum(state) for each in state),
+        )
+
+    def _costs(self, kinds: tuple[int, ...], rows: int, accumulate: int) -> StageCosts:
+        devices = []
+        for kind in kinds:
+            number, prediction = self.num_devices(kind), self._prediction(kind, rows, accumulate)
+            stage = StageDevices(
+                flops_per_second=number * prediction.flops / prediction.seconds.compute,
+                memory_bytes=self._plan.kinds[kind].machine.rates.memory_bytes,
+                row_shards=number,
+            )
+            devices.append(stage)
+        return StageCosts(
+            model=self._model(rows // accumulate),
+            devices=devices,
+            table=make_table("1f1b", len(kinds), accumulate),
+            link_bytes_per_second=self._plan.link_bytes_per_second,
+        )
+
+    def _model(self, rows: int) -> ModelCosts:
+        """Return the costs of the blocks for a microbatch of so many rows."""
+        if rows not in self._models:
+            subject = self._subjects[0]
+            self._models[rows] = model_costs(subject.traced_blocks(rows), subject.optimizer.init)
+        return self._models[rows]
+
+    def _prediction(self, kind: int, rows: int, accumulate: int) -> Prediction:
+        """Predict the whole model on an island of a kind, in whose proportion a stage of it is as fast."""
+        key = kind, rows, accumulate
+        if key not in self._whole:
+            subject, devices = self._subjects[kind], self.num_devices(kind)
+            layout = replace(
+                self._space.layout, mesh={axes.DATA: devices}, sequence_sharded=False, collective_matmul=False
+            )
+            remat = allowed_remats(subject, self._space)[0]
+            choice = Choice(layout=layout, accumulate=accumulate, remat=remat)
+            machine = self._plan.kinds[kind].machine
+            (self._whole[key],) = predictions(subject.share(rows), machine, devices, [choice])
+        return self._whole[key]
+
+
+def _slowest(costs: Sequence[StageCosts]) -> StageCosts:
+    """Return the costs of a pipeline with the slowest and smallest devices of each stage of several."""
+    devices = [
+        StageDevices(
+            flops_per_second=min(each.flops_per_second for each in stage),
+            memory_bytes=min(each.memory_bytes for each in stage),
+            row_shards=min(each.row_shards for each in stage),
+        )
+        for stage in zip(*(each.devices for each in costs), strict=True)
+    ]
+    largest = max(costs, key=lambda each: math.fsum(block.forward_flops for block in each.model.blocks))
+    return replace(largest, devices=devices)
+
 
 PER_STAGE = (1, 2, 4)
 """Microbatches for each stage that are tried, rounded down to what divides the batch."""
@@ -86,17 +250,12 @@ def plan_stages(
       ValueError: the model does not say its blocks, or there are fewer than islands of any pipeline; the
         batch cannot be split over the devices and microbatches; or no cut fits the memory.
     """
-    chain, num_islands = subjects[0].model_of(None).chain, len(plan.shares)
-    if chain is None:
-        raise ValueError(
-            "the model does not say what its blocks are; give it `blocks` (docs/pipeline.md), or let"
-            " --across pipeline cut it by tracing"
-        )
+    num_blocks, num_islands = subjects[0].num_blocks, len(plan.shares)
     sizes = [number for number in divisors(num_islands) if number > 1]
-    if not (possible := [number for number in sizes if number <= chain.num_blocks]):
+    if not (possible := [number for number in sizes if number <= num_blocks]):
         raise ValueError(
-            f"{chain.num_blocks} blocks cannot be cut into {' or '.join(map(str, sizes))} stages, one for"
-            f" each island of a pipeline; use a number of islands that {_several(chain.num_blocks)} divides"
+            f"{num_blocks} blocks cannot be cut into {' or '.join(map(str, sizes))} stages, one for"
+            f" each island of a pipeline; use a number of islands that {_several(num_blocks)} divides"
         )
     pipelines = IslandPipelines(subjects, plan, space or Space())
     found, problems = [], []

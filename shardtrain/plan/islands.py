@@ -9,17 +9,25 @@ from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.options import Across
 from shardtrain.plan.devices import GB
-from shardtrain.plan.early_gradients import EXTRA_SHARE, NUMS_PROGRAMS, EarlyGradients, StepOfIsland, fastest
-from shardtrain.plan.join import Join, MergeBytes, join, own_copies
+from shardtrain.plan.island_exchange import (
+    EXTRA_SHARE,
+    NUMS_PROGRAMS,
+    EarlyGradients,
+    Join,
+    MergeBytes,
+    StepOfIsland,
+    fastest,
+    join,
+    merges_of,
+    own_copies,
+    sent_early,
+)
 from shardtrain.plan.machine import Machine, machine_of
-from shardtrain.plan.named_layouts import named_layouts
-from shardtrain.plan.nearest import nearest_text
+from shardtrain.plan.predict import steps
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.search import Plan, Ranked, search
-from shardtrain.plan.sent_by_islands import merges_of, sent_early
-from shardtrain.plan.space import Space
-from shardtrain.plan.step_times import StepTimes
-from shardtrain.plan.steps import steps
+from shardtrain.plan.search import Plan, Ranked, named_layouts, search
+from shardtrain.plan.space import Space, nearest_text
+from shardtrain.plan.step_times import StepTimes, step_times
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.shares import shares
 
@@ -96,6 +104,12 @@ class ClusterPlan:
     def num_programs(self) -> int:
         """Programs in which islands compute their gradients, at most."""
         return fastest(self.early).num_programs if self.early else self.given_programs or 1
+
+    def planned(self, subjects: Sequence[Subject]) -> list[tuple[KindPlan, Subject]]:
+        """Return each kind with what was planned for it: the subject with the rows of one of its islands."""
+        several = len(self.shares) > 1
+        kinds = zip(self.kinds, subjects, strict=True)
+        return [(each, subject.share(each.rows) if several else subject) for each, subject in kinds]
 
     def joined_by(self, synchronisation: Synchronisation) -> Join:
         """Return what another way of joining the islands would cost; layouts stay."""
@@ -188,9 +202,8 @@ def _with_early(plan: ClusterPlan, subject: Subject, across: Across) -> ClusterP
 def _with_named(plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> ClusterPlan:
     """Add the layouts of others for the rows of each kind."""
     kinds = []
-    for each, subject in zip(plan.kinds, subjects, strict=True):
-        share = subject.share(each.rows) if len(plan.shares) > 1 else subject
-        named = named_layouts(share, each.machine, each.kind.devices or 1, space)
+    for each, subject in plan.planned(subjects):
+        named = named_layouts(subject, each.machine, each.kind.devices or 1, space)
         kinds.append(replace(each, named=named))
     return replace(plan, kinds=tuple(kinds))
 
@@ -211,12 +224,11 @@ def times_of(
     if choices is None:
         choices = [each.plan.ranked[0].choice for each in plan.kinds]
     found = []
-    for each, subject, choice in zip(plan.kinds, subjects, choices, strict=True):
+    for (each, subject), choice in zip(plan.planned(subjects), choices, strict=True):
         if not each.rows:
             continue
-        part = subject.share(each.rows) if len(plan.shares) > 1 else subject
-        (step,) = steps(part, each.machine, each.kind.devices or 1, [choice])
-        found.append(step.times(each.machine))
+        (step,) = steps(subject, each.machine, each.kind.devices or 1, [choice])
+        found.append(step_times(step, each.machine))
     return found
 
 

@@ -12,8 +12,7 @@ import numpy as np
 from shardtrain import axes
 from shardtrain.plan.fusion import MATERIAL
 from shardtrain.plan.named_dims import REDUCTIONS
-from shardtrain.plan.program import Dims, Kernel, Program
-from shardtrain.plan.splits import Splits
+from shardtrain.plan.program import Dims, Kernel, Program, Splits
 
 
 class Trip(NamedTuple):

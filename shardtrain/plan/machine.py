@@ -13,8 +13,7 @@ import numpy as np
 
 from shardtrain.errors.messages import near
 from shardtrain.islands.cluster_device import ClusterDevice
-from shardtrain.plan.data_sheet import Reached
-from shardtrain.plan.devices import DEVICES, GB, TERA, known_device
+from shardtrain.plan.devices import DEVICES, GB, TERA, Reached, known_device
 from shardtrain.plan.hlo.collectives import ALL_REDUCE, PERMUTE
 from shardtrain.plan.traffic import sent_bytes
 from shardtrain.sharding.axis_sizes import MOST_DEVICES

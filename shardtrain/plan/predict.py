@@ -7,83 +7,26 @@ durations of tasks and collectives (`step_times.py`). Next: `search.py`, which c
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
-
-import jax
-import numpy as np
-from jax.sharding import PartitionSpec
 
 from shardtrain import axes
+from shardtrain.data.row_split import RowSplit
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.table import Table
 from shardtrain.pipeline.tick_arrays import make_ticks
-from shardtrain.plan.cost import Cost
 from shardtrain.plan.machine import Machine
-from shardtrain.plan.prediction import Choice, Memory, Prediction, Seconds, StateFigures
-from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS
-from shardtrain.plan.splits import Sharding
-from shardtrain.plan.stage_runs import stage_runs
-from shardtrain.plan.step_times import StepTimes, step_times, stream_bytes
-from shardtrain.plan.weights import Weight, weights
+from shardtrain.plan.prediction import Choice, Cost, Memory, Prediction, Seconds, Step
+from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS, Sharding
+from shardtrain.plan.step_collectives import lockstep_table, sent_activations, sent_parameters, stage_runs
+from shardtrain.plan.step_times import StepTimes, step_times
+from shardtrain.plan.subject import Subject
+from shardtrain.plan.trace import Exchange
+from shardtrain.plan.traffic import sent_bytes
+from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
-from shardtrain.train_step.placement import Specs
 
 ROWS, PARTS, ARRIVED_ROWS = "rows", "parts", "arrived rows"
 """Splits of a step that are not one mesh axis: of its rows into microbatches on devices, of the blocks into
 parts of a pipeline, of the rows into those that devices of the axis expert have of each other."""
-
-
-def state_figures(
-    specs: Specs, sizes: Mapping[str, int], item_bytes: int = 4, num_gradients: Sequence[int] = ()
-) -> StateFigures:
-    """Return what follows from the specs of a state.
-
-    Args:
-      specs: the specs.
-      sizes: axis -> size.
-      item_bytes: of an element in computations.
-      num_gradients: see `traffic.weights`.
-    """
-    blocks = [named.shape[0] for named in specs.arrays.values() if axes.LAYERS in (named.dims or ())[:1]]
-    params = specs.abstract.params
-    in_float32 = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), params)
-    return StateFigures(
-        parameters=tree_bytes(params, specs.params, sizes),
-        optimizer=tree_bytes(specs.abstract.opt_state, specs.state.opt_state, sizes),
-        gradients=tree_bytes(in_float32, specs.params, sizes),
-        updated=tree_bytes(params, specs.sharded, sizes),
-        updated_float32=tree_bytes(in_float32, specs.sharded, sizes),
-        gathered=_gathered_bytes(specs, sizes, item_bytes),
-        weights=_joined(weights(specs.arrays, specs.layout.sharded_rules, num_gradients)),
-        num_blocks=max(blocks, default=1),
-        item_bytes=item_bytes,
-    )
-
-
-def _joined(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
-    """Return one weight for all that are sharded alike: their traffic is that of one as large as all."""
-    elements: dict[tuple[frozenset[str], bool, int], int] = {}
-    for each in weights:
-        key = each.axes, each.in_blocks, each.num_gradients
-        elements[key] = elements.get(key, 0) + each.num_elements
-    return tuple(
-        Weight(num_elements=number, axes=over, in_blocks=in_blocks, num_gradients=num_gradients)
-        for (over, in_blocks, num_gradients), number in elements.items()
-    )
-
-
-def _gathered_bytes(specs: Specs, sizes: Mapping[str, int], item_bytes: int) -> float:
-    if specs.layout.zero != 3 or sizes[axes.FSDP] == 1:
-        return 0.0
-    found = 0.0
-    for named in specs.arrays.values():
-        dims = named.dims or ()
-        stored = {axis for dim in dims for axis in specs.layout.parameter_rules.get(dim or "", ())}
-        if axes.FSDP in stored:
-            kept = math.prod(sizes[axis] for axis in stored - {axes.FSDP, axes.PIPELINE})
-            blocks = named.shape[0] if axes.LAYERS in dims else 1
-            found += item_bytes * math.prod(named.shape) / blocks / kept
-    return found
 
 
 def sharding_of(
@@ -119,39 +62,79 @@ def sharding_of(
     return Sharding(found, of_parameters, tuple(sorted((axis, all_sizes[axis]) for axis in used)))
 
 
-def predict(
-    found: Cost,
-    state: StateFigures,
-    layout: Layout,
-    sizes: Mapping[str, int],
-    choice: Choice,
-    machine: Machine,
-    batch_bytes: float,
-    *,
-    forward: Cost | None = None,
-    waits: bool = True,
-) -> Prediction:
+def steps(subject: Subject, machine: Machine, num_devices: int, choices: Sequence[Choice]) -> list[Step]:
+    """Return what several choices are predicted from.
+
+    Args:
+      subject: the model, its loss, optimizer and batch.
+      machine: the devices.
+      num_devices: how many.
+      choices: the choices.
+
+    Raises:
+      ValueError: a layout does not fit the model.
+    """
+    sizes = [axis_sizes(choice.layout.mesh, num_devices) for choice in choices]
+    states = [subject.state(choice, num_devices) for choice in choices]
+    rows = [
+        subject.rows_of(RowSplit.of(each, choice.layout.batch_axes, choice.accumulate))
+        for choice, each in zip(choices, sizes, strict=True)
+    ]
+    shardings = [
+        sharding_of(
+            state.layout, each, choice.accumulate, choice.virtual_stages, num_rows / subject.batch_rows
+        )
+        for choice, each, state, num_rows in zip(choices, sizes, states, rows, strict=True)
+    ]
+    exchanges = [subject.exchange(choice.layout, each) for choice, each in zip(choices, sizes, strict=True)]
+    # what is traced alike is costed together
+    alike: dict[tuple[str | None, Exchange], list[int]] = {}
+    for i, key in enumerate(zip((choice.remat for choice in choices), exchanges, strict=True)):
+        alike.setdefault(key, []).append(i)
+    found: dict[int, Cost] = {}
+    for (remat, exchange), numbers in alike.items():
+        of_all = subject.costs(remat, [shardings[i] for i in numbers], machine.rates, exchange=exchange)
+        found.update(zip(numbers, of_all, strict=True))
+    # the forward tasks of a pipeline keep nothing for the backward, whatever that computes again
+    forward: dict[int, Cost] = {}
+    for exchange in dict.fromkeys(exchanges):
+        staged = [i for i, of in enumerate(sizes) if of[axes.PIPELINE] > 1 and exchanges[i] == exchange]
+        if staged:
+            alone = subject.costs(
+                None, [shardings[i] for i in staged], machine.rates, exchange=exchange, gradient=False
+            )
+            forward.update(zip(staged, alone, strict=True))
+    return [
+        Step(found[i], *state, sizes[i], choice, rows[i] * subject.row_bytes, forward.get(i))
+        for i, (choice, state) in enumerate(zip(choices, states, strict=True))
+    ]
+
+
+def predictions(
+    subject: Subject, machine: Machine, num_devices: int, choices: Sequence[Choice], *, waits: bool = True
+) -> list[Prediction]:
+    """Predict several choices at once; the arguments are those of `steps` and `predict`.
+
+    Raises:
+      ValueError: a layout does not fit the model.
+    """
+    return [predict(each, machine, waits=waits) for each in steps(subject, machine, num_devices, choices)]
+
+
+def predict(step: Step, machine: Machine, *, waits: bool = True) -> Prediction:
     """Predict a step.
 
     Args:
-      found: the cost of one microbatch of one chunk, of `sharding_of`.
-      state: of the state's specs.
-      layout: completed for the model.
-      sizes: axis -> size.
-      choice: the layout and the rest.
+      step: what it is predicted from.
       machine: where it runs.
-      batch_bytes: of this island's rows.
-      forward: of a pipeline, the cost of the loss alone of one microbatch of one chunk.
       waits: whether the stages of a pipeline wait for each other; without, the seconds are a lower bound that
         is found quickly.
     """
-    rows = math.prod(sizes[axis] for axis in layout.batch_axes)
-    times = step_times(found, state, layout, sizes, choice, machine, forward)
-    table = times.table if times.num_stages > 1 else None
+    times = step_times(step, machine)
     return Prediction(
-        memory=_memory(state, choice, found, machine, batch_bytes / rows, table),
+        memory=_memory(step, machine, times.table if times.num_stages > 1 else None),
         seconds=_seconds(times, waits, idle_costs=not machine.simulated),
-        flops=sum(runs * each.flops for runs, each in stage_runs(found, forward, sizes, choice)),
+        flops=sum(runs * each.flops for runs, each in stage_runs(step)),
     )
 
 
@@ -166,17 +149,11 @@ def _num_slots(table: Table) -> int:
     return ticks.num_inputs + ticks.num_cotangents
 
 
-def _memory(
-    state: StateFigures,
-    choice: Choice,
-    found: Cost,
-    machine: Machine,
-    batch_bytes: float,
-    table: Table | None,
-) -> Memory:
+def _memory(step: Step, machine: Machine, table: Table | None) -> Memory:
+    state = step.state
     # one microbatch alone is not added to others: its gradients are results of the program
-    adds_up = choice.accumulate > 1
-    backward = found.peak_bytes + state.gathered + state.gradients * adds_up
+    adds_up = step.choice.accumulate > 1
+    backward = step.cost.peak_bytes + state.gathered + state.gradients * adds_up
     # whether a step is skipped is known before its update, which GPUs compute in the place of the old state;
     # XLA for CPU copies that of the optimizer first
     update = state.gradients + state.optimizer * machine.rates.copies_stacked
@@ -186,9 +163,9 @@ def _memory(
         optimizer=state.optimizer,
         gradients=state.gradients,
         activations=max(backward, update) - state.gradients,
-        pipeline=live * stream_bytes(found),
-        batch=batch_bytes,
-        local=choice.own_copies * state.updated_float32,
+        pipeline=live * step.stream_bytes,
+        batch=step.batch_bytes / math.prod(step.sizes[axis] for axis in step.layout.batch_axes),
+        local=step.choice.own_copies * state.updated_float32,
     )
 
 
@@ -211,21 +188,31 @@ def _seconds(times: StepTimes, waits: bool, *, idle_costs: bool) -> Seconds:
     return Seconds(compute=compute, bubble=bubble, collectives=collectives, update=times.update)
 
 
-def tree_bytes(tree: Any, specs: Any, sizes: Mapping[str, int]) -> float:
-    """Return the bytes of a device's part of some arrays.
+def sent_by_axes(step: Step, *, simulated: bool = False) -> dict[tuple[str, ...], float]:
+    """Return mesh axes, slowest first -> bytes that a device sends in a step, by ring collectives.
+
+    Stages of a pipeline send in every tick of its schedule, both ways.
 
     Args:
-      tree: shapes and dtypes.
-      specs: like tree, a PartitionSpec each.
-      sizes: axis -> size.
+      step: what the choice is predicted from.
+      simulated: whether the devices are those of XLA for CPU, whose programs reduce the gradients of a table
+        that is used twice one by one.
     """
-    leaves = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
-    return sum(
-        math.prod(x.shape) * x.dtype.itemsize / _parts(spec, sizes)
-        for x, spec in zip(jax.tree.leaves(tree), leaves, strict=True)
-    )
+    choice, sizes, stages = step.choice, step.sizes, step.num_stages
+    found: dict[tuple[str, ...], float] = {}
 
+    def add(over: tuple[str, ...], num_bytes: float) -> None:
+        members = tuple(axis for axis in axes.AXES if axis in over and sizes.get(axis, 1) > 1)
+        if members and num_bytes:
+            found[members] = found.get(members, 0.0) + num_bytes
 
-def _parts(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
-    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry]
-    return math.prod(sizes[axis] for entry in entries for axis in entry)
+    for key, num_bytes in sent_parameters(step, sums_apart=simulated).items():
+        add(key.axes, num_bytes)
+    for each in sent_activations(step):
+        members = math.prod(sizes.get(axis, 1) for axis in each.axes)
+        add(each.axes, sent_bytes(each.kind, members, each.num_bytes))
+    if stages > 1:
+        table = lockstep_table(choice.schedule, stages, choice.accumulate, choice.virtual_stages)
+        # the last stage sends nothing forward, the first nothing backward
+        add((axes.PIPELINE,), 2 * table.num_ticks * step.stream_bytes * (stages - 1) / stages)
+    return found

@@ -1,9 +1,11 @@
-"""A way to run a step, and what is predicted for it: memory by component, seconds by part. Values only."""
+"""A way to run a step, what it is predicted from, and what is predicted: memory, seconds. Values only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from shardtrain.plan.weights import Weight
+from shardtrain import axes
+from shardtrain.plan.traffic import Weight
 from shardtrain.sharding.layout import Layout
 
 
@@ -120,3 +122,106 @@ class Prediction:
     memory: Memory
     seconds: Seconds
     flops: float
+
+
+class Sent(NamedTuple):
+    """Collectives of one kind over the same axes.
+
+    Args:
+      kind: as in `plan.hlo.collectives`.
+      axes: mesh axes that they run over.
+      num_bytes: of the arrays of all of them together, on one device.
+      times: number of collectives.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    num_bytes: float
+    times: float
+
+
+class Loop(NamedTuple):
+    """A loop over a named dim, such as the blocks of a model.
+
+    Args:
+      over: the dim.
+      seconds: of all its trips, without `stacking_seconds`.
+      carried_bytes: what one trip hands to the next.
+      stacking_seconds: to copy what its trips write to stacked arrays and read from them.
+    """
+
+    over: str
+    seconds: float
+    carried_bytes: float
+    stacking_seconds: float = 0.0
+
+
+class Segment(NamedTuple):
+    """A part of a program: a loop over the blocks of a model, or what is before, between or behind them.
+
+    Args:
+      flops: of matrix products and convolutions.
+      seconds: of its kernels, with what a loop stacks.
+      sent: its collectives of activations.
+    """
+
+    flops: float
+    seconds: float
+    sent: tuple[Sent, ...]
+
+
+class Cost(NamedTuple):
+    """What one run of a program costs a device.
+
+    Args:
+      flops: of matrix products and convolutions.
+      seconds: by the durations that it was found with.
+      peak_bytes: the most memory for results and temporary arrays at any time, without inputs.
+      sent: collectives of activations.
+      loops: those over a named dim, in order.
+      segments: of which the program consists; the loops over blocks are every second one.
+    """
+
+    flops: float
+    seconds: float
+    peak_bytes: float
+    sent: tuple[Sent, ...]
+    loops: tuple[Loop, ...]
+    segments: tuple[Segment, ...] = ()
+
+
+class Step(NamedTuple):
+    """What a choice is predicted from.
+
+    Args:
+      cost: of one microbatch of one chunk.
+      layout: completed for the model.
+      state: what follows from its specs.
+      sizes: axis -> size.
+      choice: the choice.
+      batch_bytes: of this island's rows.
+      forward: of a pipeline, the cost of the loss alone of one microbatch of one chunk.
+    """
+
+    cost: Cost
+    layout: Layout
+    state: StateFigures
+    sizes: Mapping[str, int]
+    choice: Choice
+    batch_bytes: float
+    forward: Cost | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of its pipeline; 1: there is none."""
+        return self.sizes[axes.PIPELINE]
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the model on all stages."""
+        return self.num_stages * self.choice.virtual_stages
+
+    @property
+    def stream_bytes(self) -> float:
+        """Bytes that one block hands to the next, of one microbatch on one device."""
+        return next((loop.carried_bytes for loop in self.cost.loops if loop.over == axes.LAYERS), 0.0)

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardtrain import axes
-from shardtrain.plan.cost import Cost, Loop, Segment, Sent
+from shardtrain.plan.fusion import shared_passes
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from shardtrain.plan.live_arrays import Trip, copies_on_gpus, order_on_gpus, peak_bytes
-from shardtrain.plan.program import Array, CallSizes, Kernel, Program, Resharded
-from shardtrain.plan.shared_passes import shared_passes
-from shardtrain.plan.splits import Sharding, Splits
+from shardtrain.plan.prediction import Cost, Loop, Segment, Sent
+from shardtrain.plan.program import Array, CallSizes, Kernel, Program, Resharded, Sharding, Splits
 
 Seconds = Callable[[Any, Any], Any]
 """(flops, bytes moved) -> seconds of a kernel, or (bytes written, bytes read) -> seconds of stacking; of

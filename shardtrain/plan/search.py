@@ -4,18 +4,18 @@ Every combination of axis sizes, ZeRO stage, microbatches, schedule and recomput
 that a run makes itself, and predicted by `predict.py`.
 """
 
+import math
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardtrain import axes
 from shardtrain.plan.machine import Machine
-from shardtrain.plan.predict import predict
+from shardtrain.plan.predict import predictions
 from shardtrain.plan.prediction import Choice, Prediction
 from shardtrain.plan.space import Space, allowed_choices, allowed_remats
-from shardtrain.plan.steps import steps
 from shardtrain.plan.subject import Subject
-from shardtrain.sharding.axis_sizes import MOST_DEVICES
+from shardtrain.sharding.axis_sizes import MOST_DEVICES, divisors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,32 +109,112 @@ def _least_recomputed(
     return list(best.values())
 
 
-def predictions(
-    subject: Subject, machine: Machine, num_devices: int, choices: Sequence[Choice], *, waits: bool = True
-) -> list[Prediction]:
-    """Predict several choices at once.
+def frontier(
+    subject: Subject, machine: Machine, num_devices: int, space: Space
+) -> tuple[tuple[Ranked, ...], tuple[tuple[float, float], ...]]:
+    """Return the ways that need less memory than every faster one, and all that were compared.
 
     Args:
       subject: the model, its loss, optimizer and batch.
       machine: the devices.
       num_devices: how many.
-      choices: the choices.
-      waits: see `predict.predict`.
+      space: what may be chosen; all its recomputations are compared.
 
-    Raises:
-      ValueError: a layout does not fit the model.
+    Returns:
+      The frontier, the smallest first; and (bytes, seconds) of each way that was compared and is no pipeline:
+      of those, what stages wait is simulated only where it decides.
     """
-    return [
-        predict(
-            each.cost,
-            each.state.figures,
-            each.state.layout,
-            each.sizes,
-            each.choice,
-            machine,
-            each.batch_bytes,
-            forward=each.forward,
-            waits=waits,
+    choices, _ = allowed_choices(subject, num_devices, space)
+    remats = allowed_remats(subject, space)
+    tried = [replace(choice, remat=remat) for remat in remats for choice in choices]
+    found = [
+        Ranked(
+            choice=choice,
+            prediction=prediction,
+            fits=prediction.memory.total <= machine.rates.memory_bytes,
         )
-        for each in steps(subject, machine, num_devices, choices)
+        for choice, prediction in zip(
+            tried, predictions(subject, machine, num_devices, tried, waits=False), strict=True
+        )
     ]
+    points = tuple(
+        (each.prediction.memory.total, each.prediction.seconds.total)
+        for each in found
+        if not _is_pipeline(each)
+    )
+    return tuple(_unbeaten(found, subject, machine, num_devices)), points
+
+
+def _unbeaten(found: Sequence[Ranked], subject: Subject, machine: Machine, num_devices: int) -> list[Ranked]:
+    """Return the ways that are faster than all that need as little memory."""
+    best: list[Ranked] = []
+    for each in sorted(found, key=lambda one: (one.prediction.memory.total, one.prediction.seconds.total)):
+        # seconds without waiting are a lower bound
+        if best and each.prediction.seconds.total >= best[-1].prediction.seconds.total:
+            continue
+        exact = each
+        if _is_pipeline(each):
+            (prediction,) = predictions(subject, machine, num_devices, [each.choice])
+            exact = replace(each, prediction=prediction)
+        if not best or exact.prediction.seconds.total < best[-1].prediction.seconds.total:
+            best.append(exact)
+    return best
+
+
+def _is_pipeline(each: Ranked) -> bool:
+    return each.choice.layout.mesh.get(axes.PIPELINE, 1) > 1
+
+
+Find = Callable[[Subject, Machine, int, Space], Ranked | None]
+"""Model, devices, their number and what may be chosen -> the layout; None: it cannot run."""
+
+
+def data_parallel(subject: Subject, machine: Machine, devices: int, space: Space) -> Ranked | None:
+    """Return the fastest way with a copy of the model on each device."""
+    return _fixed(subject, machine, devices, space, {axes.DATA: devices})
+
+
+def megatron(subject: Subject, machine: Machine, devices: int, space: Space) -> Ranked | None:
+    """Return the way of Megatron's rules: the smallest number of devices for a copy of the model that fits.
+
+    These devices are tensor parallel inside a node, a pipeline across nodes; copies are data parallel
+    (Narayanan et al. 2021, SC, sections 3.2 and 3.3, takeaways 1 and 2). If nothing fits, the one that needs
+    the least memory.
+    """
+    smallest = None
+    for model_size in divisors(devices):
+        tensor = math.gcd(model_size, min(machine.devices_per_node, devices))
+        pipeline = model_size // tensor
+        mesh = {axes.PIPELINE: pipeline, axes.DATA: devices // model_size, axes.TENSOR: tensor}
+        found = _fixed(subject, machine, devices, space, mesh)
+        if found is not None and found.fits:
+            return found
+        if found is not None and (
+            smallest is None or found.prediction.memory.total < smallest.prediction.memory.total
+        ):
+            smallest = found
+    return smallest
+
+
+NAMED: Mapping[str, Find] = {"data parallel": data_parallel, "megatron": megatron}
+"""Name -> the layout."""
+
+
+def named_layouts(subject: Subject, machine: Machine, devices: int, space: Space) -> dict[str, Ranked | None]:
+    """Return the layout of each name.
+
+    Args:
+      subject: the model, its loss, optimizer and batch.
+      machine: the devices.
+      devices: how many.
+      space: what may be chosen; sizes of axes are those of the name.
+    """
+    return {name: find(subject, machine, devices, space) for name, find in NAMED.items()}
+
+
+def _fixed(
+    subject: Subject, machine: Machine, devices: int, space: Space, mesh: Mapping[str, int]
+) -> Ranked | None:
+    sizes = {axis: mesh.get(axis, 1) for axis in (axes.PIPELINE, axes.DATA, axes.FSDP, axes.TENSOR)}
+    fixed = replace(space, layout=replace(space.layout, mesh=sizes))
+    return next(iter(search(subject, machine, devices, fixed, 1).ranked), None)

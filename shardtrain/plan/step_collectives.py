@@ -1,20 +1,85 @@
 """The collectives of a step and how long they take: of parameters, gradients and activations. No jax.
 
-Next: `step_times.py`, the durations of everything else.
+A stage of a pipeline runs the segments of a traced program as its schedule says; without one each microbatch
+runs all of them once. Next: `step_times.py`, the durations of everything else.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import NamedTuple
 
 from shardtrain import axes
-from shardtrain.plan.cost import Sent
+from shardtrain.pipeline.schedule import make_table
+from shardtrain.pipeline.table import Table
 from shardtrain.plan.hlo.collectives import ALL_GATHER
 from shardtrain.plan.machine import Machine
-from shardtrain.plan.prediction import Choice, StateFigures
-from shardtrain.plan.stage_runs import block_gathers
-from shardtrain.plan.traffic import parameter_traffic
-from shardtrain.sharding.layout import Layout
+from shardtrain.plan.prediction import Choice, Segment, Sent, Step
+from shardtrain.plan.traffic import StepSizes, Traffic, parameter_traffic
+
+
+@cache
+def lockstep_table(schedule: str, stages: int, microbatches: int, chunks: int) -> Table:
+    """Return the table that a mesh runs."""
+    return make_table(schedule, stages, microbatches, chunks, lockstep=True)
+
+
+def stage_runs(step: Step) -> list[tuple[float, Segment]]:
+    """Return how often each segment is run in a step, by a stage on average."""
+    runs, parts = step.choice.accumulate * step.choice.virtual_stages, step.num_parts
+    if step.forward is None or step.num_stages == 1:
+        return [(runs, each) for each in step.cost.segments]
+    _, again, loss, backward, behind = step.cost.segments
+    first, forward = step.forward.segments[:2]
+    # the last part has no forward of its own; each kind of backward computes the forward again; what is
+    # outside the blocks is run by the first part, or by the last. A lookup is not repeated for its gradient
+    return [
+        (runs * (parts - 1) / parts, forward),
+        (runs * num_backwards(step.choice), again),
+        (runs, backward),
+        *((runs / parts, each) for each in (first, loss, behind)),
+    ]
+
+
+def sent_activations(step: Step) -> tuple[Sent, ...]:
+    """Return the collectives of activations of a step."""
+    return tuple(
+        each._replace(num_bytes=times * each.num_bytes, times=times * each.times)
+        for times, segment in stage_runs(step)
+        for each in segment.sent
+    )
+
+
+def sent_parameters(step: Step, *, sums_apart: bool, only_blocks: bool = False) -> Traffic:
+    """Return the bytes that a device sends for parameters and gradients, see `parameter_traffic`."""
+    weights = tuple(each for each in step.state.weights if each.in_blocks or not only_blocks)
+    work = StepSizes(
+        weights=weights,
+        microbatches=step.choice.accumulate,
+        compute_bytes=step.state.item_bytes,
+        block_gathers=block_gathers(step),
+        sums_apart=sums_apart,
+    )
+    found = parameter_traffic(work, step.layout.zero, step.sizes)
+    # the traced program completes sums over positions itself
+    return {key: sent for key, sent in found.items() if axes.CONTEXT not in key.axes}
+
+
+def num_backwards(choice: Choice) -> int:
+    """Return the number of kinds of backward tasks of a pipeline's schedule."""
+    table = lockstep_table(choice.schedule, 2, 2 * choice.virtual_stages, choice.virtual_stages)
+    return len(table.kinds) - 1
+
+
+def block_gathers(step: Step) -> float:
+    """Return how often a microbatch gathers the weights of a block, of a stage on average."""
+    of_backward = 0 if step.choice.remat == "none" else 1
+    if step.num_stages == 1:
+        return 1 + of_backward
+    # forward tasks but those of the last part, and each backward that computes its forward again
+    parts = step.num_parts
+    return (parts - 1) / parts + num_backwards(step.choice) * (1 + of_backward)
+
 
 START = "start"
 """Phase of collectives before the first microbatch: weights outside the blocks are gathered."""
@@ -59,24 +124,18 @@ class Collective(NamedTuple):
         return self.sent_seconds + self.latency_seconds
 
 
-def of_parameters(
-    state: StateFigures, layout: Layout, sizes: Mapping[str, int], choice: Choice, machine: Machine
-) -> Iterator[Collective]:
+def of_parameters(step: Step, machine: Machine) -> Iterator[Collective]:
     """Yield the collectives of parameters and gradients."""
-    options = (layout, sizes, choice.accumulate, state.item_bytes, block_gathers(sizes, choice))
-    apart = machine.simulated
-    of_blocks = tuple(each for each in state.weights if each.in_blocks)
-    in_blocks = parameter_traffic(of_blocks, *options, sums_apart=apart)
-    for key, sent in parameter_traffic(state.weights, *options, sums_apart=apart).items():
-        if axes.CONTEXT in key.axes:
-            continue  # the traced program completes sums over positions itself
+    sizes, apart = step.sizes, machine.simulated
+    in_blocks = sent_parameters(step, sums_apart=apart, only_blocks=True)
+    for key, sent in sent_parameters(step, sums_apart=apart).items():
         link, members = machine.link(key.axes, sizes), math.prod(sizes[axis] for axis in key.axes)
         # what is gathered in a block is sent block by block, everything else at once
-        times = choice.accumulate * state.num_blocks if key.in_blocks else 1
+        times = step.choice.accumulate * step.state.num_blocks if key.in_blocks else 1
         if key.in_blocks:
             phase = MICROBATCH if key.kind == ALL_GATHER else MICROBATCH_GRADIENT
         elif key.kind == ALL_GATHER:
-            phase = START if layout.zero == 3 else UPDATED
+            phase = START if step.layout.zero == 3 else UPDATED
         else:
             phase = GRADIENT
         yield Collective(
@@ -90,10 +149,11 @@ def of_parameters(
         )
 
 
-def of_activations(found: Sequence[Sent], sizes: Mapping[str, int], machine: Machine) -> Iterator[Collective]:
-    """Yield the collectives of activations that a step sends."""
+def of_activations(step: Step, machine: Machine) -> Iterator[Collective]:
+    """Yield the collectives of activations."""
+    sizes = step.sizes
     sums: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
-    for each in found:
+    for each in sent_activations(step):
         over = tuple(axis for axis in each.axes if sizes.get(axis, 1) > 1)
         seconds = machine.collective_seconds(each.kind, over, sizes, each.num_bytes, each.times)
         latency = machine.collective_seconds(each.kind, over, sizes, 0.0, each.times)

@@ -4,26 +4,23 @@
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
 from shardtrain import axes
 from shardtrain.pipeline.table import Table
-from shardtrain.plan.cost import Cost
 from shardtrain.plan.machine import Machine
-from shardtrain.plan.prediction import Choice, StateFigures
-from shardtrain.plan.stage_runs import lockstep_table, sent_activations
+from shardtrain.plan.prediction import Choice, Step
 from shardtrain.plan.step_collectives import (
     MICROBATCH,
     MICROBATCH_GRADIENT,
     Collective,
+    lockstep_table,
     of_activations,
     of_parameters,
 )
-from shardtrain.plan.weights import GRADIENT_BYTES
-from shardtrain.sharding.layout import Layout
+from shardtrain.plan.traffic import GRADIENT_BYTES
 
 TICK_COPIES = 5
 """Copies of a stage's activations or cotangents in every tick of a pipeline: what arrives is put into a slot,
@@ -130,56 +127,24 @@ class StepTimes:
         return of_blocks + self.outside(part, kind)
 
 
-def step_times(
-    found: Cost,
-    state: StateFigures,
-    layout: Layout,
-    sizes: Mapping[str, int],
-    choice: Choice,
-    machine: Machine,
-    alone: Cost | None = None,
-) -> StepTimes:
-    """Return the durations of a step's parts.
-
-    Args:
-      found: the cost of one microbatch of one chunk.
-      state: of the state's specs.
-      layout: completed for the model.
-      sizes: axis -> size.
-      choice: the layout and the rest.
-      machine: where it runs.
-      alone: of a pipeline, the cost of the loss alone.
-    """
-    stages, rates = sizes[axes.PIPELINE], machine.rates
-    link = machine.link((axes.PIPELINE,), sizes)
-    computed = (
-        _of_whole(found, state, layout, sizes, choice, machine)
-        if alone is None or stages == 1
-        else _of_parts(found, alone, state, layout, sizes, machine)
-    )
+def step_times(step: Step, machine: Machine) -> StepTimes:
+    """Return the durations of a step's parts on a machine."""
+    link, state = machine.link((axes.PIPELINE,), step.sizes), step.state
+    computed = _of_whole if step.forward is None or step.num_stages == 1 else _of_parts
     return StepTimes(
-        num_stages=stages,
-        choice=choice,
+        num_stages=step.num_stages,
+        choice=step.choice,
         num_blocks=state.num_blocks,
-        **computed,
-        hop=link.latency_seconds + stream_bytes(found) / link.bytes_per_second,
-        collectives=(
-            *of_parameters(state, layout, sizes, choice, machine),
-            *of_activations(sent_activations(found, alone, sizes, choice), sizes, machine),
-        ),
-        update=float(rates.seconds(0.0, 3 * state.updated + 2 * state.optimizer)),
+        **computed(step, machine),
+        hop=link.latency_seconds + step.stream_bytes / link.bytes_per_second,
+        collectives=(*of_parameters(step, machine), *of_activations(step, machine)),
+        update=float(machine.rates.seconds(0.0, 3 * state.updated + 2 * state.optimizer)),
     )
 
 
-def _of_whole(
-    found: Cost,
-    state: StateFigures,
-    layout: Layout,
-    sizes: Mapping[str, int],
-    choice: Choice,
-    machine: Machine,
-) -> dict[str, float]:
+def _of_whole(step: Step, machine: Machine) -> dict[str, float]:
     """Return the seconds of a microbatch that passes the whole model."""
+    found = step.cost
     inside = [loop.seconds for loop in found.loops if loop.over == axes.LAYERS]
     # a model that is not one loop over its blocks and one back is not told apart
     forward, backward = inside if len(inside) == 2 else (0.0, 0.0)
@@ -187,47 +152,34 @@ def _of_whole(
         # what the forward stacks is for the backward
         backward += sum(loop.stacking_seconds for loop in found.loops if loop.over == axes.LAYERS)
     ends = found.seconds - forward - backward
-    if choice.accumulate > 1:
-        ends += sum(_adding_seconds(state, layout, sizes, machine, each) for each in (True, False))
+    if step.choice.accumulate > 1:
+        ends += sum(_adding_seconds(step, machine, each) for each in (True, False))
     return {"forward": forward, "backward": backward, "ends": ends}
 
 
-def _of_parts(
-    found: Cost,
-    alone: Cost,
-    state: StateFigures,
-    layout: Layout,
-    sizes: Mapping[str, int],
-    machine: Machine,
-) -> dict[str, float]:
+def _of_parts(step: Step, machine: Machine) -> dict[str, float]:
     """Return the seconds of a microbatch in the tasks of a pipeline."""
-    _, again, loss, backward, behind = (each.seconds for each in found.segments)
-    of_blocks, of_rest = (_adding_seconds(state, layout, sizes, machine, each) for each in (True, False))
-    moved = 2 * TICK_COPIES * stream_bytes(found)
+    assert step.forward is not None
+    _, again, loss, backward, behind = (each.seconds for each in step.cost.segments)
+    of_blocks, of_rest = (_adding_seconds(step, machine, each) for each in (True, False))
+    moved = 2 * TICK_COPIES * step.stream_bytes
     return {
-        "forward": alone.segments[1].seconds,
+        "forward": step.forward.segments[1].seconds,
         "again": again,
         "backward": backward + of_blocks,
         "ends": loss + of_rest,
-        "first": alone.segments[0].seconds,
+        "first": step.forward.segments[0].seconds,
         "first_backward": behind + of_rest,
         "tick": float(machine.rates.seconds(0.0, moved)) + (TICK_COPIES - 1) * machine.rates.kernel_seconds,
     }
 
 
-def _adding_seconds(
-    state: StateFigures, layout: Layout, sizes: Mapping[str, int], machine: Machine, in_blocks: bool
-) -> float:
+def _adding_seconds(step: Step, machine: Machine, in_blocks: bool) -> float:
     """Return the seconds in which gradients of a microbatch are added to sums: two are read, one written."""
-    kept = {axes.FSDP} if layout.zero != 3 else set[str]()
+    kept = {axes.FSDP} if step.layout.zero != 3 else set[str]()
     num_bytes = sum(
-        GRADIENT_BYTES * each.num_elements / math.prod(sizes.get(axis, 1) for axis in each.axes - kept)
-        for each in state.weights
+        GRADIENT_BYTES * each.num_elements / math.prod(step.sizes.get(axis, 1) for axis in each.axes - kept)
+        for each in step.state.weights
         if each.in_blocks == in_blocks
     )
     return float(machine.rates.seconds(0.0, 3 * num_bytes))
-
-
-def stream_bytes(found: Cost) -> float:
-    """Return the bytes that one block hands to the next, of one microbatch on one device."""
-    return next((loop.carried_bytes for loop in found.loops if loop.over == axes.LAYERS), 0.0)

@@ -1,4 +1,7 @@
-"""What is planned: a model with its loss, optimizer and batch, traced once for each way to recompute."""
+"""What is planned: a model with its loss, optimizer and batch, traced once for each way to recompute.
+
+Next: `predict.py`.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +10,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from shardtrain import axes
 from shardtrain.combine.synchronisation import Synchronisation
@@ -18,23 +23,29 @@ from shardtrain.functional.key_heads import check_layout
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key
+from shardtrain.pipeline.costs import Traced
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.plan.cost import Cost
-from shardtrain.plan.exchange import NO_EXCHANGE, Exchange, exchange_of
-from shardtrain.plan.loss_program import flops_by_item_bytes, is_dims, loss_program
 from shardtrain.plan.machine import Rates
-from shardtrain.plan.predict import state_figures
-from shardtrain.plan.prediction import Choice, StateFigures
-from shardtrain.plan.program import Program
+from shardtrain.plan.prediction import Choice, Cost, StateFigures
+from shardtrain.plan.program import Program, Sharding
 from shardtrain.plan.program_cost import Durations, costs
-from shardtrain.plan.splits import Sharding
-from shardtrain.plan.trace import ANY_TARGET, Target
+from shardtrain.plan.trace import (
+    ANY_TARGET,
+    NO_EXCHANGE,
+    Exchange,
+    Target,
+    exchange_of,
+    flops_by_item_bytes,
+    is_dims,
+    loss_program,
+)
 from shardtrain.plan.traced_attention import Attended, TracedAttention
 from shardtrain.plan.traced_experts import TracedExperts
+from shardtrain.plan.traffic import Weight, weights
 from shardtrain.sharding.axis_sizes import axis_sizes, divisors
 from shardtrain.sharding.layout import Layout
-from shardtrain.train_step.placement import state_specs
+from shardtrain.train_step.placement import Specs, state_specs
 from shardtrain.train_step.placement_checks import check_stages
 
 
@@ -61,11 +72,7 @@ class Subject:
     unit: str = "examples"
     row_units: float | None = 1.0
     target: Target = ANY_TARGET
-    _programs: dict[Any, Program] = field(default_factory=dict, init=False, repr=False)
-    _attentions: dict[Any, Sequence[Attended]] = field(default_factory=dict, init=False, repr=False)
-    _models: dict[str | None, Model] = field(default_factory=dict, init=False, repr=False)
-    _states: dict[Any, "StateOf"] = field(default_factory=dict, init=False, repr=False)
-    _costs: dict[Any, Cost] = field(default_factory=dict, init=False, repr=False)
+    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def batch_rows(self) -> int:
@@ -147,9 +154,14 @@ class Subject:
     def share(self, rows: int) -> "Subject":
         """Return the same for an island with so many rows of the batch; traced programs are shared."""
         found = replace(self, rows=rows)
-        for name in ("_programs", "_attentions", "_models", "_states", "_costs"):
-            object.__setattr__(found, name, getattr(self, name))
+        object.__setattr__(found, "_known", self._known)
         return found
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what was made for a key, made once for all shares."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     def rows_of(self, split: RowSplit) -> int:
         """Return how many rows are computed, with padding.
@@ -167,28 +179,29 @@ class Subject:
 
     def model_of(self, remat: str | None) -> Model:
         """Return the model that recomputes like this, made once."""
-        if remat not in self._models:
-            self._models[remat] = self.model(remat)
-        return self._models[remat]
+        return self._once(("model", remat), lambda: self.model(remat))
 
     def program(
         self, remat: str | None, *, gradient: bool = True, exchange: Exchange = NO_EXCHANGE
     ) -> Program:
         """Return the program of loss and gradient, or of the loss alone, of the whole batch, traced once."""
-        key = remat, gradient, exchange
-        if key not in self._programs:
-            attention = None if exchange.attention is None else TracedAttention(exchange.attention)
-            experts = TracedExperts(exchange.experts, exchange.context)
-            self._programs[key] = loss_program(
-                self.model_of(remat), self.loss, self.batch, gradient, attention, experts, self.target
-            )
-            self._attentions[key] = () if attention is None else tuple(dict.fromkeys(attention.found))
-        return self._programs[key]
+        return self._traced(remat, gradient, exchange)[0]
 
     def attentions(self, exchange: Exchange) -> Sequence[Attended]:
         """Return what the model asks the run's attention for; () if it computes its own."""
-        self.program(None, gradient=False, exchange=exchange)
-        return self._attentions[None, False, exchange]
+        return self._traced(None, False, exchange)[1]
+
+    def _traced(
+        self, remat: str | None, gradient: bool, exchange: Exchange
+    ) -> tuple[Program, Sequence[Attended]]:
+        def make() -> tuple[Program, Sequence[Attended]]:
+            attention = None if exchange.attention is None else TracedAttention(exchange.attention)
+            experts = TracedExperts(exchange.experts, exchange.context)
+            model = self.model_of(remat)
+            found = loss_program(model, self.loss, self.batch, gradient, attention, experts, self.target)
+            return found, () if attention is None else tuple(dict.fromkeys(attention.found))
+
+        return self._once((remat, gradient, exchange), make)
 
     def exchange(self, layout: Layout, sizes: Mapping[str, int]) -> Exchange:
         """Return what devices compute by hand in a layout; what differs is another program."""
@@ -206,13 +219,13 @@ class Subject:
     ) -> list[Cost]:
         """Return what one run of a program costs a device, for each of several shardings, found once."""
         keys = [(remat, each, rates, gradient, exchange) for each in shardings]
-        missing = list(dict.fromkeys(key for key in keys if key not in self._costs))
+        missing = list(dict.fromkeys(key for key in keys if key not in self._known))
         if missing:
             durations = Durations(rates.seconds, rates.stacking_seconds, not rates.copies_stacked)
             program = self.program(remat, gradient=gradient, exchange=exchange)
             found = costs(program, [each for _, each, *_ in missing], durations)
-            self._costs.update(zip(missing, found, strict=True))
-        return [self._costs[key] for key in keys]
+            self._known.update(zip(missing, found, strict=True))
+        return [self._known[key] for key in keys]
 
     def state(self, choice: Choice, num_devices: int) -> "StateOf":
         """Return what follows from the specs of the state, and the layout completed for the model.
@@ -226,15 +239,15 @@ class Subject:
         rules = repr((layout.parameters, layout.activations))
         known = {**sizes, axes.DATA: min(sizes[axes.DATA], 2)} if axes.DATA not in rules else sizes
         key = (tuple(known.values()), rules, layout.unnamed, layout.zero, choice.virtual_stages)
-        if key not in self._states:
+        if key not in self._known:
             stages = self.stages(sizes[axes.PIPELINE], choice.virtual_stages)
             specs = state_specs(model, self.optimizer, layout, sizes, stages=stages)
             program, item_bytes = self.program(None), 4 if self.in_float32 else 2
             figures = state_figures(specs, sizes, item_bytes, program.num_terms[-len(specs.arrays) :])
             # for GPUs gathered weights are counted where they are read
             figures = replace(figures, gathered=0.0) if program.for_gpus else figures
-            self._states[key] = StateOf(specs.layout, figures)
-        found = self._states[key]
+            self._known[key] = StateOf(specs.layout, figures)
+        found = self._known[key]
         has_context = sizes.get(axes.CONTEXT, 1) > 1
         if sizes[axes.PIPELINE] > 1 and (has_context or layout.collective_matmul):
             check_stages(model, layout, sizes, Synchronisation(), self.stages(sizes[axes.PIPELINE], 1))
@@ -256,6 +269,28 @@ class Subject:
             )
         for q, k, causal in found:
             check_layout(layout.context_attention, q, k, causal, rules, sizes)
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of the model's blocks.
+
+        Raises:
+          ValueError: it does not say what they are.
+        """
+        chain = self.model_of(None).chain
+        if chain is None:
+            raise ValueError(
+                "the model does not say what its blocks are; give it `blocks` (docs/pipeline.md), or let"
+                " --across pipeline cut it by tracing"
+            )
+        return chain.num_blocks
+
+    def traced_blocks(self, rows: int) -> Traced:
+        """Return the trace of the model's blocks, for a microbatch of so many rows."""
+        microbatch = {
+            name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in self.batch.items()
+        }
+        return Traced(self.model_of(None), self.loss, microbatch)
 
     def stages(self, num_stages: int, chunks: int) -> Partition | None:
         """Return the equal cut of the blocks into stages of a mesh; None for one stage.
@@ -296,3 +331,76 @@ class StateOf(NamedTuple):
 
     layout: Layout
     figures: StateFigures
+
+
+def state_figures(
+    specs: Specs, sizes: Mapping[str, int], item_bytes: int = 4, num_gradients: Sequence[int] = ()
+) -> StateFigures:
+    """Return what follows from the specs of a state.
+
+    Args:
+      specs: the specs.
+      sizes: axis -> size.
+      item_bytes: of an element in computations.
+      num_gradients: see `traffic.weights`.
+    """
+    blocks = [named.shape[0] for named in specs.arrays.values() if axes.LAYERS in (named.dims or ())[:1]]
+    params = specs.abstract.params
+    in_float32 = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), params)
+    return StateFigures(
+        parameters=tree_bytes(params, specs.params, sizes),
+        optimizer=tree_bytes(specs.abstract.opt_state, specs.state.opt_state, sizes),
+        gradients=tree_bytes(in_float32, specs.params, sizes),
+        updated=tree_bytes(params, specs.sharded, sizes),
+        updated_float32=tree_bytes(in_float32, specs.sharded, sizes),
+        gathered=_gathered_bytes(specs, sizes, item_bytes),
+        weights=_joined(weights(specs.arrays, specs.layout.sharded_rules, num_gradients)),
+        num_blocks=max(blocks, default=1),
+        item_bytes=item_bytes,
+    )
+
+
+def _joined(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
+    """Return one weight for all that are sharded alike: their traffic is that of one as large as all."""
+    elements: dict[tuple[frozenset[str], bool, int], int] = {}
+    for each in weights:
+        key = each.axes, each.in_blocks, each.num_gradients
+        elements[key] = elements.get(key, 0) + each.num_elements
+    return tuple(
+        Weight(num_elements=number, axes=over, in_blocks=in_blocks, num_gradients=num_gradients)
+        for (over, in_blocks, num_gradients), number in elements.items()
+    )
+
+
+def _gathered_bytes(specs: Specs, sizes: Mapping[str, int], item_bytes: int) -> float:
+    if specs.layout.zero != 3 or sizes[axes.FSDP] == 1:
+        return 0.0
+    found = 0.0
+    for named in specs.arrays.values():
+        dims = named.dims or ()
+        stored = {axis for dim in dims for axis in specs.layout.parameter_rules.get(dim or "", ())}
+        if axes.FSDP in stored:
+            kept = math.prod(sizes[axis] for axis in stored - {axes.FSDP, axes.PIPELINE})
+            blocks = named.shape[0] if axes.LAYERS in dims else 1
+            found += item_bytes * math.prod(named.shape) / blocks / kept
+    return found
+
+
+def tree_bytes(tree: Any, specs: Any, sizes: Mapping[str, int]) -> float:
+    """Return the bytes of a device's part of some arrays.
+
+    Args:
+      tree: shapes and dtypes.
+      specs: like tree, a PartitionSpec each.
+      sizes: axis -> size.
+    """
+    leaves = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+    return sum(
+        math.prod(x.shape) * x.dtype.itemsize / _parts(spec, sizes)
+        for x, spec in zip(jax.tree.leaves(tree), leaves, strict=True)
+    )
+
+
+def _parts(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry]
+    return math.prod(sizes[axis] for entry in entries for axis in entry)

@@ -11,12 +11,9 @@ import jax.numpy as jnp
 
 from shardtrain import axes
 from shardtrain.functional.context_attention import BIAS
-from shardtrain.plan.context_costs import AttentionCall
-from shardtrain.plan.device_calls import device_call, linear_call
+from shardtrain.plan.device_calls import AttentionCall, FlashCall, Moved, device_call, linear_call
 from shardtrain.plan.devices import known_device
-from shardtrain.plan.flash_costs import FlashCall
 from shardtrain.plan.hlo.collectives import ALL_TO_ALL
-from shardtrain.plan.moved import Moved
 
 QUERIES = (axes.BATCH, axes.SEQ, axes.HEADS, axes.HEAD_DIM)
 KEYS = (axes.BATCH, axes.SEQ, axes.KV_HEADS, axes.HEAD_DIM)

@@ -14,9 +14,8 @@ from flax.linen.spmd import with_logical_constraint
 from jax import lax
 
 from shardtrain import axes
-from shardtrain.plan.device_calls import device_call, linear_call
+from shardtrain.plan.device_calls import Moved, device_call, linear_call
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
-from shardtrain.plan.moved import Moved
 from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS, Dims
 
 HERE: Dims = (axes.BATCH, axes.SEQ, axes.EMBED)

@@ -4,20 +4,6 @@ import math
 from collections.abc import Sequence
 
 from shardtrain.plan.advice.checkpoint_interval import daly_interval, expected_seconds, young_interval
-from shardtrain.plan.advice.clusters import (
-    ClusterSpeed,
-    Progress,
-    after_examples,
-    after_seconds,
-    until_progress,
-)
-from shardtrain.plan.advice.efficiency import (
-    bandwidth_to_hide,
-    most_devices,
-    most_overhead,
-    servers_to_hide,
-    speedup,
-)
 from shardtrain.plan.advice.noise_scale import examples_factor, rate_factor, steps_factor
 from shardtrain.plan.advice.revocable import (
     MOST_EVENTS,
@@ -27,46 +13,8 @@ from shardtrain.plan.advice.revocable import (
     expected_outcome,
     simulated_outcome,
 )
-from shardtrain.plan.devices import GB
-from shardtrain.report.quantities import count_text, duration_text
+from shardtrain.report.quantities import duration_text
 from shardtrain.report.tables import table_text
-
-
-def devices_text(overhead_ratio: float, efficiency: float, devices: int) -> str:
-    """Format how many devices an overhead allows, and what some devices would give.
-
-    Args:
-      overhead_ratio: seconds of overhead over seconds of computation on one device.
-      efficiency: that is wanted.
-      devices: for which speedup and largest overhead are shown.
-    """
-    most = most_devices(overhead_ratio, efficiency)
-    faster = speedup(overhead_ratio, devices)
-    return (
-        f"efficiency {efficiency:.0%} with overhead {overhead_ratio:.3g} of computation:"
-        f" {'any number of' if math.isinf(most) else f'at most {most:.0f}'} devices\n"
-        f"{devices} devices: {faster:.3g} times as fast as one, efficiency {faster / devices:.0%};"
-        f" {efficiency:.0%} needs an overhead of at most {most_overhead(efficiency, devices):.3g}\n"
-    )
-
-
-def synchronisation_text(
-    parameter_bytes: float, members: int, compute_seconds: float, link_gb_per_second: float | None
-) -> str:
-    """Format what hides the synchronisation of gradients behind computation.
-
-    Args:
-      parameter_bytes: as they are sent.
-      members: replicas.
-      compute_seconds: of a step.
-      link_gb_per_second: of a parameter server; None: servers are not asked for.
-    """
-    ring = bandwidth_to_hide(parameter_bytes, members, compute_seconds) / GB
-    text = f"a ring of {members} replicas hides its all-reduce with {ring:.3g} GB/s from each\n"
-    if link_gb_per_second is None:
-        return text
-    servers = servers_to_hide(parameter_bytes, members, link_gb_per_second * GB, compute_seconds)
-    return text + f"parameter servers of {link_gb_per_second:g} GB/s each: {servers}\n"
 
 
 def interval_text(
@@ -158,40 +106,3 @@ def _outcome_cells(outcome: Outcome) -> tuple[str, str, str]:
     if math.isinf(outcome.seconds):
         return "never ends", "", ""
     return duration_text(outcome.seconds), f"{outcome.revocations:.1f}", f"{outcome.cost:.4g}"
-
-
-def clusters_text(clusters: Sequence[ClusterSpeed], noise_scale: float, seconds: float) -> str:
-    """Format how clusters compare at equal examples, at equal time and at an equal loss.
-
-    Args:
-      clusters: the clusters.
-      noise_scale: B_noise, in the unit of their batches.
-      seconds: the time; the examples are those of the first cluster in this time.
-    """
-    first = after_seconds(clusters[0], noise_scale, seconds)
-    parts = (
-        (f"equal time: {duration_text(seconds)}", lambda each: after_seconds(each, noise_scale, seconds)),
-        (
-            f"equal examples: {count_text(first.examples)}",
-            lambda each: after_examples(each, noise_scale, first.examples),
-        ),
-        (
-            f"equal loss: that of {clusters[0].name} in this time",
-            lambda each: until_progress(each, noise_scale, first.progress),
-        ),
-    )
-    header = ("cluster", "time", "examples", "progress", "cost")
-    return "".join(
-        table_text(
-            header,
-            [(each.name, *_progress_cells(of(each), first)) for each in clusters],
-            title=title,
-        )
-        for title, of in parts
-    )
-
-
-def _progress_cells(done: Progress, first: Progress) -> tuple[str, str, str, str]:
-    """Return cells of a row; progress relative to the first cluster at equal time."""
-    share = done.progress / first.progress
-    return duration_text(done.seconds), count_text(done.examples), f"{share:.0%}", f"{done.cost:.4g}"

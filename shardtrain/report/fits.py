@@ -6,8 +6,16 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from shardtrain.plan.advice.fit import QUANTITIES, Quantity, error_by_model, fits, predicted, saturation
-from shardtrain.plan.advice.rows import COLUMNS, MeasuredRow
+from shardtrain.plan.advice.fit import (
+    COLUMNS,
+    QUANTITIES,
+    MeasuredRow,
+    Quantity,
+    error_by_model,
+    fits,
+    predicted,
+    saturation,
+)
 from shardtrain.report.tables import table_text
 
 MOST_MODELS = 12

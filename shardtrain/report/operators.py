@@ -1,7 +1,6 @@
 """A search over the shardings of operators as the text that `shardtrain plan --operators` prints."""
 
-from shardtrain.plan.operator_plan import OperatorPlan
-from shardtrain.plan.simulator.markov_chain import Judged
+from shardtrain.plan.simulator.operator_search import Judged, OperatorPlan
 from shardtrain.plan.simulator.operator_shardings import ShardedOperators, Sharding
 from shardtrain.report.quantities import bytes_text, seconds_text
 from shardtrain.report.tables import table_text

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from shardtrain.plan.advice.of_plan import by_remat, scaling
+from shardtrain.plan.advice.efficiency import by_remat, scaling
 from shardtrain.plan.islands import ClusterPlan, KindPlan
 from shardtrain.plan.subject import Subject
 from shardtrain.report.quantities import bytes_text, seconds_text
@@ -20,10 +20,9 @@ def plan_advice_text(subjects: Sequence[Subject], plan: ClusterPlan) -> str:
       subjects: of each kind, as for `plan_cluster`.
       plan: the plan.
     """
-    kinds = zip(subjects, plan.kinds, strict=True)
     return "".join(
-        _kind_text(subject.share(each.rows) if len(plan.shares) > 1 else subject, each)
-        for subject, each in kinds
+        _kind_text(subject, each)
+        for each, subject in plan.planned(subjects)
         if each.plan.ranked and each.rows
     )
 

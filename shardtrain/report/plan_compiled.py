@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from shardtrain import axes
 from shardtrain.plan.compile import Figures
 from shardtrain.plan.hlo.collectives import ALL_GATHER, by_axis
-from shardtrain.plan.prediction import Prediction
-from shardtrain.plan.sent import sent_by_axes
-from shardtrain.plan.steps import Step
+from shardtrain.plan.predict import sent_by_axes
+from shardtrain.plan.prediction import Prediction, Step
 from shardtrain.report.quantities import bytes_text, count_text
 from shardtrain.report.tables import table_text
 from shardtrain.sharding.specs import Row, spec_axes

@@ -3,10 +3,9 @@
 import math
 
 from shardtrain.combine.meeting import ALWAYS
-from shardtrain.plan.early_gradients import EXTRA_SHARE
+from shardtrain.plan.island_exchange import EXTRA_SHARE, candidates, own_copies
 from shardtrain.plan.island_stages import StagesPlan
 from shardtrain.plan.islands import ClusterPlan
-from shardtrain.plan.join import candidates, own_copies
 from shardtrain.report.quantities import bytes_text, seconds_text
 from shardtrain.report.tables import table_text
 

@@ -3,9 +3,8 @@
 import math
 import re
 
-from shardtrain.plan.layers.as_mesh import NoMesh, as_mesh
 from shardtrain.plan.layers.assignment import Partitioned
-from shardtrain.plan.layers.compare import LayerPlan
+from shardtrain.plan.layers.compare import LayerPlan, NoMesh, as_mesh
 from shardtrain.plan.layers.layer_graph import Layer
 from shardtrain.plan.layers.partition import WHOLE, Split
 from shardtrain.plan.layers.replicated_costs import ReplicatedCosts

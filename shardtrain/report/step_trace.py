@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardtrain.plan.simulator.task_graph import TaskGraph
-from shardtrain.plan.simulator.timeline import Timeline
 from shardtrain.report.quantities import seconds_text
 from shardtrain.system.untrusted_files import open_regular
 
@@ -22,12 +21,10 @@ class TracedStep(NamedTuple):
     Args:
       name: above its rows.
       graph: its tasks.
-      timeline: when they run.
     """
 
     name: str
     graph: TaskGraph
-    timeline: Timeline
 
 
 def trace_text(steps: Sequence[TracedStep]) -> str:
@@ -42,7 +39,7 @@ def trace_text(steps: Sequence[TracedStep]) -> str:
 def traced_text(steps: Sequence[TracedStep]) -> str:
     """Format the seconds of simulated steps, a line for each."""
     return "".join(
-        f"{step.name}: {seconds_text(step.timeline.makespan)}, {len(step.graph.by_key)} tasks\n"
+        f"{step.name}: {seconds_text(step.graph.timeline.makespan)}, {len(step.graph.by_key)} tasks\n"
         for step in steps
     )
 
@@ -61,7 +58,7 @@ def _events(process: int, step: TracedStep) -> Iterator[dict[str, Any]]:
             queues[task.queue] = len(queues)
             yield _named("thread_name", task.queue, process, queues[task.queue])
         if task.seconds:
-            begin, end = 1e6 * step.timeline.start[task.key], 1e6 * step.timeline.end[task.key]
+            begin, end = 1e6 * step.graph.timeline.start[task.key], 1e6 * step.graph.timeline.end[task.key]
             yield {
                 "ph": "X",
                 "name": task.name,

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from shardtrain.combine.meeting import ALWAYS
 from shardtrain.combine.synchronisation import Outer, Synchronisation
 from shardtrain.plan.compile import Figures
-from shardtrain.plan.hlo.collectives import Collective, table
-from shardtrain.plan.join import MergeBytes
+from shardtrain.plan.hlo.collectives import Collective, by_axis
+from shardtrain.plan.island_exchange import MergeBytes
 from shardtrain.plan.traffic import Traffic
 from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
@@ -152,4 +152,15 @@ def memory_text(given: Figures, others: Sequence[tuple[str, Figures | str]]) -> 
 
 
 def _collectives_text(found: tuple[Collective, ...]) -> str:
-    return table(found) if found else "nothing moves between devices"
+    """Format collectives as a table, the most expensive first, those in loops in separate rows."""
+    if not found:
+        return "nothing moves between devices"
+    sums = [
+        (wire_bytes, kind, "+".join(over), where, count)
+        for where, in_loop in (("in a loop", True), ("once", False))
+        for (kind, over), (count, wire_bytes) in by_axis(c for c in found if c.in_loop == in_loop).items()
+    ]
+    rows = [(*names, f"{sent / 1e6:.3f}") for sent, *names in sorted(sums, key=lambda row: -row[0])]
+    total = sum(collective.wire_bytes_per_device for collective in found)
+    rows.append(("total", "", "", sum(collective.count for collective in found), f"{total / 1e6:.3f}"))
+    return table_text(("collective", "axes", "where", "runs", "MB sent per device"), rows).rstrip()

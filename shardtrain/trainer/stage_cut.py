@@ -18,8 +18,7 @@ from shardtrain.pipeline.options import MEMORY, SPEEDS, Pipeline, numbers_of_sta
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.stage_costs import StageCosts, StageDevices
 from shardtrain.pipeline.stage_cut import GB, StageCut, best_cut, fits
-from shardtrain.plan.data_sheet import Device
-from shardtrain.plan.devices import TERA, known_device
+from shardtrain.plan.devices import TERA, Device, known_device
 from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
 from shardtrain.sharding.axis_sizes import axis_sizes

@@ -13,8 +13,7 @@ import optax
 
 from shardtrain.functional.activation_rules import noting
 from shardtrain.functional.model import Model
-from shardtrain.plan.data_sheet import Device
-from shardtrain.plan.devices import TERA, known_device
+from shardtrain.plan.devices import TERA, Device, known_device
 from shardtrain.report.quantities import count_text
 from shardtrain.trainer.config import Run, model_of
 

@@ -242,6 +242,10 @@ def test_a_file_that_is_no_strategy_is_not_replaced(planned, tmp_path):
             "batch is 512 tokens, and a plan is for batches of equal rows; give --batch-unit examples",
         ),
         (["--cluster", "nowhere.toml"], "there is no cluster file nowhere.toml to read"),
+        (
+            ["--log_every", "2", "--checkpoints.no-trained-only", "--sinks=jsonl"],
+            "--checkpoints.trained-only, --log-every, --sinks cannot change what `shardtrain plan` shows;",
+        ),
     ],
 )
 def test_wrong_input_is_refused(planned, words, message):

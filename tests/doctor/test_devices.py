@@ -2,8 +2,7 @@
 
 import pytest
 
-from shardtrain.doctor.devices import evaluate
-from shardtrain.doctor.visible_gpus import uuids, visible, visible_gpu_facts
+from shardtrain.doctor.devices import evaluate, uuids, visible, visible_gpu_facts
 
 GPUS = [
     {"index": str(i), "uuid": f"GPU-{i}", "name": "H100", "memory_bytes": 80 * 2**30, "used_bytes": 0}

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from shardtrain.doctor.check import RankContext
-from shardtrain.doctor.file_system import is_locked, lock, mount_of, nearest, probe, rename
-from shardtrain.doctor.files import CHECK, evaluate
+from shardtrain.doctor.file_probes import is_locked, lock, measure_all, rename
+from shardtrain.doctor.files import CHECK, evaluate, mount_of, nearest
 from shardtrain.doctor.runner import collect_in_thread
 from shardtrain.doctor.start import SingleProcess
 from shardtrain.islands.rank_environment import find_rank_environment
@@ -75,7 +75,7 @@ def test_what_a_probe_cannot_do_is_in_its_answer(tmp_path, monkeypatch):
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     monkeypatch.setattr(os, "fsync", full)
-    found = probe(tmp_path, 0)
+    found = measure_all(tmp_path, with_large=False)
     assert found["fsync"] == {"error": "EDQUOT: Disk quota exceeded"}
     assert found["rename"] == {"replaces": True, "moves_folders": True}
 

@@ -20,9 +20,7 @@ ALONE = RankContext(
 )  # fmt: skip
 
 
-def check(
-    collect, evaluate=lambda told: [Row(check="x", item="facts", finding=str(told[0].facts))], limit=200.0
-):
+def check(collect, evaluate=lambda told: [Row("facts", str(told[0].facts), check="x")], limit=200.0):
     return Check(about="x", collect=collect, evaluate=evaluate, limit_seconds=limit, if_it_hangs="wake it up")
 
 
@@ -67,13 +65,13 @@ def test_facts_that_are_not_understood_are_a_row():
 
 def test_a_warning_without_advice_is_our_mistake():
     with pytest.raises(AssertionError):
-        Row(check="x", item="y", finding="z", status="warning")
+        Row("y", "z", "warning", check="x")
 
 
 def test_the_table_and_the_data_say_the_same():
     rows = [
-        Row(check="names", item="own", finding="[bold]a"),
-        Row(check="ports", item="connect", finding="no", status="wrong", fix="open them"),
+        Row("own", "[bold]a", check="names"),
+        Row("connect", "no", "wrong", "open them", check="ports"),
     ]
     found = dataclasses.replace(examined(), rows=tuple(rows), seconds={"names": 1.0, "ports": 0.25})
     text = doctor_text(found.rows, found.seconds)

@@ -15,7 +15,7 @@ from shardtrain import cli
 from shardtrain.islands.cluster import IslandKind
 from shardtrain.plan.calibration import fitted, spread
 from shardtrain.plan.machine import Link, Machine, Rates
-from shardtrain.plan.search import predictions
+from shardtrain.plan.predict import predictions
 from shardtrain.plan.space import Space, allowed_choices
 from shardtrain.trainer.planned import subjects_of
 
@@ -39,7 +39,7 @@ def test_a_fit_finds_the_times_of_another_machine(subject):
     rates = Rates(flops_per_second=3e9, memory_bytes_per_second=5e8, kernel_seconds=3e-5)
     true = replace(START, rates=rates, device_link=link)
     every, _ = allowed_choices(subject, DEVICES, SPACE)
-    probes = [every[i] for i in spread(predictions(subject, START, DEVICES, every), 6)]
+    probes = [every[i] for i in spread(predictions(subject, START, DEVICES, every), 4)]
 
     def seconds(machine, choices=probes):
         return [each.seconds.total for each in predictions(subject, machine, DEVICES, choices)]

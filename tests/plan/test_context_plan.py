@@ -1,7 +1,6 @@
 """Plans over the axis context: bytes and flops against compiled steps, and what is refused."""
 
 import math
-from collections import defaultdict
 from dataclasses import replace
 
 import jax
@@ -9,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from planned_steps import compiled, subject_of
 
-from shardtrain import next_token_loss
 from shardtrain.functional.loss import translation_loss
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.functional.remat import with_remat
@@ -18,21 +17,16 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.pipeline.schedule import make_table
-from shardtrain.plan.compile import compile_step, figures
-from shardtrain.plan.context_costs import AttentionCall
+from shardtrain.plan.device_calls import AttentionCall
 from shardtrain.plan.hlo.collectives import PERMUTE
 from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.predict import predictions, sent_by_axes, steps
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.program import CallSizes
-from shardtrain.plan.search import predictions, search
-from shardtrain.plan.sent import sent_by_axes
+from shardtrain.plan.search import search
 from shardtrain.plan.space import Space, allowed_choices, mesh_text
-from shardtrain.plan.steps import steps
 from shardtrain.plan.subject import Subject
-from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.placement import make_placement
 
 CONFIG = DecoderConfig(vocab=64, seq=64, embed=32, num_layers=2, num_heads=4, mlp=128)
 MACHINE = Machine(
@@ -44,19 +38,6 @@ MACHINE = Machine(
 @pytest.fixture(scope="module")
 def subject():
     return subject_of(CONFIG)
-
-
-def subject_of(config, rows=16):
-    batch = {
-        "tokens": jax.ShapeDtypeStruct((rows, config.seq + 1), jnp.int32),
-        "weights": jax.ShapeDtypeStruct((rows,), jnp.float32),
-    }
-    return Subject(
-        model=lambda remat: as_model(with_remat(config, remat)),
-        loss=next_token_loss,
-        optimizer=optax.adamw(1e-3),
-        batch=batch,
-    )
 
 
 def layout_of(kind, **mesh):
@@ -73,21 +54,11 @@ def layout_of(kind, **mesh):
     ids=lambda value: getattr(value, "context_attention", None),
 )
 def test_bytes_and_flops_are_those_of_the_compiled_step(subject, layout, accumulate, remat):
-    choice, sizes = Choice(layout=layout, accumulate=accumulate, remat=remat), axis_sizes(layout.mesh, 4)
-    model = subject.model_of(remat)
-    placement = make_placement(model, subject.optimizer, layout, make_mesh(layout, jax.devices()[:4]))
-    found = figures(
-        compile_step(
-            model, subject.loss, subject.optimizer, placement, subject.batch, microbatches=accumulate
-        ),
-        sizes,
-    )
+    choice = Choice(layout=layout, accumulate=accumulate, remat=remat)
+    found, sums = compiled(subject, choice, 4)
     (step,) = steps(subject, MACHINE, 4, [choice])
     (predicted,) = predictions(subject, MACHINE, 4, [choice])
     assert predicted.flops == pytest.approx(found.flops, rel=1e-3)
-    sums = defaultdict(float)
-    for each in found.collectives:
-        sums[each.axes] += each.wire_bytes_per_device
     sent = sent_by_axes(step, simulated=True)
     # one sum of 4 kB over fsdp is sent as a reduce-scatter in this small step, and counted as an all-reduce
     near = 0.025 if layout.context_attention == "all-to-all" else 0.02
@@ -165,10 +136,7 @@ def test_memory_of_long_sequences_over_context():
     long = subject_of(replace(CONFIG, seq=2048, num_layers=1), rows=1)
     layout = layout_of("ring", context=4)
     choice = Choice(layout=layout, remat="full")
-    model = long.model_of("full")
-    placement = make_placement(model, long.optimizer, layout, make_mesh(layout, jax.devices()[:4]))
-    compiled = compile_step(model, long.loss, long.optimizer, placement, long.batch)
-    real = figures(compiled, axis_sizes(layout.mesh, 4)).device_bytes
+    real = compiled(long, choice, 4)[0].device_bytes
     of_cpu = replace(MACHINE, rates=replace(MACHINE.rates, copies_stacked=True))
     (predicted,) = predictions(long, of_cpu, 4, [choice])
     assert predicted.memory.total == pytest.approx(real, rel=0.1)
@@ -208,12 +176,9 @@ def test_a_ring_in_stages_is_planned_as_it_is_compiled(window):
     # loops of one block would be left out, and keys that are there twice merged
     staged = subject_of(replace(CONFIG, num_layers=4, window=window))
     layout = layout_of("ring", pipeline=2, context=4)
-    choice, sizes = Choice(layout=layout, accumulate=2, remat="weights"), axis_sizes(layout.mesh, 8)
+    choice = Choice(layout=layout, accumulate=2, remat="weights")
     (step,) = steps(staged, MACHINE, 8, [choice])
-    model, mesh = staged.model_of(choice.remat), make_mesh(layout, jax.devices()[:8])
-    placement = make_placement(model, staged.optimizer, layout, mesh, stages=staged.stages(2, 1))
-    compiled = compile_step(model, staged.loss, staged.optimizer, placement, staged.batch, microbatches=2)
-    found = figures(compiled, sizes)
+    found, _ = compiled(staged, choice, 8)
     assert step.forward is not None
     segments = [*step.forward.segments[:2], *step.cost.segments[1:]]
     ticks = make_table(choice.schedule, 2, 2, lockstep=True).num_ticks

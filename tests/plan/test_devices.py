@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from shardtrain.plan import devices as topology
-from shardtrain.plan.data_sheet import Device
-from shardtrain.plan.devices import DEVICES, HOPPER, OTHER_NAMES, known_device, mfu
+from shardtrain.plan.devices import DEVICES, HOPPER, OTHER_NAMES, Device, known_device, mfu
 
 
 def known(kind: str) -> Device:

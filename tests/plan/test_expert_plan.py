@@ -1,28 +1,17 @@
 """Plans over the axis expert: bytes, flops and memory against compiled steps, the search, what is refused."""
 
-from collections import defaultdict
+from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
+from planned_steps import compiled, subject_of
 
-from shardtrain import next_token_loss
-from shardtrain.functional.nnx_model import as_model
-from shardtrain.functional.remat import with_remat
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.plan.compile import compile_step, figures
 from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.predict import predictions, sent_by_axes, steps
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.search import predictions, search
-from shardtrain.plan.sent import sent_by_axes
+from shardtrain.plan.search import search
 from shardtrain.plan.space import Space
-from shardtrain.plan.steps import steps
-from shardtrain.plan.subject import Subject
-from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.placement import make_placement
 
 MACHINE = Machine(
     rates=Rates(flops_per_second=1e11, memory_bytes_per_second=1e10, kernel_seconds=1e-6),
@@ -30,27 +19,9 @@ MACHINE = Machine(
 )
 
 
-def subject_of(experts, heads=4):
-    config = DecoderConfig(
-        vocab=64,
-        seq=64,
-        embed=32,
-        num_layers=2,
-        num_heads=heads,
-        mlp=64,
-        activation="swiglu",
-        experts=experts,
-    )
-    batch = {
-        "tokens": jax.ShapeDtypeStruct((16, config.seq + 1), jnp.int32),
-        "weights": jax.ShapeDtypeStruct((16,), jnp.float32),
-    }
-    return Subject(
-        model=lambda remat: as_model(with_remat(config, remat)),
-        loss=next_token_loss,
-        optimizer=optax.adamw(1e-3),
-        batch=batch,
-    )
+CONFIG = DecoderConfig(
+    vocab=64, seq=64, embed=32, num_layers=2, num_heads=4, mlp=64, activation="swiglu"
+)  # fmt: skip
 
 
 BOUNDED, DROPLESS = "num=8,top=2,capacity=1.5", "num=8,top=2"
@@ -58,7 +29,7 @@ BOUNDED, DROPLESS = "num=8,top=2,capacity=1.5", "num=8,top=2"
 
 @pytest.fixture(scope="module")
 def bounded():
-    return subject_of(BOUNDED)
+    return subject_of(replace(CONFIG, experts=BOUNDED))
 
 
 @pytest.mark.parametrize(
@@ -72,22 +43,12 @@ def bounded():
     ],
 )
 def test_a_plan_is_the_compiled_step(bounded, experts, mesh, accumulate, remat):
-    subject = bounded if experts == BOUNDED else subject_of(experts)
-    layout, sizes = Layout(mesh=mesh, context_attention="all-gather"), axis_sizes(mesh, 4)
+    subject = bounded if experts == BOUNDED else subject_of(replace(CONFIG, experts=experts))
+    layout = Layout(mesh=mesh, context_attention="all-gather")
     choice = Choice(layout=layout, accumulate=accumulate, remat=remat)
-    model = subject.model_of(remat)
-    placement = make_placement(model, subject.optimizer, layout, make_mesh(layout, jax.devices()[:4]))
-    found = figures(
-        compile_step(
-            model, subject.loss, subject.optimizer, placement, subject.batch, microbatches=accumulate
-        ),
-        sizes,
-    )
+    found, sums = compiled(subject, choice, 4)
     (predicted,) = predictions(subject, MACHINE, 4, [choice])
     (step,) = steps(subject, MACHINE, 4, [choice])
-    sums = defaultdict(float)
-    for each in found.collectives:
-        sums[each.axes] += each.wire_bytes_per_device
     sent = sent_by_axes(step, simulated=True)
     for over, num_bytes in sums.items():
         if num_bytes > 1000:  # not scalars
@@ -112,7 +73,7 @@ def test_expert_is_searched_for_models_with_experts(bounded):
 
 
 def test_a_model_without_experts_has_no_axis_for_them():
-    plain = subject_of("")
+    plain = subject_of(CONFIG)
     space = Space(layout=Layout(mesh={"expert": 2}), accumulates=(1,), remats=("weights",))
     refused = search(plain, MACHINE, 2, space).refused["--mesh expert=2"]
     assert "the mesh has expert=2, and the model has no experts to shard; use data=2" in refused

@@ -3,27 +3,23 @@
 from dataclasses import replace
 from itertools import product
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from planned_steps import subject_of
 
 from shardtrain import next_token_loss
 from shardtrain.functional.loss_count import loss_count
 from shardtrain.functional.nnx_model import as_model
-from shardtrain.functional.remat import with_remat
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.decoder_flops import flops_per_token
-from shardtrain.plan.frontier import frontier
 from shardtrain.plan.islands import plan_cluster
 from shardtrain.plan.machine import Link, Machine, Rates
-from shardtrain.plan.nearest import nearest_batch, nearest_devices, nearest_text
-from shardtrain.plan.search import predictions
-from shardtrain.plan.space import Space, allowed_choices
-from shardtrain.plan.subject import Subject
+from shardtrain.plan.predict import predictions
+from shardtrain.plan.search import frontier
+from shardtrain.plan.space import Space, allowed_choices, nearest_batch, nearest_devices, nearest_text
 from shardtrain.report.plan import plan_text
 from shardtrain.report.plots.frontier import check_frontier, frontier_plot
 from shardtrain.sharding.layout import Layout
@@ -34,23 +30,12 @@ MACHINE = Machine(
     rates=Rates(flops_per_second=1e11, memory_bytes_per_second=1e10, kernel_seconds=1e-6, memory_bytes=1e9),
     device_link=Link(bytes_per_second=1e9, latency_seconds=1e-6),
 )
-SPACE = Space(accumulates=(1, 2, 4), remats=("none", "dots", "full"))
+SPACE = Space(accumulates=(1, 4), remats=("none", "dots", "full"))
 
 
 @pytest.fixture(scope="module")
 def subject():
-    batch = {
-        "tokens": jax.ShapeDtypeStruct((ROWS, CONFIG.seq + 1), jnp.int32),
-        "weights": jax.ShapeDtypeStruct((ROWS,), jnp.float32),
-    }
-    return Subject(
-        model=lambda remat: as_model(with_remat(CONFIG, remat)),
-        loss=next_token_loss,
-        optimizer=optax.adamw(1e-3),
-        batch=batch,
-        unit="tokens",
-        row_units=float(CONFIG.seq),
-    )
+    return subject_of(CONFIG, ROWS, unit="tokens", row_units=float(CONFIG.seq))
 
 
 def test_no_way_beats_the_frontier_in_memory_and_time(subject):

@@ -3,22 +3,18 @@
 from dataclasses import replace
 from functools import partial
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
+from planned_steps import subject_of
 from tiny_language_model import TinyConfig
 
-from shardtrain import Text, next_token_loss
+from shardtrain import Text
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.islands.options import Across
-from shardtrain.plan.island_pipelines import IslandPipelines
-from shardtrain.plan.island_stages import plan_stages
+from shardtrain.plan.island_stages import IslandPipelines, plan_stages
 from shardtrain.plan.islands import plan_cluster
 from shardtrain.plan.space import Space
-from shardtrain.plan.subject import Subject
 from shardtrain.report.plan_islands import island_stages_text
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.planned import staged_strategy
@@ -30,16 +26,7 @@ SPACE = Space(remats=("none",))
 
 @pytest.fixture(scope="module")
 def subject():
-    batch = {
-        "tokens": jax.ShapeDtypeStruct((16, CONFIG.seq + 1), jnp.int32),
-        "weights": jax.ShapeDtypeStruct((16,), jnp.float32),
-    }
-    return Subject(
-        model=lambda remat: as_model(CONFIG),
-        loss=next_token_loss,
-        optimizer=optax.adamw(1e-3),
-        batch=batch,
-    )
+    return subject_of(CONFIG, model=lambda remat: as_model(CONFIG))
 
 
 def planned(subject, link=1.0, devices=(2, 1), count=1):

@@ -16,14 +16,11 @@ from shardtrain.functional.linen_model import from_linen
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.resnet import ResNetConfig
-from shardtrain.plan.layers.as_mesh import TENSOR_DIMS, AsMesh, NoMesh, as_mesh
-from shardtrain.plan.layers.assignment import Hierarchy, exact, step_seconds
+from shardtrain.plan.layers.assignment import Hierarchy, exact, least_sum, step_seconds
 from shardtrain.plan.layers.baselines import BASELINES, by_dims, data_parallel, hypar, mesh_levels
-from shardtrain.plan.layers.compare import plan_layers
-from shardtrain.plan.layers.groups import group_of, joined
-from shardtrain.plan.layers.layer_graph import Layer, Source, check_order
-from shardtrain.plan.layers.least_sum import least_sum
-from shardtrain.plan.layers.partition import Side, Split, exchange_seconds, missing, splits
+from shardtrain.plan.layers.compare import TENSOR_DIMS, AsMesh, NoMesh, as_mesh, plan_layers
+from shardtrain.plan.layers.layer_graph import Layer, Source
+from shardtrain.plan.layers.partition import Side, Split, exchange_seconds, group_of, joined, missing, splits
 from shardtrain.plan.layers.trace_layers import layers_of
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.subject import Subject
@@ -119,7 +116,7 @@ def test_what_is_missing_is_what_arrays_lack():
 costs = st.floats(0, 10)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data(), number=st.integers(1, 8))
 def test_elimination_is_the_least_of_all_choices(data, number):
     random = np.random.default_rng(data.draw(st.integers(0, 10**6)))
@@ -165,7 +162,7 @@ def random_layers(random, number):
     return tuple(layers)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 10**6), number=st.integers(1, 4), equal=st.booleans())
 def test_the_search_finds_the_shortest_step(seed, number, equal):
     random = np.random.default_rng(seed)
@@ -261,7 +258,7 @@ def test_layers_of_images_and_of_linen():
     joins = [layer for layer in layers if layer.kind == "join"]
     assert len(joins) == config.num_blocks
     assert all(len(layer.sources) == 2 for layer in joins)
-    check_order(layers)
+    assert all(source.layer < i for i, layer in enumerate(layers) for source in layer.sources)
 
     class Net(flax.linen.Module):
         @flax.linen.compact
@@ -302,17 +299,6 @@ def test_ways_are_compared_by_name(decoder):
     top = plan.ways["megatron"].levels
     assert {split.way for split in top[0].chosen} == {"I", "rows"}
     assert {split.way for split in top[1].chosen} == {"II", "III", "features", "whole"}
-
-
-def test_wrong_layers_are_refused():
-    with pytest.raises(ValueError) as caught:
-        Layer(name="fc", kind="dense", flops=-1.0, sources=(Source(layer=0, num_bytes=1.0),) * 2)
-    assert "flops is -1.0; give a number from 0" in str(caught.value)
-    assert "two sources are one layer; give one with the bytes of both" in str(caught.value)
-    assert "kind is 'dense'; use one of convolution, product" in str(caught.value)
-    late = chain(8, 8, 8)[::-1]
-    with pytest.raises(ValueError, match=r"layer 0 \(fc1\) reads layer 0"):
-        Hierarchy().partition(late, group_of(NODES, 2))
 
 
 def test_devices_that_gain_nothing_compute_copies():

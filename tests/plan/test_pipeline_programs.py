@@ -31,9 +31,7 @@ CUTS = {
     "zb_v": Partition(num_stages=3, num_chunks=2, placement="v", counts=(1, 1, 1, 1, 1, 1)),
 }
 # each schedule is compiled for 8 microbatches, and these two for 32 only with `--full`
-QUICK = [
-    pytest.param(name, marks=[pytest.mark.full] * (name in ("interleaved", "zero_bubble"))) for name in CUTS
-]
+QUICK = [pytest.param(name, marks=[pytest.mark.full] * (name not in ("1f1b", "gpipe"))) for name in CUTS]
 STREAM_BYTES = ROWS * SEQ * EMBED * 4
 
 

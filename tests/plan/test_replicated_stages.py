@@ -112,11 +112,6 @@ def test_slow_links_between_nodes_keep_replicas_inside_them():
 
 
 def test_what_cannot_be_cut_is_refused():
-    apart = tuple(StageDevice(flops_per_second=1.0, node=node) for node in (0, 1, 0))
-    with pytest.raises(
-        ValueError, match=r"nodes \[0, 1, 0\] in this order; put those of a node side by side"
-    ):
-        PipelineDevices(devices=apart)
     many = equal_blocks([1] * 50, [0] * 50, 0.0, (StageDevice(flops_per_second=1.0),) * 50)
     with pytest.raises(ValueError, match="use 40 devices, or several as one"):
         replicated_cuts(many)

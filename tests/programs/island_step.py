@@ -29,7 +29,7 @@ from shardtrain.islands.bridge import Control, MpiGroup, world
 from shardtrain.islands.options import REDUCE
 from shardtrain.islands.transfer import Transfer
 from shardtrain.models.mlp import MlpConfig
-from shardtrain.plan.merge_bytes import island_merges
+from shardtrain.plan.island_exchange import island_merges
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.gradients import make_gradients

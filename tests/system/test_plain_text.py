@@ -14,7 +14,7 @@ from shardtrain.data.sources import FORMATS
 from shardtrain.islands.cluster import read_cluster
 from shardtrain.launch.hosts import read_hostfile
 from shardtrain.pipeline.table_file import read_table
-from shardtrain.plan.advice.rows import read_rows
+from shardtrain.plan.advice.fit import read_rows
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout_file import read_layout
 from shardtrain.system.untrusted_files import read_json

@@ -12,7 +12,7 @@ from tiny_language_model import TinyConfig
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.islands.options import Across
-from shardtrain.plan.merge_bytes import island_merges
+from shardtrain.plan.island_exchange import island_merges
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout

@@ -13,7 +13,7 @@ from tiny_language_model import TinyConfig
 
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.decoder_flops import flops_per_token
-from shardtrain.plan.data_sheet import Device
+from shardtrain.plan.devices import Device
 from shardtrain.plan.trace import trace
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout

@@ -6,8 +6,6 @@ Sources: Young 1974, "A first order approximation to the optimum checkpoint inte
 
 import math
 
-from shardtrain.plan.advice.checks import check_positive
-
 
 def young_interval(save_seconds: float, failure_seconds: float) -> float:
     """Return the best seconds of work between saves, to first order: sqrt(2 d M) (Young 1974).
@@ -19,7 +17,6 @@ def young_interval(save_seconds: float, failure_seconds: float) -> float:
     >>> round(young_interval(300, 24 * 3600) / 60)
     120
     """
-    check_positive("an interval", {"save_seconds": save_seconds, "failure_seconds": failure_seconds})
     return math.sqrt(2 * save_seconds * failure_seconds)
 
 
@@ -38,7 +35,6 @@ def daly_interval(save_seconds: float, failure_seconds: float) -> float:
       >>> [round(daly_interval(300, hours * 3600) / 60, 1) for hours in (24, 6, 0.25)]
       [116.7, 56.7, 9.1]
     """
-    check_positive("an interval", {"save_seconds": save_seconds, "failure_seconds": failure_seconds})
     if save_seconds >= 2 * failure_seconds:
         return failure_seconds
     ratio = save_seconds / (2 * failure_seconds)
@@ -68,15 +64,6 @@ def expected_seconds(
     >>> round(expected_seconds(500 * 3600, 117 * 60, 300, 24 * 3600, 600) / 3600)
     548
     """
-    check_positive(
-        "an expected time",
-        {
-            "work_seconds": work_seconds,
-            "interval_seconds": interval_seconds,
-            **({} if failure_seconds == math.inf else {"failure_seconds": failure_seconds}),
-        },
-        {"save_seconds": save_seconds, "restart_seconds": restart_seconds},
-    )
     interval = min(interval_seconds, work_seconds)
     pieces = work_seconds / interval
     if failure_seconds == math.inf:

@@ -8,8 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shardtrain.plan.advice.checks import check_positive
-
 DECAY = 0.99
 """Of the moving averages over steps: they are over about the last 1 / (1 - DECAY) = 100."""
 
@@ -68,11 +66,6 @@ def gradient_noise(
     >>> gradient_noise(16, 1.0 + 800 / 16, 64, 1.0 + 800 / 64).scale
     800.0
     """
-    check_positive(
-        "a gradient noise scale",
-        {"small_batch": small_batch, "big_batch": big_batch},
-        {"small_square": small_square, "big_square": big_square},
-    )
     if small_batch >= big_batch:
         raise ValueError(
             f"a gradient noise scale was asked for from batches of {small_batch:g} and {big_batch:g}; give"
@@ -120,7 +113,6 @@ def steps_factor(batch: float, noise_scale: float) -> float:
     >>> steps_factor(800, 800)
     2.0
     """
-    check_positive("a number of steps", {"batch": batch, "noise_scale": noise_scale})
     return 1 + noise_scale / batch
 
 
@@ -132,7 +124,6 @@ def examples_factor(batch: float, noise_scale: float) -> float:
     >>> examples_factor(200, 800)
     1.25
     """
-    check_positive("a number of examples", {"batch": batch, "noise_scale": noise_scale})
     return 1 + batch / noise_scale
 
 
@@ -150,5 +141,4 @@ def rate_factor(batch: float, new_batch: float, noise_scale: float, exponent: fl
     >>> round(rate_factor(16, 32, 1e6), 3), round(rate_factor(16, 32, 1e6, 0.5), 3)
     (2.0, 1.414)
     """
-    check_positive("a learning rate", {"exponent": exponent})
     return (steps_factor(batch, noise_scale) / steps_factor(new_batch, noise_scale)) ** exponent

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from shardtrain.plan.advice.checkpoint_interval import expected_seconds
-from shardtrain.plan.advice.checks import check_positive
 
 MOST_EVENTS = 2_000_000
 """Most revocations that are simulated, in all runs: a second or two."""
@@ -32,9 +31,6 @@ class RevocableRun:
       others: what the other hosts do meanwhile. "wait": the run ends, and continues from its last save with
         the new host, as synchronous islands do. "continue": they lose nothing and go on without it.
       price_per_hour: of a host; hosts that wait are paid, a host that is not there is not.
-
-    Raises:
-      ValueError: lists every number out of range.
     """
 
     hosts: int
@@ -45,17 +41,6 @@ class RevocableRun:
     replace_seconds: float = 0.0
     others: Literal["wait", "continue"] = "wait"
     price_per_hour: float = 0.0
-
-    def __post_init__(self) -> None:
-        positive = ("hosts", "work_seconds", "interval_seconds", "host_life_seconds")
-        zero = ("save_seconds", "replace_seconds", "price_per_hour")
-        check_positive(
-            "a run on revocable hosts",
-            {name: getattr(self, name) for name in positive},
-            {name: getattr(self, name) for name in zero},
-        )
-        if self.others not in ("wait", "continue"):
-            raise ValueError(f"others is {self.others!r}; use wait or continue")
 
     @property
     def busy_seconds(self) -> float:
@@ -117,9 +102,8 @@ def simulated_outcome(run: RevocableRun, runs: int = 200, seed: int = 0) -> Outc
       seed: of the random times; the same seed gives the same result.
 
     Raises:
-      ValueError: there is nothing to simulate, or too many revocations are expected.
+      ValueError: too many revocations are expected.
     """
-    check_positive("a simulation", {"runs": runs})
     events = runs * expected_outcome(run).revocations
     if events > MOST_EVENTS:
         raise ValueError(

@@ -8,9 +8,8 @@ import re
 
 import numpy as np
 
-from shardtrain.plan.hlo.dataflow import Frame
+from shardtrain.plan.hlo.dataflow import Frame, trip_count
 from shardtrain.plan.hlo.text import Instruction, parse
-from shardtrain.plan.hlo.trip_count import trip_count
 
 _GEMM_DIMS = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 

@@ -4,17 +4,17 @@ Source: Song et al. 2020, AccPar (HPCA), section 5: dynamic programming over the
 hierarchical partitioning. Next: `baselines.py`, the ways to compare with.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from shardtrain.plan.layers.groups import Group
-from shardtrain.plan.layers.layer_graph import Layer, check_order
-from shardtrain.plan.layers.least_sum import least_sum
+from shardtrain.plan.layers.layer_graph import Layer
 from shardtrain.plan.layers.partition import (
     WEIGHTED,
+    Group,
     Sides,
     Split,
     computed,
@@ -23,6 +23,79 @@ from shardtrain.plan.layers.partition import (
     parts,
     splits,
 )
+
+MOST_ENTRIES = 10_000_000
+"""So many combinations of values that belong together are held in memory."""
+
+
+def least_sum(
+    single: Sequence[np.ndarray], pairs: Mapping[tuple[int, int], np.ndarray]
+) -> tuple[float, tuple[int, ...]]:
+    """Return the least sum and a value of each variable that gives it.
+
+    Args:
+      single: of each variable the cost of each of its values, float64 (V,).
+      pairs: (variable, other variable) -> float64 (V, W), the cost of each two of their values.
+
+    Raises:
+      ValueError: too many variables depend on each other.
+
+    >>> least_sum([np.array([0.0, 1.0]), np.array([0.0, 3.0])], {(0, 1): np.array([[5.0, 0.0], [1.0, 9.0]])})
+    (2.0, (1, 0))
+    """
+    tables: list[tuple[tuple[int, ...], np.ndarray]] = [((i,), cost) for i, cost in enumerate(single)]
+    tables += list(pairs.items())
+    of_variable = {i: {n for n, (over, _) in enumerate(tables) if i in over} for i in range(len(single))}
+    near: dict[int, set[int]] = {i: set() for i in range(len(single))}
+    for a, b in pairs:
+        near[a].add(b)
+        near[b].add(a)
+    size = [len(cost) for cost in single]
+    width = {i: math.prod(size[j] for j in near[i]) for i in near}
+    best: list[tuple[int, tuple[int, ...], np.ndarray]] = []
+    least = 0.0
+    while width:
+        # the variable on which the fewest others depend
+        i = min(width, key=width.__getitem__)
+        del width[i]
+        over = (*sorted(near[i]), i)
+        total = _total([tables[n] for n in of_variable[i]], over, size)
+        best.append((i, over[:-1], total.argmin(axis=-1)))
+        rest = total.min(axis=-1)
+        for j in over[:-1]:
+            of_variable[j] -= of_variable[i]
+            near[j] = (near[j] | set(over)) - {i, j}
+        if over[:-1]:
+            tables.append((over[:-1], rest))
+            for j in over[:-1]:
+                of_variable[j].add(len(tables) - 1)
+                width[j] = math.prod(size[k] for k in near[j])
+        else:
+            least += float(rest)
+    chosen = [0] * len(single)
+    for i, over, values in reversed(best):
+        chosen[i] = int(values[tuple(chosen[j] for j in over)])
+    return least, tuple(chosen)
+
+
+def _total(
+    tables: Sequence[tuple[tuple[int, ...], np.ndarray]], over: tuple[int, ...], size: Sequence[int]
+) -> np.ndarray:
+    """Return the sum of tables as one over all their variables."""
+    shape = [size[j] for j in over]
+    if math.prod(shape) > MOST_ENTRIES:
+        raise ValueError(
+            f"{len(over)} layers depend on each other, which have {math.prod(shape):,} partitions together;"
+            f" at most {MOST_ENTRIES:,} can be compared: use devices of equal speed, or fewer paths between"
+            " layers"
+        )
+    total = np.zeros(shape)
+    for variables, cost in tables:
+        order = sorted(range(len(variables)), key=lambda k: over.index(variables[k]))
+        there = {variables[k]: size[variables[k]] for k in order}
+        total += cost.transpose(order).reshape([there.get(j, 1) for j in over])
+    return total
+
 
 Layers = tuple[Layer, ...]
 
@@ -149,10 +222,8 @@ class Hierarchy:
           level: of the group in the tree.
 
         Raises:
-          ValueError: a layer reads a later one, or too many depend on each other.
+          ValueError: too many layers depend on each other.
         """
-        if not level:
-            check_order(layers)
         key = group, tuple(layers)
         if key not in self._found:
             self._found[key] = self._partition(key[1], group, level)

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline cost whose stages may have several devices each. No jax.
+"""What the stages of a pipeline cost whose stages may have several devices each, for a run on a cluster.
 
 Next: `replicated_stages.py`, which cuts by these costs.
 """
@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.pipeline.block_costs import GRADIENT_BYTES, model_costs
 from shardtrain.pipeline.partition import Costs
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stage_costs import ModelCosts, StageCosts, StageDevices
+from shardtrain.plan.devices import GB
+from shardtrain.plan.islands import ClusterPlan
+from shardtrain.plan.subject import Subject
+from shardtrain.sharding.axis_sizes import divisors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,24 +44,11 @@ class PipelineDevices:
       device_bytes_per_second: what a device sends to another of its node.
       node_bytes_per_second: what a node sends to another.
 
-    Raises:
-      ValueError: there is no device, or the devices of a node are apart.
     """
 
     devices: tuple[StageDevice, ...]
     device_bytes_per_second: float = math.inf
     node_bytes_per_second: float = math.inf
-
-    def __post_init__(self) -> None:
-        nodes = [device.node for device in self.devices]
-        runs = [node for i, node in enumerate(nodes) if not i or nodes[i - 1] != node]
-        problems = [] if nodes else ["there is no device; give 1 or more"]
-        if len(runs) != len(set(runs)):
-            problems.append(
-                f"devices are on the nodes {nodes} in this order; put those of a node side by side"
-            )
-        if problems:
-            raise problems_error("a pipeline cannot be cut for these devices", problems)
 
     def link(self, a: int, b: int) -> float:
         """Return the bytes per second between two devices."""
@@ -185,3 +176,81 @@ class ReplicatedCosts:
             step_seconds=costs.simulated(counts).makespan + longest,
             slowest_seconds=slowest,
         )
+
+
+MOST_ENTRIES = 4_000_000
+"""So many stages, of blocks and devices, are compared."""
+
+MICROBATCHES = 4
+"""Most microbatches for each stage that there can be."""
+
+
+def pipeline_devices(plan: ClusterPlan, link_gb_per_second: float | None, num_blocks: int) -> PipelineDevices:
+    """Return the devices of a planned cluster in order, kind by kind; of many, several of a node as one.
+
+    The links are the slowest inside a node and between nodes or islands.
+
+    Args:
+      plan: what says each kind's devices and machine.
+      link_gb_per_second: what an island sends to others; None: at once.
+      num_blocks: of the model.
+    """
+    total = sum((each.kind.devices or 1) * each.kind.count for each in plan.kinds)
+    most = max(math.isqrt(MOST_ENTRIES) // num_blocks, 1)
+    devices, node = [], 0
+    between = [] if link_gb_per_second is None or len(plan.shares) == 1 else [link_gb_per_second * GB]
+    for each in plan.kinds:
+        rates, of_island = each.machine.rates, each.kind.devices or 1
+        per_node = min(each.machine.devices_per_node, of_island)
+        # as few devices as one as leave few enough, or all that divide a node
+        together = divisors(math.gcd(per_node, of_island))
+        number = next((n for n in together if total <= n * most), together[-1])
+        for _ in range(each.kind.count):
+            devices += [
+                StageDevice(
+                    flops_per_second=rates.flops_per_second,
+                    memory_bytes=rates.memory_bytes,
+                    node=node + i // per_node,
+                    number=number,
+                )
+                for i in range(0, of_island, number)
+            ]
+            node = devices[-1].node + 1
+        if of_island > per_node:
+            between.append(each.machine.node_link.bytes_per_second)
+    inside = min(each.machine.device_link.bytes_per_second for each in plan.kinds)
+    return PipelineDevices(
+        devices=tuple(devices),
+        device_bytes_per_second=inside,
+        node_bytes_per_second=min(between, default=inside),
+    )
+
+
+def pipeline_costs(subject: Subject, plan: ClusterPlan, link_gb_per_second: float | None) -> ReplicatedCosts:
+    """Return what stages of a run's model cost on a planned cluster, in microbatches of equal rows.
+
+    Args:
+      subject: the model, its loss, optimizer and batch.
+      plan, link_gb_per_second: see `pipeline_devices`.
+
+    Raises:
+      ValueError: the model does not say what its blocks are.
+    """
+    devices = pipeline_devices(plan, link_gb_per_second, subject.num_blocks)
+    stages = min(len(devices.devices), subject.num_blocks)
+    # microbatches of equal rows, so that the costs are those of this batch and not of a padded one
+    microbatches = max(n for n in divisors(subject.batch_rows) if n <= MICROBATCHES * stages)
+    rows = subject.batch_rows // microbatches
+    traced = subject.traced_blocks(rows)
+    elements = traced.costs("params")
+    return ReplicatedCosts(
+        model=model_costs(traced, subject.optimizer.init),
+        gradient_bytes=Costs(
+            blocks=[GRADIENT_BYTES * each for each in elements.blocks],
+            first=GRADIENT_BYTES * elements.first,
+            last=GRADIENT_BYTES * elements.last,
+        ),
+        pipeline=devices,
+        num_microbatches=microbatches,
+        rows=rows,
+    )

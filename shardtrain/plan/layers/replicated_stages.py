@@ -11,10 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardtrain.plan.layers.replicated_costs import ReplicatedCosts, ReplicatedCut
-
-MOST_ENTRIES = 4_000_000
-"""So many stages, of blocks and devices, are compared."""
+from shardtrain.plan.layers.replicated_costs import MOST_ENTRIES, ReplicatedCosts, ReplicatedCut
 
 
 def replicated_cuts(costs: ReplicatedCosts) -> list[ReplicatedCut]:

@@ -25,10 +25,10 @@ from shardtrain.plan.layers.layer_graph import (
     Layer,
     Source,
 )
-from shardtrain.plan.loss_program import loss_of
 from shardtrain.plan.named_dims import Operands, names_of
 from shardtrain.plan.program import Dims
 from shardtrain.plan.subject import Subject
+from shardtrain.plan.trace import loss_of
 
 MULTIPLIES = {"dot_general": PRODUCT, "ragged_dot_general": PRODUCT, "conv_general_dilated": CONVOLUTION}
 SAME_TENSOR = ALIASES | {"convert_element_type", "transpose"}

@@ -2,7 +2,7 @@
 
 Devices of one stage do the same at the same time, so a stage has one queue for what it computes, and one for
 each link. The durations are those of `plan/step_times.py`, and without overlap so is their sum. Next:
-`timeline.py`.
+`task_graph.py`.
 """
 
 from collections.abc import Iterator, Sequence

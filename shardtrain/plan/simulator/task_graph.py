@@ -1,8 +1,6 @@
-"""Tasks of a training step, what each of them needs, and the device or link that it occupies. No jax.
+"""Tasks of a training step: what each needs, which device or link it occupies, when it runs. No jax."""
 
-Next: `timeline.py`, when each task runs; `delta.py`, the same after a few tasks have changed.
-"""
-
+import heapq
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -66,7 +64,7 @@ class TaskGraph:
         twice = [a.key for a, b in pairwise(given) if a.key == b.key]
         problems = [f"task {key} is there twice; give each a number of its own" for key in twice]
         by_key = {task.key: task for task in given}
-        problems += [text for task in given for text in task_problems(task, by_key)]
+        problems += [text for task in given for text in _problems(task, by_key)]
         if problems:
             raise problems_error("these tasks are no graph", problems[:MOST_PROBLEMS])
 
@@ -79,13 +77,9 @@ class TaskGraph:
         return {task.key: task for task in self}
 
     @cached_property
-    def users(self) -> Mapping[Key, list[Key]]:
-        """Task -> the tasks that need it."""
-        found: defaultdict[Key, list[Key]] = defaultdict(list)
-        for task in self:
-            for need in task.needs:
-                found[need].append(task.key)
-        return found
+    def timeline(self) -> "Timeline":
+        """When each task runs."""
+        return simulate(self.by_key)
 
     @property
     def work_seconds(self) -> float:
@@ -93,8 +87,7 @@ class TaskGraph:
         return math.fsum(task.seconds for task in self)
 
 
-def task_problems(task: Task, others: Mapping[Key, Task]) -> Iterator[str]:
-    """Return why a task cannot be in a graph of these tasks, one sentence each."""
+def _problems(task: Task, others: Mapping[Key, Task]) -> Iterator[str]:
     if task.kind not in KINDS:
         yield f"task {task.key} has kind {task.kind!r}; use one of {', '.join(KINDS)}"
     if not 0 <= task.seconds < math.inf:
@@ -104,3 +97,64 @@ def task_problems(task: Task, others: Mapping[Key, Task]) -> Iterator[str]:
             yield f"task {task.key} needs task {need}; number tasks so that each needs smaller ones"
         elif need not in others:
             yield f"task {task.key} needs task {need}, which is not there; add it, or leave the need out"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each task is ready, begins and ends, in seconds.
+
+    Args:
+      ready: when all that a task needs is done.
+      start: when it begins; in this order it is taken from its queue.
+      end: when it is done.
+    """
+
+    ready: Mapping[Key, float]
+    start: Mapping[Key, float]
+    end: Mapping[Key, float]
+
+    @property
+    def makespan(self) -> float:
+        """Seconds at which all tasks are done."""
+        return max(self.end.values(), default=0.0)
+
+
+def simulate(tasks: Mapping[Key, Task]) -> Timeline:
+    """Simulate tasks, each device and link one at a time (Jia et al. 2019, FlexFlow, algorithm 1).
+
+    A task is ready when all that it needs is done. Each queue does its tasks in the order in which they
+    become ready; of those that become ready at the same time, the smaller number is first.
+
+    Args:
+      tasks: by number, with all that they need.
+
+    >>> first = Task((0,), "first", "forward", "device 0", 1.0)
+    >>> sent = Task((1,), "sent", "transfer", "link", 5.0, needs=((0,),))
+    >>> beside = Task((2,), "beside", "forward", "device 0", 2.0, needs=((0,),))
+    >>> last = Task((3,), "last", "forward", "device 0", 1.0, needs=((1,), (2,)))
+    >>> found = TaskGraph([first, sent, beside, last]).timeline
+    >>> found.start[2,], found.start[3,], found.makespan
+    (1.0, 6.0, 7.0)
+    """
+    users: defaultdict[Key, list[Key]] = defaultdict(list)
+    for key, task in tasks.items():
+        for need in task.needs:
+            users[need].append(key)
+    waiting = {key: len(task.needs) for key, task in tasks.items()}
+    ready = dict.fromkeys(tasks, 0.0)
+    events = [(0.0, key) for key, number in waiting.items() if not number]
+    heapq.heapify(events)
+    # tasks taken out later are ready later, or have a larger number
+    start, end, free = {}, {}, {}
+    while events:
+        at, key = heapq.heappop(events)
+        task = tasks[key]
+        start[key] = begin = max(at, free.get(task.queue, 0.0))
+        end[key] = free[task.queue] = done = begin + task.seconds
+        for user in users.get(key, ()):
+            if done > ready[user]:
+                ready[user] = done
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(events, (ready[user], user))
+    return Timeline(ready, start, end)

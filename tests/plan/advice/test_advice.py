@@ -9,7 +9,6 @@ import pytest
 
 from shardtrain import cli
 from shardtrain.plan.advice.checkpoint_interval import daly_interval, expected_seconds, young_interval
-from shardtrain.plan.advice.clusters import ClusterSpeed, after_examples, after_seconds, until_progress
 from shardtrain.plan.advice.efficiency import most_devices, most_overhead, servers_to_hide, speedup
 from shardtrain.plan.advice.noise_scale import gradient_noise, rate_factor, steps_factor
 from shardtrain.plan.advice.revocable import RevocableRun, best_hosts, expected_outcome, simulated_outcome
@@ -137,31 +136,15 @@ def test_without_revocations_a_run_takes_its_work_and_its_saves():
     assert [count for count, _ in best_hosts(RUN, [2, 8])] == [2, 8]
 
 
-def test_equal_examples_and_equal_time_choose_different_clusters():
-    small = ClusterSpeed(name="small", batch=100, step_seconds=0.5, price_per_hour=1.0)
-    large = ClusterSpeed(name="large", batch=1600, step_seconds=1.0, price_per_hour=6.0)
-    noise = 400.0
-    by_examples = [after_examples(each, noise, 1e6).progress for each in (small, large)]
-    by_time = [after_seconds(each, noise, 3600).progress for each in (small, large)]
-    assert by_examples[0] > by_examples[1]
-    assert by_time[0] < by_time[1]
-    # the same loss, counted step by step: each step of batch B brings 1 / (1 + noise / B)
-    steps = until_progress(large, noise, 500).seconds / 1.0
-    assert steps / (1 + noise / 1600) == pytest.approx(500)
-
-
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        ("devices --overhead 0.1", "at most 3 devices"),
-        ("synchronise --parameter-mb 240 --replicas 8 --compute-seconds 0.5 --server-link 1.25", "each: 7"),
         ("interval --save-seconds 300 --failure-hours 24", "1h56m"),
         ("batch --small 16 --small-norm 7.141428 --large 64 --large-norm 3.674235", "scale 800"),
         (
             "revocable --hosts 2 --work-hours 1 --save-minutes 20 --save-seconds 9 --life-hours 9",
             "2, simulated",
         ),
-        ("clusters --batch 256 1024 --step-seconds 0.3 0.5 --noise-scale 900", "equal loss: that of 1"),
     ],
 )
 def test_each_question_is_answered(words, shown, capsys):
@@ -181,7 +164,6 @@ def test_each_question_is_answered(words, shown, capsys):
             "interval --save-seconds 3 --failure-hours -6 --step-seconds 0",
             "  - --failure-hours is -6; use a finite number above 0\n  - --step-seconds is 0; use",
         ),
-        ("devices --overhead -0.1", "--overhead is -0.1; use a finite number of at least 0"),
         (
             "revocable --hosts 2 --work-hours 1 --save-minutes 9 --save-seconds 9 --life-hours 9 --compare 0",
             "--compare, number 1, is 0; use a finite number above 0",
@@ -190,9 +172,8 @@ def test_each_question_is_answered(words, shown, capsys):
             "batch --small 16 --small-norm 7 --large 64 --large-norm 3 --learning-rate -1",
             "--learning-rate is -1; use a finite number above 0",
         ),
-        ("devices --overhead 0.1 --efficiency 1.5", "efficiency is 1.5; use a fraction above 0 and below 1"),
         ("batch --small 64 --small-norm 1 --large 16 --large-norm 1", "batches of 64 and 16; give two"),
-        ("clusters --batch 1 2 --step-seconds 1 --noise-scale 3", "2 of batch, 1 of step_seconds; give one"),
+        ("devices --overhead 0.1", "no question 'devices' any more; use shardtrain plan RUN --advise: eff"),
         ("intervals", "there is no question 'intervals' (did you mean 'interval'?)"),
     ],
 )

@@ -5,8 +5,15 @@ from pathlib import Path
 import pytest
 
 from shardtrain import cli
-from shardtrain.plan.advice.fit import QUANTITIES, error_by_model, fit, fits, saturation
-from shardtrain.plan.advice.rows import MeasuredRow, read_rows
+from shardtrain.plan.advice.fit import (
+    QUANTITIES,
+    MeasuredRow,
+    error_by_model,
+    fit,
+    fits,
+    read_rows,
+    saturation,
+)
 
 # throughput of MPT models of 0.8 to 70 billion parameters on 8 to 64 H100, 2,048 tokens: llm-foundry's table
 H100 = Path(__file__).parent / "h100_rows.csv"

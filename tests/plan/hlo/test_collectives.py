@@ -2,8 +2,6 @@
 
 import math
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardtrain import axes
-from shardtrain.plan.hlo.collectives import Collective, by_axis, collectives, table
+from shardtrain.plan.hlo.collectives import Collective, by_axis, collectives
 
 FLOAT_BYTES = 4
 
@@ -50,7 +48,7 @@ def read_shard(function, mesh, shape, spec=None, out_spec=None):
 
 
 def only(found) -> Collective:
-    assert len(found) == 1, table(found)
+    assert len(found) == 1, found
     return found[0]
 
 
@@ -60,36 +58,8 @@ constrain = lax.with_sharding_constraint
 class TestLayouts:
     """What a layout must move in theory."""
 
-    def test_data_parallel_gradient_is_one_ring_all_reduce(self):
-        def loss(params, x):
-            return (jnp.tanh(x @ params[0]) @ params[1]).sum()
-
-        weights = [((64, 128), P()), ((128, 16), P())]
-        found = read(jax.grad(loss), make_mesh(data=8), [weights, ((32, 64), P("data"))], [P(), P()])
-        gradient_bytes = (64 * 128 + 128 * 16) * FLOAT_BYTES
-        assert set(by_axis(found)) == {("all-reduce", ("data",))}
-        assert sum(c.payload_bytes for c in found) == gradient_bytes
-        assert sum(c.wire_bytes_per_device for c in found) == 2 * 7 / 8 * gradient_bytes
-        assert {(c.dtype, c.group_size, c.in_loop) for c in found} == {("f32", 8, False)}
-
-    @pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}])
-    def test_fsdp_gathers_weights_and_scatters_gradients(self, sizes):
-        def loss(weight, x):
-            return (jnp.tanh(constrain(x @ constrain(weight, P()), P("fsdp"))) ** 2).sum()
-
-        arguments = [((64, 64), P("fsdp")), ((32, 64), P("fsdp"))]
-        found = read(jax.grad(loss), make_mesh(**sizes), arguments, P("fsdp"))
-        weight_bytes = 64 * 64 * FLOAT_BYTES
-        wire_bytes = (sizes["fsdp"] - 1) / sizes["fsdp"] * weight_bytes
-        assert by_axis(found) == {
-            ("all-gather", ("fsdp",)): (1, wire_bytes),
-            ("reduce-scatter", ("fsdp",)): (1, wire_bytes),
-        }
-        assert all(c.payload_bytes == weight_bytes for c in found)
-
-    @pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}])
-    def test_fsdp_over_stacked_layers_runs_once_per_layer(self, sizes):
-        num_layers = 5
+    def test_fsdp_over_stacked_layers_runs_once_per_layer(self):
+        sizes, num_layers = {"fsdp": 4, "tensor": 2}, 5
 
         def loss(weights, x):
             def layer(x, weight):
@@ -105,21 +75,9 @@ class TestLayouts:
         assert by_axis(found)["all-gather", ("fsdp",)][0] == num_layers
         assert all([loop.trip_count for loop in c.loops] == [num_layers] for c in found)
 
-    def test_tensor_parallel_pair_reduces_its_output_once(self):
-        def pair(up, down, x):
-            return constrain(constrain(x @ up, P("data", "tensor")) @ down, P("data"))
-
-        arguments = [((64, 128), P(None, "tensor")), ((128, 64), P("tensor")), ((32, 64), P("data"))]
-        found = only(read(pair, make_mesh(data=2, tensor=4), arguments, P("data")))
-        assert (found.kind, found.axes, found.count) == ("all-reduce", ("tensor",), 1)
-        assert found.payload_bytes == 32 // 2 * 64 * FLOAT_BYTES
-        assert found.wire_bytes_per_device == 2 * 3 / 4 * found.payload_bytes
-        assert "dot_general" in found.source
-
     def test_no_collective(self):
         found = read(lambda x: jnp.tanh(x) * 2, make_mesh(data=8), [((32, 64), P("data"))])
         assert found == ()
-        assert table(found).splitlines()[-1].split() == ["total", "0", "0.000"]
 
 
 SHIFT = [(i, (i + 1) % 4) for i in range(4)]
@@ -141,7 +99,7 @@ PRIMITIVES = {
 }
 
 
-@pytest.mark.parametrize("trip_counts", [(), (5,), (3, 5)], ids=["once", "scan", "nested"])
+@pytest.mark.parametrize("trip_counts", [(), (3, 5)], ids=["once", "nested"])
 @pytest.mark.parametrize("kind", PRIMITIVES)
 def test_a_primitive_counts_once_per_iteration(kind, trip_counts):
     primitive, payload_bytes, share = PRIMITIVES[kind]
@@ -164,7 +122,7 @@ def test_a_primitive_counts_once_per_iteration(kind, trip_counts):
 THREE = ("data", "fsdp", "tensor")
 
 
-@pytest.mark.parametrize("joined", [(a,) for a in THREE] + [THREE[:2], THREE[1:], THREE[::2], THREE])
+@pytest.mark.parametrize("joined", [THREE[:1], THREE[1:], THREE[::2], THREE])
 def test_groups_over_any_axes(joined):
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     found = only(read_shard(lambda x: lax.psum(x, joined), mesh, (8, 16)))
@@ -195,12 +153,10 @@ class TestSlicedAllReduce:
     """An all-reduce is a reduce-scatter only if the slices follow the devices that reduced."""
 
     @pytest.mark.parametrize(
-        "sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 3, "fsdp": 2}, {"data": 2, "fsdp": 3}]
-    )
-    @pytest.mark.parametrize(
         ("reduced", "sliced_by"), [("data", "data"), ("data", "fsdp"), ("fsdp", "data"), ("fsdp", "fsdp")]
     )
-    def test_slices_must_follow_the_reduced_axis(self, sizes, reduced, sliced_by):
+    def test_slices_must_follow_the_reduced_axis(self, reduced, sliced_by):
+        sizes = {"data": 3, "fsdp": 2}
         size = sizes[reduced]
 
         def body_shard(x):
@@ -294,30 +250,6 @@ class TestSlicedAllReduce:
             num_devices=16,
         )
         assert only(collectives(text, {"fsdp": 16})).kind == "reduce-scatter"
-
-
-class TestAccumulation:
-    """A reader can ask what an accumulation loop moves over data."""
-
-    @pytest.mark.parametrize("reduce_inside", [True, False])
-    def test_data_collectives_in_a_loop(self, reduce_inside):
-        num_microbatches = 6
-
-        def body_shard(x):
-            def add(total, scale):
-                gradient = jnp.sin(x * scale)
-                return total + (lax.psum(gradient, "data") if reduce_inside else gradient), None
-
-            total, _ = lax.scan(add, jnp.zeros_like(x), jnp.arange(1.0, num_microbatches + 1))
-            return total if reduce_inside else lax.psum(total, "data")
-
-        found = read_shard(body_shard, make_mesh(data=4, tensor=2), (8, 16))
-        inside = [c for c in found if "data" in c.axes and c.in_loop]
-        assert len(inside) == reduce_inside
-        assert only(found).count == (num_microbatches if reduce_inside else 1)
-        for collective in inside:
-            assert [loop.trip_count for loop in collective.loops] == [num_microbatches]
-            assert collective.loops[0].source.endswith("while")
 
 
 class TestTripCounts:
@@ -627,22 +559,3 @@ def test_axis_sizes_must_multiply_to_the_devices_of_the_program():
 def test_text_that_is_not_hlo_is_an_error():
     with pytest.raises(ValueError, match=r"no entry computation .* starts with 'module @jit_f'.*as_text\(\)"):
         collectives("module @jit_f", MESH)
-
-
-def test_the_table_of_collectives():
-    entry = """
-  %p = f32[250000] parameter(0)
-  %g = f32[500000] all-gather(%p), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
-  %h = f32[500000] all-gather(%p), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
-  ROOT %r = f32[250000] all-reduce(%p), replica_groups=[2,4]<=[8], to_apply=%add"""
-    assert table(read_snippet(entry)).splitlines() == [
-        "collective  axes         where  runs  MB sent per device",
-        "all-gather  data         once      2               2.000",
-        "all-reduce  fsdp+tensor  once      1               1.500",
-        "total                              3               3.500",
-    ]
-
-
-def test_reading_needs_no_jax():
-    program = "import sys, shardtrain.plan.hlo.collectives; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

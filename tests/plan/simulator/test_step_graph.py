@@ -5,26 +5,18 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
-import jax
-import numpy as np
-import optax
 import pytest
+from planned_steps import subject_of
 
-from shardtrain import next_token_loss
-from shardtrain.functional.nnx_model import as_model
-from shardtrain.functional.remat import with_remat
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.predict import predictions, steps
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.search import predictions
 from shardtrain.plan.simulator.step_graph import step_graph
-from shardtrain.plan.simulator.timeline import timeline
 from shardtrain.plan.step_collectives import BETWEEN, GRADIENT, Collective
-from shardtrain.plan.step_times import StepTimes
-from shardtrain.plan.steps import steps
-from shardtrain.plan.subject import Subject
+from shardtrain.plan.step_times import StepTimes, step_times
 from shardtrain.report.step_trace import TracedStep, trace_text
 from shardtrain.sharding.layout import Layout
 
@@ -52,17 +44,7 @@ STRATEGIES = [
 
 @pytest.fixture(scope="module")
 def subject():
-    config = DecoderConfig(vocab=64, seq=64, embed=32, num_layers=6, num_heads=4, mlp=128)
-    batch = {
-        "tokens": jax.ShapeDtypeStruct((24, 65), np.int32),
-        "weights": jax.ShapeDtypeStruct((24,), np.float32),
-    }
-    return Subject(
-        model=lambda remat: as_model(with_remat(config, remat)),
-        loss=next_token_loss,
-        optimizer=optax.adamw(1e-3),
-        batch=batch,
-    )
+    return subject_of(DecoderConfig(vocab=64, seq=64, embed=32, num_layers=6, num_heads=4, mlp=128), rows=24)
 
 
 @pytest.mark.parametrize("choice", STRATEGIES, ids=lambda choice: str(dict(choice.layout.mesh)))
@@ -70,16 +52,16 @@ def test_without_overlap_a_step_takes_what_is_predicted(subject, choice):
     num_devices = math.prod(choice.layout.mesh.values())
     (predicted,) = predictions(subject, MACHINE, num_devices, [choice])
     (step,) = steps(subject, MACHINE, num_devices, [choice])
-    times = step.times(MACHINE)
+    times = step_times(step, MACHINE)
     graph, beside = step_graph(times), step_graph(times, overlap=True)
-    assert timeline(graph).makespan == pytest.approx(predicted.seconds.total, rel=1e-12)
+    assert graph.timeline.makespan == pytest.approx(predicted.seconds.total, rel=1e-12)
     of_optimizer = [task.seconds for task in graph if task.kind == "update"]
     assert of_optimizer == [predicted.seconds.update] * times.num_stages
     # sums of gradients beside computations take no longer, but for the latency of more messages
     latency = sum(each.latency_seconds for each in times.collectives if each.phase == GRADIENT)
-    assert timeline(beside).makespan <= timeline(graph).makespan + latency * times.num_blocks
+    assert beside.timeline.makespan <= graph.timeline.makespan + latency * times.num_blocks
     if "tensor" not in choice.layout.mesh and "pipeline" not in choice.layout.mesh and num_devices > 1:
-        assert timeline(beside).makespan < timeline(graph).makespan
+        assert beside.timeline.makespan < graph.timeline.makespan
 
 
 def of_stages(schedule="1f1b", **others):
@@ -97,7 +79,7 @@ def test_the_tasks_run_as_the_schedule_is_simulated(schedule):
     sent = table.num_ticks * 2 * times.hop
     simulated = simulate(table, times.task)
     graph = step_graph(times)
-    found = timeline(graph)
+    found = graph.timeline
     assert found.makespan == simulated.makespan + sent + times.update
     for stage in range(4):
         # the blocks of each of the schedule's tasks, one after the other
@@ -127,7 +109,7 @@ def test_a_task_of_a_pipeline_takes_what_its_part_runs(schedule, chunks):
     of_all = 8 * (parts - 1 + 0.125 + parts * (kinds * 2.0 + 1.5) + 0.25 + 0.5)
     assert times.compute == pytest.approx(of_all / 4 + times.table.num_ticks * 0.0625)
     assert times.hops == 2 * 0.25
-    assert timeline(step_graph(times)).makespan == pytest.approx(
+    assert step_graph(times).timeline.makespan == pytest.approx(
         simulate(times.table, times.task).makespan + times.table.num_ticks * (0.5 + 0.0625) + times.update
     )
 
@@ -144,11 +126,11 @@ def test_a_sum_of_gradients_runs_beside_the_backward_of_the_blocks_before():
         collectives=(sums,),
         update=0.0,
     )
-    assert timeline(step_graph(times)).makespan == 16.0
-    assert timeline(step_graph(times, overlap=True)).makespan == 12.5
+    assert step_graph(times).timeline.makespan == 16.0
+    assert step_graph(times, overlap=True).timeline.makespan == 12.5
     # sums that take longer than the backward of a block wait for each other
     slow = replace(times, collectives=(sums._replace(sent_seconds=16.0),))
-    assert timeline(step_graph(slow, overlap=True)).makespan == 4.0 + 1.0 + 16.0
+    assert step_graph(slow, overlap=True).timeline.makespan == 4.0 + 1.0 + 16.0
 
 
 def test_a_model_without_blocks_is_one_task_for_each_microbatch():
@@ -159,14 +141,14 @@ def test_a_model_without_blocks_is_one_task_for_each_microbatch():
         *(f"forward and backward, microbatch {number}" for number in range(3)),
         "optimizer",
     ]
-    assert timeline(graph).makespan == 6.125
+    assert graph.timeline.makespan == 6.125
 
 
 def test_a_trace_has_a_row_for_each_queue_without_overlap():
     sums = Collective("all-reduce", ("data",), GRADIENT, 4.0, 0.0, BETWEEN, of_blocks=0.5)
     graph = step_graph(of_stages(collectives=(sums,)), overlap=True)
-    found = timeline(graph)
-    events = json.loads(trace_text([TracedStep("a step", graph, found)]))["traceEvents"]
+    found = graph.timeline
+    events = json.loads(trace_text([TracedStep("a step", graph)]))["traceEvents"]
     rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"stage 0: compute", "stage 3: link between nodes", "link between stages"} <= set(rows.values())
     tasks = [event for event in events if event["ph"] == "X"]

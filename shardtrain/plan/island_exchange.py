@@ -1,0 +1,325 @@
+"""What islands send each other to stay replicas, when, and how long a step waits for it.
+
+Bytes are counted by the combiner that merges islands (`combine/messages.py`). Next: `islands.py`, the plan.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardtrain import axes
+from shardtrain.combine.messages import ALL_GATHER, ALL_REDUCE, Message, messages_of
+from shardtrain.combine.replicas import shard_shapes, split_layers, stacked_paths
+from shardtrain.combine.synchronisation import PRESETS, Synchronisation
+from shardtrain.islands.buckets import BucketSizes
+from shardtrain.islands.options import Across
+from shardtrain.plan.prediction import Choice
+from shardtrain.plan.subject import Subject
+from shardtrain.plan.traffic import GRADIENT_BYTES, sent_bytes
+from shardtrain.sharding.axis_sizes import axis_sizes
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import abstract_mesh
+from shardtrain.train_step.bucket_exchange import BucketExchange
+from shardtrain.train_step.gradient_pieces import PlannedParts
+from shardtrain.train_step.gradients import make_gradients
+from shardtrain.train_step.island_gradients import plan_parts
+from shardtrain.train_step.placement import Specs, make_placement, state_specs
+from shardtrain.train_step.replica_state import fragments_of
+
+
+class MergeBytes(NamedTuple):
+    """Bytes that one replica sends, by ring algorithms; without sums of the loss and the model's state.
+
+    Args:
+      num_replicas: that are merged.
+      merges: of the merge of each fragment; of gradients, of a step.
+      every: steps from one merge of a fragment to its next.
+      synchronous: of a first step, in which gradients are averaged; 0 where there are none such.
+    """
+
+    num_replicas: int
+    merges: tuple[int, ...]
+    every: int = 1
+    synchronous: int = 0
+
+    @property
+    def most(self) -> int:
+        """Bytes of the largest merge."""
+        return max(self.merges)
+
+    @property
+    def per_step(self) -> float:
+        """Bytes of a step on average, if no merge is skipped."""
+        return sum(self.merges) / self.every
+
+
+class Join(NamedTuple):
+    """What the joining of islands costs, as means over the steps of a round.
+
+    Args:
+      steps: from one merge of a parameter to the next.
+      bytes_per_step: that an island sends.
+      hidden_seconds: of a step, in which it sends beside its computation.
+      seconds: of a step, in which it waits.
+    """
+
+    steps: int
+    bytes_per_step: float
+    hidden_seconds: float
+    seconds: float
+
+
+def join(
+    synchronisation: Synchronisation, merges: MergeBytes, bytes_per_second: float, step_seconds: float
+) -> Join:
+    """Return what it costs to join islands, if they skip no merge.
+
+    What is sent beside later steps (`overlap`) costs no time as long as these steps last.
+
+    Args:
+      synchronisation: how they are joined.
+      merges: what each sends for it.
+      bytes_per_second: what an island sends; inf: no link is given.
+      step_seconds: of a step of the slowest island alone.
+
+    >>> every = join(Synchronisation(), MergeBytes(2, (4000,)), 4e3, 0.1)
+    >>> every.bytes_per_step, every.seconds
+    (4000.0, 1.0)
+    >>> rare = Synchronisation(on="deltas", every=10, overlap=4)
+    >>> [round(each, 3) for each in join(rare, MergeBytes(2, (4000,), every=10), 4e3, 0.1)]
+    [10, 400.0, 0.04, 0.06]
+    """
+    seconds = [num_bytes / bytes_per_second for num_bytes in merges.merges]
+    hidden = [min(each, synchronisation.overlap * step_seconds) for each in seconds]
+    waited = sum(seconds) - sum(hidden)
+    return Join(merges.every, merges.per_step, sum(hidden) / merges.every, waited / merges.every)
+
+
+def own_copies(synchronisation: Synchronisation) -> int:
+    """Return how many float32 arrays like the parameters an island has, because it is joined like this.
+
+    What it changed since the last merge, what is under way, and the momentum of the outer optimizer; of one
+    that is given in Python nothing is known.
+
+    >>> [own_copies(PRESETS[name]) for name in ("every-step", "local-sgd", "diloco")]
+    [0, 1, 2]
+    """
+    if not synchronisation.on_deltas:
+        return 0
+    momentum = getattr(synchronisation.outer, "momentum", 0.0)
+    return 1 + (synchronisation.overlap > 0) + (momentum > 0)
+
+
+def candidates(given: Synchronisation) -> Mapping[str, Synchronisation]:
+    """Return the ways of joining islands that a plan compares: that of the run, and the presets."""
+    own = {} if given in PRESETS.values() else {"of the run": given}
+    return {**own, **PRESETS}
+
+
+def island_merges(
+    synchronisation: Synchronisation, specs: Specs, num_islands: int, across: Across = Across()
+) -> MergeBytes:
+    """Return what an island sends to the others.
+
+    Args:
+      synchronisation: how islands are synchronised.
+      specs: of the state of an island.
+      num_islands: how many.
+      across: dtype and buckets of what they send.
+    """
+    buckets = BucketSizes(cap_bytes=across.bucket_bytes, first_bytes=across.first_bucket_bytes)
+
+    def exchanged(by: Synchronisation, params: Any = None, **options: Any) -> int:
+        exchange = BucketExchange(by.combiner, specs, buckets.assign, params, **options)
+        return _by_rings(exchange.messages(num_islands))
+
+    def of_gradients(by: Synchronisation) -> int:
+        return exchanged(by, of_sums=by.is_mean, dtype=across.reduce_dtype)
+
+    if not synchronisation.on_deltas:
+        return MergeBytes(num_islands, (of_gradients(synchronisation),))
+    fragments = [each.take(specs.abstract.params) for each in fragments_of(synchronisation, specs)]
+    if synchronisation.distance is not None:
+        # pushed to the shards of the others, and its own shard sent to them: what a ring sends
+        size = sum(x.size for each in fragments for x in each.values())
+        merges = [_by_rings([Message(ALL_REDUCE, GRADIENT_BYTES * size, num_islands)])]
+    else:
+        merges = [exchanged(synchronisation, each) for each in fragments]
+    synchronous = of_gradients(Synchronisation()) if synchronisation.synchronous_steps else 0
+    return MergeBytes(num_islands, tuple(merges), synchronisation.every, synchronous)
+
+
+def mesh_merges(synchronisation: Synchronisation, specs: Specs, sizes: Mapping[str, int]) -> MergeBytes:
+    """Return what a device sends over `data`, whose indices are the replicas, for its shards of arrays.
+
+    Args:
+      synchronisation: how they are synchronised; no mean of gradients, which is part of the step's traffic.
+      specs: of the state.
+      sizes: axis -> size.
+    """
+    num_replicas, whole_bytes, merges = sizes[axes.DATA], 0, []
+    stacked = stacked_paths(specs.arrays, specs.sharded)
+    for each in fragments_of(synchronisation, specs):
+        shards = shard_shapes(each.take(specs.abstract.params), each.select(specs.sharded), sizes)
+        # gradients and what replicas changed are float32, whatever the parameters are
+        shards = {path: jax.ShapeDtypeStruct(x.shape, jnp.float32) for path, x in shards.items()}
+        whole_bytes += sum(GRADIENT_BYTES * x.size for x in shards.values())
+        layers = split_layers(shards, stacked & each.rows.keys())
+        merges.append(_by_rings(messages_of(synchronisation.combiner, layers, num_replicas)))
+    if not synchronisation.on_deltas:
+        return MergeBytes(num_replicas, tuple(merges))
+    synchronous = 0
+    if synchronisation.synchronous_steps:
+        # the mean gradient, and the update that the first replica made of it
+        synchronous = _by_rings([Message(ALL_REDUCE, whole_bytes, num_replicas)] * 2)
+    return MergeBytes(num_replicas, tuple(merges), synchronisation.every, synchronous)
+
+
+def _by_rings(messages: Iterable[Message]) -> int:
+    """Return the bytes that a rank sends for its messages."""
+    found = 0.0
+    for kind, num_bytes, num_ranks in messages:
+        # a gathered array is as large as those of all ranks
+        whole = num_bytes * num_ranks if kind == ALL_GATHER else num_bytes
+        found += sent_bytes(kind, num_ranks, whole)
+    return round(found)
+
+
+NUMS_PROGRAMS = (1, 2, 4)
+"""Numbers of programs that are compared."""
+
+EXTRA_SHARE = 0.15
+"""What several programs cost of a step, whatever their number: measured with 2, 3 and 4 on CPUs of one host
+(docs/benchmarks/bridge.md). Values between them are written to memory, and less is fused."""
+
+SAME_SHARE = 0.01
+"""Steps that differ by so little are predicted to be the same."""
+
+
+class EarlyGradients(NamedTuple):
+    """A step with gradients in several programs.
+
+    Args:
+      num_programs: how many, at most: there are fewer where few gradients are ready before the end.
+      seconds: of the step, until all have been sent and the update is made.
+    """
+
+    num_programs: int
+    seconds: float
+
+
+class StepOfIsland(NamedTuple):
+    """The step of the slowest island alone, in one program.
+
+    Args:
+      gradient_seconds: of loss and gradients of all microbatches.
+      update_seconds: of the optimizer, after the last gradient has been sent.
+      microbatches: how many; only the last one's gradients are final.
+    """
+
+    gradient_seconds: float
+    update_seconds: float
+    microbatches: int = 1
+
+
+def early_gradients(
+    step: StepOfIsland, ready: Sequence[float], seconds_of_parts: Sequence[float]
+) -> EarlyGradients:
+    """Return how long a step takes whose gradients are sent in parts, one after the other.
+
+    A part is sent when it has been computed and the one before has been sent. The first microbatches are
+    computed before all parts; `EXTRA_SHARE` makes loss and gradients longer if there are several.
+
+    Args:
+      step: the step without sending.
+      ready: share of the last microbatch's loss and gradients after which each part is there, 1 for the last.
+      seconds_of_parts: to send each.
+
+    >>> early_gradients(StepOfIsland(0.9, 0.1), [1.0], [0.5])
+    EarlyGradients(num_programs=1, seconds=1.5)
+    >>> round(early_gradients(StepOfIsland(0.9, 0.1), [2 / 3, 1.0], [0.25, 0.25]).seconds, 3)
+    1.4
+    """
+    extra = EXTRA_SHARE * (step.gradient_seconds + step.update_seconds) if len(ready) > 1 else 0.0
+    computed = step.gradient_seconds + extra
+    last = computed / step.microbatches
+    end = 0.0
+    for share, seconds in zip(ready, seconds_of_parts, strict=True):
+        end = max(end, computed - (1 - share) * last) + seconds
+    return EarlyGradients(len(ready), end + step.update_seconds)
+
+
+def fastest(found: Sequence[EarlyGradients]) -> EarlyGradients:
+    """Return the one with the fewest programs, which take longer to compile, within 1 % of the fastest.
+
+    >>> fastest([EarlyGradients(1, 2.0), EarlyGradients(2, 1.005), EarlyGradients(4, 1.0)]).num_programs
+    2
+    """
+    most = (1 + SAME_SHARE) * min(each.seconds for each in found)
+    near = (each for each in found if each.seconds <= most)
+    return min(near, key=lambda each: each.num_programs)
+
+
+def merges_of(subject: Subject, num_islands: int, across: Across) -> Callable[[Synchronisation], MergeBytes]:
+    """Return what gives the bytes that an island sends by a synchronisation; each is counted once.
+
+    Args:
+      subject: the model.
+      num_islands: how many are joined.
+      across: dtype and buckets of what they send.
+    """
+    sizes: dict[str, int] = dict.fromkeys(axes.AXES, 1)
+    # what islands send is whole, whatever shards it inside of one
+    layout = Layout(mesh=sizes, unnamed="replicate")
+    specs = state_specs(subject.model_of(None), subject.optimizer, layout, sizes)
+    return cache(partial(island_merges, specs=specs, num_islands=num_islands, across=across))
+
+
+def parts_of(subject: Subject, choice: Choice, num_devices: int, across: Across, most: int) -> PlannedParts:
+    """Return what an island sends of a mean of gradients after each of several programs, and when.
+
+    Args:
+      subject: the model.
+      choice: of island 0, whose parts all islands send.
+      num_devices: of that island.
+      across: dtype of what is sent.
+      most: programs, at most.
+    """
+    sizes = axis_sizes(choice.layout.mesh, num_devices)
+    model = subject.model_of(choice.remat)
+    stages = subject.stages(sizes[axes.PIPELINE], choice.virtual_stages)
+    placement = make_placement(
+        model, subject.optimizer, choice.layout, abstract_mesh(sizes), stages=stages, schedule=choice.schedule
+    )
+    gradients = make_gradients(model, subject.loss, placement, mean=False)
+    batch = {name: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for name, x in subject.batch.items()}
+    return plan_parts(gradients, placement, Synchronisation(), across.reduce_dtype, most, batch)
+
+
+def sent_early(
+    subject: Subject,
+    choice: Choice,
+    num_devices: int,
+    across: Across,
+    step: StepOfIsland,
+    sending_seconds: float,
+    nums_programs: Sequence[int] = NUMS_PROGRAMS,
+) -> tuple[EarlyGradients, ...]:
+    """Return the step with gradients in one program and in several; fewer where few are ready early.
+
+    Args:
+      subject, choice, num_devices, across: as for `parts_of`.
+      step: of the slowest island.
+      sending_seconds: to send all gradients.
+      nums_programs: that are compared.
+    """
+    found: dict[int, EarlyGradients] = {}
+    for most in nums_programs:
+        parts = parts_of(subject, choice, num_devices, across, most)
+        seconds = [sending_seconds * size / sum(parts.sizes_bytes) for size in parts.sizes_bytes]
+        each = early_gradients(step, parts.ready, seconds)._replace(num_programs=most)
+        found.setdefault(len(seconds), each)
+    return tuple(found.values())

@@ -1,0 +1,345 @@
+"""Search the sharding of each operator of a run by a Markov chain, beside the best that rules by name give.
+
+An analysis: a run's rules shard dims by name, the same dim alike in all operators. The search of
+FlexFlow (Jia et al. 2019, section 6): a change is proposed, simulated, and kept by the rule of Metropolis.
+"""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from shardtrain import axes
+from shardtrain.plan.machine import Machine
+from shardtrain.plan.prediction import Choice
+from shardtrain.plan.simulator.operator_shardings import ShardedOperators, Sharding, Transfers
+from shardtrain.plan.simulator.operators import SAME_DIM, Operator, Operators, operators_of
+from shardtrain.plan.simulator.task_graph import Key, Task, simulate
+from shardtrain.plan.space import layouts, mesh_text
+from shardtrain.plan.subject import Subject
+from shardtrain.sharding.axis_sizes import axis_sizes, divisors
+from shardtrain.sharding.layout import Layout
+
+BETA = 300.0
+"""Beta times the best step: one that is slower by 1 / 300 is kept with a probability of 1 / e."""
+
+MEAN_RUN = 8
+"""Mean number of operators in a row that a proposal changes, where it changes several."""
+
+TOO_LARGE = 10.0
+"""A step that does not fit costs so many times its seconds, times the part that is too large."""
+
+
+class Judged(NamedTuple):
+    """A step as a search sees it.
+
+    Args:
+      cost: the seconds, times a penalty where it does not fit; for comparisons alone.
+      seconds: of the step, as it is simulated.
+      fits: whether it is within the memory of a device.
+    """
+
+    cost: float
+    seconds: float
+    fits: bool
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedStep:
+    """A step whose operators are sharded, and its simulation.
+
+    Args:
+      space: the operators on a mesh.
+      shardings: of each operator.
+      sent: number of a value -> the tasks by which it gets to the operators that need it.
+      tasks: all tasks, by number.
+    """
+
+    space: ShardedOperators
+    shardings: tuple[Sharding, ...]
+    sent: Mapping[int, Transfers]
+    tasks: Mapping[Key, Task]
+
+    @classmethod
+    def of(cls, space: ShardedOperators, shardings: Sequence[Sharding]) -> "ShardedStep":
+        """Return the step with these shardings.
+
+        Raises:
+          ValueError: a sharding does not fit its operator.
+        """
+        for number, sharding in enumerate(shardings):
+            if not space.fits(number, sharding):
+                each = space.graph.operators[number]
+                raise ValueError(
+                    f"operator {number}, {each.name}, cannot be sharded by {sharding} over axes of sizes"
+                    f" {tuple(space.sizes.values())}; its dims are {dict(each.sizes)}"
+                )
+        nothing = cls(space, tuple(shardings), {}, {})
+        return nothing.changed(dict(enumerate(shardings)))
+
+    def changed(self, new: Mapping[int, Sharding]) -> "ShardedStep":
+        """Return the step with some operators sharded otherwise; what stays as it is is not made again."""
+        space = self.space
+        shardings = tuple(new.get(number, sharding) for number, sharding in enumerate(self.shardings))
+        values = {
+            value
+            for number in new
+            for value in (*space.made_by.get(number, ()), *space.read_by.get(number, ()))
+        }
+        sent = {**self.sent, **{value: space.transfers(value, shardings) for value in values}}
+        users = {use.operator for value in values for use in space.graph.values[value].uses}
+        tasks = dict(self.tasks)
+        for value in values:
+            for of_use in self.sent.get(value, {}).values():
+                for task in of_use:
+                    del tasks[task.key]
+            tasks |= {task.key: task for of_use in sent[value].values() for task in of_use}
+        for number in {*users, *new}:
+            tasks[number, 0] = space.compute_task(number, shardings[number], sent)
+        return ShardedStep(space, shardings, sent, tasks)
+
+    @cached_property
+    def judged(self) -> Judged:
+        """What the search compares: seconds, and more where the step does not fit the memory."""
+        over = self.space.memory_bytes(self.shardings) / self.space.machine.rates.memory_bytes
+        seconds = simulate(self.tasks).makespan
+        return Judged(seconds * (1 + TOO_LARGE * over if over > 1 else 1), seconds, over <= 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """What a chain found.
+
+    Args:
+      shardings: the best, of each operator.
+      start: what it began with.
+      found: the best.
+      accepted: how many proposals were kept.
+    """
+
+    shardings: tuple[Sharding, ...]
+    start: Judged
+    found: Judged
+    accepted: int
+
+
+def search_shardings(
+    space: ShardedOperators, start: Sequence[Sharding], *, proposals: int, seed: int = 0
+) -> Searched:
+    """Search from one start.
+
+    Half of the proposals change one operator to any sharding, half shard one dim over one axis, or none, in
+    some operators in a row. One that costs x seconds more is kept with probability exp(-beta x), where
+    beta is `BETA` over the seconds of the best step so far. Proposals are not symmetric: this is a search,
+    and samples no distribution.
+
+    Args:
+      space: the operators on a mesh.
+      start: of each operator, such as fits it.
+      proposals: how many.
+      seed: the same seed gives the same result.
+    """
+    rng = random.Random(seed)
+    first = now = best = ShardedStep.of(space, start)
+    accepted = 0
+    for _ in range(proposals):
+        new = _proposal(space, now.shardings, rng)
+        if not new:
+            continue
+        tried = now.changed(new)
+        lost = tried.judged.cost - now.judged.cost
+        if lost > 0 and rng.random() >= math.exp(-BETA * lost / best.judged.cost):
+            continue
+        now, accepted = tried, accepted + 1
+        if tried.judged.cost < best.judged.cost:
+            best = tried
+    return Searched(shardings=best.shardings, start=first.judged, found=best.judged, accepted=accepted)
+
+
+def random_shardings(space: ShardedOperators, seed: int = 0) -> tuple[Sharding, ...]:
+    """Return any sharding for each operator."""
+    rng = random.Random(seed)
+    return tuple(_any_sharding(space, number, rng) for number in range(len(space.graph.operators)))
+
+
+def _any_sharding(space: ShardedOperators, number: int, rng: random.Random) -> Sharding:
+    """Return any sharding that fits an operator."""
+    options = (None, *space.graph.operators[number].sizes)
+    found: Sharding = (None,) * len(space.sizes)
+    for axis in rng.sample(range(len(found)), len(found)):
+        tried = (*found[:axis], rng.choice(options), *found[axis + 1 :])
+        found = tried if space.fits(number, tried) else found
+    return found
+
+
+def _proposal(
+    space: ShardedOperators, shardings: Sequence[Sharding], rng: random.Random
+) -> dict[int, Sharding]:
+    """Return new shardings of some operators, such as fit them."""
+    first = rng.randrange(len(shardings))
+    if rng.random() < 0.5:
+        chosen = _any_sharding(space, first, rng)
+        return {first: chosen} if chosen != shardings[first] else {}
+    length = 1 + int(rng.expovariate(1 / MEAN_RUN))
+    axis, dim = rng.randrange(len(space.sizes)), rng.choice((None, *space.dims))
+    new = {
+        number: (*shardings[number][:axis], dim, *shardings[number][axis + 1 :])
+        for number in range(first, min(first + length, len(shardings)))
+    }
+    return {
+        number: sharding
+        for number, sharding in new.items()
+        if sharding != shardings[number] and space.fits(number, sharding)
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorPlan:
+    """The result of a search over the shardings of operators.
+
+    Args:
+      space: the operators on a mesh.
+      rules: the best layout by rules, as the command line takes it.
+      by_rules: its sharding of each operator.
+      searched: start -> what was found from it.
+    """
+
+    space: ShardedOperators
+    rules: str
+    by_rules: tuple[Sharding, ...]
+    searched: Mapping[str, Searched]
+
+    @property
+    def best(self) -> Searched:
+        """The best of all starts."""
+        return min(self.searched.values(), key=lambda each: each.found.cost)
+
+
+def plan_operators(
+    subject: Subject,
+    machine: Machine,
+    num_devices: int,
+    *,
+    layout: Layout,
+    remat: str | None,
+    proposals: int,
+    seed: int,
+) -> OperatorPlan:
+    """Search the shardings of all operators, from data parallelism, the best layout by rules, and at random.
+
+    Args:
+      subject: the model, its loss, optimizer and batch.
+      machine: the devices.
+      num_devices: how many.
+      layout: what layouts have in common: rules, and sizes of axes that are fixed.
+      remat: what the backward computes again.
+      proposals: of each start.
+      seed: of all that is random.
+
+    Raises:
+      ValueError: there is one device alone, or no layout without a pipeline.
+    """
+    if num_devices == 1:
+        raise ValueError("one device has no operators to shard; give 2 devices or more")
+    graph = graph_of(subject, num_devices, remat)
+    space, rules, by_rules = _best_by_rules(subject, machine, num_devices, layout, graph)
+    starts = {
+        "data parallel": _by_rules(space, Layout(mesh={axes.DATA: -1}), None),
+        f"rules: {rules}": by_rules,
+        "random": random_shardings(space, seed),
+    }
+    searched = {
+        name: search_shardings(space, start, proposals=proposals, seed=seed) for name, start in starts.items()
+    }
+    return OperatorPlan(space=space, rules=rules, by_rules=by_rules, searched=searched)
+
+
+def graph_of(subject: Subject, num_devices: int, remat: str | None) -> Operators:
+    """Return the operators of a step of all examples at once."""
+    one = subject.state(Choice(layout=Layout(mesh={axes.DATA: num_devices})), num_devices).figures
+    ratio = one.optimizer / one.parameters
+    return operators_of(subject.program(remat), subject.num_parameter_arrays, ratio)
+
+
+def sharded_by_rules(
+    graph: Operators, machine: Machine, sizes: Mapping[str, int], layout: Layout
+) -> tuple[ShardedOperators, tuple[Sharding, ...]]:
+    """Return operators on the mesh of a layout, and how its rules shard each.
+
+    Args:
+      graph: the operators.
+      machine: the devices.
+      sizes: axis -> size.
+      layout: completed for the model.
+    """
+    space = ShardedOperators(graph=graph, machine=machine, sizes=_prime_axes(sizes))
+    return space, _by_rules(space, layout, [axis.split()[0] for axis in space.sizes])
+
+
+def _best_by_rules(
+    subject: Subject, machine: Machine, num_devices: int, layout: Layout, graph: Operators
+) -> tuple[ShardedOperators, str, tuple[Sharding, ...]]:
+    """Return the layout whose rules give the fastest step, its mesh and its sharding of each operator."""
+    found = []
+    for each in layouts(num_devices, layout):
+        sizes = axis_sizes(each.mesh, num_devices)
+        # where a gathered weight is kept for the backward, ZeRO stages move the same
+        if sizes[axes.PIPELINE] > 1 or each.zero != 3:
+            continue
+        try:
+            completed = subject.state(Choice(layout=each), num_devices).layout
+        except ValueError:
+            continue
+        space, shardings = sharded_by_rules(graph, machine, sizes, completed)
+        found.append(
+            (ShardedStep.of(space, shardings).judged.cost, len(found), space, mesh_text(each), shardings)
+        )
+    if not found:
+        raise ValueError(
+            "no layout without a pipeline runs on these devices, and operators are compared with one; leave"
+            " out --fixed pipeline, or use another number of devices"
+        )
+    _, _, space, rules, shardings = min(found)
+    return space, rules, shardings
+
+
+def _prime_axes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return a mesh in which each axis is one of as many axes as its size has prime factors.
+
+    >>> _prime_axes({"data": 6, "fsdp": 1, "tensor": 2})
+    {'data 0': 2, 'data 1': 3, 'tensor 0': 2}
+    """
+    found = {}
+    for axis, size in sizes.items():
+        number = 0
+        while size > 1:
+            found[f"{axis} {number}"] = divisors(size)[1]
+            size //= divisors(size)[1]
+            number += 1
+    return found
+
+
+def _by_rules(
+    space: ShardedOperators, layout: Layout, mesh_axes: Sequence[str] | None
+) -> tuple[Sharding, ...]:
+    """Return how rules shard each operator; None: the examples of a batch over all axes."""
+    found = []
+    for number, operator in enumerate(space.graph.operators):
+        sharding: Sharding = (None,) * len(space.sizes)
+        for position in range(len(sharding)):
+            dims = [axes.BATCH] if mesh_axes is None else _ruled(operator, layout, mesh_axes[position])
+            for dim in dims:
+                tried = (*sharding[:position], dim, *sharding[position + 1 :])
+                if sharding[position] is None and space.fits(number, tried):
+                    sharding = tried
+        found.append(sharding)
+    return tuple(found)
+
+
+def _ruled(operator: Operator, layout: Layout, axis: str) -> list[str]:
+    """Return the dims of an operator that rules shard over an axis."""
+    rules = layout.sharded_rules if operator.kind == "update" else layout.activation_rules
+    rules = {**rules, axes.BATCH: layout.batch_axes}
+    return [SAME_DIM.get(name, name) for name in sorted(operator.names) if axis in rules.get(name, ())]
