@@ -252,7 +252,7 @@ def staleness(
       num_stages: islands of a virtual worker.
       in_flight: batches in it: as many less one were started before their wave was pulled.
     """
-    from shardtrain.trainer.wave_log import read_wave_log, wave_file
+    from shardtrain.trainer.waves import read_wave_log, wave_file
 
     num_workers = num_islands // num_stages
     if num_workers == 1 or not wave_file(folder, 0).is_file():

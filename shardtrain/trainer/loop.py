@@ -1,7 +1,7 @@
 """The training loop: step, vote, save, evaluate, stop; ordered effects on the host.
 
 Metrics are read some steps late (`metric_log.py`), so that the device never waits for the host. What the
-loop is given is in `loop_parts.py`, and how that is made of a `Run` in `loop_setup.py`.
+loop is given is in `loop_parts.py`, and how that is made of a `Run` in `loop_parts.py`.
 """
 
 import time
@@ -17,15 +17,11 @@ from shardtrain.checkpoints.save import SaveFailed
 from shardtrain.report.sinks.json_lines import strict
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.train_step.state import State
-from shardtrain.trainer.loop_parts import LoopOptions, LoopParts, StepVote
+from shardtrain.trainer.coordination import StepVote
+from shardtrain.trainer.loop_parts import LoopOptions, LoopParts
 from shardtrain.trainer.metric_log import MetricLog
 from shardtrain.trainer.recovery import RollBack
-
-UNLOGGED = "held"
-"""Key in a checkpoint: the metrics of its step, which are written once it is evaluated."""
-
-WALL_SECONDS = "wall_seconds"
-"""Key in a checkpoint: the seconds from the beginning of the run to its save."""
+from shardtrain.trainer.run_checkpoints import UNLOGGED, WALL_SECONDS
 
 
 def run_loop(

@@ -1,9 +1,10 @@
 """Where a run starts: from its newest checkpoint, from another run's parameters, or from initial ones.
 
 Any layout reads the checkpoint of any other: meshes, islands, stages, replicas. Next: `restore_state.py`,
-`changed_options.py`.
+`resume.py`.
 """
 
+import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,26 +13,32 @@ from typing import Any, Literal
 
 import jax
 
+from shardtrain.checkpoints.differences import differences, matches
 from shardtrain.checkpoints.evaluations import best_saved
 from shardtrain.checkpoints.flatten import restorable
 from shardtrain.checkpoints.origins import state_to_save
+from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.reader import CheckpointReader, find_readers
 from shardtrain.data import Position
 from shardtrain.errors.messages import problems_error
 from shardtrain.imported import kept_tokens
 from shardtrain.system.untrusted_files import whole_number
 from shardtrain.train_step.state import State
-from shardtrain.trainer.base_parameters import BASE, with_base
-from shardtrain.trainer.changed_options import SEED, check_options, check_synchronous_steps
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.data_facts import has_other_heldout, is_other_data
-from shardtrain.trainer.loop import UNLOGGED, WALL_SECONDS
-from shardtrain.trainer.optimizer_values import with_new_values
-from shardtrain.trainer.pretrained import CONFIG, is_pretrained, open_pretrained, upcycled, with_adapters
-from shardtrain.trainer.restore_state import assemble, read_arrays, synchronise_restored
-from shardtrain.trainer.run_checkpoints import CHECKPOINTS, RunCheckpoints
-from shardtrain.trainer.run_totals import saved_wall_seconds
+from shardtrain.trainer.pretrained import (
+    BASE,
+    CONFIG,
+    is_pretrained,
+    open_pretrained,
+    upcycled,
+    with_adapters,
+    with_base,
+)
+from shardtrain.trainer.restore_state import assemble, read_arrays, synchronise_restored, with_new_values
+from shardtrain.trainer.run_checkpoints import UNLOGGED, WALL_SECONDS, RunCheckpoints
 from shardtrain.trainer.setup import FIRST_POSITION
+from shardtrain.trainer.sources import has_other_heldout, is_other_data
+from shardtrain.trainer.usage import saved_wall_seconds
 
 MOST_INDEX = 1 << 62
 
@@ -290,3 +297,77 @@ def _nothing_found(path: Path, step: int | str | None, steps: list[int]) -> str:
     have = f"it has steps {steps}" if steps else "it has no finished one"
     of_step = "" if step is None else f" of step {step}"
     return f"{path} holds no complete checkpoint{of_step}: {have}; {give}"
+
+
+FREE = (
+    *("batch", "batch_unit", "batch_growth", "steps", "nonfinite"),
+    *("strategy.*", "optimizer", "optimizer.*", "scaling.*"),
+    *("log_every", "evaluate_every", "evaluate_batches", "evaluate_with", "gradient_noise_scale"),
+    "check_layout",
+    *("checkpoints.*", "run_dir", "sample", "unit", "loss.metrics.*", "freeze"),
+    *("names.*", "allow.*", "start_from.*", "recovery.*", "data", "data.*", "watch.*", "time_limit*"),
+    *("loading.*", "hooks", "hook_errors", "sinks", "replay", "model.loss_chunk"),
+)
+"""Options that may differ from those of the checkpoint; each change is reported. Data that differs is read
+from its beginning. Any other option must be the same, or be allowed by `Allow.changed`."""
+
+NOTHING: tuple[Any, ...] = (None, "", [])
+"""Values by which an option that a checkpoint does not know changes nothing."""
+
+SEED = "seed"
+
+
+def check_options(
+    saved: Mapping[str, Any], description: Mapping[str, Any], run: Run, note: Callable[[str], None]
+) -> None:
+    """Report the options that differ from those of the checkpoint, and refuse those that may not.
+
+    Args:
+      saved: description of the run that saved, see `config.describe`.
+      description: the description of this run.
+      run: this run.
+      note: receives a line for each option that may differ, and does.
+
+    Raises:
+      ValueError: lists every option that may not differ, and does.
+    """
+    seed = saved.get(SEED)
+    if seed != run.seed and not matches(SEED, run.allow.changed):
+        raise ValueError(
+            f"seed is {run.seed}, but the run in {run.run_dir} started with seed {seed!r}: its order of"
+            f" samples would change. Use --seed {seed}, or another --run-dir"
+        )
+    # the saved description went through JSON
+    now = json.loads(json.dumps(dict(description)))
+    refused = []
+    for name in dict.fromkeys([*saved, *now]):
+        if name not in saved and (now[name] in NOTHING or now[name] is False):
+            continue  # an option that earlier versions had not
+        for line in differences(*({name: each[name]} if name in each else {} for each in (saved, now))):
+            if matches(name, (*FREE, *run.allow.changed)):
+                note(f"changed since then: {line}")
+            else:
+                refused.append(f"{line}; put it back, or allow it: --allow.changed {name}")
+    if refused:
+        raise problems_error(f"the checkpoint in {run.run_dir} is of another run", refused)
+
+
+def check_synchronous_steps(saved: Mapping[str, Any], run: Run, step: int) -> None:
+    """Refuse synchronous steps after local ones: replicas have optimizer states of their own by then.
+
+    Args:
+      saved: description of the run that saved.
+      run: this run.
+      step: the step of the checkpoint.
+
+    Raises:
+      ValueError: the run would go back from local steps to synchronous ones.
+    """
+    names = ("strategy.synchronisation.on", "strategy.synchronisation.synchronous_steps")
+    before, asked = saved.get(names[1]) or 0, run.strategy.synchronisation.synchronous_steps
+    if saved.get(names[0]) == "deltas" and before < step < asked:
+        raise ValueError(
+            f"synchronous_steps is {asked}, but the run in {run.run_dir} is at step {step} and its steps"
+            f" after {before} were local: each replica has its own state of the optimizer. Use"
+            f" --synchronous-steps {step} or fewer, or another --run-dir"
+        )

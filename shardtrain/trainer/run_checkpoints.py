@@ -13,6 +13,7 @@ import jax
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.manifest_entries import WHOLE, ArrayOrigin, WriterPart
 from shardtrain.checkpoints.origins import array_origins, state_to_save
+from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.save import SaveFailed
 from shardtrain.functional.frozen import without
@@ -22,13 +23,16 @@ from shardtrain.islands.buckets import FIRST_BYTES
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
-from shardtrain.trainer.base_parameters import BASE, entry_of, left_out
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.pretrained import BASE, entry_of, left_out
 from shardtrain.trainer.setup import RunSetup
 
-CHECKPOINTS = "checkpoints"
-"""Folder of the checkpoints in that of a run."""
+UNLOGGED = "held"
+"""Key in a checkpoint: the metrics of its step, which are written once it is evaluated."""
+
+WALL_SECONDS = "wall_seconds"
+"""Key in a checkpoint: the seconds from the beginning of the run to its save."""
 
 
 class RunCheckpoints:
@@ -48,7 +52,7 @@ class RunCheckpoints:
       island: (number of this island, number of islands).
       layout: the facts on which the arrays of a combiner depend.
       left_out: paths of the parameters that are not saved.
-      base: entry of the extra data about them, see `base_parameters.py`; None: everything is saved.
+      base: entry of the extra data about them, see `pretrained.py`; None: everything is saved.
 
     Raises:
       ValueError: an earlier shardtrain wrote the folder in a form that this one cannot read.

@@ -1,8 +1,9 @@
 """The model, optimizer, mesh and placement of a run, or of the pipeline stage of this island.
 
-The step across islands is made of them in `multi_island_step.py`. Next: `prepared_run.py`.
+The step across islands is made of them in `run_step.py`. Next: `prepared_run.py`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,9 +16,12 @@ from jax.sharding import Mesh
 from shardtrain.axes import PIPELINE
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Batch, Batches, Position, TokenBatches
+from shardtrain.errors.messages import problems_error
+from shardtrain.functional.draw_record import FOREIGN
 from shardtrain.functional.frozen import parameter_paths
 from shardtrain.functional.model import Model, check_float_parameters
 from shardtrain.functional.rng import new_key
+from shardtrain.functional.row_draws import find_draws
 from shardtrain.functional.unused_parameters import unused_parameters
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import evaluated_params, missing_arguments
@@ -29,8 +33,6 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import Placement, make_placement
 from shardtrain.train_step.seats import Seats
 from shardtrain.trainer.config import Run, model_of
-from shardtrain.trainer.gradient_noise import check_noise
-from shardtrain.trainer.random_draws import with_draws
 from shardtrain.trainer.sources import make_batches
 from shardtrain.trainer.stage_checks import (
     HOST_INPUTS,
@@ -266,3 +268,62 @@ def load_first_rows(batches: Batches | TokenBatches, number: int) -> Batch:
     if isinstance(batches, Batches):
         return replace(batches, rows=rows).load(FIRST_POSITION)
     return replace(batches, rows={num_rows: rows}).load(FIRST_POSITION)
+
+
+def check_noise(run: Any, placement: Placement, num_islands: int) -> None:
+    """Check that a step adds up at least two gradients, from which the gradient noise scale is estimated.
+
+    Args:
+      run: see `config.Run`.
+      placement: of an island.
+      num_islands: number of islands.
+
+    Raises:
+      ValueError: it computes a single one.
+    """
+    if not run.gradient_noise_scale:
+        return
+    num_replicas = math.prod(placement.mesh.shape[axis] for axis in placement.layout.replica_axes)
+    microbatches = run.strategy.accumulate if placement.stages is None else 1
+    if num_replicas * microbatches * num_islands > 1:
+        return
+    add = "--mesh data=2" if placement.stages is not None else "--accumulate 2, or --mesh data=2"
+    inside = " (a pipeline adds up its own)" if placement.stages is not None else ""
+    raise ValueError(
+        "gradient_noise_scale is on, which compares gradients of parts of a batch with that of all of it, and"
+        f" a step has 1 island, 1 replica and 1 microbatch{inside}; use {add}, or leave it out"
+    )
+
+
+def num_parts(run: Run, mesh: Mesh, num_islands: int) -> int:
+    """Return the number of parts into which the rows of a batch are split, each with a loss of its own."""
+    num_replicas = math.prod(mesh.shape[axis] for axis in run.strategy.layout.replica_axes)
+    return num_replicas * num_islands * run.strategy.accumulate
+
+
+def with_draws(run: Run, model: Model, shapes: Sequence[Batch], mesh: Mesh, num_islands: int) -> Model:
+    """Return the model with its random draws, found in its losses of training and of held-out data.
+
+    Args:
+      run: the run.
+      model: the whole model.
+      shapes: batches as the loss receives them, arrays or shapes; one of each shape but for the rows.
+      mesh: the mesh of this island.
+      num_islands: number of islands.
+
+    Raises:
+      ValueError: rows are split, and draws depend on how; or a key is not that of the step.
+    """
+    traced = [find_draws(model, run.loss, batch, train) for batch in shapes for train in (True, False)]
+    problems = list(dict.fromkeys(problem for found in traced for problem in found.problems))
+    if problems and num_parts(run, mesh, num_islands) > 1:
+        raise problems_error(
+            "losses would not be those of one device, as random numbers would depend on how rows are split",
+            problems,
+        )
+    # without a split they would still be the same in every step
+    if foreign := [problem for problem in problems if problem.endswith(FOREIGN)]:
+        raise problems_error("the rows of a batch would get the same random numbers in every step", foreign)
+    # what is not known of one whole batch need not be known
+    draws = None if problems else tuple(dict.fromkeys(draw for found in traced for draw in found.draws))
+    return replace(model, draws=draws)

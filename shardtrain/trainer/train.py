@@ -24,13 +24,10 @@ from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, run_text
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
-from shardtrain.trainer.environment import record_environment
 from shardtrain.trainer.feed import Feed
 from shardtrain.trainer.hooks import calling_end
 from shardtrain.trainer.loop import finish_evaluation, run_loop
-from shardtrain.trainer.loop_parts import LoopParts
-from shardtrain.trainer.loop_setup import explain_step, make_loop_options, make_loop_parts
-from shardtrain.trainer.memory import memory_text, peak_memory
+from shardtrain.trainer.loop_parts import LoopParts, explain_step, make_loop_options, make_loop_parts
 from shardtrain.trainer.prepared_run import PreparedRun, prepare_run
 from shardtrain.trainer.profiling import ProfiledStep, ProfiledSteps
 from shardtrain.trainer.program_cache import ProgramCounts, kept_in
@@ -38,11 +35,17 @@ from shardtrain.trainer.program_mark import make_mark, remove_mark, take_mark
 from shardtrain.trainer.recovery import RollBack, Rollbacks
 from shardtrain.trainer.resume import StartPoint, find_start_point
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
-from shardtrain.trainer.run_folder import check_folder, draw_curve, exclusive_folder, write_run_files
-from shardtrain.trainer.run_totals import RunTotals
-from shardtrain.trainer.sample import sample_text
-from shardtrain.trainer.skipped_data import SkippedData, train_as_repeated
+from shardtrain.trainer.run_folder import (
+    check_folder,
+    draw_curve,
+    exclusive_folder,
+    record_environment,
+    write_run_files,
+)
 from shardtrain.trainer.strategy import STRATEGY_FILE, strategy_text
+from shardtrain.trainer.trained_model import sample_text
+from shardtrain.trainer.usage import RunTotals, memory_text, peak_memory
+from shardtrain.trainer.waves import SkippedData, train_as_repeated
 
 
 @dataclass(frozen=True, kw_only=True)

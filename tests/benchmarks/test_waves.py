@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardtrain.islands.parameter_shard import Event
-from shardtrain.trainer.wave_log import WaveLog
+from shardtrain.trainer.waves import WaveLog
 
 
 @pytest.fixture

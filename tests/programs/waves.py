@@ -25,9 +25,9 @@ from shardtrain.train_step.wave_merge import WaveMerge
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.metric_log import MetricLog
 from shardtrain.trainer.recovery import RollBack
-from shardtrain.trainer.skipped_data import skips_file
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
+from shardtrain.trainer.waves import skips_file
 
 TEXT, FOLDER = Path(sys.argv[1]), Path(sys.argv[2])
 ISLANDS = join()

@@ -16,7 +16,7 @@ from shardtrain.checkpoints.evaluations import best_saved
 from shardtrain.checkpoints.paths import finished
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.report.sinks.json_lines import read_jsonl
-from shardtrain.trainer import loop_setup
+from shardtrain.trainer import loop_parts
 from shardtrain.trainer.config import Run, StartFrom
 from shardtrain.trainer.train import train
 from shardtrain.trainer.trained_model import load
@@ -68,7 +68,7 @@ def start(folder: Path, patch: pytest.MonkeyPatch, die_at: int = 0, **changes: A
 
     console = Console(file=io.StringIO(), width=300)
     with patch.context() as inside:
-        inside.setattr(loop_setup, "make_evaluation", given)
+        inside.setattr(loop_parts, "make_evaluation", given)
         train(dataclasses.replace(RUN, run_dir=folder, **changes), console)
     return console.file.getvalue()  # type: ignore[attr-defined]
 

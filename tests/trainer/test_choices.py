@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardtrain.data.tokenizer import Bytes
-from shardtrain.trainer.choices import Question, accuracy_of, log_likelihoods, read_questions, requests_of
+from shardtrain.trainer.evaluation import Question, accuracy_of, log_likelihoods, read_questions, requests_of
 
 QUESTIONS = [
     Question("The sky is", ("blue", "made of many small stones", "red"), 0),

@@ -9,7 +9,7 @@ from tiny_language_model import TinyConfig
 import shardtrain as st
 from shardtrain.axes import AXES
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.trainer.context_checks import check_sequences
+from shardtrain.trainer.layout_check import check_sequences
 
 
 class Windows:

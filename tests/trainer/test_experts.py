@@ -24,7 +24,7 @@ from shardtrain.optim.optimizer import Optimizer
 from shardtrain.sharding.layout import Layout
 from shardtrain.system.lazy_array import LazyArray
 from shardtrain.trainer import pretrained
-from shardtrain.trainer.start_from import StartFrom
+from shardtrain.trainer.config import StartFrom
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
 

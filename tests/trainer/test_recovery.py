@@ -25,11 +25,11 @@ from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
-from shardtrain.trainer import loop_setup
+from shardtrain.trainer import loop_parts
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.fingerprints import Divergence
 from shardtrain.trainer.recovery import Recovery, RollBack, Rollbacks, Spikes
 from shardtrain.trainer.strategy import Strategy
+from shardtrain.trainer.synchronisation import Divergence
 from shardtrain.trainer.train import train
 
 SEQ, BATCH, SAMPLES = 8, 8, 400
@@ -136,7 +136,7 @@ def test_a_faulty_device_is_named_and_its_steps_are_done_again(tmp_path, monkeyp
 
         return find
 
-    monkeypatch.setattr(loop_setup, "make_find_divergence", make_find)
+    monkeypatch.setattr(loop_parts, "make_find_divergence", make_find)
     recovery = Recovery(fingerprint_every=4)
     if times == 5:
         # what is faulty again soon after may have been saved already

@@ -15,7 +15,7 @@ from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer import train as training
 from shardtrain.trainer.config import Run, Strategy
-from shardtrain.trainer.run_totals import RunTotals
+from shardtrain.trainer.usage import RunTotals
 
 ONE_DEVICE = pytest.mark.usefixtures("one_device")
 

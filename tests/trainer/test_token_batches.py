@@ -14,9 +14,8 @@ from shardtrain.checkpoints.differences import Allow
 from shardtrain.islands.options import Across
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
-from shardtrain.trainer.changed_options import check_options
 from shardtrain.trainer.config import Run, describe
-from shardtrain.trainer.resume import find_checkpoint
+from shardtrain.trainer.resume import check_options, find_checkpoint
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
 
