@@ -35,11 +35,12 @@ from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.replica_state import fragments_of
 from shardtrain.train_step.state import State
-from shardtrain.train_step.step import Step
+from shardtrain.train_step.step import Step, combined_labels
 from shardtrain.trainer.batch_growth import growth_by_step
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination, make_transfers
+from shardtrain.trainer.feed import Feed
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
 from shardtrain.trainer.island_run import run_of_island
 from shardtrain.trainer.layout_check import check_layout, check_sequences
@@ -143,10 +144,9 @@ class PreparedRun(NamedTuple):
       setup: model, optimizer, mesh and placement.
       coordination: the exchange with the other islands.
       shares: the rows of each island.
-      loader: the loader of this process's rows, as they are at first.
-      later_loaders: number of steps done -> the loader from then on, of a batch that has grown.
+      feed: the batches of this process's rows, larger ones where the batch has grown.
       heldout: name -> samples held out; a single set has the name "", {} without any.
-      step, island_step, meetings, wanted: see `checked_step.CheckedStep`.
+      step, island_step, meetings, wanted: see `make_checked_step`.
       init: makes the state before the first step.
       description: the description of the run, see `config.describe`.
       expected: what batches should look like.
@@ -160,8 +160,7 @@ class PreparedRun(NamedTuple):
     setup: RunSetup
     coordination: Coordination
     shares: RowShares
-    loader: Loader
-    later_loaders: dict[int, Loader]
+    feed: Feed
     heldout: dict[str, Any]
     step: Step
     island_step: IslandStep | None
@@ -173,6 +172,20 @@ class PreparedRun(NamedTuple):
     strategy: Strategy
     num_devices: int
     row_seconds_at_peak: float
+
+    @property
+    def labels(self) -> Sequence[str]:
+        """Names of the entries of a metric of shape (L,)."""
+        return self.island_step.labels if self.island_step else combined_labels(self.setup.placement)
+
+    @property
+    def num_skipped(self) -> int | None:
+        """How many samples the data has left out as they cannot be read; None: none ever is."""
+        return getattr(self.feed.loader.batches.source, "num_skipped", None)
+
+    def seconds_at_peak(self) -> float:
+        """Return the seconds that all devices need at their peak for the newest batch; 0: not known."""
+        return self.feed.num_rows * self.row_seconds_at_peak
 
 
 def prepare_run(
@@ -220,7 +233,7 @@ def prepare_run(
     row_seconds = row_seconds_at_peak(run, first, devices, output.note) if coordination.is_first else 0.0
     if run.strategy.across.share_limits == "auto" and island_step is not None:
         loader = fit_to_memory(coordination, shares, loader, island_step, wanted, batch, output.note)
-    later_loaders = _make_later_loaders(run, setup, coordination, source, shares.limits)
+    later = _make_later_loaders(run, setup, coordination, source, shares.limits)
 
     def init() -> State:
         state = init_state(setup.model, setup.optimizer, setup.placement, run.seed)
@@ -232,8 +245,7 @@ def prepare_run(
         setup=setup,
         coordination=coordination,
         shares=shares,
-        loader=loader,
-        later_loaders=later_loaders,
+        feed=Feed(loader, later),
         heldout=heldout,
         step=step,
         island_step=island_step,

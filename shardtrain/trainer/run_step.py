@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,22 +46,6 @@ from shardtrain.trainer.traced_cut import traced_cut_text
 from shardtrain.trainer.waves import WaveLog, make_meetings, make_waves
 
 
-class CheckedStep(NamedTuple):
-    """A step, and what belongs to it.
-
-    Args:
-      step: the step, which is compiled when it is first called.
-      island_step: the same of several islands; None for a run of one island.
-      meetings: after which steps all islands meet.
-      wanted: the shapes, dtypes and shardings of its state.
-    """
-
-    step: Step
-    island_step: IslandStep | None
-    meetings: Meetings
-    wanted: State
-
-
 def make_checked_step(
     run: Run,
     folder: Path,
@@ -72,7 +56,7 @@ def make_checked_step(
     shares: RowShares,
     output: RunConsole,
     stack: ExitStack,
-) -> CheckedStep:
+) -> tuple[Step, IslandStep | None, Meetings, State]:
     """Make the step of a run, and check that islands of the same mesh and rows have the same programs.
 
     Args:
@@ -85,6 +69,10 @@ def make_checked_step(
       shares: the rows of each island.
       output: receives notes.
       stack: closes what is opened here.
+
+    Returns:
+      (the step, which is compiled when it is first called; the same of several islands, None for a run of one
+      island; after which steps all islands meet; the shapes, dtypes and shardings of the step's state).
 
     Raises:
       ValueError: islands differ; or see `check_permutes` and `make_multi_island_step`.
@@ -105,7 +93,7 @@ def make_checked_step(
     # the program of a pipeline is compiled for its check, where XLA may end the process already
     with make_mark(run.strategy, folder, coordination).running("the training step"):
         _check_programs(run, setup, coordination, step, wanted, batch)
-    return CheckedStep(step, island_step, meetings, wanted)
+    return step, island_step, meetings, wanted
 
 
 def _check_programs(

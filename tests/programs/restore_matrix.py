@@ -205,7 +205,7 @@ def lay(strategy: Strategy, stack: ExitStack) -> Laid:
     output = RunConsole(Console(file=io.StringIO()), ISLANDS)
     prepared = prepare_run(run, FOLDER, ISLANDS, output, stack)
     step = prepared.island_step
-    return Laid(run, prepared.setup, prepared.coordination, prepared.loader, prepared, step, [])
+    return Laid(run, prepared.setup, prepared.coordination, prepared.feed.loader, prepared, step, [])
 
 
 def save(name: str, laid: Laid) -> None:

@@ -28,7 +28,7 @@ from shardtrain.optim.schedules import Schedule
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.sharding.layout import Layout
 from shardtrain.system.stop_signals import StopSignals
-from shardtrain.trainer import loop_parts
+from shardtrain.trainer import session
 from shardtrain.trainer.config import Run, StartFrom
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
@@ -131,7 +131,7 @@ def test_the_short_last_batch_counts_its_rows_only(whole):
 @pytest.mark.full
 def test_an_evaluation_that_is_cut_short_after_the_save_is_done_again(whole, text, tmp_path, monkeypatch):
     """Its step is saved by then, and not done again: its line is, whole and once."""
-    make_evaluation = loop_parts.make_evaluation
+    make_evaluation = session.make_evaluation
 
     def failing(*arguments: Any) -> Any:
         evaluate, calls = make_evaluation(*arguments), []
@@ -145,10 +145,10 @@ def test_an_evaluation_that_is_cut_short_after_the_save_is_done_again(whole, tex
         return evaluated
 
     run = make_run(text, tmp_path, checkpoints=CheckpointPolicy(every_steps=4))
-    monkeypatch.setattr(loop_parts, "make_evaluation", failing)
+    monkeypatch.setattr(session, "make_evaluation", failing)
     with pytest.raises(FloatingPointError, match="the end of this life"):
         start(run)
-    monkeypatch.setattr(loop_parts, "make_evaluation", make_evaluation)
+    monkeypatch.setattr(session, "make_evaluation", make_evaluation)
     assert [line["step"] for line in metrics_of(tmp_path)] == list(range(1, 8))
     _, printed = start(run)
     assert "resumed from step 8" in printed
@@ -423,7 +423,7 @@ def test_an_evaluation_that_fails_comes_after_the_save(text, tmp_path, monkeypat
 
         return values
 
-    monkeypatch.setattr("shardtrain.trainer.loop_parts.make_evaluation", fail)
+    monkeypatch.setattr("shardtrain.trainer.session.make_evaluation", fail)
     with pytest.raises(OSError, match="held-out file is gone"):
         start(make_run(text, tmp_path, checkpoints=CheckpointPolicy(every_steps=4)))
     assert (tmp_path / "checkpoints/step_00000004/manifest.json").exists()
