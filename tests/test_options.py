@@ -21,7 +21,6 @@ from shardtrain.cli.run_options import parse_run
 from shardtrain.cli.train import TrainOptions
 from shardtrain.launch.registry import LAUNCHERS
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.trainer.config import describe
 from shardtrain.trainer.strategy import Strategy, strategy_text
 
 ROOT = Path(__file__).parents[1]
@@ -256,29 +255,3 @@ def test_the_commands_that_are_shown_are_understood(monkeypatch, run_file, tmp_p
             del rest[(at := rest.index("--cpu-devices")) : at + 2]
         rest = [str(planned) if word == planned.name else word for word in rest]
         parse_run(command, [stand_for.get(where, where), *rest], EXTRA[command])
-
-
-OLD_COMMANDS = (ROOT / "tests/snapshots/readme_commands_of_0_1.txt").read_text().splitlines()
-
-
-@pytest.mark.parametrize("line", OLD_COMMANDS)
-def test_a_command_of_an_earlier_readme_is_still_understood(line, monkeypatch, capsys, tmp_path):
-    """Parsed, not run: launch by --dry-run, checkpoint up to the folder that is not there."""
-    _, command, *words = shlex.split(line)
-    if command == "checkpoint":
-        monkeypatch.chdir(tmp_path)
-        assert cli.main([command, *words]) == 2
-        assert f"no {'folder ' * (words[0] != 'import')}{words[1]}" in capsys.readouterr().err
-        return
-    monkeypatch.chdir(ROOT)
-    if command == "launch":
-        at = words.index("--")
-        dry_run = [] if "--dry-run" in words else ["--dry-run"]
-        assert cli.main([command, *words[:at], *dry_run, *words[at:]]) == 0
-        command, *words = words[at + 1 :]
-        assert f"shardtrain {command}" in capsys.readouterr().out
-    if command in EXTRA and "--help" not in words:
-        if "--cpu-devices" in words:
-            del words[(at := words.index("--cpu-devices")) : at + 2]
-        run, _ = parse_run(command, words, EXTRA[command])
-        assert len(words) == 1 or describe(run) != describe(parse_run(command, words[:1], EXTRA[command])[0])

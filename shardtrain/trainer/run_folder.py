@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 
-from shardtrain import __version__
 from shardtrain.checkpoints.paths import CHECKPOINTS, refuse_other_run
 from shardtrain.islands.membership import Islands
 from shardtrain.islands.rank_facts import flags
@@ -196,7 +195,7 @@ def start_record(ranks: Sequence[Mapping[str, Any]], islands: Islands | None) ->
             "implementation": platform.python_implementation(),
             "executable": sys.executable,
         },
-        "packages": {**installed_packages(sys.path), "shardtrain": __version__},
+        "packages": installed_packages(sys.path),
         "mpi": None if islands is None else _mpi(islands),
         "flags": {name.removeprefix("flags/"): value for name, value in flags(os.environ).items()},
         "variables": variables,

@@ -485,7 +485,7 @@ def test_a_later_schema_is_an_error_and_not_a_broken_checkpoint(tmp_path, monkey
     with monkeypatch.context() as later:
         later.setattr(manifests, "SCHEMA", 3)
         saved_run(tmp_path, [10])
-    with pytest.raises(ValueError, match="written in schema 3; this shardtrain reads schema 1 and 2"):
+    with pytest.raises(ValueError, match="written in schema 3; this shardtrain reads schema 2"):
         resume(tmp_path)
 
 

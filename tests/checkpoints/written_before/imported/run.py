@@ -7,8 +7,7 @@ shardtrain train run.py --data.path my_tokens.npy
 
 from pathlib import Path
 
-from shardtrain import Optimizer, Run, Schedule, Tokens
-from shardtrain.config import StartFrom
+from shardtrain import Optimizer, Run, Schedule, StartFrom, Tokens
 from shardtrain.imported import read_model
 from shardtrain.models.decoder import DecoderConfig
 
