@@ -213,10 +213,6 @@ class Coordination:
             return answer
         return any(self.islands.control.all_gather(question, answer, LONG_SECONDS))
 
-    def barrier(self, name: str) -> None:
-        """Wait for all ranks."""
-        self.meet(name)
-
     def meet(self, name: str, value: Any = None) -> list[Any]:
         """Gather the values of all ranks when each has done its own work of a step.
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
-
 from shardtrain.checkpoints.differences import differences, matches
+from shardtrain.checkpoints.discover import Discovered
 from shardtrain.checkpoints.evaluations import best_saved
 from shardtrain.checkpoints.flatten import restorable
 from shardtrain.checkpoints.origins import state_to_save
@@ -51,17 +50,23 @@ class StartPoint:
       state: the state.
       step: steps done.
       position: the position in the data.
-      unlogged: metrics of that step that were to be written after its evaluation.
-      wall_seconds: the wall time of the run when it was saved.
       extra: what the checkpoint holds beside arrays; without one the special tokens of what it starts from.
     """
 
     state: State
     step: int
     position: Position
-    unlogged: Mapping[str, Any] | None = None
-    wall_seconds: float = 0.0
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def unlogged(self) -> Mapping[str, Any] | None:
+        """Metrics of that step that were to be written after its evaluation."""
+        return self.extra.get(UNLOGGED)
+
+    @property
+    def wall_seconds(self) -> float:
+        """The wall time of the run when it was saved."""
+        return saved_wall_seconds(self.extra.get(WALL_SECONDS))
 
 
 def find_start_point(
@@ -88,11 +93,44 @@ def find_start_point(
       ValueError: every checkpoint is broken, or the newest is of another model or another run.
       FloatingPointError: there are checkpoints, but none is as old as `newest`.
     """
-    coordination, note = checkpoints.coordination, checkpoints.note
-    # All ranks must finish their saves before any rank lists the checkpoints.
+    found = _discover(checkpoints, newest)
+    # a state that could not be saved is refused before the first step
+    restorable(state_to_save(wanted))
+    # frozen parameters may be in no checkpoint of the run: they are where it started
+    base = _find_base(run) if run.checkpoints.trained_only or BASE in found.extra else None
+    if run.checkpoints.trained_only:
+        assert base is not None
+        assert run.start_from.checkpoint is not None
+        checkpoints.leave_out(base, run.start_from.checkpoint)
+    # find what to read: a checkpoint of this run, or else the parameters that it starts from
+    reader, read, note = None, wanted, checkpoints.note
+    if found.step is not None:
+        _check_resumable(run, checkpoints, found, description)
+        reader = found.reader(checkpoints.checkpoints.folders)
+        reader = with_base(reader, base, "give --start-from.checkpoint FOLDER as before")
+    elif run.start_from.checkpoint is not None:
+        reader = _find_start(run, run.start_from.checkpoint, note)
+        read = State((), (), wanted.params, wanted.model_state, ())
+    # read it, initialise the rest, and synchronise all islands
+    arrays = {} if reader is None else read_arrays(run, checkpoints, reader, read, found.extra)
+    state = assemble(wanted, arrays, init)
+    state = synchronise_restored(run, checkpoints, state, arrays, resumed=found.step is not None)
+    if found.step is None:
+        # the tokens that end a text are those of the model that it starts from
+        extra = {} if reader is None else kept_tokens(reader.extra)
+        return StartPoint(state=state, step=0, position=FIRST_POSITION, extra=extra)
+    state = with_new_values(state, found.extra["run"], description, note)
+    note(f"resumed from step {found.step} in {run.run_dir}")
+    position = _next_position(run, found.extra, description, note)
+    return StartPoint(state=state, step=found.step, position=position, extra=found.extra)
+
+
+def _discover(checkpoints: RunCheckpoints, newest: int | None) -> Discovered:
+    """Find the checkpoint to resume from, the same on all islands; drop later ones after a rollback."""
+    coordination, store = checkpoints.coordination, checkpoints.checkpoints
+    # all ranks must finish their saves before any rank lists the checkpoints
     checkpoints.settle()
-    coordination.barrier("saves are finished")
-    store = checkpoints.checkpoints
+    coordination.meet("saves are finished")
     store.save_id = coordination.gather_islands("save", lambda island: uuid.uuid4().hex)[0]
     found = store.discover(newest, coordination.gather_islands)
     if newest is not None and found.step is not None:
@@ -103,52 +141,32 @@ def find_start_point(
             f"no checkpoint is as old as step {newest}: those of steps {sorted(found.broken)} are newer."
             " Keep more of them: --checkpoints.keep"
         )
-    # a state that could not be saved is refused before the first step
-    restorable(state_to_save(wanted))
-    # Frozen parameters may be in no checkpoint of the run: they are where it started.
-    base = None
-    if run.checkpoints.trained_only or BASE in found.extra:
-        base = _find_base(run)
-    if run.checkpoints.trained_only:
-        assert base is not None
-        assert run.start_from.checkpoint is not None
-        checkpoints.leave_out(base, run.start_from.checkpoint)
-    # Find what to read: a checkpoint of this run, or else the parameters that it starts from.
-    reader, read = None, wanted
-    if found.step is not None:
-        _refuse_imported(run, found.extra)
-        check_options(found.extra["run"], description, run, note)
-        check_synchronous_steps(found.extra["run"], run, found.step)
-        if run.checkpoints.best is not None and has_other_heldout(found.extra["run"], description):
-            note(
-                "WARNING: the held-out data is not that of the checkpoint: the best step is chosen from those"
-                " that are evaluated from now on"
-            )
-            store.forget_evaluations()
-        reader = with_base(found.reader(store.folders), base, "give --start-from.checkpoint FOLDER as before")
-    elif run.start_from.checkpoint is not None:
-        reader = _find_start(run, run.start_from.checkpoint, note)
-        read = State((), (), wanted.params, wanted.model_state, ())
-    # Read it, initialise the rest, and synchronise all islands.
-    arrays: dict[str, jax.Array] = {}
-    if reader is not None:
-        arrays = read_arrays(run, checkpoints, reader, read, found.extra)
-    state = assemble(wanted, arrays, init)
-    state = synchronise_restored(run, checkpoints, state, arrays, resumed=found.step is not None)
-    if found.step is None:
-        # the tokens that end a text are those of the model that it starts from
-        extra = {} if reader is None else kept_tokens(reader.extra)
-        return StartPoint(state=state, step=0, position=FIRST_POSITION, extra=extra)
-    state = with_new_values(state, found.extra["run"], description, note)
-    note(f"resumed from step {found.step} in {run.run_dir}")
-    return StartPoint(
-        state=state,
-        step=found.step,
-        position=_next_position(run, found.extra, description, note),
-        unlogged=found.extra.get(UNLOGGED),
-        wall_seconds=saved_wall_seconds(found.extra.get(WALL_SECONDS)),
-        extra=found.extra,
-    )
+    return found
+
+
+def _check_resumable(
+    run: Run, checkpoints: RunCheckpoints, found: Discovered, description: Mapping[str, Any]
+) -> None:
+    """Refuse a checkpoint of imported parameters or of another run; forget evaluations of other data.
+
+    Raises:
+      ValueError: it is one.
+    """
+    extra, note = found.extra, checkpoints.note
+    assert found.step is not None
+    if not (extra.get("position") and extra.get("run")):
+        raise ValueError(
+            f"{run.run_dir} holds imported parameters, and no run that can be resumed; use another --run-dir"
+            f" and start from them: --start-from.checkpoint {run.run_dir}"
+        )
+    check_options(extra["run"], description, run, note)
+    check_synchronous_steps(extra["run"], run, found.step)
+    if run.checkpoints.best is not None and has_other_heldout(extra["run"], description):
+        note(
+            "WARNING: the held-out data is not that of the checkpoint: the best step is chosen from those"
+            " that are evaluated from now on"
+        )
+        checkpoints.checkpoints.forget_evaluations()
 
 
 def _find_start(run: Run, path: Path, note: Callable[[str], object]) -> CheckpointReader:
@@ -193,19 +211,6 @@ def _find_base(run: Run) -> CheckpointReader | None:
             " --start-from.checkpoint FOLDER with the frozen parameters, or --checkpoints.no-trained-only"
         )
     return None if start.checkpoint is None else find_parameters(start.checkpoint, start.step)
-
-
-def _refuse_imported(run: Run, extra: Mapping[str, Any]) -> None:
-    """Refuse to resume from a folder that holds imported parameters and no run.
-
-    Raises:
-      ValueError: it does.
-    """
-    if not (extra.get("position") and extra.get("run")):
-        raise ValueError(
-            f"{run.run_dir} holds imported parameters, and no run that can be resumed; use another --run-dir"
-            f" and start from them: --start-from.checkpoint {run.run_dir}"
-        )
 
 
 def _forms_other_batches(saved: Mapping[str, Any], run: Run) -> bool:

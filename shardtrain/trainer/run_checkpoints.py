@@ -53,9 +53,6 @@ class RunCheckpoints:
       layout: the facts on which the arrays of a combiner depend.
       left_out: paths of the parameters that are not saved.
       base: entry of the extra data about them, see `pretrained.py`; None: everything is saved.
-
-    Raises:
-      ValueError: an earlier shardtrain wrote the folder in a form that this one cannot read.
     """
 
     def __init__(
@@ -73,7 +70,6 @@ class RunCheckpoints:
         self.own_optimizers = run.strategy.synchronisation.on_deltas and island_step is not None
         self.coordination, self.placement, self.note = coordination, setup.placement, note
         seat = None if coordination.islands is None else coordination.islands.seat
-        _refuse_old_parts(folder)
         self.island = (0, 1) if seat is None else (seat.island, seat.num_islands)
         self._part = self._find_part()
         self.checkpoints = Checkpoints(
@@ -188,19 +184,6 @@ class RunCheckpoints:
         """Allow older steps to be deleted, see `Checkpoints.confirm`."""
         if self._part is not None:
             self.checkpoints.confirm(step)
-
-
-def _refuse_old_parts(folder: Path) -> None:
-    """Refuse a folder of before schema 2, where each stage had a folder of its own.
-
-    Raises:
-      ValueError: it is one.
-    """
-    if found := sorted(path.name for path in folder.glob("checkpoints-stage-*")):
-        raise ValueError(
-            f"{folder} has {', '.join(found)}, which an earlier shardtrain wrote and this one cannot read."
-            " Use that one, or another --run-dir"
-        )
 
 
 def _layout_facts(run: Run, placement: Placement, num_islands: int) -> dict[str, Any]:

@@ -35,14 +35,12 @@ from shardtrain.train_step.seats import Seats
 from shardtrain.trainer.config import Run, model_of
 from shardtrain.trainer.sources import make_batches
 from shardtrain.trainer.stage_checks import (
-    HOST_INPUTS,
     OFFLOADED_OWN,
-    ROUNDED_PIPELINE,
-    SCALED_PIPELINE,
     check_cuts,
     check_order,
     check_separable,
     check_stage_islands,
+    pipeline_problems,
 )
 
 FIRST_POSITION = Position(epoch=0, index=0)
@@ -121,27 +119,10 @@ def make_setup(
         Seats(num_islands=1, num_stages=run.strategy.across.partitions or 1, island=0)
     optimizer, learning_rate = make_optimizer(run.optimizer, run.steps, model.dims, unused, model.frozen)
     synchronisation = run.strategy.synchronisation if num_islands == 1 else Synchronisation()
-    # a pipeline inside the mesh needs the partition of the blocks
-    num_stages, pipeline = mesh.shape[PIPELINE], run.strategy.pipeline
-    stages = None
-    if num_stages > 1:
-        if run.strategy.scales_loss:
-            raise ValueError(SCALED_PIPELINE)
-        if run.strategy.accumulate_dtype != "float32":
-            raise ValueError(ROUNDED_PIPELINE)
-        if run.strategy.remat == "offload":
-            raise ValueError(HOST_INPUTS)
-        assert microbatch is not None
-        stages = make_partition(model, pipeline, num_stages, run.loss, microbatch)
-        check_order(run.optimizer, model.dims, jax.eval_shape(model.init, new_key(0))[0], stages)
+    stages = _make_mesh_partition(run, model, mesh, microbatch)
     if run.strategy.offload != "none" and num_islands > 1 and run.strategy.synchronisation.on_deltas:
         raise ValueError(OFFLOADED_OWN)
-    # refuse an optimizer that needs what the step cannot give it
-    can_search = num_islands == 1 and synchronisation.is_mean
-    if missing := missing_arguments(
-        optimizer, jax.eval_shape(model.init, new_key(0))[0], line_search=can_search
-    ):
-        raise ValueError(missing_text(missing))
+    _check_arguments(optimizer, model, line_search=num_islands == 1 and synchronisation.is_mean)
     placement = make_placement(
         model,
         optimizer,
@@ -149,7 +130,7 @@ def make_setup(
         mesh,
         synchronisation=synchronisation,
         stages=stages,
-        schedule=pipeline.schedule,
+        schedule=run.strategy.pipeline.schedule,
         scales_loss=run.strategy.scales_loss,
         in_float16=run.strategy.compute_dtype == "float16",
         measures_noise=run.gradient_noise_scale,
@@ -159,6 +140,22 @@ def make_setup(
     _check_evaluated(run, placement)
     check_noise(run, placement, num_islands)
     return RunSetup(model, optimizer, learning_rate, mesh, placement, unused=unused)
+
+
+def _make_mesh_partition(run: Run, model: Model, mesh: Mesh, microbatch: Batch | None) -> Partition | None:
+    """Return the partition of the blocks that a pipeline inside the mesh needs; None without one.
+
+    Raises:
+      ValueError: an option or the optimizer does not fit it.
+    """
+    if (num_stages := mesh.shape[PIPELINE]) == 1:
+        return None
+    if problems := pipeline_problems(run.strategy):
+        raise problems_error("a mesh cannot hold the stages of a pipeline", problems)
+    assert microbatch is not None
+    stages = make_partition(model, run.strategy.pipeline, num_stages, run.loss, microbatch)
+    check_order(run.optimizer, model.dims, jax.eval_shape(model.init, new_key(0))[0], stages)
+    return stages
 
 
 def find_unused(run: Run, model: Model, microbatch: Batch) -> tuple[str, ...]:
@@ -212,24 +209,32 @@ def _make_stage_setup(
     if num_stages > 1:
         check_separable(named, model.dims, traced)
     optimizer, learning_rate = make_optimizer(named, run.steps, stage.dims, unused, model.frozen)
-    own_params = jax.eval_shape(stage.init, new_key(0))[0]
-    if missing := missing_arguments(optimizer, own_params, line_search=False):
-        raise ValueError(missing_text(missing))
+    _check_arguments(optimizer, stage, line_search=False)
     placement = make_placement(stage, optimizer, strategy.layout, mesh)
     _check_evaluated(run, placement)
     setup = RunSetup(stage, optimizer, learning_rate, mesh, placement, stage_model, seats)
     return setup._replace(cuts=tuple(cuts))
 
 
-def missing_text(missing: list[str]) -> str:
-    """Return the error message for an optimizer that needs arguments which a step does not have."""
+def _check_arguments(optimizer: optax.GradientTransformation, model: Model, *, line_search: bool) -> None:
+    """Refuse an optimizer that needs what a step cannot give it.
+
+    Raises:
+      ValueError: it needs something else.
+    """
+    params = jax.eval_shape(model.init, new_key(0))[0]
+    missing = missing_arguments(optimizer, params, line_search=line_search)
+    if not missing:
+        return
     fix = "use another optimizer, or optax.contrib.reduce_on_plateau, which needs the loss alone"
     if "value_fn" in missing:
         fix = (
             "a line search computes the loss at other parameters, which one island can with --combine mean;"
             f" use these, or {fix.removeprefix('use ')}"
         )
-    return f"the optimizer needs {', '.join(missing)} in every update, which a step does not pass: {fix}"
+    raise ValueError(
+        f"the optimizer needs {', '.join(missing)} in every update, which a step does not pass: {fix}"
+    )
 
 
 def _check_evaluated(run: Run, placement: Placement) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardtrain.data import Position
+from shardtrain.imported import kept_tokens
 from shardtrain.islands.parameter_shard import Event, Kind, ParameterShard
 from shardtrain.pipeline.in_flight import waves_before_meeting
 from shardtrain.report.sinks.json_lines import JsonLines, read_jsonl
@@ -187,7 +188,7 @@ def train_as_repeated(
             state, done = train(start, step)
             if done < step:
                 return state, done
-            start = replace(start, state=state, step=done, unlogged=None)
+            start = replace(start, state=state, step=done, extra=kept_tokens(start.extra))
         start = replace(start, position=position)
         skipped.drop(step)
         skipped.add(step, position)
@@ -216,22 +217,13 @@ def make_waves(
     """Make what ends the waves of an island; a collective call of all ranks.
 
     Args:
-      run: the run.
-      setup: the setup of this island.
-      coordination: the exchange with the other islands.
-      shares: the rows of each island.
-      meetings: after which steps islands meet.
-      wave_log: where the events of this island's shard are written.
+      run, setup, coordination, shares, meetings, wave_log: see `make_multi_island_step`.
       worker: the virtual worker of which this island is a stage; None: it is one itself.
 
     Raises:
       ValueError: an island has several processes; or the run to replay is not there.
     """
-    synchronisation, islands, transfer = (
-        run.strategy.synchronisation,
-        coordination.islands,
-        coordination.transfer,
-    )
+    islands, transfer = coordination.islands, coordination.transfer
     assert islands is not None
     assert transfer is not None
     seat, control = islands.seat, islands.control
@@ -249,6 +241,7 @@ def make_waves(
     ranks = comm.allgather(control.rank)
     order = [] if run.replay is None else read_wave_log(run.replay, seat.island, len(ranks))
     meetings.repeated = frozenset(event.step for event in order if event.kind == "meeting")
+    synchronisation = run.strategy.synchronisation
     ahead = waves_before_meeting(run.strategy.pipeline.in_flight, synchronisation.every)
     shard = ParameterShard(len(ranks), wave_log, order, wave_log.report, waves_ahead=ahead)
     names = [control.names[rank] for rank in ranks]
