@@ -162,24 +162,14 @@ def test_one_option_sets_model_parameters_and_tokenizer(base, tmp_path, monkeypa
         assert found.data.tokenizer == tokenizer
 
 
-@pytest.mark.parametrize(
-    ("options", "start", "text"),
-    [
-        (
-            {"mlp": 16},
-            {},
-            "mlp/up/kernel: saved float32 (2, 16, 32), asked for float32 (2, 16, 16)",
-        ),
-        ({}, {"step": 3}, "is a folder of Hugging Face, which has no steps; leave step 3 out"),
-    ],
-)
-def test_starts_that_are_refused(options, start, text, base, tmp_path, one_device):
+def test_starts_that_are_refused(base, tmp_path, one_device):
     folder, _ = base
-    run = run_of(
-        replace(MODEL, **options), tmp_path, start_from=StartFrom(checkpoint=folder, **start), steps=1
-    )
+    run = run_of(replace(MODEL, mlp=16), tmp_path, start_from=StartFrom(checkpoint=folder), steps=1)
+    text = "mlp/up/kernel: saved float32 (2, 16, 32), asked for float32 (2, 16, 16)"
     with pytest.raises(ValueError, match=re.escape(text)):
         train(run, None)
+    with pytest.raises(ValueError, match="is a folder of Hugging Face, which has no steps; leave step 3 out"):
+        open_pretrained(folder, 3)
 
 
 @pytest.fixture(scope="module")
@@ -282,10 +272,9 @@ def test_other_adapters_are_refused(entries, arrays, text, base, tuned, tmp_path
 
 def test_adapters_that_do_not_fit_the_run_are_refused(base, tuned, tmp_path, monkeypatch):
     folder, adapter = base[0], tuned[0]
-    start = StartFrom(checkpoint=folder, adapter=adapter)
-    run = run_of(pretrained(folder, lora="rank=3,on=q+o+down"), tmp_path / "run", start_from=start)
+    other = pretrained(folder, lora="rank=3,on=q+o+down")
     with pytest.raises(ValueError, match=r"lora 'rank=3,on=q\+o\+down', and the adapters in .*alpha=6\.0"):
-        train(run, None)
+        with_adapters(open_pretrained(folder), adapter, other)
     with pytest.raises(ValueError, match="adapter is a of no model; give its folder as checkpoint too"):
         StartFrom(adapter=Path("a"))
     with pytest.raises(ValueError, match="beside the parameters of a folder of Hugging Face"):

@@ -14,6 +14,7 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.trainer import loss_trace
 from shardtrain.trainer.loss_trace import check_trace
+from shardtrain.trainer.row_coupling import find_couplings
 
 RANDOM = np.random.default_rng(0)
 BATCH = {
@@ -165,22 +166,26 @@ def warnings(loss, num_parts, model: Any = Net, batch=BATCH, num_microbatches=1)
     return found.warnings
 
 
-COMPUTED = (
-    "pairs",
-    "centred",
-    "looked up",
-    "of classes",
-    "an offset in the count",
-    "rows by number",
-    "a loop",
-)
-"""Those of which a few rows are computed as well; the others are as a model that is too large."""
+def average(x):
+    """A model without parameters."""
+    return x.mean(1)
+
+
+average.key = jax.random.key(0)
 
 
 @pytest.mark.parametrize("name", COUPLED)
-def test_the_line_of_dependent_rows_is_named(name, monkeypatch):
-    if name not in COMPUTED:
-        monkeypatch.setattr(loss_trace, "row_difference", lambda *_, **__: None)
+def test_the_line_of_dependent_rows_is_named(name):
+    loss, what = COUPLED[name]
+    rows = {each: np.resize(x, (22, *x.shape[1:])) for each, x in BATCH.items()}
+    found = find_couplings(jax.make_jaxpr(lambda batch: loss(average, batch))(rows), 11).lines
+    assert any(what in each.what for each in found.values()), found
+    assert all("test_row_coupling.py:" in line for line in found)
+
+
+@pytest.mark.parametrize("name", ["centred", "an offset in the count"])
+def test_a_run_warns_of_it_where_it_splits_its_batches(name):
+    """A few rows are computed as well: nothing undoes what the operations do."""
     loss, what = COUPLED[name]
     text = "\n".join(warnings(loss, 6))
     assert what in text
@@ -213,18 +218,12 @@ def test_a_number_that_no_row_contributes_is_named():
 
 UNDONE = {
     "a mean times the count": of_losses(lambda x, batch: x.mean() * len(x)),
-    "shares of rows": of_losses(lambda x, batch: (x / len(x)).sum() * len(x)),
     "a sum of what is sorted": of_losses(lambda x, _: jnp.sort(x).sum()),
-    "a guarded share": of_losses(lambda x, _: x.sum() / jnp.maximum(x.size, 1e-6) * len(x)),
     "a guarded count": lambda apply, batch: (
         plain(apply, batch)[0],
         jnp.maximum(batch["weights"].sum(), 1e-6),
     ),
-    "there and back": of_losses(lambda x, _: x[::-1][::-1].sum()),
     "a penalty times the count": penalized(lambda penalty, count: penalty * count),
-    "a penalty times the rows": lambda apply, batch: penalized(lambda penalty, _: penalty * len(batch["x"]))(
-        apply, batch
-    ),
 }
 
 
@@ -242,13 +241,7 @@ of_its_own.defjvp(lambda x, dx: (x[0], dx[0] / (1 + jnp.square(x[0]).sum())))
 
 SEEN: dict[str, Any] = {
     "places by numbers": changed(lambda _, x: x - x[(jnp.arange(len(x)) + 1) % len(x)]),
-    "a root of the number": changed(lambda _, x: x / np.sqrt(len(x))),
     "a constant in an array": of_losses(lambda x, _: jnp.concatenate([x, jnp.ones(1)]).sum()),
-    "the first of a part": of_losses(lambda x, _: jnp.where(jnp.arange(len(x)) == 0, 2 * x, x).sum()),
-    "a floor of whole numbers": lambda apply, batch: (
-        losses_of(apply, batch).sum(),
-        jnp.maximum(jnp.int32(batch["weights"]).sum(), 1),
-    ),
     "in a loop": changed(
         lambda _, x: jax.lax.while_loop(
             lambda at: at[0] < 2, lambda at: (at[0] + 1, at[1] - 0.5 * at[1].mean(0)), (0, x)

@@ -1,6 +1,5 @@
 """MFU in the metrics of a run: what is counted of a model, what it is divided by, and where there is none."""
 
-import doctest
 import io
 from dataclasses import replace
 
@@ -161,7 +160,3 @@ def test_a_run_writes_its_mfu(tmp_path, monkeypatch):
     shown = output.getvalue()
     assert "flops a row over the peak in dense bfloat16 of 8 x cpu, 0.001 teraflops/s each (imagined" in shown
     assert f"tokens/s  MFU {lines[-1]['mfu']:.1%}  left 0s" in shown
-
-
-def test_examples():
-    assert doctest.testmod(usage).failed == 0
