@@ -11,7 +11,7 @@ from typing import Any, Self
 import jax
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
-from shardtrain.checkpoints.manifest_entries import WHOLE, ArrayOrigin, WriterPart
+from shardtrain.checkpoints.manifest_entries import WHOLE, WriterPart
 from shardtrain.checkpoints.origins import array_origins, state_to_save
 from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.reader import CheckpointReader
@@ -50,6 +50,7 @@ class RunCheckpoints:
       has_own: each island saves something of its own.
       own_optimizers: each island has an optimizer state of its own.
       island: (number of this island, number of islands).
+      origins: state -> path -> which part of the whole model's array an array of this island is.
       layout: the facts on which the arrays of a combiner depend.
       left_out: paths of the parameters that are not saved.
       base: entry of the extra data about them, see `pretrained.py`; None: everything is saved.
@@ -76,7 +77,7 @@ class RunCheckpoints:
             folder / CHECKPOINTS, run.checkpoints, self._part or WHOLE, report=note
         )
         seats = setup.seats
-        self._origins = array_origins(
+        self.origins = array_origins(
             setup.placement,
             setup.stage_model,
             self.island,
@@ -120,10 +121,6 @@ class RunCheckpoints:
             return WHOLE if seats is None else WriterPart(seats.stage, seats.num_stages)
         return None
 
-    def origins(self, state: State) -> dict[str, ArrayOrigin]:
-        """Return path -> which part of the whole model's array an array of this island is."""
-        return self._origins(state)
-
     def latest(self) -> int | None:
         """Return the step that was saved last."""
         return self._latest if self._part is None else self.checkpoints.latest()
@@ -152,7 +149,7 @@ class RunCheckpoints:
             if self.base is not None:
                 part = part._replace(params=part.params and without(part.params, self.left_out))
                 extra = {**extra, BASE: self.base}
-            self.checkpoints.save(step, part, {**extra, "layout": self.layout}, self._origins(part))
+            self.checkpoints.save(step, part, {**extra, "layout": self.layout}, self.origins(part))
 
     def is_best(self, values: Mapping[str, float]) -> bool:
         """Return whether held-out values are better than those of every step that this island saved."""

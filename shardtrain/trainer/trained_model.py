@@ -5,6 +5,7 @@ docs/trained_model.md.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -231,14 +232,17 @@ def restore_model(
 
 @dataclass(frozen=True, eq=False)
 class _Apply:
-    """A model under the rules of its layout as a function of its parameters; hashable by identity."""
+    """A model as a function of its parameters, under the rules of a layout; hashable by identity."""
 
     model: Model
-    placement: Placement
+    placement: Placement | None = None
 
     def __call__(self, params: Any, model_state: Any, *inputs: Any) -> Any:
-        layout = self.placement.layout
-        with activation_rules(layout.activation_rules, self.placement.mesh, *layout.tracing):
+        rules: Any = nullcontext()
+        if self.placement is not None:
+            layout = self.placement.layout
+            rules = activation_rules(layout.activation_rules, self.placement.mesh, *layout.tracing)
+        with rules:
             return plain(self.model.apply(params, model_state, new_key(0), False, *inputs)[0])
 
 
@@ -251,17 +255,4 @@ def sample_text(run: Run, setup: RunSetup, state: State) -> str:
     assert run.sample is not None
     params = in_order(setup.placement, make_select_params(run, setup)(state))
     with user_code(lambda error: "the sample"):
-        return run.sample(jax.tree_util.Partial(_Trained(setup.model), params, state.model_state))
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """A model without dropout as a function of its parameters: hashable, so that it compiles once."""
-
-    model: Model
-
-    def __call__(self, params: Any, model_state: Any, *inputs: Any) -> Any:
-        return plain(self.model.apply(params, model_state, new_key(0), False, *inputs)[0])
-
-    def __hash__(self) -> int:
-        return id(self.model)
+        return run.sample(jax.tree_util.Partial(_Apply(setup.model), params, state.model_state))
