@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardtrain.data import Batch
+from shardtrain.data import Batch, Loader, Position
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.errors.messages import problems_error
 from shardtrain.optim.optimizer_state import evaluated_params
@@ -90,16 +91,11 @@ def make_evaluation(
             # what an island has for the exchange with the others is no part of the evaluation's program
             state = state._replace(combine_state=(), local=(), outer_state=())
         # start all batches of all sets before waiting for the first result
-        metrics, positions = {}, {}
-        for prefix, loader in loaders.items():
-            metrics[prefix], positions[prefix], position = [], [], None
-            with closing(loader.iterate()) as placed:
-                for number, (batch, after) in enumerate(islice(placed, run.evaluate_batches)):
-                    first_row = loader.shard(position).start
-                    metrics[prefix].append(evaluate(state, batch, number, first_row))
-                    positions[prefix].append(position or FIRST_POSITION)
-                    position = after
-        metrics = jax.device_get(metrics)
+        started = {
+            prefix: _start_batches(partial(evaluate, state), loader, run.evaluate_batches)
+            for prefix, loader in loaders.items()
+        }
+        metrics = jax.device_get({prefix: [x for x, _ in each] for prefix, each in started.items()})
         # islands add up sums and counts, so the mean is that of all rows, however they are split
         sums = {
             f"{prefix}{name}": (mean.sum, mean.count)
@@ -114,12 +110,25 @@ def make_evaluation(
                 raise ValueError(nothing_counts(name, len(metrics[prefix])))
             if math.isnan(loss):
                 bad = [i for i, x in enumerate(metrics[prefix]) if math.isnan(x["loss_sum"])]
-                batches, own = loaders[prefix].batches, positions[prefix]
-                why = explain(batches.load(own[bad[0]])) if bad and explain else []
-                raise ValueError(not_a_number(name, bad, len(own), why))
+                first = started[prefix][bad[0]][1] if bad else None
+                why = explain(loaders[prefix].batches.load(first)) if first and explain else []
+                raise ValueError(not_a_number(name, bad, len(metrics[prefix]), why))
         return {name: mean.value for name, mean in means.items() if mean.value is not None}
 
     return values
+
+
+def _start_batches(
+    evaluate: Callable[..., Any], loader: Loader, most: int | None
+) -> list[tuple[Any, Position]]:
+    """Start to evaluate the first batches of a set; return (metrics, position in the data) of each."""
+    found, position = [], None
+    with closing(loader.iterate()) as placed:
+        for number, (batch, after) in enumerate(islice(placed, most)):
+            metrics = evaluate(batch, number, loader.shard(position).start)
+            found.append((metrics, position or FIRST_POSITION))
+            position = after
+    return found
 
 
 def nothing_counts(name: str, num_batches: int) -> str:

@@ -37,7 +37,7 @@ class MetricLog:
     Attributes:
       trained: a step updated the parameters.
       why_skipped: why the first skipped step was skipped.
-      fault: a bad step that asks for a rollback; None while there is none.
+      fault: a bad step that asks for a rollback, of all islands together at their next vote; or None.
       unlogged: metrics of a step that wait for its evaluation.
     """
 
@@ -186,11 +186,9 @@ class MetricLog:
             return
         limit = self._spikes.limit()
         if self._spikes.add(loss):
-            self._report(RollBack(step, f"the loss of step {step} is {loss:.4f}, above {limit:.4f}: a spike"))
-
-    def _report(self, fault: RollBack) -> None:
-        """Record a fault; all islands roll back together at their next vote."""
-        self.fault = self.fault or fault
+            self.fault = self.fault or RollBack(
+                step, f"the loss of step {step} is {loss:.4f}, above {limit:.4f}: a spike"
+            )
 
     def _handle_skipped(self, step: int, loss: float | None, values: Metrics, of_many: bool) -> None:
         self._num_skipped += 1
@@ -212,7 +210,7 @@ class MetricLog:
                 f" {self.why_skipped}"
             )
         if self._run.nonfinite == "roll_back":
-            self._report(RollBack(step, f"{text}; nonfinite is 'roll_back'"))
+            self.fault = self.fault or RollBack(step, f"{text}; nonfinite is 'roll_back'")
             return
         if self._run.nonfinite == "stop":
             raise FloatingPointError(f"{text}; nonfinite is 'stop', and nothing of this step was kept")

@@ -23,6 +23,7 @@ from shardtrain.system.xla_flags import quick_options
 from shardtrain.train_step.replica_state import restarted
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run
+from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.synchronisation import broadcast_state, differing_arrays
 
@@ -69,13 +70,8 @@ def read_arrays(
     ignored = [path for path in reader.stored_arrays if not extra and not path.startswith(PARAMETERS)]
     unused = (*run.allow.unused, *(f"{name}*" for name in OF_LAYOUT), *ignored)
     if coordination.seats is not None:
-        # A stage uses a part of what was saved. All stages together must use all of it, so the check is of
-        # the union of what they ask for.
-        gathered = coordination.gather_islands(
-            "arrays", lambda island: [_whole_shapes(leaves, origins), _whole_shapes(reader.leaves, {})]
-        )
-        asked, saved = (_union([each[i] for each in gathered]) for i in (0, 1))
-        check_state(reader, widened(saved, asked), asked, Allow(missing=missing, unused=unused))
+        shapes = [_whole_shapes(leaves, origins), _whole_shapes(reader.leaves, {})]
+        _check_stages(coordination, reader, shapes, Allow(missing=missing, unused=unused))
         unused = ("*",)
     if not coordination.writes:
         # the arrays in common come from island 0
@@ -96,6 +92,23 @@ def read_arrays(
         return {}
     _report_replicas(checkpoints, reader, origins)
     return found
+
+
+def _check_stages(coordination: Coordination, reader: CheckpointReader, shapes: Any, allow: Allow) -> None:
+    """Check that the stages together ask for all that was saved, as each uses a part of it.
+
+    Args:
+      coordination: the exchange with the other islands.
+      reader: the reader of the checkpoint.
+      shapes: those that this stage asks for, and those that it sees, from `_whole_shapes`.
+      allow: the differences that are allowed.
+
+    Raises:
+      ValueError: the checkpoint holds another state than this run has.
+    """
+    gathered = coordination.gather_islands("arrays", lambda island: shapes)
+    asked, saved = (_union([each[i] for each in gathered]) for i in (0, 1))
+    check_state(reader, widened(saved, asked), asked, allow)
 
 
 def assemble(wanted: State, arrays: Mapping[str, jax.Array], init: Callable[[], State]) -> State:

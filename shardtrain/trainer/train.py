@@ -100,11 +100,7 @@ def train(
         programs = stack.enter_context(ProgramCounts())
         # Set up the run, and check that it is the same on all islands.
         if Coordination(islands).is_first:
-            # at once: notes wait for a display, and the same program may end this process before
-            if text := take_mark(folder):
-                output.say(text)
-            if stop is not None:
-                stop.before_end = partial(remove_mark, folder)
+            _say_mark(folder, output, stop)
         prepared = prepare_run(run, folder, islands, output, stack)
         # Lock the folder: from now on this run writes to it.
         if prepared.coordination.is_first:
@@ -132,6 +128,15 @@ def train(
         sample=sample,
         time_over=stop.time_over,
     )
+
+
+def _say_mark(folder: Path, output: RunConsole, stop: StopSignals | None) -> None:
+    """Say in which program an earlier start ended; let no mark be left where the user ends this one."""
+    # at once: notes wait for a display, and the same program may end this process before
+    if text := take_mark(folder):
+        output.say(text)
+    if stop is not None:
+        stop.before_end = partial(remove_mark, folder)
 
 
 def _summarise(session: Session, step: int, programs: str) -> None:
