@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,18 +114,6 @@ def test_the_best_step_is_saved_and_kept_also_over_a_resume(tmp_path, monkeypatc
     assert model.embedding[...].shape == (32, 8)
 
 
-def test_without_it_no_step_is_saved_for_its_value(tmp_path, monkeypatch):
-    start(tmp_path, monkeypatch, checkpoints=CheckpointPolicy(keep=1))
-    assert kept(tmp_path) == ([6], None)
-    assert not (tmp_path / "checkpoints/evaluations.json").exists()
-
-
-def test_the_highest_value_is_the_best_where_that_is_said(tmp_path, monkeypatch):
-    policy = CheckpointPolicy(keep=1, best="heldout/loss", best_is="highest")
-    start(tmp_path, monkeypatch, checkpoints=policy)
-    assert kept(tmp_path) == ([1, 6], 1)
-
-
 @pytest.mark.parametrize("die_at", [3, pytest.param(4, marks=pytest.mark.full)])
 def test_a_run_that_is_killed_in_an_evaluation_keeps_the_same_step(die_at, tmp_path, monkeypatch):
     """Also where the step was saved before it was evaluated: every second one."""
@@ -136,16 +123,6 @@ def test_a_run_that_is_killed_in_an_evaluation_keeps_the_same_step(die_at, tmp_p
     printed = start(tmp_path, monkeypatch, checkpoints=policy)
     assert f"resumed from step { {3: 2, 4: 4}[die_at] }" in printed
     assert kept(tmp_path) == ([3, 6], 3)
-
-
-def test_values_of_steps_after_the_one_from_which_a_run_resumes_are_forgotten(tmp_path, monkeypatch):
-    start(tmp_path, monkeypatch, steps=3)
-    assert kept(tmp_path) == ([3], 3)
-    # the best step is lost, and the run repeats it with another value
-    shutil.rmtree(tmp_path / "checkpoints/step_00000003")
-    monkeypatch.setitem(LOSSES, 3, 6.0)
-    start(tmp_path, monkeypatch)
-    assert kept(tmp_path) == ([4, 6], 4)
 
 
 @pytest.mark.parametrize(

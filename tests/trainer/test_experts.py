@@ -73,6 +73,7 @@ def test_experts_are_restored_on_another_mesh(tmp_path, on_one_device):
 MIXTRAL = DecoderConfig(
     vocab=64, seq=8, embed=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp=32,
     positions="rotary", norm="rmsnorm", activation="swiglu", bias=False, tied=False, experts="num=4,top=2",
+    remat="none",
 )  # fmt: skip
 
 

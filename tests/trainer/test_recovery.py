@@ -149,15 +149,6 @@ def test_a_faulty_device_is_named_and_its_steps_are_done_again(tmp_path, monkeyp
     assert trained.step == 24
 
 
-def test_copies_are_looked_at_where_they_really_are(tmp_path):
-    """Healthy devices are never named, on a mesh with copies and shards."""
-    strategy = Strategy(layout=Layout(mesh={"data": 2, "fsdp": 2, "tensor": 2}))
-    _, printed, _ = start(
-        tmp_path, Damaged(), strategy=strategy, steps=6, recovery=Recovery(fingerprint_every=1)
-    )
-    assert "faulty" not in printed
-
-
 @given(st.lists(st.floats(1, 5), min_size=64, max_size=64), st.floats(1.01, 100))
 def test_a_loss_is_a_spike_if_it_lies_far_above_the_others(losses, factor):
     spikes = Spikes(8.0, 64)

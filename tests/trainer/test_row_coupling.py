@@ -56,14 +56,6 @@ def of_losses(total):
     return lambda apply, batch: (total(losses_of(apply, batch), batch), batch["weights"].sum())
 
 
-def of_centres(losses, batch):
-    return (jax.ops.segment_sum(losses, batch["label"], 3) ** 2).sum()
-
-
-def balanced(losses, batch):
-    return (losses / jnp.bincount(batch["label"], length=3)[batch["label"]]).sum()
-
-
 @jax.custom_vjp
 def normalized(x):
     return x
@@ -88,7 +80,6 @@ COUPLED: dict[str, tuple[Any, str]] = {
     "pairs": (pairs, "computes something for each pair of rows"),
     "a root of the sum": (lambda *both: plain(*both, of_sum=jnp.sqrt), "takes the sqrt of a sum over rows"),
     "centred": (changed(lambda _, x: x - x.mean(0)), "a number that is computed from all rows"),
-    "mixed": (changed(lambda apply, x: x + jax.random.permutation(apply.key, x)), "sorts or permutes rows"),
     "sorted": (changed(lambda _, x: x[jnp.argsort(x[:, 0, 0])]), "sorts or permutes rows"),
     "neighbours": (changed(lambda _, x: x - jnp.roll(x, 1, 0)), "takes some of the rows"),
     "added up": (changed(lambda _, x: jnp.cumsum(x, 0)), "adds up along rows"),
@@ -98,22 +89,14 @@ COUPLED: dict[str, tuple[Any, str]] = {
         "computes with the numbers of rows",
     ),
     "reversed": (changed(lambda _, x: x - x[::-1]), "reverses rows"),
-    "first": (changed(lambda _, x: x - x[0]), "takes some of the rows"),
-    "differences": (of_losses(lambda x, _: ((x[1:] - x[:-1]) ** 2).sum()), "takes some of the rows"),
     "looked up": (changed(lambda _, x: x + x[jnp.int32(x[:, 0, 0] > 0)]), "takes some of the rows"),
     "written": (
         of_losses(lambda x, batch: jnp.zeros(3).at[batch["label"]].max(x).sum()),
         "writes rows to the places of others",
     ),
-    "of classes": (of_losses(of_centres), "takes the integer_pow of a sum over rows"),
-    "balanced": (of_losses(balanced), "a number that is computed from all rows"),
     "hardest": (of_losses(lambda x, _: jax.lax.top_k(x, 2)[0].sum()), "sorts or permutes rows"),
     "worst": (of_losses(lambda x, _: x.max()), "takes the largest of all rows"),
     "a ratio": (of_losses(lambda x, batch: x.sum() / (x * x).sum()), "takes the div of a sum"),
-    "a mean of no rows": (
-        of_losses(lambda x, batch: x.sum() / batch["weights"].sum() * batch["weights"].sum()),
-        "takes the div of a sum",
-    ),
     "a product": (of_losses(lambda x, _: x.sum() * x.sum()), "takes the mul of a sum over rows"),
     "an extreme": (of_losses(lambda x, _: jnp.maximum(x.sum(), 0.3)), "takes the max of a sum over rows"),
     "a constant beside": (of_losses(lambda x, _: x.sum() + 3.0), "adds a number that no row contributes"),

@@ -46,7 +46,7 @@ def base(tmp_path_factory):
 
 
 def run(base, folder, **options):
-    model = pretrained(base, lora="rank=2,on=q+v")
+    model = pretrained(base, lora="rank=2,on=q+v", remat="none")
     options = {"start_from": StartFrom(checkpoint=base), "checkpoints": POLICY, "steps": 4, **options}
     return run_of(model, folder, **options)
 

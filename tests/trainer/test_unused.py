@@ -69,7 +69,7 @@ def make_run(strategy: Strategy, folder: Path | None = None, decay_unused: bool 
     )
 
 
-def test_a_run_reports_it_and_leaves_it_as_it_is_if_asked(tmp_path):
+def test_a_run_reports_it_and_decays_it_or_not(tmp_path):
     pipeline = Strategy(layout=Layout(mesh={"pipeline": 2, "data": 4}), accumulate=2)
     console = Console(file=io.StringIO(), width=300)
     run = make_run(pipeline, tmp_path, decay_unused=False)
