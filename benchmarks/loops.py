@@ -4,13 +4,14 @@ Same model, optimizer, batches and order. Both read a loss as late as `trainer/l
 """
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Self, cast
+from types import SimpleNamespace
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,11 @@ import optax
 from flax import nnx
 from rich.console import Console
 
-from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import Batches, Loader, Position, Windows, batch_shard
 from shardtrain.data.order import epoch_order
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import as_model
+from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.schedules import Schedule
@@ -36,11 +37,15 @@ from shardtrain.system.xla_flags import step_options
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
+from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.feed import Feed
+from shardtrain.trainer.hooks import Hooks
 from shardtrain.trainer.loop import run_loop
-from shardtrain.trainer.loop_parts import CheckpointWriter, LoopOptions, LoopParts
 from shardtrain.trainer.metric_log import STEPS_LATE
+from shardtrain.trainer.resume import StartPoint
+from shardtrain.trainer.usage import RunTotals, Spent
+from shardtrain.trainer.waves import make_meetings
 
 SCHEDULE_STEPS, PEAK, B1, B2, DECAY, CLIP = 100_000, 3e-4, 0.9, 0.95, 0.1, 1.0
 
@@ -132,6 +137,9 @@ class Toolkit:
         self.reading = ExitStack()
         self.reading.enter_context(self.feed.reading(Position(epoch=0, index=0)))
         self.coordination = Coordination()
+        # its data is `source`, which is read above
+        data = SimpleNamespace(train=lambda folder: source, heldout=lambda folder: None)
+        self.run = Run(model=config, data=data, optimizer=named, batch=batch, evaluate_every=None)
         self.done = 0
         self.metrics = folder / "metrics.jsonl"
         self.sink = JsonLines(self.metrics, resume_after=None)
@@ -139,29 +147,38 @@ class Toolkit:
 
     def loop(self, ticks: list[float], steps: int, log_every: int) -> None:
         """Some steps through `run_loop`; state and data go on from block to block."""
-        last = self.done + steps
-        parts = LoopParts(
-            step=self.step,
-            batches=self._ticking(ticks),
-            evaluate=lambda state: {},
-            checkpoints=cast("CheckpointWriter", _NoCheckpoints(last)),
-            policy=CheckpointPolicy(),
-            sink=self.sink,
-            progress=self.progress,
-            extra={},
-            vote=lambda step, own: self.coordination.vote(step, own).vote,
-            recompiles=self.feed.take_change,
+        last, run = self.done + steps, replace(self.run, log_every=log_every)
+        prepared = SimpleNamespace(
+            run=run,
+            coordination=self.coordination,
+            feed=_TickingFeed(self.feed, ticks),
+            meetings=make_meetings(run),
+            shares=SimpleNamespace(saved=dict),
+            description={},
+            labels=(),
+            num_devices=1,
+            num_skipped=None,
+            seconds_at_peak=lambda: 0.0,
         )
+        activity = ActivityRecord()
+        session: Any = SimpleNamespace(
+            prepared=prepared,
+            checkpoints=_NoCheckpoints(last),
+            output=self.progress,
+            activity=activity,
+            step=self.step,
+            evaluate=lambda state: {},
+            check=None,
+            aside=nullcontext,
+            hooks=Hooks(),
+            totals=RunTotals(),
+            spent=Spent(activity),
+        )
+        start = StartPoint(state=self.state, step=self.done, position=Position(epoch=0, index=0))
         with StopSignals() as stop:
-            options = LoopOptions(steps=last, log_every=log_every)
-            self.state, self.done = run_loop(self.state, self.done, parts, options, stop)
+            self.state, self.done = run_loop(session, start, last, self.sink, stop)
         if stop.received is not None:
             raise KeyboardInterrupt
-
-    def _ticking(self, ticks: list[float]) -> Iterator[tuple[Any, Any]]:
-        while True:
-            ticks.append(perf_counter())
-            yield next(self.feed)
 
     def bare(self, ticks: list[float], steps: int, batch: Any) -> None:
         """The compiled step alone, on a batch that is on the mesh already."""
@@ -178,6 +195,18 @@ class Toolkit:
     def close(self) -> None:
         self.reading.close()
         self.sink.close()
+
+
+class _TickingFeed:
+    """A feed that notes when each batch is asked for."""
+
+    def __init__(self, feed: Feed, ticks: list[float]) -> None:
+        self._feed, self._ticks = feed, ticks
+        self.take_change = feed.take_change
+
+    def __next__(self) -> tuple[Any, Position]:
+        self._ticks.append(perf_counter())
+        return next(self._feed)
 
 
 class _NoCheckpoints:
@@ -205,4 +234,7 @@ class _NoCheckpoints:
         pass
 
     def wait(self) -> None:
+        pass
+
+    def settle(self) -> None:
         pass

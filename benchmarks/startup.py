@@ -117,18 +117,18 @@ def child(words: Sequence[str]) -> None:
         after(train, "prepare_run", lambda found: (mark("set-up"), found)[1])
         after(train, "find_start_point", lambda found: (mark("initial state"), found)[1])
 
-        def timed(parts: Any) -> Any:
+        def timed(session: Any) -> Any:
             def step(*arguments: Any) -> None:
-                jax.block_until_ready(parts.step(*arguments))
+                jax.block_until_ready(session.step(*arguments))
                 mark("first step")
                 counted = jax.local_devices()[0].memory_stats() or {}
                 printed = {"marks": marks, "peak_bytes": counted.get("peak_bytes_in_use")}
                 print(FOUND + json.dumps(printed), flush=True)
                 os._exit(0)
 
-            return dataclasses.replace(parts, step=step)
+            return dataclasses.replace(session, step=step)
 
-        after(train, "make_loop_parts", timed)
+        after(train, "make_session", timed)
         return parsed
 
     after(command, "parse_run", imported)

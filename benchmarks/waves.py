@@ -208,7 +208,7 @@ def find_staleness(folder: Path, num_islands: int, options: Options, in_flight: 
       options: with the steps of a wave and the islands of a worker.
       in_flight: batches in a worker: as many less one were started before their wave was pulled.
     """
-    from shardtrain.trainer.wave_log import read_wave_log, wave_file
+    from shardtrain.trainer.waves import read_wave_log, wave_file
 
     num_workers = num_islands // options.num_stages
     if num_workers == 1 or not wave_file(folder, 0).is_file():

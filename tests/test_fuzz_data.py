@@ -29,7 +29,7 @@ from shardtrain.data.tokens import TokenShards
 from shardtrain.islands.cluster import read_cluster
 from shardtrain.launch.hosts import read_hostfile
 from shardtrain.report.sinks.json_lines import read_jsonl
-from shardtrain.trainer.choices import read_questions
+from shardtrain.trainer.evaluation import read_questions
 from shardtrain.trainer.program_cache import WHOLE, drop_broken
 from shardtrain.trainer.strategy import read_strategy
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from shardtrain.cli import main
+from shardtrain.cli.run_file import load_run
+from shardtrain.trainer.sources import make_batches, source_warnings
 
 # ruff: noqa: E501  (a row is a line)
 
@@ -64,11 +66,7 @@ TRAINED = {
     "step_key_with_metrics": "",
     "numpy_rows": f"WARNING: | {line('+ noise.astype(np.float32)')} has a constant with numbers for each row of a batch",
     "broadcast": f"WARNING: | {line('return make(loss=lambda apply, batch: weigh(')} broadcasts arrays of shapes (rows, 1) and (rows,), so each row meets all others",
-    "all_pairs": f"WARNING: | {line('- y[None, :]) ** 2')} computes something for each pair of rows; a batch is split into 8 parts",
     "without_weights": "WARNING: batch['weights'] do not change the sum or the count of the loss | return (losses * batch['weights']).sum(), batch['weights'].sum()",
-    "count_of_rows": "WARNING: batch['weights'] do not change the count of the loss",
-    "other_samples": "WARNING: sample 0 of Changing has other values when it is read again, of 'x'",
-    "few_samples": "WARNING: batch is 8, and the data has 5 samples, so in every batch 3 rows are padding of weight 0; use --batch 5 or less",
     "array_without_elements": "",
     "no_streams": "",
     "more_arguments_given": "",
@@ -129,9 +127,22 @@ def test_what_is_right_or_may_be_meant_trains(name, run_one):
     assert code == 0
 
 
-@pytest.mark.parametrize("mesh", ["data=8", "tensor=8"])
-def test_a_key_of_the_loss_is_refused_in_any_layout(mesh, run_one):
-    assert "use apply.key in the loss" in run_one("own_key", "--mesh", mesh)[1]
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("other_samples", "WARNING: sample 0 of Changing has other values when it is read again, of 'x'"),
+        ("few_samples", "WARNING: batch is 8, and the data has 5 samples, so in every batch 3 rows are padding of weight 0; use --batch 5 or less"),
+    ],
+)  # fmt: skip
+def test_what_is_odd_about_samples_is_said(name, text):
+    run = load_run(f"{FILE}:{name}")
+    assert any(
+        each.startswith(text) for each in source_warnings(make_batches(run, run.data.train(FILE)), run)
+    )
+
+
+def test_a_key_of_the_loss_is_refused_in_any_layout(run_one):
+    assert "use apply.key in the loss" in run_one("own_key", "--mesh", "tensor=8")[1]
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,6 @@ from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_files import open_inside, parse_json, special_files, stat_inside
 
 SCHEMA = 2
-READABLE = (1, 2)
-"""The schemas that can be read; schema 1 is schema 2 without parts, rows and replicas."""
 
 _MOST_BYTES = 1 << 28
 _CHUNK_BYTES = 1 << 22
@@ -79,12 +77,12 @@ def read_manifest(step_folder: Path) -> tuple[Manifest | None, str]:
     # a newer schema is no damage: the run must not skip the checkpoint
     if type(schema) is int and schema > SCHEMA:
         raise ValueError(
-            f"{step_folder} was written in schema {schema}; this shardtrain reads schema "
-            f"{' and '.join(map(str, READABLE))}. Use the shardtrain that wrote it, or another run folder."
+            f"{step_folder} was written in schema {schema}; this shardtrain reads schema {SCHEMA}."
+            " Use the shardtrain that wrote it, or another run folder."
         )
     try:
         # every field is checked, as the file is untrusted
-        if schema not in READABLE:
+        if schema != SCHEMA:
             raise ValueError(f"schema is {short(schema)}")
         return manifest_of(body), ""
     except ValueError as error:

@@ -12,6 +12,9 @@ from pathlib import Path
 from shardtrain.checkpoints.manifest_entries import MOST_PARTS, WHOLE, WriterPart
 from shardtrain.system.run_lock import LOCK
 
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in that of a run."""
+
 ARRAYS = "arrays"
 """The folder inside a step's folder that Orbax writes; any Orbax program can read it."""
 

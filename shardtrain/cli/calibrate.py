@@ -153,8 +153,7 @@ def _fitted_machine(run: Run, options: ProbeOptions) -> Machine:
     """Return a device as steps of a run on all devices show it, and print these steps."""
     import jax
 
-    from shardtrain.trainer.planned import subjects_of
-    from shardtrain.trainer.probe_runs import probe_seconds
+    from shardtrain.trainer.planned import probe_seconds, subjects_of
 
     devices = jax.device_count()
     start = measured_machine(options.dtype)

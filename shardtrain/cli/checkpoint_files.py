@@ -203,7 +203,7 @@ def _whole(reader: CheckpointReader, base: Path | None) -> CheckpointReader:
     """
     if BASE not in reader.extra:
         return reader
-    from shardtrain.trainer.base_parameters import with_base
+    from shardtrain.trainer.pretrained import with_base
     from shardtrain.trainer.resume import find_parameters
 
     return with_base(reader, base and find_parameters(base), "give --base FOLDER")

@@ -1,6 +1,6 @@
 """`shardtrain evaluate RUN`: what a run has trained, on other held-out data and on multiple-choice questions.
 
-Next: `saved_run.py`, which opens the run; `trainer/evaluation.py`, `trainer/choices.py`.
+Next: `saved_run.py`, which opens the run; `trainer/evaluation.py`.
 """
 
 import json
@@ -23,18 +23,19 @@ from shardtrain.errors.messages import problems_error
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.metrics import next_token_accuracy, with_metrics
 from shardtrain.system import terminal
-from shardtrain.trainer.choices import (
+from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.evaluation import (
     Question,
     Request,
     accuracy_of,
+    heldout_prefix,
     log_likelihoods,
+    make_evaluation,
     read_questions,
     requests_of,
 )
-from shardtrain.trainer.coordination import Coordination
-from shardtrain.trainer.evaluation import heldout_prefix, make_evaluation
-from shardtrain.trainer.restored_model import RestoredModel
 from shardtrain.trainer.setup import RunSetup
+from shardtrain.trainer.trained_model import RestoredModel
 
 HELDOUT = "heldout"
 """The name of data without one."""

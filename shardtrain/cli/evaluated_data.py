@@ -17,9 +17,8 @@ from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData
 from shardtrain.data.token_manifest import token_folders, tokenizer_hash
 from shardtrain.errors.messages import problems_error
-from shardtrain.trainer.data_checks import token_problems
 from shardtrain.trainer.evaluation import heldout_text
-from shardtrain.trainer.sources import open_sources
+from shardtrain.trainer.sources import open_sources, token_problems
 
 if TYPE_CHECKING:
     from shardtrain.cli.evaluate import EvaluateOptions

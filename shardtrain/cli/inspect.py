@@ -190,7 +190,7 @@ def _merges_text(run: Run, specs: Specs, sizes: Mapping[str, int], num_islands: 
     text = synchronisation_text(synchronisation, merges)
     if across.num_gradient_programs == 1:
         return text
-    from shardtrain.trainer.sent_parts import sent_parts  # with all that islands need
+    from shardtrain.trainer.planned import sent_parts  # with all that islands need
 
     with TemporaryDirectory() as folder:
         sent = sent_parts(run, run.data.train(Path(folder)), sizes)
@@ -208,7 +208,7 @@ def _unused(run: Run, model: Model) -> str:
 
 def _check_sequences(run: Run, model: Model, sizes: Mapping[str, int]) -> None:
     """Refuse sequences and heads that cannot be split; the data is prepared in a temporary folder."""
-    from shardtrain.trainer.context_checks import check_sequences
+    from shardtrain.trainer.layout_check import check_sequences
     from shardtrain.trainer.setup import microbatch_of
 
     with TemporaryDirectory() as folder:
@@ -225,7 +225,7 @@ def _stages_by_time(run: Run, options: InspectOptions) -> str:
 
 def _traced_stages(run: Run, options: InspectOptions) -> str:
     """Cut a model that says no blocks by tracing it; the data is prepared in a temporary folder."""
-    from shardtrain.trainer.traced_text import inspected_cut_text
+    from shardtrain.trainer.traced_cut import inspected_cut_text
 
     with TemporaryDirectory() as folder:
         return inspected_cut_text(run, run.data.train(Path(folder)), options.pipeline_stages)
@@ -233,8 +233,10 @@ def _traced_stages(run: Run, options: InspectOptions) -> str:
 
 def _compiled(run: Run, options: InspectOptions, sizes: Mapping[str, int]) -> str:
     """Compile the step and describe it, and the memory of others if asked for."""
-    from shardtrain.trainer.ahead_of_time import compiled_figures  # with all that islands need
-    from shardtrain.trainer.memory_changes import memory_changes
+    from shardtrain.trainer.planned import (
+        compiled_figures,  # with all that islands need
+        memory_changes,
+    )
 
     kind, notes = options.compile or "", []
     with noting(notes.append):

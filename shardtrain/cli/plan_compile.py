@@ -15,9 +15,8 @@ from shardtrain.plan.subject import Subject
 from shardtrain.report.plan_compiled import compiled_text, flagged
 from shardtrain.sharding.specs import sharding_rows
 from shardtrain.train_step.placement import state_specs
-from shardtrain.trainer.ahead_of_time import compiled_figures
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.planned import planned_strategy
+from shardtrain.trainer.planned import compiled_figures, planned_strategy
 
 ABSENT_ATTENTION = (
     "its attention is XLA's, compiled and predicted: jax traces cuDNN's only where such a GPU is; a run there"

@@ -32,11 +32,11 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.layout_file import read_layout
 from shardtrain.system import terminal
 from shardtrain.system.untrusted_files import read_bytes
-from shardtrain.trainer.base_parameters import with_base
 from shardtrain.trainer.config import Run, model_of
-from shardtrain.trainer.restored_model import RestoredModel, restore_model
+from shardtrain.trainer.pretrained import with_base
 from shardtrain.trainer.resume import find_parameters
 from shardtrain.trainer.strategy import Strategy
+from shardtrain.trainer.trained_model import RestoredModel, restore_model
 
 DECODERS, DECODER = "shardtrain.models.decoder", "DecoderConfig"
 PAIRED, PAIR = "shardtrain.models.encoder_decoder", "EncoderDecoderConfig"

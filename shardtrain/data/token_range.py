@@ -1,6 +1,6 @@
 """Which tokens of files samples are made of, and the first one that is beyond a vocabulary.
 
-Next: `trainer/data_checks.py`, which asks before the first step.
+Next: `trainer/sources.py`, which asks before the first step.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Fit the constants of a machine to measured steps, so that predictions of others come closer. No jax.
 
 Only the five constants of the cost model are fitted, on steps that were run for it. Next: `machine.py`,
-`trainer/probe_runs.py`, which runs them.
+`trainer/planned.py`, which runs them.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Tables of a header and rows, for a rich console or as text, and the line that describes a mesh."""
+"""Tables of a header and rows as text, and the line that describes a mesh."""
 
 import io
 import math
@@ -12,8 +12,8 @@ from rich.text import Text
 from shardtrain.system.terminal import printable
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> Table:
-    """Return a table for a rich console; columns of numbers are aligned right.
+def table_text(header: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> str:
+    """Return a table as text, as wide as its cells, without colours; columns of numbers are aligned right.
 
     Args:
         header: the name of each column.
@@ -21,40 +21,25 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, title: str
         title: line above the table.
 
     Returns:
-        A rich table, for `console.print` or `table_text`.
+        Lines without trailing blanks, each with a newline.
 
     Raises:
         ValueError: lists all rows with more or fewer cells than the header.
     """
-    wrong = [(number, len(row)) for number, row in enumerate(rows) if len(row) != len(header)]
-    if wrong:
-        raise ValueError(_uneven_rows(header, wrong))
-    result = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+    if wrong := [(number, len(row)) for number, row in enumerate(rows) if len(row) != len(header)]:
+        cells = ", ".join(f"row {number} has {length}" for number, length in wrong)
+        raise ValueError(
+            f"a table with the {len(header)} columns {tuple(header)} was asked for, but {cells}. "
+            f"Give each row {len(header)} cells."
+        )
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD)
     for number, name in enumerate(header):
         numeric = bool(rows) and all(isinstance(row[number], int | float) for row in rows)
-        result.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
+        table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        result.add_row(*(Text(printable(str(cell), kept="")) for cell in row))
-    return result
-
-
-def table_text(header: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> str:
-    """Return a table as text, as wide as its cells, without colours.
-
-    Args:
-        header: the name of each column.
-        rows: one cell per column each.
-        title: line above the table.
-
-    Returns:
-        Lines without trailing blanks, each with a newline.
-
-    Raises:
-        ValueError: rows have more or fewer cells than the header.
-    """
-    file = io.StringIO()
-    console = Console(file=file, width=10_000, color_system=None, force_terminal=False)
-    console.print(table(header, rows, title=title))
+        table.add_row(*(Text(printable(str(cell), kept="")) for cell in row))
+    console = Console(file=(file := io.StringIO()), width=10_000, color_system=None, force_terminal=False)
+    console.print(table)
     lines = [line.rstrip() for line in file.getvalue().splitlines()]
     return "\n".join(line for line in lines if line) + "\n"
 
@@ -77,11 +62,3 @@ def mesh_line(sizes: Mapping[str, int]) -> str:
     num_devices = math.prod(sizes.values())
     axes = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
     return f"{axes} ({num_devices} devices)" if axes else "1 device"
-
-
-def _uneven_rows(header: Sequence[str], wrong: Sequence[tuple[int, int]]) -> str:
-    cells = ", ".join(f"row {number} has {length}" for number, length in wrong)
-    return (
-        f"a table with the {len(header)} columns {tuple(header)} was asked for, but {cells}. "
-        f"Give each row {len(header)} cells."
-    )

@@ -5,6 +5,7 @@ Values only, no jax. Next: `feed.py`, which changes the loader at these steps.
 
 from typing import Any, NamedTuple
 
+from shardtrain.axes import PIPELINE
 from shardtrain.errors.messages import problems_error
 
 FORM = (
@@ -143,3 +144,29 @@ def growth_problems(run: Any) -> list[str]:
         for name, is_there in refused.items()
         if is_there
     ]
+
+
+def noise_problems(run: Any) -> list[str]:
+    """Return why a run cannot measure the gradient noise scale, one line each.
+
+    Args:
+      run: see `config.Run`.
+    """
+    if not run.gradient_noise_scale:
+        return []
+    synchronisation, given = run.strategy.synchronisation, "gradient_noise_scale is on, with"
+    needs = (
+        "whose result is not the mean of all examples' gradients, and its norm is needed; use --combine mean"
+        " on gradients, with inside mean"
+    )
+    found = []
+    if not synchronisation.is_mean:
+        found.append(f"{given} combine {synchronisation.by!r} on {synchronisation.on}, {needs}")
+    if synchronisation.inside != "mean":
+        found.append(f"{given} inside {synchronisation.inside!r}, {needs}")
+    if run.strategy.across.axis == PIPELINE:
+        found.append(
+            f"{given} across 'pipeline', where each stage knows the norms of its own parameters alone; use a"
+            " pipeline inside a mesh (--mesh pipeline=2,data=2)"
+        )
+    return found

@@ -15,13 +15,16 @@ from jax.sharding import Mesh
 from shardtrain.checkpoints.processes import gather_alone
 from shardtrain.data import RowSplit, split_over_islands
 from shardtrain.islands.agreement import check_agreement
+from shardtrain.islands.device_memory import cuda_aware, decide_device_memory
 from shardtrain.islands.membership import Islands
 from shardtrain.islands.transfer import Transfer
 from shardtrain.islands.watchdog.stragglers import StepTimer, Stragglers
+from shardtrain.pipeline.block_owners import owner_groups
 from shardtrain.plan.devices import known_device
 from shardtrain.train_step.owner_transfers import OwnerTransfers
 from shardtrain.train_step.seats import Seats
-from shardtrain.trainer.loop_parts import StepVote
+from shardtrain.trainer.config import Run
+from shardtrain.trainer.setup import RunSetup
 
 AGREEMENT_SECONDS = 600.0
 """How long to wait for a rank that traces a large model slowly; differences are reported after that."""
@@ -46,6 +49,24 @@ class BatchSplit(NamedTuple):
     def rows(self, num_rows: int, limits: Sequence[int] | None = None) -> list[int]:
         """Return the rows of each in a batch of so many, see `split_over_islands`."""
         return split_over_islands(num_rows, self.weights, self.multiples, limits)
+
+
+class StepVote(NamedTuple):
+    """The vote of a process after a step.
+
+    Args:
+      stop: the number of the signal that asked to stop, `TIME_OVER`, or 0.
+      save: a checkpoint is due.
+      saved: the newest step saved by this process; after the vote, by all processes.
+      bad: a step that was found to be bad, or 0.
+      met: whether islands voted after this step; a single one always does.
+    """
+
+    stop: int
+    save: bool
+    saved: int | None = None
+    bad: int = 0
+    met: bool = True
 
 
 class Voted(NamedTuple):
@@ -192,10 +213,6 @@ class Coordination:
             return answer
         return any(self.islands.control.all_gather(question, answer, LONG_SECONDS))
 
-    def barrier(self, name: str) -> None:
-        """Wait for all ranks."""
-        self.meet(name)
-
     def meet(self, name: str, value: Any = None) -> list[Any]:
         """Gather the values of all ranks when each has done its own work of a step.
 
@@ -275,3 +292,28 @@ class Coordination:
         """End the threads of the transfers, see `Transfer.close`."""
         for transfer in self.transfers:
             transfer.close(failed)
+
+
+def make_transfers(
+    run: Run, setup: RunSetup, islands: Islands
+) -> tuple[Transfer | None, OwnerTransfers | None]:
+    """Return the transfer to the other islands, and where islands are stages those to the owners of blocks.
+
+    A collective call of all ranks: all make every group's transfer, in the same order.
+
+    Args:
+      run: the run.
+      setup: the setup of this island.
+      islands: several of them.
+    """
+    across, platform = run.strategy.across, jax.devices()[0].platform
+    on_device = decide_device_memory(across.memory, islands, platform, cuda_aware)
+    if setup.seats is None or setup.stage_model is None:
+        return islands.transfer(setup.mesh, across, on_device), None
+    found = []
+    for group in owner_groups(setup.cuts):
+        joins = group.stages[setup.seats.replica] == setup.seats.stage
+        if transfer := islands.transfer(setup.mesh, across, on_device, joins=joins):
+            found.append((group, transfer))
+    groups, transfers = zip(*found, strict=True)
+    return transfers[0], OwnerTransfers(setup.stage_model, groups, transfers)

@@ -7,14 +7,23 @@ a name as `heldout/SET/NAME`. Next: `train_step/step.py`.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from shardtrain.data import Batch
+from shardtrain.data import Batch, Loader, Position
+from shardtrain.data.tokenizer import Tokenizer
+from shardtrain.errors.messages import problems_error
 from shardtrain.optim.optimizer_state import evaluated_params
 from shardtrain.report.metrics import Mean
+from shardtrain.system.plain_text import read_lines
+from shardtrain.system.untrusted_data import parse_record
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.offload import on_device
 from shardtrain.train_step.stage_step import StageStep
@@ -24,7 +33,7 @@ from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.setup import FIRST_POSITION, RunSetup
-from shardtrain.trainer.sources import make_batches
+from shardtrain.trainer.sources import heldout_prefix, heldout_text, make_batches
 
 Evaluate = Callable[[State], dict[str, float]]
 """state -> held-out values by name."""
@@ -82,16 +91,11 @@ def make_evaluation(
             # what an island has for the exchange with the others is no part of the evaluation's program
             state = state._replace(combine_state=(), local=(), outer_state=())
         # start all batches of all sets before waiting for the first result
-        metrics, positions = {}, {}
-        for prefix, loader in loaders.items():
-            metrics[prefix], positions[prefix], position = [], [], None
-            with closing(loader.iterate()) as placed:
-                for number, (batch, after) in enumerate(islice(placed, run.evaluate_batches)):
-                    first_row = loader.shard(position).start
-                    metrics[prefix].append(evaluate(state, batch, number, first_row))
-                    positions[prefix].append(position or FIRST_POSITION)
-                    position = after
-        metrics = jax.device_get(metrics)
+        started = {
+            prefix: _start_batches(partial(evaluate, state), loader, run.evaluate_batches)
+            for prefix, loader in loaders.items()
+        }
+        metrics = jax.device_get({prefix: [x for x, _ in each] for prefix, each in started.items()})
         # islands add up sums and counts, so the mean is that of all rows, however they are split
         sums = {
             f"{prefix}{name}": (mean.sum, mean.count)
@@ -106,30 +110,25 @@ def make_evaluation(
                 raise ValueError(nothing_counts(name, len(metrics[prefix])))
             if math.isnan(loss):
                 bad = [i for i, x in enumerate(metrics[prefix]) if math.isnan(x["loss_sum"])]
-                batches, own = loaders[prefix].batches, positions[prefix]
-                why = explain(batches.load(own[bad[0]])) if bad and explain else []
-                raise ValueError(not_a_number(name, bad, len(own), why))
+                first = started[prefix][bad[0]][1] if bad else None
+                why = explain(loaders[prefix].batches.load(first)) if first and explain else []
+                raise ValueError(not_a_number(name, bad, len(metrics[prefix]), why))
         return {name: mean.value for name, mean in means.items() if mean.value is not None}
 
     return values
 
 
-def heldout_prefix(name: str) -> str:
-    """Return the beginning of the names of a held-out set's metrics.
-
-    >>> heldout_prefix(""), heldout_prefix("code")
-    ('heldout/', 'heldout/code/')
-    """
-    return f"heldout/{name}/" if name else "heldout/"
-
-
-def heldout_text(name: str) -> str:
-    """Return how messages call a held-out set.
-
-    >>> heldout_text(""), heldout_text("code")
-    ('the held-out data', "the held-out data 'code'")
-    """
-    return f"the held-out data {name!r}" if name else "the held-out data"
+def _start_batches(
+    evaluate: Callable[..., Any], loader: Loader, most: int | None
+) -> list[tuple[Any, Position]]:
+    """Start to evaluate the first batches of a set; return (metrics, position in the data) of each."""
+    found, position = [], None
+    with closing(loader.iterate()) as placed:
+        for number, (batch, after) in enumerate(islice(placed, most)):
+            metrics = evaluate(batch, number, loader.shard(position).start)
+            found.append((metrics, position or FIRST_POSITION))
+            position = after
+    return found
 
 
 def nothing_counts(name: str, num_batches: int) -> str:
@@ -183,3 +182,192 @@ def make_select_params(run: Run, setup: RunSetup) -> Callable[[State], Any]:
         out_shardings=setup.placement.state.params,
     )
     return lambda state: select(state.opt_state, state.params)
+
+
+SHORTEST = 32
+"""Rows are padded to this length, or to twice it, and so on: so there are few programs."""
+
+MOST_PROBLEMS = 8
+
+
+class Question(NamedTuple):
+    """A line of a file of questions.
+
+    Args:
+      context: the text before each choice.
+      choices: two or more.
+      answer: the number of the right one, from 0.
+    """
+
+    context: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+class Accuracy(NamedTuple):
+    """How many questions were answered right.
+
+    Args:
+      accuracy: the fraction, by the sums of log-likelihoods.
+      accuracy_norm: the fraction, by sums divided by the bytes of each choice.
+      num_questions: number of questions.
+    """
+
+    accuracy: float
+    accuracy_norm: float
+    num_questions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The tokens of a context with one choice.
+
+    Args:
+      tokens: int (length,).
+      num_choice: how many of them, at the end, are of the choice.
+    """
+
+    tokens: np.ndarray
+    num_choice: int
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Read JSON lines of objects with "context", "choices" and "answer", the number of the right choice.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: lists the lines that are no questions; or there are none, or it is not UTF-8.
+    """
+    found, problems = [], []
+    for number, line in read_lines(path):
+        try:
+            found.append(_question(parse_record(line)))
+        except ValueError as error:
+            problems.append(f"line {number}: {error}")
+    if problems:
+        more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
+        raise problems_error(f"{path} has lines that are no questions", [*problems[:MOST_PROBLEMS], *more])
+    if not found:
+        raise ValueError(f'{path} has no questions; write {{"context": ..., "choices": [...], "answer": 0}}')
+    return found
+
+
+def _question(value: Any) -> Question:
+    if not isinstance(value, dict):
+        raise ValueError(f"it is a {type(value).__name__}; write an object")
+    context, choices, answer = (value.get(name) for name in ("context", "choices", "answer"))
+    if not isinstance(context, str):
+        raise ValueError(f'"context" is {context!r}; give a text')
+    if (
+        not isinstance(choices, list)
+        or len(choices) < 2
+        or not all(c and isinstance(c, str) for c in choices)
+    ):
+        raise ValueError(f'"choices" is {choices!r}; give a list of two texts or more, none empty')
+    if type(answer) is not int or not 0 <= answer < len(choices):
+        raise ValueError(
+            f'"answer" is {answer!r}; give the number of the right choice, from 0 to {len(choices) - 1}'
+        )
+    return Question(context, tuple(choices), answer)
+
+
+def requests_of(
+    questions: Sequence[Question], tokenizer: Tokenizer, delimiter: str, seq: int
+) -> list[Request]:
+    """Return the tokens of every context with each of its choices, in order.
+
+    Context, delimiter and choice are encoded together; the tokens behind those of the context alone are the
+    choice's. Of more than seq + 1 tokens the last are kept. An empty context is the token that separates
+    documents.
+
+    Raises:
+      ValueError: a choice has no tokens of its own.
+    """
+    contexts, texts = [], []
+    for question in questions:
+        # spaces at the end of a context belong to the choice, as tokenizers join them with what follows
+        context = question.context.rstrip()
+        between = question.context[len(context) :] + delimiter
+        for choice in question.choices:
+            contexts.append(context)
+            texts.append(context + between + choice)
+    before, whole = tokenizer.encode(contexts), tokenizer.encode(texts)
+    found = []
+    for text, start, tokens in zip(texts, before, whole, strict=True):
+        num_choice = len(tokens) - len(start)
+        if num_choice < 1:
+            raise ValueError(f"the choice at the end of {text[-80:]!r} has no tokens; give another one")
+        if not len(start):
+            tokens = np.concatenate([[tokenizer.separator], tokens])
+        tokens = tokens[-(seq + 1) :].astype(np.int32)
+        found.append(Request(tokens=tokens, num_choice=min(num_choice, len(tokens) - 1)))
+    return found
+
+
+def log_likelihoods(apply: Any, requests: Sequence[Request], rows: int, seq: int) -> np.ndarray:
+    """Return the sum of the log-likelihoods of each choice's tokens, float32 (requests,).
+
+    Args:
+      apply: tokens int32 (B, T) -> logits (B, T, V); a pytree, such as `jax.tree_util.Partial`.
+      requests: the tokens.
+      rows: how many are computed at the same time; short batches are filled up.
+      seq: positions of the model.
+    """
+    found = np.zeros(len(requests), np.float32)
+    # neighbours in length share a batch
+    order = sorted(range(len(requests)), key=lambda number: len(requests[number].tokens))
+    for start in range(0, len(order), rows):
+        numbers = order[start : start + rows]
+        longest = len(requests[numbers[-1]].tokens) - 1
+        width = SHORTEST
+        while width < longest:
+            width *= 2
+        width = min(width, seq)
+        tokens_BT = np.zeros((rows, width + 1), np.int32)
+        weights_BT = np.zeros((rows, width), np.float32)
+        for row, number in enumerate(numbers):
+            tokens, num_choice = requests[number].tokens, requests[number].num_choice
+            tokens_BT[row, : len(tokens)] = tokens
+            weights_BT[row, len(tokens) - 1 - num_choice : len(tokens) - 1] = 1
+        found[numbers] = np.asarray(_sums(apply, tokens_BT, weights_BT))[: len(numbers)]
+    return found
+
+
+@jax.jit
+def _sums(apply: Any, tokens_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
+    """Add up the log-likelihoods of each row's next tokens, those with weight 1."""
+    logits = apply(tokens_BT[:, :-1])
+    # of a model that computes them in chunks
+    logits_BTV = logits.whole() if hasattr(logits, "whole") else logits.astype(jnp.float32)
+    # a comparison, so that logits may be sharded over the vocabulary
+    classes = jax.lax.broadcasted_iota(jnp.int32, logits_BTV.shape, 2)
+    of_target_BT = jnp.where(classes == tokens_BT[:, 1:, None], logits_BTV, 0).sum(-1)
+    return ((of_target_BT - jax.nn.logsumexp(logits_BTV, -1)) * weights_BT).sum(1)
+
+
+def accuracy_of(questions: Sequence[Question], scores: np.ndarray) -> Accuracy:
+    """Return how many questions the likeliest choice answers; of equal ones the first counts.
+
+    Args:
+      questions: the questions.
+      scores: log-likelihoods of all choices, in order.
+
+    Raises:
+      ValueError: a score is not a number.
+
+    >>> questions = [Question("a", ("b", "long"), 1)]
+    >>> accuracy_of(questions, np.array([-3.0, -4.0]))
+    Accuracy(accuracy=0.0, accuracy_norm=1.0, num_questions=1)
+    """
+    if num_bad := int(np.isnan(scores).sum()):
+        raise ValueError(
+            f"the model gives no number (NaN) for {num_bad:,} of {len(scores):,} choices, so they have no"
+            " order; evaluate an earlier step: --step N"
+        )
+    right = right_norm = start = 0
+    for question in questions:
+        own = scores[start : (start := start + len(question.choices))]
+        num_bytes = np.array([len(choice.encode()) for choice in question.choices])
+        right += int(own.argmax() == question.answer)
+        right_norm += int((own / num_bytes).argmax() == question.answer)
+    return Accuracy(right / len(questions), right_norm / len(questions), len(questions))

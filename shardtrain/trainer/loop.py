@@ -1,7 +1,7 @@
 """The training loop: step, vote, save, evaluate, stop; ordered effects on the host.
 
 Metrics are read some steps late (`metric_log.py`), so that the device never waits for the host. What the
-loop is given is in `loop_parts.py`, and how that is made of a `Run` in `loop_setup.py`.
+loop works with is in `session.py`.
 """
 
 import time
@@ -14,42 +14,45 @@ import optax
 
 from shardtrain.checkpoints.policy import due
 from shardtrain.checkpoints.save import SaveFailed
+from shardtrain.imported import kept_tokens
 from shardtrain.report.sinks.json_lines import strict
+from shardtrain.report.sinks.sink import Sink
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.train_step.state import State
-from shardtrain.trainer.loop_parts import LoopOptions, LoopParts, StepVote
+from shardtrain.trainer.coordination import StepVote
+from shardtrain.trainer.evaluation import evaluated_every
+from shardtrain.trainer.first_batch import class_problems
 from shardtrain.trainer.metric_log import MetricLog
 from shardtrain.trainer.recovery import RollBack
-
-UNLOGGED = "held"
-"""Key in a checkpoint: the metrics of its step, which are written once it is evaluated."""
-
-WALL_SECONDS = "wall_seconds"
-"""Key in a checkpoint: the seconds from the beginning of the run to its save."""
+from shardtrain.trainer.resume import StartPoint
+from shardtrain.trainer.run_checkpoints import UNLOGGED, WALL_SECONDS
+from shardtrain.trainer.session import Session
+from shardtrain.trainer.strategy import strategy_text
+from shardtrain.trainer.synchronisation import synchronise
 
 
 def run_loop(
-    state: State, first_step: int, parts: LoopParts, options: LoopOptions, stop: StopSignals
+    session: Session, start: StartPoint, last_step: int, sink: Sink, stop: StopSignals
 ) -> tuple[State, int]:
-    """Train from `first_step` to `options.steps`, or until a signal asks to stop.
+    """Train from a start point to a step, or until a signal asks to stop.
 
     Args:
-      state: the state after `first_step` steps; it is donated.
-      first_step: steps done so far.
-      parts: what to work with.
-      options: when to log, evaluate, check and end.
+      session: what to work with.
+      start: the state, which is donated, and the position in the data, from which batches are being read.
+      last_step: the number of steps done at the end.
+      sink: receives the metrics.
       stop: asked after every step.
 
     Returns:
       The last state, saved, and the number of steps done.
 
     Raises:
-      FloatingPointError: a loss or gradient is not finite, and `options.nonfinite` is "stop"; or every step
+      FloatingPointError: a loss or gradient is not finite, and `Run.nonfinite` is "stop"; or every step
         was skipped.
       RollBack: a step was bad; it carries the data position after all batches that were read.
-      SaveFailed: the last save failed. Earlier failures are reported to `progress`, and training continues.
+      SaveFailed: the last save failed. Earlier failures are reported to `output`, and training continues.
     """
-    loop = _Loop(state, first_step, parts, options, stop)
+    loop = _Loop(session, start, last_step, sink, stop)
     try:
         loop.train()
         loop.finish()
@@ -63,23 +66,30 @@ class _Loop:
     """One segment of a run, from its first step to its last, or to a rollback."""
 
     def __init__(
-        self, state: State, first_step: int, parts: LoopParts, options: LoopOptions, stop: StopSignals
+        self, session: Session, start: StartPoint, last_step: int, sink: Sink, stop: StopSignals
     ) -> None:
-        self.parts, self.options, self.stop = parts, options, stop
-        self.state, self.first_step, self.done = state, first_step, first_step
+        self.session, self.stop, self.last_step = session, stop, last_step
+        self.prepared, self.run, self.checkpoints = (
+            session.prepared,
+            session.prepared.run,
+            session.checkpoints,
+        )
+        self.state, self.first_step, self.done = start.state, start.step, start.step
         self.position: Any = None
-        self.log = MetricLog(parts, options)
+        self.extra = {"run": self.prepared.description, "strategy": strategy_text(self.run.strategy)}
+        self.extra |= kept_tokens(start.extra)
+        self.log = MetricLog(session, sink, self._explain)
         self.saved_seconds, self.save_is_due = time.monotonic(), False
         self.check_is_due = False
         self.saving: int | None = None
 
     def train(self) -> None:
         """Train until the last step is done or all islands have voted to stop."""
-        while self.done < self.options.steps:
+        while self.done < self.last_step:
             self._step()
             result = self._vote()
-            is_last = self.done == self.options.steps
-            every = self.options.evaluate_every
+            is_last = self.done == self.last_step
+            every = evaluated_every(self.run)
             evaluates = is_last or (every is not None and self.done % every == 0)
             # A run that resumes from a saved step does not repeat it, so its metrics must be written by now,
             # or be saved with it where they wait for the evaluation.
@@ -91,10 +101,7 @@ class _Loop:
             if result.save and not (never_trained and not self._any_step_trained()):
                 self._save_and_continue()
             if evaluates:
-                evaluating = self.parts.activity.at(
-                    "the evaluation", waits=True, long=True, kind="evaluation"
-                )
-                with self.parts.aside(), evaluating:
+                with self.session.aside(), _evaluating(self.session):
                     heldout = self.log.evaluate(self._evaluate, self.state)
                 self._save_if_best(heldout)
             if result.stop:
@@ -103,19 +110,19 @@ class _Loop:
 
     def _step(self) -> None:
         """Read a batch and do a step; its metrics are read later."""
-        parts = self.parts
-        parts.activity.begin_step(self.done + 1)
-        parts.timer.begin()
-        with parts.activity.at("reading a batch", kind="input"):
-            batch, self.position = next(parts.batches)
+        session, feed = self.session, self.prepared.feed
+        session.activity.begin_step(self.done + 1)
+        self.prepared.coordination.timer.begin()
+        with session.activity.at("reading a batch", kind="input"):
+            batch, self.position = next(feed)
         # the first step is compiled, which may take long, and one whose rows have changed
-        is_compiled = parts.recompiles() or self.done == self.first_step
-        with parts.activity.at("the step", waits=True, long=is_compiled, kind="step"):
-            self.state, metrics = parts.step(self.state, batch)
+        is_compiled = feed.take_change() or self.done == self.first_step
+        with session.activity.at("the step", waits=True, long=is_compiled, kind="step"):
+            self.state, metrics = session.step(self.state, batch)
         self.done += 1
         self.stop.can_save = True
         # the device still computes the step: a hook waits for nothing
-        parts.hooks.step(self.done)
+        session.hooks.step(self.done)
         self.log.add(self.done, metrics)
 
     def _vote(self) -> StepVote:
@@ -124,52 +131,74 @@ class _Loop:
         Raises:
           RollBack: a step was bad on any island, or copies of the state differ.
         """
-        parts, done = self.parts, self.done
+        session, done = self.session, self.done
         # A save that is due stays due: with local steps the islands vote only every few steps.
         self.save_is_due = (
             self.save_is_due
-            or done == self.options.steps
-            or due(parts.policy, done, time.monotonic() - self.saved_seconds)
+            or done == self.last_step
+            or due(self.run.checkpoints, done, time.monotonic() - self.saved_seconds)
         )
         bad = self.log.fault.step if self.log.fault else 0
-        own = StepVote(self.stop.asked(), self.save_is_due, parts.checkpoints.latest(), bad)
-        result = parts.vote(done, own)
-        parts.checkpoints.confirm(result.saved)
-        _report_save(parts, result.saved)
+        own = StepVote(self.stop.asked(), self.save_is_due, self.checkpoints.latest(), bad)
+        result = self._exchange_votes(own)
+        self.checkpoints.confirm(result.saved)
+        self._report_save(result.saved)
         if result.bad:
             # all roll back before the same step, the first bad one of any island
             own = self.log.fault if bad == result.bad else None
             raise own or RollBack(result.bad, f"step {result.bad} was bad on another island")
         # copies are compared where islands meet: between merges they differ
-        self.check_is_due |= done % (self.options.check_every or 1) == 0
-        if parts.check and result.met and (result.save or self.check_is_due):
+        self.check_is_due |= done % (self.run.recovery.fingerprint_every or 1) == 0
+        if session.check and result.met and (result.save or self.check_is_due):
             self.check_is_due = False
-            with parts.aside(), parts.activity.at("comparing copies", waits=True):
-                parts.check(done, self.state)
+            with session.aside(), session.activity.at("comparing copies", waits=True):
+                session.check(done, self.state)
         return result
+
+    def _exchange_votes(self, own: StepVote) -> StepVote:
+        """Return the vote of all ranks, where they meet; report slow islands, or give them fewer rows."""
+        meetings, coordination, shares = (
+            self.prepared.meetings,
+            self.prepared.coordination,
+            self.prepared.shares,
+        )
+        feed, note = self.prepared.feed, self.session.output.note
+        met = meetings.at(self.done)
+        # a replay saves only where the earlier run met too, as planned
+        wants_save = own.save and coordination.is_first and self.run.replay is None
+        meetings.is_wanted = bool(own.stop or own.bad or wants_save) and not met
+        voted = coordination.vote(self.done, own, meets=met)
+        changed = voted.seconds and shares.add(voted.seconds, feed.num_rows, voted.rest_seconds)
+        if changed:
+            feed.change(shares.shards())
+            if coordination.stragglers is not None:
+                coordination.stragglers.restart()
+            note(f"after step {self.done}: {changed}")
+        elif voted.slow is not None:
+            note(f"WARNING: {voted.slow}")
+        return voted.vote
 
     def _save_and_continue(self) -> None:
         self.saved_seconds, self.save_is_due = time.monotonic(), False
-        with self.parts.aside(), self.parts.activity.at("saving", long=True, kind="save"):
-            self.state = self.parts.before_save(self.state)
+        with self.session.aside(), self.session.activity.at("saving", long=True, kind="save"):
+            self._synchronise()
             self._save(self.log.unlogged)
 
     def _evaluate(self, state: State) -> dict[str, float]:
         """Evaluate a step, and record its values before its line is written, if it is saved."""
-        heldout = self.parts.evaluate(state)
+        heldout = self.session.evaluate(state)
         if self.saving == self.done:
-            self.parts.checkpoints.evaluated(self.done, heldout)
+            self.checkpoints.evaluated(self.done, heldout)
         return heldout
 
     def _save_if_best(self, heldout: Mapping[str, float]) -> None:
         """Save a step that is not saved yet, if its evaluation is better than those of all saved steps."""
-        parts = self.parts
         # a last step that is not saved by now was never trained
-        if parts.policy.best is None or self.done in (self.saving, self.options.steps):
+        if self.run.checkpoints.best is None or self.done in (self.saving, self.last_step):
             return
-        if parts.any_rank("a better evaluation", parts.checkpoints.is_best(heldout)):
+        if self._any_rank("a better evaluation", self.checkpoints.is_best(heldout)):
             self._save_and_continue()
-            parts.checkpoints.evaluated(self.done, heldout)
+            self.checkpoints.evaluated(self.done, heldout)
 
     def finish(self) -> None:
         """Write the last metrics, check the segment for faults, and save its last step.
@@ -179,34 +208,32 @@ class _Loop:
           RollBack: one of the last steps was bad.
           SaveFailed: the last step could not be saved.
         """
-        parts, options, log = self.parts, self.options, self.log
+        log, recovers = self.log, self.run.recovery.spike or self.run.nonfinite == "roll_back"
         log.finish()
-        if (options.spikes or options.nonfinite == "roll_back") and parts.any_rank(
-            "a bad step", log.fault is not None
-        ):
+        if recovers and self._any_rank("a bad step", log.fault is not None):
             raise log.fault or RollBack(self.done, f"a step up to {self.done} was bad on another island")
         # nothing was trained, so there is nothing to judge or to save
         if self.done == self.first_step:
             return
         if not self._any_step_trained():
-            if self.done == options.steps and not self.first_step:
+            if self.done == self.last_step and not self.first_step:
                 raise FloatingPointError(f"every step was skipped, so nothing was learned: {log.why_skipped}")
-            parts.progress.note(
+            self.session.output.note(
                 f"WARNING: every step from {self.first_step + 1} was skipped: {log.why_skipped}"
             )
         # save the last step unless that is done; all ranks take part in synchronising the state before
-        with parts.activity.at("saving the last step", long=True, kind="save"):
-            _wait(parts)
-            unsaved = parts.checkpoints.latest() != self.done
-            if parts.any_rank("the last step is not saved", unsaved):
-                self.state = parts.before_save(self.state)
+        with self.session.activity.at("saving the last step", long=True, kind="save"):
+            self.checkpoints.settle()
+            unsaved = self.checkpoints.latest() != self.done
+            if self._any_rank("the last step is not saved", unsaved):
+                self._synchronise()
             if unsaved:
                 self._save(must=True)
-                parts.checkpoints.wait()
+                self.checkpoints.wait()
             self._report_awaited_save()
 
     def _any_step_trained(self) -> bool:
-        return self.parts.any_rank("a step that was not skipped", self.log.trained)
+        return self._any_rank("a step that was not skipped", self.log.trained)
 
     def _save(self, unlogged: Mapping[str, float] | None = None, *, must: bool = False) -> None:
         """Save, or report why not: a run continues without a checkpoint that could not be written.
@@ -220,78 +247,84 @@ class _Loop:
             so from a finite gradient, and every later step is skipped: such a state must not replace a good
             one.
         """
-        parts, step = self.parts, self.done
+        step = self.done
         # a pipeline stage sees its own parameters alone, so the ranks ask each other
-        if parts.any_rank("parameters are not finite", not _all_finite(self.state.params)):
+        if self._any_rank("parameters are not finite", not _all_finite(self.state.params)):
             text = (
                 f"parameters are not finite after step {step}, and gradients were: the optimizer made them"
-                f" so; nothing was saved since step {parts.checkpoints.latest()}"
+                f" so; nothing was saved since step {self.checkpoints.latest()}"
             )
-            raise RollBack(step, text) if self.options.nonfinite == "roll_back" else FloatingPointError(text)
-        _wait(parts)
+            raise RollBack(step, text) if self.run.nonfinite == "roll_back" else FloatingPointError(text)
+        self.checkpoints.settle()
         self._report_awaited_save()
         self.saving = step
-        extra = {**parts.extra, **parts.shares(), "position": self.position}
-        extra[WALL_SECONDS] = parts.totals.wall_seconds()
+        extra = {**self.extra, **self.prepared.shares.saved(), "position": self.position}
+        extra[WALL_SECONDS] = self.session.totals.wall_seconds()
         if unlogged is not None:
             extra[UNLOGGED] = {name: strict(value) for name, value in unlogged.items()}
         try:
-            parts.checkpoints.save(step, self.state, extra)
-            parts.progress.note(f"saving step {step}")
+            self.checkpoints.save(step, self.state, extra)
+            self.session.output.note(f"saving step {step}")
         except SaveFailed as failure:
             if must:
                 raise
-            parts.progress.note(f"WARNING: {failure}")
+            self.session.output.note(f"WARNING: {failure}")
 
     def _report_awaited_save(self) -> None:
         """Call the hooks for the save that this rank has waited for, if that of no other rank failed."""
-        parts = self.parts
-        if parts.hooks.has_save and self.saving is not None:
-            latest = parts.checkpoints.latest()
-            if not parts.any_rank("a save failed", latest != self.saving):
-                _report_save(parts, latest)
+        if self.session.hooks.has_save and self.saving is not None:
+            latest = self.checkpoints.latest()
+            if not self._any_rank("a save failed", latest != self.saving):
+                self._report_save(latest)
+
+    def _report_save(self, by_all: int | None) -> None:
+        """Call the hooks for the newest complete checkpoint, if they were not called for it before.
+
+        Args:
+          by_all: the newest step that all ranks have saved; None or -1: none is known.
+        """
+        if self.session.hooks.has_save:
+            self.session.hooks.save(self.checkpoints.complete(by_all), self.checkpoints.folder_of)
+
+    def _synchronise(self) -> None:
+        """Make what islands have in common equal, as it is saved."""
+        on_deltas, note = self.run.strategy.synchronisation.on_deltas, self.session.output.note
+        self.state = synchronise(self.prepared.coordination, self.state, on_deltas, note)
+
+    def _any_rank(self, question: str, answer: bool) -> bool:
+        return self.prepared.coordination.any_rank(question, answer)
+
+    def _explain(self, step: int) -> str:
+        """Return what is wrong with this process's rows of the batch of a step; "" if nothing is."""
+        batch = self.prepared.feed.load(step - self.first_step - 1)
+        return "; ".join(class_problems(self.prepared.expected, batch))
 
 
-def finish_evaluation(parts: LoopParts, step: int, state: State, unlogged: Mapping[str, Any] | None) -> None:
+def finish_evaluation(session: Session, start: StartPoint, sink: Sink, *, is_logged: bool) -> None:
     """Repeat the evaluation of a step that was saved but not evaluated to its end, and write its metrics.
 
     Args:
-      parts: the parts of the loop.
-      step: the step of the checkpoint.
-      state: the state of the checkpoint.
-      unlogged: the metrics in the checkpoint, if they are missing in the sink; None on islands that do not
-        write metrics.
+      session: what to work with.
+      start: the checkpoint.
+      sink: receives the metrics.
+      is_logged: this process writes no metrics, or has written those of the step.
     """
-    if not parts.any_rank("an evaluation was cut short", unlogged is not None):
+    step, unlogged = start.step, None if is_logged else start.unlogged
+    if not session.prepared.coordination.any_rank("an evaluation was cut short", unlogged is not None):
         return
-    with parts.activity.at("the evaluation", waits=True, long=True, kind="evaluation"):
-        heldout = parts.evaluate(state)
-        parts.checkpoints.evaluated(step, heldout)
+    with _evaluating(session):
+        heldout = session.evaluate(start.state)
+        session.checkpoints.evaluated(step, heldout)
     if unlogged is not None:
         line = {name: float(value) for name, value in {**unlogged, **heldout}.items()}
-        parts.sink.write(step, line)
-        parts.progress.update(step, line)
-        parts.hooks.log(step, line)
-        parts.hooks.evaluation(step, heldout)
+        sink.write(step, line)
+        session.output.update(step, line)
+        session.hooks.log(step, line)
+        session.hooks.evaluation(step, heldout)
 
 
-def _wait(parts: LoopParts) -> None:
-    """Wait for the save under way, and report if it failed."""
-    try:
-        parts.checkpoints.wait()
-    except SaveFailed as failure:
-        parts.progress.note(f"WARNING: {failure}")
-
-
-def _report_save(parts: LoopParts, by_all: int | None) -> None:
-    """Call the hooks for the newest complete checkpoint, if they were not called for it before.
-
-    Args:
-      parts: the parts of the loop.
-      by_all: the newest step that all ranks have saved; None or -1: none is known.
-    """
-    if parts.hooks.has_save:
-        parts.hooks.save(parts.checkpoints.complete(by_all), parts.checkpoints.folder_of)
+def _evaluating(session: Session) -> Any:
+    return session.activity.at("the evaluation", waits=True, long=True, kind="evaluation")
 
 
 @jax.jit

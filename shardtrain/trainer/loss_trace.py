@@ -16,14 +16,14 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 from shardtrain.errors.user_code import FOLDER, UserCodeFailed, calling_line
+from shardtrain.functional.dependencies import dependencies
 from shardtrain.functional.loss import Loss
-from shardtrain.functional.model import Model
+from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_equations import TracedEquation, equations
 from shardtrain.functional.traced_loss import trace_loss
-from shardtrain.trainer.row_coupling import coupling_text, find_couplings
+from shardtrain.trainer.row_coupling import NORMALIZATION, coupling_text, find_couplings
 from shardtrain.trainer.row_sums import PARTS, ROWS, row_difference
-from shardtrain.trainer.state_changes import state_warnings
 
 PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
 """Twice one of these is the number of rows that is traced; what has a dim that it divides depends on rows."""
@@ -269,3 +269,49 @@ def _rows_text(shape: tuple[int, ...]) -> str:
     ('(rows, 1)', '(rows,)')
     """
     return f"(rows{''.join(f', {size}' for size in shape[1:])}{',' if len(shape) == 1 else ''})"
+
+
+def state_warnings(
+    traced: Any, model_state: Any, num_arrays: int, num_parts: int, num_microbatches: int
+) -> list[str]:
+    """Return a warning about arrays of the model's state that change otherwise where a batch is split.
+
+    Args:
+      traced: the program of a loss, see `trace_loss`.
+      model_state: the state, of shapes.
+      num_arrays: the number of arrays of a batch.
+      num_parts: parts into which a batch is split, over replicas, microbatches and islands.
+      num_microbatches: parts that one replica computes one after the other.
+    """
+    jaxpr, paths = traced.jaxpr, [path_text(path) for path, _ in jax.tree.leaves_with_path(model_state)]
+    # behind the sum, the count and metrics; a loss need not call the model
+    if not paths or len(jaxpr.outvars) < 2 + len(paths):
+        return []
+    before = jaxpr.invars[-num_arrays - len(paths) : -num_arrays]
+    # the documents say so of batch norms and of routers
+    known = ("router_bias", *(("mean", "var") if _has_batch_norm(traced) else ()))
+    groups = [int(number >= len(jaxpr.invars) - num_arrays) for number in range(len(jaxpr.invars))]
+    read_rows = dependencies(jaxpr, groups)[-len(paths) :]
+    names = [
+        path
+        for path, old, new, reads_rows in zip(
+            paths, before, jaxpr.outvars[-len(paths) :], read_rows, strict=True
+        )
+        if new is not old and (num_parts if reads_rows else num_microbatches) > 1
+        # arrays that are attributes, which are kept as their bits
+        if not jnp.issubdtype(old.aval.dtype, jnp.unsignedinteger)
+        if path.split("/")[-1] not in known
+    ]
+    if not names:
+        return []
+    return [
+        f"WARNING: a call of the model changes {', '.join(names)}; each of the {num_parts} parts of a batch,"
+        " over replicas, microbatches and islands, changes it by its own rows, so losses are not those of one"
+        " device (docs/models.md)"
+    ]
+
+
+def _has_batch_norm(traced: Any) -> bool:
+    """Return whether a program has a batch norm of Flax, whose statistics are called mean and var."""
+    traces = [each.equation.source_info.traceback for each in equations(traced)]
+    return any(frame.file_name.endswith(NORMALIZATION) for trace in traces if trace for frame in trace.frames)

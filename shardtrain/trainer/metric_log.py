@@ -12,10 +12,12 @@ import numpy as np
 
 from shardtrain.plan.advice.noise_scale import NO_NOISE, GradientNoise
 from shardtrain.report.metrics import Mean, Rate
+from shardtrain.report.sinks.sink import Sink
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics
-from shardtrain.trainer.loop_parts import LoopOptions, LoopParts
-from shardtrain.trainer.recovery import RollBack
+from shardtrain.trainer.recovery import RollBack, Spikes
+from shardtrain.trainer.session import Session
+from shardtrain.trainer.usage import peak_memory
 
 MOST_SKIPPED = 100
 """Consecutive skipped steps after which a run ends: it will not recover by itself."""
@@ -28,18 +30,24 @@ class MetricLog:
     """Reads the metrics of steps, merges them until the next line is due, and writes it.
 
     Args:
-      parts: the parts of the loop; its sink and progress get the lines.
-      options: when lines are due, and what is done about losses that are not finite.
+      session: what the loop works with.
+      sink: receives the lines.
+      explain: step -> why the data of this step gives no finite loss; "" where the reason is unknown.
 
     Attributes:
       trained: a step updated the parameters.
       why_skipped: why the first skipped step was skipped.
-      fault: a bad step that asks for a rollback; None while there is none.
+      fault: a bad step that asks for a rollback, of all islands together at their next vote; or None.
       unlogged: metrics of a step that wait for its evaluation.
     """
 
-    def __init__(self, parts: LoopParts, options: LoopOptions) -> None:
-        self._parts, self._options = parts, options
+    def __init__(self, session: Session, sink: Sink, explain: Callable[[int], str]) -> None:
+        self._session, self._prepared, self._run = session, session.prepared, session.prepared.run
+        self._sink, self._explain = sink, explain
+        recovery, on_deltas = self._run.recovery, self._run.strategy.synchronisation.on_deltas
+        self._spikes = None if recovery.spike is None else Spikes(recovery.spike, recovery.window)
+        # with deltas each replica clips its own gradient, and the norm in the metrics is a mean over them
+        self._clip: float | None = None if on_deltas else getattr(self._run.optimizer, "clip", None)
         self._pending: deque[tuple[int, Metrics, float]] = deque()
         self._means: dict[str, Mean] = {}
         self._rate, self._updates, self._at_peak, self._clipped = Rate(), Rate(), Rate(), Mean()
@@ -56,7 +64,7 @@ class MetricLog:
             for x in jax.tree.leaves(metrics):
                 if isinstance(x, jax.Array):
                     x.copy_to_host_async()
-        self._pending.append((step, metrics, self._parts.seconds_at_peak()))
+        self._pending.append((step, metrics, self._prepared.seconds_at_peak()))
         while len(self._pending) > STEPS_LATE:
             self._read()
 
@@ -81,7 +89,7 @@ class MetricLog:
             rate.pause(seconds)
         assert self.unlogged is not None
         self._write(self._unlogged_step, {**self.unlogged, **heldout})
-        self._parts.hooks.evaluation(self._unlogged_step, heldout)
+        self._session.hooks.evaluation(self._unlogged_step, heldout)
         self.unlogged = None
         return heldout
 
@@ -92,7 +100,7 @@ class MetricLog:
 
     def _read(self, *, always: bool = False, keep: bool = False) -> None:
         step, metrics, seconds_at_peak = self._pending.popleft()
-        with self._parts.activity.at(f"the metrics of step {step}", waits=True, kind="step"):
+        with self._session.activity.at(f"the metrics of step {step}", waits=True, kind="step"):
             values = jax.tree.map(np.asarray, metrics)
         count = float(values.pop("count"))
         skipped = bool(values.pop("skipped"))
@@ -113,7 +121,7 @@ class MetricLog:
             self._count_update(float(values["grad_norm"]))
         if of_many or not skipped:
             self._merge(loss, values)
-        if step % self._options.log_every and not (always or keep):
+        if step % self._run.log_every and not (always or keep):
             return
         line = self._line(values, skipped)
         if keep:
@@ -136,22 +144,21 @@ class MetricLog:
 
     def _count_update(self, grad_norm: float) -> None:
         """Count an update, and whether its gradient was clipped, as `optax.clip_by_global_norm` decides."""
-        clip = self._options.clip
-        clipped = None if clip is None else grad_norm >= clip
+        clipped = None if self._clip is None else grad_norm >= self._clip
         if clipped is not None:
             self._clipped += Mean(sum=clipped, count=1)
-        self._parts.totals.updated(clipped)
+        self._session.totals.updated(clipped)
 
     def _line(self, values: Metrics, skipped: bool) -> dict[str, float]:
         """Return the line of metrics since the last one, and start the next."""
         line = {f"train/{name}": mean.value for name, mean in self._means.items() if mean.value is not None}
-        line |= _plain(values, self._parts.labels)
+        line |= _plain(values, self._prepared.labels)
         line["skipped"] = float(skipped)
         if self._rate.per_second is not None:
-            line[f"{self._options.unit}_per_second"] = self._rate.per_second
-            if self._parts.num_devices > 1:
-                per_device = self._rate.per_second / self._parts.num_devices
-                line[f"{self._options.unit}_per_second_per_device"] = per_device
+            line[f"{self._run.unit}_per_second"] = self._rate.per_second
+            if self._prepared.num_devices > 1:
+                per_device = self._rate.per_second / self._prepared.num_devices
+                line[f"{self._run.unit}_per_second_per_device"] = per_device
         if self._updates.per_second is not None:
             line["updates_per_second"] = self._updates.per_second
         # seconds of work at the peak, in a second; 0 where the peak is not known
@@ -162,29 +169,26 @@ class MetricLog:
         # an estimate of the gradient that is not above 0 yet tells nothing
         if self._noise.gradient_square > 0:
             line["gradient_noise_scale"] = self._noise.scale
-        line["wall_seconds"] = self._parts.totals.wall_seconds()
-        line |= {**self._parts.spent(), "peak_memory_bytes": self._parts.peak_memory_bytes()}
-        if (num_skipped := self._parts.num_skipped()) is not None:
+        line["wall_seconds"] = self._session.totals.wall_seconds()
+        line |= {**self._session.spent(), "peak_memory_bytes": peak_memory().num_bytes}
+        if (num_skipped := self._prepared.num_skipped) is not None:
             line["data_skipped"] = num_skipped
         self._means, self._clipped = {}, Mean()
         return line
 
     def _write(self, step: int, line: Mapping[str, float]) -> None:
-        self._parts.sink.write(step, line)
-        self._parts.progress.update(step, line)
-        self._parts.hooks.log(step, line)
+        self._sink.write(step, line)
+        self._session.output.update(step, line)
+        self._session.hooks.log(step, line)
 
     def _detect_spike(self, step: int, loss: float | None) -> None:
-        spikes = self._options.spikes
-        if spikes is None or loss is None:
+        if self._spikes is None or loss is None:
             return
-        limit = spikes.limit()
-        if spikes.add(loss):
-            self._report(RollBack(step, f"the loss of step {step} is {loss:.4f}, above {limit:.4f}: a spike"))
-
-    def _report(self, fault: RollBack) -> None:
-        """Record a fault; all islands roll back together at their next vote."""
-        self.fault = self.fault or fault
+        limit = self._spikes.limit()
+        if self._spikes.add(loss):
+            self.fault = self.fault or RollBack(
+                step, f"the loss of step {step} is {loss:.4f}, above {limit:.4f}: a spike"
+            )
 
     def _handle_skipped(self, step: int, loss: float | None, values: Metrics, of_many: bool) -> None:
         self._num_skipped += 1
@@ -192,12 +196,12 @@ class MetricLog:
             # a smaller scale of the loss mends it: that is no fault of the run
             text = f"step {step} was skipped: gradients in float16 overflowed at their loss scale, now halved"
             self.why_skipped = self.why_skipped or text
-            self._parts.progress.note(text)
+            self._session.output.note(text)
             return
         found = f"loss {loss}, gradient norm {float(values['grad_norm'])}"
         text = f"step {step} was skipped: {'loss or gradient norm' if of_many else found} not finite"
         # only the first of a row is explained: that loads its batch again
-        if self._num_skipped == 1 and (why := self._parts.explain(step)):
+        if self._num_skipped == 1 and (why := self._explain(step)):
             text = f"{text}; {why}"
         self.why_skipped = self.why_skipped or text
         if self._num_skipped >= MOST_SKIPPED:
@@ -205,12 +209,12 @@ class MetricLog:
                 f"{text}; these were {MOST_SKIPPED} steps in a row, so the run ends. The first of all:"
                 f" {self.why_skipped}"
             )
-        if self._options.nonfinite == "roll_back":
-            self._report(RollBack(step, f"{text}; nonfinite is 'roll_back'"))
+        if self._run.nonfinite == "roll_back":
+            self.fault = self.fault or RollBack(step, f"{text}; nonfinite is 'roll_back'")
             return
-        if self._options.nonfinite == "stop":
+        if self._run.nonfinite == "stop":
             raise FloatingPointError(f"{text}; nonfinite is 'stop', and nothing of this step was kept")
-        self._parts.progress.note(f"WARNING: {text}")
+        self._session.output.note(f"WARNING: {text}")
 
 
 def _plain(values: Metrics, labels: Sequence[str]) -> dict[str, float]:

@@ -1,21 +1,27 @@
-"""A run as the planner takes it, and the plan of a cluster as a strategy that a run takes."""
+"""A run as the planner takes it, the plan of a cluster as a strategy, and runs of one step to measure it."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
 
 from shardtrain import axes
-from shardtrain.data import Batches, RowSplit, split_over_islands
+from shardtrain.data import Batches, RowSplit, place, split_over_islands
 from shardtrain.functional.loss_count import loss_count
 from shardtrain.functional.model import Model
+from shardtrain.functional.remat_policies import REMAT_POLICIES
 from shardtrain.islands.cluster import IslandKind
 from shardtrain.islands.sections import range_text
-from shardtrain.optim.optimizer import make_optimizer
+from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.plan.advice.bottleneck import PARTS
+from shardtrain.plan.compile import Figures, compile_step, described_devices, figures
 from shardtrain.plan.devices import known_device
 from shardtrain.plan.island_stages import StagesPlan
 from shardtrain.plan.islands import ClusterPlan
@@ -25,8 +31,15 @@ from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import ANY_DEVICE, Target
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import abstract_mesh, make_mesh
+from shardtrain.train_step.gradient_pieces import PlannedParts
+from shardtrain.train_step.gradients import make_gradients
+from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.island_gradients import plan_parts
+from shardtrain.train_step.step import make_step
 from shardtrain.trainer.config import Run, model_of
-from shardtrain.trainer.setup import FIRST_POSITION
+from shardtrain.trainer.setup import FIRST_POSITION, make_setup, microbatch_of
+from shardtrain.trainer.sources import make_batches
 from shardtrain.trainer.strategy import Strategy
 
 MOST_ROWS = 64
@@ -250,3 +263,117 @@ def _layout(layout: Layout) -> dict[str, Any]:
     if layout.collective_matmul:
         found["collective_matmul"] = True
     return {**found, "context_attention": layout.context_attention} if axes.CONTEXT in layout.mesh else found
+
+
+STEPS = 7
+"""Steps that are measured, after one that compiles and one that warms up."""
+
+
+def probe_seconds(run: Run, source: Any, choice: Choice) -> float:
+    """Return the seconds of a step on this machine's devices, the median of `STEPS`.
+
+    Args:
+      run: the run; its layout, microbatches, recomputation and pipeline are replaced.
+      source: its training samples.
+      choice: the way to run it.
+
+    Raises:
+      ValueError: the run refuses it.
+    """
+    run = replace(run, strategy=with_choice(run.strategy, choice))
+    setup = make_setup(run, microbatch=microbatch_of(run, source))
+    batch = make_batches(run, source).load(FIRST_POSITION)
+    placed = place(batch, setup.mesh, run.strategy.layout.batch_axes, choice.accumulate)
+    state: Any = init_state(setup.model, setup.optimizer, setup.placement, run.seed)
+    step = make_step(setup.model, run.loss, setup.optimizer, setup.placement, setup.learning_rate)
+    seconds = []
+    for _ in range(STEPS + 2):
+        began = time.perf_counter()
+        state, metrics = step(state, placed)
+        jax.block_until_ready((state, metrics))
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[2:])
+
+
+def sent_parts(run: Run, source: Any, sizes: Mapping[str, int]) -> PlannedParts:
+    """Return what an island of a run sends after each program of `--gradient-parts`, and when.
+
+    Args:
+      run: the run; its strategy is that of island 0, whose parts all islands send.
+      source: its training samples, of which one is loaded.
+      sizes: axis -> size of the mesh of an island.
+    """
+    rows = microbatch_of(run, source)
+    # where the optimizer's state is kept changes no gradient, and needs devices
+    on_device = replace(run, strategy=replace(run.strategy, offload="none"))
+    parts = make_setup(on_device, num_islands=2, microbatch=rows, mesh=abstract_mesh(sizes))
+    across = run.strategy.across
+    return plan_parts(
+        make_gradients(parts.model, run.loss, parts.placement, mean=False),
+        parts.placement,
+        run.strategy.synchronisation,
+        across.reduce_dtype,
+        across.num_gradient_programs,
+        {name: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for name, x in rows.items()},
+    )
+
+
+def compiled_figures(run: Run, kind: str, sizes: Mapping[str, int], num_rows: int | None = None) -> Figures:
+    """Compile the step of a run and read its figures; the data is prepared in a temporary folder.
+
+    Args:
+      run: the run; its strategy is that of one island.
+      kind: of the devices, see `plan.compile.described_devices`.
+      sizes: axis -> size.
+      num_rows: rows of this island, with padding; None: the whole batch.
+
+    Raises:
+      ValueError: unknown or too few devices, or a layout or batch that does not fit.
+      ImportError: an extra is not installed.
+    """
+    mesh = make_mesh(run.strategy.layout, described_devices(kind, math.prod(sizes.values())))
+    with TemporaryDirectory() as folder:
+        rows = microbatch_of(run, run.data.train(Path(folder)))
+    parts = make_setup(run, microbatch=rows, mesh=mesh)
+    accumulate = run.strategy.accumulate
+    num_rows = run.batch if num_rows is None else num_rows
+    if run.batch_unit == "tokens":
+        # those of the first batch, with padding
+        split = RowSplit.of(sizes, run.strategy.layout.batch_axes, accumulate)
+        num_rows = split.padded(len(rows["weights"]) * accumulate)
+    batch = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in rows.items()}
+    compiled = compile_step(
+        parts.model, run.loss, parts.optimizer, parts.placement, batch, microbatches=accumulate
+    )
+    return figures(compiled, sizes)
+
+
+def memory_changes(run: Run) -> Iterator[tuple[str, Run]]:
+    """Yield (option, the run with it) of each option that the run does not have, and that may save memory.
+
+    Args:
+      run: the run; its strategy is that of one island.
+    """
+    strategy, model = run.strategy, run.model
+    remat = strategy.remat or getattr(model, "remat", None)
+    for policy in ("none", *REMAT_POLICIES):
+        if policy != remat:
+            yield f"--remat {policy}", replace(run, strategy=replace(strategy, remat=policy))
+    more = 2 * strategy.accumulate
+    yield f"--accumulate {more}", replace(run, strategy=replace(strategy, accumulate=more))
+    if strategy.accumulate > 1 and strategy.accumulate_dtype == "float32":
+        changed_strategy = replace(strategy, accumulate_dtype="bfloat16")
+        yield "--accumulate-dtype bfloat16", replace(run, strategy=changed_strategy)
+    if strategy.offload == "none":
+        yield "--offload optimizer", replace(run, strategy=replace(strategy, offload="optimizer"))
+    if _is_unset(model, "loss_chunk") and (seq := getattr(model, "seq", None)):
+        changed: Any = replace(model, loss_chunk=seq)
+        yield f"--model.loss-chunk {seq}", replace(run, model=changed)
+    named = run.optimizer
+    if isinstance(named, Optimizer) and named.momentum_dtype == "float32" and named.name != "adafactor":
+        optimizer = replace(named, momentum_dtype="bfloat16")
+        yield "--optimizer.momentum-dtype bfloat16", replace(run, optimizer=optimizer)
+
+
+def _is_unset(model: Any, name: str) -> bool:
+    return is_dataclass(model) and getattr(model, name, 0) is None

@@ -3,6 +3,8 @@
 Everything that can be refused is refused here. Next: `train.py`.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,8 +20,12 @@ from shardtrain.functional.loss_checks import guarded
 from shardtrain.functional.model import named_arrays
 from shardtrain.functional.rng import new_key
 from shardtrain.islands.membership import Islands, binding
+from shardtrain.islands.rank_facts import facts
 from shardtrain.islands.watchdog.stragglers import Stragglers
 from shardtrain.optim.optimizer import Optimizer
+from shardtrain.pipeline.schedule import make_table
+from shardtrain.pipeline.stage_model import StageModel
+from shardtrain.pipeline.traced_cut import TracedModel
 from shardtrain.report.islands import binding_text
 from shardtrain.report.sharding import sharding_text
 from shardtrain.report.sinks import check_installed
@@ -27,34 +33,106 @@ from shardtrain.sharding.moved_names import moved_names
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.meetings import Meetings
+from shardtrain.train_step.replica_state import fragments_of
 from shardtrain.train_step.state import State
-from shardtrain.train_step.step import Step
+from shardtrain.train_step.step import Step, combined_labels
 from shardtrain.trainer.batch_growth import growth_by_step
-from shardtrain.trainer.checked_step import make_checked_step
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
-from shardtrain.trainer.context_checks import check_sequences
-from shardtrain.trainer.coordination import Coordination
-from shardtrain.trainer.data_checks import data_problems
-from shardtrain.trainer.data_facts import data_facts
-from shardtrain.trainer.evaluation import heldout_prefix
+from shardtrain.trainer.coordination import Coordination, make_transfers
+from shardtrain.trainer.feed import Feed
 from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
 from shardtrain.trainer.island_run import run_of_island
-from shardtrain.trainer.layout_check import check_layout
+from shardtrain.trainer.layout_check import check_layout, check_sequences
 from shardtrain.trainer.loss_trace import check_trace
-from shardtrain.trainer.multi_island_step import bridge_text, pipeline_text
-from shardtrain.trainer.optimizer_values import VALUES, initial_values
 from shardtrain.trainer.program_mark import make_mark
-from shardtrain.trainer.random_draws import num_parts
-from shardtrain.trainer.row_memory import fit_to_memory
-from shardtrain.trainer.row_shares import RowShares
-from shardtrain.trainer.run_facts import pipeline_facts, run_facts
-from shardtrain.trainer.setup import FIRST_POSITION, RunSetup, make_setup, microbatch_of, unused_text
-from shardtrain.trainer.sources import make_batches, open_sources, source_warnings
+from shardtrain.trainer.restore_state import VALUES, initial_values
+from shardtrain.trainer.row_shares import RowShares, fit_to_memory
+from shardtrain.trainer.run_step import bridge_text, make_checked_step, pipeline_text
+from shardtrain.trainer.setup import (
+    FIRST_POSITION,
+    RunSetup,
+    make_setup,
+    microbatch_of,
+    num_parts,
+    unused_text,
+)
+from shardtrain.trainer.sources import (
+    data_facts,
+    data_problems,
+    heldout_prefix,
+    make_batches,
+    open_sources,
+    source_warnings,
+)
 from shardtrain.trainer.stage_cut import with_stage_cut
 from shardtrain.trainer.strategy import Strategy
-from shardtrain.trainer.transfers import make_transfers
-from shardtrain.trainer.utilization import row_seconds_at_peak
+from shardtrain.trainer.usage import row_seconds_at_peak
+
+
+def pipeline_facts(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts that decide what islands exchange before all their facts are compared.
+
+    Args:
+      description: the run, from `config.describe`.
+
+    >>> pipeline_facts({"batch": 8, "strategy.across.axis": "data", "strategy.pipeline.stages": "1,3"})
+    {'run/strategy.across.axis': 'data', 'run/strategy.pipeline.stages': '1,3'}
+    """
+    found = {
+        f"run/{name}": value
+        for name, value in description.items()
+        if name.startswith(("strategy.across.", "strategy.pipeline."))
+    }
+    # as it arrives at the others, so that a tuple here is not another value than a list there
+    return json.loads(json.dumps(found))
+
+
+def run_facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts that all islands must have in common."""
+    trees = {"parameters": setup.placement.specs.abstract.params}
+    # the arrays of the state must be the same on all, whatever each computes in
+    scales_loss = run.strategy.scales_loss
+    description = {
+        **description,
+        "synchronisation.rows": _rows_digest(run, setup),
+        "an island computes in float16": scales_loss,
+    }
+    if (stage_model := setup.stage_model) is not None:
+        trees = {"parameters": stage_model.traced.params}
+        sizes = (stage_model.stages.num_stages, run.strategy.accumulate, stage_model.stages.num_chunks)
+        tasks = repr(make_table(run.strategy.pipeline.schedule, *sizes).tasks)
+        digest = hashlib.sha256(tasks.encode()).hexdigest()[:16]
+        description = {
+            **description,
+            "accumulate": run.strategy.accumulate,
+            "compute_dtype": run.strategy.compute_dtype,
+            "pipeline.tasks": digest,
+            "pipeline.blocks": [list(cut.counts) for cut in setup.cuts],
+            "pipeline.sent": _sent(stage_model),
+        }
+    return facts(description, trees=trees, fingerprint=description["data.fingerprint"])
+
+
+def _sent(stage_model: StageModel) -> list[list[str]]:
+    """Return what each part of a model that was cut by tracing sends on; [] for a model with blocks."""
+    traced, stages = stage_model.traced, stage_model.stages
+    if not isinstance(traced, TracedModel):
+        return []
+    return [traced.sent_texts(stages, part) for part in range(len(stages.counts))]
+
+
+def _rows_digest(run: Run, setup: RunSetup) -> str | None:
+    """Return a digest of which layers are in which row, and of the rows of each fragment, that islands send.
+
+    None where the layers of an island are in order and sent together: then it is the same on any mesh.
+    """
+    specs = setup.placement.specs
+    rows = [dict(each.rows) for each in fragments_of(run.strategy.synchronisation, specs)]
+    stored = None if specs.stages is None or specs.stages.is_plain else specs.stages.stored_blocks
+    if setup.stage_model is not None or (len(rows) == 1 and stored is None):
+        return None
+    return hashlib.sha256(repr((stored, rows)).encode()).hexdigest()[:16]
 
 
 class PreparedRun(NamedTuple):
@@ -66,10 +144,9 @@ class PreparedRun(NamedTuple):
       setup: model, optimizer, mesh and placement.
       coordination: the exchange with the other islands.
       shares: the rows of each island.
-      loader: the loader of this process's rows, as they are at first.
-      later_loaders: number of steps done -> the loader from then on, of a batch that has grown.
+      feed: the batches of this process's rows, larger ones where the batch has grown.
       heldout: name -> samples held out; a single set has the name "", {} without any.
-      step, island_step, meetings, wanted: see `checked_step.CheckedStep`.
+      step, island_step, meetings, wanted: see `make_checked_step`.
       init: makes the state before the first step.
       description: the description of the run, see `config.describe`.
       expected: what batches should look like.
@@ -83,8 +160,7 @@ class PreparedRun(NamedTuple):
     setup: RunSetup
     coordination: Coordination
     shares: RowShares
-    loader: Loader
-    later_loaders: dict[int, Loader]
+    feed: Feed
     heldout: dict[str, Any]
     step: Step
     island_step: IslandStep | None
@@ -96,6 +172,20 @@ class PreparedRun(NamedTuple):
     strategy: Strategy
     num_devices: int
     row_seconds_at_peak: float
+
+    @property
+    def labels(self) -> Sequence[str]:
+        """Names of the entries of a metric of shape (L,)."""
+        return self.island_step.labels if self.island_step else combined_labels(self.setup.placement)
+
+    @property
+    def num_skipped(self) -> int | None:
+        """How many samples the data has left out as they cannot be read; None: none ever is."""
+        return getattr(self.feed.loader.batches.source, "num_skipped", None)
+
+    def seconds_at_peak(self) -> float:
+        """Return the seconds that all devices need at their peak for the newest batch; 0: not known."""
+        return self.feed.num_rows * self.row_seconds_at_peak
 
 
 def prepare_run(
@@ -143,7 +233,7 @@ def prepare_run(
     row_seconds = row_seconds_at_peak(run, first, devices, output.note) if coordination.is_first else 0.0
     if run.strategy.across.share_limits == "auto" and island_step is not None:
         loader = fit_to_memory(coordination, shares, loader, island_step, wanted, batch, output.note)
-    later_loaders = _make_later_loaders(run, setup, coordination, source, shares.limits)
+    later = _make_later_loaders(run, setup, coordination, source, shares.limits)
 
     def init() -> State:
         state = init_state(setup.model, setup.optimizer, setup.placement, run.seed)
@@ -155,8 +245,7 @@ def prepare_run(
         setup=setup,
         coordination=coordination,
         shares=shares,
-        loader=loader,
-        later_loaders=later_loaders,
+        feed=Feed(loader, later),
         heldout=heldout,
         step=step,
         island_step=island_step,

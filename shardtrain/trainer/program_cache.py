@@ -5,6 +5,7 @@ jax reads and writes them; here are the folder, its limit and the line of the lo
 
 import contextlib
 import os
+import platform
 import re
 import time
 import zlib
@@ -17,7 +18,6 @@ import jax
 
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.untrusted_files import read_bytes, read_text
-from shardtrain.trainer.fingerprints import hardware
 
 LIMIT_BYTES = 2 * 2**30
 """Most bytes that one kind of device keeps; beyond them the oldest programs are deleted at a start."""
@@ -58,6 +58,24 @@ def cache_folder(environ: Mapping[str, str], kind: str) -> Path:
 def kept_in() -> str | None:
     """Return the folder in which jax keeps programs; None if it keeps none."""
     return getattr(jax.config, "jax_compilation_cache_dir", None)
+
+
+def hardware() -> str:
+    """Return a key that is equal for hardware with identical rounding.
+
+    The kind of device; for CPUs, whose compiled code differs, also their model and features.
+    """
+    kind = jax.devices()[0].device_kind
+    if jax.devices()[0].platform != "cpu":
+        return kind
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{kind} of {platform.node()}"
+    features = sorted(
+        {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    )
+    return f"{kind} {zlib.crc32(repr(features).encode()):08x}"
 
 
 def keep_programs(environ: Mapping[str, str]) -> str:

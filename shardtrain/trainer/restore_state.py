@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 
 from shardtrain.checkpoints.differences import Allow, check_state, matches, widened
 from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, Leaf
@@ -16,9 +19,11 @@ from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.functional.frozen import ADAPTERS
 from shardtrain.functional.model import path_text
+from shardtrain.system.xla_flags import quick_options
 from shardtrain.train_step.replica_state import restarted
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run
+from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.synchronisation import broadcast_state, differing_arrays
 
@@ -65,13 +70,8 @@ def read_arrays(
     ignored = [path for path in reader.stored_arrays if not extra and not path.startswith(PARAMETERS)]
     unused = (*run.allow.unused, *(f"{name}*" for name in OF_LAYOUT), *ignored)
     if coordination.seats is not None:
-        # A stage uses a part of what was saved. All stages together must use all of it, so the check is of
-        # the union of what they ask for.
-        gathered = coordination.gather_islands(
-            "arrays", lambda island: [_whole_shapes(leaves, origins), _whole_shapes(reader.leaves, {})]
-        )
-        asked, saved = (_union([each[i] for each in gathered]) for i in (0, 1))
-        check_state(reader, widened(saved, asked), asked, Allow(missing=missing, unused=unused))
+        shapes = [_whole_shapes(leaves, origins), _whole_shapes(reader.leaves, {})]
+        _check_stages(coordination, reader, shapes, Allow(missing=missing, unused=unused))
         unused = ("*",)
     if not coordination.writes:
         # the arrays in common come from island 0
@@ -92,6 +92,23 @@ def read_arrays(
         return {}
     _report_replicas(checkpoints, reader, origins)
     return found
+
+
+def _check_stages(coordination: Coordination, reader: CheckpointReader, shapes: Any, allow: Allow) -> None:
+    """Check that the stages together ask for all that was saved, as each uses a part of it.
+
+    Args:
+      coordination: the exchange with the other islands.
+      reader: the reader of the checkpoint.
+      shapes: those that this stage asks for, and those that it sees, from `_whole_shapes`.
+      allow: the differences that are allowed.
+
+    Raises:
+      ValueError: the checkpoint holds another state than this run has.
+    """
+    gathered = coordination.gather_islands("arrays", lambda island: shapes)
+    asked, saved = (_union([each[i] for each in gathered]) for i in (0, 1))
+    check_state(reader, widened(saved, asked), asked, allow)
 
 
 def assemble(wanted: State, arrays: Mapping[str, jax.Array], init: Callable[[], State]) -> State:
@@ -215,3 +232,70 @@ def _report_replicas(
             f"{before or 1} optimizer states were saved, and this run has {now or 1}: replica r continues"
             f" with that of replica r % {before or 1}"
         )
+
+
+VALUES = "optimizer.values"
+"""The field of the description of a run: path in the optimizer state -> value before the first step."""
+
+INJECTED, OF_SCHEDULES = "/hyperparams/", "/hyperparams_states/"
+
+
+def initial_values(optimizer: optax.GradientTransformation, params: Any) -> dict[str, float]:
+    """Return the numbers in the state of an optimizer before the first step, by their paths.
+
+    Args:
+      optimizer: the optimizer.
+      params: shapes of the parameters. Numbers of their own, and those that schedules give, are left out.
+    """
+    own = [path_text(path) for path, _ in jax.tree.leaves_with_path(params)]
+
+    def numbers() -> dict[str, jax.Array]:
+        state = optimizer.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params))
+        leaves = {f"opt_state/{path_text(path)}": x for path, x in jax.tree.leaves_with_path(state)}
+        scheduled = [path for path in leaves if OF_SCHEDULES in path]
+        return {
+            path: x
+            for path, x in leaves.items()
+            if x.ndim == 0
+            and not jnp.issubdtype(x.dtype, jax.dtypes.extended)  # random keys
+            and not any(path.endswith(f"/{name}") for name in own)
+            and not any(each.startswith(path.replace(INJECTED, OF_SCHEDULES) + "/") for each in scheduled)
+        }
+
+    options = quick_options(jax.default_backend())
+    found = jax.device_get(jax.jit(numbers, compiler_options=options)())
+    return {path: float(x) for path, x in sorted(found.items())}
+
+
+def with_new_values(
+    state: State, saved: Mapping[str, Any], now: Mapping[str, Any], note: Callable[[str], None]
+) -> State:
+    """Return a restored state with the values that were changed since, where no step has changed them too.
+
+    Args:
+      state: the state.
+      saved: description of the run that saved it.
+      now: description of this run.
+      note: receives a line for each value that differs.
+    """
+    new, old = now.get(VALUES) or {}, saved.get(VALUES) or {}
+
+    def value(path: Any, x: Any) -> Any:
+        name = path_text(path)
+        if name not in new:
+            return x
+        (kept,) = set(np.unique(x.addressable_data(0)).tolist()) if x.size else {None}
+        # checkpoints of earlier versions do not have it; what is injected does not change
+        before = old.get(name, kept if INJECTED in name else new[name])
+        if before == new[name]:
+            return x
+        if kept != np.asarray(before, x.dtype):
+            note(
+                f"WARNING: {name} is {new[name]:g} in the code, and was {before:g}; steps have made it"
+                f" {kept:g} since, which is used"
+            )
+            return x
+        note(f"{name} is {new[name]:g}, and was {before:g} in the checkpoint: the new value is used")
+        return jax.device_put(jnp.full_like(x, new[name]), x.sharding)
+
+    return jax.tree.map_with_path(value, state)

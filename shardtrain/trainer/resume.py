@@ -1,37 +1,43 @@
 """Where a run starts: from its newest checkpoint, from another run's parameters, or from initial ones.
 
 Any layout reads the checkpoint of any other: meshes, islands, stages, replicas. Next: `restore_state.py`,
-`changed_options.py`.
+`resume.py`.
 """
 
+import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
-
+from shardtrain.checkpoints.differences import differences, matches
+from shardtrain.checkpoints.discover import Discovered
 from shardtrain.checkpoints.evaluations import best_saved
 from shardtrain.checkpoints.flatten import restorable
 from shardtrain.checkpoints.origins import state_to_save
+from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.reader import CheckpointReader, find_readers
 from shardtrain.data import Position
 from shardtrain.errors.messages import problems_error
 from shardtrain.imported import kept_tokens
 from shardtrain.system.untrusted_files import whole_number
 from shardtrain.train_step.state import State
-from shardtrain.trainer.base_parameters import BASE, with_base
-from shardtrain.trainer.changed_options import SEED, check_options, check_synchronous_steps
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.data_facts import has_other_heldout, is_other_data
-from shardtrain.trainer.loop import UNLOGGED, WALL_SECONDS
-from shardtrain.trainer.optimizer_values import with_new_values
-from shardtrain.trainer.pretrained import CONFIG, is_pretrained, open_pretrained, upcycled, with_adapters
-from shardtrain.trainer.restore_state import assemble, read_arrays, synchronise_restored
-from shardtrain.trainer.run_checkpoints import CHECKPOINTS, RunCheckpoints
-from shardtrain.trainer.run_totals import saved_wall_seconds
+from shardtrain.trainer.pretrained import (
+    BASE,
+    CONFIG,
+    is_pretrained,
+    open_pretrained,
+    upcycled,
+    with_adapters,
+    with_base,
+)
+from shardtrain.trainer.restore_state import assemble, read_arrays, synchronise_restored, with_new_values
+from shardtrain.trainer.run_checkpoints import UNLOGGED, WALL_SECONDS, RunCheckpoints
 from shardtrain.trainer.setup import FIRST_POSITION
+from shardtrain.trainer.sources import has_other_heldout, is_other_data
+from shardtrain.trainer.usage import saved_wall_seconds
 
 MOST_INDEX = 1 << 62
 
@@ -44,17 +50,23 @@ class StartPoint:
       state: the state.
       step: steps done.
       position: the position in the data.
-      unlogged: metrics of that step that were to be written after its evaluation.
-      wall_seconds: the wall time of the run when it was saved.
       extra: what the checkpoint holds beside arrays; without one the special tokens of what it starts from.
     """
 
     state: State
     step: int
     position: Position
-    unlogged: Mapping[str, Any] | None = None
-    wall_seconds: float = 0.0
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def unlogged(self) -> Mapping[str, Any] | None:
+        """Metrics of that step that were to be written after its evaluation."""
+        return self.extra.get(UNLOGGED)
+
+    @property
+    def wall_seconds(self) -> float:
+        """The wall time of the run when it was saved."""
+        return saved_wall_seconds(self.extra.get(WALL_SECONDS))
 
 
 def find_start_point(
@@ -81,11 +93,44 @@ def find_start_point(
       ValueError: every checkpoint is broken, or the newest is of another model or another run.
       FloatingPointError: there are checkpoints, but none is as old as `newest`.
     """
-    coordination, note = checkpoints.coordination, checkpoints.note
-    # All ranks must finish their saves before any rank lists the checkpoints.
+    found = _discover(checkpoints, newest)
+    # a state that could not be saved is refused before the first step
+    restorable(state_to_save(wanted))
+    # frozen parameters may be in no checkpoint of the run: they are where it started
+    base = _find_base(run) if run.checkpoints.trained_only or BASE in found.extra else None
+    if run.checkpoints.trained_only:
+        assert base is not None
+        assert run.start_from.checkpoint is not None
+        checkpoints.leave_out(base, run.start_from.checkpoint)
+    # find what to read: a checkpoint of this run, or else the parameters that it starts from
+    reader, read, note = None, wanted, checkpoints.note
+    if found.step is not None:
+        _check_resumable(run, checkpoints, found, description)
+        reader = found.reader(checkpoints.checkpoints.folders)
+        reader = with_base(reader, base, "give --start-from.checkpoint FOLDER as before")
+    elif run.start_from.checkpoint is not None:
+        reader = _find_start(run, run.start_from.checkpoint, note)
+        read = State((), (), wanted.params, wanted.model_state, ())
+    # read it, initialise the rest, and synchronise all islands
+    arrays = {} if reader is None else read_arrays(run, checkpoints, reader, read, found.extra)
+    state = assemble(wanted, arrays, init)
+    state = synchronise_restored(run, checkpoints, state, arrays, resumed=found.step is not None)
+    if found.step is None:
+        # the tokens that end a text are those of the model that it starts from
+        extra = {} if reader is None else kept_tokens(reader.extra)
+        return StartPoint(state=state, step=0, position=FIRST_POSITION, extra=extra)
+    state = with_new_values(state, found.extra["run"], description, note)
+    note(f"resumed from step {found.step} in {run.run_dir}")
+    position = _next_position(run, found.extra, description, note)
+    return StartPoint(state=state, step=found.step, position=position, extra=found.extra)
+
+
+def _discover(checkpoints: RunCheckpoints, newest: int | None) -> Discovered:
+    """Find the checkpoint to resume from, the same on all islands; drop later ones after a rollback."""
+    coordination, store = checkpoints.coordination, checkpoints.checkpoints
+    # all ranks must finish their saves before any rank lists the checkpoints
     checkpoints.settle()
-    coordination.barrier("saves are finished")
-    store = checkpoints.checkpoints
+    coordination.meet("saves are finished")
     store.save_id = coordination.gather_islands("save", lambda island: uuid.uuid4().hex)[0]
     found = store.discover(newest, coordination.gather_islands)
     if newest is not None and found.step is not None:
@@ -96,52 +141,32 @@ def find_start_point(
             f"no checkpoint is as old as step {newest}: those of steps {sorted(found.broken)} are newer."
             " Keep more of them: --checkpoints.keep"
         )
-    # a state that could not be saved is refused before the first step
-    restorable(state_to_save(wanted))
-    # Frozen parameters may be in no checkpoint of the run: they are where it started.
-    base = None
-    if run.checkpoints.trained_only or BASE in found.extra:
-        base = _find_base(run)
-    if run.checkpoints.trained_only:
-        assert base is not None
-        assert run.start_from.checkpoint is not None
-        checkpoints.leave_out(base, run.start_from.checkpoint)
-    # Find what to read: a checkpoint of this run, or else the parameters that it starts from.
-    reader, read = None, wanted
-    if found.step is not None:
-        _refuse_imported(run, found.extra)
-        check_options(found.extra["run"], description, run, note)
-        check_synchronous_steps(found.extra["run"], run, found.step)
-        if run.checkpoints.best is not None and has_other_heldout(found.extra["run"], description):
-            note(
-                "WARNING: the held-out data is not that of the checkpoint: the best step is chosen from those"
-                " that are evaluated from now on"
-            )
-            store.forget_evaluations()
-        reader = with_base(found.reader(store.folders), base, "give --start-from.checkpoint FOLDER as before")
-    elif run.start_from.checkpoint is not None:
-        reader = _find_start(run, run.start_from.checkpoint, note)
-        read = State((), (), wanted.params, wanted.model_state, ())
-    # Read it, initialise the rest, and synchronise all islands.
-    arrays: dict[str, jax.Array] = {}
-    if reader is not None:
-        arrays = read_arrays(run, checkpoints, reader, read, found.extra)
-    state = assemble(wanted, arrays, init)
-    state = synchronise_restored(run, checkpoints, state, arrays, resumed=found.step is not None)
-    if found.step is None:
-        # the tokens that end a text are those of the model that it starts from
-        extra = {} if reader is None else kept_tokens(reader.extra)
-        return StartPoint(state=state, step=0, position=FIRST_POSITION, extra=extra)
-    state = with_new_values(state, found.extra["run"], description, note)
-    note(f"resumed from step {found.step} in {run.run_dir}")
-    return StartPoint(
-        state=state,
-        step=found.step,
-        position=_next_position(run, found.extra, description, note),
-        unlogged=found.extra.get(UNLOGGED),
-        wall_seconds=saved_wall_seconds(found.extra.get(WALL_SECONDS)),
-        extra=found.extra,
-    )
+    return found
+
+
+def _check_resumable(
+    run: Run, checkpoints: RunCheckpoints, found: Discovered, description: Mapping[str, Any]
+) -> None:
+    """Refuse a checkpoint of imported parameters or of another run; forget evaluations of other data.
+
+    Raises:
+      ValueError: it is one.
+    """
+    extra, note = found.extra, checkpoints.note
+    assert found.step is not None
+    if not (extra.get("position") and extra.get("run")):
+        raise ValueError(
+            f"{run.run_dir} holds imported parameters, and no run that can be resumed; use another --run-dir"
+            f" and start from them: --start-from.checkpoint {run.run_dir}"
+        )
+    check_options(extra["run"], description, run, note)
+    check_synchronous_steps(extra["run"], run, found.step)
+    if run.checkpoints.best is not None and has_other_heldout(extra["run"], description):
+        note(
+            "WARNING: the held-out data is not that of the checkpoint: the best step is chosen from those"
+            " that are evaluated from now on"
+        )
+        checkpoints.checkpoints.forget_evaluations()
 
 
 def _find_start(run: Run, path: Path, note: Callable[[str], object]) -> CheckpointReader:
@@ -186,19 +211,6 @@ def _find_base(run: Run) -> CheckpointReader | None:
             " --start-from.checkpoint FOLDER with the frozen parameters, or --checkpoints.no-trained-only"
         )
     return None if start.checkpoint is None else find_parameters(start.checkpoint, start.step)
-
-
-def _refuse_imported(run: Run, extra: Mapping[str, Any]) -> None:
-    """Refuse to resume from a folder that holds imported parameters and no run.
-
-    Raises:
-      ValueError: it does.
-    """
-    if not (extra.get("position") and extra.get("run")):
-        raise ValueError(
-            f"{run.run_dir} holds imported parameters, and no run that can be resumed; use another --run-dir"
-            f" and start from them: --start-from.checkpoint {run.run_dir}"
-        )
 
 
 def _forms_other_batches(saved: Mapping[str, Any], run: Run) -> bool:
@@ -290,3 +302,77 @@ def _nothing_found(path: Path, step: int | str | None, steps: list[int]) -> str:
     have = f"it has steps {steps}" if steps else "it has no finished one"
     of_step = "" if step is None else f" of step {step}"
     return f"{path} holds no complete checkpoint{of_step}: {have}; {give}"
+
+
+FREE = (
+    *("batch", "batch_unit", "batch_growth", "steps", "nonfinite"),
+    *("strategy.*", "optimizer", "optimizer.*", "scaling.*"),
+    *("log_every", "evaluate_every", "evaluate_batches", "evaluate_with", "gradient_noise_scale"),
+    "check_layout",
+    *("checkpoints.*", "run_dir", "sample", "unit", "loss.metrics.*", "freeze"),
+    *("names.*", "allow.*", "start_from.*", "recovery.*", "data", "data.*", "watch.*", "time_limit*"),
+    *("loading.*", "hooks", "hook_errors", "sinks", "replay", "model.loss_chunk"),
+)
+"""Options that may differ from those of the checkpoint; each change is reported. Data that differs is read
+from its beginning. Any other option must be the same, or be allowed by `Allow.changed`."""
+
+NOTHING: tuple[Any, ...] = (None, "", [])
+"""Values by which an option that a checkpoint does not know changes nothing."""
+
+SEED = "seed"
+
+
+def check_options(
+    saved: Mapping[str, Any], description: Mapping[str, Any], run: Run, note: Callable[[str], None]
+) -> None:
+    """Report the options that differ from those of the checkpoint, and refuse those that may not.
+
+    Args:
+      saved: description of the run that saved, see `config.describe`.
+      description: the description of this run.
+      run: this run.
+      note: receives a line for each option that may differ, and does.
+
+    Raises:
+      ValueError: lists every option that may not differ, and does.
+    """
+    seed = saved.get(SEED)
+    if seed != run.seed and not matches(SEED, run.allow.changed):
+        raise ValueError(
+            f"seed is {run.seed}, but the run in {run.run_dir} started with seed {seed!r}: its order of"
+            f" samples would change. Use --seed {seed}, or another --run-dir"
+        )
+    # the saved description went through JSON
+    now = json.loads(json.dumps(dict(description)))
+    refused = []
+    for name in dict.fromkeys([*saved, *now]):
+        if name not in saved and (now[name] in NOTHING or now[name] is False):
+            continue  # an option that earlier versions had not
+        for line in differences(*({name: each[name]} if name in each else {} for each in (saved, now))):
+            if matches(name, (*FREE, *run.allow.changed)):
+                note(f"changed since then: {line}")
+            else:
+                refused.append(f"{line}; put it back, or allow it: --allow.changed {name}")
+    if refused:
+        raise problems_error(f"the checkpoint in {run.run_dir} is of another run", refused)
+
+
+def check_synchronous_steps(saved: Mapping[str, Any], run: Run, step: int) -> None:
+    """Refuse synchronous steps after local ones: replicas have optimizer states of their own by then.
+
+    Args:
+      saved: description of the run that saved.
+      run: this run.
+      step: the step of the checkpoint.
+
+    Raises:
+      ValueError: the run would go back from local steps to synchronous ones.
+    """
+    names = ("strategy.synchronisation.on", "strategy.synchronisation.synchronous_steps")
+    before, asked = saved.get(names[1]) or 0, run.strategy.synchronisation.synchronous_steps
+    if saved.get(names[0]) == "deltas" and before < step < asked:
+        raise ValueError(
+            f"synchronous_steps is {asked}, but the run in {run.run_dir} is at step {step} and its steps"
+            f" after {before} were local: each replica has its own state of the optimizer. Use"
+            f" --synchronous-steps {step} or fewer, or another --run-dir"
+        )

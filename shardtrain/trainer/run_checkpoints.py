@@ -11,8 +11,9 @@ from typing import Any, Self
 import jax
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
-from shardtrain.checkpoints.manifest_entries import WHOLE, ArrayOrigin, WriterPart
+from shardtrain.checkpoints.manifest_entries import WHOLE, WriterPart
 from shardtrain.checkpoints.origins import array_origins, state_to_save
+from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.save import SaveFailed
 from shardtrain.functional.frozen import without
@@ -22,13 +23,16 @@ from shardtrain.islands.buckets import FIRST_BYTES
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
-from shardtrain.trainer.base_parameters import BASE, entry_of, left_out
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.pretrained import BASE, entry_of, left_out
 from shardtrain.trainer.setup import RunSetup
 
-CHECKPOINTS = "checkpoints"
-"""Folder of the checkpoints in that of a run."""
+UNLOGGED = "held"
+"""Key in a checkpoint: the metrics of its step, which are written once it is evaluated."""
+
+WALL_SECONDS = "wall_seconds"
+"""Key in a checkpoint: the seconds from the beginning of the run to its save."""
 
 
 class RunCheckpoints:
@@ -46,12 +50,10 @@ class RunCheckpoints:
       has_own: each island saves something of its own.
       own_optimizers: each island has an optimizer state of its own.
       island: (number of this island, number of islands).
+      origins: state -> path -> which part of the whole model's array an array of this island is.
       layout: the facts on which the arrays of a combiner depend.
       left_out: paths of the parameters that are not saved.
-      base: entry of the extra data about them, see `base_parameters.py`; None: everything is saved.
-
-    Raises:
-      ValueError: an earlier shardtrain wrote the folder in a form that this one cannot read.
+      base: entry of the extra data about them, see `pretrained.py`; None: everything is saved.
     """
 
     def __init__(
@@ -69,14 +71,13 @@ class RunCheckpoints:
         self.own_optimizers = run.strategy.synchronisation.on_deltas and island_step is not None
         self.coordination, self.placement, self.note = coordination, setup.placement, note
         seat = None if coordination.islands is None else coordination.islands.seat
-        _refuse_old_parts(folder)
         self.island = (0, 1) if seat is None else (seat.island, seat.num_islands)
         self._part = self._find_part()
         self.checkpoints = Checkpoints(
             folder / CHECKPOINTS, run.checkpoints, self._part or WHOLE, report=note
         )
         seats = setup.seats
-        self._origins = array_origins(
+        self.origins = array_origins(
             setup.placement,
             setup.stage_model,
             self.island,
@@ -120,10 +121,6 @@ class RunCheckpoints:
             return WHOLE if seats is None else WriterPart(seats.stage, seats.num_stages)
         return None
 
-    def origins(self, state: State) -> dict[str, ArrayOrigin]:
-        """Return path -> which part of the whole model's array an array of this island is."""
-        return self._origins(state)
-
     def latest(self) -> int | None:
         """Return the step that was saved last."""
         return self._latest if self._part is None else self.checkpoints.latest()
@@ -152,7 +149,7 @@ class RunCheckpoints:
             if self.base is not None:
                 part = part._replace(params=part.params and without(part.params, self.left_out))
                 extra = {**extra, BASE: self.base}
-            self.checkpoints.save(step, part, {**extra, "layout": self.layout}, self._origins(part))
+            self.checkpoints.save(step, part, {**extra, "layout": self.layout}, self.origins(part))
 
     def is_best(self, values: Mapping[str, float]) -> bool:
         """Return whether held-out values are better than those of every step that this island saved."""
@@ -184,19 +181,6 @@ class RunCheckpoints:
         """Allow older steps to be deleted, see `Checkpoints.confirm`."""
         if self._part is not None:
             self.checkpoints.confirm(step)
-
-
-def _refuse_old_parts(folder: Path) -> None:
-    """Refuse a folder of before schema 2, where each stage had a folder of its own.
-
-    Raises:
-      ValueError: it is one.
-    """
-    if found := sorted(path.name for path in folder.glob("checkpoints-stage-*")):
-        raise ValueError(
-            f"{folder} has {', '.join(found)}, which an earlier shardtrain wrote and this one cannot read."
-            " Use that one, or another --run-dir"
-        )
 
 
 def _layout_facts(run: Run, placement: Placement, num_islands: int) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The model, optimizer, mesh and placement of a run, or of the pipeline stage of this island.
 
-The step across islands is made of them in `multi_island_step.py`. Next: `prepared_run.py`.
+The step across islands is made of them in `run_step.py`. Next: `prepared_run.py`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,9 +16,12 @@ from jax.sharding import Mesh
 from shardtrain.axes import PIPELINE
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Batch, Batches, Position, TokenBatches
+from shardtrain.errors.messages import problems_error
+from shardtrain.functional.draw_record import FOREIGN
 from shardtrain.functional.frozen import parameter_paths
 from shardtrain.functional.model import Model, check_float_parameters
 from shardtrain.functional.rng import new_key
+from shardtrain.functional.row_draws import find_draws
 from shardtrain.functional.unused_parameters import unused_parameters
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import evaluated_params, missing_arguments
@@ -29,18 +33,14 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import Placement, make_placement
 from shardtrain.train_step.seats import Seats
 from shardtrain.trainer.config import Run, model_of
-from shardtrain.trainer.gradient_noise import check_noise
-from shardtrain.trainer.random_draws import with_draws
 from shardtrain.trainer.sources import make_batches
 from shardtrain.trainer.stage_checks import (
-    HOST_INPUTS,
     OFFLOADED_OWN,
-    ROUNDED_PIPELINE,
-    SCALED_PIPELINE,
     check_cuts,
     check_order,
     check_separable,
     check_stage_islands,
+    pipeline_problems,
 )
 
 FIRST_POSITION = Position(epoch=0, index=0)
@@ -119,27 +119,10 @@ def make_setup(
         Seats(num_islands=1, num_stages=run.strategy.across.partitions or 1, island=0)
     optimizer, learning_rate = make_optimizer(run.optimizer, run.steps, model.dims, unused, model.frozen)
     synchronisation = run.strategy.synchronisation if num_islands == 1 else Synchronisation()
-    # a pipeline inside the mesh needs the partition of the blocks
-    num_stages, pipeline = mesh.shape[PIPELINE], run.strategy.pipeline
-    stages = None
-    if num_stages > 1:
-        if run.strategy.scales_loss:
-            raise ValueError(SCALED_PIPELINE)
-        if run.strategy.accumulate_dtype != "float32":
-            raise ValueError(ROUNDED_PIPELINE)
-        if run.strategy.remat == "offload":
-            raise ValueError(HOST_INPUTS)
-        assert microbatch is not None
-        stages = make_partition(model, pipeline, num_stages, run.loss, microbatch)
-        check_order(run.optimizer, model.dims, jax.eval_shape(model.init, new_key(0))[0], stages)
+    stages = _make_mesh_partition(run, model, mesh, microbatch)
     if run.strategy.offload != "none" and num_islands > 1 and run.strategy.synchronisation.on_deltas:
         raise ValueError(OFFLOADED_OWN)
-    # refuse an optimizer that needs what the step cannot give it
-    can_search = num_islands == 1 and synchronisation.is_mean
-    if missing := missing_arguments(
-        optimizer, jax.eval_shape(model.init, new_key(0))[0], line_search=can_search
-    ):
-        raise ValueError(missing_text(missing))
+    _check_arguments(optimizer, model, line_search=num_islands == 1 and synchronisation.is_mean)
     placement = make_placement(
         model,
         optimizer,
@@ -147,7 +130,7 @@ def make_setup(
         mesh,
         synchronisation=synchronisation,
         stages=stages,
-        schedule=pipeline.schedule,
+        schedule=run.strategy.pipeline.schedule,
         scales_loss=run.strategy.scales_loss,
         in_float16=run.strategy.compute_dtype == "float16",
         measures_noise=run.gradient_noise_scale,
@@ -157,6 +140,22 @@ def make_setup(
     _check_evaluated(run, placement)
     check_noise(run, placement, num_islands)
     return RunSetup(model, optimizer, learning_rate, mesh, placement, unused=unused)
+
+
+def _make_mesh_partition(run: Run, model: Model, mesh: Mesh, microbatch: Batch | None) -> Partition | None:
+    """Return the partition of the blocks that a pipeline inside the mesh needs; None without one.
+
+    Raises:
+      ValueError: an option or the optimizer does not fit it.
+    """
+    if (num_stages := mesh.shape[PIPELINE]) == 1:
+        return None
+    if problems := pipeline_problems(run.strategy):
+        raise problems_error("a mesh cannot hold the stages of a pipeline", problems)
+    assert microbatch is not None
+    stages = make_partition(model, run.strategy.pipeline, num_stages, run.loss, microbatch)
+    check_order(run.optimizer, model.dims, jax.eval_shape(model.init, new_key(0))[0], stages)
+    return stages
 
 
 def find_unused(run: Run, model: Model, microbatch: Batch) -> tuple[str, ...]:
@@ -210,24 +209,32 @@ def _make_stage_setup(
     if num_stages > 1:
         check_separable(named, model.dims, traced)
     optimizer, learning_rate = make_optimizer(named, run.steps, stage.dims, unused, model.frozen)
-    own_params = jax.eval_shape(stage.init, new_key(0))[0]
-    if missing := missing_arguments(optimizer, own_params, line_search=False):
-        raise ValueError(missing_text(missing))
+    _check_arguments(optimizer, stage, line_search=False)
     placement = make_placement(stage, optimizer, strategy.layout, mesh)
     _check_evaluated(run, placement)
     setup = RunSetup(stage, optimizer, learning_rate, mesh, placement, stage_model, seats)
     return setup._replace(cuts=tuple(cuts))
 
 
-def missing_text(missing: list[str]) -> str:
-    """Return the error message for an optimizer that needs arguments which a step does not have."""
+def _check_arguments(optimizer: optax.GradientTransformation, model: Model, *, line_search: bool) -> None:
+    """Refuse an optimizer that needs what a step cannot give it.
+
+    Raises:
+      ValueError: it needs something else.
+    """
+    params = jax.eval_shape(model.init, new_key(0))[0]
+    missing = missing_arguments(optimizer, params, line_search=line_search)
+    if not missing:
+        return
     fix = "use another optimizer, or optax.contrib.reduce_on_plateau, which needs the loss alone"
     if "value_fn" in missing:
         fix = (
             "a line search computes the loss at other parameters, which one island can with --combine mean;"
             f" use these, or {fix.removeprefix('use ')}"
         )
-    return f"the optimizer needs {', '.join(missing)} in every update, which a step does not pass: {fix}"
+    raise ValueError(
+        f"the optimizer needs {', '.join(missing)} in every update, which a step does not pass: {fix}"
+    )
 
 
 def _check_evaluated(run: Run, placement: Placement) -> None:
@@ -266,3 +273,62 @@ def load_first_rows(batches: Batches | TokenBatches, number: int) -> Batch:
     if isinstance(batches, Batches):
         return replace(batches, rows=rows).load(FIRST_POSITION)
     return replace(batches, rows={num_rows: rows}).load(FIRST_POSITION)
+
+
+def check_noise(run: Any, placement: Placement, num_islands: int) -> None:
+    """Check that a step adds up at least two gradients, from which the gradient noise scale is estimated.
+
+    Args:
+      run: see `config.Run`.
+      placement: of an island.
+      num_islands: number of islands.
+
+    Raises:
+      ValueError: it computes a single one.
+    """
+    if not run.gradient_noise_scale:
+        return
+    num_replicas = math.prod(placement.mesh.shape[axis] for axis in placement.layout.replica_axes)
+    microbatches = run.strategy.accumulate if placement.stages is None else 1
+    if num_replicas * microbatches * num_islands > 1:
+        return
+    add = "--mesh data=2" if placement.stages is not None else "--accumulate 2, or --mesh data=2"
+    inside = " (a pipeline adds up its own)" if placement.stages is not None else ""
+    raise ValueError(
+        "gradient_noise_scale is on, which compares gradients of parts of a batch with that of all of it, and"
+        f" a step has 1 island, 1 replica and 1 microbatch{inside}; use {add}, or leave it out"
+    )
+
+
+def num_parts(run: Run, mesh: Mesh, num_islands: int) -> int:
+    """Return the number of parts into which the rows of a batch are split, each with a loss of its own."""
+    num_replicas = math.prod(mesh.shape[axis] for axis in run.strategy.layout.replica_axes)
+    return num_replicas * num_islands * run.strategy.accumulate
+
+
+def with_draws(run: Run, model: Model, shapes: Sequence[Batch], mesh: Mesh, num_islands: int) -> Model:
+    """Return the model with its random draws, found in its losses of training and of held-out data.
+
+    Args:
+      run: the run.
+      model: the whole model.
+      shapes: batches as the loss receives them, arrays or shapes; one of each shape but for the rows.
+      mesh: the mesh of this island.
+      num_islands: number of islands.
+
+    Raises:
+      ValueError: rows are split, and draws depend on how; or a key is not that of the step.
+    """
+    traced = [find_draws(model, run.loss, batch, train) for batch in shapes for train in (True, False)]
+    problems = list(dict.fromkeys(problem for found in traced for problem in found.problems))
+    if problems and num_parts(run, mesh, num_islands) > 1:
+        raise problems_error(
+            "losses would not be those of one device, as random numbers would depend on how rows are split",
+            problems,
+        )
+    # without a split they would still be the same in every step
+    if foreign := [problem for problem in problems if problem.endswith(FOREIGN)]:
+        raise problems_error("the rows of a batch would get the same random numbers in every step", foreign)
+    # what is not known of one whole batch need not be known
+    draws = None if problems else tuple(dict.fromkeys(draw for found in traced for draw in found.draws))
+    return replace(model, draws=draws)

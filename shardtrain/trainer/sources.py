@@ -1,14 +1,25 @@
-"""Open the samples of a run, those to train on and the held-out sets by name; make batches of them."""
+"""The samples of a run: open them, make batches of them, identify them, and check their tokens.
 
+Next: `first_batch.py`, which checks batches.
+"""
+
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shardtrain.data import Batches, TokenBatches
-from shardtrain.data.samples import load_rows
+from shardtrain.data.masked import MaskedWindows
+from shardtrain.data.mixture import MixedSource
+from shardtrain.data.samples import load_rows, load_sample
+from shardtrain.data.stream import NO_END
+from shardtrain.data.token_range import TokenRange, token_ranges
 from shardtrain.errors.messages import problems_error
 from shardtrain.errors.user_code import user_code
 from shardtrain.trainer.config import Run
+from shardtrain.trainer.first_batch import Expected, class_problems
 
 
 def open_sources(run: Run, folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -105,3 +116,176 @@ def _named_sets(heldout: Any) -> dict[str, Any]:
     if isinstance(heldout, Mapping) and all(isinstance(name, str) for name in heldout):
         return dict(heldout)
     return {"": heldout}
+
+
+def heldout_prefix(name: str) -> str:
+    """Return the beginning of the names of a held-out set's metrics.
+
+    >>> heldout_prefix(""), heldout_prefix("code")
+    ('heldout/', 'heldout/code/')
+    """
+    return f"heldout/{name}/" if name else "heldout/"
+
+
+def heldout_text(name: str) -> str:
+    """Return how messages call a held-out set.
+
+    >>> heldout_text(""), heldout_text("code")
+    ('the held-out data', "the held-out data 'code'")
+    """
+    return f"the held-out data {name!r}" if name else "the held-out data"
+
+
+FINGERPRINT, SAMPLES, HELDOUT = "data.fingerprint", "data.samples", "data.heldout"
+"""Fields of the description of a run."""
+
+
+def data_facts(source: Any, heldout: Mapping[str, Any], with_contents: bool) -> dict[str, Any]:
+    """Return what identifies the samples of a run.
+
+    Args:
+      source: samples to train on.
+      heldout: name -> samples held out.
+      with_contents: whether the first, middle and last of the held-out samples are read, where these have no
+        fingerprint: steps are compared by their losses.
+
+    >>> data_facts([0] * 10, {"": [0] * 3}, with_contents=False)
+    {'data.fingerprint': None, 'data.samples': 10, 'data.heldout': '3 samples'}
+    """
+    sets = {name: _identity(each, with_contents) for name, each in sorted(heldout.items())}
+    return {
+        FINGERPRINT: getattr(source, "fingerprint", None),
+        SAMPLES: _num_samples(source),
+        HELDOUT: sets.get("", sets) if len(sets) == 1 else sets,
+    }
+
+
+def is_other_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether a saved position is of other samples, or of other numbers of the same."""
+    # the number of samples was not always saved
+    is_other_number = SAMPLES in saved and saved[SAMPLES] != now.get(SAMPLES)
+    return saved.get(FINGERPRINT) != now[FINGERPRINT] or is_other_number
+
+
+def has_other_heldout(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether losses of held-out data cannot be compared with those before."""
+    return HELDOUT in saved and saved[HELDOUT] != now.get(HELDOUT)
+
+
+def _num_samples(source: Any) -> int | None:
+    """Return the number of samples of a source without a fingerprint, which an order depends on."""
+    if getattr(source, "fingerprint", None) is not None or len(source) >= NO_END:
+        return None
+    return len(source)
+
+
+def _identity(source: Any, with_contents: bool) -> str:
+    if (found := getattr(source, "fingerprint", None)) is not None:
+        return str(found)
+    number = len(source)
+    if number >= NO_END:
+        return "a stream"
+    text = f"{number} samples"
+    if not with_contents:
+        return text
+    indices = sorted({0, number // 2, number - 1} - {-1})
+    first, again = (_digest(source, indices) for _ in range(2))
+    # samples that are drawn at random have no contents to compare
+    return f"{text}, {first}" if first == again else text
+
+
+def _digest(source: Any, indices: list[int]) -> str:
+    digest = hashlib.sha256()
+    for index in indices:
+        sample = load_sample(source, index)
+        for name in sorted(sample):
+            array = np.asarray(sample[name])
+            digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+    return digest.hexdigest()[:16]
+
+
+MOST_ROWS = 16
+"""Rows of a source without token files that are checked."""
+
+
+def data_problems(run: Run, expected: Expected, train: Any, heldout: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with the data of a run beyond its first batch.
+
+    Args:
+      run: the run.
+      expected: the facts about its model and loss.
+      train: the samples to train on.
+      heldout: name -> held-out samples.
+
+    Returns:
+      A line for each source with a token or class that the model does not have.
+    """
+    sources = {"the data": train, **{heldout_text(name): source for name, source in heldout.items()}}
+    problems = token_problems(sources, token_limit(expected), run.data)
+    parts = train.sources if isinstance(train, MixedSource) else ()
+    sources |= {f"source {i} of the mixture": source for i, source in enumerate(parts)}
+    for name, source in sources.items():
+        # the first batch of the data is checked by itself
+        if source is train or token_ranges(source) or getattr(source, "is_stream", False):
+            continue
+        if run.batch_unit == "examples":
+            rows = load_rows(source, range(min(len(source), MOST_ROWS)), run.seed)
+            problems += [f"{name}: {problem}" for problem in class_problems(expected, rows)]
+    return problems
+
+
+def token_limit(expected: Expected) -> int | None:
+    """Return the number of tokens that the model has; None if it is not known."""
+    of_tokens = {"tokens", "target"} & set(expected.known)
+    return (expected.num_classes if of_tokens else None) or expected.vocab
+
+
+def token_problems(sources: Mapping[str, Any], vocab: int | None, data: Any = None) -> list[str]:
+    """Return a line for each file of tokens, of which one is beyond the vocabulary of the model.
+
+    Args:
+      sources: what messages call it -> samples.
+      vocab: number of tokens in the model's vocabulary; None: those that the data itself says are allowed.
+      data: the data of the run, whose tokenizer may be the reason.
+    """
+    problems = []
+    for name, source in sources.items():
+        drawn = source.windows.vocab if isinstance(source, MaskedWindows) else 0
+        if vocab is not None and drawn > vocab:
+            problems.append(
+                f"{name} replaces some masked tokens by random ones below {drawn:,}, its vocabulary, and the"
+                f" model has tokens 0 to {vocab - 1:,}; give both the same vocabulary"
+            )
+            continue
+        for tokens in token_ranges(source):
+            limits = [limit for limit in (vocab, tokens.vocab) if limit is not None]
+            if limits and (found := tokens.first_outside(min(limits))) is not None:
+                problems.append(f"{name}: {_outside_text(*found, tokens, vocab, data)}")
+    return problems
+
+
+def _outside_text(token: int, place: str, tokens: TokenRange, vocab: int | None, data: Any) -> str:
+    """Return the message about a token, with what to change."""
+    if token < 0:
+        return f"{place}, is {token}, and tokens are numbers from 0; write the file again"
+    if vocab is None or token < vocab:
+        return (
+            f"{place}, is {token:,}, and the vocabulary that the data gives is {tokens.vocab:,}; set it to"
+            f" {token + 1:,} or more"
+        )
+    text = f"{place}, is {token:,}, and the model has tokens 0 to {vocab - 1:,}"
+    own = tokens.vocab or _vocab_of(data)
+    if own is not None and own > vocab:
+        return (
+            f"{text}; the tokenizer of this data has {own:,} tokens: make tokens by that of the model, or"
+            f" give the model a vocabulary of {own:,}"
+        )
+    return f"{text}; give it a vocabulary of {token + 1:,} or more, or write the file again"
+
+
+def _vocab_of(data: Any) -> int | None:
+    try:
+        found = getattr(data, "vocab", None)
+    except (ValueError, OSError):
+        return None
+    return found if isinstance(found, int) else None

@@ -61,12 +61,7 @@ def stage_problems(strategy: Strategy) -> list[str]:
     problems = []
     if (inside := strategy.synchronisation.inside) != "mean":
         problems.append(f"inside is {inside!r}; use mean, as a pipeline has one gradient for its rows")
-    if strategy.scales_loss:
-        problems.append(SCALED_PIPELINE)
-    if strategy.accumulate_dtype != "float32":
-        problems.append(ROUNDED_PIPELINE)
-    if strategy.remat == "offload":
-        problems.append(HOST_INPUTS)
+    problems += pipeline_problems(strategy)
     if strategy.offload != "none":
         problems.append(OFFLOADED_OWN)
     in_flight = strategy.pipeline.in_flight
@@ -76,6 +71,16 @@ def stage_problems(strategy: Strategy) -> list[str]:
             f" waves; use --synchronisation wsp --local-steps {in_flight}, or in_flight 1"
         )
     return problems
+
+
+def pipeline_problems(strategy: Strategy) -> list[str]:
+    """Return the options of a strategy that no pipeline can have, inside a mesh or across islands."""
+    refused = {
+        SCALED_PIPELINE: strategy.scales_loss,
+        ROUNDED_PIPELINE: strategy.accumulate_dtype != "float32",
+        HOST_INPUTS: strategy.remat == "offload",
+    }
+    return [text for text, is_there in refused.items() if is_there]
 
 
 def check_cuts(run: Run, traced: Parts, cuts: Sequence[Partition], mesh: Mesh, *, has_blocks: bool) -> None:

@@ -28,8 +28,7 @@ from shardtrain.trainer.config import Run, model_of
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.stage_checks import different_cut_problems
-from shardtrain.trainer.stage_probe import flops_per_second
-from shardtrain.trainer.traced_costs import block_costs, stage_costs, trace
+from shardtrain.trainer.traced_cut import block_costs, flops_per_second, stage_costs, trace
 
 
 class IslandDevices(NamedTuple):

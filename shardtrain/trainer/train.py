@@ -3,6 +3,7 @@
 Each part can be made and used alone, see the README.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,6 @@ from pathlib import Path
 from rich.console import Console
 
 from shardtrain.data import Position
-from shardtrain.imported import kept_tokens
 from shardtrain.islands.membership import Islands
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.report.progress import progress
@@ -24,25 +24,27 @@ from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, run_text
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
-from shardtrain.trainer.environment import record_environment
-from shardtrain.trainer.feed import Feed
 from shardtrain.trainer.hooks import calling_end
 from shardtrain.trainer.loop import finish_evaluation, run_loop
-from shardtrain.trainer.loop_parts import LoopParts
-from shardtrain.trainer.loop_setup import explain_step, make_loop_options, make_loop_parts
-from shardtrain.trainer.memory import memory_text, peak_memory
 from shardtrain.trainer.prepared_run import PreparedRun, prepare_run
-from shardtrain.trainer.profiling import ProfiledStep, ProfiledSteps
+from shardtrain.trainer.profiling import ProfiledSteps
 from shardtrain.trainer.program_cache import ProgramCounts, kept_in
-from shardtrain.trainer.program_mark import make_mark, remove_mark, take_mark
+from shardtrain.trainer.program_mark import remove_mark, take_mark
 from shardtrain.trainer.recovery import RollBack, Rollbacks
 from shardtrain.trainer.resume import StartPoint, find_start_point
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
-from shardtrain.trainer.run_folder import check_folder, draw_curve, exclusive_folder, write_run_files
-from shardtrain.trainer.run_totals import RunTotals
-from shardtrain.trainer.sample import sample_text
-from shardtrain.trainer.skipped_data import SkippedData, train_as_repeated
+from shardtrain.trainer.run_folder import (
+    check_folder,
+    draw_curve,
+    exclusive_folder,
+    record_environment,
+    write_run_files,
+)
+from shardtrain.trainer.session import Session, make_session
 from shardtrain.trainer.strategy import STRATEGY_FILE, strategy_text
+from shardtrain.trainer.trained_model import sample_text
+from shardtrain.trainer.usage import RunTotals, memory_text, peak_memory
+from shardtrain.trainer.waves import SkippedData, train_as_repeated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +100,7 @@ def train(
         programs = stack.enter_context(ProgramCounts())
         # Set up the run, and check that it is the same on all islands.
         if Coordination(islands).is_first:
-            # at once: notes wait for a display, and the same program may end this process before
-            if text := take_mark(folder):
-                output.say(text)
-            if stop is not None:
-                stop.before_end = partial(remove_mark, folder)
+            _say_mark(folder, output, stop)
         prepared = prepare_run(run, folder, islands, output, stack)
         # Lock the folder: from now on this run writes to it.
         if prepared.coordination.is_first:
@@ -114,31 +112,13 @@ def train(
             )
         )
         stop = stop or stack.enter_context(StopSignals())
-        mark = make_mark(prepared.run.strategy, folder, prepared.coordination)
-        prepared = prepared._replace(init=mark.first_run("the initial state", prepared.init))
-        parts = make_loop_parts(prepared, checkpoints, output, activity)
-        parts = replace(
-            parts,
-            totals=totals,
-            step=mark.first_run("the training step", parts.step),
-            evaluate=mark.first_run("the evaluation", parts.evaluate),
-        )
-        if profile is not None and prepared.coordination.is_first:
-            profiled = ProfiledStep(parts.step, profile, lambda: parts.activity.step, folder, output.note)
-            stack.callback(profiled.close)
-            parts = replace(parts, step=profiled, aside=profiled.aside)
-        with calling_end(parts.hooks, stop):
+        session = make_session(prepared, checkpoints, output, activity, totals, profile, stack)
+        with calling_end(session.hooks, stop):
             # Restore and train; after a rollback restore an earlier checkpoint and train again.
-            state, step = _train_segments(prepared, checkpoints, parts, output, stop)
-            # Draw the curve, and show a sample.
+            state, step = _train_segments(session, stop)
             with activity.at("the end", long=True):
-                output.say(totals.summary(step))
-                output.say(parts.spent.summary())
-                if text := programs.text(kept_in()):
-                    output.say(text)
-                _compare_speed(prepared, output)
-                peaks = prepared.coordination.meet("peak memory", list(peak_memory()))
-                output.say(memory_text(peaks, prepared.coordination.seats))
+                _summarise(session, step, programs.text(kept_in()))
+                # Draw the curve, and show a sample.
                 sample = _end(prepared, state, step, output, stop)
     return Trained(
         state=state,
@@ -148,6 +128,27 @@ def train(
         sample=sample,
         time_over=stop.time_over,
     )
+
+
+def _say_mark(folder: Path, output: RunConsole, stop: StopSignals | None) -> None:
+    """Say in which program an earlier start ended; let no mark be left where the user ends this one."""
+    # at once: notes wait for a display, and the same program may end this process before
+    if text := take_mark(folder):
+        output.say(text)
+    if stop is not None:
+        stop.before_end = partial(remove_mark, folder)
+
+
+def _summarise(session: Session, step: int, programs: str) -> None:
+    """Print what the run took: time, programs, speed beside its prediction, memory; all ranks call it."""
+    prepared, output = session.prepared, session.output
+    output.say(session.totals.summary(step))
+    output.say(session.spent.summary())
+    if programs:
+        output.say(programs)
+    _compare_speed(prepared, output)
+    peaks = prepared.coordination.meet("peak memory", list(peak_memory()))
+    output.say(memory_text(peaks, prepared.coordination.seats))
 
 
 def _compare_speed(prepared: PreparedRun, output: RunConsole) -> None:
@@ -162,13 +163,7 @@ def _compare_speed(prepared: PreparedRun, output: RunConsole) -> None:
         output.say(text)
 
 
-def _train_segments(
-    prepared: PreparedRun,
-    checkpoints: RunCheckpoints,
-    parts: LoopParts,
-    output: RunConsole,
-    stop: StopSignals,
-) -> tuple[State, int]:
+def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
     """Train from the start point to the end; each rollback starts another segment.
 
     Returns:
@@ -177,29 +172,29 @@ def _train_segments(
     Raises:
       FloatingPointError: more rollbacks were asked for than are allowed.
     """
+    prepared, note = session.prepared, session.output.note
     run = prepared.run
     rollbacks = Rollbacks(run.recovery.rollbacks)
-    skipped = _skipped_data(prepared, output)
+    skipped = _skipped_data(prepared, note)
     newest: int | None = None
     position: Position | None = None
     while True:
         # all ranks restore the same checkpoint; after a rollback an older one
-        with parts.activity.at("restoring", waits=True, long=True):
+        with session.activity.at("restoring", waits=True, long=True):
             start = find_start_point(
                 run,
-                checkpoints,
+                session.checkpoints,
                 prepared.init,
                 prepared.wanted,
                 prepared.description,
                 newest,
             )
         if text := prepared.shares.restore(start.extra):
-            assert isinstance(parts.batches, Feed)
-            parts.batches.change(prepared.shares.shards())
-            output.note(text)
+            prepared.feed.change(prepared.shares.shards())
+            note(text)
         rollbacks.restored(start.step)
-        parts.hooks.restored(start.step)
-        parts.totals.resumed(start.wall_seconds)
+        session.hooks.restored(start.step)
+        session.totals.resumed(start.wall_seconds)
         if position is not None:
             # the data that was read before the rollback is not read again
             start = replace(start, position=position)
@@ -208,7 +203,7 @@ def _train_segments(
         elif skipped is not None:
             skipped.begin(start.step)
         try:
-            segment = partial(_train_segment, prepared, parts, output, stop)
+            segment = partial(_train_segment, session, stop)
             return train_as_repeated(segment, start, run.steps, skipped)
         except RollBack as fault:
             if skipped is not None:
@@ -216,32 +211,27 @@ def _train_segments(
             # resume from a step before the fault, with data from behind it
             newest, position = rollbacks.newest_allowed(fault), fault.position
             where = f"step {newest} or before" if newest > 0 else "the beginning"
-            output.note(f"WARNING: {fault.why}: rolling back to {where}, and continuing with later data")
+            note(f"WARNING: {fault.why}: rolling back to {where}, and continuing with later data")
 
 
-def _skipped_data(prepared: PreparedRun, output: RunConsole) -> SkippedData | None:
+def _skipped_data(prepared: PreparedRun, note: Callable[[str], None]) -> SkippedData | None:
     """Return what rollbacks skip; None for a run without waves, whose events nobody repeats."""
     run, islands = prepared.run, prepared.coordination.islands
     if islands is None or run.strategy.synchronisation.distance is None:
         return None
-    return SkippedData(prepared.folder, islands.seat.island, run.replay, output.note)
+    return SkippedData(prepared.folder, islands.seat.island, run.replay, note)
 
 
 def _train_segment(
-    prepared: PreparedRun,
-    parts: LoopParts,
-    output: RunConsole,
-    stop: StopSignals,
-    start: StartPoint,
-    last_step: int,
+    session: Session, stop: StopSignals, start: StartPoint, last_step: int
 ) -> tuple[State, int]:
     """Train from a start point to a step, see `loop.run_loop`.
 
     Raises:
       RollBack: a step was bad.
     """
-    run, folder, feed = prepared.run, prepared.folder, parts.batches
-    is_first = prepared.coordination.is_first
+    prepared, output = session.prepared, session.output
+    run, folder, is_first = prepared.run, prepared.folder, prepared.coordination.is_first
     with ExitStack() as stack:
         # The first process writes the description of the run, and its metrics.
         sinks, logged = Sinks(), None
@@ -262,21 +252,13 @@ def _train_segment(
         output.attach(stack.enter_context(bar))
         stack.callback(output.detach)
         # Load batches from where the data was left.
-        assert isinstance(feed, Feed)
-        stack.enter_context(feed.reading(start.position, start.step))
-        parts = replace(
-            parts,
-            sink=sinks,
-            extra={**parts.extra, **kept_tokens(start.extra)},
-            explain=lambda step: explain_step(prepared, feed, start, step),
-        )
-        # Metrics that wait for an evaluation which the run before did not finish are written first.
-        unlogged = start.unlogged if is_first and logged != start.step else None
-        parts.spent.begin()
-        with parts.activity.at("the training loop"):
-            finish_evaluation(parts, start.step, start.state, unlogged)
-            options = replace(make_loop_options(run), steps=last_step)
-            return run_loop(start.state, start.step, parts, options, stop)
+        stack.enter_context(prepared.feed.reading(start.position, start.step))
+        session.spent.begin()
+        with session.activity.at("the training loop"):
+            # Metrics that wait for an evaluation which the run before did not finish are written first.
+            is_logged = not is_first or logged == start.step
+            finish_evaluation(session, start, sinks, is_logged=is_logged)
+            return run_loop(session, start, last_step, sinks, stop)
 
 
 def _end(prepared: PreparedRun, state: State, step: int, output: RunConsole, stop: StopSignals) -> str | None:

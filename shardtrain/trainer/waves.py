@@ -1,18 +1,198 @@
-"""The waves of islands: their end, as a run asks for it, and after which steps all islands meet.
+"""The waves of islands: their end, and the events and skipped data that a replay repeats, in `waves/`.
 
 Next: `train_step/wave_merge.py`, `train_step/meetings.py`.
 """
 
-from shardtrain.islands.parameter_shard import ParameterShard
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from shardtrain.data import Position
+from shardtrain.imported import kept_tokens
+from shardtrain.islands.parameter_shard import Event, Kind, ParameterShard
 from shardtrain.pipeline.in_flight import waves_before_meeting
+from shardtrain.report.sinks.json_lines import JsonLines, read_jsonl
+from shardtrain.system.untrusted_files import whole_number
 from shardtrain.train_step.meetings import Meetings
+from shardtrain.train_step.state import State
 from shardtrain.train_step.wave_merge import VirtualWorker, WaveMerge
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.evaluation import evaluated_every
+from shardtrain.trainer.resume import MOST_INDEX, StartPoint
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.setup import RunSetup
-from shardtrain.trainer.wave_log import WaveLog, read_wave_log
+
+WAVES = "waves"
+"""Folder in that of a run; each island writes a file there."""
+
+KINDS: tuple[Kind, ...] = ("push", "pull", "meeting")
+
+MOST_ISLANDS = 1 << 20
+"""A larger number in a file of events is no island."""
+
+
+def wave_file(folder: Path, island: int) -> Path:
+    """Return the file of the shard that an island serves."""
+    return folder / WAVES / f"shard-{island}.jsonl"
+
+
+class WaveLog:
+    """Writes the events of a shard, one on a line, as in `{"step": 8, "push": 1.0}`.
+
+    Args:
+      folder: the folder of the run.
+      island: the island that serves the shard.
+      report: receives a line when the file cannot be written.
+    """
+
+    def __init__(self, folder: Path, island: int, report: Callable[[str], None]) -> None:
+        self._path, self.report = wave_file(folder, island), report
+        self._file: JsonLines | None = None
+
+    def begin(self, step: int) -> None:
+        """Drop the events after a step, from which the run goes on."""
+        self.close()
+        self._file = JsonLines(self._path, resume_after=step or None, report=self.report)
+
+    def write(self, event: Event) -> None:
+        """Append an event."""
+        assert self._file is not None
+        self._file.write(event.step, {event.kind: event.island})
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def read_wave_log(folder: Path, island: int, num_workers: int) -> list[Event]:
+    """Return the events of the shard that an island served in an earlier run.
+
+    Raises:
+      ValueError: the folder has no such file, or it has other lines, or those of more virtual workers.
+    """
+    path = wave_file(folder, island)
+    if not path.is_file():
+        raise ValueError(
+            f"replay is {folder}, and {path} is not there; give the folder of a run in waves"
+            " (--clock-distance) of as many islands as this one"
+        )
+    found = []
+    for record in read_jsonl(path):
+        kinds: list[Kind] = [each for each in KINDS if each in record]
+        kind = (kinds or KINDS)[0]
+        number = record.get(kind, -1.0)
+        if not (0 <= number < MOST_ISLANDS and number.is_integer() and record["step"] > 0):
+            raise ValueError(
+                f"{path} has the line {record}, which is no event of a wave, such as"
+                ' {"step": 8, "push": 1}; give the folder of a run as it wrote it'
+            )
+        found.append(Event(kind, int(number), int(record["step"])))
+    if (most := max((event.island for event in found), default=0)) >= num_workers:
+        raise ValueError(
+            f"replay is {folder}, a run of {most + 1} virtual workers (islands, or pipelines of islands) or"
+            f" more, and this one has {num_workers}; launch as many islands, in pipelines as long"
+        )
+    return found
+
+
+def skips_file(folder: Path, island: int) -> Path:
+    """Return the file of an island; it is there only after a rollback."""
+    return folder / WAVES / f"skipped-{island}.jsonl"
+
+
+class SkippedData:
+    """Writes what rollbacks of this run skip, and reads what those of the repeated run have skipped.
+
+    Args:
+      folder: of the run.
+      island: this island.
+      replay: the folder of the run that is repeated; None: none is.
+      report: receives a line when the file cannot be written.
+
+    Raises:
+      ValueError: a line in the file of the repeated run is no step with a position.
+
+    >>> from tempfile import mkdtemp
+    >>> first, folder = (Path(mkdtemp()) for _ in range(2))
+    >>> skipped = SkippedData(first, 0, None, print)
+    >>> skipped.begin(0); skipped.add(8, Position(epoch=0, index=96))
+    >>> again = SkippedData(folder, 0, first, print)
+    >>> again.next(4), again.next(9)
+    ((8, {'epoch': 0, 'index': 96}), None)
+    """
+
+    def __init__(self, folder: Path, island: int, replay: Path | None, report: Callable[[str], None]) -> None:
+        self._path, self._report = skips_file(folder, island), report
+        self._repeated = [] if replay is None else _read(skips_file(replay, island))
+
+    def begin(self, step: int) -> None:
+        """Drop the lines of a step and later ones: the run resumes from its checkpoint."""
+        if self._path.is_file():
+            JsonLines(self._path, resume_after=step - 1 if step else None, report=self._report).close()
+
+    def add(self, step: int, position: Position) -> None:
+        """Write the position where the data continues after a step, in place of later lines."""
+        lines = JsonLines(self._path, resume_after=step - 1 if step else None, report=self._report)
+        lines.write(step, {"epoch": position["epoch"], "index": position["index"]})
+        lines.close()
+
+    def next(self, step: int) -> tuple[int, Position] | None:
+        """Return the first (step, position) at a step or later; each is returned until it is dropped."""
+        return next((each for each in self._repeated if each[0] >= step), None)
+
+    def drop(self, step: int) -> None:
+        """Drop what was repeated, up to a step."""
+        self._repeated = [each for each in self._repeated if each[0] > step]
+
+    def end(self) -> None:
+        """Repeat nothing more: the run has left the order of the other one."""
+        self._repeated = []
+
+
+def _read(path: Path) -> list[tuple[int, Position]]:
+    found = []
+    for record in read_jsonl(path) if path.is_file() else []:
+        epoch, index = (_number(record.get(name), f"{path}: {name}") for name in ("epoch", "index"))
+        found.append((int(record["step"]), Position(epoch=epoch, index=index)))
+    return found
+
+
+def _number(value: float | None, name: str) -> int:
+    # numbers of these files are read as floats
+    if isinstance(value, float) and value.is_integer():
+        return whole_number(int(value), name, MOST_INDEX)
+    return whole_number(value, name, MOST_INDEX)
+
+
+def train_as_repeated(
+    train: Callable[[StartPoint, int], tuple[State, int]],
+    start: StartPoint,
+    last_step: int,
+    skipped: SkippedData | None,
+) -> tuple[State, int]:
+    """Train to the last step; where the run that is repeated has skipped data, skip it too.
+
+    Args:
+      train: (start, step) -> (state, steps done): trains up to a step, or until it is stopped.
+      start: where the run starts.
+      last_step: of the run.
+      skipped: None for a run without waves, which repeats nothing.
+    """
+    while skipped is not None and (found := skipped.next(start.step)) is not None:
+        step, position = found
+        if step >= last_step:
+            break
+        if step > start.step:
+            state, done = train(start, step)
+            if done < step:
+                return state, done
+            start = replace(start, state=state, step=done, extra=kept_tokens(start.extra))
+        start = replace(start, position=position)
+        skipped.drop(step)
+        skipped.add(step, position)
+    return train(start, last_step)
 
 
 def make_meetings(run: Run) -> Meetings:
@@ -37,22 +217,13 @@ def make_waves(
     """Make what ends the waves of an island; a collective call of all ranks.
 
     Args:
-      run: the run.
-      setup: the setup of this island.
-      coordination: the exchange with the other islands.
-      shares: the rows of each island.
-      meetings: after which steps islands meet.
-      wave_log: where the events of this island's shard are written.
+      run, setup, coordination, shares, meetings, wave_log: see `make_multi_island_step`.
       worker: the virtual worker of which this island is a stage; None: it is one itself.
 
     Raises:
       ValueError: an island has several processes; or the run to replay is not there.
     """
-    synchronisation, islands, transfer = (
-        run.strategy.synchronisation,
-        coordination.islands,
-        coordination.transfer,
-    )
+    islands, transfer = coordination.islands, coordination.transfer
     assert islands is not None
     assert transfer is not None
     seat, control = islands.seat, islands.control
@@ -70,6 +241,7 @@ def make_waves(
     ranks = comm.allgather(control.rank)
     order = [] if run.replay is None else read_wave_log(run.replay, seat.island, len(ranks))
     meetings.repeated = frozenset(event.step for event in order if event.kind == "meeting")
+    synchronisation = run.strategy.synchronisation
     ahead = waves_before_meeting(run.strategy.pipeline.in_flight, synchronisation.every)
     shard = ParameterShard(len(ranks), wave_log, order, wave_log.report, waves_ahead=ahead)
     names = [control.names[rank] for rank in ranks]

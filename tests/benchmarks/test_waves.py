@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shardtrain.islands.parameter_shard import Event
-from shardtrain.trainer.wave_log import WaveLog
+from shardtrain.trainer.waves import WaveLog
 
 
 @pytest.fixture

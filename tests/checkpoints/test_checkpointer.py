@@ -118,8 +118,10 @@ def step_files(step_folder: Path) -> list[Path]:
 # Round trip
 
 
-@pytest.mark.parametrize("target", MESHES)
-@pytest.mark.parametrize("source", MESHES)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("fsdp=8", "data=4,tensor=2"), ("data=4,tensor=2", "one device"), ("one device", "fsdp=8")],
+)
 def test_state_comes_back_bitwise_on_any_mesh(tmp_path, source, target):
     state = place(example_state(), source)
     extra = {"data": {"epoch": 1, "index": 2**40}, "loss": [0.1, float("inf")], "name": "é", "none": None}
@@ -175,51 +177,12 @@ def test_a_save_of_small_arrays_compiles_nothing(tmp_path):
     assert_same(resumed(tmp_path, abstract(state, "fsdp=8")).state, state)
 
 
-def test_deleting_right_after_save_is_safe(tmp_path):
-    state = small_state(5)
-    with Checkpoints(tmp_path, KEEP_ALL) as checkpoints:
-        checkpoints.save(1, state, {})
-        jax.tree.map(lambda x: x.delete(), state)
-    assert_same(resumed(tmp_path).state, small_state(5))
-
-
 def test_extra_is_that_of_the_moment_of_saving(tmp_path):
     extra = {"position": {"index": [1]}}
     with Checkpoints(tmp_path, KEEP_ALL) as checkpoints:
         checkpoints.save(1, small_state(), extra)
         extra["position"]["index"].append(2)
     assert resumed(tmp_path).extra == {"position": {"index": [1]}}
-
-
-def test_interrupted_and_resumed_gives_the_losses_of_one_run(tmp_path):
-    optimizer = optax.adam(1e-2)
-
-    @jax.jit
-    def train_step(state):
-        noise = jax.random.normal(jax.random.fold_in(jax.random.key(0), state["step"]), (8, 4))
-        loss, gradient = jax.value_and_grad(lambda w: jnp.mean((noise @ w - 1) ** 2))(state["w"])
-        updates, opt_state = optimizer.update(gradient, state["opt"], state["w"])
-        new = {"w": optax.apply_updates(state["w"], updates), "opt": opt_state, "step": state["step"] + 1}
-        return new, loss
-
-    def run(state, steps, checkpoints=None):
-        losses = []
-        for _ in range(steps):
-            state, loss = train_step(state)
-            losses.append(float(loss))
-            if checkpoints:
-                checkpoints.save(int(state["step"]), state, {"losses": losses})
-        return losses
-
-    w = jnp.ones((4, 2))
-    start = {"w": w, "opt": optimizer.init(w), "step": jnp.int32(0)}
-    with Checkpoints(tmp_path, CheckpointPolicy(keep=1)) as checkpoints:
-        run(start, 4, checkpoints)
-    with Checkpoints(tmp_path, CheckpointPolicy(keep=1)) as checkpoints:
-        restored = checkpoints.restore(start)
-    assert restored is not None
-    assert restored.step == 4
-    assert restored.extra["losses"] + run(restored.state, 4) == run(start, 8)
 
 
 def test_an_empty_or_absent_folder_is_a_new_run(tmp_path):
@@ -485,7 +448,7 @@ def test_a_later_schema_is_an_error_and_not_a_broken_checkpoint(tmp_path, monkey
     with monkeypatch.context() as later:
         later.setattr(manifests, "SCHEMA", 3)
         saved_run(tmp_path, [10])
-    with pytest.raises(ValueError, match="written in schema 3; this shardtrain reads schema 1 and 2"):
+    with pytest.raises(ValueError, match="written in schema 3; this shardtrain reads schema 2"):
         resume(tmp_path)
 
 

@@ -18,7 +18,7 @@ from shardtrain.data.tokenizer import Bytes
 from shardtrain.functional.nnx_model import as_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
-from shardtrain.trainer.choices import accuracy_of, log_likelihoods, read_questions, requests_of
+from shardtrain.trainer.evaluation import accuracy_of, log_likelihoods, read_questions, requests_of
 
 CONFIG = DecoderConfig(vocab=256, seq=16, embed=16, num_layers=2, num_heads=4)
 TEXTS = {"prose.txt": "The sky is blue; naïve √2.\n" * 12, "code.txt": "def f(x):\n    return x + 1\n" * 9}

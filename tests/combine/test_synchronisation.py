@@ -36,7 +36,7 @@ from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement, state_specs
 from shardtrain.train_step.replica_state import fragments_of
 from shardtrain.train_step.step import combined_labels, make_step
-from shardtrain.trainer.run_facts import _rows_digest
+from shardtrain.trainer.prepared_run import _rows_digest
 from shardtrain.trainer.strategy import Strategy
 
 EIGHT = from_nnx(TinyConfig(vocab=16, embed=8, mlp=8, num_layers=8))

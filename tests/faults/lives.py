@@ -81,10 +81,10 @@ def tells(tell):
     """Where a run begins, when it evaluates, and when a save begins and is finished."""
     import shardtrain.checkpoints.checkpointer
     import shardtrain.checkpoints.save
-    from shardtrain.trainer import loop_setup, train
+    from shardtrain.trainer import session, train
 
     trainer: Any = train
-    setup: Any = loop_setup
+    setup: Any = session
     checkpoints: Any = shardtrain.checkpoints.checkpointer.Checkpoints
     saver: Any = shardtrain.checkpoints.save.Saver
     find_start_point, save, finish = trainer.find_start_point, checkpoints.save, saver._finish

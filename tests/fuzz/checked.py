@@ -158,7 +158,7 @@ def compute(case: Case, prepared: PreparedRun) -> tuple[dict[str, Any], Any, Any
         return {name: x for name, x in flatten(ordered(whole)).items() if name in part}
 
     evaluate = make_evaluation(run, setup, prepared.coordination, prepared.heldout, None)
-    host = prepared.loader.batches.load(FIRST_POSITION)
+    host = prepared.feed.loader.batches.load(FIRST_POSITION)
     state = prepared.init()
     start = {
         "params": ordered(state.params),
@@ -166,7 +166,7 @@ def compute(case: Case, prepared: PreparedRun) -> tuple[dict[str, Any], Any, Any
         "seed": np.array(state.seed),
     }
     shares = ordered_part(sum_shares(case, prepared, state, host), state.params) if case.shares else {}
-    state, metrics = prepared.step(state, prepared.loader.place(host))
+    state, metrics = prepared.step(state, prepared.feed.loader.place(host))
     jax.block_until_ready(state)
     params = ordered(state.params)
     after = {"params": params, "model_state": jax.tree.map(np.array, state.model_state)}

@@ -25,7 +25,7 @@ def sum_shares(case: Case, prepared: PreparedRun, state: Any, host: dict[str, np
       state: the state before the step.
       host: the whole batch.
     """
-    run, setup, loader = prepared.run, prepared.setup, prepared.loader
+    run, setup, loader = prepared.run, prepared.setup, prepared.feed.loader
     split = RowSplit.of(setup.mesh.shape, loader.batch_axes, case.accumulate)
     # all islands have rows for the largest share, so that one program serves all
     capacity = split.padded(max(case.shares))

@@ -29,7 +29,7 @@ from shardtrain.islands.rank_facts import (
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run, describe
-from shardtrain.trainer.data_facts import data_facts
+from shardtrain.trainer.sources import data_facts
 from shardtrain.trainer.strategy import Strategy
 
 THREE = ["island 0 (host a)", "island 1 (host b)", "island 2 (host c)"]

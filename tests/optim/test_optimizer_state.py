@@ -30,7 +30,7 @@ from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.setup import make_setup, missing_text
+from shardtrain.trainer.setup import make_setup
 from shardtrain.trainer.strategy import Strategy
 
 EMBED, MLP, ROWS = 8, 4, 16
@@ -234,7 +234,6 @@ def test_missing_arguments_of_an_optimizer_are_listed():
     assert missing_arguments(optax.lbfgs(), params, line_search=True) == []
     assert missing_arguments(optax.lbfgs(), params, line_search=False) == ["value_fn"]
     assert missing_arguments(optax.contrib.reduce_on_plateau(), params, line_search=False) == []
-    assert "one island can with --combine mean" in missing_text(["value_fn"])
 
 
 def test_runs_with_missing_arguments_or_parameters_are_refused():
@@ -243,7 +242,9 @@ def test_runs_with_missing_arguments_or_parameters_are_refused():
         return Run(**{**run, **changes})
 
     adasum = Strategy(layout=LAYOUT, synchronisation="adasum")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"needs value_fn in every update"):
+    with pytest.raises(
+        ValueError, match=r"needs value_fn in every update.*one island can with --combine mean"
+    ):
         make_setup(make_run(optimizer=optax.lbfgs(), strategy=adasum))
     with pytest.raises(ValueError, match=r"evaluate_with is 'ema', and the optimizer keeps no such"):
         make_setup(make_run(evaluate_with="ema"))

@@ -19,7 +19,7 @@ from shardtrain.data import Text
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
-from shardtrain.trainer import checked_step
+from shardtrain.trainer import run_step
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy, read_strategy
 from shardtrain.trainer.train import train
@@ -92,7 +92,7 @@ def dtypes_of_products(step) -> set[str]:
 
 
 lowered = []
-hashed = checked_step.step_program
+hashed = run_step.step_program
 
 
 def watched(run, setup, batch, programs):
@@ -103,7 +103,7 @@ def watched(run, setup, batch, programs):
     return hashed(run, setup, batch, programs)
 
 
-checked_step.step_program = watched
+run_step.step_program = watched
 state, text = resumed_as_never_interrupted("mean")
 assert dtypes_of_products(lowered[0]) == {["f32", "bf16", "f16"][ME]}
 # each island has a scale of its own: only that of float16 became smaller, by a factor for each overflow

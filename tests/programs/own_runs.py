@@ -183,24 +183,12 @@ def broadcast():
     return make(loss=lambda apply, batch: weigh((apply(batch["x"]) - batch["y"]) ** 2, batch))
 
 
-def all_pairs():
-    def loss(apply, batch):
-        y = batch["y"]
-        return weigh(((apply(batch["x"]) - y[None, :]) ** 2).mean(1), batch)
-
-    return make(loss=loss)
-
-
 def without_weights():
     def loss(apply, batch):
         losses = (apply(batch["x"])[:, 0] - batch["y"]) ** 2
         return losses.sum(), len(losses)
 
     return make(loss=loss)
-
-
-def count_of_rows():
-    return make(loss=lambda apply, batch: (squares(apply, batch)[0], len(batch["y"])))
 
 
 def count_of_none():

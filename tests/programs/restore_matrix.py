@@ -205,7 +205,7 @@ def lay(strategy: Strategy, stack: ExitStack) -> Laid:
     output = RunConsole(Console(file=io.StringIO()), ISLANDS)
     prepared = prepare_run(run, FOLDER, ISLANDS, output, stack)
     step = prepared.island_step
-    return Laid(run, prepared.setup, prepared.coordination, prepared.loader, prepared, step, [])
+    return Laid(run, prepared.setup, prepared.coordination, prepared.feed.loader, prepared, step, [])
 
 
 def save(name: str, laid: Laid) -> None:
@@ -215,13 +215,13 @@ def save(name: str, laid: Laid) -> None:
     with checkpoints:
         checkpoints.save(STEPS, state, {"run": run, "position": position})
         checkpoints.wait()
-    laid.coordination.barrier("saved")
+    laid.coordination.meet("saved")
     bits = laid.bits(state)
     _, _, losses = laid.go(state, position, MORE)
     expected = {"bits": bits, "losses": losses, "ahead": laid.ahead(position)}
     if ISLANDS is None or ISLANDS.is_first:
         (FOLDER / name / "expected.json").write_text(json.dumps(expected))
-    laid.coordination.barrier("written")
+    laid.coordination.meet("written")
 
 
 def restored(source: Path, name: str, laid: Laid) -> list[str]:

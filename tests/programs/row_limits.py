@@ -17,7 +17,7 @@ from shardtrain.data import Text
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
 from shardtrain.train_step.island_step import GradientIslandStep
-from shardtrain.trainer import evaluation, row_memory
+from shardtrain.trainer import evaluation, row_shares
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
@@ -85,7 +85,7 @@ run("too many", share_limits=(5, 8, 8))
 # a device of island 0 has the memory of 6 rows and a half; of processors nothing is known without a limit
 memory = {"bytes": 1 << 50}
 measured: list[int] = []
-fit_rows = row_memory.fit_rows
+fit_rows = row_shares.fit_rows
 
 
 def recorded(program_bytes, rows, *arguments):
@@ -93,8 +93,8 @@ def recorded(program_bytes, rows, *arguments):
     return fit_rows(program_bytes, rows, *arguments)
 
 
-row_memory.fit_rows = recorded
-row_memory.device_memory_bytes = lambda coordination: memory["bytes"]
+row_shares.fit_rows = recorded
+row_shares.device_memory_bytes = lambda coordination: memory["bytes"]
 run("enough", shares=(3.0, 1.0), share_limits="auto")
 if ISLANDS.is_first:
     memory["bytes"] = measured[0] + measured[1] * 11 // 2

@@ -25,9 +25,9 @@ from shardtrain.train_step.wave_merge import WaveMerge
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.metric_log import MetricLog
 from shardtrain.trainer.recovery import RollBack
-from shardtrain.trainer.skipped_data import skips_file
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
+from shardtrain.trainer.waves import skips_file
 
 TEXT, FOLDER = Path(sys.argv[1]), Path(sys.argv[2])
 ISLANDS = join()
@@ -77,16 +77,12 @@ def params(state):
     return np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(state.params)])
 
 
-# 1. waves of one step in which nobody may be ahead are every step
-_, text, _ = run("one", Synchronisation(on="deltas", every=1, distance=0), steps=1)
-assert ISLAND or "gradients are combined in every step" in text, text
-
-# 2. nobody may be ahead: local SGD with a merge at the end of each wave, the last one short
+# 1. nobody may be ahead: local SGD with a merge at the end of each wave, the last one short
 _, _, local = run("local", Synchronisation(on="deltas", every=5), steps=7)
 _, _, together = run("together", Synchronisation(on="deltas", every=5, distance=0), steps=7)
 np.testing.assert_allclose(together, local, rtol=1e-5, atol=1e-6)
 
-# 3. fast islands run ahead; what they push adds up to what all end with
+# 2. fast islands run ahead; what they push adds up to what all end with
 pushed, starts, end_wave = [], [], WaveMerge._end_wave
 
 
@@ -106,7 +102,7 @@ sums = np.sum(ISLANDS.all_gather_islands("pushed", np.sum(pushed, 0).tolist()), 
 np.testing.assert_allclose(ahead, starts[0] + sums, rtol=1e-4, atol=1e-5)
 assert len({tuple(each) for each in ISLANDS.all_gather_islands("ends", [float(x) for x in ahead[:50]])}) == 1
 
-# 4. an island is asked to stop: all save at a common wave, and go on from there
+# 3. an island is asked to stop: all save at a common wave, and go on from there
 steps_to_signal[0] = 4 if ISLAND == 2 else 0
 stopped, text, _ = run("stopped", WAVES, SLOW, steps=40)
 assert stopped.stopped_by == signal.SIGTERM
@@ -118,12 +114,12 @@ resumed, text, after = run("stopped", WAVES, steps=stopped.step + 4)
 assert ISLAND or f"resumed from step {stopped.step}" in text, text
 assert resumed.step == stopped.step + 4
 
-# 5. a replay of what was stopped and resumed, on islands of other speeds
+# 4. a replay of what was stopped and resumed, on islands of other speeds
 steps = stopped.step + 4
 _, _, again = run("replay", WAVES, SLOW[::-1], steps=steps, replay=FOLDER / "stopped")
 assert again.tobytes() == after.tobytes()
 
-# 6. a run that rolled back, and its replay by islands of other speeds, on which nothing was bad
+# 5. a run that rolled back, and its replay by islands of other speeds, on which nothing was bad
 faulty, add = [8 if ISLAND == 1 else 0], MetricLog.add
 
 

@@ -53,12 +53,6 @@ def test_both_curves_are_drawn(tmp_path):
     assert num_pixels(png_path, HELDOUT_COLOURS[0]) > 1000
 
 
-def test_without_heldout_losses_only_training_is_drawn(tmp_path):
-    png_path = draw(tmp_path, [(1, 3.0), (2, 2.0)])
-    assert num_pixels(png_path, TRAIN_COLOUR) > 500
-    assert num_pixels(png_path, HELDOUT_COLOURS[0]) == 0
-
-
 def test_one_point_is_visible(tmp_path):
     blank = num_pixels(draw(tmp_path, [(7, math.nan)]), TRAIN_COLOUR)
     assert num_pixels(draw(tmp_path, [(7, 3.2)]), TRAIN_COLOUR) > blank + 20
@@ -130,15 +124,4 @@ def test_metrics_without_a_loss_are_refused(tmp_path):
     assert str(error.value) == (
         f"a loss curve of {path} was asked for, but none of its 1 lines has 'train/loss' or 'heldout/loss'. "
         "Point it to the metrics of a run that has logged at least one step."
-    )
-
-
-def test_a_missing_matplotlib_names_its_extra(tmp_path, monkeypatch):
-    path = write_metrics(tmp_path / "metrics.jsonl", [(1, 2.0)])
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError) as error:
-        loss_curve(path, tmp_path / "loss.png", title="t")
-    assert str(error.value) == (
-        "a loss curve was asked for, but matplotlib is not installed. It comes with the extra 'plots': "
-        "install shardtrain[plots], or leave the picture out."
     )

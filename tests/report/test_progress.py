@@ -49,22 +49,6 @@ def test_plain_lines_have_an_interval_except_first_heldout_and_last():
     assert [line.split()[1] for line in file.getvalue().splitlines()] == ["1/6", "3/6", "6/6"]
 
 
-def test_plain_lines_continue_after_the_interval():
-    shown, file, clock = plain(total_steps=100, plain_every_seconds=10)
-    with shown:
-        for step in range(1, 31):
-            clock.now_seconds += 1
-            shown.update(step, {"train/loss": 2.0})
-    assert [line.split()[1] for line in file.getvalue().splitlines()] == ["1/100", "11/100", "21/100"]
-
-
-def test_another_unit():
-    shown, file, _ = plain(total_steps=10, unit="images", plain_every_seconds=0)
-    with shown:
-        shown.update(1, {"images_per_second": 250.0, "tokens_per_second": 1.0})
-    assert file.getvalue() == "step 1/10  250 images/s\n"
-
-
 def test_time_left_of_a_resumed_run_counts_its_own_steps():
     shown, file, clock = plain(total_steps=1000, start_step=900, plain_every_seconds=0)
     with shown:

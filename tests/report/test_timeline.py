@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from shardtrain.pipeline.schedule import SCHEDULES, allowed_chunks, forward_only, make_table
+from shardtrain.pipeline.schedule import allowed_chunks, forward_only, make_table
 from shardtrain.report.plots.timeline import TASK_COLOURS, timeline
 from shardtrain.report.timeline import timeline_text
 
@@ -89,8 +89,9 @@ def test_a_png_has_boxes_as_long_as_their_tasks(tmp_path):
     assert num_pixels(timeline(make_table("zero_bubble", 2, 3), tmp_path / "b.png"), "weight") > 5000
 
 
-@pytest.mark.parametrize("lockstep", [False, True])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "lockstep"), [("interleaved", False), ("zero_bubble", True), ("zb_v", False)]
+)
 def test_an_svg_names_every_task(name, lockstep, tmp_path):
     table = make_table(name, 3, 4, allowed_chunks(name)[0], lockstep)
     text = timeline(table, tmp_path / "a.svg").read_text()

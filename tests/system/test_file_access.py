@@ -108,13 +108,12 @@ ALLOWED = {
     "shardtrain/system/standard_streams.py": {"os.fdopen": "a standard stream", "os.open": "/dev/null"},
     "shardtrain/system/untrusted_data.py": {"json.loads": BOUNDED, "tomllib.loads": BOUNDED},
     "shardtrain/system/untrusted_files.py": {"json.loads": BOUNDED, "os.fdopen": BOUNDED, "os.open": BOUNDED},
-    "shardtrain/trainer/changed_options.py": {"json.loads": OWN},
-    "shardtrain/trainer/environment.py": {".open(rb)": "the last byte of a file that it appends to"},
-    "shardtrain/trainer/fingerprints.py": {".read_text": SYSTEM},
-    "shardtrain/trainer/program_cache.py": {".unlink": CACHED},
+    "shardtrain/trainer/resume.py": {"json.loads": OWN},
+    "shardtrain/trainer/run_folder.py": {".open(rb)": "the last byte of a file that it appends to"},
+    "shardtrain/trainer/program_cache.py": {".read_text": SYSTEM, ".unlink": CACHED},
     "shardtrain/trainer/program_mark.py": {".rmdir": "an empty folder", ".unlink": "the mark that it made"},
     "shardtrain/trainer/run_checkpoints.py": {"json.loads": OWN},
-    "shardtrain/trainer/run_facts.py": {"json.loads": OWN},
+    "shardtrain/trainer/prepared_run.py": {"json.loads": OWN},
 }  # fmt: skip
 """File -> how it reads, writes or deletes -> why that is no file of a stranger, or is bounded."""
 

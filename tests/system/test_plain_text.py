@@ -18,7 +18,7 @@ from shardtrain.plan.advice.fit import read_rows
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout_file import read_layout
 from shardtrain.system.untrusted_files import read_json
-from shardtrain.trainer.choices import read_questions
+from shardtrain.trainer.evaluation import read_questions
 from shardtrain.trainer.strategy import read_strategy
 
 QUESTION = '{"context": "a\u2028b", "choices": ["c", "d"], "answer": 0}\n'

@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ from shardtrain.checkpoints.evaluations import best_saved
 from shardtrain.checkpoints.paths import finished
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.report.sinks.json_lines import read_jsonl
-from shardtrain.trainer import loop_setup
+from shardtrain.trainer import session
 from shardtrain.trainer.config import Run, StartFrom
+from shardtrain.trainer.sources import data_facts, is_other_data
 from shardtrain.trainer.train import train
 from shardtrain.trainer.trained_model import load
 
@@ -68,41 +68,26 @@ def start(folder: Path, patch: pytest.MonkeyPatch, die_at: int = 0, **changes: A
 
     console = Console(file=io.StringIO(), width=300)
     with patch.context() as inside:
-        inside.setattr(loop_setup, "make_evaluation", given)
+        inside.setattr(session, "make_evaluation", given)
         train(dataclasses.replace(RUN, run_dir=folder, **changes), console)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True)
-class Grown(Tokens):
-    """As many samples as these, and other held-out ones."""
-
-    num_train: int = 64
-
-    def train(self, folder: Path) -> Any:
-        return Tokens().train(folder)[: self.num_train]
-
-
-@pytest.mark.parametrize(
-    "change", ["another number", pytest.param("other contents", marks=pytest.mark.full), "none"]
-)
+@pytest.mark.parametrize("change", ["another number", pytest.param("other contents", marks=pytest.mark.full)])
 def test_the_best_step_is_that_of_the_held_out_data_of_now(change, tmp_path, monkeypatch):
     start(tmp_path, monkeypatch, steps=4)
     assert kept(tmp_path) == ([3, 4], 3)
     sample = Tokens().train(tmp_path)
-    sets = {"another number": sample[:7], "other contents": sample[8:16], "none": sample[:8]}[change]
+    sets = {"another number": sample[:7], "other contents": sample[8:16]}[change]
     text = start(tmp_path, monkeypatch, steps=6, data=Tokens(heldout_sets=sets))
-    is_other = change != "none"
-    assert ("the held-out data is not that of the checkpoint" in text) == is_other
-    assert kept(tmp_path) == (([5, 6], 5) if is_other else ([3, 6], 3))
+    assert "the held-out data is not that of the checkpoint" in text
+    assert kept(tmp_path) == ([5, 6], 5)
 
 
-def test_a_source_that_grew_is_read_from_its_beginning(tmp_path, monkeypatch):
-    start(tmp_path, monkeypatch, steps=2, data=Grown(num_train=40))
-    text = start(tmp_path, monkeypatch, steps=3, data=Grown(num_train=56))
-    assert "WARNING: the data is not that of the checkpoint: training continues from its beginning" in text
-    text = start(tmp_path, monkeypatch, steps=4, data=Grown(num_train=56))
-    assert "WARNING: the data" not in text
+def test_a_source_that_grew_is_other_data():
+    before, after = (data_facts([0] * number, {}, with_contents=False) for number in (40, 56))
+    assert is_other_data(before, after)
+    assert not is_other_data(before, before)
 
 
 def kept(folder: Path) -> tuple[list[int], int | None]:
@@ -129,18 +114,6 @@ def test_the_best_step_is_saved_and_kept_also_over_a_resume(tmp_path, monkeypatc
     assert model.embedding[...].shape == (32, 8)
 
 
-def test_without_it_no_step_is_saved_for_its_value(tmp_path, monkeypatch):
-    start(tmp_path, monkeypatch, checkpoints=CheckpointPolicy(keep=1))
-    assert kept(tmp_path) == ([6], None)
-    assert not (tmp_path / "checkpoints/evaluations.json").exists()
-
-
-def test_the_highest_value_is_the_best_where_that_is_said(tmp_path, monkeypatch):
-    policy = CheckpointPolicy(keep=1, best="heldout/loss", best_is="highest")
-    start(tmp_path, monkeypatch, checkpoints=policy)
-    assert kept(tmp_path) == ([1, 6], 1)
-
-
 @pytest.mark.parametrize("die_at", [3, pytest.param(4, marks=pytest.mark.full)])
 def test_a_run_that_is_killed_in_an_evaluation_keeps_the_same_step(die_at, tmp_path, monkeypatch):
     """Also where the step was saved before it was evaluated: every second one."""
@@ -150,16 +123,6 @@ def test_a_run_that_is_killed_in_an_evaluation_keeps_the_same_step(die_at, tmp_p
     printed = start(tmp_path, monkeypatch, checkpoints=policy)
     assert f"resumed from step { {3: 2, 4: 4}[die_at] }" in printed
     assert kept(tmp_path) == ([3, 6], 3)
-
-
-def test_values_of_steps_after_the_one_from_which_a_run_resumes_are_forgotten(tmp_path, monkeypatch):
-    start(tmp_path, monkeypatch, steps=3)
-    assert kept(tmp_path) == ([3], 3)
-    # the best step is lost, and the run repeats it with another value
-    shutil.rmtree(tmp_path / "checkpoints/step_00000003")
-    monkeypatch.setitem(LOSSES, 3, 6.0)
-    start(tmp_path, monkeypatch)
-    assert kept(tmp_path) == ([4, 6], 4)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 import shardtrain as st
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.trainer.changed_options import check_options, check_synchronous_steps
 from shardtrain.trainer.config import Run, describe
+from shardtrain.trainer.resume import check_options, check_synchronous_steps
 
 
 def test_the_size_of_chunks_of_logits_may_change():

@@ -13,7 +13,7 @@ from tiny_language_model import TinyConfig
 from shardtrain.data import Chat, Corpus, MaskedTokens, Mixture, TokenPairs, Tokens, token_range, write_tokens
 from shardtrain.data.huggingface_tokenizer import train_tokenizer
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.data_checks import token_problems
+from shardtrain.trainer.sources import token_problems
 from shardtrain.trainer.train import train
 
 VOCAB = 300

@@ -11,7 +11,7 @@ from tiny_language_model import TinyConfig
 
 from shardtrain.data import Text
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.environment import ENVIRONMENT, append_line, rank_environment, start_record
+from shardtrain.trainer.run_folder import ENVIRONMENT, append_line, rank_environment, start_record
 from shardtrain.trainer.train import train
 
 

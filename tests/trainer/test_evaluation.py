@@ -17,6 +17,7 @@ from shardtrain.checkpoints.evaluations import read_evaluations
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run, Strategy
+from shardtrain.trainer.sources import open_sources
 from shardtrain.trainer.train import train
 
 PROGRAM = """
@@ -126,9 +127,8 @@ def named(tmp_path_factory):
 def test_each_set_has_the_losses_that_it_has_as_the_only_one(named, tmp_path):
     lines, printed, folder = named
     assert [sorted(line) for line in lines] == [["heldout/a/loss", "heldout/b/loss"]] * 2
-    for name, source in (("a", A), ("b", B)):
-        alone, _ = start(tmp_path / name, source)
-        assert [line["heldout/loss"] for line in alone] == [line[f"heldout/{name}/loss"] for line in lines]
+    alone, _ = start(tmp_path, A)
+    assert [line["heldout/loss"] for line in alone] == [line["heldout/a/loss"] for line in lines]
     last = lines[-1]
     assert f"heldout a {last['heldout/a/loss']:.4f}  heldout b {last['heldout/b/loss']:.4f}" in printed
     assert (folder / "loss.png").stat().st_size > 0
@@ -187,10 +187,9 @@ class Samples(Mapping[int, Any]):
 
 
 def test_a_dict_of_samples_is_one_set_and_no_sets_are_none(tmp_path):
-    lines, _ = start(tmp_path / "dict", Samples(), steps=1)
-    assert list(lines[-1]) == ["heldout/loss"]
-    lines, _ = start(tmp_path / "none", {}, steps=1)
-    assert lines == [{}]
+    for heldout, names in ((Samples(), [""]), ({}, []), (None, []), ({"a": A}, ["a"])):
+        _, sets = open_sources(dataclasses.replace(RUN, data=Data(heldout)), tmp_path)
+        assert list(sets) == names
 
 
 def test_what_is_no_set_is_refused_by_name(tmp_path):

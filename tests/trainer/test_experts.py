@@ -24,7 +24,7 @@ from shardtrain.optim.optimizer import Optimizer
 from shardtrain.sharding.layout import Layout
 from shardtrain.system.lazy_array import LazyArray
 from shardtrain.trainer import pretrained
-from shardtrain.trainer.start_from import StartFrom
+from shardtrain.trainer.config import StartFrom
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
 
@@ -73,6 +73,7 @@ def test_experts_are_restored_on_another_mesh(tmp_path, on_one_device):
 MIXTRAL = DecoderConfig(
     vocab=64, seq=8, embed=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp=32,
     positions="rotary", norm="rmsnorm", activation="swiglu", bias=False, tied=False, experts="num=4,top=2",
+    remat="none",
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.trainer.fingerprints import divergence_text, fingerprints, make_find_divergence
+from shardtrain.trainer.synchronisation import divergence_text, fingerprints, make_find_divergence
 
 
 def test_a_fingerprint_notices_any_change():

@@ -29,7 +29,7 @@ from shardtrain.functional.loss import (
 from shardtrain.functional.loss_checks import guarded
 from shardtrain.functional.model import Model
 from shardtrain.models.mlp import MlpConfig
-from shardtrain.trainer import loop_setup, prepared_run
+from shardtrain.trainer import prepared_run, session
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.first_batch import class_problems, loss_problems, make_expected
 from shardtrain.trainer.train import train
@@ -286,7 +286,7 @@ def test_a_run_whose_every_step_was_skipped_says_why(tmp_path, monkeypatch):
 
 def test_a_run_that_learned_before_it_was_resumed_may_end_with_skipped_steps(tmp_path, monkeypatch):
     train(make_run(Points(), tmp_path, steps=2), Console(quiet=True))
-    for module in (prepared_run, loop_setup):
+    for module in (prepared_run, session):
         monkeypatch.setattr(module, "class_problems", lambda expected, batch: [])
     console = Console(file=(out := io.StringIO()), width=200)
     run = make_run(Points(bad=0), tmp_path, steps=3, allow=Allow(changed=("data*",)))

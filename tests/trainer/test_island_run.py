@@ -54,6 +54,16 @@ def test_rows_follow_the_speed_where_islands_differ(other):
     assert across_of(limited, other)[0] == Across(shares="auto", share_limits=(4, 8))
 
 
+def test_waves_of_one_step_in_which_nobody_is_ahead_are_every_step():
+    run = replace(RUN, strategy=Strategy(synchronisation=Synchronisation(on="deltas", every=1, distance=0)))
+    notes: list[str] = []
+    output: Any = SimpleNamespace(note=notes.append)
+    assert run_of_island(run, None, output).strategy.synchronisation == Synchronisation()
+    assert notes == [
+        "waves of one step in which no island may be ahead: gradients are combined in every step"
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "other"),
     [

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from shardtrain.train_step.seats import Seats
-from shardtrain.trainer.memory import Peak, memory_text, peak_memory
+from shardtrain.trainer.usage import Peak, memory_text, peak_memory
 
 MIB = 1 << 20
 

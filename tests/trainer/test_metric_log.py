@@ -2,38 +2,45 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from shardtrain.islands.watchdog.activity import ActivityRecord
-from shardtrain.trainer.loop_parts import LoopOptions
 from shardtrain.trainer.metric_log import MOST_SKIPPED, MetricLog
+from shardtrain.trainer.recovery import Recovery
+from shardtrain.trainer.strategy import Strategy
 
 
-def log_of(num_steps):
+def make_log():
     """A log, the losses that it writes in every second step, and its notes."""
     lines, notes = {}, []
-    parts = SimpleNamespace(
+    run = SimpleNamespace(
+        log_every=2,
+        unit="tokens",
+        nonfinite="skip",
+        recovery=Recovery(),
+        strategy=Strategy(),
+        optimizer=None,
+    )
+    prepared = SimpleNamespace(
+        run=run, labels=(), num_devices=1, num_skipped=None, seconds_at_peak=lambda: 0.0
+    )
+    session: Any = SimpleNamespace(
+        prepared=prepared,
         activity=ActivityRecord(),
-        sink=SimpleNamespace(write=lambda step, line: lines.update({step: line.get("train/loss")})),
-        progress=SimpleNamespace(update=lambda step, line: None, note=notes.append),
+        output=SimpleNamespace(update=lambda step, line: None, note=notes.append),
         hooks=SimpleNamespace(log=lambda step, line: None),
         totals=SimpleNamespace(updated=lambda clipped: None, wall_seconds=lambda: 0.0),
         spent=dict,
-        labels=(),
-        peak_memory_bytes=lambda: 0,
-        num_devices=1,
-        seconds_at_peak=lambda: 0.0,
-        num_skipped=lambda: None,
-        explain=lambda step: "",
     )
-    log = MetricLog(parts, LoopOptions(steps=num_steps, log_every=2))  # pyright: ignore[reportArgumentType]
-    return log, lines, notes
+    sink: Any = SimpleNamespace(write=lambda step, line: lines.update({step: line.get("train/loss")}))
+    return MetricLog(session, sink, lambda step: ""), lines, notes
 
 
 def lines_of(steps):
     """The losses by step, and the notes."""
-    log, lines, notes = log_of(len(steps))
+    log, lines, notes = make_log()
     for step, metrics in enumerate(steps, start=1):
         log.add(step, {"grad_norm": 1.0, "skipped": 0.0, **metrics})
     log.finish()
@@ -57,7 +64,7 @@ def test_a_skipped_step_of_its_own_does_not_count():
 
 
 def test_a_step_that_only_fills_a_pipeline_updates_nothing():
-    log, lines, notes = log_of(2 * MOST_SKIPPED)
+    log, lines, notes = make_log()
     bad = {"loss_sum": math.nan, "count": 2.0, "grad_norm": math.nan, "skipped": 1.0}
     filling = {"loss_sum": 0.0, "count": 0.0, "skipped": 0.0}
     for step in range(1, 2 * MOST_SKIPPED):

@@ -15,7 +15,7 @@ from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.optimizer_values import VALUES, initial_values, with_new_values
+from shardtrain.trainer.restore_state import VALUES, initial_values, with_new_values
 from shardtrain.trainer.train import train
 
 

@@ -34,14 +34,12 @@ class Equal:
 
 
 class Tokens(nnx.Module):
-    def __init__(self, rngs, merged: bool | str = True):
+    def __init__(self, rngs, merged: bool = True):
         self.dense, self.merged = nnx.Linear(4, 4, rngs=rngs), merged
         self.drop, self.streams = nnx.Dropout(0.5, rngs=rngs), rngs.dropout.fork()
 
     def __call__(self, x):
         y = self.dense(x)
-        if self.merged == "twice":
-            return self.drop(jnp.concatenate([y, y]))[: len(y)]
         if not self.merged:
             keys = jax.vmap(jax.random.fold_in, (None, 0))(self.streams(), jnp.arange(len(y)))
             return y + jax.vmap(lambda key: jax.random.normal(key, y.shape[1:]))(keys)
@@ -76,9 +74,8 @@ def test_merged_tokens_have_the_masks_of_one_device(tmp_path):
     np.testing.assert_allclose([halves, mesh], [one, one], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("merged", [False, "twice"])
-def test_what_depends_on_the_split_is_refused_if_rows_are_split(merged, tmp_path):
-    run = replace(RUN, model=lambda rngs: Tokens(rngs, merged), steps=1, run_dir=tmp_path)
+def test_what_depends_on_the_split_is_refused_if_rows_are_split(tmp_path):
+    run = replace(RUN, model=lambda rngs: Tokens(rngs, False), steps=1, run_dir=tmp_path)
     split = Strategy(layout=ONE, accumulate=2)
     with pytest.raises(ValueError) as error:
         train(replace(run, strategy=split), Console(file=io.StringIO()))

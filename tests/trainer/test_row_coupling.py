@@ -14,6 +14,7 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.trainer import loss_trace
 from shardtrain.trainer.loss_trace import check_trace
+from shardtrain.trainer.row_coupling import find_couplings
 
 RANDOM = np.random.default_rng(0)
 BATCH = {
@@ -55,14 +56,6 @@ def of_losses(total):
     return lambda apply, batch: (total(losses_of(apply, batch), batch), batch["weights"].sum())
 
 
-def of_centres(losses, batch):
-    return (jax.ops.segment_sum(losses, batch["label"], 3) ** 2).sum()
-
-
-def balanced(losses, batch):
-    return (losses / jnp.bincount(batch["label"], length=3)[batch["label"]]).sum()
-
-
 @jax.custom_vjp
 def normalized(x):
     return x
@@ -87,7 +80,6 @@ COUPLED: dict[str, tuple[Any, str]] = {
     "pairs": (pairs, "computes something for each pair of rows"),
     "a root of the sum": (lambda *both: plain(*both, of_sum=jnp.sqrt), "takes the sqrt of a sum over rows"),
     "centred": (changed(lambda _, x: x - x.mean(0)), "a number that is computed from all rows"),
-    "mixed": (changed(lambda apply, x: x + jax.random.permutation(apply.key, x)), "sorts or permutes rows"),
     "sorted": (changed(lambda _, x: x[jnp.argsort(x[:, 0, 0])]), "sorts or permutes rows"),
     "neighbours": (changed(lambda _, x: x - jnp.roll(x, 1, 0)), "takes some of the rows"),
     "added up": (changed(lambda _, x: jnp.cumsum(x, 0)), "adds up along rows"),
@@ -97,22 +89,14 @@ COUPLED: dict[str, tuple[Any, str]] = {
         "computes with the numbers of rows",
     ),
     "reversed": (changed(lambda _, x: x - x[::-1]), "reverses rows"),
-    "first": (changed(lambda _, x: x - x[0]), "takes some of the rows"),
-    "differences": (of_losses(lambda x, _: ((x[1:] - x[:-1]) ** 2).sum()), "takes some of the rows"),
     "looked up": (changed(lambda _, x: x + x[jnp.int32(x[:, 0, 0] > 0)]), "takes some of the rows"),
     "written": (
         of_losses(lambda x, batch: jnp.zeros(3).at[batch["label"]].max(x).sum()),
         "writes rows to the places of others",
     ),
-    "of classes": (of_losses(of_centres), "takes the integer_pow of a sum over rows"),
-    "balanced": (of_losses(balanced), "a number that is computed from all rows"),
     "hardest": (of_losses(lambda x, _: jax.lax.top_k(x, 2)[0].sum()), "sorts or permutes rows"),
     "worst": (of_losses(lambda x, _: x.max()), "takes the largest of all rows"),
     "a ratio": (of_losses(lambda x, batch: x.sum() / (x * x).sum()), "takes the div of a sum"),
-    "a mean of no rows": (
-        of_losses(lambda x, batch: x.sum() / batch["weights"].sum() * batch["weights"].sum()),
-        "takes the div of a sum",
-    ),
     "a product": (of_losses(lambda x, _: x.sum() * x.sum()), "takes the mul of a sum over rows"),
     "an extreme": (of_losses(lambda x, _: jnp.maximum(x.sum(), 0.3)), "takes the max of a sum over rows"),
     "a constant beside": (of_losses(lambda x, _: x.sum() + 3.0), "adds a number that no row contributes"),
@@ -165,22 +149,26 @@ def warnings(loss, num_parts, model: Any = Net, batch=BATCH, num_microbatches=1)
     return found.warnings
 
 
-COMPUTED = (
-    "pairs",
-    "centred",
-    "looked up",
-    "of classes",
-    "an offset in the count",
-    "rows by number",
-    "a loop",
-)
-"""Those of which a few rows are computed as well; the others are as a model that is too large."""
+def average(x):
+    """A model without parameters."""
+    return x.mean(1)
+
+
+average.key = jax.random.key(0)
 
 
 @pytest.mark.parametrize("name", COUPLED)
-def test_the_line_of_dependent_rows_is_named(name, monkeypatch):
-    if name not in COMPUTED:
-        monkeypatch.setattr(loss_trace, "row_difference", lambda *_, **__: None)
+def test_the_line_of_dependent_rows_is_named(name):
+    loss, what = COUPLED[name]
+    rows = {each: np.resize(x, (22, *x.shape[1:])) for each, x in BATCH.items()}
+    found = find_couplings(jax.make_jaxpr(lambda batch: loss(average, batch))(rows), 11).lines
+    assert any(what in each.what for each in found.values()), found
+    assert all("test_row_coupling.py:" in line for line in found)
+
+
+@pytest.mark.parametrize("name", ["centred", "an offset in the count"])
+def test_a_run_warns_of_it_where_it_splits_its_batches(name):
+    """A few rows are computed as well: nothing undoes what the operations do."""
     loss, what = COUPLED[name]
     text = "\n".join(warnings(loss, 6))
     assert what in text
@@ -213,18 +201,12 @@ def test_a_number_that_no_row_contributes_is_named():
 
 UNDONE = {
     "a mean times the count": of_losses(lambda x, batch: x.mean() * len(x)),
-    "shares of rows": of_losses(lambda x, batch: (x / len(x)).sum() * len(x)),
     "a sum of what is sorted": of_losses(lambda x, _: jnp.sort(x).sum()),
-    "a guarded share": of_losses(lambda x, _: x.sum() / jnp.maximum(x.size, 1e-6) * len(x)),
     "a guarded count": lambda apply, batch: (
         plain(apply, batch)[0],
         jnp.maximum(batch["weights"].sum(), 1e-6),
     ),
-    "there and back": of_losses(lambda x, _: x[::-1][::-1].sum()),
     "a penalty times the count": penalized(lambda penalty, count: penalty * count),
-    "a penalty times the rows": lambda apply, batch: penalized(lambda penalty, _: penalty * len(batch["x"]))(
-        apply, batch
-    ),
 }
 
 
@@ -242,13 +224,7 @@ of_its_own.defjvp(lambda x, dx: (x[0], dx[0] / (1 + jnp.square(x[0]).sum())))
 
 SEEN: dict[str, Any] = {
     "places by numbers": changed(lambda _, x: x - x[(jnp.arange(len(x)) + 1) % len(x)]),
-    "a root of the number": changed(lambda _, x: x / np.sqrt(len(x))),
     "a constant in an array": of_losses(lambda x, _: jnp.concatenate([x, jnp.ones(1)]).sum()),
-    "the first of a part": of_losses(lambda x, _: jnp.where(jnp.arange(len(x)) == 0, 2 * x, x).sum()),
-    "a floor of whole numbers": lambda apply, batch: (
-        losses_of(apply, batch).sum(),
-        jnp.maximum(jnp.int32(batch["weights"]).sum(), 1),
-    ),
     "in a loop": changed(
         lambda _, x: jax.lax.while_loop(
             lambda at: at[0] < 2, lambda at: (at[0] + 1, at[1] - 0.5 * at[1].mean(0)), (0, x)

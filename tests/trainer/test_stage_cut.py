@@ -23,7 +23,7 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.trainer.stage_checks import sharded_blocks_problems
 from shardtrain.trainer.stage_cut import IslandDevices, cut_text, devices_of_stages, island_devices
-from shardtrain.trainer.stage_probe import flops_per_second
+from shardtrain.trainer.traced_cut import flops_per_second
 
 FAST, SLOW = "NVIDIA H100 80GB HBM3", "NVIDIA L4"
 

@@ -168,27 +168,27 @@ def parsed(tmp_path: Path, *options: str) -> Run:
     return parse_run("train", [str(tmp_path / "run.py"), *options])[0]
 
 
-def test_a_run_leaves_its_strategy_and_another_takes_it(tmp_path):
+def test_a_run_leaves_its_strategy_and_another_takes_it(tmp_path, one_device):
     text = tmp_path / "text.txt"
     text.write_bytes(b"shardtrain" * 40)
+    data, strategy = Text(paths=(text,), seq=8), Strategy(accumulate=2)
+    train(
+        Run(model=TinyConfig(), data=data, strategy=strategy, batch=8, steps=1, run_dir=tmp_path / "run"),
+        Console(file=io.StringIO()),
+    )
+    file = tmp_path / "run" / "strategy.toml"
+    assert read_strategy(file) == strategy
+    manifest = next((tmp_path / "run" / "checkpoints").glob("step_*/manifest.json"))
+    assert "accumulate = 2" in manifest.read_text()
+
+
+def test_options_change_single_fields_of_a_file_and_a_preset_its_synchronisation(tmp_path):
     strategy = Strategy(
         layout=Layout(mesh={"data": 4, "tensor": 2}),
         synchronisation=Synchronisation(on="deltas", every=2, outer=Outer(learning_rate=0.5)),
     )
-    run = Run(
-        model=TinyConfig(),
-        data=Text(paths=(text,), seq=8),
-        strategy=strategy,
-        batch=8,
-        steps=2,
-        run_dir=tmp_path / "run",
-    )
-    train(run, Console(file=io.StringIO()))
-    file = tmp_path / "run" / "strategy.toml"
-    assert read_strategy(file) == strategy
-    manifest = next((tmp_path / "run" / "checkpoints").glob("step_*/manifest.json"))
-    assert "every = 2" in manifest.read_text()
-    # options change single fields of the file's, and a preset its synchronisation
+    file = tmp_path / "strategy.toml"
+    file.write_text(strategy_text(strategy))
     changed = parsed(tmp_path, "--strategy", str(file), "--local-steps", "5", "--mesh", "data=8").strategy
     assert changed.synchronisation == Synchronisation(on="deltas", every=5, outer=Outer(learning_rate=0.5))
     assert changed.layout.mesh == {"data": 8}

@@ -10,13 +10,11 @@ import pytest
 from rich.console import Console
 from tiny_language_model import TinyConfig
 
-from shardtrain.checkpoints.differences import Allow
 from shardtrain.islands.options import Across
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
-from shardtrain.trainer.changed_options import check_options
 from shardtrain.trainer.config import Run, describe
-from shardtrain.trainer.resume import find_checkpoint
+from shardtrain.trainer.resume import _next_position, check_options, find_checkpoint
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
 
@@ -117,12 +115,15 @@ def test_another_number_of_tokens_reads_the_epoch_again(tmp_path, one_device):
     assert position == {"epoch": 0, "index": 4}
 
 
-def test_another_seed_reads_the_epoch_again(tmp_path, one_device):
-    train(tiny(tmp_path), Console(file=io.StringIO()))
-    output = io.StringIO()
-    again = tiny(tmp_path, seed=7, steps=5, allow=Allow(changed=("seed",)))
-    train(again, Console(file=output, width=200))
-    assert "WARNING: batches of tokens are others than before" in output.getvalue()
+def test_another_seed_reads_the_epoch_again(tmp_path):
+    run, notes = tiny(tmp_path), []
+    extra = {"run": {**describe(run), "data.fingerprint": None}, "position": {"epoch": 1, "index": 4}}
+    for seed, index in ((run.seed, 4), (7, 0)):
+        again = dataclasses.replace(run, seed=seed)
+        now = {**describe(again), "data.fingerprint": None}
+        assert _next_position(again, extra, now, notes.append) == {"epoch": 1, "index": index}
+    (note,) = notes
+    assert note.startswith("WARNING: batches of tokens are others than before")
 
 
 def test_a_checkpoint_from_before_there_were_batches_of_tokens_is_resumed(tmp_path):

@@ -1,6 +1,5 @@
 """MFU in the metrics of a run: what is counted of a model, what it is divided by, and where there is none."""
 
-import doctest
 import io
 from dataclasses import replace
 
@@ -17,11 +16,11 @@ from shardtrain.plan.devices import Device
 from shardtrain.plan.trace import trace
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
-from shardtrain.trainer import utilization
+from shardtrain.trainer import usage
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
-from shardtrain.trainer.utilization import row_flops, row_seconds_at_peak
+from shardtrain.trainer.usage import row_flops, row_seconds_at_peak
 
 GPT = DecoderConfig(vocab=64, seq=16, embed=32, num_layers=2, num_heads=4)
 FLASH = replace(GPT, attention="cudnn")
@@ -104,7 +103,7 @@ def test_the_gradient_of_a_strided_convolution_has_twice_its_flops():
 
 
 def test_the_peak_is_that_of_all_devices_of_all_islands(monkeypatch):
-    monkeypatch.setattr(utilization, "row_flops", lambda run, batch: 2.5e9)
+    monkeypatch.setattr(usage, "row_flops", lambda run, batch: 2.5e9)
     notes = []
     devices = [("NVIDIA H100 80GB HBM3", 4), ("NVIDIA L4", 2), ("NVIDIA H100 80GB HBM3", 4)]
     seconds = row_seconds_at_peak(run_of(GPT), {}, devices, notes.append)
@@ -118,7 +117,7 @@ def test_the_peak_is_that_of_all_devices_of_all_islands(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["cpu", "Tesla V100-SXM2-16GB"])
 def test_without_the_peak_of_one_kind_nothing_is_counted(kind, monkeypatch):
-    monkeypatch.setattr(utilization, "row_flops", None)
+    monkeypatch.setattr(usage, "row_flops", None)
     notes = []
     assert row_seconds_at_peak(run_of(GPT), {}, [("NVIDIA L4", 2), (kind, 1)], notes.append) == 0
     tokens = run_of(GPT, batch_unit="tokens")
@@ -137,7 +136,7 @@ def test_a_model_that_cannot_be_traced_for_a_device_of_no_kind_has_no_mfu():
 
 
 def test_a_run_writes_its_mfu(tmp_path, monkeypatch):
-    monkeypatch.setattr(utilization, "known_device", lambda kind: CPU)
+    monkeypatch.setattr(usage, "known_device", lambda kind: CPU)
     model, output = TinyConfig(num_layers=2), io.StringIO()
     run = run_of(
         model,
@@ -161,7 +160,3 @@ def test_a_run_writes_its_mfu(tmp_path, monkeypatch):
     shown = output.getvalue()
     assert "flops a row over the peak in dense bfloat16 of 8 x cpu, 0.001 teraflops/s each (imagined" in shown
     assert f"tokens/s  MFU {lines[-1]['mfu']:.1%}  left 0s" in shown
-
-
-def test_examples():
-    assert doctest.testmod(utilization).failed == 0

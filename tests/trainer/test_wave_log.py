@@ -3,7 +3,7 @@
 import pytest
 
 from shardtrain.islands.parameter_shard import Event
-from shardtrain.trainer.wave_log import WaveLog, read_wave_log, wave_file
+from shardtrain.trainer.waves import WaveLog, read_wave_log, wave_file
 
 
 def test_what_came_after_a_checkpoint_is_dropped_where_a_run_goes_on_from_it(tmp_path):

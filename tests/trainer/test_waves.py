@@ -7,7 +7,7 @@ import numpy as np
 
 from shardtrain.islands.parameter_shard import Event
 from shardtrain.report.sinks.json_lines import read_jsonl
-from shardtrain.trainer.wave_log import read_wave_log
+from shardtrain.trainer.waves import read_wave_log
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "waves.py"
 EVERY, DISTANCE, STEPS = 2, 2, 12

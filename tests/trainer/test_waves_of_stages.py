@@ -8,7 +8,7 @@ import pytest
 
 from shardtrain.islands.parameter_shard import Event
 from shardtrain.report.sinks.json_lines import read_jsonl
-from shardtrain.trainer.wave_log import read_wave_log
+from shardtrain.trainer.waves import read_wave_log
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "waves_of_stages.py"
 EVERY, DISTANCE, STEPS = 2, 1, 8

@@ -22,7 +22,7 @@ def open_tensorboard(
     folder: Path, resume_after: int | None, report: Callable[[str], None]
 ) -> "TensorBoard | None":
     """Open the event files of a run; None if tensorboardX is not installed."""
-    if not TensorBoard.installed():
+    if importlib.util.find_spec("tensorboardX") is None:
         report("no TensorBoard files: install shardtrain[tensorboard]")
         return None
     return TensorBoard(folder / FOLDER, resume_after=resume_after, report=report)
@@ -38,48 +38,30 @@ class TensorBoard:
         folder: the folder of the event files; each start adds one.
         resume_after: the restored step; TensorBoard hides what earlier files hold after it. None: all of it.
         report: receives a warning when they cannot be written, see `LogFile`.
-
-    Raises:
-        ValueError: tensorboardX is not installed.
     """
 
     def __init__(
         self, folder: Path | str, *, resume_after: int | None, report: Callable[[str], None] = _LOG.warning
     ) -> None:
-        try:
-            import tensorboardX
-        except ImportError as error:
-            raise ValueError(_missing_tensorboard()) from error
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         earlier = sum(1 for _ in folder.glob("events.out.tfevents.*"))
         # two of the same second have names of their own
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{earlier:04d}"
         self._file = LogFile(folder / name, append=False, report=report)
-        self._closed = False
         first = 0 if resume_after is None else resume_after + 1
-        self._events: Any = importlib.import_module(f"{tensorboardX.__name__}.proto.event_pb2")
+        self._events: Any = importlib.import_module("tensorboardX.proto.event_pb2")
         self._add(file_version="brain.Event:2")
         start = self._events.SessionLog(status=self._events.SessionLog.START)
         self._add(step=first, session_log=start)
 
-    @staticmethod
-    def installed() -> bool:
-        """Whether the extra `tensorboard` is installed."""
-        return importlib.util.find_spec("tensorboardX") is not None
-
     def write(self, step: int, values: Mapping[str, float]) -> None:
         from tensorboardX.summary import scalar
 
-        if self._closed:
-            raise ValueError(
-                f"step {step} was written to a TensorBoard sink after close(). Open another sink."
-            )
         for name, value in values.items():
             self._add(step=step, summary=scalar(name, float(value)))
 
     def close(self) -> None:
-        self._closed = True
         self._file.close()
 
     def _add(self, **event: Any) -> None:
@@ -90,10 +72,3 @@ class TensorBoard:
         length = struct.pack("<Q", len(data))
         checksums = [struct.pack("<I", masked_crc32c(each)) for each in (length, data)]
         self._file.write(length + checksums[0] + data + checksums[1])
-
-
-def _missing_tensorboard() -> str:
-    return (
-        "a TensorBoard sink was asked for, but tensorboardX is not installed. It comes with the extra "
-        "'tensorboard': install shardtrain[tensorboard], or leave the TensorBoard sink out."
-    )

@@ -1,16 +1,21 @@
-"""The step of several islands: each a replica of the model, or a stage of its pipeline.
+"""The step of a run: of one island, of several replicas, or of a pipeline's stages; its programs are checked.
 
 Next: `train_step/island_step.py`, `train_step/stage_step.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from shardtrain.data import Loader
 from shardtrain.functional.loss import Batch
 from shardtrain.islands.membership import Islands
+from shardtrain.islands.rank_facts import program_fact
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.pipeline.in_flight import in_flight_text
 from shardtrain.pipeline.schedule import forward_only, make_table
@@ -20,19 +25,106 @@ from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.traced_cut import TracedModel
 from shardtrain.report.islands import buckets_text, parts_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
+from shardtrain.train_step.delta_island_step import DeltaIslandStep
+from shardtrain.train_step.initial_state import restorable_state
 from shardtrain.train_step.island_step import GradientIslandStep, IslandStep, make_island_step
 from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.seats import Seats
 from shardtrain.train_step.stage_step import StageStep
+from shardtrain.train_step.state import State
+from shardtrain.train_step.step import Step, make_step
 from shardtrain.train_step.wave_merge import VirtualWorker, WaveMerge
-from shardtrain.trainer.config import Run
+from shardtrain.trainer.config import Run, describe
+from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
+from shardtrain.trainer.layout_check import check_permutes, has_permutes
 from shardtrain.trainer.program_cache import kept_in
+from shardtrain.trainer.program_mark import make_mark
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.setup import RunSetup
-from shardtrain.trainer.traced_text import traced_cut_text
-from shardtrain.trainer.wave_log import WaveLog
-from shardtrain.trainer.waves import make_waves
+from shardtrain.trainer.traced_cut import traced_cut_text
+from shardtrain.trainer.waves import WaveLog, make_meetings, make_waves
+
+
+def make_checked_step(
+    run: Run,
+    folder: Path,
+    setup: RunSetup,
+    coordination: Coordination,
+    loader: Loader,
+    batch: Any,
+    shares: RowShares,
+    output: RunConsole,
+    stack: ExitStack,
+) -> tuple[Step, IslandStep | None, Meetings, State]:
+    """Make the step of a run, and check that islands of the same mesh and rows have the same programs.
+
+    Args:
+      run: the run.
+      folder: the folder of the run.
+      setup: model, optimizer, mesh and placement.
+      coordination: the exchange with the other islands.
+      loader: the loader of this process's rows.
+      batch: the first batch, on the mesh.
+      shares: the rows of each island.
+      output: receives notes.
+      stack: closes what is opened here.
+
+    Returns:
+      (the step, which is compiled when it is first called; the same of several islands, None for a run of one
+      island; after which steps all islands meet; the shapes, dtypes and shardings of the step's state).
+
+    Raises:
+      ValueError: islands differ; or see `check_permutes` and `make_multi_island_step`.
+    """
+    meetings, islands = make_meetings(run), coordination.islands
+    wave_log = WaveLog(folder, 0 if islands is None else islands.seat.island, output.note)
+    stack.callback(wave_log.close)
+    island_step = make_multi_island_step(
+        run, setup, coordination, loader, batch, shares=shares, meetings=meetings, wave_log=wave_log
+    )
+    step, wanted = island_step, restorable_state(setup.placement)
+    if island_step is not None:
+        stack.callback(island_step.close)
+        wanted = island_step.wanted(wanted, batch)
+    if step is None:
+        rate = setup.learning_rate
+        step = make_step(setup.model, run.loss, setup.optimizer, setup.placement, rate, last_step=run.steps)
+    # the program of a pipeline is compiled for its check, where XLA may end the process already
+    with make_mark(run.strategy, folder, coordination).running("the training step"):
+        _check_programs(run, setup, coordination, step, wanted, batch)
+    return step, island_step, meetings, wanted
+
+
+def _check_programs(
+    run: Run, setup: RunSetup, coordination: Coordination, step: Any, wanted: State, batch: Any
+) -> None:
+    """Check the programs of a step, which it uses when it is called, without tracing them again."""
+    in_stages = has_permutes(setup.mesh, sequence_sharded=run.strategy.layout.sequence_sharded)
+    if isinstance(step, StageStep) or not (in_stages or coordination.islands):
+        return
+    several = isinstance(step, GradientIslandStep | DeltaIslandStep)
+    programs = step.lowered(wanted, batch) if several else [step.lower(wanted, batch)]
+    if in_stages:
+        check_permutes(programs[0])
+    if coordination.islands is not None:
+        coordination.check_agreement(step_program(run, setup, batch, programs))
+
+
+def step_program(
+    run: Run, setup: RunSetup, batch: Any, programs: Sequence[jax.stages.Lowered]
+) -> dict[str, str]:
+    """Return the hash of the programs of a step, equal on islands of the same mesh and share of the batch."""
+    return program_fact(
+        "\n".join(program.as_text() for program in programs),
+        mesh=dict(setup.mesh.shape),
+        batch=str(jax.tree.map(jnp.shape, batch)),
+        layout=str(describe(run.strategy.layout)),
+        compute_dtype=str(run.strategy.compute_dtype),
+        remat=str(run.strategy.remat),
+        kind=jax.devices()[0].device_kind,
+        processes=jax.process_count(),
+    )
 
 
 def pipeline_text(run: Run, setup: RunSetup) -> str | None:

@@ -1,0 +1,149 @@
+"""What a start of a run owns while it trains: its step, evaluation, checkpoints, output, hooks and counts.
+
+What is made before the first array is in `prepared_run.py`. Next: `loop.py`.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from shardtrain.functional.loss import Batch
+from shardtrain.islands.watchdog.activity import ActivityRecord
+from shardtrain.train_step.delta_island_step import DeltaIslandStep
+from shardtrain.train_step.island_step import GradientIslandStep
+from shardtrain.train_step.stage_step import StageStep
+from shardtrain.train_step.state import State
+from shardtrain.train_step.step import Metrics, Step
+from shardtrain.trainer.console import RunConsole
+from shardtrain.trainer.evaluation import Evaluate, make_evaluation
+from shardtrain.trainer.first_batch import class_problems
+from shardtrain.trainer.hooks import Hooks
+from shardtrain.trainer.prepared_run import PreparedRun
+from shardtrain.trainer.profiling import ProfiledStep, ProfiledSteps
+from shardtrain.trainer.program_cache import hardware
+from shardtrain.trainer.program_mark import make_mark
+from shardtrain.trainer.recovery import RollBack
+from shardtrain.trainer.run_checkpoints import RunCheckpoints
+from shardtrain.trainer.synchronisation import divergence_text, faulty_copies, make_find_divergence
+from shardtrain.trainer.usage import RunTotals, Spent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What a start of a run works with, the same in all its segments.
+
+    Args:
+      prepared: what was made before the first array.
+      checkpoints: saves the state.
+      output: shows metrics and notes to the user.
+      activity: what this process is doing, for its watchdog.
+      step: (state, batch) -> (state, metrics), compiled.
+      evaluate: state -> held-out values by name; {} where there is no held-out data.
+      check: (step, state) -> None; raises `RollBack` where copies of the state differ. None disables it.
+      aside: entered around what is no part of a step: evaluations, saves, comparisons of copies.
+      hooks: functions of the user, called at the events of the run.
+      totals: the wall time of the run, and the updates of this start.
+      spent: on what time was spent, and what was sent.
+    """
+
+    prepared: PreparedRun
+    checkpoints: RunCheckpoints
+    output: RunConsole
+    activity: ActivityRecord
+    step: Step
+    evaluate: Evaluate
+    check: Callable[[int, State], None] | None
+    aside: Callable[[], AbstractContextManager[None]]
+    hooks: Hooks
+    totals: RunTotals
+    spent: Spent
+
+
+def make_session(
+    prepared: PreparedRun,
+    checkpoints: RunCheckpoints,
+    output: RunConsole,
+    activity: ActivityRecord,
+    totals: RunTotals,
+    profile: ProfiledSteps | None,
+    stack: ExitStack,
+) -> Session:
+    """Make what a start of a run works with.
+
+    Args:
+      prepared, checkpoints, output, activity, totals: see `Session`.
+      profile: steps of which rank 0 records a trace; None: none.
+      stack: ends the trace.
+    """
+    run, coordination = prepared.run, prepared.coordination
+    mark = make_mark(run.strategy, prepared.folder, coordination)
+    step, aside = mark.first_run("the training step", _make_step(prepared)), nullcontext
+    if profile is not None and coordination.is_first:
+        step = ProfiledStep(step, profile, lambda: activity.step, prepared.folder, output.note)
+        stack.callback(step.close)
+        aside = step.aside
+    evaluate = make_evaluation(
+        run,
+        prepared.setup,
+        coordination,
+        prepared.heldout,
+        prepared.island_step,
+        prepared.shares.limits,
+        partial(class_problems, prepared.expected),
+    )
+    return Session(
+        prepared=prepared._replace(init=mark.first_run("the initial state", prepared.init)),
+        checkpoints=checkpoints,
+        output=output,
+        activity=activity,
+        step=step,
+        evaluate=mark.first_run("the evaluation", evaluate),
+        check=None if run.recovery.fingerprint_every is None else _make_check(prepared),
+        aside=aside,
+        hooks=Hooks(run.hooks, run.hook_errors, output.note, activity, coordination.is_first),
+        totals=totals,
+        spent=_make_spent(prepared, activity),
+    )
+
+
+def _make_step(prepared: PreparedRun) -> Step:
+    """Return the step; among several islands it receives which rows of the whole batch its own are."""
+    island_step = prepared.island_step
+    if not isinstance(island_step, GradientIslandStep | DeltaIslandStep):
+        return prepared.step
+
+    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        island_step.first_row = np.uint32(prepared.feed.first_row)
+        return island_step(state, batch)
+
+    return step
+
+
+def _make_spent(prepared: PreparedRun, activity: ActivityRecord) -> Spent:
+    coordination, island_step = prepared.coordination, prepared.island_step
+    transfers, stragglers = coordination.transfers, coordination.stragglers
+    sent: dict[str, Callable[[], int]] = {}
+    if transfers:
+        sent["islands"] = lambda: sum(each.num_bytes for each in transfers)
+    if isinstance(island_step, StageStep):
+        sent["stages"] = lambda: island_step.mailbox.num_bytes
+    medians = dict if stragglers is None else stragglers.medians
+    return Spent(activity, sent, medians, coordination.bucket_seconds)
+
+
+def _make_check(prepared: PreparedRun) -> Callable[[int, State], None]:
+    """Make the function that raises `RollBack` where copies of the parameters are not the same bits."""
+    setup = prepared.setup
+    find = make_find_divergence(setup.mesh, setup.placement.state.params)
+    kind = f"{len(setup.mesh.devices.flat)} x {hardware()}, {setup.mesh.shape}, {setup.placement.layout}"
+
+    def check(step: int, state: State) -> None:
+        found = find(state.params)
+        problem = divergence_text(step, found) if found else ""
+        if text := faulty_copies(prepared.coordination, step, problem, kind, state.params):
+            raise RollBack(step, text)
+
+    return check

@@ -1,0 +1,178 @@
+"""The parts of a model that pipeline stages get, traced: their costs, their table, their measured speed.
+
+Next: `stage_cut.py`.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardtrain.functional.rng import new_key
+from shardtrain.optim.optimizer import make_optimizer
+from shardtrain.pipeline.block_costs import BACKWARD, model_costs
+from shardtrain.pipeline.costs import Traced
+from shardtrain.pipeline.cuts import make_partitions
+from shardtrain.pipeline.schedule import make_table
+from shardtrain.pipeline.stacking import Partition
+from shardtrain.pipeline.stage_costs import ModelCosts, StageCosts, StageDevices
+from shardtrain.pipeline.traced_cut import TracedModel
+from shardtrain.plan.devices import GB
+from shardtrain.report.quantities import bytes_text
+from shardtrain.report.tables import table_text
+from shardtrain.trainer.config import Run, model_of
+from shardtrain.trainer.setup import microbatch_of
+
+TIME_NEEDS_BLOCKS = (
+    "stages is 'time', and the model does not say its blocks, whose times are predicted; use --stages flops,"
+    " by which any model is cut, or give it `blocks` (docs/pipeline.md)"
+)
+
+
+def block_costs(run: Run, source: Any, num_replicas: int) -> ModelCosts:
+    """Return the costs of a run's blocks, for the rows of one replica's microbatch.
+
+    Raises:
+      ValueError: the model does not say what its blocks are.
+    """
+    traced = trace(run, source, num_replicas)
+    model = model_of(run)
+    optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims, frozen=model.frozen)
+    return model_costs(traced, optimizer.init)
+
+
+def trace(run: Run, source: Any, num_replicas: int, row_shards: int = 1) -> Traced:
+    """Return the traced functions of a run's model, for the rows of one replica's microbatch on a device.
+
+    Raises:
+      ValueError: the model does not say what its blocks are.
+    """
+    model = model_of(run)
+    if model.chain is None:
+        raise ValueError(TIME_NEEDS_BLOCKS)
+    rows = max(run.batch // run.strategy.accumulate // num_replicas // row_shards, 1)
+    batch = {
+        name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+        for name, x in microbatch_of(run, source).items()
+    }
+    return Traced(model, run.loss, batch)
+
+
+def stage_costs(run: Run, model: ModelCosts, stages: Sequence[StageDevices]) -> StageCosts:
+    """Return the costs of a run's blocks on these stages.
+
+    Raises:
+      ValueError: the schedule has several parts a stage, or there are too few blocks.
+    """
+    pipeline = run.strategy.pipeline
+    return StageCosts(
+        model=model,
+        devices=stages,
+        table=make_table(pipeline.schedule, len(stages), run.strategy.accumulate, pipeline.virtual_stages),
+        link_bytes_per_second=math.inf if pipeline.link_speed is None else pipeline.link_speed * GB,
+    )
+
+
+DEFAULT_STAGES = 2
+"""The number of stages to show where nothing says it."""
+
+
+def traced_cut_text(traced: TracedModel, stages: Partition) -> str:
+    """Return a table of the parts of a model that was cut by tracing.
+
+    Args:
+      traced: the model.
+      stages: the cut.
+    """
+    sizes = {path: x.size for path, x in traced.own_params().items()}
+    rows, seen = [], set[str]()
+    for part, count in enumerate(stages.counts):
+        reads = [path for path in sizes if path in traced.part_paths(stages, part)]
+        own = [path for path in reads if path not in seen]
+        borrowed = [path for path in reads if path in seen]
+        seen.update(reads)
+        rows.append(
+            (
+                str(part),
+                str(count),
+                f"{sum(sizes[path] for path in own):,}",
+                ", ".join(dict.fromkeys(own[:1] + own[-1:])),
+                ", ".join(borrowed),
+                ", ".join(traced.sent_texts(stages, part)),
+                bytes_text(traced.bytes_behind(stages, part)),
+            )
+        )
+    header = ("part", "pieces", "parameters", "first and last", "borrowed", "sent on", "a row")
+    text = f"the model says no blocks and is cut by tracing, into {sum(stages.counts)} pieces"
+    return f"{text}\n{table_text(header, rows)}"
+
+
+def inspected_cut_text(run: Run, source: Any, num_stages: int | None) -> str:
+    """Return the table of the cut that a run across islands would get.
+
+    Args:
+      run: of a pipeline across islands, whose model says no blocks.
+      source: its samples.
+      num_stages: number of stages; by default the partitions of the run, or 2.
+
+    Raises:
+      ValueError: the model cannot be cut like this.
+    """
+    pipeline = run.strategy.pipeline
+    num_stages = num_stages or run.strategy.across.partitions or DEFAULT_STAGES
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in microbatch_of(run, source).items()}
+    traced = TracedModel(model_of(run), run.loss, shapes)
+    return traced_cut_text(traced, make_partitions(traced, pipeline, num_stages, 1)[0]).rstrip()
+
+
+LEAST_RUNS, LEAST_SECONDS = 5, 1.0
+"""A block runs at least so often, and so long: a core that others use too is fast for a moment."""
+
+
+def flops_per_second(traced: Traced, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the flops per second of one local device, in the forward and backward of the costliest block.
+
+    It is compiled and run on values of no meaning, for the rows that were traced.
+
+    Args:
+      traced: the model's functions.
+      clock: seconds.
+    """
+    costs = traced.costs("flops").blocks
+    number = max(range(len(costs)), key=lambda i: costs[i])
+    entering = traced.entering
+    for before in range(0 if traced.chain.stacked else number):
+        entering = jax.eval_shape(partial(traced.run, before), traced.block(before), entering)
+    block, activations = jax.tree.map(_values, (traced.block(number), entering))
+    leaves, structure = jax.tree.flatten(activations)
+    is_float = [_is_float(x) for x in leaves]
+
+    def total(block: Any, floats: list[jax.Array]) -> jax.Array:
+        left = iter(floats)
+        given = [next(left) if yes else x for x, yes in zip(leaves, is_float, strict=True)]
+        found = jax.tree.leaves(traced.run(number, block, jax.tree.unflatten(structure, given)))
+        return sum((jnp.square(x.astype(jnp.float32)).sum() for x in found if _is_float(x)), jnp.float32(0))
+
+    gradients = jax.jit(jax.grad(total, argnums=(0, 1)))
+    floats = [x for x, yes in zip(leaves, is_float, strict=True) if yes]
+    jax.block_until_ready(gradients(block, floats))  # compiles
+    runs, seconds, start = 0, 0.0, clock()
+    while runs < LEAST_RUNS or seconds < LEAST_SECONDS:
+        jax.block_until_ready(gradients(block, floats))
+        runs, seconds = runs + 1, clock() - start
+    return (1 + BACKWARD) * costs[number] * runs / seconds
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _values(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return values that no operation can skip, and that overflow nowhere."""
+    if not _is_float(shape):
+        return jnp.zeros(shape.shape, shape.dtype)
+    return (0.02 * jax.random.normal(new_key(0), shape.shape)).astype(shape.dtype)

@@ -1,0 +1,304 @@
+"""What a run uses: wall time and where it goes, bytes sent, memory, and the model flops of its devices.
+
+Next: `metric_log.py`, which writes these.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from shardtrain.functional.activation_rules import noting
+from shardtrain.functional.model import Model
+from shardtrain.islands.watchdog.activity import ActivityRecord
+from shardtrain.plan.data_sheet import Device
+from shardtrain.plan.devices import TERA, known_device
+from shardtrain.report.quantities import bytes_text, count_text, duration_text
+from shardtrain.system.host import peak_resident_bytes
+from shardtrain.train_step.seats import Seats
+from shardtrain.trainer.config import Run, model_of
+
+MOST_RANKS = 16
+"""Number of ranks up to which each has a metric or is named; of more only the one with most memory is."""
+
+MOST_BUCKETS = 16
+"""The first so many buckets have a metric each of their seconds."""
+
+
+class Spent:
+    """The seconds and bytes of this rank since the last line of metrics, and the seconds of all lines.
+
+    Args:
+      activity: the activity record of this process.
+      sent: link -> returns the bytes that this process has given to it so far.
+      own_seconds: returns rank -> median seconds of its own work in a step; {} where that is not known.
+      bucket_seconds: returns bucket -> mean seconds that it took since the last call.
+
+    >>> now, sent = [0.0], [0]
+    >>> activity = ActivityRecord(clock=lambda: now[0])
+    >>> spent = Spent(activity, {"islands": lambda: sent[0]})
+    >>> with activity.at("the step", kind="step"):
+    ...     now[0] += 3.0
+    >>> now[0], sent[0] = 4.0, 100
+    >>> {name: x for name, x in spent().items() if x}
+    {'seconds/step': 3.0, 'seconds/other': 1.0, 'bytes/islands': 100}
+    >>> spent.summary()
+    'time of this start: step 75%, other 25%'
+    """
+
+    def __init__(
+        self,
+        activity: ActivityRecord,
+        sent: Mapping[str, Callable[[], int]] = {},
+        own_seconds: Callable[[], Mapping[str, float]] = dict,
+        bucket_seconds: Callable[[], Mapping[int, float]] = dict,
+    ) -> None:
+        self._activity, self._sent = activity, sent
+        self._own_seconds, self._bucket_seconds = own_seconds, bucket_seconds
+        self._before: dict[str, int] = {}
+        self._seconds: dict[str, float] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was before: a segment of the run begins."""
+        self._activity.take_seconds()
+        self._bucket_seconds()
+        self._before = {link: count() for link, count in self._sent.items()}
+
+    def __call__(self) -> dict[str, float]:
+        """Return the metrics since the last call."""
+        # every line has the same names
+        kinds = ("input", "step", *self._sent, "save", "evaluation", "other")
+        seconds = {**dict.fromkeys(kinds, 0.0), **self._activity.take_seconds()}
+        for kind, each in seconds.items():
+            self._seconds[kind] = self._seconds.get(kind, 0.0) + each
+        sent = {link: count() for link, count in self._sent.items()}
+        num_bytes = {f"bytes/{link}": count - self._before.get(link, 0) for link, count in sent.items()}
+        self._before = sent
+        own = self._own_seconds()
+        each = {f"own_seconds/{rank}": x for rank, x in own.items()} if len(own) <= MOST_RANKS else {}
+        buckets = {
+            f"bucket_seconds/{number}": x
+            for number, x in self._bucket_seconds().items()
+            if number < MOST_BUCKETS
+        }
+        return {**{f"seconds/{kind}": x for kind, x in seconds.items()}, **num_bytes, **each, **buckets}
+
+    def summary(self) -> str:
+        """Return the parts of the time of all lines, the largest first."""
+        whole = sum(self._seconds.values()) or 1.0
+        parts = sorted(self._seconds.items(), key=lambda item: -item[1])
+        shown = [f"{kind} {x / whole:.0%}" for kind, x in parts if x / whole >= 0.005]
+        return f"time of this start: {', '.join(shown) or 'nothing was measured'}"
+
+
+class RunTotals:
+    """Counts updates, and the seconds since the run began.
+
+    A checkpoint has the seconds until it was saved, and a start that resumes from it adds its own. So the
+    time between two starts is not in them, nor the time of steps that were lost because they were not saved.
+
+    Args:
+      clock: monotonic, in seconds; this start begins now.
+
+    >>> now = [100.0]
+    >>> totals = RunTotals(lambda: now[0])
+    >>> totals.resumed(60.0)
+    >>> now[0] += 15.0
+    >>> totals.wall_seconds()
+    75.0
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._start_seconds = clock, clock()
+        self._before_seconds: float | None = None
+        self._num_updates = 0
+        self._num_judged = self._num_clipped = 0
+
+    def resumed(self, wall_seconds: float) -> None:
+        """Add the seconds of earlier starts; a rollback of this start resumes too, and changes nothing."""
+        if self._before_seconds is None:
+            self._before_seconds = wall_seconds
+
+    def wall_seconds(self) -> float:
+        """Return the seconds since the run began."""
+        return (self._before_seconds or 0.0) + self._clock() - self._start_seconds
+
+    def updated(self, clipped: bool | None) -> None:
+        """Count an update; None: it is not known whether its gradient was clipped."""
+        self._num_updates += 1
+        if clipped is not None:
+            self._num_judged += 1
+            self._num_clipped += clipped
+
+    def summary(self, step: int) -> str:
+        """Return the line at the end of a run.
+
+        Args:
+          step: steps done since the run began.
+
+        >>> now = [0.0]
+        >>> totals = RunTotals(lambda: now[0])
+        >>> totals.updated(clipped=True), totals.updated(clipped=False)
+        (None, None)
+        >>> now[0] = 80.0
+        >>> totals.summary(2)
+        '2 steps in 1m20s; this start: 2 updates, 0.03 updates/s, 50% clipped'
+        """
+        seconds = self._clock() - self._start_seconds
+        parts = [f"{self._num_updates} updates"]
+        if self._num_updates and seconds > 0:
+            parts.append(f"{count_text(self._num_updates / seconds)} updates/s")
+        if self._num_judged:
+            parts.append(f"{self._num_clipped / self._num_judged:.0%} clipped")
+        return f"{step} steps in {duration_text(self.wall_seconds())}; this start: {', '.join(parts)}"
+
+
+def saved_wall_seconds(value: Any) -> float:
+    """Return the wall time that a checkpoint has; 0 if it has none, or no such number.
+
+    >>> saved_wall_seconds(2), saved_wall_seconds(None), saved_wall_seconds("x"), saved_wall_seconds(-1.0)
+    (2.0, 0.0, 0.0, 0.0)
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and 0 <= value < math.inf else 0.0
+
+
+class Peak(NamedTuple):
+    """The most memory that was in use at once.
+
+    Args:
+      num_bytes: of the device that had most, or of the process.
+      of_device: whether it is that of a device.
+    """
+
+    num_bytes: int
+    of_device: bool
+
+
+def peak_memory(devices: Sequence[Any] | None = None) -> Peak:
+    """Return the peak memory of this process so far.
+
+    Args:
+      devices: by default those of this process.
+    """
+    devices = jax.local_devices() if devices is None else devices
+    of_devices = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    known = [peak for peak in of_devices if peak is not None]
+    return Peak(max(known), True) if known else Peak(peak_resident_bytes(), False)
+
+
+def memory_text(peaks: Iterable[Sequence[int]], seats: Seats | None = None) -> str:
+    """Return the line about the peak memory of ranks, in their order.
+
+    Args:
+      peaks: a `Peak` of each rank.
+      seats: the stage of each, where ranks are stages.
+
+    >>> memory_text([Peak(3 << 20, False)])
+    'peak memory of the process: 3.0 MiB'
+    >>> memory_text([Peak(3 << 20, True), Peak(5 << 20, True)], Seats(num_islands=2, num_stages=2, island=0))
+    'peak memory of a device: stage 0 3.0 MiB, stage 1 5.0 MiB'
+    """
+    peaks = [Peak(num_bytes, bool(of_device)) for num_bytes, of_device in peaks]
+    of = "a device" if all(peak.of_device for peak in peaks) else "the process"
+    texts = [bytes_text(peak.num_bytes) for peak in peaks]
+    names = [_rank_name(rank, seats) for rank in range(len(peaks))]
+    if len(peaks) == 1:
+        return f"peak memory of {of}: {texts[0]}"
+    if len(peaks) > MOST_RANKS:
+        rank = max(range(len(peaks)), key=lambda rank: peaks[rank].num_bytes)
+        return f"peak memory of {of}: {names[rank]} {texts[rank]}, the most of {len(peaks)} ranks"
+    return f"peak memory of {of}: {', '.join(map(' '.join, zip(names, texts, strict=True)))}"
+
+
+def _rank_name(rank: int, seats: Seats | None) -> str:
+    if seats is None:
+        return f"rank {rank}"
+    stage, replica = rank % seats.num_stages, rank // seats.num_stages
+    return f"stage {stage}" if seats.num_replicas == 1 else f"stage {stage} of pipeline {replica}"
+
+
+def row_seconds_at_peak(
+    run: Run,
+    batch: Mapping[str, Any],
+    devices: Sequence[tuple[str, int]],
+    note: Callable[[str], None],
+) -> float:
+    """Return the seconds that all devices of a run need at their peak for the model flops of a row.
+
+    Args:
+      run: the run.
+      batch: name -> array (rows, ...), any rows of a batch.
+      devices: kind and number of the devices of each island.
+      note: receives what MFU is divided by, or why there is none.
+
+    Returns:
+      0 where MFU is not known: for devices without a known peak in bfloat16, batches counted in tokens, and
+      models that cannot be traced for a device of no kind.
+    """
+    numbers: Counter[Device] = Counter()
+    peak_flops_per_second = 0.0
+    for kind, number in devices:
+        device = known_device(kind)
+        if device is None or device.matrix_flops_per_second is None or run.batch_unit == "tokens":
+            return 0.0
+        numbers[device] += number
+        peak_flops_per_second += number * device.matrix_flops_per_second
+    try:
+        flops = row_flops(run, batch)
+    except Exception as error:  # of any code of the model; a run does not end for want of a metric
+        note(f"no MFU: the flops of the model cannot be counted: {type(error).__name__}: {error}")
+        return 0.0
+    note(peak_text(numbers, flops))
+    return flops / peak_flops_per_second
+
+
+def row_flops(run: Run, batch: Mapping[str, Any]) -> float:
+    """Return the flops of a row, forward and backward, without what `remat` recomputes.
+
+    Args:
+      run: the run.
+      batch: name -> array (rows, ...), any rows of a batch.
+    """
+    from shardtrain.plan.subject import Subject  # only runs with MFU import the planner
+
+    # cuDNN's attention is one call, whose flops no trace shows
+    config: Any = run.model
+    is_fused = getattr(config, "attention", None) == "cudnn"
+    config = replace(config, attention="xla") if is_fused else config
+
+    def model(remat: str | None) -> Model:
+        strategy = replace(run.strategy, remat=remat or run.strategy.remat)
+        return model_of(replace(run, model=config, strategy=strategy))
+
+    shapes = {name: jax.ShapeDtypeStruct((run.batch, *x.shape[1:]), x.dtype) for name, x in batch.items()}
+    # silent: the attention of this trace is not that of the step
+    with noting(lambda text: None):
+        return Subject(model=model, loss=run.loss, optimizer=optax.identity(), batch=shapes).row_flops
+
+
+def peak_text(devices: Mapping[Device, int], row_flops: float) -> str:
+    """Say what MFU is divided by.
+
+    Args:
+      devices: device with a peak in bfloat16 -> number.
+      row_flops: model flops of a row.
+
+    >>> print(peak_text({known_device("NVIDIA L4"): 2}, 2.5e9).replace(" over ", "\\n"))
+    MFU: 2.50G flops a row
+    the peak in dense bfloat16 of 2 x NVIDIA L4, 121 teraflops/s each (NVIDIA L4 Tensor Core GPU datasheet)
+    """
+    kinds = [
+        f"{number} x {device.kind}, {(device.matrix_flops_per_second or 0) / TERA:g} teraflops/s each"
+        f" ({device.source})"
+        for device, number in devices.items()
+    ]
+    return (
+        f"MFU: {count_text(row_flops)} flops a row over the peak in dense bfloat16 of {' and '.join(kinds)}"
+    )
