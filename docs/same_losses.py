@@ -2,8 +2,8 @@
 
     uv run python docs/same_losses.py       # about five minutes on two cores
 
-The run is `examples/gpt_text.py` in a small size; the layouts are one device, a mesh of 2 x 2 x 2 devices, two
-unequal islands and a pipeline of four stages. Prints the largest difference from one device.
+The run is `examples/gpt_text.py` in a small size; the layouts are one device, a mesh of 2 x 2 x 2 devices,
+two unequal islands and a pipeline of four stages. Prints the largest difference from one device.
 """
 
 import subprocess

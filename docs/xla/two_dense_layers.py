@@ -2,8 +2,8 @@
 
     uv run python docs/xla/two_dense_layers.py
 
-Kernels are sharded over (fsdp, tensor), rows over (data, fsdp), and nothing else is constrained. Prints the largest
-difference of each kernel's gradient from one device, relative to its largest element.
+Kernels are sharded over (fsdp, tensor), rows over (data, fsdp), and nothing else is constrained. Prints the
+largest difference of each kernel's gradient from one device, relative to its largest element.
 """
 
 import os
@@ -71,10 +71,15 @@ def by_shardtrain() -> list[jax.Array]:
     state = st.init_state(model, optimizer, placement, seed=0)
     batch = {"x": ROWS, "weights": np.ones(len(ROWS), np.float32)}
     state, _ = step(state, st.place(batch, mesh, layout.batch_axes))
-    return [old - jax.device_get(new) for old, new in zip(KERNELS, jax.tree.leaves(state.params), strict=True)]
+    return [
+        old - jax.device_get(new) for old, new in zip(KERNELS, jax.tree.leaves(state.params), strict=True)
+    ]
 
 
+print(f"jax {jax.__version__}")
 EXPECTED = jax.grad(plain)(KERNELS, ROWS)
 for name, found in (("plain jax.jit", by_jit()), ("shardtrain   ", by_shardtrain())):
     off = [float(abs(np.asarray(a) - b).max() / abs(b).max()) for a, b in zip(found, EXPECTED, strict=True)]
-    print(f"{name} on 2 x 2 x 2 devices: gradients off by {off[0]:.0e} and {off[1]:.0e} (jax {jax.__version__})")
+    print(
+        f"{name} on 2 x 2 x 2 devices: gradients off by {off[0]:.0e} and {off[1]:.0e} (jax {jax.__version__})"
+    )

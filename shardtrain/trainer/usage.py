@@ -16,8 +16,7 @@ import optax
 from shardtrain.functional.activation_rules import noting
 from shardtrain.functional.model import Model
 from shardtrain.islands.watchdog.activity import ActivityRecord
-from shardtrain.plan.data_sheet import Device
-from shardtrain.plan.devices import TERA, known_device
+from shardtrain.plan.devices import TERA, Device, known_device
 from shardtrain.report.quantities import bytes_text, count_text, duration_text
 from shardtrain.system.host import peak_resident_bytes
 from shardtrain.train_step.seats import Seats

@@ -5,7 +5,7 @@ from typing import Any
 from flax import nnx
 
 
-def list_parameters(config: Any, kind: Any = nnx.Param) -> list[Any]:
+def list_parameters(config: Any, kind: Any = nnx.Param) -> Any:
     """Return path and variable (shape, dtype, metadata) of every parameter; nothing is computed."""
     return nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: config(nnx.Rngs(0))), kind))
 
