@@ -104,7 +104,8 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
         islands = join(given, report=_to_stderr, activity=activity)
     except RankTimeout as timeout:
         _end_for_timeout(timeout)
-    texts = [flags_text, keep_programs(given)]
+    # the flags themselves are in environment.jsonl of the run
+    texts = [flags_text if flags_text.startswith("WARNING") else "", keep_programs(given)]
     stacks = (run.run_dir or Path("runs/run")) / STACKS
     try:
         with steady_output(), make_watchdog(run.watch, activity, stacks, islands) as watchdog:

@@ -11,6 +11,13 @@ from shardtrain.sharding.specs import Row, sharding_rows, spec_axes, spec_text, 
 from shardtrain.train_step.placement import Specs
 
 
+def totals_text(specs: Specs, sizes: Mapping[str, int], offload: str = "none") -> str:
+    """Format the mesh and the totals, and arrays that lack names or rules; see `sharding_text`."""
+    rows = sharding_rows(specs.arrays, specs.abstract.params, specs.params, sizes)
+    unplaced = [] if specs.unplaced is None else [specs.unplaced]
+    return "\n".join([f"mesh: {mesh_line(sizes)}", *_totals(specs, rows, sizes, offload), *unplaced])
+
+
 def sharding_text(specs: Specs, sizes: Mapping[str, int], offload: str = "none") -> str:
     """Format the mesh, the sharding of each parameter, the totals, and the replicated parameters.
 

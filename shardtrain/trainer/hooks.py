@@ -173,14 +173,14 @@ class Hooks:
         """
         if self._errors == "stop":
             raise UserCodeFailed(
-                f"{name} at step {step} raised {type(error).__name__}: {error}; with --hook-errors report the"
+                f"{name} at step {step} raised {type(error).__name__}: {error}; with hook_errors='report' the"
                 " run would continue"
             ) from error
         self._num_failed[name] += 1
         if self._num_failed[name] == 1:
             self._report(
                 f"WARNING: {name} at step {step} raised {type(error).__name__}: {error}"
-                f" ({raised_at(error)}); the run continues. To end it instead: --hook-errors stop"
+                f" ({raised_at(error)}); the run continues. To end it instead: hook_errors='stop'"
             )
 
 

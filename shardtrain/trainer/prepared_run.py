@@ -27,7 +27,7 @@ from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.traced_cut import TracedModel
 from shardtrain.report.islands import binding_text
-from shardtrain.report.sharding import sharding_text
+from shardtrain.report.sharding import totals_text
 from shardtrain.report.sinks import check_installed
 from shardtrain.sharding.moved_names import moved_names
 from shardtrain.train_step.initial_state import init_state
@@ -372,8 +372,8 @@ def _check_first_batch(
 
 
 def _show(run: Run, folder: Path, setup: RunSetup, output: RunConsole) -> None:
-    """Show what will be trained: the table of parameters, the pipeline and the data."""
-    output.say(sharding_text(setup.placement.specs, dict(setup.mesh.shape), run.strategy.offload))
+    """Show what will be trained: mesh and parameters, the pipeline and the data."""
+    output.say(totals_text(setup.placement.specs, dict(setup.mesh.shape), run.strategy.offload))
     if text := pipeline_text(run, setup):
         output.note(text)
     elif run.strategy.across.axis == "pipeline":

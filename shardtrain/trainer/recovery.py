@@ -139,7 +139,7 @@ class Rollbacks:
             before = f", and the run has rolled back {self.most} times already" if self.most else ""
             raise FloatingPointError(
                 f"{fault.why}{before}; look for the cause (data, learning rate, the device that is named), or"
-                f" give --recovery.rollbacks {self.most + 1}"
+                f" set recovery.rollbacks to {self.most + 1} in the run file"
             )
         newest = fault.step - 1
         # as soon after the restored step as the last fault: the restored checkpoint itself is suspect

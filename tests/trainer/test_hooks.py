@@ -156,8 +156,8 @@ def test_what_a_hook_raises_is_reported_once_with_its_name_and_line():
     assert f"({__file__}:{line_of('json.loads(BRACE)')})" in notes[0]
     assert notes[1:] == [
         "WARNING: the hook wrong_log (on_log) at step 1 raised KeyError: 'accuracy'"
-        f" ({__file__}:{line_of('raise KeyError')}); the run continues. To end it instead: --hook-errors"
-        " stop",
+        f" ({__file__}:{line_of('raise KeyError')}); the run continues. To end it instead:"
+        " hook_errors='stop'",
         "WARNING: the hook parsing (on_step) raised 3 exceptions in all; the first is above",
         "WARNING: the hook wrong_log (on_log) raised 3 exceptions in all; the first is above",
     ]
@@ -168,7 +168,7 @@ def test_a_hook_ends_the_run_where_that_is_asked_for(tmp_path):
     with pytest.raises(UserCodeFailed) as error:
         start(tmp_path, hooks=[seen.hook, Hook(on_log=wrong_log)], hook_errors="stop")
     assert str(error.value) == (
-        "the hook wrong_log (on_log) at step 2 raised KeyError: 'accuracy'; with --hook-errors report the run"
+        "the hook wrong_log (on_log) at step 2 raised KeyError: 'accuracy'; with hook_errors='report' the run"
         " would continue"
     )
     assert seen.last()[2] == "error"

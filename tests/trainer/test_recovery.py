@@ -173,7 +173,9 @@ def test_rollbacks_go_further_back_only_if_the_fault_comes_again_soon():
     assert rollbacks.newest_allowed(RollBack(64, "x")) == 49
     rollbacks.restored(40)
     assert rollbacks.newest_allowed(RollBack(500, "x")) == 499
-    with pytest.raises(FloatingPointError, match=r"^x; look for the cause.*--recovery.rollbacks 1$"):
+    with pytest.raises(
+        FloatingPointError, match=r"^x; look for the cause.*set recovery.rollbacks to 1 in the run file$"
+    ):
         Rollbacks(0).newest_allowed(RollBack(5, "x"))
 
 

@@ -119,5 +119,5 @@ def test_of_many_the_first_are_named():
     decayed = unused_text(["a"], Optimizer(weight_decay=0.1))
     assert decayed == (
         "1 parameter cannot change the loss, its gradient is always zero: a; weight decay shrinks matrices"
-        " all the same (not with --optimizer.no-decay-unused)"
+        " all the same (not with decay_unused=False of the optimizer)"
     )
