@@ -103,7 +103,6 @@ OPTIONS = {
     "--batch -4 --steps 0 --seed 4294967296 --log-every 0 --evaluate-every 0 --evaluate-batches 0": "batch is -4; use 1 or more | steps is 0; use 1 or more | seed is 4294967296; use a number from 0 to 2**32 - 1 | log_every is 0; use 1 or more | evaluate_every is 0; use 1 or more | evaluate_batches is 0; use 1 or more",
     "--nonfinite ignore": "'ignore' | 'skip', 'stop', 'roll_back'",
     "--optimizer.name adamw2": "'adamw2' | 'adamw', 'sgd'",
-    "--model.eps inf --model.theta -1 --model.dropout nan": "eps is inf | theta is -1.0; it must be above 0 | dropout is nan; it must be at least 0 and below 1",
     "--optimizer.learning-rate.peak inf --optimizer.learning-rate.warmup -5": "peak is inf; give a number, finite | warmup is -5 steps; it must be 0 or more",
     "--optimizer.clip nan --optimizer.weight-decay -0.1": "clip is nan; give a number or None, finite | weight_decay is -0.1; it must be a number, 0 or more",
     "--checkpoints.every-steps 0 --checkpoints.keep 0 --checkpoints.every-minutes nan": "every_steps is 0; use None, 1 or more | keep is 0; use 1 or more | every_minutes is nan; give a number or None, finite",

@@ -176,7 +176,8 @@ def unused_text(unused: Sequence[str], optimizer: Any) -> str:
     if not isinstance(optimizer, Optimizer) or not optimizer.weight_decay:
         return text
     if optimizer.decay_unused:
-        return f"{text}; weight decay shrinks matrices all the same (not with decay_unused=False of the optimizer)"
+        keep = "not with decay_unused=False of the optimizer"
+        return f"{text}; weight decay shrinks matrices all the same ({keep})"
     return f"{text}; not decayed"
 
 

@@ -68,7 +68,7 @@ ALLOWED = {
     "shardtrain/data/workers.py": {"pickle.loads": "batches of this process, sent to its workers"},
     "shardtrain/doctor/binding.py": {".read_text": SYSTEM},
     "shardtrain/doctor/child.py": {"json.loads": "what a program of our own printed"},
-    "shardtrain/doctor/file_system.py": {
+    "shardtrain/doctor/file_probes.py": {
         **dict.fromkeys((".open(a)", ".open(w)", ".open(wb)", ".rename"), TEMPORARY),
         **dict.fromkeys((".read_text", ".write_bytes", ".write_text", "os.open"), TEMPORARY),
     },
@@ -92,7 +92,6 @@ ALLOWED = {
     "shardtrain/launch/supervise.py": {
         ".read_bytes": SYSTEM, ".read_text": RANKS, ".unlink": LAUNCHED, "json.loads": RANKS,
     },
-    "shardtrain/plan/simulator/delta.py": {".unlink": "a task of a graph"},
     "shardtrain/report/plots/figure.py": {".savefig": "into an open file"},
     "shardtrain/report/trace.py": {"gzip.GzipFile": "a trace that this run wrote"},
     "shardtrain/system/array_file.py": {"numpy.fromfile": BOUNDED},
