@@ -113,7 +113,7 @@ def test_a_run_leaves_what_it_says(whole):
     assert [line["step"] for line in metrics_of(folder)] == list(range(1, 13))
     assert [line["step"] for line in metrics_of(folder) if "heldout/loss" in line] == [4, 8, 12]
     assert "mesh: data=2 fsdp=2 tensor=2 (8 devices)" in printed
-    assert "blocks/up" in printed
+    assert "parameters: 2,560, 10.0 KiB; 2.5 KiB per device" in printed
     assert "batch = 8\n" in (folder / "run.txt").read_text()
     assert sorted(p.name for p in (folder / "checkpoints").glob("step_*")) == [
         "step_00000010",
