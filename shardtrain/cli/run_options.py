@@ -4,6 +4,7 @@ Next: `field_options.py`, which makes options of fields, and `run_file.py`, whic
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -224,7 +225,8 @@ def refuse_rare(words: Sequence[str], config: Any) -> None:
     flags = {flag_of(name): path for path in rare for name in (path, SHORT.get(path, path))}
     problems = []
     for word in words:
-        if path := flags.get(word.partition("=")[0].replace("_", "-").replace(".no-", ".")):
+        name = re.sub(r"(?<=[-.])no-", "", word.partition("=")[0].replace("_", "-"))
+        if path := flags.get(name):
             section, _, field = path.removeprefix("strategy.").rpartition(".")
             file = f", or {field} in [{section}] of a strategy file" if path.startswith("strategy.") else ""
             problems.append(f"{word.partition('=')[0]}: set {path} in the run file{file}")
