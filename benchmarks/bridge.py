@@ -34,7 +34,7 @@ from shardtrain.islands.transfer import Transfer
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.system.xla_flags import Preset, preset_text, with_preset
+from shardtrain.system.xla_flags import Preset, apply_preset, preset_text
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_step import GradientIslandStep, make_island_step
 from shardtrain.train_step.placement import make_placement
@@ -257,7 +257,7 @@ def measure(options: Options) -> list[list[str]]:
 def main(options: Options) -> None:
     bind()
     # as `shardtrain train` does, before jax starts
-    flags = with_preset(options.xla_preset, os.environ, metadata.version("jaxlib"))
+    flags = apply_preset(options.xla_preset, os.environ, metadata.version("jaxlib"))
     os.environ["XLA_FLAGS"] = flags.xla_flags
     rows, comm = measure(options), world()
     if comm.rank == 0:

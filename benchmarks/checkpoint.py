@@ -34,7 +34,7 @@ from shardtrain.checkpoints.reader import visible_readers
 from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.data import place
 from shardtrain.functional.loss import next_token_loss
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -101,7 +101,7 @@ class Training:
             num_layers=options.num_layers,
             num_heads=max(1, options.embed // 64),
         )
-        model, layout = as_model(config), Layout()
+        model, layout = convert_model(config), Layout()
         mesh, optimizer = make_mesh(layout, jax.devices()[:1]), optax.adam(1e-4)
         placement = make_placement(model, optimizer, layout, mesh)
         self.state = init_state(model, optimizer, placement, seed=0)

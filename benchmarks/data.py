@@ -35,7 +35,7 @@ from shardtrain.data.huggingface_tokenizer import library, train_tokenizer
 from shardtrain.data.samples import Batch
 from shardtrain.data.tokenize import TokenizeOptions, tokenize
 from shardtrain.functional.loss import classification_loss, next_token_loss
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.vit import VitConfig
 from shardtrain.sharding.layout import Layout
@@ -78,7 +78,7 @@ class Fed:
     """A compiled step that takes batches from wherever they come."""
 
     def __init__(self, config: Callable[..., Any], loss: Any, batch: Batch) -> None:
-        model, layout = as_model(config), Layout()
+        model, layout = convert_model(config), Layout()
         optimizer = optax.adamw(3e-4)
         self.mesh, self.axes = make_mesh(layout, jax.devices()[:1]), layout.batch_axes
         placement = make_placement(model, optimizer, layout, self.mesh)

@@ -27,10 +27,10 @@ import tyro
 
 from shardtrain import Optimizer, Run, Schedule, Text
 from shardtrain.functional.loss import next_token_loss
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.decoder import DecoderConfig, gpt2
 from shardtrain.models.decoder_flops import flops_per_token
-from shardtrain.plan.compile import compile_step, described_devices
+from shardtrain.plan.compile import compile_step, describe_devices
 from shardtrain.plan.hlo.flops import matrix_flops
 from shardtrain.report.tables import table_text
 from shardtrain.sharding.layout import Layout
@@ -96,7 +96,7 @@ class Options:
 
     Args:
       models: names, from those of this file; by default all.
-      targets: where no GPU is here: kinds of absent devices, see `described_devices`.
+      targets: where no GPU is here: kinds of absent devices, see `describe_devices`.
       steps: of a block of each loop, where a GPU is here.
     """
 
@@ -109,8 +109,8 @@ def compiled_row(name: str, kind: str) -> tuple[str, ...]:
     """Compile a step for absent devices; return its figures per device, or why there are none."""
     config, rows = CASES[name].config, CASES[name].rows
     num_devices = TARGETS[kind]
-    model, layout = as_model(config), Layout(mesh={"fsdp": num_devices})
-    mesh = make_mesh(layout, described_devices(kind, num_devices))
+    model, layout = convert_model(config), Layout(mesh={"fsdp": num_devices})
+    mesh = make_mesh(layout, describe_devices(kind, num_devices))
     optimizer = optax.adamw(3e-4)
     placement = make_placement(model, optimizer, layout, mesh)
     batch = {

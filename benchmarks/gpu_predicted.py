@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from gpu import CASES, LLAMA_1B, LLAMA_8B_SLICE, ROOMY, here
 
 from shardtrain.functional.loss import next_token_loss
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.nnx_model import convert_model
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
-from shardtrain.plan.machine import machine_of
+from shardtrain.plan.machine import make_machine
 from shardtrain.plan.predict import predictions
 from shardtrain.plan.prediction import Choice, Prediction
 from shardtrain.plan.subject import Subject
@@ -63,7 +63,7 @@ STEPS = (
 
 def predicted(step: Step) -> Prediction:
     """Return what the planner predicts for a step on one device."""
-    model = as_model(step.config)
+    model = convert_model(step.config)
     batch = {
         "tokens": jax.ShapeDtypeStruct((step.rows, step.config.seq + 1), jnp.int32),
         "weights": jax.ShapeDtypeStruct((step.rows,), jnp.float32),
@@ -75,7 +75,7 @@ def predicted(step: Step) -> Prediction:
         batch=batch,
         target=Target(DEVICE, one_device=True),
     )
-    machine = machine_of(ClusterDevice(name=DEVICE), 1, in_float32=False)
+    machine = make_machine(ClusterDevice(name=DEVICE), 1, in_float32=False)
     (found,) = predictions(subject, machine, 1, [Choice(layout=Layout())])
     return found
 

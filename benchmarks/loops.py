@@ -23,7 +23,7 @@ from rich.console import Console
 from shardtrain.data import Batches, Loader, Position, Windows, batch_shard
 from shardtrain.data.order import epoch_order
 from shardtrain.functional.loss import next_token_loss
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.nnx_model import convert_model
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
@@ -124,7 +124,7 @@ class Toolkit:
     def __init__(
         self, config: DecoderConfig, source: Windows, batch: int, seed: int, folder: Path, num: int = 1
     ) -> None:
-        model, layout = as_model(config), Layout()
+        model, layout = convert_model(config), Layout()
         named = Optimizer(learning_rate=Schedule(peak=PEAK), weight_decay=DECAY, b1=B1, b2=B2, clip=CLIP)
         optimizer, rate = make_optimizer(named, SCHEDULE_STEPS, model.dims)
         mesh = make_mesh(layout, jax.devices()[:num])

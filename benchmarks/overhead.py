@@ -22,7 +22,7 @@ from paired import Block, Spread, markdown, ratios, rounds
 from shardtrain.data import Tokens, write_tokens
 from shardtrain.models.decoder import DecoderConfig, gpt2
 from shardtrain.models.decoder_flops import flops_per_token
-from shardtrain.plan.devices import known_device, mfu
+from shardtrain.plan.devices import find_device, mfu
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer.metric_log import STEPS_LATE
 
@@ -118,7 +118,7 @@ def measure(options: Options, config: DecoderConfig, batch: int) -> Figures:
             blocks = rounds(sides, options.rounds, STEPS_LATE, seed, options.quiet)
     step_seconds = {name: median(block.step_seconds for block in found) for name, found in blocks.items()}
     tokens_per_second = batch * config.seq / step_seconds[TOOLKIT]
-    device = known_device(jax.devices()[0].device_kind)
+    device = find_device(jax.devices()[0].device_kind)
     known = device is not None and device.matrix_flops_per_second
     return Figures(
         losses=losses,

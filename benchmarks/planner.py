@@ -24,14 +24,14 @@ import numpy as np
 import optax
 
 from shardtrain import next_token_loss
-from shardtrain.cli.calibrate import measured_host, usable_cores
-from shardtrain.functional.nnx_model import as_model
-from shardtrain.functional.remat import with_remat
+from shardtrain.cli.calibrate import measure_host, usable_cores
+from shardtrain.functional.nnx_model import convert_model
+from shardtrain.functional.remat import apply_remat
 from shardtrain.islands.malloc import tune_malloc
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.plan.calibration import fitted
-from shardtrain.plan.compile import GPU_TARGETS, compile_step, described_devices, figures
-from shardtrain.plan.machine import Link, Machine, Rates, simulated_machine
+from shardtrain.plan.calibration import fit_rates
+from shardtrain.plan.compile import GPU_TARGETS, compile_step, describe_devices, figures
+from shardtrain.plan.machine import Link, Machine, Rates, make_simulated_machine
 from shardtrain.plan.predict import predictions
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import search
@@ -136,7 +136,7 @@ def make_subject(config: DecoderConfig, rows: int = ROWS, kind: str = "cpu") -> 
     """Return a decoder with AdamW and a batch of so many rows, for a kind of device."""
     target = {"target": Target(GPU_TARGETS[kind][0])} if kind in GPU_TARGETS else {}
     return Subject(
-        model=lambda remat: as_model(with_remat(config, remat)),
+        model=lambda remat: convert_model(apply_remat(config, remat)),
         loss=next_token_loss,
         optimizer=optax.adamw(1e-3),
         batch={
@@ -151,8 +151,8 @@ def place_state(subject: Subject, choice: Choice, kind: str = "cpu") -> Any:
     """Return the placement of a choice on simulated or absent devices."""
     num_devices = math.prod(choice.layout.mesh.values())
     stages = subject.stages(choice.layout.mesh.get("pipeline", 1), choice.virtual_stages)
-    mesh = make_mesh(choice.layout, described_devices(kind, num_devices))
-    model = subject.model_of(choice.remat)
+    mesh = make_mesh(choice.layout, describe_devices(kind, num_devices))
+    model = subject.find_model(choice.remat)
     return make_placement(model, subject.optimizer, choice.layout, mesh, stages=stages)
 
 
@@ -163,7 +163,7 @@ def compare_memory(cases: Sequence[tuple[str, Subject, Choice]], kind: str) -> N
     for name, subject, choice in cases:
         num_devices = math.prod(choice.layout.mesh.values())
         compiled = compile_step(
-            subject.model_of(choice.remat),
+            subject.find_model(choice.remat),
             subject.loss,
             subject.optimizer,
             place_state(subject, choice, kind),
@@ -212,7 +212,7 @@ def measure_ranked(path: Path | None, steps: int) -> Measured:
     """Return the rows of a CSV file; if it is not there, measure them and write it."""
     if path is not None and path.exists():
         return read_rows(path)
-    host = measured_host("float32")
+    host = measure_host("float32")
     judged, probes = read_ways(RANKED), read_ways(PROBES)
     seconds = time_steps(make_subject(SMALL), [*judged, *probes], steps)
     found = Measured(host, usable_cores(), seconds[: len(judged)], seconds[len(judged) :])
@@ -264,7 +264,7 @@ def predict_seconds(host: Machine, choices: Sequence[Choice], cores: int) -> np.
     found, subject = [], make_subject(SMALL)
     for choice in choices:
         num_devices = math.prod(choice.layout.mesh.values())
-        device = simulated_machine(host, num_devices, cores)
+        device = make_simulated_machine(host, num_devices, cores)
         (predicted,) = predictions(subject, device, num_devices, [choice])
         found.append(cores * predicted.seconds.total)
     return np.array(found)
@@ -277,7 +277,7 @@ def judge(measured: Measured) -> None:
     """
     judged, probes = read_ways(RANKED), read_ways(PROBES)
     least, of_probes = measured.judged.min(1), measured.probes.min(1)
-    fit = fitted(
+    fit = fit_rates(
         measured.host,
         lambda host: predict_seconds(host, probes, measured.cores).tolist(),
         of_probes.tolist(),
@@ -299,7 +299,7 @@ def time_steps(subject: Subject, choices: Sequence[Choice], rounds: int) -> np.n
     running: list[list[Any]] = []
     rng = np.random.default_rng(0)
     for choice in choices:
-        placement, model = place_state(subject, choice), subject.model_of(choice.remat)
+        placement, model = place_state(subject, choice), subject.find_model(choice.remat)
         step = make_step(model, subject.loss, subject.optimizer, placement)
         state, batch = init_state(model, subject.optimizer, placement), {}
         for name, like in subject.batch.items():

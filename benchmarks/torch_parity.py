@@ -23,7 +23,7 @@ from paired import markdown, ratios, rounds
 from shardtrain.data import Tokens, write_tokens
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.report.sinks.json_lines import read_jsonl
-from shardtrain.system.xla_flags import Preset, preset_text, with_preset
+from shardtrain.system.xla_flags import Preset, apply_preset, preset_text
 from shardtrain.trainer.metric_log import STEPS_LATE
 
 NANOGPT = DecoderConfig(
@@ -67,7 +67,7 @@ def main(options: Options) -> None:
     # torch is no dependency of this project: `uv run --with torch`
     from torch_model import TorchLoop
 
-    flags = with_preset(options.xla_preset, os.environ, metadata.version("jaxlib"))
+    flags = apply_preset(options.xla_preset, os.environ, metadata.version("jaxlib"))
     devices = f"--xla_force_host_platform_device_count={options.cpu_devices}"
     os.environ["XLA_FLAGS"] = f"{flags.xla_flags} {devices}"
     with ExitStack() as stack:

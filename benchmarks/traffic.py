@@ -16,8 +16,8 @@ from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.transformer_options import Dtypes
-from shardtrain.plan.compile import Figures, compile_step, described_devices, figures
-from shardtrain.plan.hlo.collectives import by_axis
+from shardtrain.plan.compile import Figures, compile_step, describe_devices, figures
+from shardtrain.plan.hlo.collectives import sum_by_axis
 from shardtrain.plan.traffic import StepSizes, step_traffic, weights
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -74,7 +74,7 @@ def main() -> None:
 
 def rows(config: DecoderConfig, layout: Layout, microbatches: int, options: Options) -> list[str]:
     """The table's rows of one layout; MB are 10^6 bytes that a device sends in a step."""
-    mesh = make_mesh(layout, described_devices(options.target, NUM_DEVICES))
+    mesh = make_mesh(layout, describe_devices(options.target, NUM_DEVICES))
     sizes = dict(mesh.shape)
     model, optimizer = from_nnx(config), optax.adamw(1e-3)
     batch = {
@@ -100,7 +100,7 @@ def compared(found: Figures, work: StepSizes, layout: Layout, sizes: dict[str, i
     theory: dict[tuple[str, tuple[str, ...]], float] = {}
     for key, num_bytes in step_traffic(work, layout, sizes).items():
         theory[key.kind, key.axes] = theory.get((key.kind, key.axes), 0) + num_bytes
-    measured = {**dict.fromkeys(theory, (0, 0.0)), **by_axis(found.collectives)}
+    measured = {**dict.fromkeys(theory, (0, 0.0)), **sum_by_axis(found.collectives)}
     total = sum(num_bytes for _, num_bytes in measured.values())
     lines, rest = [], 0.0
     for key, (runs, num_bytes) in sorted(measured.items(), key=lambda item: -item[1][1]):

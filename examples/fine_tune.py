@@ -54,7 +54,7 @@ def main(folder: Path = Path("runs/fine_tune"), steps: int = 60) -> float:
     if not base.exists():
         make_folder(base, folder / "tokenizer")
         talks.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
-    model = st.pretrained(base, lora="rank=8")
+    model = st.read_pretrained(base, lora="rank=8")
     run = st.Run(
         model=model,
         data=st.Chat(paths=(talks,), tokenizer=str(base), seq=128),
@@ -69,7 +69,7 @@ def main(folder: Path = Path("runs/fine_tune"), steps: int = 60) -> float:
         cli.main(["checkpoint", "export", str(tuned), str(merged), "--tokenizer", str(base)])
     tokens = jnp.arange(64)[None]
     of_run = st.load(tuned, model)(tokens)
-    return float(jnp.abs(st.load(merged, st.pretrained(merged))(tokens) - of_run).max())
+    return float(jnp.abs(st.load(merged, st.read_pretrained(merged))(tokens) - of_run).max())
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from shardtrain import (
     Run,
     Schedule,
     TopAccuracy,
+    add_metrics,
     classification_loss,
-    with_metrics,
 )
 from shardtrain.models.imagenet_resnet import ImageNetResNetConfig
 from shardtrain.models.vit import VitConfig
@@ -103,7 +103,7 @@ def run() -> Run:
             height=24, width=24, classes=len(SHAPES), patch=4, embed=64, num_layers=3, num_heads=4
         ),
         data=FolderOrShapes(images=images),
-        loss=with_metrics(classification_loss, top2=TopAccuracy(2)),
+        loss=add_metrics(classification_loss, top2=TopAccuracy(2)),
         optimizer=Optimizer(learning_rate=Schedule(name="cosine", peak=3e-3, warmup=20), weight_decay=0.05),
         batch=50,
         steps=200,

@@ -43,7 +43,7 @@ def flash_obstacles(
       head_dim: features of a head.
       devices: those that will run the program, see `target_devices`.
       masked: whether there is a mask of keys, or segments.
-      soft_cap: see `whole_attention`.
+      soft_cap: see `attend_whole`.
       window: likewise.
       biased: whether something is added to the scores.
 
@@ -111,7 +111,7 @@ def attend(
     soft_cap: float | None = None,
     bias_BHTS: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention as the run computes it where a mesh shards sequences, else `whole_attention`.
+    """Attention as the run computes it where a mesh shards sequences, else `attend_whole`.
 
     A run hands it to models as the attribute `attention` of Flax's logical rules, which know the mesh. It is
     called with the model's own attention first.
@@ -120,7 +120,7 @@ def attend(
       q_BTHK: queries, named (batch, seq, heads, head_dim).
       k_BSHK: keys, named (batch, seq, kv_heads, head_dim).
       v_BSHK: values, shaped and named as the keys.
-      kind: see `whole_attention`.
+      kind: see `attend_whole`.
       causal: likewise.
       mask_BS: likewise.
       segments_BT: likewise.
@@ -136,7 +136,7 @@ def attend(
         "all-gather" have not.
     """
     of_run = getattr(get_logical_axis_rules(), "attention", None)
-    whole = partial(whole_attention, kind)
+    whole = partial(attend_whole, kind)
     seen = {"causal": causal, "mask_BS": mask_BS, "segments_BT": segments_BT, "window": window}
     seen["soft_cap"] = soft_cap
     if of_run is None:
@@ -150,7 +150,7 @@ def attend(
     return of_run(whole, q_BTHK, k_BSHK, v_BSHK, **seen)
 
 
-def whole_attention(
+def attend_whole(
     kind: Attentions,
     q_BTHK: jax.Array,
     k_BSHK: jax.Array,
@@ -215,7 +215,7 @@ def whole_attention(
     if soft_cap is not None:
         if kind == "cudnn":
             raise ValueError(f"attention 'cudnn' has no soft cap, and soft_cap is {soft_cap}; use 'xla'")
-        return _capped_attention(q_BTHK, k_BSHK, v_BSHK, causal, seen, soft_cap).astype(dtype)
+        return _attend_capped(q_BTHK, k_BSHK, v_BSHK, causal, seen, soft_cap).astype(dtype)
     if kind == "cudnn" and planned is not None:
         return planned(q_BTHK, k_BSHK, v_BSHK, causal=causal, window=window)
     options = {"bias": bias_BHTS, "mask": seen, "is_causal": causal, "local_window_size": flash_window}
@@ -245,7 +245,7 @@ def _both(first: jax.Array, second: jax.Array | None) -> jax.Array:
     return first if second is None else first & second
 
 
-def _capped_attention(
+def _attend_capped(
     q_BTHK: jax.Array,
     k_BSHK: jax.Array,
     v_BSHK: jax.Array,
@@ -259,7 +259,7 @@ def _capped_attention(
       q_BTHK: queries.
       k_BSHK: keys.
       v_BSHK: values.
-      causal: as for `whole_attention`.
+      causal: as for `attend_whole`.
       seen: bool, broadcast to (B, 1, T, S): which keys a query sees; None: all.
       soft_cap: above 0.
 

@@ -11,17 +11,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardtrain.axes import LAYERS
-from shardtrain.functional.remat_policies import REMAT_POLICIES, as_block_input, not_elementwise
-from shardtrain.models.on_gpus import on_gpus
-from shardtrain.models.one_cpu import on_one_cpu
-from shardtrain.models.target import on_one_device
+from shardtrain.functional.remat_policies import REMAT_POLICIES, name_block_input, not_elementwise
+from shardtrain.models.on_gpus import is_on_gpus
+from shardtrain.models.one_cpu import is_on_one_cpu
+from shardtrain.models.target import is_on_one_device
 from shardtrain.models.transformer_options import BlockOptions
 
 MOST_UNROLLED_CPU, MOST_UNROLLED_GPU = 8, 24
 """The largest number of blocks whose scan one device compiles as so many copies of the block."""
 
 
-def stacked_blocks(kind: Any, config: BlockOptions, rngs: nnx.Rngs) -> Any:
+def stack_blocks(kind: Any, config: BlockOptions, rngs: nnx.Rngs) -> Any:
     """Make one module of this kind with the parameters of all blocks, stacked along a first dim layers."""
 
     # each block draws its parameters from a key of its own; nnx.vmap stacks them
@@ -54,11 +54,11 @@ def walk(
     is_plain = config.remat in ("none", "weights") and is_plain_code(num_blocks, scan=config.scan)
     # recompute what the policy does not keep; only outside of a scan could XLA merge that with the forward
     if config.remat != "none" and not is_plain:
-        is_for_gpus = config.remat == "weights" and on_gpus()
+        is_for_gpus = config.remat == "weights" and is_on_gpus()
         policy, kept = not_elementwise if is_for_gpus else REMAT_POLICIES[config.remat], run_block
 
         def recomputed(block: Any, x_BTD: Any, key: Any) -> Any:
-            return kept(block, as_block_input(x_BTD, config.remat), key)
+            return kept(block, name_block_input(x_BTD, config.remat), key)
 
         run_block = jax.checkpoint(recomputed, policy=policy, prevent_cse=not config.scan)
     # one compiled block for all, or one for each
@@ -69,7 +69,7 @@ def walk(
             return run_block(block, x_BTD, key), None
 
         return jax.lax.scan(step, x_BTD, (blocks, keys), unroll=num_blocks if is_plain else 1)[0]
-    for block, key in unstacked((blocks, keys)):
+    for block, key in unstack((blocks, keys)):
         x_BTD = run_block(block, x_BTD, key)
     return x_BTD
 
@@ -80,12 +80,12 @@ def is_plain_code(num_blocks: int, *, scan: bool) -> bool:
     A loop copies its weights in, what it keeps for the backward pass, and its gradients out; the parameters
     stay stacked.
     """
-    if not (on_one_cpu() or (on_gpus() and on_one_device())):
+    if not (is_on_one_cpu() or (is_on_gpus() and is_on_one_device())):
         return False
-    return not scan or num_blocks <= (MOST_UNROLLED_GPU if on_gpus() else MOST_UNROLLED_CPU)
+    return not scan or num_blocks <= (MOST_UNROLLED_GPU if is_on_gpus() else MOST_UNROLLED_CPU)
 
 
-def unstacked(tree: Any) -> list[Any]:
+def unstack(tree: Any) -> list[Any]:
     """Split a pytree along the first dim of its leaves; the gradient of `split` is one concatenation."""
     leaves, treedef = jax.tree.flatten(tree)
     num_slices = leaves[0].shape[0]

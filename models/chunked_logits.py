@@ -105,7 +105,7 @@ class ChunkedLogits:
         def of_chunk(head: Any, hidden: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[Any, Any]:
             return compute(self._product(hidden.astype(dtype), *head), *arrays)
 
-        return _summed(of_chunk, head, shards.chunks(self.hidden_BTD, self.chunk), arrays)
+        return _sum(of_chunk, head, shards.chunks(self.hidden_BTD, self.chunk), arrays)
 
     def _spread(self, shards: "_Shards") -> tuple[jax.Array, jax.Array | None]:
         """Return kernel and bias with two leading dims, one copy for each shard of the tokens.
@@ -128,16 +128,16 @@ class ChunkedLogits:
             logits += bias.astype(hidden.dtype)
         if lead:
             logits = with_logical_constraint(logits, (BATCH, SEQ, None, VOCAB))
-        return capped(logits.astype(jnp.float32), self.soft_cap)
+        return cap(logits.astype(jnp.float32), self.soft_cap)
 
 
-def capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
+def cap(logits: jax.Array, soft_cap: float | None) -> jax.Array:
     """Return soft_cap * tanh(logits / soft_cap); None: the logits as they are."""
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _summed(of_chunk: Callable[..., Any], head: Any, hidden: jax.Array, arrays: Any) -> Any:
+def _sum(of_chunk: Callable[..., Any], head: Any, hidden: jax.Array, arrays: Any) -> Any:
     """Add up of_chunk(head, hidden, arrays) over the chunks, the first dim of hidden and arrays.
 
     With a gradient, one loop computes the loss of a chunk and its gradient: no logits are computed twice.
@@ -150,7 +150,7 @@ def _summed(of_chunk: Callable[..., Any], head: Any, hidden: jax.Array, arrays: 
     return jax.lax.scan(add, _zeros(of_chunk, head, hidden, arrays), (hidden, arrays))[0]
 
 
-def _summed_forward(of_chunk: Callable[..., Any], head: Any, hidden: jax.Array, arrays: Any) -> Any:
+def _sum_forward(of_chunk: Callable[..., Any], head: Any, hidden: jax.Array, arrays: Any) -> Any:
     def add(carry: Any, chunk: Any) -> tuple[Any, jax.Array]:
         (total, others), grads = carry
         hidden, arrays = chunk
@@ -169,13 +169,13 @@ def _summed_forward(of_chunk: Callable[..., Any], head: Any, hidden: jax.Array, 
     return sums, (of_head, of_hidden, jnp.zeros((), hidden.dtype))
 
 
-def _summed_backward(of_chunk: Callable[..., Any], kept: Any, cotangent: Any) -> Any:
+def _sum_backward(of_chunk: Callable[..., Any], kept: Any, cotangent: Any) -> Any:
     of_head, of_hidden, like = kept
     scale = cotangent[0]
     return jax.tree.map(lambda g: g * scale, of_head), (of_hidden * scale).astype(like.dtype), None
 
 
-_summed.defvjp(_summed_forward, _summed_backward)
+_sum.defvjp(_sum_forward, _sum_backward)
 
 
 def _zeros(of_chunk: Callable[..., Any], head: Any, hidden: jax.Array, arrays: Any) -> Any:

@@ -16,7 +16,7 @@ from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, CHANNELS_IN, CHANNELS_OUT, HEIGHT, LAYERS, VOCAB, WIDTH
 from shardtrain.models import checks
-from shardtrain.models.layers import Linear, at_use, normal, parameter
+from shardtrain.models.layers import Linear, cast_and_constrain, normal, parameter
 
 ImageNorms = Literal["group", "batch"]
 
@@ -107,7 +107,7 @@ class Convolution(nnx.Module):
         self.bias = parameter(jnp.zeros(channels_out), (CHANNELS_OUT,)) if bias else None
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
-        kernel = at_use(self.kernel, self.dims, self.dtype).reshape(self.shape)
+        kernel = cast_and_constrain(self.kernel, self.dims, self.dtype).reshape(self.shape)
         y_BHWC = jax.lax.conv_general_dilated(
             with_logical_constraint(x_BHWC, ENTERING),
             kernel,
@@ -116,7 +116,7 @@ class Convolution(nnx.Module):
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
         if self.bias is not None:
-            y_BHWC += at_use(self.bias, (CHANNELS_OUT,), self.dtype)
+            y_BHWC += cast_and_constrain(self.bias, (CHANNELS_OUT,), self.dtype)
         return with_logical_constraint(y_BHWC, WRITTEN)
 
 
@@ -155,17 +155,17 @@ class ChannelNorm(nnx.Module):
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         x_BHWC = x_BHWC.astype(jnp.float32)
-        y_BHWC = self._by_group(x_BHWC) if self.kind == "group" else self._by_batch(x_BHWC)
-        y_BHWC = y_BHWC * at_use(self.scale, (CHANNELS_OUT,), "float32")
-        return (y_BHWC + at_use(self.bias, (CHANNELS_OUT,), "float32")).astype(self.dtype)
+        y_BHWC = self._convolve_by_group(x_BHWC) if self.kind == "group" else self._convolve_by_batch(x_BHWC)
+        y_BHWC = y_BHWC * cast_and_constrain(self.scale, (CHANNELS_OUT,), "float32")
+        return (y_BHWC + cast_and_constrain(self.bias, (CHANNELS_OUT,), "float32")).astype(self.dtype)
 
-    def _by_group(self, x_BHWC: jax.Array) -> jax.Array:
+    def _convolve_by_group(self, x_BHWC: jax.Array) -> jax.Array:
         x = x_BHWC.reshape(*x_BHWC.shape[:3], self.num_groups, -1)
         x = x - jnp.mean(x, axis=(1, 2, 4), keepdims=True)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=(1, 2, 4), keepdims=True) + EPS)
         return x.reshape(x_BHWC.shape)
 
-    def _by_batch(self, x_BHWC: jax.Array) -> jax.Array:
+    def _convolve_by_batch(self, x_BHWC: jax.Array) -> jax.Array:
         if self.use_running_average:
             return (x_BHWC - self.mean[...]) * jax.lax.rsqrt(self.variance[...] + EPS)
         mean_C = jnp.mean(x_BHWC, axis=(0, 1, 2))
@@ -230,7 +230,7 @@ def run_blocks(blocks: Sequence[nnx.Module], x: jax.Array, *, remat: bool, scan:
             continue
         join = jnp.concatenate if in_stacks else jnp.stack
         rows = jax.tree.map(lambda *leaves, join=join: join(leaves), *states)
-        x, running = jax.lax.scan(call, x, rows) if looped else _unrolled(call, x, rows)
+        x, running = jax.lax.scan(call, x, rows) if looped else _unroll(call, x, rows)
         begin = 0
         for block, module in zip(alike, modules, strict=True):
             at = slice(begin, begin + block.number) if isinstance(block, Stack) else begin
@@ -239,7 +239,7 @@ def run_blocks(blocks: Sequence[nnx.Module], x: jax.Array, *, remat: bool, scan:
     return x
 
 
-def _unrolled(call: Callable[..., Any], x: jax.Array, rows: Any) -> tuple[jax.Array, Any]:
+def _unroll(call: Callable[..., Any], x: jax.Array, rows: Any) -> tuple[jax.Array, Any]:
     """Do what `jax.lax.scan` does, without a loop in the program."""
     found = []
     for i in range(jax.tree.leaves(rows)[0].shape[0]):

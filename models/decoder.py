@@ -14,21 +14,21 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardtrain.axes import EMBED, SEQ, VOCAB
-from shardtrain.models.block_stack import stacked_blocks, walk
+from shardtrain.models.block_stack import stack_blocks, walk
 from shardtrain.models.decoder_block import Block, OfBlock, Stream
 from shardtrain.models.experts_options import read_experts
-from shardtrain.models.experts_routing import REPLICAS, move_bias, no_counts, routing_of, with_block
+from shardtrain.models.experts_routing import REPLICAS, add_block, move_bias, no_counts, read_routing
 from shardtrain.models.key_value_cache import KeyValueCache, NewCache, read
 from shardtrain.models.layers import normal
-from shardtrain.models.residual_stream import whole_seq
+from shardtrain.models.residual_stream import gather_sequence
 from shardtrain.models.transformer import (
     TABLE,
     DropoutKeys,
     add_positions,
+    compute_logits,
     embed_tokens,
-    linear_of,
-    logits_of,
-    norm_of,
+    make_linear,
+    make_norm,
 )
 from shardtrain.models.transformer_options import BlockOptions
 
@@ -63,9 +63,9 @@ class Decoder(DropoutKeys):
         self.embedding = table(TABLE)
         self.positions = table((SEQ, EMBED)) if config.positions == "learned" else None
         # the blocks, and the head, which may be the embedding again
-        self.blocks = stacked_blocks(Block, config, rngs)
-        self.final_norm = norm_of(config)
-        self.head = None if config.tied else linear_of(config, (EMBED,), (VOCAB,), rngs, bias=False)
+        self.blocks = stack_blocks(Block, config, rngs)
+        self.final_norm = make_norm(config)
+        self.head = None if config.tied else make_linear(config, (EMBED,), (VOCAB,), rngs, bias=False)
         experts = read_experts(config.experts)
         # its losses and its bias need sums over replicas, which the functions of the model are given by this
         self.axis_name = REPLICAS if experts and experts.over_replicas else None
@@ -140,7 +140,7 @@ class Decoder(DropoutKeys):
             if "routers" not in carry:
                 return {"x": x_BTD}
             x_BTD, of_block = x_BTD
-            return {"x": x_BTD, "routers": with_block(carry["routers"], of_block)}
+            return {"x": x_BTD, "routers": add_block(carry["routers"], of_block)}
 
         carried = {name: parts[name] for name in ("x", "routers") if name in parts}
         carried = walk(self.config, run_block, blocks, carried, keys)
@@ -149,8 +149,10 @@ class Decoder(DropoutKeys):
     def last(self, stream: Stream, *, auxiliary: bool = False) -> Any:
         """Return the float32 logits, rounded to dtype; with `auxiliary` also the `Routing`."""
         x_BTD = stream["x"] if isinstance(stream, dict) else stream
-        logits_BTV = logits_of(self.config, whole_seq(self.final_norm(x_BTD)), self.head, self.embedding)
-        return (logits_BTV, routing_of(self.config.experts, stream)) if auxiliary else logits_BTV
+        logits_BTV = compute_logits(
+            self.config, gather_sequence(self.final_norm(x_BTD)), self.head, self.embedding
+        )
+        return (logits_BTV, read_routing(self.config.experts, stream)) if auxiliary else logits_BTV
 
 
 def gpt2(**changes: Any) -> DecoderConfig:

@@ -9,7 +9,7 @@ from flax import nnx
 from shardtrain.models.experts import MixtureOfExperts
 from shardtrain.models.key_value_cache import LayerCache
 from shardtrain.models.residual_stream import add_part, read_by_products, split_key
-from shardtrain.models.transformer import Attention, FeedForward, norm_of
+from shardtrain.models.transformer import Attention, FeedForward, make_norm
 from shardtrain.models.transformer_options import BlockOptions
 
 Stream = jax.Array | dict[str, Any]
@@ -34,13 +34,13 @@ class Block(nnx.Module):
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs, causal: bool = True):
         self.parallel = config.parallel
-        self.attention_norm = None if config.only_post_norm else norm_of(config)
+        self.attention_norm = None if config.only_post_norm else make_norm(config)
         self.attention = Attention(config, causal=causal, rngs=rngs)
-        self.mlp_norm = None if config.only_post_norm else norm_of(config)
+        self.mlp_norm = None if config.only_post_norm else make_norm(config)
         kind: Any = MixtureOfExperts if config.experts else FeedForward
         self.mlp = kind(config, rngs=rngs)
-        self.attention_post_norm = norm_of(config) if config.post_norm else None
-        self.mlp_post_norm = norm_of(config) if config.post_norm else None
+        self.attention_post_norm = make_norm(config) if config.post_norm else None
+        self.mlp_post_norm = make_norm(config) if config.post_norm else None
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(
@@ -51,7 +51,7 @@ class Block(nnx.Module):
         cache: LayerCache | None = None,
         **seen: Any,
     ) -> Any:
-        """Return the residual stream; with experts beside what their router counted, `with_block`.
+        """Return the residual stream; with experts beside what their router counted, `add_block`.
 
         Args:
           x_BTD: the residual stream.

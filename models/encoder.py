@@ -14,19 +14,19 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, EMBED, MLP, SEGMENTS, SEQ, VOCAB
-from shardtrain.models.block_stack import stacked_blocks, walk
-from shardtrain.models.layers import Linear, at_use, looked_up, normal, parameter
-from shardtrain.models.residual_stream import STREAM, add_part, read_by_products, split_key, whole_seq
+from shardtrain.models.block_stack import stack_blocks, walk
+from shardtrain.models.layers import Linear, cast_and_constrain, lookup, normal, parameter
+from shardtrain.models.residual_stream import STREAM, add_part, gather_sequence, read_by_products, split_key
 from shardtrain.models.transformer import (
     TABLE,
     Attention,
     DropoutKeys,
     FeedForward,
     add_positions,
+    compute_logits,
     embed_tokens,
-    linear_of,
-    logits_of,
-    norm_of,
+    make_linear,
+    make_norm,
 )
 from shardtrain.models.transformer_options import BlockOptions, TextOptions
 
@@ -80,9 +80,9 @@ class EncoderBlock(nnx.Module):
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs):
         self.attention = Attention(config, causal=False, rngs=rngs)
-        self.attention_norm = norm_of(config)
+        self.attention_norm = make_norm(config)
         self.mlp = FeedForward(config, rngs=rngs)
-        self.mlp_norm = norm_of(config)
+        self.mlp_norm = make_norm(config)
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x_BTD: jax.Array, mask_BT: jax.Array | None, key: jax.Array | None) -> jax.Array:
@@ -104,15 +104,15 @@ class Encoder(DropoutKeys):
         self.embedding = table(TABLE)
         self.positions = table((SEQ, EMBED))
         self.segments = table((SEGMENTS, EMBED))
-        self.embedding_norm = norm_of(parts)
-        self.blocks = stacked_blocks(EncoderBlock, parts, rngs)
+        self.embedding_norm = make_norm(parts)
+        self.blocks = stack_blocks(EncoderBlock, parts, rngs)
         # square; what it writes is split over devices as the hidden features of a feed-forward are
         self.transform = Linear(
             (EMBED,), (MLP,), sizes={**sizes, MLP: config.embed}, std=0.02, bias=True, dtype=config.dtype,
             rngs=rngs,
         )  # fmt: skip
-        self.transform_norm = norm_of(parts)
-        self.head = None if config.tied else linear_of(parts, (EMBED,), (VOCAB,), rngs, bias=False)
+        self.transform_norm = make_norm(parts)
+        self.head = None if config.tied else make_linear(parts, (EMBED,), (VOCAB,), rngs, bias=False)
         self.head_bias = parameter(jnp.zeros(config.vocab), (VOCAB,))
         self.start_dropout(config.dropout, config.num_layers, rngs)
 
@@ -144,8 +144,8 @@ class Encoder(DropoutKeys):
         # the sum of three embeddings: of the token, its position and its segment
         x_BTD = embed_tokens(self.config, self.embedding, tokens_BT)
         x_BTD = add_positions(self.config, x_BTD, self.positions)
-        segments = at_use(self.segments, (SEGMENTS, EMBED), self.config.dtype)
-        x_BTD += segments[0] if segments_BT is None else looked_up(segments, segments_BT)
+        segments = cast_and_constrain(self.segments, (SEGMENTS, EMBED), self.config.dtype)
+        x_BTD += segments[0] if segments_BT is None else lookup(segments, segments_BT)
         x_BTD = self.embedding_norm(with_logical_constraint(x_BTD, STREAM))
         stream = {"x": self.drop_embedding(x_BTD, self.embedding_key())}
         return stream if mask_BT is None else {**stream, "mask": mask_BT}
@@ -162,10 +162,10 @@ class Encoder(DropoutKeys):
     def last(self, stream: Stream) -> jax.Array:
         """Return the float32 logits, rounded to dtype: the transformed activations times the vocabulary."""
         # the head of masked tokens: a projection, gelu and norm before the vocabulary
-        h_BTD = with_logical_constraint(self.transform(whole_seq(stream["x"])), (BATCH, SEQ, MLP))
+        h_BTD = with_logical_constraint(self.transform(gather_sequence(stream["x"])), (BATCH, SEQ, MLP))
         h_BTD = jax.nn.gelu(h_BTD, approximate=self.config.activation == "gelu")
         h_BTD = self.transform_norm(with_logical_constraint(h_BTD, (BATCH, SEQ, EMBED)))
-        return logits_of(self.config.parts, h_BTD, self.head, self.embedding, self.head_bias)
+        return compute_logits(self.config.parts, h_BTD, self.head, self.embedding, self.head_bias)
 
 
 def bert_base(**changes: Any) -> EncoderConfig:

@@ -14,20 +14,20 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, SEQ, VOCAB
-from shardtrain.functional.remat_policies import REMAT_POLICIES, as_block_input
+from shardtrain.functional.remat_policies import REMAT_POLICIES, name_block_input
 from shardtrain.models import checks
 from shardtrain.models.attention import attend
 from shardtrain.models.decoder_block import Block
 from shardtrain.models.key_value_cache import LayerCache, NewCache, SourceCache, read_target
-from shardtrain.models.layers import at_use, normal
-from shardtrain.models.relative_positions import cached_relative_bias, relative_bias, relative_table
+from shardtrain.models.layers import cast_and_constrain, normal
+from shardtrain.models.relative_positions import compute_cached_bias, relative_bias, relative_table
 from shardtrain.models.residual_stream import (
     STREAM,
     add_part,
+    gather_sequence,
+    project_to_stream,
     read_by_products,
     split_key,
-    to_stream,
-    whole_seq,
 )
 from shardtrain.models.transformer import (
     TABLE,
@@ -35,10 +35,10 @@ from shardtrain.models.transformer import (
     DropoutKeys,
     FeedForward,
     add_positions,
+    compute_logits,
     embed_tokens,
-    linear_of,
-    logits_of,
-    norm_of,
+    make_linear,
+    make_norm,
 )
 from shardtrain.models.transformer_options import BlockOptions, DecodingOptions, Remats, block_sizes
 
@@ -152,12 +152,12 @@ class CrossAttention(Attention):
         """
         # queries come from the target, keys and values from the source
         q_BTHK = self.scaled(self.q(x_BTD))
-        k_BSHK, v_BSHK = self.of_source(source_BSD) if kept is None else kept
+        k_BSHK, v_BSHK = self.project_source(source_BSD) if kept is None else kept
         # every target position sees the whole source but for padding: no causal mask
         y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, causal=False, mask_BS=mask_BS)
-        return to_stream(self.o, with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM)))
+        return project_to_stream(self.o, with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM)))
 
-    def of_source(self, source_BSD: Any) -> tuple[jax.Array, jax.Array]:
+    def project_source(self, source_BSD: Any) -> tuple[jax.Array, jax.Array]:
         """Compute the keys and values of the encoded source, (batch, source's seq, kv_heads, head_dim)."""
         # one product for keys and values, whose gradient is then reduced over devices once
         kernel = jnp.stack([self.k.cast(), self.v.cast()], 1)
@@ -182,7 +182,7 @@ class EncoderBlock(Block):
     ):
         super().__init__(config, rngs=rngs, causal=False)
         self.config, self.max_distance = config, max_distance
-        self.source_norm = norm_of(config) if is_last else None
+        self.source_norm = make_norm(config) if is_last else None
 
     def __call__(self, stream: Stream, key: jax.Array | None) -> Stream:
         encoded = _recomputed(EncoderBlock.encoded, self.config.remat)
@@ -217,21 +217,21 @@ class DecoderBlock(nnx.Module):
         self, config: BlockOptions, *, is_last: bool, max_distance: int | None = None, rngs: nnx.Rngs
     ):
         self.config, self.is_last, self.max_distance = config, is_last, max_distance
-        self.attention_norm = norm_of(config)
+        self.attention_norm = make_norm(config)
         self.attention = Attention(config, rngs=rngs)
-        self.cross_norm = norm_of(config)
+        self.cross_norm = make_norm(config)
         self.cross = CrossAttention(config, rngs=rngs)
-        self.mlp_norm = norm_of(config)
+        self.mlp_norm = make_norm(config)
         self.mlp = FeedForward(config, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, stream: Stream, key: jax.Array | None) -> Stream:
-        decoded = _recomputed(DecoderBlock.decoded, self.config.remat)
+        decoded = _recomputed(DecoderBlock.decode_block, self.config.remat)
         seen = stream.get("source_mask"), stream.get("target_bias")
         x_BTD = decoded(self, stream["target"], stream["source"], *seen, key)
         return {"target": x_BTD} if self.is_last else {**stream, "target": x_BTD}
 
-    def decoded(
+    def decode_block(
         self,
         x_BTD: jax.Array,
         source_BSD: jax.Array | None,
@@ -257,8 +257,8 @@ class DecoderBlock(nnx.Module):
         bias_BHTS = _bias(table_BNH, x_BTD.shape[1], self.max_distance, causal=True, cache=cache)
         h_BTD = self.attention(read_by_products(self.attention_norm(x_BTD)), cache=cache, bias_BHTS=bias_BHTS)
         x_BTD = add_part(x_BTD, h_BTD, self.dropout, keys[0])
-        source_BSD = None if source_BSD is None else whole_seq(source_BSD)
-        h_BTD = self.cross(whole_seq(self.cross_norm(x_BTD)), source_BSD, mask_BS, kept)
+        source_BSD = None if source_BSD is None else gather_sequence(source_BSD)
+        h_BTD = self.cross(gather_sequence(self.cross_norm(x_BTD)), source_BSD, mask_BS, kept)
         x_BTD = add_part(x_BTD, h_BTD, self.dropout, keys[1])
         return add_part(x_BTD, self.mlp(read_by_products(self.mlp_norm(x_BTD))), self.dropout, keys[2])
 
@@ -274,7 +274,7 @@ def _bias(
     if table_BNH is None or max_distance is None:
         return None
     if cache is not None:
-        return cached_relative_bias(table_BNH, cache.positions_BT, cache.num_slots, max_distance=max_distance)
+        return compute_cached_bias(table_BNH, cache.positions_BT, cache.num_slots, max_distance=max_distance)
     return relative_bias(table_BNH, num, num, max_distance=max_distance, causal=causal)
 
 
@@ -283,7 +283,7 @@ def _recomputed(part: Callable[..., jax.Array], remat: Remats) -> Callable[..., 
 
     # made anew at each call: jax.checkpoint keeps traces by function, whatever rules they were made under
     def call(block: Any, x_BTD: jax.Array, *given: Any) -> jax.Array:
-        return part(block, as_block_input(x_BTD, remat), *given)
+        return part(block, name_block_input(x_BTD, remat), *given)
 
     return call if remat == "none" else jax.checkpoint(call, policy=REMAT_POLICIES[remat])
 
@@ -315,8 +315,8 @@ class EncoderDecoder(DropoutKeys):
                 for i in range(num)
             ]
         )
-        self.final_norm = norm_of(parts)
-        self.head = None if config.tied else linear_of(parts, (EMBED,), (VOCAB,), rngs, bias=False)
+        self.final_norm = make_norm(parts)
+        self.head = None if config.tied else make_linear(parts, (EMBED,), (VOCAB,), rngs, bias=False)
         self.start_dropout(config.dropout, config.num_blocks, rngs)
 
     def __call__(
@@ -360,21 +360,21 @@ class EncoderDecoder(DropoutKeys):
         # one key for both embeddings, split between them
         source_key, target_key = split_key(self.embedding_key(), 2)
         stream = {
-            "source": self.embedded(source_BS, self.source_positions, source_key),
-            "target": self.embedded(target_BT, self.target_positions, target_key),
+            "source": self.embed_tokens(source_BS, self.source_positions, source_key),
+            "target": self.embed_tokens(target_BT, self.target_positions, target_key),
         }
         if source_mask_BS is not None:
             stream["source_mask"] = source_mask_BS
         for name, table in (("source_bias", self.source_relative), ("target_bias", self.target_relative)):
-            if (table_BNH := self.distances_of(table, source_BS.shape[0])) is not None:
+            if (table_BNH := self.find_distances(table, source_BS.shape[0])) is not None:
                 stream[name] = table_BNH
         return stream
 
-    def distances_of(self, table: nnx.Param | None, rows: int) -> jax.Array | None:
+    def find_distances(self, table: nnx.Param | None, rows: int) -> jax.Array | None:
         """Return a table of relative positions for each example: so every part of a pipeline has it."""
         if table is None:
             return None
-        table_NH = at_use(table, (None, HEADS), "float32")
+        table_NH = cast_and_constrain(table, (None, HEADS), "float32")
         table_BNH = jnp.broadcast_to(table_NH, (rows, *table_NH.shape))
         return with_logical_constraint(table_BNH, (BATCH, None, HEADS))
 
@@ -386,12 +386,12 @@ class EncoderDecoder(DropoutKeys):
 
     def last(self, stream: Stream) -> jax.Array:
         """Return the float32 logits, rounded to dtype: the target's normed activations times vocabulary."""
-        x_BTD = whole_seq(self.final_norm(stream["target"]))
+        x_BTD = gather_sequence(self.final_norm(stream["target"]))
         if self.config.head_scale is not None:
             x_BTD *= jnp.asarray(self.config.head_scale, x_BTD.dtype)
-        return logits_of(self.config.parts, x_BTD, self.head, self.embedding)
+        return compute_logits(self.config.parts, x_BTD, self.head, self.embedding)
 
-    def embedded(
+    def embed_tokens(
         self, tokens_BT: jax.Array, table: nnx.Param | None, key: jax.Array | None, positions_BT: Any = None
     ) -> jax.Array:
         """Look up tokens, and their positions in a table, from 0 on or those given."""

@@ -19,8 +19,8 @@ from shardtrain.axes import BATCH, EMBED, EXPERTS, MLP, SEQ
 from shardtrain.models.experts_options import Experts, read_experts
 from shardtrain.models.experts_products import Slots, slots_of_all, slots_of_rows
 from shardtrain.models.experts_routing import Choice, choose
-from shardtrain.models.layers import at_use, normal, parameter
-from shardtrain.models.residual_stream import STREAM, gathered
+from shardtrain.models.layers import cast_and_constrain, normal, parameter
+from shardtrain.models.residual_stream import STREAM, gather
 from shardtrain.models.transformer import FeedForward
 from shardtrain.models.transformer_options import BlockOptions
 
@@ -43,12 +43,12 @@ class MixtureOfExperts(nnx.Module):
         router = 0.02 * jax.random.normal(rngs.params(), (config.embed, options.num), jnp.float32)
         self.router = parameter(router, (EMBED, None))
         self.router_bias = RouterBias(jnp.zeros(options.num, jnp.float32)) if options.bias else None
-        self.up = normal((EXPERTS, EMBED, MLP), sizes=sizes, std=0.02, rngs=rngs)
+        self.send_up = normal((EXPERTS, EMBED, MLP), sizes=sizes, std=0.02, rngs=rngs)
         gated = config.activation == "swiglu"
         self.gate = normal((EXPERTS, EMBED, MLP), sizes=sizes, std=0.02, rngs=rngs) if gated else None
         # smaller where it writes to the residual stream, as `transformer.linear_of`
         std = 0.02 / math.sqrt(2 * config.num_layers)
-        self.down = normal((EXPERTS, MLP, EMBED), sizes=sizes, std=std, rngs=rngs)
+        self.send_down = normal((EXPERTS, MLP, EMBED), sizes=sizes, std=std, rngs=rngs)
         wide = replace(config, mlp=max(options.shared, 1) * sizes[MLP])
         self.shared = FeedForward(wide, rngs=rngs) if options.shared else None
         gated_shared = options.shared_gate == "sigmoid"
@@ -62,9 +62,12 @@ class MixtureOfExperts(nnx.Module):
           dropless: whether experts take all tokens, whatever their capacity is.
         """
         options = replace(self.options, capacity=None) if dropless else self.options
-        of_products_BTD, x_BTD = x_BTD, gathered(x_BTD)
+        of_products_BTD, x_BTD = x_BTD, gather(x_BTD)
         logits_BTE = jnp.tensordot(
-            x_BTD.astype(jnp.float32), at_use(self.router, (EMBED, None), "float32"), 1, precision="highest"
+            x_BTD.astype(jnp.float32),
+            cast_and_constrain(self.router, (EMBED, None), "float32"),
+            1,
+            precision="highest",
         )
         logits_BTE = with_logical_constraint(logits_BTE, (BATCH, SEQ, None))
         bias_E = None if self.router_bias is None else self.router_bias[...]
@@ -76,23 +79,25 @@ class MixtureOfExperts(nnx.Module):
         y_BTD = with_logical_constraint(y_BTD.astype(x_BTD.dtype), (BATCH, SEQ, EMBED))
         y_BTD = with_logical_constraint(y_BTD, STREAM)
         if self.shared is not None:
-            y_BTD += self._gated(self.shared(of_products_BTD), x_BTD)
+            y_BTD += self._gate(self.shared(of_products_BTD), x_BTD)
         return y_BTD, counts
 
-    def _gated(self, y_BTD: jax.Array, x_BTD: jax.Array) -> jax.Array:
+    def _gate(self, y_BTD: jax.Array, x_BTD: jax.Array) -> jax.Array:
         """Return the output of the shared feed-forward times its gate, if it has one."""
         if self.shared_gate is None:
             return y_BTD
-        gate_BT1 = x_BTD.astype(jnp.float32) @ at_use(self.shared_gate, (EMBED,), "float32")[:, None]
+        gate_BT1 = (
+            x_BTD.astype(jnp.float32) @ cast_and_constrain(self.shared_gate, (EMBED,), "float32")[:, None]
+        )
         gate_BT1 = with_logical_constraint(jax.nn.sigmoid(gate_BT1), (*STREAM[:2], None))
         return (y_BTD * gate_BT1).astype(y_BTD.dtype)
 
     def _kernels(self) -> tuple[jax.Array, jax.Array]:
         """Return the kernels in the compute dtype: (experts, embed, 1 or 2, mlp), with the gate; and back."""
-        both = self.up, self.gate
+        both = self.send_up, self.gate
         into = [kernel[...].astype(self.config.dtype) for kernel in both if kernel is not None]
         up = with_logical_constraint(jnp.stack(into, 2), (EXPERTS, EMBED, None, MLP))
-        return up, at_use(self.down, (EXPERTS, MLP, EMBED), self.config.dtype)
+        return up, cast_and_constrain(self.send_down, (EXPERTS, MLP, EMBED), self.config.dtype)
 
 
 class OfDevice:

@@ -89,7 +89,7 @@ def slots_of_all(experts_NK: jax.Array, num_experts: int) -> Slots:
         slot = jnp.where(flat < num_experts, jnp.take(start_E, flat, mode="clip") + place, most)
 
         def ragged(x: jax.Array, kernel: jax.Array) -> jax.Array:
-            return ragged_product(x, kernel, counts_E)
+            return multiply_ragged(x, kernel, counts_E)
 
         return Slots(slot.reshape(-1, top), most, ragged)
     # half an expert's mean: at most 1.5 times as many slots as choices
@@ -113,7 +113,7 @@ def slots_of_all(experts_NK: jax.Array, num_experts: int) -> Slots:
 
 
 @jax.custom_vjp
-def ragged_product(x: jax.Array, kernel: jax.Array, counts_E: jax.Array) -> jax.Array:
+def multiply_ragged(x: jax.Array, kernel: jax.Array, counts_E: jax.Array) -> jax.Array:
     """Multiply rows that are sorted by expert, so many of each, with the kernel of their expert.
 
     It is the same as `jax.lax.ragged_dot`, which has no batching: where replicas are batched, they are
@@ -127,33 +127,33 @@ def ragged_product(x: jax.Array, kernel: jax.Array, counts_E: jax.Array) -> jax.
     Returns:
       (N, F), in the dtype of x.
     """
-    return _ragged(x, kernel, counts_E)
+    return _multiply_ragged(x, kernel, counts_E)
 
 
 @jax.custom_batching.sequential_vmap
-def _ragged(x: jax.Array, kernel: jax.Array, counts_E: jax.Array) -> jax.Array:
+def _multiply_ragged(x: jax.Array, kernel: jax.Array, counts_E: jax.Array) -> jax.Array:
     return lax.ragged_dot(x, kernel, counts_E)
 
 
 @jax.custom_batching.sequential_vmap
-def _ragged_kernel_gradient(x: jax.Array, dy: jax.Array, counts_E: jax.Array) -> jax.Array:
+def _compute_ragged_gradient(x: jax.Array, dy: jax.Array, counts_E: jax.Array) -> jax.Array:
     over_rows = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=()
     )
     return lax.ragged_dot_general(x, dy, counts_E, over_rows)
 
 
-def _ragged_forward(x: jax.Array, kernel: jax.Array, counts_E: jax.Array) -> Any:
-    return _ragged(x, kernel, counts_E), (x, kernel, counts_E)
+def _multiply_ragged_forward(x: jax.Array, kernel: jax.Array, counts_E: jax.Array) -> Any:
+    return _multiply_ragged(x, kernel, counts_E), (x, kernel, counts_E)
 
 
-def _ragged_backward(kept: Any, dy: jax.Array) -> Any:
+def _multiply_ragged_backward(kept: Any, dy: jax.Array) -> Any:
     x, kernel, counts_E = kept
-    dx = _ragged(dy, jnp.swapaxes(kernel, 1, 2), counts_E)
-    return dx, _ragged_kernel_gradient(x, dy, counts_E), None
+    dx = _multiply_ragged(dy, jnp.swapaxes(kernel, 1, 2), counts_E)
+    return dx, _compute_ragged_gradient(x, dy, counts_E), None
 
 
-ragged_product.defvjp(_ragged_forward, _ragged_backward)
+multiply_ragged.defvjp(_multiply_ragged_forward, _multiply_ragged_backward)
 
 
 def _ranks(experts: jax.Array, num_experts: int) -> jax.Array:

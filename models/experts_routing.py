@@ -54,7 +54,7 @@ def choose(
     # the largest score again and again: sharded rows stay sharded, which they would not in a sort
     left_BTE = lax.stop_gradient(scores_BTE if bias_E is None else scores_BTE + bias_E)
     if options.groups > 1:
-        left_BTE = _of_best_groups(options, left_BTE)
+        left_BTE = _mask_worse_groups(options, left_BTE)
     numbers_E = jnp.arange(options.num, dtype=jnp.int32)
     found, masks, weights = [], [], []
     for _ in range(options.top):
@@ -68,7 +68,7 @@ def choose(
     if options.normalised == "chosen":
         weights_BTK /= weights_BTK.sum(-1, keepdims=True) + jnp.finfo(jnp.float32).tiny
     counts_BE = sum(mask.sum(1, dtype=jnp.float32) for mask in masks)
-    experts_BTK, dropped_B = _within_capacity(options, jnp.stack(found, -1), masks)
+    experts_BTK, dropped_B = _limit_capacity(options, jnp.stack(found, -1), masks)
     of_block = {
         "chosen": counts_BE,
         "probability": probabilities_BTE.sum(1),
@@ -78,7 +78,7 @@ def choose(
     return Choice(experts_BTK, weights_BTK * options.scale), of_block
 
 
-def _of_best_groups(options: Experts, scores_BTE: jax.Array) -> jax.Array:
+def _mask_worse_groups(options: Experts, scores_BTE: jax.Array) -> jax.Array:
     """Return the scores with -inf in place of experts outside of a token's best groups."""
     size = options.num // options.groups
     scores_BTGN = scores_BTE.reshape(*scores_BTE.shape[:2], options.groups, size)
@@ -94,7 +94,7 @@ def _of_best_groups(options: Experts, scores_BTE: jax.Array) -> jax.Array:
     return jnp.where(is_best_BTG[..., None], scores_BTGN, -jnp.inf).reshape(scores_BTE.shape)
 
 
-def _within_capacity(
+def _limit_capacity(
     options: Experts, experts_BTK: jax.Array, masks: list[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Return the chosen experts with `num` in place of those that are full, and how many in each row."""
@@ -127,7 +127,7 @@ def no_counts(options: Experts, rows: int, num_blocks: int) -> dict[str, jax.Arr
     return {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
 
 
-def with_block(counts: dict[str, jax.Array], of_block: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def add_block(counts: dict[str, jax.Array], of_block: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Add the counts of the next block at the end, in place of the first: after all blocks they are in order.
 
     So the residual stream has the same shapes between all blocks, as a pipeline needs it, and no block knows
@@ -179,7 +179,7 @@ class Routing:
         total = weights_B.sum()
         tokens = jnp.where(total > 0, total, 1) * self.seq
         # of all replicas: shares of the choices, which have no gradient
-        chosen_LE = _over_replicas(jnp.einsum("B,BLE->LE", weights_B, self.chosen_BLE))
+        chosen_LE = _sum_over_replicas(jnp.einsum("B,BLE->LE", weights_B, self.chosen_BLE))
         share_LE = chosen_LE / jnp.maximum(chosen_LE.sum(-1, keepdims=True), 1)
         if options.over == "batch":
             # of these rows alone: means of probabilities, whose gradients replicas add up
@@ -199,15 +199,15 @@ class Routing:
             found["expert_drops"] = (is_row_B @ self.dropped_BL.sum(1), num_choices)
         return options.balance * balance_L.sum() + options.z * z_L.sum(), found
 
-    def moved_bias(self, bias_LE: jax.Array) -> jax.Array:
+    def move_bias(self, bias_LE: jax.Array) -> jax.Array:
         """Return the biases of the choice after this microbatch: up where an expert has too few tokens."""
-        chosen_LE = _over_replicas(self.chosen_BLE.sum(0))
+        chosen_LE = _sum_over_replicas(self.chosen_BLE.sum(0))
         # whole numbers: a rounded mean would move the bias of an expert that has just as many
         error_LE = chosen_LE.sum(-1, keepdims=True) - self.options.num * chosen_LE
         return bias_LE + self.options.bias * jnp.sign(error_LE)
 
 
-def routing_of(option: str, stream: Any) -> Routing | None:
+def read_routing(option: str, stream: Any) -> Routing | None:
     """Return what all routers did, given the stream that leaves the blocks; None without experts."""
     experts = read_experts(option)
     if experts is None or not isinstance(stream, dict):
@@ -219,7 +219,7 @@ def routing_of(option: str, stream: Any) -> Routing | None:
     )  # fmt: skip
 
 
-def _over_replicas(x: jax.Array) -> jax.Array:
+def _sum_over_replicas(x: jax.Array) -> jax.Array:
     """Sum over the replicas that share a microbatch; where there are none, over those of this call alone."""
     try:
         return lax.psum(x, REPLICAS)
@@ -229,6 +229,6 @@ def _over_replicas(x: jax.Array) -> jax.Array:
 
 def move_bias(experts: str, mlp: Any, stream: Any) -> None:
     """Move the biases of routers towards equal loads, if the experts have some: after a step of training."""
-    routing = routing_of(experts, stream)
+    routing = read_routing(experts, stream)
     if routing is not None and routing.options.bias:
-        mlp.router_bias[...] = routing.moved_bias(mlp.router_bias[...])
+        mlp.router_bias[...] = routing.move_bias(mlp.router_bias[...])

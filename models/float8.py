@@ -52,7 +52,7 @@ def _float8_product(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int) ->
 
 
 def _forward(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int) -> tuple[jax.Array, tuple]:
-    kernel8, kernel_scale = rounded(kernel, kernel.ndim)
+    kernel8, kernel_scale = round_values(kernel, kernel.ndim)
     kernel8, kernel_scale = with_logical_constraint(kernel8, dims), kernel_scale.reshape(())
     y = _product(x, kernel8, kernel_scale, num_in, range(num_in))
     return y, (x, kernel8, kernel_scale)
@@ -73,7 +73,7 @@ def _product(
     x: jax.Array, kernel8: jax.Array, kernel_scale: jax.Array, num_features: int, kernel_axes: range
 ) -> jax.Array:
     """Multiply the last `num_features` dims of `x`, rounded token by token, with those of a kernel."""
-    x8, x_scale = rounded(x, num_features)
+    x8, x_scale = round_values(x, num_features)
     axes = tuple(range(x.ndim - num_features, x.ndim)), tuple(kernel_axes)
     y = lax.dot_general(x8, kernel8, (axes, ((), ())), preferred_element_type=jnp.float32)
     # a scale for each token
@@ -81,7 +81,7 @@ def _product(
     return (y * (x_scale * kernel_scale)).astype(x.dtype)
 
 
-def rounded(x: jax.Array, num_dims: int) -> tuple[jax.Array, jax.Array]:
+def round_values(x: jax.Array, num_dims: int) -> tuple[jax.Array, jax.Array]:
     """Round to 8 bits with a scale for all values along the last `num_dims` dims.
 
     Returns:

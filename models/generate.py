@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardtrain.models import checks
-from shardtrain.models.key_value_cache import NewCache, written
+from shardtrain.models.key_value_cache import NewCache, write_slots
 from shardtrain.models.sampling import Sampling, sample
 
 NO_TOKEN = -1
@@ -80,7 +80,7 @@ def generate(
     checks.refuse("generate", problems(tokens, num_tokens, rows, seq if cached or pairs else None))
     if not tokens or num_tokens == 0:
         return [np.zeros(0, np.int32) for _ in tokens]
-    reader = reader_of(_as_pytree(model), seq=seq, cached=cached, begin=begin)
+    reader = make_reader(_make_pytree(model), seq=seq, cached=cached, begin=begin)
     longest = max(map(len, tokens))
     ends = np.asarray(end, np.int32)
     found: list[np.ndarray] = []
@@ -136,7 +136,7 @@ def _drawn(logits_BV: jax.Array, keys_B: jax.Array, number: Any, sampling: Sampl
     return sample(logits_BV, jax.vmap(jax.random.fold_in, (0, None))(keys_B, number), sampling)
 
 
-def _as_pytree(model: Any) -> Any:
+def _make_pytree(model: Any) -> Any:
     """Return a module or pytree as it is, to be an argument of programs; a plain function as a constant."""
     leaves = jax.tree.leaves(model)
     return jax.tree_util.Partial(model) if len(leaves) == 1 and leaves[0] is model else model
@@ -187,7 +187,7 @@ def _number_problems(prompts: Sequence[np.ndarray], num_tokens: int, rows: int) 
     return found
 
 
-def reader_of(model: Any, *, seq: int, cached: bool, begin: int | None) -> Any:
+def make_reader(model: Any, *, seq: int, cached: bool, begin: int | None) -> Any:
     """Return the reader of a model, a pytree; see `generate` for the arguments."""
     if begin is not None:
         return Targets(model, begin) if cached else WholeTargets(model, begin)
@@ -237,7 +237,7 @@ class Windowed:
 
     def extend(self, token_B: jax.Array, memory: Any) -> tuple[jax.Array, Any]:
         tokens_BS, lengths_B = memory
-        return self._read(written(tokens_BS, token_B[:, None], lengths_B), lengths_B + 1)
+        return self._read(write_slots(tokens_BS, token_B[:, None], lengths_B), lengths_B + 1)
 
     def _read(self, tokens_BS: jax.Array, lengths_B: jax.Array) -> tuple[jax.Array, Any]:
         # the window has one shape, so there is one program: it is filled up behind, and later moves along

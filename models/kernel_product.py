@@ -48,12 +48,12 @@ def _gradient_of_kernel(g: jax.Array, x: jax.Array, kernel: Any) -> jax.Array:
     return lax.dot_general(x, g, ((rows, rows), ((), ())))
 
 
-def _batched(arguments: Any, dims: Any) -> tuple[jax.Array, int]:
+def _batch(arguments: Any, dims: Any) -> tuple[jax.Array, int]:
     return jax.vmap(_product, dims)(*arguments), 0
 
 
 _TANGENT.def_impl(_product)
 _TANGENT.def_abstract_eval(lambda x, kernel: jax.typeof(jax.eval_shape(_product, x, kernel)))
 ad.defbilinear(_TANGENT, _gradient_of_activations, _gradient_of_kernel)
-batching.primitive_batchers[_TANGENT] = _batched
+batching.primitive_batchers[_TANGENT] = _batch
 mlir.register_lowering(_TANGENT, mlir.lower_fun(_product, multiple_results=False))

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, HEAD_DIM, KV_HEADS, LAYERS, VOCAB
-from shardtrain.models.block_stack import unstacked
-from shardtrain.models.residual_stream import whole_seq
+from shardtrain.models.block_stack import unstack
+from shardtrain.models.residual_stream import gather_sequence
 from shardtrain.models.transformer import too_long
 
 SLOTS = (LAYERS, BATCH, None, KV_HEADS, HEAD_DIM)
@@ -69,7 +69,9 @@ class LayerCache:
         """Return keys and values by position with those of the call, which `added` keeps."""
         self.added = k_BTHK, v_BTHK
         starts_B = self.positions_BT[:, 0]
-        return written(self._keys_BSHK, k_BTHK, starts_B), written(self._values_BSHK, v_BTHK, starts_B)
+        return write_slots(self._keys_BSHK, k_BTHK, starts_B), write_slots(
+            self._values_BSHK, v_BTHK, starts_B
+        )
 
     def mask_BTS(self, window: int | jax.Array | None) -> jax.Array:
         """True where a token of the call sees a slot: those up to its own position, of a window the last."""
@@ -78,7 +80,7 @@ class LayerCache:
         return seen_BTS if window is None else seen_BTS & (distance_BTS < window)
 
 
-def written(slots_BSHK: jax.Array, new_BTHK: jax.Array, starts_B: jax.Array) -> jax.Array:
+def write_slots(slots_BSHK: jax.Array, new_BTHK: jax.Array, starts_B: jax.Array) -> jax.Array:
     """Write each row's new keys or values into its slots, from a slot of its own on."""
     return jax.vmap(lambda slots, new, start: jax.lax.dynamic_update_slice_in_dim(slots, new, start, 0))(
         slots_BSHK, new_BTHK, starts_B
@@ -137,13 +139,13 @@ def read(
     stream = decoder.first(tokens_BT, positions_BT=positions_BT)
     x_BTD = stream["x"] if isinstance(stream, dict) else stream
     x_BTD, added = _walk(decoder, x_BTD, cache, positions_BT)
-    logits_BV = with_logical_constraint(decoder.last(last_of(x_BTD, counts_B))[:, 0], (BATCH, VOCAB))
+    logits_BV = with_logical_constraint(decoder.last(select_last(x_BTD, counts_B))[:, 0], (BATCH, VOCAB))
     return logits_BV, extended(cache, added, counts_B)
 
 
 def extended(cache: KeyValueCache, added: tuple[jax.Array, jax.Array], counts_B: jax.Array) -> KeyValueCache:
     """Return a cache with the keys and values that all layers add, (layers, batch, T, kv_heads, head_dim)."""
-    write = jax.vmap(written, (0, 0, None))
+    write = jax.vmap(write_slots, (0, 0, None))
     keys, values = (
         with_logical_constraint(write(slots, new, cache.lengths_B), SLOTS)
         for slots, new in zip((cache.keys_LBSHK, cache.values_LBSHK), added, strict=True)
@@ -151,7 +153,7 @@ def extended(cache: KeyValueCache, added: tuple[jax.Array, jax.Array], counts_B:
     return KeyValueCache(keys, values, cache.lengths_B + counts_B)
 
 
-def last_of(x_BTD: jax.Array, counts_B: jax.Array) -> jax.Array:
+def select_last(x_BTD: jax.Array, counts_B: jax.Array) -> jax.Array:
     """Return the activations of each row's last token, (batch, 1, embed): only they need logits."""
     # a sum with one term, which keeps rows on their devices
     is_last_BT = jnp.arange(x_BTD.shape[1]) == counts_B[:, None] - 1
@@ -174,7 +176,7 @@ def _walk(
     if decoder.config.scan:
         return jax.lax.scan(run_block, x_BTD, layers)
     added = []
-    for layer in unstacked(layers):
+    for layer in unstack(layers):
         x_BTD, of_layer = run_block(x_BTD, layer)
         added.append(of_layer)
     return x_BTD, jax.tree.map(lambda *each: jnp.stack(each), *added)
@@ -231,16 +233,16 @@ def read_target(
     counts_B = jnp.full(rows, num_tokens) if counts_B is None else counts_B
     target = kept.target
     positions_BT = target.lengths_B[:, None] + jnp.arange(num_tokens)
-    x_BTD = model.embedded(target_BT, model.target_positions, None, positions_BT)
-    table_BNH = model.distances_of(model.target_relative, rows)
+    x_BTD = model.embed_tokens(target_BT, model.target_positions, None, positions_BT)
+    table_BNH = model.find_distances(model.target_relative, rows)
     added = []
     for i, block in enumerate(list(model.blocks)[model.config.num_encoder_layers :]):
         of_layer = LayerCache(target.keys_LBSHK[i], target.values_LBSHK[i], positions_BT)
         source = kept.keys_LBSHK[i], kept.values_LBSHK[i]
-        x_BTD = block.decoded(x_BTD, None, kept.mask_BS, table_BNH, None, of_layer, source)
+        x_BTD = block.decode_block(x_BTD, None, kept.mask_BS, table_BNH, None, of_layer, source)
         added.append(of_layer.added)
     keys, values = map(jnp.stack, zip(*added, strict=True))
-    logits_BV = model.last({"target": last_of(x_BTD, counts_B)})[:, 0]
+    logits_BV = model.last({"target": select_last(x_BTD, counts_B)})[:, 0]
     return (
         with_logical_constraint(logits_BV, (BATCH, VOCAB)),
         kept._replace(target=extended(target, (keys, values), counts_B)),
@@ -251,12 +253,12 @@ def _read_source(model: Any, source_BS: Any, mask_BS: jax.Array | None, size: in
     """Encode the source, and compute its keys and values for every decoder block."""
     config, rows = model.config, source_BS.shape[0]
     blocks = list(model.blocks)
-    x_BSD = model.embedded(source_BS, model.source_positions, None)
-    table_BNH = model.distances_of(model.source_relative, rows)
+    x_BSD = model.embed_tokens(source_BS, model.source_positions, None)
+    table_BNH = model.find_distances(model.source_relative, rows)
     for block in blocks[: config.num_encoder_layers]:
         x_BSD = block.encoded(x_BSD, mask_BS, table_BNH, None)
-    x_BSD = whole_seq(x_BSD)
-    of_blocks = [block.cross.of_source(x_BSD) for block in blocks[config.num_encoder_layers :]]
+    x_BSD = gather_sequence(x_BSD)
+    of_blocks = [block.cross.project_source(x_BSD) for block in blocks[config.num_encoder_layers :]]
     keys, values = (with_logical_constraint(jnp.stack(each), SLOTS) for each in zip(*of_blocks, strict=True))
     of_decoder = replace(config.parts, num_layers=config.num_decoder_layers)
     return SourceCache(keys, values, mask_BS, new_cache(of_decoder, rows, size))

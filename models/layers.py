@@ -17,7 +17,7 @@ from flax.linen.spmd import with_logical_constraint
 from shardtrain.axes import BATCH, EMBED
 from shardtrain.models.float8 import Products, product
 from shardtrain.models.lora import Lora
-from shardtrain.models.on_gpus import recomputed
+from shardtrain.models.on_gpus import recompute
 
 Dims = tuple[str, ...]
 Norms = Literal["layernorm", "rmsnorm", "rmsnorm_plus_one"]
@@ -41,18 +41,20 @@ def coming_keys(stream: nnx.RngStream, num: int) -> jax.Array:
     return jax.random.split(jax.random.fold_in(stream.key[...], stream.count[...]), num)
 
 
-def added_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
     """Add a bias over the last dims, if there is one."""
     return y if bias is None else y + bias
 
 
-def at_use(parameter: nnx.Param | jax.Array, dims: tuple[str | None, ...], dtype: str) -> jax.Array:
+def cast_and_constrain(
+    parameter: nnx.Param | jax.Array, dims: tuple[str | None, ...], dtype: str
+) -> jax.Array:
     """Cast a parameter to the compute dtype and constrain it to its dims: here a sharded one is gathered."""
     return with_logical_constraint(parameter[...].astype(dtype), dims)
 
 
 @jax.custom_jvp
-def looked_up(table: jax.Array, indices: jax.Array) -> jax.Array:
+def lookup(table: jax.Array, indices: jax.Array) -> jax.Array:
     """Return rows of a table, NaN for an index out of range; in 16 bits their gradients are summed in 32.
 
     A row that is looked up often would otherwise get a sum in 16 bits, to which little can be added.
@@ -67,11 +69,11 @@ def looked_up(table: jax.Array, indices: jax.Array) -> jax.Array:
     return jnp.take(table, indices, axis=0)
 
 
-@looked_up.defjvp
-def _looked_up_derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+@lookup.defjvp
+def _derive_lookup(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     table, indices = primals
     tangent = jnp.take(tangents[0].astype(jnp.float32), indices, axis=0).astype(table.dtype)
-    return looked_up(table, indices), tangent
+    return lookup(table, indices), tangent
 
 
 class Linear(nnx.Module):
@@ -118,8 +120,8 @@ class Linear(nnx.Module):
         """Add what the adapter makes of `x`, if there is one, to a product of `x` with the kernel."""
         if self.lora is None:
             return y
-        first = at_use(self.lora_a, (*self.into, None), self.dtype)
-        second = at_use(self.lora_b, (None, *self.out), self.dtype)
+        first = cast_and_constrain(self.lora_a, (*self.into, None), self.dtype)
+        second = cast_and_constrain(self.lora_b, (None, *self.out), self.dtype)
         return y + self.lora.scale * jnp.tensordot(jnp.tensordot(x, first, len(self.into)), second, 1)
 
     def cast(self) -> jax.Array:
@@ -128,11 +130,11 @@ class Linear(nnx.Module):
 
     def shifted(self, y: jax.Array) -> jax.Array:
         """Add the bias, if there is one, to a product with the kernel."""
-        return added_bias(y, self.cast_bias())
+        return add_bias(y, self.cast_bias())
 
     def cast_bias(self) -> jax.Array | None:
         """Return the bias in the compute dtype, None without one."""
-        return None if self.bias is None else at_use(self.bias, self.out, self.dtype)
+        return None if self.bias is None else cast_and_constrain(self.bias, self.out, self.dtype)
 
 
 class Norm(nnx.Module):
@@ -156,20 +158,20 @@ class Norm(nnx.Module):
         self.bias = parameter(jnp.zeros(sizes), dims) if has_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = at_use(self.scale, self.dims, "float32")
-        bias = None if self.bias is None else at_use(self.bias, self.dims, "float32")
-        derived = self._normed_by_moments if x.dtype.itemsize == 2 else None
-        return recomputed(self._normed, derived)(x, scale, bias)
+        scale = cast_and_constrain(self.scale, self.dims, "float32")
+        bias = None if self.bias is None else cast_and_constrain(self.bias, self.dims, "float32")
+        derived = self._normalise_by_moments if x.dtype.itemsize == 2 else None
+        return recompute(self._normalise, derived)(x, scale, bias)
 
-    def _normed(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
+    def _normalise(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
         x, axes = x.astype(jnp.float32), tuple(range(-len(self.dims), 0))
         # a root-mean-square norm leaves the mean where it is
         if self.kind == "layernorm":
             x = x - jnp.mean(x, axis=axes, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True) + self.eps)
-        return self._scaled(x, scale, bias)
+        return self._scale(x, scale, bias)
 
-    def _normed_by_moments(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
+    def _normalise_by_moments(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
         """The same with both moments summed at once and barriers around them: GPUs compute its gradient fast.
 
         The first feature is subtracted before, as squares of values far from 0 would lose digits. Where it is
@@ -185,14 +187,14 @@ class Norm(nnx.Module):
         else:
             square = jax.lax.optimization_barrier(jnp.mean(jnp.square(x), axis=axes, keepdims=True))
             x = x * jax.lax.rsqrt(square + self.eps)
-        return self._scaled(x, scale, bias)
+        return self._scale(x, scale, bias)
 
-    def _scaled(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
+    def _scale(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
         x = x * (1 + scale if self.kind == "rmsnorm_plus_one" else scale)
-        return added_bias(x, bias).astype(self.dtype)
+        return add_bias(x, bias).astype(self.dtype)
 
 
-def restarted_positions(segments_BT: jax.Array) -> jax.Array:
+def restart_positions(segments_BT: jax.Array) -> jax.Array:
     """Return the position of each token in its segment, int32 (batch, seq).
 
     Args:
@@ -201,7 +203,7 @@ def restarted_positions(segments_BT: jax.Array) -> jax.Array:
     >>> restarted_positions(jnp.array([[0, 0, 1, 1, 1, 2]])).tolist()
     [[0, 1, 0, 1, 2, 0]]
     """
-    # over whole rows: neighbours in different shards would be sent by permutes, see `without_first`
+    # over whole rows: neighbours in different shards would be sent by permutes, see `drop_first`
     segments_BT = with_logical_constraint(segments_BT, (BATCH, None))
     places_BT = jnp.broadcast_to(jnp.arange(segments_BT.shape[1], dtype=jnp.int32), segments_BT.shape)
     begins_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1]) != 0

@@ -15,13 +15,19 @@ from flax.linen.spmd import with_logical_constraint
 from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, SEQ, VOCAB
-from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES, as_block_input
+from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES, name_block_input
 from shardtrain.models import checks
 from shardtrain.models.attention import attend
 from shardtrain.models.chunked_logits import ChunkedLogits
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.float8 import Products
-from shardtrain.models.residual_stream import STREAM, from_stream, read_by_products, to_stream, whole_seq
+from shardtrain.models.residual_stream import (
+    STREAM,
+    gather_sequence,
+    project_to_stream,
+    read_by_products,
+    read_from_stream,
+)
 from shardtrain.models.transformer import TABLE, too_long
 from shardtrain.models.transformer_options import BIASES, has_bias
 
@@ -77,7 +83,7 @@ class LinenDecoder(nn.Module):
             metadata_params={nn.PARTITION_NAME: LAYERS},
         )
         x_BTD, _ = stacked(config, train, name="blocks")(with_logical_constraint(x_BTD, STREAM), None)
-        x_BTD = whole_seq(_norm("final_norm", config)(x_BTD))
+        x_BTD = gather_sequence(_norm("final_norm", config)(x_BTD))
         if config.loss_chunk is not None:
             return ChunkedLogits(
                 hidden_BTD=x_BTD, kernel=table_VD, bias_V=None, kernel_dims=TABLE, chunk=config.loss_chunk
@@ -94,7 +100,7 @@ class LinenBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, _: None) -> tuple[jax.Array, None]:
-        x_BTD = as_block_input(x_BTD, self.config.remat)
+        x_BTD = name_block_input(x_BTD, self.config.remat)
         parts = ("attention_norm", LinenAttention, "attention"), ("mlp_norm", LinenFeedForward, "mlp")
         for norm_name, layer, name in parts:
             h_BTD = read_by_products(_norm(norm_name, self.config)(x_BTD))
@@ -117,7 +123,7 @@ class LinenAttention(nn.Module):
         ]
         # one product, whose gradient is then reduced over devices once
         kernel = jnp.stack([linear.cast() for linear in linears], 2)
-        y = from_stream(x_BTD, kernel, (EMBED, KV_HEADS, None, HEAD_DIM))
+        y = read_from_stream(x_BTD, kernel, (EMBED, KV_HEADS, None, HEAD_DIM))
         y = with_logical_constraint(y, (BATCH, SEQ, KV_HEADS, None, HEAD_DIM))
         q_BTHK, k_BSHK, v_BSHK = (
             with_logical_constraint(linear.shifted(y[:, :, :, i]), (BATCH, SEQ, linear.out[0], HEAD_DIM))
@@ -125,7 +131,7 @@ class LinenAttention(nn.Module):
         )
         y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention)
         y_BTHK = with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
-        return to_stream(LinenLinear(self.config, (HEADS, HEAD_DIM), (EMBED,), name="o"), y_BTHK)
+        return project_to_stream(LinenLinear(self.config, (HEADS, HEAD_DIM), (EMBED,), name="o"), y_BTHK)
 
 
 class LinenFeedForward(nn.Module):
@@ -136,9 +142,9 @@ class LinenFeedForward(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         up = LinenLinear(self.config, (EMBED,), (MLP,), name="up")
-        h_BTF = up.shifted(from_stream(x_BTD, up.cast(), (EMBED, MLP)))
+        h_BTF = up.shifted(read_from_stream(x_BTD, up.cast(), (EMBED, MLP)))
         h_BTF = jax.nn.gelu(with_logical_constraint(h_BTF, (BATCH, SEQ, MLP)), approximate=True)
-        return to_stream(LinenLinear(self.config, (MLP,), (EMBED,), name="down"), h_BTF)
+        return project_to_stream(LinenLinear(self.config, (MLP,), (EMBED,), name="down"), h_BTF)
 
 
 class LinenLinear(nn.Module):
@@ -153,9 +159,9 @@ class LinenLinear(nn.Module):
         std = 0.02 / math.sqrt(2 * self.config.num_layers) if self.out == (EMBED,) else 0.02
         sizes = self.config.sizes
         self.kernel = self.param(
-            "kernel", *_partitioned(nn.initializers.normal(std), (*self.into, *self.out), sizes)
+            "kernel", *_partition(nn.initializers.normal(std), (*self.into, *self.out), sizes)
         )
-        self.bias = self.param("bias", *_partitioned(nn.initializers.zeros, self.out, sizes))
+        self.bias = self.param("bias", *_partition(nn.initializers.zeros, self.out, sizes))
 
     def product(self, x: jax.Array) -> jax.Array:
         """Apply the map without its bias."""
@@ -189,11 +195,11 @@ def _norm(name: str, config: DecoderConfig) -> nn.LayerNorm:
 
 def _weight(module: Any, name: str, dims: tuple[str, ...], config: DecoderConfig) -> jax.Array:
     """A float32 parameter, cast to the compute dtype and constrained to its dims where it is used."""
-    value = module.param(name, *_partitioned(nn.initializers.normal(0.02), dims, config.sizes))
+    value = module.param(name, *_partition(nn.initializers.normal(0.02), dims, config.sizes))
     return with_logical_constraint(value.astype(config.dtype), dims)
 
 
-def _partitioned(init: Any, dims: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[Any, ...]:
+def _partition(init: Any, dims: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[Any, ...]:
     """Return the arguments of `param` after the name: initialiser with dim names, shape, dtype."""
     return nn.with_partitioning(init, dims), [sizes[dim] for dim in dims], jnp.float32
 

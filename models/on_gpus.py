@@ -13,12 +13,12 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from shardtrain.models.target import target_platform
 
 
-def on_gpus() -> bool:
+def is_on_gpus() -> bool:
     """Whether the program that is being traced will run on GPUs, here or described ones."""
     return target_platform() in ("gpu", "cuda", "rocm")
 
 
-def recomputed(function: Callable[..., Any], derived: Callable[..., Any] | None = None) -> Callable[..., Any]:
+def recompute(function: Callable[..., Any], derived: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return an elementwise function or a norm as it is; for GPUs its backward pass computes it again.
 
     What it computes on its way is not written to memory in the forward pass and read in the backward pass,
@@ -28,7 +28,7 @@ def recomputed(function: Callable[..., Any], derived: Callable[..., Any] | None 
       function: of arrays alone, which are kept; parameters that a mesh shards are gathered before.
       derived: the same function in the form whose derivative is computed there; None: the function itself.
     """
-    if not on_gpus():
+    if not is_on_gpus():
         return function
     if derived is None:
         return jax.checkpoint(function)
@@ -44,4 +44,4 @@ def rows_last(x: jax.Array) -> jax.Array:
     operand with this dim contiguous, and with it all arrays that are computed elementwise from it or into it:
     here the whole residual stream, which is then transposed before and behind each matrix product.
     """
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if on_gpus() else x
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if is_on_gpus() else x

@@ -24,7 +24,7 @@ def relative_table(num_buckets: int, num_heads: int, rngs: nnx.Rngs) -> nnx.Para
     return parameter(values, (None, HEADS))
 
 
-def bucket_of(distances: np.ndarray, *, num_buckets: int, max_distance: int, causal: bool) -> np.ndarray:
+def find_bucket(distances: np.ndarray, *, num_buckets: int, max_distance: int, causal: bool) -> np.ndarray:
     """Return the bucket of each distance.
 
     Half of the buckets are for one distance each, the others for longer ones, by their logarithm.
@@ -66,19 +66,19 @@ def relative_bias(
         pipeline cut it like all activations.
       num_queries: positions of the queries, from 0 on.
       num_keys: those of the keys.
-      max_distance: see `bucket_of`.
+      max_distance: see `find_bucket`.
       causal: likewise.
     """
     # one lookup for each distance, then each query takes those to its keys
     distances = np.arange(-num_queries + 1, num_keys)
-    buckets = bucket_of(distances, num_buckets=table_BNH.shape[1], max_distance=max_distance, causal=causal)
+    buckets = find_bucket(distances, num_buckets=table_BNH.shape[1], max_distance=max_distance, causal=causal)
     by_distance = jnp.take(table_BNH, buckets, axis=1)
     places = np.arange(num_keys)[None] - np.arange(num_queries)[:, None] + num_queries - 1
     bias_BHTS = jnp.take(by_distance.swapaxes(1, 2), places, axis=2)
     return with_logical_constraint(bias_BHTS, (BATCH, HEADS, None, None))
 
 
-def cached_relative_bias(
+def compute_cached_bias(
     table_BNH: jax.Array, positions_BT: jax.Array, num_keys: int, *, max_distance: int
 ) -> jax.Array:
     """Return what is added to the scores of causal attention with a cache, (batch, heads, T, num_keys).
@@ -87,10 +87,10 @@ def cached_relative_bias(
       table_BNH: as for `relative_bias`.
       positions_BT: the position of each query, which may differ from row to row.
       num_keys: slots of the cache; the slot of a key is its position.
-      max_distance: see `bucket_of`.
+      max_distance: see `find_bucket`.
     """
     distances = np.arange(1 - num_keys, num_keys)
-    buckets = bucket_of(distances, num_buckets=table_BNH.shape[1], max_distance=max_distance, causal=True)
+    buckets = find_bucket(distances, num_buckets=table_BNH.shape[1], max_distance=max_distance, causal=True)
     by_distance_BHS = jnp.take(table_BNH, buckets, axis=1).swapaxes(1, 2)
     places_BTS = jnp.arange(num_keys) - positions_BT[:, :, None] + num_keys - 1
     bias_BHTS = jax.vmap(lambda row, places: jnp.take(row, places, axis=1))(by_distance_BHS, places_BTS)

@@ -15,12 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 from shardtrain.axes import BATCH, EMBED, RESIDUAL_SEQ, SEQ
 from shardtrain.functional.remat_policies import BLOCK_OUTPUT, WHOLE_SEQ
 from shardtrain.models.float8 import Dims, Products, product
-from shardtrain.models.one_cpu import computed_once
+from shardtrain.models.one_cpu import compute_once
 
 STREAM = (BATCH, RESIDUAL_SEQ, EMBED)
 
 
-def whole_seq(x_BTD: jax.Array) -> jax.Array:
+def gather_sequence(x_BTD: jax.Array) -> jax.Array:
     """All-gather a norm's output along a sharded sequence, after it was computed on shards.
 
     Both constraints are needed: the backward pass then reduces the norm's bias from shards. A checkpoint
@@ -30,22 +30,22 @@ def whole_seq(x_BTD: jax.Array) -> jax.Array:
     return checkpoint_name(x_BTD, WHOLE_SEQ)
 
 
-def _of_run() -> Any:
+def _find_run() -> Any:
     """Return the run's `CollectiveMatmul`, which models look up as its attention; None without one."""
     return getattr(get_logical_axis_rules(), "products", None)
 
 
 def read_by_products(x_BTD: jax.Array) -> jax.Array:
-    """Return what `from_stream` multiplies: gathered as by `whole_seq`, unless the run multiplies parts."""
-    return whole_seq(x_BTD) if _of_run() is None else with_logical_constraint(x_BTD, STREAM)
+    """Return the input of `read_from_stream`, gathered unless the run multiplies parts."""
+    return gather_sequence(x_BTD) if _find_run() is None else with_logical_constraint(x_BTD, STREAM)
 
 
-def gathered(x_BTD: jax.Array) -> jax.Array:
-    """Return the whole sequence of what `read_by_products` returned, for other readers than `from_stream`."""
-    return x_BTD if _of_run() is None else whole_seq(x_BTD)
+def gather(x_BTD: jax.Array) -> jax.Array:
+    """Return the whole sequence of a result of `read_by_products`, for other readers."""
+    return x_BTD if _find_run() is None else gather_sequence(x_BTD)
 
 
-def from_stream(x_BTD: jax.Array, kernel: jax.Array, dims: Dims, products: Products = "") -> jax.Array:
+def read_from_stream(x_BTD: jax.Array, kernel: jax.Array, dims: Dims, products: Products = "") -> jax.Array:
     """Multiply what a block reads with a kernel.
 
     Args:
@@ -60,15 +60,15 @@ def from_stream(x_BTD: jax.Array, kernel: jax.Array, dims: Dims, products: Produ
     Raises:
       ValueError: products in 8 bits of parts of a sequence.
     """
-    if (of_run := _of_run()) is not None:
+    if (of_run := _find_run()) is not None:
         _check(products)
         y = of_run.gathered(x_BTD, with_logical_constraint(kernel, dims), dims)
         if y is not None:
             return y
-    return product(gathered(x_BTD), kernel, dims, 1, products)
+    return product(gather(x_BTD), kernel, dims, 1, products)
 
 
-def to_stream(linear: Any, x: jax.Array) -> jax.Array:
+def project_to_stream(linear: Any, x: jax.Array) -> jax.Array:
     """Project onto the residual stream: reduced over tensor, or reduce-scattered along a sharded sequence.
 
     Args:
@@ -76,10 +76,10 @@ def to_stream(linear: Any, x: jax.Array) -> jax.Array:
       x: (batch, seq, ...), the features that it reads.
     """
     y_BTD = None
-    if (of_run := _of_run()) is not None:
+    if (of_run := _find_run()) is not None:
         _check(linear.products)
         dims = (*linear.into, *linear.out)
-        y_BTD = of_run.scattered(x, with_logical_constraint(linear.cast(), dims), dims)
+        y_BTD = of_run.multiply_scattered(x, with_logical_constraint(linear.cast(), dims), dims)
     if y_BTD is None:
         # constrained unsharded first, so that the backward pass gathers its gradient once
         y_BTD = with_logical_constraint(linear.product(x), (BATCH, SEQ, EMBED))
@@ -102,7 +102,7 @@ def add_part(
     """Add what a part of a block computed to the residual stream, after `post_norm` and dropout."""
     h_BTD = checkpoint_name(h_BTD, BLOCK_OUTPUT)
     h_BTD = dropout(h_BTD if post_norm is None else post_norm(h_BTD), rngs=key)
-    return computed_once(with_logical_constraint(x_BTD + h_BTD, STREAM))
+    return compute_once(with_logical_constraint(x_BTD + h_BTD, STREAM))
 
 
 def split_key(key: jax.Array | None, num: int) -> Any:

@@ -159,18 +159,18 @@ def frequencies(
         # how many wavelengths fit into the first training's sequences: few are stretched, many are left
         turns_K = scaling.original_seq * frequency_K / (2 * math.pi)
         kept_K = jnp.clip((turns_K - scaling.low) / (scaling.high - scaling.low), 0, 1)
-        return _blended(frequency_K, scaling.factor, kept_K), 1.0
+        return _blend(frequency_K, scaling.factor, kept_K), 1.0
     if scaling.kind == "longrope":
         factors = scaling.long if num_positions > scaling.original_seq else scaling.short
         stretch = math.log(scaling.factor) / math.log(scaling.original_seq)
         return frequency_K / jnp.array(factors, jnp.float32), scaling.magnitude or math.sqrt(1 + stretch)
     # yarn: a ramp over the pairs, between those with as many turns as `fast` and as `slow`
-    first, last = (_pair_of(turns, theta, num_features, scaling) for turns in (scaling.fast, scaling.slow))
+    first, last = (_find_pair(turns, theta, num_features, scaling) for turns in (scaling.fast, scaling.slow))
     first, last = max(math.floor(first), 0), min(math.ceil(last), num_features - 1)
     width = last - first or 0.001
     kept_K = 1 - jnp.clip((jnp.arange(half, dtype=jnp.float32) - first) / width, 0, 1)
     return (
-        _blended(frequency_K, scaling.factor, kept_K),
+        _blend(frequency_K, scaling.factor, kept_K),
         scaling.magnitude or 0.1 * math.log(scaling.factor) + 1.0,
     )
 
@@ -193,12 +193,12 @@ def block_frequencies(config: Any, sees_all: jax.Array | None, num_positions: in
     return jax.tree.map(lambda x, y: jnp.where(sees_all, x, y), of_all, of_window)
 
 
-def _blended(frequency_K: jax.Array, factor: float, kept_K: jax.Array) -> jax.Array:
+def _blend(frequency_K: jax.Array, factor: float, kept_K: jax.Array) -> jax.Array:
     """Divide the part of each frequency that is not kept by the factor."""
     return frequency_K * kept_K + frequency_K / factor * (1 - kept_K)
 
 
-def _pair_of(turns: float, theta: float, num_features: int, scaling: Scaling) -> float:
+def _find_pair(turns: float, theta: float, num_features: int, scaling: Scaling) -> float:
     """Return the pair of features, as a real number, that turns so often in the first sequences."""
     wavelength = scaling.original_seq / (turns * 2 * math.pi)
     return num_features * math.log(wavelength) / (2 * math.log(theta))

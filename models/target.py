@@ -27,7 +27,7 @@ def target_platform() -> str:
     return (jax.local_devices()[0] if described is None else described).platform
 
 
-def on_one_device() -> bool:
+def is_on_one_device() -> bool:
     """Whether the program that is being traced, or its replica of the model, will run on one device."""
     mesh = jax.sharding.get_abstract_mesh()
     # outside of a run a model may be traced for all devices, or for a mesh to be chosen

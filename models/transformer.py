@@ -23,22 +23,22 @@ from shardtrain.axes import (
     VOCAB,
 )
 from shardtrain.models.attention import attend
-from shardtrain.models.chunked_logits import ChunkedLogits, capped
+from shardtrain.models.chunked_logits import ChunkedLogits, cap
 from shardtrain.models.layers import (
     Dims,
     Linear,
     Norm,
-    added_bias,
-    at_use,
+    add_bias,
+    cast_and_constrain,
     coming_keys,
-    looked_up,
-    restarted_positions,
+    lookup,
+    restart_positions,
 )
 from shardtrain.models.lora import read_lora
-from shardtrain.models.on_gpus import on_gpus, recomputed, rows_last
-from shardtrain.models.residual_stream import STREAM, from_stream, to_stream
+from shardtrain.models.on_gpus import is_on_gpus, recompute, rows_last
+from shardtrain.models.residual_stream import STREAM, project_to_stream, read_from_stream
 from shardtrain.models.rotary import block_frequencies, rotate
-from shardtrain.models.target import on_one_device
+from shardtrain.models.target import is_on_one_device
 from shardtrain.models.transformer_options import (
     GATED,
     BlockOptions,
@@ -65,7 +65,7 @@ def tanh_gelu(x: jax.Array) -> jax.Array:
 
     (1 + tanh z) / 2 is the sigmoid of 2 z, which takes a GPU fewer operations, and loses no digits below 0.
     """
-    if x.dtype == jnp.float32 or not on_gpus():
+    if x.dtype == jnp.float32 or not is_on_gpus():
         return jax.nn.gelu(x, approximate=True)
     wide = x.astype(jnp.float32)
     twice_z = math.sqrt(8 / math.pi) * wide * (1 + 0.044715 * wide * wide)
@@ -124,13 +124,13 @@ class Attention(nnx.Module):
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs, causal: bool = True):
         self.config, self.causal = config, causal
         bias, bias_of_o = has_bias(config, "qkv_bias"), has_bias(config, "attention_bias")
-        self.q = linear_of(config, (EMBED,), (HEADS, HEAD_DIM), rngs, bias=bias, name="q")
-        self.k = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, bias=bias, name="k")
-        self.v = linear_of(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, bias=bias, name="v")
-        self.o = linear_of(config, (HEADS, HEAD_DIM), (EMBED,), rngs, bias=bias_of_o, name="o")
+        self.q = make_linear(config, (EMBED,), (HEADS, HEAD_DIM), rngs, bias=bias, name="q")
+        self.k = make_linear(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, bias=bias, name="k")
+        self.v = make_linear(config, (EMBED,), (KV_HEADS, HEAD_DIM), rngs, bias=bias, name="v")
+        self.o = make_linear(config, (HEADS, HEAD_DIM), (EMBED,), rngs, bias=bias_of_o, name="o")
         # over each head, or over all together
         of_heads = ((dim,) * config.qk_norm_joint + (HEAD_DIM,) for dim in (HEADS, KV_HEADS))
-        self.q_norm, self.k_norm = (norm_of(config, *dims) if config.qk_norm else None for dims in of_heads)
+        self.q_norm, self.k_norm = (make_norm(config, *dims) if config.qk_norm else None for dims in of_heads)
 
     def __call__(
         self,
@@ -152,9 +152,9 @@ class Attention(nnx.Module):
           bias_BHTS: added to the scores.
         """
         # queries, keys and values; rotary positions turn queries and keys, learned ones are in x already
-        q_BTHK, k_BSHK, v_BSHK = self.projected(x_BTD)
+        q_BTHK, k_BSHK, v_BSHK = self.project(x_BTD)
         if self.config.positions == "rotary":
-            positions_BT = None if segments_BT is None else restarted_positions(segments_BT)
+            positions_BT = None if segments_BT is None else restart_positions(segments_BT)
             positions_BT = positions_BT if cache is None else cache.positions_BT
             num_positions = x_BTD.shape[1] if cache is None else cache.num_slots
             frequency_K, factor = block_frequencies(self.config, sees_all, num_positions)
@@ -173,21 +173,21 @@ class Attention(nnx.Module):
         soft_cap = self.config.soft_cap
         y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, soft_cap=soft_cap, **seen)
         y_BTHK = with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM))
-        return to_stream(self.o, y_BTHK)
+        return project_to_stream(self.o, y_BTHK)
 
-    def projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Compute queries, keys and values by one product, whose gradient is then reduced over devices once.
 
         Beside each key and value head stand the query heads that share it: all are split over devices alike.
         On one GPU all heads are one group, so that queries, keys and values are joined in long pieces.
         """
         sizes = self.config.sizes
-        num_groups = 1 if on_gpus() and on_one_device() else sizes[KV_HEADS]
+        num_groups = 1 if is_on_gpus() and is_on_one_device() else sizes[KV_HEADS]
         # (embed, groups, heads of a group, head_dim): the queries of a group, then its keys and its values
         group = (num_groups, -1, sizes[HEAD_DIM])
         kernels = [linear.cast().reshape(sizes[EMBED], *group) for linear in (self.q, self.k, self.v)]
         kernel, dims = jnp.concatenate(kernels, 2), (EMBED, KV_HEADS, None, HEAD_DIM)
-        y = from_stream(x_BTD, kernel, dims, self.config.products)
+        y = read_from_stream(x_BTD, kernel, dims, self.config.products)
         y = with_logical_constraint(y, (BATCH, SEQ, KV_HEADS, None, HEAD_DIM))
         # take queries, keys and values apart again, each with its own bias
         num_keys = kernels[1].shape[2]
@@ -217,36 +217,36 @@ class FeedForward(nnx.Module):
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs):
         self.activation = ACTIVATIONS[config.activation]
-        self.up = linear_of(config, (EMBED,), (MLP,), rngs, name="up")
+        self.send_up = make_linear(config, (EMBED,), (MLP,), rngs, name="up")
         gated = config.activation in GATED
-        self.gate = linear_of(config, (EMBED,), (MLP,), rngs, name="gate") if gated else None
-        self.down = linear_of(config, (MLP,), (EMBED,), rngs, name="down")
+        self.gate = make_linear(config, (EMBED,), (MLP,), rngs, name="gate") if gated else None
+        self.send_down = make_linear(config, (MLP,), (EMBED,), rngs, name="down")
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         # hidden features are split over devices, from here to the second projection
         if self.gate is None:
-            y_BTF = from_stream(x_BTD, self.up.cast(), (EMBED, MLP), self.up.products)
-            y_BTF = with_logical_constraint(self.up.adapted(y_BTF, x_BTD), (BATCH, SEQ, MLP))
-            h_BTF = recomputed(self._activated)(y_BTF, self.up.cast_bias())
+            y_BTF = read_from_stream(x_BTD, self.send_up.cast(), (EMBED, MLP), self.send_up.products)
+            y_BTF = with_logical_constraint(self.send_up.adapted(y_BTF, x_BTD), (BATCH, SEQ, MLP))
+            h_BTF = recompute(self._activate)(y_BTF, self.send_up.cast_bias())
         else:
             # one product for both, as for queries, keys and values
-            kernel = jnp.stack([self.up.cast(), self.gate.cast()], 1)
-            y = from_stream(x_BTD, kernel, (EMBED, None, MLP), self.up.products)
+            kernel = jnp.stack([self.send_up.cast(), self.gate.cast()], 1)
+            y = read_from_stream(x_BTD, kernel, (EMBED, None, MLP), self.send_up.products)
             y = with_logical_constraint(y, (BATCH, SEQ, None, MLP))
-            linears = self.up, self.gate
+            linears = self.send_up, self.gate
             if any(linear.lora for linear in linears):
                 y = jnp.stack([linear.adapted(y[:, :, i], x_BTD) for i, linear in enumerate(linears)], 2)
-            h_BTF = recomputed(self._gated)(y, *(linear.cast_bias() for linear in linears))
-        return to_stream(self.down, h_BTF)
+            h_BTF = recompute(self._gate)(y, *(linear.cast_bias() for linear in linears))
+        return project_to_stream(self.send_down, h_BTF)
 
-    def _activated(self, y: jax.Array, bias: jax.Array | None) -> jax.Array:
-        return self.activation(added_bias(y, bias))
+    def _activate(self, y: jax.Array, bias: jax.Array | None) -> jax.Array:
+        return self.activation(add_bias(y, bias))
 
-    def _gated(self, y: jax.Array, up_bias: jax.Array | None, gate_bias: jax.Array | None) -> jax.Array:
-        return added_bias(y[:, :, 0], up_bias) * self.activation(added_bias(y[:, :, 1], gate_bias))
+    def _gate(self, y: jax.Array, up_bias: jax.Array | None, gate_bias: jax.Array | None) -> jax.Array:
+        return add_bias(y[:, :, 0], up_bias) * self.activation(add_bias(y[:, :, 1], gate_bias))
 
 
-def logits_of(
+def compute_logits(
     config: BlockOptions,
     x_BTD: jax.Array,
     head: Linear | None,
@@ -266,8 +266,8 @@ def logits_of(
       Logits (batch, seq, vocab); with `loss_chunk` as `ChunkedLogits`, computed where they are read.
     """
     kernel, dims = (embedding, TABLE) if head is None else (head.kernel, (EMBED, VOCAB))
-    kernel = at_use(kernel, dims, config.dtype)
-    bias_V = None if bias is None else at_use(bias, (VOCAB,), config.dtype)
+    kernel = cast_and_constrain(kernel, dims, config.dtype)
+    bias_V = None if bias is None else cast_and_constrain(bias, (VOCAB,), config.dtype)
     if config.loss_chunk is not None:
         return ChunkedLogits(
             hidden_BTD=x_BTD, kernel=kernel, bias_V=bias_V, kernel_dims=dims, chunk=config.loss_chunk,
@@ -276,11 +276,11 @@ def logits_of(
     logits_BTV = jnp.einsum("BTD,VD->BTV" if head is None else "BTD,DV->BTV", x_BTD, kernel)
     if bias_V is not None:
         logits_BTV += bias_V
-    logits_BTV = capped(logits_BTV.astype(jnp.float32), config.logits_soft_cap)
+    logits_BTV = cap(logits_BTV.astype(jnp.float32), config.logits_soft_cap)
     return with_logical_constraint(logits_BTV, (BATCH, SEQ, VOCAB))
 
 
-def linear_of(
+def make_linear(
     config: BlockOptions, into: Dims, out: Dims, rngs: nnx.Rngs, *, bias: bool | None = None, name: str = ""
 ) -> Linear:
     """Make a projection initialised as in GPT-2: smaller where it writes to the residual stream.
@@ -298,7 +298,7 @@ def linear_of(
     )  # fmt: skip
 
 
-def norm_of(config: BlockOptions, *dims: str) -> Norm:
+def make_norm(config: BlockOptions, *dims: str) -> Norm:
     """Make the norm over the last dims, by default over embed."""
     dims = dims or (EMBED,)
     sizes = [config.sizes[dim] for dim in dims]
@@ -314,7 +314,7 @@ def embed_tokens(config: TextOptions, embedding: nnx.Param, tokens_BT: jax.Array
     """
     if tokens_BT.shape[1] > config.seq:
         raise ValueError(too_long(tokens_BT.shape[1], config.seq))
-    return looked_up(at_use(embedding, TABLE, config.dtype), tokens_BT)
+    return lookup(cast_and_constrain(embedding, TABLE, config.dtype), tokens_BT)
 
 
 def add_positions(
@@ -327,10 +327,10 @@ def add_positions(
     """Add a table's entries of positions: those given, else from 0 on, in each segment if there are some."""
     if table is None:
         return x_BTD
-    table_SD = at_use(table, (SEQ, EMBED), config.dtype)
+    table_SD = cast_and_constrain(table, (SEQ, EMBED), config.dtype)
     if positions_BT is None and segments_BT is not None:
-        positions_BT = restarted_positions(segments_BT)
-    of_tokens = table_SD[: x_BTD.shape[1]] if positions_BT is None else looked_up(table_SD, positions_BT)
+        positions_BT = restart_positions(segments_BT)
+    of_tokens = table_SD[: x_BTD.shape[1]] if positions_BT is None else lookup(table_SD, positions_BT)
     return rows_last(x_BTD + of_tokens)
 
 

@@ -23,7 +23,7 @@ DENSE = {f"blocks/mlp/{which}/kernel": f"blocks/mlp/{which}" for which in ("up",
 ROUTER = "blocks/mlp/router"
 
 
-def upcycled(config: Any, parameters: Mapping[str, Any]) -> dict[str, ParameterReader]:
+def upcycle(config: Any, parameters: Mapping[str, Any]) -> dict[str, ParameterReader]:
     """Return the parameters of a dense decoder as those of one with experts; its router is not among them.
 
     Where the weights of a token's experts add up to 1, its outputs are those of the dense model.
@@ -42,11 +42,11 @@ def upcycled(config: Any, parameters: Mapping[str, Any]) -> dict[str, ParameterR
     found = {path: each for path, each in parameters.items() if path not in DENSE}
     for path, of_experts in DENSE.items():
         if path in parameters:
-            found[of_experts] = _copied(parameters[path], options.num)
+            found[of_experts] = _copy(parameters[path], options.num)
     return found
 
 
-def _copied(dense: Any, num: int) -> ParameterReader:
+def _copy(dense: Any, num: int) -> ParameterReader:
     """Return the parameter of all experts: (layers, in, out) becomes (layers, experts, in, out)."""
     layers, *rest = dense.shape
     shape = (layers, num, *rest)
@@ -57,10 +57,10 @@ def _copied(dense: Any, num: int) -> ParameterReader:
 
     if dense.read_one is None:
         return ParameterReader(shape, read)
-    return ParameterReader(shape, read, (layers, num), partial(_of_block, dense.read_one, num))
+    return ParameterReader(shape, read, (layers, num), partial(_read_block, dense.read_one, num))
 
 
-def _of_block(read_one: Any, num: int, number: int) -> np.ndarray:
+def _read_block(read_one: Any, num: int, number: int) -> np.ndarray:
     return read_one(number // num)
 
 

@@ -15,12 +15,12 @@ from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, EMBED, HEIGHT, SEQ, VOCAB, WIDTH
 from shardtrain.models import checks
-from shardtrain.models.block_stack import stacked_blocks, walk
+from shardtrain.models.block_stack import stack_blocks, walk
 from shardtrain.models.convolution import check_images
 from shardtrain.models.decoder_block import Block
-from shardtrain.models.layers import Linear, at_use, normal
-from shardtrain.models.residual_stream import whole_seq
-from shardtrain.models.transformer import DropoutKeys, add_positions, linear_of, norm_of
+from shardtrain.models.layers import Linear, cast_and_constrain, normal
+from shardtrain.models.residual_stream import gather_sequence
+from shardtrain.models.transformer import DropoutKeys, add_positions, make_linear, make_norm
 from shardtrain.models.transformer_options import BlockOptions, TransformerOptions
 
 Poolings = Literal["token", "mean"]
@@ -117,9 +117,9 @@ class Vit(DropoutKeys):
         )  # fmt: skip
         self.token = normal((EMBED,), sizes=sizes, std=0.02, rngs=rngs) if config.pooling == "token" else None
         self.positions = normal((SEQ, EMBED), sizes=sizes, std=0.02, rngs=rngs)
-        self.blocks = stacked_blocks(partial(Block, causal=False), parts, rngs)
-        self.final_norm = norm_of(parts)
-        self.head = linear_of(parts, (EMBED,), (VOCAB,), rngs)
+        self.blocks = stack_blocks(partial(Block, causal=False), parts, rngs)
+        self.final_norm = make_norm(parts)
+        self.head = make_linear(parts, (EMBED,), (VOCAB,), rngs)
         self.start_dropout(config.dropout, config.num_layers, rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -144,7 +144,7 @@ class Vit(DropoutKeys):
         check_images(images.shape, (config.height, config.width, config.colours))
         x_BTD = self.patches(split_patches(images.astype(config.dtype), config.patch))
         if self.token is not None:
-            token_D = at_use(self.token, (EMBED,), config.dtype)
+            token_D = cast_and_constrain(self.token, (EMBED,), config.dtype)
             tokens_B1D = jnp.broadcast_to(token_D, (x_BTD.shape[0], 1, config.embed))
             x_BTD = jnp.concatenate([tokens_B1D, x_BTD], axis=1)
         return self.drop_embedding(add_positions(config, x_BTD, self.positions), self.embedding_key())
@@ -160,7 +160,7 @@ class Vit(DropoutKeys):
 
     def last(self, x_BTD: jax.Array) -> jax.Array:
         """Norm, pool and score: float32 logits (batch, classes), rounded to dtype."""
-        x_BTD = whole_seq(self.final_norm(x_BTD))
+        x_BTD = gather_sequence(self.final_norm(x_BTD))
         x_BD = x_BTD.mean(axis=1) if self.token is None else x_BTD[:, 0]
         logits_BV = self.head(with_logical_constraint(x_BD, (BATCH, EMBED)))
         return with_logical_constraint(logits_BV.astype(jnp.float32), (BATCH, VOCAB))

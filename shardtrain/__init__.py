@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         next_token_loss,
         translation_loss,
     )
-    from shardtrain.functional.metrics import Metric, TopAccuracy, with_metrics
+    from shardtrain.functional.metrics import Metric, TopAccuracy, add_metrics
     from shardtrain.functional.model import Model
     from shardtrain.functional.nnx_model import from_nnx
     from shardtrain.islands.membership import join
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from shardtrain.train_step.step import make_evaluate, make_gradients, make_step
     from shardtrain.trainer.config import Run, StartFrom
     from shardtrain.trainer.hooks import Hook
-    from shardtrain.trainer.pretrained import pretrained
+    from shardtrain.trainer.pretrained import read_pretrained
     from shardtrain.trainer.recovery import Recovery
     from shardtrain.trainer.strategy import Strategy, read_strategy
     from shardtrain.trainer.train import Trained, train
@@ -102,7 +102,7 @@ _MODULES = {
     ),
     "sharding.mesh": ("make_mesh",),
     "functional.linen_model": ("from_linen",),
-    "functional.metrics": ("Metric", "TopAccuracy", "with_metrics"),
+    "functional.metrics": ("Metric", "TopAccuracy", "add_metrics"),
     "functional.model": ("Model",),
     "functional.nnx_model": ("from_nnx",),
     "optim.optimizer": ("Optimizer", "make_optimizer"),
@@ -110,7 +110,7 @@ _MODULES = {
     "pipeline.options": ("Pipeline",),
     "optim.scaling": ("Scaling",),
     "trainer.hooks": ("Hook",),
-    "trainer.pretrained": ("pretrained",),
+    "trainer.pretrained": ("read_pretrained",),
     "trainer.recovery": ("Recovery",),
     "combine.synchronisation": ("Outer", "Synchronisation"),
     "checkpoints.differences": ("Allow",),
@@ -159,6 +159,7 @@ __all__ = [
     "TopAccuracy",
     "Trained",
     "Watch",
+    "add_metrics",
     "build",
     "classification_loss",
     "cross_entropy",
@@ -176,13 +177,12 @@ __all__ = [
     "masked_token_loss",
     "next_token_loss",
     "place",
-    "pretrained",
     "read_layout",
+    "read_pretrained",
     "read_strategy",
     "restorable_state",
     "train",
     "translation_loss",
-    "with_metrics",
 ]
 
 

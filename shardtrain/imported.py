@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 from shardtrain.errors.field_types import fits
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.excerpts import short
-from shardtrain.system.untrusted_files import read_json, whole_number
+from shardtrain.system.untrusted_files import check_whole_number, read_json
 
 MODEL_FILE = "model.json"
 
@@ -71,7 +71,7 @@ def read_model(path: Path, kind: type[Config]) -> Config:
     if problems := option_problems(kind, options):
         raise ValueError("\n  - ".join([f"{path} does not describe a {kind.__name__}:", *problems]))
     hints = get_type_hints(kind)
-    return kind(**{name: _as_kind(value, hints[name]) for name, value in options.items()})
+    return kind(**{name: _convert_kind(value, hints[name]) for name, value in options.items()})
 
 
 def read_mask_token(path: Path, vocab: int) -> int:
@@ -91,7 +91,7 @@ def read_mask_token(path: Path, vocab: int) -> int:
             f"{path}: the number of [MASK] was not found in the tokenizer; look it up, and write"
             ' "mask_token": NUMBER there'
         )
-    return whole_number(token, f"{path}: mask_token", vocab - 1)
+    return check_whole_number(token, f"{path}: mask_token", vocab - 1)
 
 
 def option_problems(kind: type, options: dict[str, Any]) -> list[str]:
@@ -124,7 +124,7 @@ def _is_bounded(value: Any) -> bool:
     return type(value) in (float, bool, type(None))
 
 
-def _as_kind(value: Any, hint: Any) -> Any:
+def _convert_kind(value: Any, hint: Any) -> Any:
     return tuple(value) if get_origin(hint) is tuple else value
 
 
@@ -172,7 +172,7 @@ def read_token_ids(paths: Iterable[Path]) -> dict[str, Any]:
     }
 
 
-def kept_tokens(extra: Mapping[str, Any]) -> dict[str, Any]:
+def select_kept_tokens(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a checkpoint's extra data that a run started from it keeps: its special tokens."""
     return {TOKENS: extra[TOKENS]} if extra.get(TOKENS) is not None else {}
 
@@ -190,4 +190,4 @@ def token_numbers(content: Mapping[str, Any], name: str, where: str) -> tuple[in
     values = value if type(value) is list else [value]
     # files of the first Llama have -1 for a token that there is not
     numbers = [each for each in values if each is not None and not (type(each) is int and each == -1)]
-    return tuple(whole_number(each, f"{where}: {name}", MOST_TOKEN) for each in numbers)
+    return tuple(check_whole_number(each, f"{where}: {name}", MOST_TOKEN) for each in numbers)

@@ -13,8 +13,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.functional.linen_model import from_linen
-from shardtrain.functional.model import with_names
-from shardtrain.functional.nnx_model import as_model, from_nnx
+from shardtrain.functional.model import name_parameters
+from shardtrain.functional.nnx_model import convert_model, from_nnx
 
 KEY = jax.random.key(3)
 X = np.random.default_rng(0).normal(1.0, 2.0, (8, 4)).astype(np.float32)
@@ -73,10 +73,12 @@ def test_what_are_no_names(given):
 
 def test_names_from_outside_come_before_those_of_the_model():
     model = one(out_sharding=("embed", "mlp", None))
-    assert with_names(model, {"w": ("mlp", None, "embed")}).dims == {"w": ("mlp", None, "embed")}
-    assert with_names(model, {}) is model
-    assert as_model(lambda rngs: One(rngs), {"*": (None, "mlp", None)}).dims == {"w": (None, "mlp", None)}
-    assert "'v' matches no parameter; there are w" in refused(with_names, model, {"v": ()})
+    assert name_parameters(model, {"w": ("mlp", None, "embed")}).dims == {"w": ("mlp", None, "embed")}
+    assert name_parameters(model, {}) is model
+    assert convert_model(lambda rngs: One(rngs), {"*": (None, "mlp", None)}).dims == {
+        "w": (None, "mlp", None)
+    }
+    assert "'v' matches no parameter; there are w" in refused(name_parameters, model, {"v": ()})
 
 
 class Norm(nnx.Module):

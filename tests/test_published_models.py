@@ -13,7 +13,7 @@ import pytest
 from shardtrain.cli import main
 from shardtrain.cli.run_file import load_file, load_run
 from shardtrain.data import Batches, place
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.nnx_model import convert_model
 from shardtrain.functional.row_draws import find_draws
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -49,7 +49,7 @@ def trained(run, sizes, microbatches=1):
     """Losses, the sum of all gradients and the model's state after a run, on a mesh of these sizes."""
     layout = Layout(**{**vars(run.strategy.layout), "mesh": sizes})
     mesh = make_mesh(layout, jax.devices()[: np.prod(list(sizes.values()))])
-    model = as_model(run.model, run.names)
+    model = convert_model(run.model, run.names)
     draws = find_draws(model, run.loss, batches_of(run)[0])
     assert draws.problems == ()
     model = replace(model, draws=draws.draws)

@@ -17,13 +17,13 @@ import numpy as np
 
 from shardtrain.models import checks
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.huggingface.entries import entry_problems, problem_of
-from shardtrain.models.huggingface.families import ParameterReader, differences, family_of, limited
+from shardtrain.models.huggingface.entries import entry_problems, find_problem
+from shardtrain.models.huggingface.families import ParameterReader, differences, find_family, limit
 from shardtrain.models.huggingface.folder import open_weights, own_file, read_object
 from shardtrain.models.huggingface.place import Place
 from shardtrain.models.lora import LORA_A, LORA_B, TARGETS, Lora, read_lora
 from shardtrain.system.lazy_array import LazyArray
-from shardtrain.system.untrusted_files import finite_number, whole_number
+from shardtrain.system.untrusted_files import check_whole_number, finite_number
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -58,7 +58,7 @@ Read = Callable[[str], Any]
 """Path of a parameter -> its values, or what gives them as `tensors` asks for them."""
 
 
-def with_adapters_merged(
+def merge_adapters(
     config: Any, shapes: Mapping[str, tuple[int, ...]], read: Read
 ) -> tuple[Any, dict[str, tuple[int, ...]], Read]:
     """Return the same model without adapters: each is added to its kernel when that is read.
@@ -105,7 +105,7 @@ def adapter_tensors(config: Any, read: Read) -> Iterator[tuple[str, np.ndarray]]
     Raises:
       ValueError: the model has no adapters, or PEFT has none for its family.
     """
-    lora, places = _lora_of(config), adapter_places(config)
+    lora, places = _read_lora(config), adapter_places(config)
     for place in places:
         parent = place.path.removesuffix(KERNEL)
         first, second = (np.asarray(read(f"{parent}/{name}")) for name in (LORA_A, LORA_B))
@@ -120,7 +120,7 @@ def adapter_config(config: Any) -> dict[str, Any]:
     Raises:
       ValueError: as `adapter_tensors`.
     """
-    lora, places = _lora_of(config), adapter_places(config)
+    lora, places = _read_lora(config), adapter_places(config)
     modules = {place.name.removesuffix(".weight").partition("{}.")[2] for place in places}
     return {
         "peft_type": "LORA",
@@ -136,7 +136,7 @@ def adapter_config(config: Any) -> dict[str, Any]:
     }
 
 
-def _lora_of(config: Any) -> Lora:
+def _read_lora(config: Any) -> Lora:
     lora = read_lora(getattr(config, "lora", ""))
     if lora is None:
         raise ValueError("the model has no low-rank adapters (lora is empty), so there are none to write")
@@ -149,8 +149,8 @@ def adapter_places(config: Any) -> list[Place]:
     Raises:
       ValueError: as `adapter_tensors`.
     """
-    lora = _lora_of(config)
-    family = family_of(replace(config, lora=""))
+    lora = _read_lora(config)
+    family = find_family(replace(config, lora=""))
     kernels = [place for place in family.places(config) if place.path.endswith(KERNEL) and place.is_stacked]
     found = [place for place in kernels if place.path.split("/")[-2] in lora.on]
     if any(place.parts or not place.transposed for place in found):
@@ -181,8 +181,8 @@ def open_adapters(folder: Path, config: Any) -> tuple[str, dict[str, ParameterRe
     """
     about = read_object(own_file(folder, ADAPTER_CONFIG), f"a folder with {ADAPTER_CONFIG}")
     problems = entry_problems(about, NEEDED, ONLY, "lora")
-    problems += problem_of(whole_number, about.get("r"), "r", MOST_RANK, 1)
-    problems += problem_of(finite_number, about.get("lora_alpha"), "lora_alpha", MOST_ALPHA, 1e-9)
+    problems += find_problem(check_whole_number, about.get("r"), "r", MOST_RANK, 1)
+    problems += find_problem(finite_number, about.get("lora_alpha"), "lora_alpha", MOST_ALPHA, 1e-9)
     checks.refuse(f"adapters in {folder}", problems)
     rank, places = about["r"], adapter_places(replace(config, lora="rank=1"))
     known = open_weights(folder, ADAPTER_WEIGHTS)
@@ -193,7 +193,7 @@ def open_adapters(folder: Path, config: Any) -> tuple[str, dict[str, ParameterRe
         shapes |= dict.fromkeys(_names(place, config, "A"), (rank, into))
         shapes |= dict.fromkeys(_names(place, config, "B"), (out, rank))
     problems = differences(shapes, {name: array.shape for name, array in known.items()})
-    checks.refuse(f"arrays in {folder / ADAPTER_WEIGHTS}", limited(problems))
+    checks.refuse(f"arrays in {folder / ADAPTER_WEIGHTS}", limit(problems))
     on = {place.path.split("/")[-2] for place in present}
     if not on:
         raise ValueError(f"{folder / ADAPTER_WEIGHTS} has no adapter of a projection of this model")

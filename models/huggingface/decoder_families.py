@@ -25,8 +25,8 @@ from shardtrain.models.huggingface.decoders import (
 )
 from shardtrain.models.huggingface.place import TOKEN_ENTRIES
 from shardtrain.models.huggingface.rope import (
+    read_rope,
     rope_entries,
-    rope_of,
     scaling_problems,
     scaling_text,
     window_entries,
@@ -40,7 +40,7 @@ QKV = ("attention/q", "attention/k", "attention/v")
 ATTENTION_BIAS = {"attention_bias": "attention_bias"}
 
 
-def _derived_head_dim(config: DecoderConfig, model_type: str) -> list[str]:
+def _find_derived_head_dim(config: DecoderConfig, model_type: str) -> list[str]:
     found, derived = config.sizes[HEAD_DIM], config.sizes[EMBED] // config.sizes[HEADS]
     return [] if found == derived else [f"head_dim is {found}; {model_type} has embed // num_heads only"]
 
@@ -87,7 +87,7 @@ GPT2 = make_family(
 
 def _read_neox(config: Json) -> dict[str, Any]:
     """What is rotated is in an object, or beside it as in the first files."""
-    rope = rope_of(config)
+    rope = read_rope(config)
     part = rope.get("partial_rotary_factor", config.get("rotary_pct", 0.25))
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     return {
@@ -132,7 +132,7 @@ GPT_NEOX = make_family(
     constant={"attention_dropout": 0.0},
     read=_read_neox,
     write=_write_neox,
-    problems=lambda config: scaling_problems(rope_of(config)),
+    problems=lambda config: scaling_problems(read_rope(config)),
     foreign=_equal_heads,
 )  # fmt: skip
 
@@ -162,7 +162,7 @@ QWEN2 = make_relative(
     "Qwen2ForCausalLM",
     fixed={**LIKE_LLAMA, "qkv_bias": True},
     defaults={"num_key_value_heads": 32},
-    foreign=_derived_head_dim,
+    foreign=_find_derived_head_dim,
     **NO_WINDOWS,
 )
 
@@ -191,13 +191,13 @@ OLMO2 = make_relative(
         **LIKE_LLAMA, "post_norm": True, "only_post_norm": True, "qk_norm": True, "qk_norm_joint": True,
     },
     defaults={"rms_norm_eps": 1e-5},
-    foreign=_derived_head_dim,
+    foreign=_find_derived_head_dim,
     biases=ATTENTION_BIAS,
 )  # fmt: skip
 
 
 def _read_phi3(config: Json) -> dict[str, Any]:
-    part = rope_of(config).get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    part = read_rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     head_dim = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
     rotated = None if part == 1 else int(head_dim * part)
     return {"window": config.get("sliding_window"), "rotary_dims": rotated}
@@ -216,7 +216,7 @@ def _write_phi3(config: DecoderConfig) -> dict[str, Any]:
 def _foreign_to_phi3(config: DecoderConfig, model_type: str) -> list[str]:
     kind = config.rope_scaling.partition(":")[0]
     scaled = [f"rope_scaling is {kind!r}; phi3 has 'longrope' only"] if kind not in ("", "longrope") else []
-    return scaled + _derived_head_dim(config, model_type)
+    return scaled + _find_derived_head_dim(config, model_type)
 
 
 PHI3 = make_relative(
@@ -234,7 +234,7 @@ PHI3 = make_relative(
     defaults={"rms_norm_eps": 1e-5},
     problems=lambda config: [
         f"rope_type is {kind!r}; Decoder has 'default' or 'longrope' only in this family"
-        for kind in [rope_of(config).get("rope_type", rope_of(config).get("type", "default"))]
+        for kind in [read_rope(config).get("rope_type", read_rope(config).get("type", "default"))]
         if kind in ("linear", "llama3", "yarn")
     ],
     foreign=_foreign_to_phi3,
@@ -242,7 +242,7 @@ PHI3 = make_relative(
 
 
 def _foreign_to_starcoder2(config: DecoderConfig, model_type: str) -> list[str]:
-    found = _derived_head_dim(config, model_type)
+    found = _find_derived_head_dim(config, model_type)
     if not has_bias(config, "norm_bias"):
         norms = f"the layer norms of {model_type} have biases, use True"
         found.append(f"norm_bias is {config.norm_bias!r}; {norms}")
@@ -347,7 +347,7 @@ GEMMA2 = make_relative(
 
 def _read_gemma3(config: Json) -> dict[str, Any]:
     options = _read_gemma2(config, 6)
-    rope = rope_of(config).get("sliding_attention") or {}
+    rope = read_rope(config).get("sliding_attention") or {}
     theta = float(rope.get("rope_theta", config["rope_local_base_freq"]))
     return {**options, "window_theta": None if options["window"] is None else theta}
 
@@ -362,7 +362,7 @@ def _write_gemma3(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _gemma3_problems(config: Json) -> list[str]:
-    rope = rope_of(config).get("sliding_attention") or {}
+    rope = read_rope(config).get("sliding_attention") or {}
     kind = rope.get("rope_type", "default")
     found = window_problems(config, 6)
     if kind != "default":
@@ -476,7 +476,7 @@ def _foreign_to_qwen2_moe(config: DecoderConfig, model_type: str) -> list[str]:
     options = read_experts(config.experts)
     if options and options.shared_gate != "sigmoid":
         found.append("experts: the shared feed-forward has no gate; qwen2_moe has shared_gate=sigmoid only")
-    return _derived_head_dim(config, model_type) + found
+    return _find_derived_head_dim(config, model_type) + found
 
 
 # every block has a mixture, and no window

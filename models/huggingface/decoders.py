@@ -22,7 +22,7 @@ from shardtrain.models.huggingface.place import (
     place_linear,
     place_norm,
 )
-from shardtrain.models.huggingface.rope import rope_entries, rope_of, scaling_problems, scaling_text
+from shardtrain.models.huggingface.rope import read_rope, rope_entries, scaling_problems, scaling_text
 from shardtrain.models.transformer_options import has_bias
 
 Json = Mapping[str, Any]
@@ -218,7 +218,7 @@ def make_relative(
 
 def _rope_of_full_blocks(config: Json) -> Json:
     """Return the entries about positions; of two kinds of blocks, those without a window."""
-    rope = rope_of(config)
+    rope = read_rope(config)
     return rope.get("full_attention") or rope
 
 

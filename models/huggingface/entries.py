@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from shardtrain.system.excerpts import short
-from shardtrain.system.untrusted_files import finite_number, whole_number
+from shardtrain.system.untrusted_files import check_whole_number, finite_number
 
 
 def label_problems(config: Mapping[str, Any]) -> list[str]:
@@ -93,13 +93,13 @@ def value_problems(config: Mapping[str, Any]) -> list[str]:
         if name in SIZES:
             # where transformers writes no window as 0
             least = 0 if name == "sliding_window" else 1
-            problems += problem_of(whole_number, value, name, MOST_SIZE, least)
+            problems += find_problem(check_whole_number, value, name, MOST_SIZE, least)
         elif name in RANGES:
             least, most = RANGES[name]
-            problems += problem_of(finite_number, value, name, most, least)
+            problems += find_problem(finite_number, value, name, most, least)
         elif name in FACTORS:
             numbers = value if isinstance(value, list) else []
-            if not numbers or any(problem_of(finite_number, x, name, 1e15, 1e-6) for x in numbers):
+            if not numbers or any(find_problem(finite_number, x, name, 1e15, 1e-6) for x in numbers):
                 problems.append(f"{name} is {short(value)}; it is a list of numbers from 1e-6 to 1e15")
         elif name in SWITCHES and type(value) is not bool:
             problems.append(f"{name} is {short(value)}; it is true or false")
@@ -111,7 +111,7 @@ def value_problems(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def problem_of(check: Callable[..., Any], *arguments: Any) -> list[str]:
+def find_problem(check: Callable[..., Any], *arguments: Any) -> list[str]:
     """Return the message that a check raises as a list; empty if it raises none."""
     try:
         check(*arguments)

@@ -92,7 +92,7 @@ def parameter_readers(
     places = list(family.places(ours))
     problems = _layer_problems(num_blocks(ours), len(known), max(place.num_experts for place in places))
     problems = problems or _state_problems(family, places, ours, known)
-    checks.refuse(f"state dict of a {family.model_type} model", limited(problems))
+    checks.refuse(f"state dict of a {family.model_type} model", limit(problems))
     return ours, {place.path: _make_reader(place, known, ours, dtype) for place in places}
 
 
@@ -143,7 +143,7 @@ def to_huggingface(
       config: of the model, of a class that a family has; a `DecoderConfig` is written as the first of
         `FAMILIES` that has its options.
       params: nested dict of arrays, blocks stacked.
-      family: see `family_of`.
+      family: see `find_family`.
 
     Returns:
       name -> array with the dtypes of `params`. A tied head is written once, as the embedding.
@@ -170,12 +170,12 @@ def tensors(
       shapes: path -> shape of every parameter.
       read: path -> array, or what gives one for `array[layer]`, `array[layer, expert]` and by `np.asarray`;
         asked once each, when its turn comes. Of a stacked one only what the next array needs is asked for.
-      family: see `family_of`.
+      family: see `find_family`.
 
     Raises:
       ValueError: at once, as `to_huggingface`.
     """
-    written_as = family_of(config, family)
+    written_as = find_family(config, family)
     places = list(written_as.places(config))
     wanted = {place.path: place.stack(num_blocks(config)) + place.shape(config.sizes) for place in places}
     checks.refuse("params", differences(wanted, shapes))
@@ -201,7 +201,7 @@ def _convert(
 
 def tensor_shapes(config: Any, family: str | None = None) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every array that `tensors` yields, in the same order."""
-    written_as = family_of(config, family)
+    written_as = find_family(config, family)
     return {
         each: group[0].their_shape(config.sizes)
         for group in _group_by_array(written_as.places(config))
@@ -223,7 +223,7 @@ def _written_copies(name: str, family: Family, config: Any) -> list[str]:
     return [copy.name for copy in family.copies(config) if copy.of == name and not copy.tied]
 
 
-def family_of(config: Any, name: str | None = None) -> Family:
+def find_family(config: Any, name: str | None = None) -> Family:
     """Return the family that a configuration of this package can be written as.
 
     Args:
@@ -249,13 +249,13 @@ def family_of(config: Any, name: str | None = None) -> Family:
     return family
 
 
-def without_unwritten_state(
+def drop_unwritten_state(
     config: Any, shapes: Mapping[str, tuple[int, ...]], family: str | None
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes without running statistics that files of the family do not have."""
     if not any(path.startswith(STATE) for path in shapes):
         return dict(shapes)
-    known = {place.path for place in family_of(config, family).places(config)}
+    known = {place.path for place in find_family(config, family).places(config)}
     return {path: shape for path, shape in shapes.items() if not path.startswith(STATE) or path in known}
 
 
@@ -292,7 +292,7 @@ def read_config(config: Mapping[str, Any]) -> tuple[Family, Any]:
 
 
 def write_config(config: Any, family: str | None = None) -> dict[str, Any]:
-    """Return the config.json of a configuration of this package, as `family_of` chooses its family.
+    """Return the config.json of a configuration of this package, as `find_family` chooses its family.
 
     Raises:
       ValueError: no family has such models; or listing every option that it does not have.
@@ -302,7 +302,7 @@ def write_config(config: Any, family: str | None = None) -> dict[str, Any]:
     >>> write_config(config)["architectures"], read_config(write_config(config))[1] == config
     (['BertForMaskedLM'], True)
     """
-    return family_of(config, family).write_config(config)
+    return find_family(config, family).write_config(config)
 
 
 def left_out(config: Mapping[str, Any], state: State) -> list[str]:
@@ -347,7 +347,7 @@ def _layer_problems(num_layers: int, num_arrays: int, num_experts: int = 0) -> l
     return [f"the config has {num_layers} layers{experts}, and the files have {num_arrays} arrays in all"]
 
 
-def limited(problems: list[str]) -> list[str]:
+def limit(problems: list[str]) -> list[str]:
     """Shorten a long list of problems."""
     more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
     return problems[:MOST_PROBLEMS] + more

@@ -21,18 +21,18 @@ from shardtrain.models.huggingface.adapters import (
     ADAPTER_WEIGHTS,
     adapter_config,
     adapter_tensors,
+    merge_adapters,
     open_adapters,
-    with_adapters_merged,
 )
 from shardtrain.models.huggingface.families import (
     FAMILIES,
     ParameterReader,
+    drop_unwritten_state,
     left_out,
     parameter_readers,
     read_config,
     tensor_shapes,
     tensors,
-    without_unwritten_state,
     write_config,
 )
 from shardtrain.models.huggingface.folder import (
@@ -51,9 +51,9 @@ from shardtrain.system.untrusted_files import read_bytes
 
 __all__ = (
     "Imported",
-    "config_of",
     "export_model",
     "import_model",
+    "make_config",
     "open_adapters",
     "open_parameters",
     "own_file",
@@ -183,14 +183,14 @@ def export_model(
     checks.refuse("export", checks.positive({"max_shard_bytes": max_shard_bytes}))
     refuse_filled(folder)
     # everything that can be refused is, before the folder is made
-    config = config_of(options)
-    shapes = without_unwritten_state(config, shapes, family)
+    config = make_config(options)
+    shapes = drop_unwritten_state(config, shapes, family)
     if adapters:
         return _write_adapters(folder, config, read, dtype)
-    config, shapes, read = with_adapters_merged(config, shapes, read)
+    config, shapes, read = merge_adapters(config, shapes, read)
     arrays = tensors(config, shapes, read, family)
     safetensors = import_safetensors()
-    about = {**write_config(config, family), **_written_tokens(tokenizer, tokens or {}), "dtype": dtype}
+    about = {**write_config(config, family), **_list_written_tokens(tokenizer, tokens or {}), "dtype": dtype}
     sizes = tensor_shapes(config, family)
     files = shard(sizes, np.dtype(DTYPES[dtype]).itemsize, max_shard_bytes)
     with new_folder(folder) as filled:
@@ -216,7 +216,7 @@ def _write_adapters(folder: Path, config: Any, read: Callable[[str], np.ndarray]
     return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 
 
-def config_of(options: Mapping[str, Any]) -> Any:
+def make_config(options: Mapping[str, Any]) -> Any:
     """Return the configuration with these options, of the class that has them.
 
     Args:
@@ -226,7 +226,7 @@ def config_of(options: Mapping[str, Any]) -> Any:
       ValueError: they are those of no class that a family has, or of several.
 
     >>> options = {"vocab": 32, "seq": 8, "embed": 16, "num_layers": 1, "num_heads": 4, "segments": 2}
-    >>> type(config_of(options)).__name__
+    >>> type(make_config(options)).__name__
     'EncoderConfig'
     """
     kinds = {family.kind for family in FAMILIES.values()}
@@ -262,7 +262,7 @@ def token_ids(folder: Path) -> dict[str, Any]:
     return read_token_ids([own_file(folder, name) for name in TOKEN_FILES])
 
 
-def _written_tokens(tokenizer: Path | None, kept: Mapping[str, Any]) -> dict[str, Any]:
+def _list_written_tokens(tokenizer: Path | None, kept: Mapping[str, Any]) -> dict[str, Any]:
     """Return entries for special tokens: null where none is known, unlike the defaults of `transformers`."""
     found: dict[str, Any] = dict.fromkeys(TOKEN_IDS) if tokenizer is None else token_ids(tokenizer)
     for name in TOKEN_IDS:

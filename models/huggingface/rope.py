@@ -25,7 +25,7 @@ ENTRIES = {
 WINDOWED, FULL = "sliding_attention", "full_attention"
 
 
-def rope_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def read_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the entries about positions, which are in one of two objects, or in none.
 
     For LongRoPE some may stand beside the object, or follow from others.

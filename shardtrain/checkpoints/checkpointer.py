@@ -96,13 +96,13 @@ class Checkpoints:
         """Return the newest step of which this part is finished (a running save is not), or None."""
         return self._saver.latest
 
-    def finished(self) -> int | None:
+    def newest_finished_step(self) -> int | None:
         """Return the newest step of which this part is finished, also one that `wait` did not wait for."""
-        return self._saver.finished()
+        return self._saver.newest_finished_step()
 
-    def folder_of(self, step: int) -> Path:
+    def find_folder(self, step: int) -> Path:
         """Return the folder of this part of a finished step, on the fast disk if it is there."""
-        return self._folders.folder_of(step)
+        return self._folders.find_folder(step)
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints of which this part is finished, broken ones too."""
@@ -164,7 +164,7 @@ class Checkpoints:
         """Delete this writer's part of all later steps, which turned out to be bad."""
         self._folders.delete_after(step)
 
-    def forget_after(self, step: int) -> None:
+    def resume_after(self, step: int) -> None:
         """Resume from this step (-1: the start): later ones are replaced when the run reaches them."""
         steps = self.steps()
         self._folders.broken.update(later for later in steps if later > step)
@@ -189,7 +189,7 @@ class Checkpoints:
         for line in found.skipped:
             self._report(f"checkpoint skipped: {line}")
         self._folders.broken.update(found.broken)
-        self.forget_after(-1 if found.step is None else found.step)
+        self.resume_after(-1 if found.step is None else found.step)
         if found.step is not None:
             self._folders.copy_missing(found.step)
         return found

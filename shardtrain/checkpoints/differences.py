@@ -108,7 +108,7 @@ def matches(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(path, pattern) for pattern in patterns)
 
 
-def widened(saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf]) -> dict[str, Leaf]:
+def widen_optimizer_state(saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf]) -> dict[str, Leaf]:
     """Describe saved optimizer state of 16 bits as float32 where the run has float32.
 
     Nothing is lost by it; earlier versions saved the state of bfloat16 parameters so.
@@ -127,7 +127,9 @@ def widened(saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf]) -> dict[str, 
     return {path: replace(x, dtype="float32") if is_widened(path) else x for path, x in saved.items()}
 
 
-def reinitialized(differing: Sequence[str], wanted: Iterable[str], missing: Sequence[str]) -> set[str]:
+def find_arrays_to_initialize(
+    differing: Sequence[str], wanted: Iterable[str], missing: Sequence[str]
+) -> set[str]:
     """Return the arrays to initialize because others of the same optimizer are.
 
     A count of updates does not belong to moments that begin at 0.
@@ -180,9 +182,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [
         f"{name}: {old.get(name, missing)!r} -> {new.get(name, missing)!r}"
         for name in [*old, *(n for n in new if n not in old)]
-        if _without_module(old.get(name, missing)) != _without_module(new.get(name, missing))
+        if _remove_module(old.get(name, missing)) != _remove_module(new.get(name, missing))
     ]
 
 
-def _without_module(value: Any) -> Any:
+def _remove_module(value: Any) -> Any:
     return re.sub(r"(?<![\w.])shardtrain(\.\w+)+:", "shardtrain:", value) if isinstance(value, str) else value

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 
-def exported_params(
+def make_exported_params(
     how: str | None, paths: Iterable[str], read: Callable[..., np.ndarray]
 ) -> Callable[..., np.ndarray]:
     """path of a parameter -> the array to export: what the run evaluates.
@@ -46,7 +46,7 @@ def exported_params(
             )
         return found[0]
 
-    def exported(path: str, *numbers: tuple[int, ...]) -> np.ndarray:
+    def export_array(path: str, *numbers: tuple[int, ...]) -> np.ndarray:
         own, place = read(f"params/{path}", *numbers), beside(path)
         if place is None:
             return own
@@ -57,4 +57,4 @@ def exported_params(
             other = (own.astype(np.float32) - (1 - b1) * other) / b1
         return other.astype(own.dtype)
 
-    return exported
+    return export_array

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.system.atomic_write import replace_file
-from shardtrain.system.untrusted_files import parse_json, read_text, whole_number
+from shardtrain.system.untrusted_files import check_whole_number, parse_json, read_text
 
 EVALUATIONS = "evaluations.json"
 """The file in a folder of checkpoints."""
@@ -78,7 +78,7 @@ def read_evaluations(folder: Path) -> EvaluatedSteps | None:
     try:
         metric, best_is, steps = body["metric"], body["best_is"], body["steps"]
         values = {
-            whole_number(int(step), "step", MOST_STEP): {
+            check_whole_number(int(step), "step", MOST_STEP): {
                 str(name): float(value) for name, value in of_step.items() if math.isfinite(float(value))
             }
             for step, of_step in steps.items()
@@ -90,7 +90,7 @@ def read_evaluations(folder: Path) -> EvaluatedSteps | None:
     return EvaluatedSteps(metric, best_is, values)
 
 
-def best_saved(folder: Path, steps: Iterable[int]) -> Best | None:
+def find_best_saved(folder: Path, steps: Iterable[int]) -> Best | None:
     """Return the best of the steps in a folder of checkpoints; None if none is known, or the file is damaged.
 
     Args:
@@ -129,7 +129,7 @@ class Evaluations:
 
     def best(self, steps: Iterable[int]) -> int | None:
         """Return the best of some steps; None if none of them was evaluated."""
-        found = self._evaluated().best(steps)
+        found = self._read_evaluated_steps().best(steps)
         return None if found is None else found.step
 
     def is_best(self, values: Mapping[str, float]) -> bool:
@@ -137,7 +137,7 @@ class Evaluations:
         value = values.get(self._policy.best or "")
         if value is None or not math.isfinite(value):
             return False
-        best = self._evaluated().best(self._values)
+        best = self._read_evaluated_steps().best(self._values)
         if best is None:
             return True
         return value < best.value if self._policy.best_is == "lowest" else value > best.value
@@ -164,7 +164,7 @@ class Evaluations:
         if any(later > step for later in self._values):
             self._write({each: of for each, of in self._values.items() if each <= step})
 
-    def _evaluated(self) -> EvaluatedSteps:
+    def _read_evaluated_steps(self) -> EvaluatedSteps:
         return EvaluatedSteps(self._policy.best or "", self._policy.best_is, self._values)
 
     def _write(self, values: Mapping[int, Mapping[str, float]]) -> None:

@@ -20,7 +20,7 @@ def flatten(state: Any) -> dict[str, jax.Array]:
     Raises:
         ValueError: all leaves that cannot be saved, each with the reason.
     """
-    by_path = _by_path(state)
+    by_path = _group_by_path(state)
     wrong = [f"{path}: {reason}" for path, leaf in by_path.items() if (reason := _unsaveable(leaf))]
     check(wrong, "these leaves of the state cannot be saved", "Change them where the state is made")
     return by_path
@@ -51,7 +51,7 @@ def restorable(abstract_state: Any) -> dict[str, jax.ShapeDtypeStruct]:
     Raises:
         ValueError: all leaves that could never have been saved, or do not say where to restore to.
     """
-    by_path = _by_path(abstract_state)
+    by_path = _group_by_path(abstract_state)
     never = [f"{path}: {reason}" for path, leaf in by_path.items() if (reason := _unsaveable_kind(leaf))]
     check(never, "these leaves of the state could never be saved", "Change them where the state is made")
     wrong = [path for path, leaf in by_path.items() if getattr(leaf, "sharding", None) is None]
@@ -62,7 +62,7 @@ def restorable(abstract_state: Any) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def _by_path(tree: Any) -> dict[str, Any]:
+def _group_by_path(tree: Any) -> dict[str, Any]:
     leaves = jax.tree.leaves_with_path(tree)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     twice = [path for path, count in Counter(paths).items() if count > 1]

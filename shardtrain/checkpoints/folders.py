@@ -64,7 +64,7 @@ class CheckpointFolders:
         """Whether the next save goes to the fast disk first."""
         return self.target != self.shared
 
-    def folder_of(self, step: int) -> Path:
+    def find_folder(self, step: int) -> Path:
         """Return the folder of this part of a step, the fastest that has it."""
         found = [paths.step_folder(folder, step, self.part) for folder in self.all]
         return next((path for path in found if path.exists()), found[-1])
@@ -75,12 +75,12 @@ class CheckpointFolders:
 
     def steps_of_all(self) -> set[int]:
         """Return the steps of which any part is finished, whoever saved it."""
-        return {step for folder in self.all for step in paths.finished(folder)}
+        return {step for folder in self.all for step in paths.find_finished_steps(folder)}
 
     def _steps_in(self, folder: Path) -> list[int]:
         return [
             step
-            for step, parts in paths.finished(folder).items()
+            for step, parts in paths.find_finished_steps(folder).items()
             if self.part in parts and paths.has_manifest(parts[self.part])
         ]
 
@@ -140,7 +140,7 @@ class CheckpointFolders:
     def delete_after(self, step: int) -> None:
         """Delete this part of all later steps."""
         for folder in self.all if is_primary() else ():
-            for later, parts in paths.finished(folder).items():
+            for later, parts in paths.find_finished_steps(folder).items():
                 if later > step and self.part in parts:
                     paths.delete(parts[self.part])
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardtrain.checkpoints import paths
-from shardtrain.checkpoints.manifest_entries import File, Manifest, body_of, manifest_of
+from shardtrain.checkpoints.manifest_entries import File, Manifest, format_manifest, parse_manifest
 from shardtrain.checkpoints.paths import MANIFEST, sync
 from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_files import open_inside, parse_json, special_files, stat_inside
@@ -42,7 +42,7 @@ def write_manifest(step_folder: Path, manifest: Manifest) -> None:
         path.relative_to(step_folder).as_posix(): file for path, file in zip(written, files, strict=True)
     }
     manifest = replace(manifest, files=by_name)
-    (step_folder / MANIFEST).write_text(_text({"schema": SCHEMA, **body_of(manifest)}))
+    (step_folder / MANIFEST).write_text(_text({"schema": SCHEMA, **format_manifest(manifest)}))
     for path in (*step_folder.rglob("*"), step_folder):
         sync(path)
 
@@ -84,7 +84,7 @@ def read_manifest(step_folder: Path) -> tuple[Manifest | None, str]:
         # every field is checked, as the file is untrusted
         if schema != SCHEMA:
             raise ValueError(f"schema is {short(schema)}")
-        return manifest_of(body), ""
+        return parse_manifest(body), ""
     except ValueError as error:
         return None, f"{MANIFEST} is not of the form that shardtrain writes: {error}"
 
@@ -131,7 +131,7 @@ def _crc32(file: BinaryIO) -> int:
     return checksum
 
 
-def size_of(step_folder: Path, name: str) -> int:
+def measure_file(step_folder: Path, name: str) -> int:
     """Return the size of a file that a manifest names; -1 if the folder has no such regular file."""
     try:
         return stat_inside(step_folder, name).st_size

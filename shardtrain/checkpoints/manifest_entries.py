@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from shardtrain.system.excerpts import short
-from shardtrain.system.untrusted_files import finite_number, name_problem, of_kind, whole_number
+from shardtrain.system.untrusted_files import check_kind, check_whole_number, finite_number, name_problem
 
 MOST_STEP = 10**15
 MOST_PARTS = 1 << 14
@@ -144,7 +144,7 @@ class Manifest:
     save_id: str = ""
 
 
-def body_of(manifest: Manifest) -> dict[str, Any]:
+def format_manifest(manifest: Manifest) -> dict[str, Any]:
     """Return the JSON of a manifest; on disk the key of an array's origin is `lie`."""
     body = asdict(manifest)
     for leaf in body["leaves"].values():
@@ -152,7 +152,7 @@ def body_of(manifest: Manifest) -> dict[str, Any]:
     return body
 
 
-def manifest_of(body: Mapping[str, Any]) -> Manifest:
+def parse_manifest(body: Mapping[str, Any]) -> Manifest:
     """Parse the JSON of a manifest.
 
     Args:
@@ -165,17 +165,17 @@ def manifest_of(body: Mapping[str, Any]) -> Manifest:
         name for name in ("step", "orbax_version", "files", "leaves", "extra") if name not in body
     ]:
         raise ValueError(f"it has no {', '.join(missing)}")
-    files = of_kind(body["files"], dict, "files")
-    leaves = of_kind(body["leaves"], dict, "leaves")
+    files = check_kind(body["files"], dict, "files")
+    leaves = check_kind(body["leaves"], dict, "leaves")
     manifest = Manifest(
-        step=whole_number(body["step"], "step", MOST_STEP),
-        orbax_version=of_kind(body["orbax_version"], str, "orbax_version"),
+        step=check_whole_number(body["step"], "step", MOST_STEP),
+        orbax_version=check_kind(body["orbax_version"], str, "orbax_version"),
         files={name: _file(name, file) for name, file in files.items()},
         leaves={path: _leaf(path, leaf) for path, leaf in leaves.items()},
         extra=_extra(body["extra"]),
         part=_part(body.get("part", [0, 1])),
         saved_seconds=finite_number(body.get("saved_seconds", 0.0), "saved_seconds", MOST_SECONDS),
-        save_id=of_kind(body.get("save_id", ""), str, "save_id"),
+        save_id=check_kind(body.get("save_id", ""), str, "save_id"),
     )
     if problem := size_problem(manifest):
         raise ValueError(problem)
@@ -194,43 +194,43 @@ def size_problem(manifest: Manifest) -> str:
 def _file(name: str, entry: Any) -> File:
     if problem := name_problem(name):
         raise ValueError(f"the name of the file {short(name)} {problem}")
-    entry = of_kind(entry, dict, name)
+    entry = check_kind(entry, dict, name)
     if set(entry) != {"num_bytes", "crc32"}:
         raise ValueError(
             f"{short(name)} has the entries {short(sorted(entry))}; they are num_bytes and crc32"
         )
     return File(
-        num_bytes=whole_number(entry["num_bytes"], f"num_bytes of {name}", MOST_SIZE),
-        crc32=whole_number(entry["crc32"], f"crc32 of {name}", (1 << 32) - 1),
+        num_bytes=check_whole_number(entry["num_bytes"], f"num_bytes of {name}", MOST_SIZE),
+        crc32=check_whole_number(entry["crc32"], f"crc32 of {name}", (1 << 32) - 1),
     )
 
 
 def _leaf(path: str, entry: Any) -> Leaf:
     what = path[:200]
-    entry = of_kind(entry, dict, what)
-    shape = of_kind(entry.get("shape"), list, f"the shape of {what}")
+    entry = check_kind(entry, dict, what)
+    shape = check_kind(entry.get("shape"), list, f"the shape of {what}")
     if len(shape) > MOST_DIMS:
         raise ValueError(f"{what} has {len(shape)} dims; at most {MOST_DIMS} are read")
     if entry.get("dtype") not in tuple(DTYPE_BYTES):
         raise ValueError(f"the dtype of {what} is {short(entry.get('dtype'))}, which no array of a state has")
-    shape = tuple(whole_number(size, f"a size of {what}", MOST_SIZE, 1) for size in shape)
+    shape = tuple(check_whole_number(size, f"a size of {what}", MOST_SIZE, 1) for size in shape)
     return Leaf(shape=shape, dtype=entry["dtype"], origin=_origin(what, shape, entry.get("lie", {})))
 
 
 def _origin(what: str, shape: tuple[int, ...], entry: Any) -> ArrayOrigin:
-    entry = of_kind(entry, dict, f"the lie of {what}")
+    entry = check_kind(entry, dict, f"the lie of {what}")
     if unknown := set(entry) - {"rows", "num_rows", "replica", "num_replicas"}:
         raise ValueError(f"the lie of {what} has {short(sorted(unknown))}, which it has not")
     ranges = {"num_rows": MOST_BLOCKS, "replica": MOST_PARTS, "num_replicas": MOST_PARTS}
     numbers = {name: entry.get(name) for name in ranges}
     for name, value in numbers.items():
         if value is not None:
-            whole_number(value, f"{name} of {what}", ranges[name], 0 if name == "replica" else 1)
+            check_whole_number(value, f"{name} of {what}", ranges[name], 0 if name == "replica" else 1)
     rows = entry.get("rows")
     if rows is not None:
         rows = tuple(
-            whole_number(row, f"a row of {what}", (numbers["num_rows"] or 0) - 1, -1)
-            for row in of_kind(rows, list, f"rows of {what}")
+            check_whole_number(row, f"a row of {what}", (numbers["num_rows"] or 0) - 1, -1)
+            for row in check_kind(rows, list, f"rows of {what}")
         )
     origin = ArrayOrigin(rows=rows, **numbers)
     if origin.replica is not None and origin.replica >= (origin.num_replicas or 0):
@@ -246,13 +246,13 @@ def _origin(what: str, shape: tuple[int, ...], entry: Any) -> ArrayOrigin:
 def _part(entry: Any) -> WriterPart:
     if type(entry) is not list or len(entry) != 2:
         raise ValueError(f"part is {short(entry)}; it is an index and a count")
-    count = whole_number(entry[1], "the number of parts", MOST_PARTS, 1)
-    return WriterPart(whole_number(entry[0], "the index of the part", count - 1), count)
+    count = check_whole_number(entry[1], "the number of parts", MOST_PARTS, 1)
+    return WriterPart(check_whole_number(entry[0], "the index of the part", count - 1), count)
 
 
 def _extra(entry: Any) -> dict[str, Any]:
-    extra = of_kind(entry, dict, "extra")
+    extra = check_kind(entry, dict, "extra")
     for name in ("run", "position", "imported", "tokens"):
         if extra.get(name) is not None:
-            of_kind(extra[name], dict, f"extra/{name}")
+            check_kind(extra[name], dict, f"extra/{name}")
     return extra

@@ -15,7 +15,7 @@ from shardtrain import axes
 from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin
 from shardtrain.functional.model import BLOCKS, Tree, path_text
 from shardtrain.pipeline.stage_model import StageModel
-from shardtrain.sharding.specs import without_pipeline
+from shardtrain.sharding.specs import move_pipeline
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
 
@@ -56,7 +56,7 @@ def array_origins(
     rows, num_rows = _rows(placement, stage_model)
     in_mesh = placement.mesh.shape[axes.DATA] if placement.synchronisation.on_deltas else None
 
-    def origin_of(path: str, shape: tuple[int, ...]) -> ArrayOrigin:
+    def find_origin(path: str, shape: tuple[int, ...]) -> ArrayOrigin:
         if path.startswith(OF_DEVICES):
             return ArrayOrigin(replica=island[0], num_replicas=island[1]) if island[1] > 1 else COMMON
         # optimizer states of islands are numbered by island; in a mesh their first dim counts replicas
@@ -79,7 +79,7 @@ def array_origins(
 
     def of(state: State) -> dict[str, ArrayOrigin]:
         shapes = {path_text(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(state)}
-        found = {path: origin_of(path, shape) for path, shape in shapes.items()}
+        found = {path: find_origin(path, shape) for path, shape in shapes.items()}
         return {path: each for path, each in found.items() if each != COMMON}
 
     return of
@@ -95,19 +95,19 @@ def _rows(placement: Placement, stage_model: StageModel | None) -> tuple[tuple[i
     return ((), 0) if stages is None or stages.is_plain else (stages.stored_blocks, stages.num_blocks)
 
 
-def in_order(placement: Placement, params: Tree) -> Tree:
+def restore_block_order(placement: Placement, params: Tree) -> Tree:
     """Return parameters with their blocks in the model's order, whatever a pipeline's order is."""
     stages, mesh = placement.stages, placement.mesh
     if stages is None or stages.is_plain:
         return params
 
-    def moved(path: Any, x: jax.Array, spec: Any) -> jax.Array:
+    def move_array(path: Any, x: jax.Array, spec: Any) -> jax.Array:
         if not path_text(path).startswith(f"{BLOCKS}/"):
             return x
         # reorder rows where every device has all of them: else XLA gathers whole arrays
         shape = (stages.num_blocks, *x.shape[1:])
-        elsewhere = NamedSharding(mesh, without_pipeline(spec, 0, shape, dict(mesh.shape)))
+        elsewhere = NamedSharding(mesh, move_pipeline(spec, 0, shape, dict(mesh.shape)))
         x = jax.lax.with_sharding_constraint(x, elsewhere)
-        return jax.lax.with_sharding_constraint(stages.in_order(x), elsewhere)
+        return jax.lax.with_sharding_constraint(stages.restore_order(x), elsewhere)
 
-    return jax.jit(lambda tree: jax.tree.map_with_path(moved, tree, placement.specs.params))(params)
+    return jax.jit(lambda tree: jax.tree.map_with_path(move_array, tree, placement.specs.params))(params)

@@ -43,7 +43,7 @@ def partial_folder(folder: Path, step: int, part: WriterPart = WHOLE) -> Path:
     return folder / (step_folder(folder, step, part).name + PARTIAL)
 
 
-def finished(folder: Path) -> dict[int, dict[WriterPart, Path]]:
+def find_finished_steps(folder: Path) -> dict[int, dict[WriterPart, Path]]:
     """Return the folders of finished parts by step, ascending; `manifest.problems` verifies them."""
     found: dict[int, dict[WriterPart, Path]] = {}
     for path in sorted(folder.glob(f"{_STEP}*")):

@@ -17,7 +17,7 @@ def is_primary() -> bool:
     return jax.process_index() == 0
 
 
-def on_any_process(flag: bool) -> bool:
+def is_set_on_any_process(flag: bool) -> bool:
     """Return whether the flag is set on any process."""
     if jax.process_count() == 1:
         return flag

@@ -15,8 +15,8 @@ import numpy as np
 from shardtrain.checkpoints.array_files import ArrayFiles, Reading, StoredArray, too_large_text
 from shardtrain.checkpoints.manifest import problems, read_manifest
 from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, Leaf, Manifest
-from shardtrain.checkpoints.paths import finished
-from shardtrain.checkpoints.slices import Index, stored_slices
+from shardtrain.checkpoints.paths import find_finished_steps
+from shardtrain.checkpoints.slices import Index, find_stored_slices
 from shardtrain.system.excerpts import some
 
 
@@ -159,7 +159,9 @@ class CheckpointReader:
         rest = index[1:] if origin.counts_replicas else index
         for i, replica in enumerate(replicas):
             lead = (i,) if origin.counts_replicas else ()
-            for each in stored_slices(pieces, origin, rest, replica % num_saved, partial(self._unseen, path)):
+            for each in find_stored_slices(
+                pieces, origin, rest, replica % num_saved, partial(self._unseen, path)
+            ):
                 # rows of padding are nowhere stored
                 if each.piece is None:
                     array[(*lead, *each.target)] = np.zeros((), array.dtype)
@@ -194,7 +196,7 @@ def visible_readers(*folders: Path) -> list[CheckpointReader]:
     """
     seen: dict[tuple[int, int, str], dict[int, Path]] = {}
     for folder in folders:
-        for step, parts in finished(folder).items():
+        for step, parts in find_finished_steps(folder).items():
             for part, path in parts.items():
                 # parts of one step may be from different saves: only those with the same id belong together
                 manifest = read_manifest(path)[0] if part.count > 1 else None
@@ -204,9 +206,9 @@ def visible_readers(*folders: Path) -> list[CheckpointReader]:
         CheckpointReader(step=step, folders=paths, num_parts=count, save_id=save_id)
         for (step, count, save_id), paths in seen.items()
     ]
-    return sorted(found, key=lambda each: (each.step, _saved_seconds(each)))
+    return sorted(found, key=lambda each: (each.step, _read_saved_seconds(each)))
 
 
-def _saved_seconds(reader: CheckpointReader) -> float:
+def _read_saved_seconds(reader: CheckpointReader) -> float:
     manifest, _ = read_manifest(next(iter(reader.folders.values())))
     return 0.0 if manifest is None else manifest.saved_seconds

@@ -13,7 +13,12 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from shardtrain.checkpoints.array_files import Reading
-from shardtrain.checkpoints.differences import Allow, check_state, reinitialized, widened
+from shardtrain.checkpoints.differences import (
+    Allow,
+    check_state,
+    find_arrays_to_initialize,
+    widen_optimizer_state,
+)
 from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, Leaf
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.slices import Index
@@ -50,13 +55,13 @@ def restore_arrays(
         for path, x in wanted.items()
     }
     where = {path: leaf.origin for path, leaf in leaves.items()}
-    saved = widened(
+    saved = widen_optimizer_state(
         {path: reader.leaf(path, where.get(path, COMMON)) for path in reader.stored_arrays}, leaves
     )
     # compare first: all differences in one error, before anything is read
     check_state(reader, saved, leaves, allow)
     differing = [path for path in wanted if str(saved.get(path)) != str(leaves[path])]
-    fresh = {*differing, *reinitialized(differing, wanted, allow.missing)}
+    fresh = {*differing, *find_arrays_to_initialize(differing, wanted, allow.missing)}
     # read ahead of the devices, in order, as many bytes as the host may have in flight
     began, num_bytes, largest = time.monotonic(), 0, 0
     arrays: dict[str, jax.Array] = {}

@@ -47,7 +47,7 @@ def delete_old(
         A message for each folder that could not be deleted.
     """
     # 1. the policy counts whole steps only, and decides which of them stay
-    found = {step: parts for step, parts in paths.finished(folder).items() if step <= newest}
+    found = {step: parts for step, parts in paths.find_finished_steps(folder).items() if step <= newest}
     whole = [step for step, parts in found.items() if step not in broken and _is_whole(parts, part)]
     keep = set(whole) - set(steps_to_delete(policy, whole)) | set(in_use) | {best(whole)}
     # 2. delete interrupted saves, what the policy does not keep, and parts of another number of writers

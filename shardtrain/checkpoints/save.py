@@ -20,7 +20,7 @@ from shardtrain.checkpoints import manifest as manifests
 from shardtrain.checkpoints import paths
 from shardtrain.checkpoints.folders import CheckpointFolders, first_line
 from shardtrain.checkpoints.manifest_entries import Leaf, Manifest
-from shardtrain.checkpoints.processes import is_primary, on_any_process
+from shardtrain.checkpoints.processes import is_primary, is_set_on_any_process
 from shardtrain.system.atomic_write import is_full, write_advice
 
 _LOG = logging.getLogger(__name__)
@@ -171,12 +171,12 @@ class Saver:
             SaveFailed: it failed, on this process or another. Raised once; the next save is not affected.
         """
         pending, failure = self._pending, self.collect()
-        if on_any_process(failure is not None) and pending is not None:
+        if is_set_on_any_process(failure is not None) and pending is not None:
             self._renew_orbax()
             other = RuntimeError("another process failed")
             raise failure or self._failure(pending.step, pending.num_bytes, other)
 
-    def finished(self) -> int | None:
+    def newest_finished_step(self) -> int | None:
         """Return the newest step that is on the disk; a save under way is not waited for."""
         pending = self._pending
         if pending is not None and pending.notes.done() and pending.notes.exception() is None:

@@ -30,7 +30,7 @@ class StoredSlice:
     source: Index
 
 
-def stored_slices(
+def find_stored_slices(
     pieces: Sequence[StoredArray],
     origin: ArrayOrigin,
     index: Index,
@@ -59,7 +59,7 @@ def stored_slices(
         yield StoredSlice((...,), mine[0], (*lead, *index))
         return
     # which stored array has each block, and in which of its rows
-    places = {row: (piece, i) for piece in reversed(mine) for i, row in enumerate(_rows_of(piece.leaf))}
+    places = {row: (piece, i) for piece in reversed(mine) for i, row in enumerate(_find_rows(piece.leaf))}
     rows = range(origin.num_rows or len(places)) if origin.rows is None else origin.rows
     chosen = list(rows[index[0]])
     if lost := [row for row in chosen if row >= 0 and row not in places]:
@@ -74,7 +74,7 @@ def stored_slices(
         yield StoredSlice(target, piece, (*lead, slice(first, first + stop - start), *index[1:]))
 
 
-def _rows_of(leaf: Leaf) -> Sequence[int]:
+def _find_rows(leaf: Leaf) -> Sequence[int]:
     """Return the block of each row of a stored array."""
     shape = leaf.shape[1:] if leaf.origin.counts_replicas else leaf.shape
     return range(shape[0]) if leaf.origin.rows is None else leaf.origin.rows

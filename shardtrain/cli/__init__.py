@@ -195,7 +195,7 @@ def set_cpu_devices(arguments: list[str]) -> None:
             f" got {numbers!r}"
         )
     del arguments[start : start + (1 if equals else 2)]
-    number = numbers if "," not in numbers else _of_this_island(word, numbers.split(","))
+    number = numbers if "," not in numbers else _select_island_devices(word, numbers.split(","))
     flag = f"--xla_force_host_platform_device_count={number}"
     other_flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag.split("=")[0])]
     os.environ["XLA_FLAGS"] = " ".join([*other_flags, flag])
@@ -205,7 +205,7 @@ def set_cpu_devices(arguments: list[str]) -> None:
         os.environ.setdefault(POOL_THREADS, str(THREADS_OF_A_DEVICE * int(number)))
 
 
-def _of_this_island(word: str, numbers: Sequence[str]) -> str:
+def _select_island_devices(word: str, numbers: Sequence[str]) -> str:
     from shardtrain.islands.rank_environment import find_rank_environment
     from shardtrain.islands.seat import PROCESSES, find_seat, parse_processes
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from shardtrain.cli.command_help import usage_text
-from shardtrain.cli.run_rows import rows_of
+from shardtrain.cli.run_rows import read_measured_rows
 from shardtrain.errors.exit_codes import DONE, MISTAKE
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.plan.advice.fit import MeasuredRow
-from shardtrain.plan.advice.noise_scale import gradient_noise, logged_noise
+from shardtrain.plan.advice.noise_scale import gradient_noise, read_logged_noise
 from shardtrain.plan.advice.revocable import RevocableRun
 from shardtrain.report.advice import (
     interval_text,
@@ -214,7 +214,7 @@ def _batch(asked: Batch) -> str:
     _check("a batch", asked, positive, ["small_norm", "large_norm"])
     small, small_norm, large, large_norm = asked.small, asked.small_norm, asked.large, asked.large_norm
     if asked.run is not None and [small, small_norm, large, large_norm] == [None] * 4:
-        noise, batch = logged_noise(_lines_of(asked.run), str(asked.run))
+        noise, batch = read_logged_noise(_read_lines(asked.run), str(asked.run))
         return noise_text(noise.scale, batch, asked.learning_rate, asked.exponent)
     if asked.run is not None or small is None or small_norm is None or large is None or large_norm is None:
         raise ValueError(
@@ -225,7 +225,7 @@ def _batch(asked: Batch) -> str:
     return noise_text(noise.scale, large, asked.learning_rate, asked.exponent)
 
 
-def _lines_of(run: Path) -> list[dict[str, float]]:
+def _read_lines(run: Path) -> list[dict[str, float]]:
     """Return the lines of metrics of a run's folder.
 
     Raises:
@@ -257,7 +257,7 @@ def _speed(asked: Speed) -> str:
     from shardtrain.report.speed import speed_text
     from shardtrain.trainer.strategy import STRATEGY_FILE, read_strategy
 
-    lines, strategy = _lines_of(asked.run), asked.run / STRATEGY_FILE
+    lines, strategy = _read_lines(asked.run), asked.run / STRATEGY_FILE
     predicted = read_strategy(strategy).predicted if strategy.is_file() else {}
     text = speed_text(lines, predicted)
     if text is None:
@@ -273,7 +273,7 @@ def _predict(asked: Predict) -> str:
     given = {name: value for name in names if (value := getattr(asked, name)) is not None}
     if not asked.rows:
         raise ValueError("a prediction was asked for without rows; give CSV files or run folders")
-    rows, notes = rows_of(asked.rows)
+    rows, notes = read_measured_rows(asked.rows)
     row = None
     if asked.device is not None:
         row = MeasuredRow(model="", device=asked.device, devices=asked.devices, **given)

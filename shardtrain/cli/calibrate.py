@@ -18,11 +18,11 @@ from shardtrain.cli.run_options import parse_run
 from shardtrain.doctor.rates import best, measure
 from shardtrain.islands.cluster import IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
-from shardtrain.plan.calibration import Fitted, fitted, spread
-from shardtrain.plan.devices import GB, TERA, known_device
-from shardtrain.plan.machine import Link, Machine, Rates, simulated_machine
+from shardtrain.plan.calibration import Fitted, fit_rates, spread
+from shardtrain.plan.devices import GB, TERA, find_device
+from shardtrain.plan.machine import Link, Machine, Rates, make_simulated_machine
 from shardtrain.plan.predict import predictions
-from shardtrain.plan.space import Space, allowed_choices, mesh_text
+from shardtrain.plan.space import Space, list_allowed_choices, mesh_text
 from shardtrain.system import terminal
 from shardtrain.trainer.config import Run
 
@@ -79,11 +79,11 @@ def main(arguments: Sequence[str]) -> int:
                 + (f", beside {len(options.past)} of --past" if options.past else "")
             )
         with compiling(flags_text):
-            machine = _fitted_machine(run, options)
+            machine = _fit_machine(run, options)
     else:
         options = tyro.cli(CalibrateOptions, args=list(arguments), prog="shardtrain calibrate")
         with compiling(flags_text):
-            machine = measured_machine(options.dtype)
+            machine = measure_machine(options.dtype)
     rates, link = machine.rates, machine.device_link
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     kind = jax.local_devices()[0].device_kind
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
         **({} if link == Link() else {"latency_us": 1e6 * link.latency_seconds}),
     }
     simulated = "simulated = true\n" if machine.simulated else ""
-    of_table = "" if known_device(kind) is None else f'name = "{kind}"\n'
+    of_table = "" if find_device(kind) is None else f'name = "{kind}"\n'
     terminal.out(
         f"# {kind}, products in {options.dtype}; put it below [[islands]] of a cluster file\n"
         f"[islands.device]\n{of_table}"
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def measured_machine(dtype: str) -> Machine:
+def measure_machine(dtype: str) -> Machine:
     """Return a device of this machine: measured alone, or, if devices are simulated, the share of one.
 
     Raises:
@@ -114,13 +114,13 @@ def measured_machine(dtype: str) -> Machine:
     """
     import jax
 
-    host, num_devices = measured_host(dtype), jax.local_device_count()
+    host, num_devices = measure_host(dtype), jax.local_device_count()
     if jax.local_devices()[0].platform != "cpu" or num_devices == 1:
         return replace(host, device_link=Link())
-    return simulated_machine(host, num_devices, usable_cores())
+    return make_simulated_machine(host, num_devices, usable_cores())
 
 
-def measured_host(dtype: str) -> Machine:
+def measure_host(dtype: str) -> Machine:
     """Return a device of this machine as small programs measure it that it runs alone.
 
     Its link copies memory: what is sent is read and written at the rate of memory.
@@ -149,25 +149,25 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _fitted_machine(run: Run, options: ProbeOptions) -> Machine:
+def _fit_machine(run: Run, options: ProbeOptions) -> Machine:
     """Return a device as steps of a run on all devices show it, and print these steps."""
     import jax
 
-    from shardtrain.trainer.planned import probe_seconds, subjects_of
+    from shardtrain.trainer.planned import make_subjects, probe_seconds
 
     devices = jax.device_count()
-    start = measured_machine(options.dtype)
+    start = measure_machine(options.dtype)
     if not start.simulated:
         link = Link(bytes_per_second=start.rates.memory_bytes_per_second, latency_seconds=LATENCY_SECONDS)
         start = replace(start, device_link=link)
     with TemporaryDirectory() as folder:
         source = run.data.train(Path(folder))
         name = jax.local_devices()[0].device_kind
-        device = None if known_device(name) is None else ClusterDevice(name=name)
+        device = None if find_device(name) is None else ClusterDevice(name=name)
         here = IslandKind(kind="here", devices=devices, device=device)
-        (subject,) = subjects_of(run, source, [here])
+        (subject,) = make_subjects(run, source, [here])
         past = past_steps(run, options.past, name, devices)
-        every = allowed_choices(subject, devices, Space())[0] if options.probes else []
+        every = list_allowed_choices(subject, devices, Space())[0] if options.probes else []
         if options.probes and not every:
             raise ValueError(f"no way to run a step on {devices} devices is accepted, so none is measured")
         positions = spread(predictions(subject, start, devices, every), options.probes) if every else []
@@ -179,7 +179,7 @@ def _fitted_machine(run: Run, options: ProbeOptions) -> Machine:
     def predict(machine: Machine) -> list[float]:
         return [each.seconds.total for each in predictions(subject, machine, devices, choices)]
 
-    found = fitted(start, predict, seconds)
+    found = fit_rates(start, predict, seconds)
     names = [f"{mesh_text(each.layout)} --accumulate {each.accumulate}" for each in choices]
     for i, path in enumerate(options.past):
         names[len(positions) + i] += f" ({path})"

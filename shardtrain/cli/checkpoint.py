@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from shardtrain.checkpoints.evaluations import best_saved
+from shardtrain.checkpoints.evaluations import find_best_saved
 from shardtrain.checkpoints.paths import delete, partial_folders, refuse_other_run
 from shardtrain.checkpoints.policy import CheckpointPolicy, steps_to_delete
 from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
@@ -22,7 +22,7 @@ from shardtrain.errors.messages import near
 from shardtrain.report.checkpoints import diff_text, list_text, show_text
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system import terminal
-from shardtrain.system.run_lock import LOCK, Locked, locked
+from shardtrain.system.run_lock import LOCK, Locked, hold_lock
 
 Where = Annotated[str, tyro.conf.arg(metavar="RUN")]
 """A run's folder, its folder of checkpoints, or the folder of a step; PATH@STEP is a step of it, and
@@ -124,7 +124,9 @@ def usage() -> str:
 def _ls(options: Ls) -> int:
     path = find_checkpoint_path(options.run)
     found = [each for each in visible_readers(path.folder) if path.step in (None, each.step)]
-    best = best_saved(path.folder, [each.step for each in visible_readers(path.folder) if not each.missing])
+    best = find_best_saved(
+        path.folder, [each.step for each in visible_readers(path.folder) if not each.missing]
+    )
     terminal.out(list_text(found, partial_folders(path.folder), best))
     return 0
 
@@ -163,14 +165,16 @@ def _prune(options: Prune) -> int:
     if path.step is not None:
         raise ValueError(f"{options.run} is one step; give the run's folder to prune it")
     if options.dry_run:
-        return _pruned(path, policy, lambda folder: None)
+        return _prune_steps(path, policy, lambda folder: None)
     with _exclusive(path.folder):
-        return _pruned(path, policy, delete)
+        return _prune_steps(path, policy, delete)
 
 
-def _pruned(checkpoints: CheckpointPath, policy: CheckpointPolicy, remove: Callable[[Path], None]) -> int:
+def _prune_steps(
+    checkpoints: CheckpointPath, policy: CheckpointPolicy, remove: Callable[[Path], None]
+) -> int:
     found = checkpoints.readers()
-    whole = _newest_whole(found, policy.keep)
+    whole = _find_newest_whole(found, policy.keep)
     if not whole:
         why = f" ({found[-1].problems()[0]})" if found else ""
         raise ValueError(
@@ -181,7 +185,7 @@ def _pruned(checkpoints: CheckpointPath, policy: CheckpointPolicy, remove: Calla
     counted = [each for each in found if each in whole or (each.step < whole[-1].step and not each.missing)]
     old = set(steps_to_delete(policy, [each.step for each in counted]))
     # the best step stays, as in a run that keeps it
-    if (best := best_saved(checkpoints.folder, [each.step for each in counted])) is not None:
+    if (best := find_best_saved(checkpoints.folder, [each.step for each in counted])) is not None:
         old.discard(best.step)
     freed = 0
     for reader in found:
@@ -197,7 +201,7 @@ def _pruned(checkpoints: CheckpointPath, policy: CheckpointPolicy, remove: Calla
     return 0
 
 
-def _newest_whole(found: Sequence[CheckpointReader], number: int) -> list[CheckpointReader]:
+def _find_newest_whole(found: Sequence[CheckpointReader], number: int) -> list[CheckpointReader]:
     """Return the newest valid steps, the newest first; older ones are not read."""
     whole: list[CheckpointReader] = []
     for reader in reversed(found):
@@ -217,10 +221,10 @@ def _exclusive(folder: Path) -> Iterator[None]:
     run = folder.resolve().parent
     try:
         with ExitStack() as stack:
-            stack.enter_context(locked(folder))
+            stack.enter_context(hold_lock(folder))
             if (run / LOCK).is_file():
                 # a run of an earlier version locks only this folder
-                stack.enter_context(locked(run))
+                stack.enter_context(hold_lock(run))
             yield
     except Locked:
         raise ValueError(

@@ -13,17 +13,17 @@ from typing import Annotated, Any
 
 import tyro
 
-from shardtrain.checkpoints.evaluated_params import exported_params
+from shardtrain.checkpoints.evaluated_params import make_exported_params
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.cli.checkpoint_path import CHECKPOINTS, find_checkpoint_path
-from shardtrain.cli.imported_run_file import RUN_FILE, run_file_text, trained_on
+from shardtrain.cli.imported_run_file import RUN_FILE, find_training_kind, run_file_text
 from shardtrain.errors.messages import problems_error
-from shardtrain.imported import MODEL_FILE, TOKENS, kept_tokens, write_about
+from shardtrain.imported import MODEL_FILE, TOKENS, select_kept_tokens, write_about
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import new_folder, refuse_filled
 from shardtrain.system.lazy_array import LazyArray
-from shardtrain.system.untrusted_files import read_bytes, read_json, read_text, whole_number
+from shardtrain.system.untrusted_files import check_whole_number, read_bytes, read_json, read_text
 
 CONVERTER = "shardtrain.models.huggingface.files"
 PARAMS, STATE, BASE = "params/", "model_state/", "base"
@@ -93,7 +93,7 @@ def export_checkpoint(options: Export) -> int:
     if problems := reader.problems():
         raise problems_error(f"step {reader.step} is broken and is not exported", problems)
     if not options.adapters:
-        reader = _whole(reader, options.base)
+        reader = _read_whole(reader, options.base)
     model = _model_options(reader.extra, options.run_file)
     leaves = {
         path.removeprefix(PARAMS): leaf
@@ -101,7 +101,9 @@ def export_checkpoint(options: Export) -> int:
         if path.startswith((PARAMS, STATE))
     }
     kept = place.folder.parent / TOKENIZER
-    exported = exported_params(reader.extra.get("run", {}).get("evaluate_with"), reader.leaves, reader.read)
+    exported = make_exported_params(
+        reader.extra.get("run", {}).get("evaluate_with"), reader.leaves, reader.read
+    )
     files = _converter(options.using, "export_model")(
         options.out,
         model,
@@ -111,7 +113,7 @@ def export_checkpoint(options: Export) -> int:
         max_shard_bytes=options.max_shard_bytes,
         tokenizer=options.tokenizer or (kept if kept.is_dir() else None),
         **{name: x for name in ("adapters", "family") if (x := getattr(options, name))},
-        **kept_tokens(reader.extra),
+        **select_kept_tokens(reader.extra),
     )
     terminal.out(f"step {reader.step} -> {options.out}\n")
     for name in files:
@@ -131,13 +133,13 @@ def import_checkpoint(options: Import) -> int:
     adapter = {} if options.adapter is None else {"adapter": options.adapter}
     found = _converter(options.using, "import_model")(options.folder, **adapter)
     config = found.config
-    data_kind = trained_on(config)
+    data_kind = find_training_kind(config)
     token = mask_token(found.tokenizer, config.vocab) if data_kind == "masked tokens" else None
     extra = {
         "imported": {"family": found.family, "name": options.folder.resolve().name},
         "run": {MODEL + name: value for name, value in asdict(config).items()},
         # a converter of one's own may not know them
-        **kept_tokens({TOKENS: getattr(found, TOKENS, None)}),
+        **select_kept_tokens({TOKENS: getattr(found, TOKENS, None)}),
     }
     # write model, run file, checkpoint and tokenizer; the folder gets its name when all is there
     with new_folder(options.out) as filled:
@@ -163,7 +165,7 @@ def import_checkpoint(options: Import) -> int:
     return 0
 
 
-def changed_options(config: Any) -> list[tuple[str, Any]]:
+def list_changed_options(config: Any) -> list[tuple[str, Any]]:
     """Return the fields of a dataclass that are not at their defaults."""
     values = [(f.name, getattr(config, f.name), f.default) for f in fields(config)]
     return [(name, value) for name, value, default in values if value != default]
@@ -171,7 +173,7 @@ def changed_options(config: Any) -> list[tuple[str, Any]]:
 
 def model_text(config: Any) -> str:
     """Return a configuration as Python: `DecoderConfig(vocab=256, ...)`."""
-    inside = ", ".join(f"{name}={value!r}" for name, value in changed_options(config))
+    inside = ", ".join(f"{name}={value!r}" for name, value in list_changed_options(config))
     return f"{type(config).__name__}({inside})"
 
 
@@ -187,15 +189,15 @@ def mask_token(tokenizer: list[Path], vocab: int) -> int | None:
         added = content.get("added_tokens") if isinstance(content, dict) else None
         for token in added if isinstance(added, list) else []:
             if isinstance(token, dict) and token.get("content") == "[MASK]":
-                return whole_number(token.get("id"), f"the id of [MASK] in {path}", vocab - 1)
+                return check_whole_number(token.get("id"), f"the id of [MASK] in {path}", vocab - 1)
     if path := by_name.get("vocab.txt"):
         lines = [line.rstrip("\r") for line in read_text(path).split("\n")]
         if "[MASK]" in lines:
-            return whole_number(lines.index("[MASK]"), f"the line of [MASK] in {path}", vocab - 1)
+            return check_whole_number(lines.index("[MASK]"), f"the line of [MASK] in {path}", vocab - 1)
     return None
 
 
-def _whole(reader: CheckpointReader, base: Path | None) -> CheckpointReader:
+def _read_whole(reader: CheckpointReader, base: Path | None) -> CheckpointReader:
     """Return a reader of all parameters, also of a checkpoint that has only what was trained.
 
     Raises:
@@ -203,10 +205,10 @@ def _whole(reader: CheckpointReader, base: Path | None) -> CheckpointReader:
     """
     if BASE not in reader.extra:
         return reader
-    from shardtrain.trainer.pretrained import with_base
+    from shardtrain.trainer.pretrained import add_base
     from shardtrain.trainer.resume import find_parameters
 
-    return with_base(reader, base and find_parameters(base), "give --base FOLDER")
+    return add_base(reader, base and find_parameters(base), "give --base FOLDER")
 
 
 def _save(folder: Path, arrays: Any, extra: dict[str, Any]) -> int:

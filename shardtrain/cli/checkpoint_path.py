@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain.checkpoints.evaluations import best_saved
-from shardtrain.checkpoints.paths import finished, partial_folders, read_name
+from shardtrain.checkpoints.evaluations import find_best_saved
+from shardtrain.checkpoints.paths import find_finished_steps, partial_folders, read_name
 from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
 from shardtrain.system.excerpts import some
 
@@ -77,7 +77,7 @@ def find_checkpoint_path(where: str, step: int | None = None) -> CheckpointPath:
     steps = {*named, *([] if step is None else [step])}
     if len(steps) > 1:
         raise ValueError(f"{where} is step {min(steps)} and step {max(steps)} at once; name one")
-    if not finished(folder) and not partial_folders(folder):
+    if not find_finished_steps(folder) and not partial_folders(folder):
         raise ValueError(f"{path} contains no checkpoints; give a run's folder, or that of its checkpoints")
     return CheckpointPath(folder=folder, step=next(iter(steps), None))
 
@@ -88,7 +88,7 @@ def _best_step(folder: Path) -> int:
     Raises:
       ValueError: it is not known.
     """
-    best = best_saved(folder, [each.step for each in visible_readers(folder) if not each.missing])
+    best = find_best_saved(folder, [each.step for each in visible_readers(folder) if not each.missing])
     if best is None:
         raise ValueError(
             f"{folder} has no best step: a run records it with --checkpoints.best heldout/loss; give the"

@@ -12,7 +12,7 @@ from importlib import metadata
 from itertools import pairwise
 
 from shardtrain.system import terminal
-from shardtrain.system.xla_flags import PRESETS, Preset, preset_text, with_preset
+from shardtrain.system.xla_flags import PRESETS, Preset, apply_preset, preset_text
 
 OPTION = "--xla-preset"
 
@@ -38,11 +38,11 @@ def set_xla_flags(arguments: Sequence[str]) -> str:
     Args:
       arguments: the command line; a preset of an unknown name is left to its parser.
     """
-    preset = _preset_of(arguments)
+    preset = _find_preset(arguments)
     if preset not in PRESETS:
         return ""
-    found = with_preset(preset, os.environ, metadata.version("jaxlib"))
-    if found.added and jax_has_started():
+    found = apply_preset(preset, os.environ, metadata.version("jaxlib"))
+    if found.added and has_jax_started():
         return (
             f"WARNING: the XLA flags of the preset {preset} are not set, as jax has started before them; give"
             f" them in XLA_FLAGS, or {OPTION} none"
@@ -52,7 +52,7 @@ def set_xla_flags(arguments: Sequence[str]) -> str:
     return preset_text(preset, found)
 
 
-def _preset_of(arguments: Sequence[str]) -> str:
+def _find_preset(arguments: Sequence[str]) -> str:
     """Return the value of --xla-preset, of several the last.
 
     >>> [_preset_of(words.split()) for words in ("run.py", "run.py --xla_preset=none", "--xla-preset none")]
@@ -66,7 +66,7 @@ def _preset_of(arguments: Sequence[str]) -> str:
     return found
 
 
-def jax_has_started() -> bool:
+def has_jax_started() -> bool:
     """Return whether jax has started its devices, after which XLA reads no flags."""
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bridge is not None and bridge.backends_are_initialized()
@@ -80,11 +80,15 @@ def compiling(flags_text: str, say: Callable[[str], None] = terminal.err) -> Ite
       flags_text: from `set_xla_flags`; printed first.
       say: prints a line; by default to standard error, as results are on standard output.
     """
-    from shardtrain.trainer.program_cache import ProgramCounts, keep_programs, kept_in  # jax starts here
+    from shardtrain.trainer.program_cache import (
+        ProgramCounts,
+        find_program_folder,
+        keep_programs,
+    )  # jax starts here
 
     for text in filter(None, (flags_text, keep_programs(os.environ))):
         say(f"{text}\n")
     with ProgramCounts() as programs:
         yield
-    if text := programs.text(kept_in()):
+    if text := programs.text(find_program_folder()):
         say(f"{text}\n")

@@ -13,10 +13,10 @@ import numpy as np
 import tyro
 
 from shardtrain.data.chat import Chat
-from shardtrain.data.conversations import Answers, conversation_of
+from shardtrain.data.conversations import Answers, make_conversation
 from shardtrain.data.corpus import corpus_files, token_shards
 from shardtrain.data.documents import refuse_mixed
-from shardtrain.data.inspection import QUANTILES, file_facts, find_row, lengths, problems_of
+from shardtrain.data.inspection import QUANTILES, file_facts, find_problems, find_row, lengths
 from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.token_manifest import token_folders
 from shardtrain.data.tokenizer import open_tokenizer
@@ -159,17 +159,17 @@ def _show_conversations(options: Show, template_name: str, files: Sequence[Sourc
     for number in range(options.number, options.number + options.count):
         file, row, record = find_row(files, number)
         try:
-            (found,) = encode([conversation_of(record, options.messages)], template, tokenizer)
+            (found,) = encode([make_conversation(record, options.messages)], template, tokenizer)
         except ValueError as error:
             raise ValueError(f"{file.path}, row {row}: {error}") from error
         terminal.out(
             f"conversation {number}: {file.path}, row {row}: {len(found.tokens):,} tokens,"
-            f" {found.trained.sum():,} of them are learned\n{bracketed(found)}\n"
+            f" {found.trained.sum():,} of them are learned\n{bracket_trained_text(found)}\n"
         )
     return 0
 
 
-def bracketed(found: "Encoded") -> str:
+def bracket_trained_text(found: "Encoded") -> str:
     """Return the text of a conversation with ⟦ and ⟧ around what its trained tokens are."""
     steps = np.diff(found.trained.astype(np.int8), prepend=0, append=0)
     starts = np.concatenate([[0], found.ends])
@@ -229,7 +229,7 @@ def check(options: Check) -> int:
     num_problems = done = 0
     kinds: Counter[str] = Counter()
     with work_progress("files") as report:
-        for problem in problems_of(files, options.text, token_folders(files)):
+        for problem in find_problems(files, options.text, token_folders(files)):
             if problem:
                 num_problems += 1
                 # the same problem of many rows of a file is printed once

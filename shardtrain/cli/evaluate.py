@@ -16,23 +16,23 @@ import optax
 import tyro
 
 from shardtrain.cli.compilation import compiling, set_xla_flags
-from shardtrain.cli.evaluated_data import evaluated_sources, known_tokenizer, named
-from shardtrain.cli.saved_run import SavedOptions, SavedRun, open_run, seq_of, tokenizer_name
+from shardtrain.cli.evaluated_data import find_tokenizer_name, make_evaluated_sources, parse_names
+from shardtrain.cli.saved_run import SavedOptions, SavedRun, find_seq, open_run, tokenizer_name
 from shardtrain.data.tokenizer import Bytes, Tokenizer, open_tokenizer
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.loss import next_token_loss
-from shardtrain.functional.metrics import next_token_accuracy, with_metrics
+from shardtrain.functional.metrics import add_metrics, next_token_accuracy
 from shardtrain.system import terminal
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.evaluation import (
     Question,
     Request,
-    accuracy_of,
+    compute_accuracy,
     heldout_prefix,
     log_likelihoods,
     make_evaluation,
+    make_requests,
     read_questions,
-    requests_of,
 )
 from shardtrain.trainer.setup import RunSetup
 from shardtrain.trainer.trained_model import RestoredModel
@@ -117,12 +117,14 @@ def _print_values(options: EvaluateOptions) -> None:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         sources = {}
         if options.data or not options.choices:
-            sources = evaluated_sources(saved, options, folder)
+            sources = make_evaluated_sources(saved, options, folder)
         restored = saved.restored(evaluated=options.evaluated)
         rows = _rows(restored, options.batch)
-        found = _evaluated(saved, restored, sources, rows, options) if sources else {}
+        found = _evaluate(saved, restored, sources, rows, options) if sources else {}
     for name, each in requests.items():
-        accuracy = accuracy_of(questions[name], log_likelihoods(restored.apply, each, rows, seq_of(saved)))
+        accuracy = compute_accuracy(
+            questions[name], log_likelihoods(restored.apply, each, rows, find_seq(saved))
+        )
         found[name] = {**found.get(name, {}), **accuracy._asdict()}
     if wrong := [f"{key} of {name}" for name, of in found.items() for key, x in of.items() if math.isnan(x)]:
         raise ValueError(
@@ -148,7 +150,7 @@ def _requests(
     vocab = getattr(saved.run.model, "vocab", tokenizer.vocab)
     found = {}
     for name, each in questions.items():
-        found[name] = requests_of(each, tokenizer, options.delimiter, seq_of(saved))
+        found[name] = make_requests(each, tokenizer, options.delimiter, find_seq(saved))
         if (largest := max(int(request.tokens.max()) for request in found[name])) >= vocab:
             raise ValueError(
                 f"{name} has token {largest:,}, and the model has tokens 0 to {vocab - 1:,}; the tokenizer"
@@ -180,14 +182,14 @@ def _single(given: Sequence[str]) -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {}
     for word in given:
-        for name, paths in named([word], Path(word).stem).items():
+        for name, paths in parse_names([word], Path(word).stem).items():
             if name in found:
                 raise ValueError(f"two files of questions are named {name!r}; name them: --choices NAME=FILE")
             found[name] = paths
     return found
 
 
-def _evaluated(
+def _evaluate(
     saved: SavedRun,
     restored: RestoredModel,
     sources: Mapping[str, Any],
@@ -199,11 +201,11 @@ def _evaluated(
         saved.run, batch=rows, batch_unit="examples", evaluate_batches=options.batches, evaluate_with=None
     )
     if saved.is_decoder and options.run_file is None:
-        run = replace(run, loss=with_metrics(next_token_loss, accuracy=next_token_accuracy))
+        run = replace(run, loss=add_metrics(next_token_loss, accuracy=next_token_accuracy))
     placement = restored.placement
     setup = RunSetup(restored.model, optax.identity(), None, placement.mesh, placement)
     means = make_evaluation(run, setup, Coordination(), sources, None)(restored.state)
-    known = known_tokenizer(saved, options)
+    known = find_tokenizer_name(saved, options)
     tokenizer = None if known is None else open_tokenizer(known)
     found = {}
     for name, source in sources.items():

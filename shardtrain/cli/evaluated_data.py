@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from shardtrain.cli.saved_run import SavedRun, seq_of, tokenizer_name
+from shardtrain.cli.saved_run import SavedRun, find_seq, tokenizer_name
 from shardtrain.data import Chat, Corpus
 from shardtrain.data.conversations import COMPLETION, PROMPT
 from shardtrain.data.corpus import corpus_files
@@ -30,7 +30,7 @@ OF_CHAT = ("template", "answers", "messages", "too_long", "packing")
 """Options of conversations that are those of the run."""
 
 
-def named(given: Sequence[str], name: str) -> dict[str, list[str]]:
+def parse_names(given: Sequence[str], name: str) -> dict[str, list[str]]:
     """Return name -> paths of `NAME=PATH` and `PATH`; a path with = in it is one, if it is there."""
     found: dict[str, list[str]] = {}
     for word in given:
@@ -40,7 +40,7 @@ def named(given: Sequence[str], name: str) -> dict[str, list[str]]:
     return found
 
 
-def evaluated_sources(saved: SavedRun, options: "EvaluateOptions", folder: Path) -> dict[str, Any]:
+def make_evaluated_sources(saved: SavedRun, options: "EvaluateOptions", folder: Path) -> dict[str, Any]:
     """Return name -> samples of the data to evaluate on.
 
     Raises:
@@ -48,10 +48,10 @@ def evaluated_sources(saved: SavedRun, options: "EvaluateOptions", folder: Path)
     """
     run = saved.run
     if options.data:
-        seq = options.seq or saved.options.get("data.seq") or seq_of(saved)
+        seq = options.seq or saved.options.get("data.seq") or find_seq(saved)
         data = {
-            name: _data_of(saved, options, tuple(map(Path, paths)), seq)
-            for name, paths in named(options.data, options.name).items()
+            name: _make_data(saved, options, tuple(map(Path, paths)), seq)
+            for name, paths in parse_names(options.data, options.name).items()
         }
         sets = {name: each.train(folder) for name, each in data.items()}
     else:
@@ -70,7 +70,7 @@ def evaluated_sources(saved: SavedRun, options: "EvaluateOptions", folder: Path)
     return sets
 
 
-def known_tokenizer(saved: SavedRun, options: "EvaluateOptions") -> str | None:
+def find_tokenizer_name(saved: SavedRun, options: "EvaluateOptions") -> str | None:
     """Return the name of the tokenizer; None if none is known, which data of tokens does not need."""
     try:
         return tokenizer_name(saved, options.tokenizer)
@@ -78,7 +78,7 @@ def known_tokenizer(saved: SavedRun, options: "EvaluateOptions") -> str | None:
         return None
 
 
-def _data_of(saved: SavedRun, options: "EvaluateOptions", paths: tuple[Path, ...], seq: int) -> Any:
+def _make_data(saved: SavedRun, options: "EvaluateOptions", paths: tuple[Path, ...], seq: int) -> Any:
     """Return the data of paths, as the run of a decoder, or the data of the run file, reads them.
 
     Raises:
@@ -105,7 +105,7 @@ def _data_of(saved: SavedRun, options: "EvaluateOptions", paths: tuple[Path, ...
     if "tokenizer" in changes:
         return corpus
     made_by = {each.tokenizer_hash: str(each.folder) for each in token_folders(files)}
-    own = known_tokenizer(saved, options)
+    own = find_tokenizer_name(saved, options)
     if own is not None and made_by and (digest := tokenizer_hash(own)) not in made_by:
         raise ValueError(
             f"{next(iter(made_by.values()))} has tokens of another tokenizer than {own}, that of the run"

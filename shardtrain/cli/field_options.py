@@ -46,7 +46,7 @@ class FieldOption:
         >>> FieldOption(path="run_dir", kind=str, default="", help=None).name
         '--run-dir'
         """
-        return flag_of(self.short or self.path)
+        return format_flag(self.short or self.path)
 
 
 def field_options(
@@ -74,14 +74,14 @@ def field_options(
             current = texts[path](current)
             kind = str | None if type(None) in typing.get_args(kind) else str
         else:
-            nested = _nested(current)
+            nested = _find_nested(current)
         for key, inner in nested.items():
             yield from field_options(inner, f"{path}.{key}", skip, texts)
         if not nested and is_plain(current) and kind is not type(None):
             yield FieldOption(path=path, kind=kind, default=current, help=helps.get(field.name))
 
 
-def _nested(value: Any) -> dict[str, Any]:
+def _find_nested(value: Any) -> dict[str, Any]:
     """Return prefix -> dataclass: the value itself, or the items of a list or dict, if they are options."""
     if isinstance(value, Mapping) and value and all(map(_has_options, value.values())):
         return {f"{name}.": item for name, item in value.items()}
@@ -151,7 +151,7 @@ def parse_options(options: Sequence[FieldOption], words: Sequence[str], prog: st
     """
     parsed = tyro.cli(
         dataclasses.make_dataclass("Options", map(_member, options), kw_only=True),
-        args=_spelled(options, words),
+        args=_spell(options, words),
         # Of a union, show the type that the run has; fields that only Python can set are not shown. These
         # classes have no source to look for comments in: the search takes as long as all else.
         config=(tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed, tyro.conf.HelptextFromCommentsOff),
@@ -172,7 +172,7 @@ def _identifier(name: str) -> str:
     return name.replace(".", "__").replace(" ", "_")
 
 
-def flag_of(name: str) -> str:
+def format_flag(name: str) -> str:
     """Return the option of a path or a short name.
 
     >>> flag_of("run_dir")
@@ -181,9 +181,9 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _spelled(options: Sequence[FieldOption], words: Sequence[str]) -> list[str]:
+def _spell(options: Sequence[FieldOption], words: Sequence[str]) -> list[str]:
     """Replace paths by the names that tyro knows, and `True` or `False` after a flag by its two forms."""
-    names = {flag_of(option.path): option.name for option in options}
+    names = {format_flag(option.path): option.name for option in options}
     paths = {option.name for option in options if Path in (option.kind, *typing.get_args(option.kind))}
     flags = {option.name for option in options if option.kind is bool}
     spelled: list[str] = []
@@ -203,7 +203,7 @@ def _spelled(options: Sequence[FieldOption], words: Sequence[str]) -> list[str]:
     return spelled
 
 
-def with_fields(value: Any, changes: Mapping[str, Any]) -> Any:
+def replace_fields(value: Any, changes: Mapping[str, Any]) -> Any:
     """Return a dataclass, or list of dataclasses, with some of its nested fields replaced.
 
     Args:
@@ -219,12 +219,12 @@ def with_fields(value: Any, changes: Mapping[str, Any]) -> Any:
         name, _, rest = path.partition(".")
         inner.setdefault(name, {})[rest] = new
     if isinstance(value, list | tuple):
-        items = [with_fields(item, inner.get(str(number), {})) for number, item in enumerate(value)]
+        items = [replace_fields(item, inner.get(str(number), {})) for number, item in enumerate(value)]
         return type(value)(items)
     if isinstance(value, Mapping):
-        return {name: with_fields(item, inner.get(name, {})) for name, item in value.items()}
+        return {name: replace_fields(item, inner.get(name, {})) for name, item in value.items()}
     replaced = {
-        name: below[""] if "" in below else with_fields(getattr(value, name), below)
+        name: below[""] if "" in below else replace_fields(getattr(value, name), below)
         for name, below in inner.items()
     }
     return dataclasses.replace(value, **replaced) if replaced else value

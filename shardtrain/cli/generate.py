@@ -16,7 +16,7 @@ import numpy as np
 import tyro
 
 from shardtrain.cli.compilation import compiling, set_xla_flags
-from shardtrain.cli.saved_run import SavedOptions, SavedRun, open_run, seq_of, tokenizer_name
+from shardtrain.cli.saved_run import SavedOptions, SavedRun, find_seq, open_run, tokenizer_name
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.rng import new_key
@@ -121,8 +121,8 @@ def _print_continued(options: GenerateOptions) -> None:
         tokenizer_name(saved, options.tokenizer), None if options.end == "none" else options.end
     )
     prompts = read_prompts(options)
-    tokens = encoded(prompts, tokenizer, saved, options)
-    for number, found in enumerate(continued(saved, tokenizer, prompts, tokens, sampling, options)):
+    tokens = encode_prompts(prompts, tokenizer, saved, options)
+    for number, found in enumerate(continue_prompts(saved, tokenizer, prompts, tokens, sampling, options)):
         if options.json:
             terminal.out(json.dumps(found._asdict()) + "\n")
         else:
@@ -151,10 +151,10 @@ def read_prompts(options: GenerateOptions) -> list[str]:
         raise ValueError(f"{options.prompts} has no prompts; write one in each line")
     if not options.prompts.endswith(".jsonl"):
         return [line for _, line in lines]
-    return [_prompt_of(line, f"{options.prompts}:{number}") for number, line in lines]
+    return [_read_prompt(line, f"{options.prompts}:{number}") for number, line in lines]
 
 
-def _prompt_of(line: str, where: str) -> str:
+def _read_prompt(line: str, where: str) -> str:
     try:
         found = parse_record(line)["prompt"]
     except (ValueError, KeyError, TypeError):
@@ -164,7 +164,7 @@ def _prompt_of(line: str, where: str) -> str:
     return found
 
 
-def encoded(
+def encode_prompts(
     prompts: Sequence[str], tokenizer: Tokenizer, saved: SavedRun, options: GenerateOptions
 ) -> list[np.ndarray]:
     """Return the tokens of prompts.
@@ -174,7 +174,7 @@ def encoded(
     """
     found = tokenizer.encode(list(prompts))
     vocab = getattr(saved.run.model, "vocab", tokenizer.vocab)
-    num_tokens, seq, begin = options.tokens or 1, seq_of(saved), begin_of(saved, options)
+    num_tokens, seq, begin = options.tokens or 1, find_seq(saved), begin_of(saved, options)
     is_pair = begin is not None
     most = (seq if is_pair else seq - num_tokens) if saved.takes_cache or is_pair else math.inf
     problems = []
@@ -206,7 +206,7 @@ def encoded(
     return found
 
 
-def continued(
+def continue_prompts(
     saved: SavedRun,
     tokenizer: Tokenizer,
     prompts: Sequence[str],
@@ -219,7 +219,7 @@ def continued(
     sizes = restored.placement.mesh.shape
     shards = math.prod(sizes[axis] for axis in restored.placement.layout.batch_axes)
     begin = begin_of(saved, options)
-    room = seq_of(saved) - (0 if begin is not None else max(map(len, tokens)))
+    room = find_seq(saved) - (0 if begin is not None else max(map(len, tokens)))
     is_bound = saved.takes_cache or begin is not None
     num_tokens = options.tokens or (min(MOST_TOKENS, room) if is_bound else MOST_TOKENS)
     # every device has as many rows
@@ -230,7 +230,7 @@ def continued(
         tokens,
         num_tokens,
         new_key(options.seed),
-        seq=seq_of(saved),
+        seq=find_seq(saved),
         sampling=sampling,
         end=ends,
         rows=rows,

@@ -141,7 +141,7 @@ def help_page(command: str, options: Sequence[FieldOption], words: Sequence[str]
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
         add_help=False,
     )
-    for name, members in _by_section(options).items():
+    for name, members in _group_by_section(options).items():
         if section in (None, name):
             shown = members if everything else [each for each in members if _is_shown(each, members, name)]
             group = parser.add_argument_group(name, SECTIONS[name].about)
@@ -150,17 +150,17 @@ def help_page(command: str, options: Sequence[FieldOption], words: Sequence[str]
     return parser.format_help()
 
 
-def _by_section(options: Sequence[FieldOption]) -> dict[str, list[FieldOption]]:
+def _group_by_section(options: Sequence[FieldOption]) -> dict[str, list[FieldOption]]:
     found: dict[str, list[FieldOption]] = {name: [] for name in SECTIONS}
     for option in options:
-        found[_section_of(option.path)].append(option)
+        found[_find_section(option.path)].append(option)
     for name, members in found.items():
         shown = SECTIONS[name].shown
         members.sort(key=lambda option: shown.index(option.path) if option.path in shown else len(shown))
     return {name: members for name, members in found.items() if members}
 
 
-def _section_of(path: str) -> str:
+def _find_section(path: str) -> str:
     for name, section in SECTIONS.items():
         if path in (*section.shown, *section.more):
             return name

@@ -9,7 +9,7 @@ RUN_FILE = "run.py"
 TrainedOn = Literal["tokens", "masked tokens", "images", "pairs"]
 
 
-def trained_on(config: Any) -> TrainedOn:
+def find_training_kind(config: Any) -> TrainedOn:
     """What a model trains on, by its options: bidirectional attention needs masked tokens."""
     if hasattr(config, "colours"):
         return "images"

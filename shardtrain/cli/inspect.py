@@ -33,7 +33,7 @@ from shardtrain.sharding.axis_sizes import MOST_DEVICES, axis_sizes
 from shardtrain.system import terminal
 from shardtrain.train_step.placement import Specs, state_specs
 from shardtrain.train_step.placement_checks import check_stages
-from shardtrain.trainer.config import Run, model_of
+from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.strategy import Strategy
 
 MOST = {"devices": MOST_DEVICES, "pipeline_stages": 1024, "microbatches": 8192}
@@ -105,14 +105,14 @@ def main(arguments: Sequence[str]) -> int:
     run, options = parse_run("inspect", arguments, InspectOptions)
     options.check()
     if options.island is not None:
-        strategy = run.strategy.of_island(options.island, options.compile or "")
+        strategy = run.strategy.select_island(options.island, options.compile or "")
         run = replace(run, strategy=strategy)
     elif run.strategy.islands:
         names = ", ".join(map(repr, run.strategy.islands))
         terminal.out(f"sections of islands ({names}) are not shown; --island NUMBER shows one island's\n")
     layout = run.strategy.layout
-    sizes = axis_sizes(layout.mesh, options.devices or _devices_named(layout.mesh))
-    model = model_of(run)
+    sizes = axis_sizes(layout.mesh, options.devices or _parse_devices(layout.mesh))
+    model = make_model(run)
     optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims, frozen=model.frozen)
     stages = _stages(run, model, sizes[axes.PIPELINE])
     if stages is not None:
@@ -137,14 +137,14 @@ def main(arguments: Sequence[str]) -> int:
     if run.strategy.pipeline.stages == "time" and run.strategy.across.axis == "pipeline":
         terminal.out("\n" + _stages_by_time(run, options) + "\n")
     elif model.chain is None and run.strategy.across.axis == "pipeline":
-        terminal.out("\n" + _traced_stages(run, options) + "\n")
+        terminal.out("\n" + _format_traced_stages(run, options) + "\n")
     if sizes[axes.CONTEXT] > 1 or layout.collective_matmul:
         _check_sequences(run, model, sizes)
     if options.unused:
-        terminal.out(_unused(run, model) + "\n")
+        terminal.out(_format_unused(run, model) + "\n")
     if options.compile is not None:
         with compiling(flags_text):
-            terminal.out("\n" + _compiled(run, options, sizes))
+            terminal.out("\n" + _compile(run, options, sizes))
     return 0
 
 
@@ -190,64 +190,64 @@ def _merges_text(run: Run, specs: Specs, sizes: Mapping[str, int], num_islands: 
     text = synchronisation_text(synchronisation, merges)
     if across.num_gradient_programs == 1:
         return text
-    from shardtrain.trainer.planned import sent_parts  # with all that islands need
+    from shardtrain.trainer.planned import plan_sent_parts  # with all that islands need
 
     with TemporaryDirectory() as folder:
-        sent = sent_parts(run, run.data.train(Path(folder)), sizes)
+        sent = plan_sent_parts(run, run.data.train(Path(folder)), sizes)
     return f"{text}\n{parts_text(sent.sizes_bytes, across.num_gradient_programs)}"
 
 
-def _unused(run: Run, model: Model) -> str:
+def _format_unused(run: Run, model: Model) -> str:
     """Name the parameters that the loss does not depend on; the data is prepared in a temporary folder."""
-    from shardtrain.trainer.setup import find_unused, microbatch_of, unused_text
+    from shardtrain.trainer.setup import find_unused, format_unused, make_microbatch
 
     with TemporaryDirectory() as folder:
-        found = find_unused(run, model, microbatch_of(run, run.data.train(Path(folder))))
-    return unused_text(found, run.optimizer) if found else "every parameter can change the loss"
+        found = find_unused(run, model, make_microbatch(run, run.data.train(Path(folder))))
+    return format_unused(found, run.optimizer) if found else "every parameter can change the loss"
 
 
 def _check_sequences(run: Run, model: Model, sizes: Mapping[str, int]) -> None:
     """Refuse sequences and heads that cannot be split; the data is prepared in a temporary folder."""
     from shardtrain.trainer.layout_check import check_sequences
-    from shardtrain.trainer.setup import microbatch_of
+    from shardtrain.trainer.setup import make_microbatch
 
     with TemporaryDirectory() as folder:
-        check_sequences(run, model, sizes, microbatch_of(run, run.data.train(Path(folder))))
+        check_sequences(run, model, sizes, make_microbatch(run, run.data.train(Path(folder))))
 
 
 def _stages_by_time(run: Run, options: InspectOptions) -> str:
     """Cut the blocks by time for the stages of islands; the data is prepared in a temporary folder."""
-    from shardtrain.trainer.stage_cut import predicted_cut_text
+    from shardtrain.trainer.stage_cut import format_predicted_cut
 
     with TemporaryDirectory() as folder:
-        return predicted_cut_text(run, run.data.train(Path(folder)), options.pipeline_stages)
+        return format_predicted_cut(run, run.data.train(Path(folder)), options.pipeline_stages)
 
 
-def _traced_stages(run: Run, options: InspectOptions) -> str:
+def _format_traced_stages(run: Run, options: InspectOptions) -> str:
     """Cut a model that says no blocks by tracing it; the data is prepared in a temporary folder."""
-    from shardtrain.trainer.traced_cut import inspected_cut_text
+    from shardtrain.trainer.traced_cut import format_inspected_cut
 
     with TemporaryDirectory() as folder:
-        return inspected_cut_text(run, run.data.train(Path(folder)), options.pipeline_stages)
+        return format_inspected_cut(run, run.data.train(Path(folder)), options.pipeline_stages)
 
 
-def _compiled(run: Run, options: InspectOptions, sizes: Mapping[str, int]) -> str:
+def _compile(run: Run, options: InspectOptions, sizes: Mapping[str, int]) -> str:
     """Compile the step and describe it, and the memory of others if asked for."""
     from shardtrain.trainer.planned import (
-        compiled_figures,  # with all that islands need
+        compile_figures,  # with all that islands need
         memory_changes,
     )
 
     kind, notes = options.compile or "", []
     with noting(notes.append):
-        found = compiled_figures(run, kind, sizes)
+        found = compile_figures(run, kind, sizes)
     text = "".join(f"{note}\n" for note in notes) + figures_text(found, kind)
     if not options.memory:
         return text
     rows: list[tuple[str, Figures | str]] = []
     for option, changed in memory_changes(run):
         try:
-            rows.append((option, compiled_figures(changed, kind, sizes)))
+            rows.append((option, compile_figures(changed, kind, sizes)))
         except ValueError as error:
             rows.append((option, str(error).splitlines()[0]))
     return f"{text}\n{memory_text(found, rows)}"
@@ -293,7 +293,7 @@ def _show(table: Table, picture: Path | None) -> None:
         terminal.out(f"timeline: {timeline(table, picture)}\n")
 
 
-def _devices_named(mesh: Mapping[str, int]) -> int:
+def _parse_devices(mesh: Mapping[str, int]) -> int:
     if -1 not in mesh.values():
         return math.prod(mesh.values())
     return jax.device_count()

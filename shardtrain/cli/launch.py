@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
         launcher = LAUNCHERS[WITH_HOSTS]
     if options.cluster is not None:
         cluster = _cluster(options.cluster, options)
-        options, hosts = _islands_of(cluster, options), hosts_of_cluster(hosts, cluster)
+        options, hosts = _parse_islands(cluster, options), hosts_of_cluster(hosts, cluster)
         special = launcher.with_cluster(special, cluster) if launcher.with_cluster else special
         if cluster.strategy_sections and program[0] in OF_RUNS:
             program = [*program, "--cluster", str(options.cluster)]
@@ -180,7 +180,7 @@ def _field(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
-def _islands_of(cluster: Cluster, options: Options) -> Options:
+def _parse_islands(cluster: Cluster, options: Options) -> Options:
     kinds = cluster.of_islands
     processes = ",".join(str(kind.processes) for kind in kinds)
     if len({kind.processes for kind in kinds}) == 1:

@@ -8,14 +8,14 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardtrain.cli.field_options import with_fields
+from shardtrain.cli.field_options import replace_fields
 from shardtrain.combine.synchronisation import preset
 from shardtrain.data.mixture import Mixture
 from shardtrain.data.tokenizer import BYTES, TOKENIZER_FILE
 from shardtrain.islands.cluster import Cluster, read_cluster
 from shardtrain.sharding.layout_file import read_layout
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.pretrained import is_pretrained, lora_of, pretrained, with_options_of_training
+from shardtrain.trainer.pretrained import is_pretrained, keep_training_options, read_lora, read_pretrained
 from shardtrain.trainer.strategy import Strategy, read_strategy
 
 
@@ -36,37 +36,37 @@ class StrategyOptions:
     cluster: Path | None = None
 
 
-def strategy_of(words: Sequence[str]) -> Strategy | None:
+def read_given_strategy(words: Sequence[str]) -> Strategy | None:
     """Return the strategy that `--strategy FILE` names; None without it.
 
     Raises:
       ValueError: it cannot be read.
     """
-    given = _given(words, "--strategy")
+    given = _find_values(words, "--strategy")
     return read_strategy(Path(given[-1])) if given else None
 
 
-def with_files(run: Run, words: Sequence[str]) -> Run:
+def apply_files(run: Run, words: Sequence[str]) -> Run:
     """Return the run with the files and presets that the command line names.
 
     Raises:
       ValueError: one of them cannot be read, or is not known.
     """
-    return _with_mesh_file(_with_strategy(_with_pretrained_model(run, words), words), words)
+    return _apply_mesh_file(_apply_strategy(_apply_pretrained_model(run, words), words), words)
 
 
-def _with_pretrained_model(run: Run, words: Sequence[str]) -> Run:
+def _apply_pretrained_model(run: Run, words: Sequence[str]) -> Run:
     """Replace the model by that of a folder of Hugging Face that `--start-from` names."""
-    given = _given(words, "--start-from", "--start-from.checkpoint")
+    given = _find_values(words, "--start-from", "--start-from.checkpoint")
     if not given or not is_pretrained(Path(given[-1])):
         return run
-    model = with_options_of_training(pretrained(given[-1]), run.model)
-    if adapter := _given(words, "--start-from.adapter"):
-        model = dataclasses.replace(model, lora=lora_of(adapter[-1], model))
+    model = keep_training_options(read_pretrained(given[-1]), run.model)
+    if adapter := _find_values(words, "--start-from.adapter"):
+        model = dataclasses.replace(model, lora=read_lora(adapter[-1], model))
     return dataclasses.replace(run, model=model)
 
 
-def with_folders_tokenizer(run: Run, changes: Collection[str]) -> Run:
+def adopt_tokenizer(run: Run, changes: Collection[str]) -> Run:
     """Return the run with the tokenizer of the folder of Hugging Face that the command line starts it from.
 
     Only data that would read bytes gets it, and no files of tokens.
@@ -80,10 +80,10 @@ def with_folders_tokenizer(run: Run, changes: Collection[str]) -> Run:
         return run
     if folder is None or not is_pretrained(folder) or not (folder / TOKENIZER_FILE).is_file():
         return run
-    return dataclasses.replace(run, data=_with_tokenizer(run.data, str(folder), "data", changes))
+    return dataclasses.replace(run, data=_replace_tokenizer(run.data, str(folder), "data", changes))
 
 
-def _with_tokenizer(data: Any, tokenizer: str, name: str, changes: Collection[str]) -> Any:
+def _replace_tokenizer(data: Any, tokenizer: str, name: str, changes: Collection[str]) -> Any:
     """Return data with a tokenizer where it, or a part of a mixture, would read bytes.
 
     Args:
@@ -94,41 +94,41 @@ def _with_tokenizer(data: Any, tokenizer: str, name: str, changes: Collection[st
     """
     if isinstance(data, Mixture):
         parts = {
-            part: _with_tokenizer(each, tokenizer, f"{name}.parts.{part}", changes)
+            part: _replace_tokenizer(each, tokenizer, f"{name}.parts.{part}", changes)
             for part, each in data.parts.items()
         }
         return dataclasses.replace(data, parts=parts)
     if f"{name}.tokenizer" in changes or getattr(data, "tokenizer", None) != BYTES:
         return data
-    return data.with_tokenizer(tokenizer) if hasattr(data, "with_tokenizer") else data
+    return data.replace_tokenizer(tokenizer) if hasattr(data, "with_tokenizer") else data
 
 
-def _with_strategy(run: Run, words: Sequence[str]) -> Run:
+def _apply_strategy(run: Run, words: Sequence[str]) -> Run:
     """Replace the strategy by that of `--strategy FILE`, and its synchronisation by a preset."""
-    if (strategy := strategy_of(words)) is not None:
-        run = with_fields(run, {"strategy": strategy})
-    if given := _given(words, "--synchronisation"):
-        run = with_fields(run, {"strategy.synchronisation": preset(given[-1])})
-    if (cluster := cluster_of(words)) is not None:
+    if (strategy := read_given_strategy(words)) is not None:
+        run = replace_fields(run, {"strategy": strategy})
+    if given := _find_values(words, "--synchronisation"):
+        run = replace_fields(run, {"strategy.synchronisation": preset(given[-1])})
+    if (cluster := read_given_cluster(words)) is not None:
         sections, own = cluster.strategy_sections, run.strategy.islands
         merged = {name: {**section, **own.get(name, {})} for name, section in sections.items()}
-        run = with_fields(
+        run = replace_fields(
             run, {"strategy.islands": {**merged, **{k: own[k] for k in own if k not in merged}}}
         )
     return run
 
 
-def cluster_of(words: Sequence[str]) -> Cluster | None:
+def read_given_cluster(words: Sequence[str]) -> Cluster | None:
     """Return the cluster that `--cluster FILE` names; None without it.
 
     Raises:
       ValueError: it cannot be read.
     """
-    given = _given(words, "--cluster")
+    given = _find_values(words, "--cluster")
     return read_cluster(Path(given[-1])) if given else None
 
 
-def _given(words: Sequence[str], *names: str) -> list[str]:
+def _find_values(words: Sequence[str], *names: str) -> list[str]:
     """Return the values of an option on the command line."""
     return [
         value if equals else next(iter(words[number + 1 :]), "")
@@ -138,11 +138,11 @@ def _given(words: Sequence[str], *names: str) -> list[str]:
     ]
 
 
-def _with_mesh_file(run: Run, words: Sequence[str]) -> Run:
+def _apply_mesh_file(run: Run, words: Sequence[str]) -> Run:
     """Replace the layout by that of `--mesh FILE`, so that other options change the file's values."""
-    given = _given(words, "--mesh", "--strategy.layout.mesh")
+    given = _find_values(words, "--mesh", "--strategy.layout.mesh")
     if given and is_layout_file(given[-1]):
-        return with_fields(run, {"strategy.layout": read_layout(Path(given[-1]))})
+        return replace_fields(run, {"strategy.layout": read_layout(Path(given[-1]))})
     return run
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from shardtrain import axes
 from shardtrain.cli.checkpoint_files import MODEL
 from shardtrain.cli.checkpoint_path import find_checkpoint_path
-from shardtrain.cli.run_rows import devices_of
+from shardtrain.cli.run_rows import find_devices
 from shardtrain.errors.messages import problems_error
 from shardtrain.plan.advice.bottleneck import step_phases
 from shardtrain.plan.prediction import Choice
@@ -72,18 +72,18 @@ def _past_step(run: Run, folder: Path, kind: str, num_devices: int) -> PastStep:
     if any(phases.seconds.get(phase) for phase in ("islands", "stages")):
         raise ValueError("it ran on several islands; give runs of one island")
     options = dict(find_checkpoint_path(str(folder)).reader().extra.get("run") or {})
-    own_kind, own_devices = devices_of(folder)
+    own_kind, own_devices = find_devices(folder)
     if (own_kind, own_devices) != (kind, num_devices):
         raise ValueError(
             f"it ran on {own_devices} devices of kind {own_kind}, and here are {num_devices} of kind {kind};"
             " calibrate there, or with as many devices (--cpu-devices)"
         )
-    if other := _other_options(run, options):
+    if other := _list_other_options(run, options):
         raise ValueError(f"it is another step: {'; '.join(other)}; give runs of this model and batch")
     return PastStep(_choice(options, num_devices), phases.seconds["step"])
 
 
-def _other_options(run: Run, options: Mapping[str, Any]) -> list[str]:
+def _list_other_options(run: Run, options: Mapping[str, Any]) -> list[str]:
     """List what of the batch, its length, its dtype and the model's options differs from those of a run."""
     here: dict[str, Any] = {"batch": run.batch, "strategy.compute_dtype": run.strategy.compute_dtype}
     of_data = describe(run.data, "data")

@@ -7,16 +7,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from shardtrain.cli.compilation import compiling, set_xla_flags
-from shardtrain.cli.option_files import cluster_of, strategy_of
+from shardtrain.cli.option_files import read_given_cluster, read_given_strategy
 from shardtrain.cli.plan_compile import check_compile, compile_plan
 from shardtrain.cli.plan_options import PlanOptions, check_output, check_trace
 from shardtrain.cli.run_options import parse_run
 from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.plan.island_stages import StagesPlan, plan_stages
-from shardtrain.plan.islands import ClusterPlan, KindPlan, plan_cluster, times_of
+from shardtrain.plan.islands import ClusterPlan, KindPlan, estimate_times, plan_cluster
 from shardtrain.plan.layers.compare import cluster_group, plan_layers
 from shardtrain.plan.layers.replicated_costs import pipeline_costs
-from shardtrain.plan.layers.trace_layers import layers_of
+from shardtrain.plan.layers.trace_layers import trace_layers
 from shardtrain.plan.search import frontier
 from shardtrain.plan.simulator.operator_search import plan_operators
 from shardtrain.plan.simulator.step_graph import step_graph
@@ -24,23 +24,23 @@ from shardtrain.plan.space import Space
 from shardtrain.plan.step_times import StepTimes
 from shardtrain.plan.subject import Subject
 from shardtrain.report.operators import operators_text
-from shardtrain.report.plan import explained_text, plan_text
+from shardtrain.report.plan import explain_plan, plan_text
 from shardtrain.report.plan_advice import plan_advice_text
-from shardtrain.report.plan_islands import explained_join_text, island_stages_text
+from shardtrain.report.plan_islands import explain_join, island_stages_text
 from shardtrain.report.plan_layers import PIPELINE, layers_text, stages_text
 from shardtrain.report.plots.frontier import check_frontier, frontier_plot
-from shardtrain.report.step_trace import TracedStep, trace_text, traced_text
+from shardtrain.report.step_trace import TracedStep, format_traces, trace_text
 from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.planned import (
-    choices_of,
-    planned_strategy,
-    space_of,
-    staged_strategy,
-    subjects_of,
-    with_shares,
+    apply_shares,
+    find_choices,
+    make_planned_strategy,
+    make_space,
+    make_staged_strategy,
+    make_subjects,
 )
 from shardtrain.trainer.stage_checks import different_cut_problems, stage_problems
 from shardtrain.trainer.strategy import strategy_text
@@ -54,18 +54,18 @@ def _write_trace(path: Path, plan: ClusterPlan, all_times: Sequence[StepTimes]) 
         for overlap, what in ((False, "nothing overlaps"), (True, "sums of gradients overlap")):
             found.append(TracedStep(f"{each.kind.kind}: {what}", step_graph(times, overlap=overlap)))
     replace_file(path, trace_text(found).encode())
-    return traced_text(found) + f"trace: {path}\n"
+    return format_traces(found) + f"trace: {path}\n"
 
 
 def _trace_text(run: Run, path: Path, plan: ClusterPlan, subjects: Sequence[Subject], *, given: bool) -> str:
     """Write the trace of the best way, or of the run's strategy and its shares if that is given."""
     if given:
-        choices = choices_of(run.strategy, plan)
-        traced = with_shares(plan, run.strategy, choices, subjects[0].batch_rows)
-        return _write_trace(path, traced, times_of(traced, subjects, choices))
+        choices = find_choices(run.strategy, plan)
+        traced = apply_shares(plan, run.strategy, choices, subjects[0].batch_rows)
+        return _write_trace(path, traced, estimate_times(traced, subjects, choices))
     if not all(each.plan.ranked for each in plan.kinds):
         return "trace: none is written, as nothing runs\n"
-    return _write_trace(path, plan, times_of(plan, subjects))
+    return _write_trace(path, plan, estimate_times(plan, subjects))
 
 
 def _or_problem(name: str, text: Callable[[], str]) -> str:
@@ -76,9 +76,9 @@ def _or_problem(name: str, text: Callable[[], str]) -> str:
         return f"{name}: {problem}\n"
 
 
-def _searched_operators(run: Run, options: PlanOptions, subject: Subject, kind: KindPlan) -> str:
+def _search_operators(run: Run, options: PlanOptions, subject: Subject, kind: KindPlan) -> str:
     """Search the shardings of operators, with the recomputation of the best way."""
-    layout = space_of(run, parse_mesh(options.fixed)).layout
+    layout = make_space(run, parse_mesh(options.fixed)).layout
     remat = kind.plan.ranked[0].choice.remat
     found = plan_operators(
         subject,
@@ -96,7 +96,7 @@ def _layers_text(subject: Subject, plan: ClusterPlan, link_gb_per_second: float 
     """Return the best partition of each layer, and the best pipeline of stages with several devices."""
     group = cluster_group(plan, link_gb_per_second)
     per_node = min(each.machine.devices_per_node for each in plan.kinds)
-    text = layers_text(plan_layers(layers_of(subject), group, per_node))
+    text = layers_text(plan_layers(trace_layers(subject), group, per_node))
     try:
         stages = stages_text(pipeline_costs(subject, plan, link_gb_per_second))
     except ValueError as problem:
@@ -114,7 +114,7 @@ def _stages(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], space: Spa
         one_cut = bool(different_cut_problems(run, subjects[0].model_state))
         found = plan_stages(subjects, plan, space, one_cut=one_cut)
         # the run refuses what it cannot have beside such a strategy
-        replace(run, strategy=staged_strategy(run, found))
+        replace(run, strategy=make_staged_strategy(run, found))
     except ValueError as problem:
         terminal.out(f"as pipelines, a stage on each island: {problem}\n")
         return None
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print the ranked ways, write the best if asked for; return 0, or 1 if nothing fits."""
     flags_text = set_xla_flags(arguments)
     run, options = parse_run("plan", arguments, PlanOptions)
-    cluster = options.cluster(cluster_of(arguments))
+    cluster = options.cluster(read_given_cluster(arguments))
     if options.output is not None:
         check_output(options.output)
     if options.trace is not None:
@@ -151,8 +151,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.compile is not None:
         check_compile(options.compile, cluster)
     with TemporaryDirectory() as folder:
-        subjects = subjects_of(run, run.data.train(Path(folder)), cluster.islands)
-    space = space_of(run, parse_mesh(options.fixed))
+        subjects = make_subjects(run, run.data.train(Path(folder)), cluster.islands)
+    space = make_space(run, parse_mesh(options.fixed))
     synchronisation = run.strategy.synchronisation
     plan = plan_cluster(subjects, cluster, space, options.most, synchronisation, run.strategy.across)
     if len(plan.shares) == 1 and synchronisation.on_deltas:
@@ -164,27 +164,27 @@ def main(arguments: Sequence[str]) -> int:
     stages = _stages(run, plan, subjects, space)
     if options.output is not None and (plan.fits or stages is not None):
         # first, so that no analysis that cannot be done keeps it from being written
-        best = planned_strategy(run, plan)
+        best = make_planned_strategy(run, plan)
         if stages is not None and (not plan.fits or stages.seconds < plan.seconds):
-            best = staged_strategy(run, stages)
+            best = make_staged_strategy(run, stages)
         replace_file(options.output, strategy_text(best).encode())
         terminal.out(f"strategy: {options.output}\n")
     if options.explain:
         for each in (one for one in plan.kinds if one.plan.ranked and one.rows):
-            terminal.out(f"\n{each.kind.kind}\n" + explained_text(each.plan.ranked[0]))
-        terminal.out(explained_join_text(plan) if plan.fits else "")
+            terminal.out(f"\n{each.kind.kind}\n" + explain_plan(each.plan.ranked[0]))
+        terminal.out(explain_join(plan) if plan.fits else "")
     if options.frontier is not None:
         terminal.out(_draw_frontiers(options.frontier, plan, subjects, space))
     if options.advise:
         terminal.out(_or_problem("advise", partial(plan_advice_text, subjects, plan)))
     if options.operators and plan.kinds[0].plan.ranked:
-        text = partial(_searched_operators, run, options, subjects[0], plan.kinds[0])
+        text = partial(_search_operators, run, options, subjects[0], plan.kinds[0])
         terminal.out(_or_problem("operators", text))
     if options.layers:
         text = partial(_layers_text, subjects[0], plan, cluster.link_gb_per_second)
         terminal.out(_or_problem("layers", text))
     if options.trace is not None:
-        given = strategy_of(arguments) is not None
+        given = read_given_strategy(arguments) is not None
         terminal.out(_trace_text(run, options.trace, plan, subjects, given=given))
     if options.compile is not None:
         with compiling(flags_text):

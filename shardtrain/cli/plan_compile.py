@@ -6,17 +6,17 @@ from dataclasses import replace
 
 from shardtrain import axes
 from shardtrain.islands.cluster import Cluster
-from shardtrain.plan.compile import Figures, described_devices
+from shardtrain.plan.compile import Figures, describe_devices
 from shardtrain.plan.device_calls import counts_flash
 from shardtrain.plan.islands import ClusterPlan
 from shardtrain.plan.predict import predict, steps
 from shardtrain.plan.prediction import Step
 from shardtrain.plan.subject import Subject
-from shardtrain.report.plan_compiled import compiled_text, flagged
+from shardtrain.report.plan_compiled import flag_parameters, format_compiled
 from shardtrain.sharding.specs import sharding_rows
 from shardtrain.train_step.placement import state_specs
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.planned import compiled_figures, planned_strategy
+from shardtrain.trainer.planned import compile_figures, make_planned_strategy
 
 ABSENT_ATTENTION = (
     "its attention is XLA's, compiled and predicted: jax traces cuDNN's only where such a GPU is; a run there"
@@ -36,7 +36,7 @@ def check_compile(kind: str, cluster: Cluster) -> None:
     """
     for each in cluster.islands:
         try:
-            described_devices(kind, each.devices or 1)
+            describe_devices(kind, each.devices or 1)
         except ImportError as error:
             raise ValueError(str(error)) from error
 
@@ -59,14 +59,14 @@ def compile_plan(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], kind:
         (step,) = steps(subject, each.machine, devices, [each.plan.ranked[0].choice])
         # the strategy that --output writes, as an island of this kind has it
         best = replace(plan, kinds=(each,), shares=plan.shares[:1])
-        strategy = replace(planned_strategy(run, best), islands={})
+        strategy = replace(make_planned_strategy(run, best), islands={})
         dtype = each.kind.strategy.get("compute_dtype", strategy.compute_dtype)
         own = replace(run, strategy=replace(strategy, compute_dtype=dtype))
         rows = round(step.batch_bytes / subject.row_bytes)
-        found = compiled_figures(own, kind, step.sizes, rows)
+        found = compile_figures(own, kind, step.sizes, rows)
         predicted = predict(step, each.machine)
         title = f"{each.kind.kind}: the best way, compiled for {devices} x {kind}"
-        texts.append("\n" + compiled_text(found, step, predicted, title=title, simulated=kind == "cpu"))
+        texts.append("\n" + format_compiled(found, step, predicted, title=title, simulated=kind == "cpu"))
         if step.sizes[axes.PIPELINE] > 1:
             texts.append(EVERY_TICK)
         exchange = counted.exchange(step.choice.layout, step.sizes)
@@ -80,9 +80,9 @@ def _flags(subject: Subject, step: Step, found: Figures) -> Sequence[str]:
     """Return what does not follow the plan: parameters that are whole, or gathered."""
     layout = step.choice.layout
     stages = subject.stages(step.sizes[axes.PIPELINE], step.choice.virtual_stages)
-    specs = state_specs(subject.model_of(None), subject.optimizer, layout, step.sizes, stages=stages)
+    specs = state_specs(subject.find_model(None), subject.optimizer, layout, step.sizes, stages=stages)
     rows = sharding_rows(specs.arrays, specs.abstract.params, specs.params, step.sizes)
     if step.sizes[axes.FSDP] * step.sizes[axes.TENSOR] == 1:
         # data and pipeline split nothing outside the blocks, as the plan says
         return []
-    return list(flagged(rows, found, layout.zero, math.prod(step.sizes.values())))
+    return list(flag_parameters(rows, found, layout.zero, math.prod(step.sizes.values())))

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardtrain.combine import Combiner
 from shardtrain.errors.messages import near
-from shardtrain.errors.user_code import PACKAGE, UserCodeFailed, raised_at, user_code
+from shardtrain.errors.user_code import PACKAGE, UserCodeFailed, find_raising_line, user_code
 from shardtrain.trainer.config import Run
 
 GIVE = "give a path.py[:name] or module:name"
@@ -119,7 +119,7 @@ def _call(make: Callable[[], Any], origin: str) -> Any:
         names = _fields(unknown[1]) if unknown else []
         if unknown is None or not names:
             raise
-        line = raised_at(failure.__cause__) if failure.__cause__ else origin
+        line = find_raising_line(failure.__cause__) if failure.__cause__ else origin
         raise ValueError(f"{line}: {unknown[1]} has no field {near(unknown[2], names)}") from failure
 
 

@@ -9,9 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardtrain.cli.field_options import FieldOption, field_options, flag_of, parse_options, with_fields
+from shardtrain.cli.field_options import (
+    FieldOption,
+    field_options,
+    format_flag,
+    parse_options,
+    replace_fields,
+)
 from shardtrain.cli.help_pages import help_page
-from shardtrain.cli.option_files import StrategyOptions, is_layout_file, with_files, with_folders_tokenizer
+from shardtrain.cli.option_files import StrategyOptions, adopt_tokenizer, apply_files, is_layout_file
 from shardtrain.cli.run_file import load_combiner, load_run
 from shardtrain.combine import CODECS, COMBINERS
 from shardtrain.errors.messages import problems_error
@@ -162,7 +168,7 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
             raise SystemExit(0)
         raise ValueError(f"RUN is missing\n{text}")
     source, *words = arguments
-    run = with_files(load_run(source), words)
+    run = apply_files(load_run(source), words)
     own = None if extra is None else extra()
     of_run = list(run_options(run))
     if command in ("plan", "inspect"):
@@ -184,10 +190,10 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
     for name in ("cpu_devices", "strategy", "synchronisation", "cluster"):  # these are applied already
         changes.pop(name, None)
     own_paths = {option.path for option in command_options}
-    run_changes = {path: _from_text(path, new) for path, new in changes.items() if path not in own_paths}
+    run_changes = {path: _parse_value(path, new) for path, new in changes.items() if path not in own_paths}
     own_changes = {path: new for path, new in changes.items() if path in own_paths}
-    run = with_folders_tokenizer(with_fields(run, run_changes), run_changes)
-    return run, with_fields(own, own_changes)
+    run = adopt_tokenizer(replace_fields(run, run_changes), run_changes)
+    return run, replace_fields(own, own_changes)
 
 
 def _refuse_training(command: str, options: Sequence[FieldOption], words: Sequence[str]) -> None:
@@ -222,7 +228,7 @@ def refuse_rare(words: Sequence[str], config: Any) -> None:
       ValueError: it has one of them.
     """
     rare = {*RARE, *(f"model.{name}" for name in getattr(config, "RARE", ()))}
-    flags = {flag_of(name): path for path in rare for name in (path, SHORT.get(path, path))}
+    flags = {format_flag(name): path for path in rare for name in (path, SHORT.get(path, path))}
     problems = []
     for word in words:
         name = re.sub(r"(?<=[-.])no-", "", word.partition("=")[0].replace("_", "-"))
@@ -331,6 +337,6 @@ TEXTS = {
 """Path of a field -> its text form."""
 
 
-def _from_text(path: str, value: Any) -> Any:
+def _parse_value(path: str, value: Any) -> Any:
     """Convert a parsed value to the value of its field."""
     return TEXTS[path].read(value) if path in TEXTS and value is not None else value

@@ -29,7 +29,7 @@ WITH_ALL_AGAIN = 4 / 3
 """Operations of a step that computes every forward again, over those of one that keeps everything."""
 
 
-def rows_of(paths: Sequence[Path]) -> tuple[list[MeasuredRow], list[str]]:
+def read_measured_rows(paths: Sequence[Path]) -> tuple[list[MeasuredRow], list[str]]:
     """Return the rows of CSV files and of run folders, and what is not known of folders.
 
     Runs whose models have the same options are one model, named after the first of their folders.
@@ -83,7 +83,7 @@ def row_of_run(folder: Path, names: dict[str, str]) -> tuple[MeasuredRow, list[s
             f"{folder / METRICS} has fewer than two measured lines; train on, or use --log-every 1"
         )
     step_seconds = sum(seconds for phase, seconds in phases.seconds.items() if phase != "save")
-    device, devices = devices_of(folder)
+    device, devices = find_devices(folder)
     found: dict[str, float] = {"step_seconds": step_seconds}
     saves = [line["seconds/save"] for line in lines if line.get("seconds/save", 0.0) > 0]
     if saves:
@@ -111,7 +111,7 @@ def row_of_run(folder: Path, names: dict[str, str]) -> tuple[MeasuredRow, list[s
     return MeasuredRow(model=model, device=device, devices=devices, **found), notes
 
 
-def devices_of(folder: Path) -> tuple[str, int]:
+def find_devices(folder: Path) -> tuple[str, int]:
     """Return the kinds of the devices of a run's newest start, and their number."""
     path = folder / ENVIRONMENT
     try:

@@ -32,8 +32,8 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.layout_file import read_layout
 from shardtrain.system import terminal
 from shardtrain.system.untrusted_files import read_bytes
-from shardtrain.trainer.config import Run, model_of
-from shardtrain.trainer.pretrained import with_base
+from shardtrain.trainer.config import Run, make_model
+from shardtrain.trainer.pretrained import add_base
 from shardtrain.trainer.resume import find_parameters
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.trained_model import RestoredModel, restore_model
@@ -100,7 +100,7 @@ class SavedRun:
     def restored(self, *, evaluated: bool) -> RestoredModel:
         """Restore the model on the mesh, see `restore_model`."""
         layout = self.run.strategy.layout
-        return restore_model(self.reader, model_of(self.run), layout, evaluated=evaluated)
+        return restore_model(self.reader, make_model(self.run), layout, evaluated=evaluated)
 
 
 def open_run(given: SavedOptions) -> SavedRun:
@@ -115,7 +115,7 @@ def open_run(given: SavedOptions) -> SavedRun:
     reader = path.reader()
     if problems := reader.problems():
         raise problems_error(f"step {reader.step} is broken; give another", problems)
-    reader = with_base(reader, given.base and find_parameters(given.base), "give --base FOLDER")
+    reader = add_base(reader, given.base and find_parameters(given.base), "give --base FOLDER")
     options = dict(reader.extra.get("run") or {})
     layout = _layout(options, given.mesh)
     strategy = Strategy(layout=layout, compute_dtype=options.get("strategy.compute_dtype"))
@@ -155,7 +155,7 @@ def open_run(given: SavedOptions) -> SavedRun:
     )
 
 
-def seq_of(saved: SavedRun) -> int:
+def find_seq(saved: SavedRun) -> int:
     """Return the positions of the model, of one without such an option those of its data.
 
     Raises:
@@ -171,7 +171,7 @@ def seq_of(saved: SavedRun) -> int:
 def _layout(options: Mapping[str, Any], mesh: str | None) -> Layout:
     """Return the layout for this machine: the rules of the run, on the given mesh or its own if that fits."""
     if mesh is not None and is_layout_file(mesh):
-        return _whole(read_layout(Path(mesh)))
+        return _make_whole_layout(read_layout(Path(mesh)))
     parameters, activations = (
         {name.removeprefix(prefix): tuple(of) for name, of in options.items() if name.startswith(prefix)}
         for prefix in (f"{LAYOUT}parameters.", f"{LAYOUT}activations.")
@@ -182,10 +182,10 @@ def _layout(options: Mapping[str, Any], mesh: str | None) -> Layout:
         activations=activations,
         unnamed=options.get(f"{LAYOUT}unnamed", "refuse"),
     )
-    return _whole(layout)
+    return _make_whole_layout(layout)
 
 
-def _whole(layout: Layout) -> Layout:
+def _make_whole_layout(layout: Layout) -> Layout:
     """Return a layout in which every device has all layers and whole sequences.
 
     Raises:

@@ -48,7 +48,7 @@ class TrainOptions(CompileOptions):
                 f" --time-limit {self.time_margin // 60 + 1} (minutes) or more, or --time-margin {limit // 2}"
             )
 
-    def until_seconds(self) -> float | None:
+    def compute_deadline(self) -> float | None:
         """Return the value of `time.monotonic` at which to stop; None: never."""
         if self.time_limit is None:
             return None
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
         os.sched_setaffinity(0, cores)
     flags_text = set_xla_flags(arguments)
     run, options = parse_run("train", arguments, TrainOptions)
-    stop.until_seconds = options.until_seconds()
+    stop.compute_deadline = options.compute_deadline()
     from shardtrain.checkpoints.save import SaveFailed  # jax starts here, after the options were read
     from shardtrain.islands.membership import join, make_watchdog
     from shardtrain.islands.rank_timeout import RankTimeout
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
     profile = None if options.profile is None else parse_steps(options.profile)
     activity = activity_record()
     try:
-        islands = join(given, report=_to_stderr, activity=activity)
+        islands = join(given, report=_write_stderr, activity=activity)
     except RankTimeout as timeout:
         _end_for_timeout(timeout)
     # the flags themselves are in environment.jsonl of the run
@@ -125,14 +125,14 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
         # before the first step it is a mistake of the user: exit code 2
         if not activity.step:
             raise
-        terminal.err(f"shardtrain train: {failed_text(activity, error)}\n")
+        terminal.err(f"shardtrain train: {format_failure(activity, error)}\n")
         return FAILED
     if trained.time_over:
         return COME_AGAIN
     return DONE if trained.stopped_by is None else 128 + trained.stopped_by
 
 
-def failed_text(activity: ActivityRecord, error: OSError) -> str:
+def format_failure(activity: ActivityRecord, error: OSError) -> str:
     """Format an error of the machine with the step and the activity in which it occurred.
 
     >>> activity = ActivityRecord()
@@ -157,5 +157,5 @@ def _end_for_timeout(timeout: Exception) -> NoReturn:
     end_all(COME_AGAIN)
 
 
-def _to_stderr(text: str) -> None:
+def _write_stderr(text: str) -> None:
     terminal.err(f"shardtrain train: {text}\n")

@@ -18,8 +18,8 @@ from shardtrain.combine.group import Group, Op
 from shardtrain.combine.slices import (
     Owners,
     block_sources,
-    in_order,
     join_slices,
+    order_by_turn,
     pack_messages,
     part,
     split_into_slices,
@@ -83,7 +83,7 @@ def rows_in_order(
     position = group.index // distance % radix
     own = [part(x, position, radix) for x in stacks]
     turns = [own, *(unpack_messages(messages, own) for messages in received)]
-    by_stack = [in_order(of_stack, position) for of_stack in zip(*turns, strict=True)]
+    by_stack = [order_by_turn(of_stack, position) for of_stack in zip(*turns, strict=True)]
     return [list(rows) for rows in zip(*by_stack, strict=True)]
 
 
@@ -102,7 +102,7 @@ def _block_rows(rows: list[jax.Array], radix: int, distance: int, group: Group) 
     turns = [rows[0] if len(rows) == 1 else jnp.concatenate(rows)]
     for turn in range(1, radix):
         turns.append(group.exchange(turns[0], block_sources(group.size, distance, radix, turn)))
-    ordered = in_order(turns, position)
+    ordered = order_by_turn(turns, position)
     if isinstance(position, int):  # its own are in pieces still: they need not be put together yet
         return [*ordered[:position], *rows, *ordered[position + 1 :]]
     return ordered
@@ -221,7 +221,7 @@ class _Context(NamedTuple):
         """Reduce values of shards (..., L) to those of whole leaves, see `Group.whole`."""
         return self.group.whole(x, op, stages=self.units.stages)
 
-    def of_stack(self, i: int, x: jax.Array) -> jax.Array:
+    def select_stack_units(self, i: int, x: jax.Array) -> jax.Array:
         """Return the entries of a vector of units for the pieces of stack i: (pieces, 1)."""
         return x[jnp.array([self.units.of_leaf[owner] for owner in self.owners[i]])][:, None]
 
@@ -330,9 +330,9 @@ def _round(
     return lax.platform_dependent(cpu=lambda: lax.cond(anyone, compute, nothing), default=compute)
 
 
-def _scaled(node: _Node, i: int, context: _Context) -> jax.Array:
+def _scale(node: _Node, i: int, context: _Context) -> jax.Array:
     """Return a stack in float32, scaled so that its greatest element is about 1; zeros without examples."""
-    exponents = context.of_stack(i, node.exponents)
+    exponents = context.select_stack_units(i, node.exponents)
     x = node.stacks[i].astype(jnp.float32)
     return jnp.where(exponents == ABSENT, 0, x * power(-exponents))
 
@@ -341,7 +341,7 @@ def _dots(a: _Node, b: _Node, context: _Context) -> jax.Array:
     """Return a.b, |a|^2 and |b|^2 of this rank's rows, both scaled: (3, L)."""
     found = []
     for i in range(len(a.stacks)):
-        x, y = _scaled(a, i, context), _scaled(b, i, context)
+        x, y = _scale(a, i, context), _scale(b, i, context)
         found.append(jnp.stack(block_sums((x * y, x * x, y * y))))
     return context.per_leaf(found)
 
@@ -360,9 +360,9 @@ def _pair(a: _Node, b: _Node, dots: jax.Array, context: _Context) -> list[jax.Ar
     share_b = weight_b - jnp.where(of_b < TINY, 0, both / (2 * jnp.maximum(of_b, TINY)) * weight_a)
     stacks = []
     for i in range(len(a.stacks)):
-        x = _scaled(a, i, context) * context.of_stack(i, share_a)
-        y = _scaled(b, i, context) * context.of_stack(i, share_b)
-        stacks.append((x + y) * power(context.of_stack(i, exponents)))
+        x = _scale(a, i, context) * context.select_stack_units(i, share_a)
+        y = _scale(b, i, context) * context.select_stack_units(i, share_b)
+        stacks.append((x + y) * power(context.select_stack_units(i, exponents)))
     return stacks
 
 
@@ -370,7 +370,7 @@ def _orthogonality(
     stacks: Sequence[jax.Array], scale: jax.Array, squares: jax.Array, context: _Context
 ) -> jax.Array:
     """Return ||result||^2 / sum_r ||g_r||^2 of each leaf's unit: (L,)."""
-    scaled = [_scaled(_Node(stacks, scale), i, context) for i in range(len(stacks))]
+    scaled = [_scale(_Node(stacks, scale), i, context) for i in range(len(stacks))]
     shards = context.per_leaf([block_sums((x * x,))[0][None] for x in scaled])[0]
     result, total = context.group.all_reduce(jnp.stack([context.units.sum(context.whole(shards)), squares]))
     ratio = jnp.where(total < TINY, 1, result / jnp.maximum(total, TINY))

@@ -32,7 +32,7 @@ class Fragment:
           tree: the whole tree, of arrays or shapes.
           lead: number of dims before the arrays' own, such as one of replicas.
         """
-        found = by_path(tree)
+        found = group_by_path(tree)
         return {
             path: found[path] if rows is None else _rows(found[path], rows, lead)
             for path, rows in self.rows.items()
@@ -40,7 +40,7 @@ class Fragment:
 
     def select(self, specs: Any) -> dict[str, PartitionSpec]:
         """Return path -> the PartitionSpec of this fragment's part, which is that of the whole array."""
-        found = by_path(specs)
+        found = group_by_path(specs)
         return {path: found[path] for path in self.rows}
 
     def put(self, tree: Any, parts: Mapping[str, Any], lead: int = 0) -> Any:
@@ -80,7 +80,7 @@ def make_fragments(
     >>> [dict(each.rows) for each in make_fragments(arrays, frozenset({"up"}), 2)]
     [{'up': (0, 2)}, {'table': None, 'up': (1,)}]
     """
-    leaves = by_path(tree)
+    leaves = group_by_path(tree)
     if number == 1:
         return (Fragment(dict.fromkeys(leaves)),)
     # what is dealt out: (number of elements, path, layer of each stage); layer is None for a whole array
@@ -113,12 +113,12 @@ def make_fragments(
     return tuple(Fragment({path: rows(path, own[path]) for path in leaves if path in own}) for own in layers)
 
 
-def by_path(tree: Any) -> dict[str, Any]:
+def group_by_path(tree: Any) -> dict[str, Any]:
     """Return the leaves of a tree of arrays, shapes or PartitionSpecs by their paths."""
     leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
     return {path_text(path): leaf for path, leaf in leaves}
 
 
-def like_paths(tree: Any, found: Mapping[str, Any]) -> Any:
+def restore_paths(tree: Any, found: Mapping[str, Any]) -> Any:
     """Return a tree of the same structure with the leaves found at its paths."""
     return jax.tree.map_with_path(lambda path, _: found[path_text(path)], tree)

@@ -76,7 +76,7 @@ def add_up(tree: Any, group: Group) -> Any:
             found[i] = x
     if small:
         packed = group.all_reduce(jnp.concatenate([leaves[i].reshape(-1) for i in small]))
-        for i, x in zip(small, unpacked(packed, [leaves[i] for i in small]), strict=True):
+        for i, x in zip(small, unpack(packed, [leaves[i] for i in small]), strict=True):
             found[i] = x
     return jax.tree.unflatten(structure, found)
 
@@ -117,10 +117,10 @@ def _sums(leaves: list[jax.Array], count: jax.Array, group: Group) -> tuple[list
     packed = lax.optimization_barrier(jnp.concatenate([*(x.reshape(-1) for x in leaves), mark]))
     reduced = group.all_reduce(contribution(packed, count) * count)
     num_values = reduced.size - group.size
-    return unpacked(reduced[:num_values], leaves), reduced[num_values:]
+    return unpack(reduced[:num_values], leaves), reduced[num_values:]
 
 
-def unpacked(packed: jax.Array, leaves: Sequence[Any]) -> list[jax.Array]:
+def unpack(packed: jax.Array, leaves: Sequence[Any]) -> list[jax.Array]:
     """Return the parts of a concatenation, in the shapes of the leaves.
 
     Args:

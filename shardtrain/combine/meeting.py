@@ -28,7 +28,7 @@ class MeetingRule(NamedTuple):
     is_due: Callable[[jax.Array], jax.Array]
 
 
-def moved(most: float) -> MeetingRule:
+def drift(most: float) -> MeetingRule:
     """Meet when a replica's parameters differ from the common ones by more than a part of their norm.
 
     Args:
@@ -58,7 +58,7 @@ def moved(most: float) -> MeetingRule:
 
 ALWAYS = "always"
 
-MEETING_RULES: dict[str, Callable[[float], MeetingRule]] = {"moved": moved}
+MEETING_RULES: dict[str, Callable[[float], MeetingRule]] = {"moved": drift}
 """Name -> function that makes the rule of its number, which is written after a colon."""
 
 

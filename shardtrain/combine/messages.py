@@ -75,7 +75,7 @@ class CountingGroup:
             self.messages.append(Message(kind, x.size * x.dtype.itemsize, num_ranks))
 
 
-def messages_of(combiner: Combiner, tree: Any, num_ranks: int) -> list[Message]:
+def trace_messages(combiner: Combiner, tree: Any, num_ranks: int) -> list[Message]:
     """Return what a rank gives to its group in one round of a combiner; nothing is computed.
 
     Args:

@@ -61,7 +61,7 @@ def power_sgd(rank: int = 4) -> Codec:
     encoding = Encoding(init=partial(_start, rank), encode=partial(_encode, rank), decode=_decode)
 
     def codec(inner: Combiner) -> Combiner:
-        return _factored(rank, inner) if inner.linear else gathered(encoding)(inner)
+        return _factor(rank, inner) if inner.linear else gathered(encoding)(inner)
 
     return codec
 
@@ -78,7 +78,7 @@ def matrix_shape(shape: Sequence[int], rank: int) -> tuple[int, int] | None:
     return (rows, columns) if rank * (rows + columns) < rows * columns else None
 
 
-def _factored(rank: int, inner: Combiner) -> Combiner:
+def _factor(rank: int, inner: Combiner) -> Combiner:
     """Wrap a linear combiner, which combines the left factors first, then the right ones (algorithm 1)."""
 
     def init(tree: Any) -> Feedback:

@@ -17,10 +17,10 @@ from shardtrain import axes
 from shardtrain.combine import Combiner, MeshGroup
 from shardtrain.functional.model import path_text
 from shardtrain.sharding.array_dims import Named
-from shardtrain.sharding.specs import spec_axes, with_leading_dim
+from shardtrain.sharding.specs import add_leading_dim, spec_axes
 
 
-def stacked_paths(arrays: Mapping[str, Named], specs: Any) -> frozenset[str]:
+def find_stacked_paths(arrays: Mapping[str, Named], specs: Any) -> frozenset[str]:
     """Return the paths of arrays that stack layers along their first dim.
 
     Along it they are unsharded, or sharded over the axis pipeline alone: then each stage has whole layers.
@@ -117,13 +117,13 @@ def stage_entries(
     return dict(sorted(found.items()))
 
 
-def combined_entries(specs: Any) -> tuple[list[str], list[int] | None]:
+def list_combined_entries(specs: Any) -> tuple[list[str], list[int] | None]:
     """Return the labels of a combiner's metric (L,) in a mesh, and `entries` for `combine_replicas`.
 
     Args:
       specs: `placement.Specs`.
     """
-    stacked, stages = stacked_paths(specs.arrays, specs.sharded), specs.stages
+    stacked, stages = find_stacked_paths(specs.arrays, specs.sharded), specs.stages
     if stages is None:
         return sorted(split_layers(specs.trained, stacked)), None
     found = stage_entries(specs.trained, stacked, stages.num_stages, stages.stored_blocks)
@@ -175,7 +175,7 @@ def combine_replicas(
       (the combined tree, without the first dim; the new state; the combiner's metrics, arrays (L,) in the
       order of `sorted(split_layers(tree))`, or of a pipeline those at `entries`).
     """
-    replica_specs = with_leading_dim(specs, axes.DATA)
+    replica_specs = add_leading_dim(specs, axes.DATA)
     by_device = PartitionSpec(mesh.axis_names)
     # the axes over which a replica's own arrays are sharded: sums over a whole array go over these, too; over
     # stages, which have other layers or the same array, only where all arrays are one vector

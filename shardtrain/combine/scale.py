@@ -35,7 +35,7 @@ def scale(factors: float | str = 1.0) -> Codec:
     >>> jax.vmap(combine, axis_name="data")(jnp.array([1.0, 5.0])).tolist()
     [1.5, 1.5]
     """
-    before, after = _parsed(factors)
+    before, after = _parse(factors)
 
     def codec(inner: Combiner) -> Combiner:
         def combine(tree: Any, count: Any, state: Any, group: Group) -> Combined:
@@ -49,7 +49,7 @@ def scale(factors: float | str = 1.0) -> Codec:
     return codec
 
 
-def _parsed(factors: Any) -> tuple[float, float]:
+def _parse(factors: Any) -> tuple[float, float]:
     try:
         before, after = (*(float(each) for each in str(factors).split(",")), 1.0)[:2]
         if str(factors).count(",") < 2 and all(LEAST <= each <= 1 / LEAST for each in (before, after)):

@@ -76,7 +76,7 @@ def pack_messages(stacks: Sequence[jax.Array]) -> list[jax.Array]:
     flat = [stack.reshape(stack.shape[0], -1) for stack in stacks]
     return [
         flat[which[0]] if len(which) == 1 else jnp.concatenate([flat[i] for i in which], axis=1)
-        for which in _by_message(stacks)
+        for which in _group_by_message(stacks)
     ]
 
 
@@ -88,7 +88,7 @@ def unpack_messages(messages: Sequence[jax.Array], stacks: Sequence[Any]) -> lis
       stacks: arrays or shapes with the pieces, widths and dtypes of what was packed.
     """
     found: list[Any] = [None] * len(stacks)
-    for message, which in zip(messages, _by_message(stacks), strict=True):
+    for message, which in zip(messages, _group_by_message(stacks), strict=True):
         first = 0
         for i in which:
             _, pieces, width = stacks[i].shape
@@ -98,7 +98,7 @@ def unpack_messages(messages: Sequence[jax.Array], stacks: Sequence[Any]) -> lis
     return found
 
 
-def _by_message(stacks: Sequence[Any]) -> list[list[int]]:
+def _group_by_message(stacks: Sequence[Any]) -> list[list[int]]:
     """Return the stacks of each message; the same at every level, whatever the number of rows."""
     messages: dict[Any, list[int]] = {}
     for i, stack in enumerate(stacks):
@@ -121,7 +121,7 @@ def block_sources(size: int, distance: int, radix: int, turn: int) -> list[int]:
     return [rank + ((p + turn) % radix - p) * distance for rank, p in enumerate(positions)]
 
 
-def in_order(turns: Sequence[jax.Array], position: int | jax.Array) -> list[jax.Array]:
+def order_by_turn(turns: Sequence[jax.Array], position: int | jax.Array) -> list[jax.Array]:
     """Order what was received in turns 0 (this rank's own), 1, ... by the position of the sender."""
     radix = len(turns)
     if isinstance(position, int):

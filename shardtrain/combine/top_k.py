@@ -35,7 +35,7 @@ def top_k(share: float = 0.01) -> Codec:
     return gathered(Encoding(init=lambda leaves: (), encode=partial(_encode, share), decode=_decode))
 
 
-def num_sent(share: float, size: int) -> int:
+def count_sent(share: float, size: int) -> int:
     """Return how many elements of a leaf are sent.
 
     >>> num_sent(0.01, 1000), num_sent(0.01, 3), num_sent(0.01, 0)
@@ -50,7 +50,7 @@ def _encode(share: float, leaves: Leaves, state: Any, group: Group) -> tuple[Any
         flat = leaf.reshape(-1)
         # a NaN counts as the greatest, so that it is sent
         magnitude = jnp.where(jnp.isnan(flat), jnp.inf, jnp.abs(flat))
-        indices = lax.top_k(magnitude, num_sent(share, leaf.size))[1].astype(jnp.int32)
+        indices = lax.top_k(magnitude, count_sent(share, leaf.size))[1].astype(jnp.int32)
         payload.append((flat[indices], indices))
     return payload, state
 

@@ -117,7 +117,7 @@ GREY = np.array([0.299, 0.587, 0.114], np.float32)
 """Weights of red, green and blue in a grey (ITU-R BT.601)."""
 
 
-def changed_colours(image_HWC: np.ndarray, options: Augment, random: np.random.Generator) -> np.ndarray:
+def change_colours(image_HWC: np.ndarray, options: Augment, random: np.random.Generator) -> np.ndarray:
     """Mirror an image and change its colours, as the options say.
 
     Args:
@@ -175,7 +175,7 @@ def draw_mixing(options: Augment, random: np.random.Generator) -> Mixing | None:
     return Mixing(kept, (row - half, column - half, row + half, column + half))
 
 
-def mixed(image_HWC: np.ndarray, other_HWC: np.ndarray, mixing: Mixing) -> tuple[np.ndarray, float]:
+def mix_images(image_HWC: np.ndarray, other_HWC: np.ndarray, mixing: Mixing) -> tuple[np.ndarray, float]:
     """Mix an image with another of the same shape.
 
     Returns:

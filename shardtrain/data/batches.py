@@ -136,11 +136,11 @@ class Batches:
           ValueError: the samples of a batch have different names or shapes, or cannot be arrays.
           UserCodeFailed: the source raised.
         """
-        position = normalised(position, len(self.source))
+        position = normalise_position(position, len(self.source))
         first = position["index"]
         # the last batch of an epoch may be short: its missing rows are copies with weight 0
         num_real = min(self.batch, len(self.source) - first)
-        rows, real = self._full_rows if num_real == self.batch else self._rows_of(num_real)
+        rows, real = self._full_rows if num_real == self.batch else self._select_rows(num_real)
         # a source with an order of its own, such as a mixture, is read in sequence
         shuffle = self.shuffle and not getattr(self.source, "ordered", False)
         order = epoch_order(len(self.source), self.seed, position["epoch"]) if shuffle else int
@@ -162,13 +162,13 @@ class Batches:
         Raises:
           ValueError: the position is outside the source.
         """
-        return read_ahead(self, normalised(position or Position(epoch=0, index=0), len(self.source)))
+        return read_ahead(self, normalise_position(position or Position(epoch=0, index=0), len(self.source)))
 
     @cached_property
     def _full_rows(self) -> tuple[list[int], np.ndarray]:
-        return self._rows_of(self.batch)
+        return self._select_rows(self.batch)
 
-    def _rows_of(self, num_real: int) -> tuple[list[int], np.ndarray]:
+    def _select_rows(self, num_real: int) -> tuple[list[int], np.ndarray]:
         """Return the rows to load of a batch with some real rows, and whether each is real, bool (rows,)."""
         rows = np.arange(self.batch) if self.rows is None else np.asarray(self.rows)
         rows, real = fill_with_copies(rows, num_real)
@@ -178,7 +178,7 @@ class Batches:
         return -(-num_samples // self.batch)
 
 
-def normalised(position: Position, num_samples: int) -> Position:
+def normalise_position(position: Position, num_samples: int) -> Position:
     """Return a position with the end of an epoch as the beginning of the next.
 
     Raises:
@@ -207,7 +207,7 @@ def read_ahead(batches: Loadable, start: Position) -> Generator[tuple[Batch, Pos
     """
     load, ahead = batches.load, max(batches.prefetch, batches.workers)
 
-    def timed(position: Position) -> tuple[Batch, float]:
+    def load_timed(position: Position) -> tuple[Batch, float]:
         began_seconds = time.monotonic()
         return load(position), time.monotonic() - began_seconds
 
@@ -224,9 +224,9 @@ def read_ahead(batches: Loadable, start: Position) -> Generator[tuple[Batch, Pos
         while True:
             if batches.workers or (ahead and mean_seconds > QUICK_SECONDS):
                 for position, after in islice(upcoming, ahead + 1 - len(loading)):
-                    loading.append((threads.submit(timed, position), after))
+                    loading.append((threads.submit(load_timed, position), after))
             elif not loading:
-                loading += [(_load_now(timed, p), after) for p, after in islice(upcoming, ahead + 1)]
+                loading += [(_load_now(load_timed, p), after) for p, after in islice(upcoming, ahead + 1)]
             if not loading:
                 return
             future, after = loading.popleft()

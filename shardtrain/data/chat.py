@@ -136,7 +136,7 @@ class Chat:
             )
         return "; ".join(parts)
 
-    def with_tokenizer(self, tokenizer: str) -> "Chat":
+    def replace_tokenizer(self, tokenizer: str) -> "Chat":
         """Return the same conversations for another tokenizer."""
         return replace(self, tokenizer=tokenizer)
 

@@ -99,7 +99,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = _format_json
         environment.globals |= {"raise_exception": _refuse, "strftime_now": TODAY.strftime}
         self.source, self.special, self.answers = source, special, answers
         try:
@@ -136,7 +136,7 @@ class ChatTemplate:
         wanted = numbers if self.answers == "all" else numbers[-1:]
         counted = [number for number in wanted if learned is None or learned[number]]
         if self._marks:
-            text, spans = _unmarked(text)
+            text, spans = _remove_marks(text)
             if counted == wanted:
                 return Rendered(text, spans if self.answers == "all" else spans[-1:])
             if len(spans) != len(numbers):
@@ -174,7 +174,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses the conversation ({kind}{error})") from None
 
 
-def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
+def _remove_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """Return a text without the marks of answers, and where they were.
 
     Raises:
@@ -259,7 +259,7 @@ def _token_text(name: str, value: Any) -> str | None:
     return value if name.endswith("_token") and isinstance(value, str) else None
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+def _format_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -23,7 +23,7 @@ from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.data.tokens import TokenShards, token_file, write_tokens
 from shardtrain.system.array_file import read_array
 from shardtrain.system.atomic_write import clear_parts, new_file, replace_file
-from shardtrain.system.untrusted_files import of_kind, parse_json, read_text, whole_number
+from shardtrain.system.untrusted_files import check_kind, check_whole_number, parse_json, read_text
 
 VERSION = 4
 TRAINED = 1 << 31
@@ -120,7 +120,7 @@ def chat_tokens(
 
     before = digest()
     out = folder / f"chat-{before}"
-    if (found := _opened(out)) is not None:
+    if (found := _open_files(out)) is not None:
         return found
     out.mkdir(parents=True, exist_ok=True)
     clear_parts(out, "*")
@@ -147,19 +147,19 @@ def chat_tokens(
         np.lib.format.write_array(file, extents, allow_pickle=False)
     replace_file(out / RECORD, json.dumps(record).encode(), OWNER_ONLY)
     remove_indices(out / INDEX)
-    found = _opened(out)
+    found = _open_files(out)
     assert found is not None
     return found
 
 
-def _opened(out: Path) -> ChatTokens | None:
+def _open_files(out: Path) -> ChatTokens | None:
     """Return what was written, if all of it is there."""
     try:
-        record = of_kind(parse_json(read_text(out / RECORD), ours=True), dict, RECORD)
+        record = check_kind(parse_json(read_text(out / RECORD), ours=True), dict, RECORD)
         for name in TOTALS:
-            whole_number(record.get(name), name, MOST_TOKENS)
-        of_kind(record.get("skipped"), list, "skipped")
-        of_kind(record.get("checksum"), str, "checksum")
+            check_whole_number(record.get(name), name, MOST_TOKENS)
+        check_kind(record.get("skipped"), list, "skipped")
+        check_kind(record.get("checksum"), str, "checksum")
         tokens, extents = token_file(out / TOKENS), read_array(out / EXTENTS)
         whole = tokens.num_tokens == record["num_tokens"]
         whole = whole and extents.shape == (record["num_conversations"], 2) and len(extents) > 0

@@ -60,11 +60,11 @@ class Conversation(NamedTuple):
 def conversations(
     piece: Piece, field: str, folder: Path | None
 ) -> Iterator[tuple[int, Conversation | BadData]]:
-    """Yield (row, conversation or error) of the rows of a piece; see `read_rows` and `conversation_of`."""
-    return read_rows(piece, lambda record: conversation_of(record, field), folder)
+    """Yield (row, conversation or error) of the rows of a piece; see `read_rows` and `make_conversation`."""
+    return read_rows(piece, lambda record: make_conversation(record, field), folder)
 
 
-def conversation_of(record: Record, field: str) -> Conversation:
+def make_conversation(record: Record, field: str) -> Conversation:
     """Return the conversation in a record.
 
     Args:
@@ -81,7 +81,7 @@ def conversation_of(record: Record, field: str) -> Conversation:
     [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}]
     """
     if field in record:
-        messages = _messages(_parsed(record[field], field), field)
+        messages = _messages(_parse(record[field], field), field)
     elif PROMPT in record and COMPLETION in record:
         messages = [
             message
@@ -94,9 +94,9 @@ def conversation_of(record: Record, field: str) -> Conversation:
             " messages: --data.messages"
         )
     learned = [take_learned(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    if not row_learned(record):
+    if not is_row_learned(record):
         learned = [False] * len(learned)
-    tools = _parsed(given, TOOLS) if (given := record.get(TOOLS)) else None
+    tools = _parse(given, TOOLS) if (given := record.get(TOOLS)) else None
     _check_texts(tools, TOOLS)
     return Conversation(messages, tools, learned)
 
@@ -108,7 +108,7 @@ def _side(value: Any, name: str, role: str) -> list[dict[str, Any]]:
     return _messages(given, name)
 
 
-def _parsed(value: Any, name: str) -> Any:
+def _parse(value: Any, name: str) -> Any:
     if not isinstance(value, str | bytes):
         return value
     try:
@@ -132,7 +132,7 @@ def _message(given: Any, name: str) -> dict[str, Any]:
         message |= {"role": message.pop("from"), "content": message.pop("value", None)}
     role, content = message.get("role"), message.get("content")
     if isinstance(content, list):
-        content = _joined(content, name)
+        content = _join(content, name)
     elif content is None and ("tool_calls" in message or "function_call" in message):
         content = ""
     for key, value in (("role", role), ("content", content)):
@@ -167,7 +167,7 @@ def _check_texts(value: Any, name: str) -> None:
             raise ValueError(f"{name} is no valid Unicode at character {error.start:,}") from None
 
 
-def _joined(parts: list[Any], name: str) -> str:
+def _join(parts: list[Any], name: str) -> str:
     """Return the text of a content that is a list of parts."""
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
     if wrong := [part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)]:
@@ -200,7 +200,7 @@ def take_learned(message: dict[str, Any], name: str) -> bool:
     return is_answer and all(said.values())
 
 
-def row_learned(record: Mapping[str, Any]) -> bool:
+def is_row_learned(record: Mapping[str, Any]) -> bool:
     """Return whether the answers of a row are learned, by marks beside its messages; without marks they are.
 
     Raises:
@@ -216,7 +216,7 @@ def _marks(fields: Mapping[str, Any], name: str) -> dict[str, bool]:
     """Return whether each mark says that its message or row is learned; None says nothing.
 
     Raises:
-      ValueError: see `row_learned`.
+      ValueError: see `is_row_learned`.
     """
     marks: dict[str, bool] = {}
     for key in fields:

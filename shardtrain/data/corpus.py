@@ -19,10 +19,10 @@ from shardtrain.data.token_manifest import (
     PLAN,
     Manifest,
     check_shards,
+    make_unfinished_error,
     read_manifest,
+    read_whole_manifest,
     token_folders,
-    unfinished,
-    whole_manifest,
 )
 from shardtrain.data.tokenize import TokenizeOptions, plan_digest, tokenize
 from shardtrain.data.tokenizer import BYTES, open_tokenizer
@@ -117,7 +117,7 @@ class Corpus:
         if refuse_mixed(files):
             num_tokens = self._shards(files, folder).num_tokens
             return f"corpus: {summary(files)}; {num_tokens:,} tokens"
-        manifest = self._tokenized(files, folder)
+        manifest = self._tokenize(files, folder)
         text = (
             f"corpus: {summary(files)}; {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens"
         )
@@ -125,7 +125,7 @@ class Corpus:
             text += f"; skipped {manifest.num_skipped:,} that cannot be read: {some(manifest.skipped, 3)}"
         return text
 
-    def with_tokenizer(self, tokenizer: str) -> "Corpus":
+    def replace_tokenizer(self, tokenizer: str) -> "Corpus":
         """Return the same corpus for another tokenizer; files of tokens have their own."""
         is_text = not refuse_mixed(self._files()) if self.paths else True
         return replace(self, tokenizer=tokenizer) if is_text else self
@@ -137,7 +137,7 @@ class Corpus:
         windows = Windows(
             path=name, seq=self.seq, vocab=self.vocab, start=0, stop=shards.num_tokens, shards=shards
         )
-        if (num_skipped := self._num_skipped(files, folder)) or self.on_error == "skip":
+        if (num_skipped := self._count_skipped(files, folder)) or self.on_error == "skip":
             windows = replace(windows, num_skipped=num_skipped)
         if self.packing == "bucketed":
             return DocumentPieces.of(windows).split(self.heldout_fraction)
@@ -154,24 +154,24 @@ class Corpus:
 
     def _shards(self, files: list[SourceFile], folder: Path) -> TokenShards:
         if not refuse_mixed(files):
-            files = [SourceFile(path, "npy") for path in self._tokenized(files, folder).files()]
+            files = [SourceFile(path, "npy") for path in self._tokenize(files, folder).files()]
         elif self.tokenizer != BYTES:
             raise ValueError(
                 f"tokenizer is {self.tokenizer}, and {files[0].path} has tokens already; leave it out"
             )
         return token_shards(files)
 
-    def _tokenized(self, files: list[SourceFile], folder: Path) -> Manifest:
+    def _tokenize(self, files: list[SourceFile], folder: Path) -> Manifest:
         """Return the tokens of text, in the folder of the run, made at the first call."""
         options = TokenizeOptions(
             tokenizer=self.tokenizer, text=self.text, separator=self.separator, on_error=self.on_error
         )
         out = folder / f"tokens-{plan_digest(files, options)}"
-        return whole_manifest(out) or tokenize(files, out, options)
+        return read_whole_manifest(out) or tokenize(files, out, options)
 
-    def _num_skipped(self, files: list[SourceFile], folder: Path) -> int:
+    def _count_skipped(self, files: list[SourceFile], folder: Path) -> int:
         """Return how many rows and files could not be read when the tokens were made."""
-        made = self._manifests() if refuse_mixed(files) else [self._tokenized(files, folder)]
+        made = self._manifests() if refuse_mixed(files) else [self._tokenize(files, folder)]
         return sum(manifest.num_skipped for manifest in made)
 
     def _manifests(self) -> list[Manifest]:
@@ -181,7 +181,7 @@ class Corpus:
           ValueError: they were made by different tokenizers.
         """
         try:
-            files = named_files(self.paths, self.format)
+            files = find_named_files(self.paths, self.format)
         except ValueError:
             # a run file may ask for the vocabulary before the command line gives the paths; `train` raises it
             return []
@@ -196,19 +196,19 @@ def corpus_files(paths: Sequence[Path | str], format_name: str | None = None) ->
     Raises:
       ValueError: see `find_files` and `check_shards`; or tokens were not finished.
     """
-    found = named_files(paths, format_name)
+    found = find_named_files(paths, format_name)
     check_shards(found)
     return found
 
 
-def named_files(paths: Sequence[Path | str], format_name: str | None = None) -> list[SourceFile]:
+def find_named_files(paths: Sequence[Path | str], format_name: str | None = None) -> list[SourceFile]:
     """Do what `corpus_files` does, and do not look whether shards of tokens are whole."""
     found: list[SourceFile] = []
     for path in map(Path, paths):
         if (path / MANIFEST).is_file():
             found += [SourceFile(file, "npy") for file in read_manifest(path).files()]
         elif (path / PLAN).is_file():
-            raise unfinished(path)
+            raise make_unfinished_error(path)
         else:
             found += find_files([path], format_name)
     return once(found)

@@ -95,10 +95,10 @@ def read_rows(
 
 def texts(piece: Piece, field: str, folder: Path | None) -> Iterator[tuple[int, str | BadData]]:
     """Yield (row, text or error) of the rows of a piece, whose text is in `field`; see `read_rows`."""
-    return read_rows(piece, lambda record: text_of(record, field), folder)
+    return read_rows(piece, lambda record: read_text_field(record, field), folder)
 
 
-def text_of(record: Record, field: str) -> str:
+def read_text_field(record: Record, field: str) -> str:
     """Return the text in a field of a record.
 
     Raises:

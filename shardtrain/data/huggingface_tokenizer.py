@@ -65,7 +65,7 @@ class HuggingFaceTokenizer:
         if isinstance(separator, int):
             self.separator, self.ends = separator, (separator,)
             return
-        names = [separator] if separator is not None else [*_configured(path), *SEPARATORS]
+        names = [separator] if separator is not None else [*_read_configured(path), *SEPARATORS]
         found = next((name for name in names if name in tokens), None)
         if found is None:
             asked = f"no token {separator!r}" if separator is not None else f"none of {', '.join(SEPARATORS)}"
@@ -77,15 +77,15 @@ class HuggingFaceTokenizer:
         self.ends = token_numbers(beside, EOS, str(path)) or (self.separator,)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.array(each.ids, np.uint32) for each in self._encoded("encode_batch_fast", texts)]
+        return [np.array(each.ids, np.uint32) for each in self._encode("encode_batch_fast", texts)]
 
     def encode_with_ends(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         return [
             (np.array(each.ids, np.uint32), np.array([end for _, end in each.offsets], np.int64))
-            for each in self._encoded("encode_batch", texts)
+            for each in self._encode("encode_batch", texts)
         ]
 
-    def _encoded(self, method: str, texts: Sequence[str]) -> Any:
+    def _encode(self, method: str, texts: Sequence[str]) -> Any:
         try:
             return getattr(self._tokenizer, method)(list(texts), add_special_tokens=False)
         except Exception as error:  # the library has no kind of its own
@@ -95,7 +95,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(list(map(int, tokens)), skip_special_tokens=False)
 
 
-def _configured(path: Path) -> list[str]:
+def _read_configured(path: Path) -> list[str]:
     """Return the text of the token that ends a text, by the files beside a tokenizer."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         try:

@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.data.augmentation import Augment, changed_colours, crop_box, draw_mixing, mixed, soft_label
+from shardtrain.data.augmentation import (
+    Augment,
+    change_colours,
+    crop_box,
+    draw_mixing,
+    mix_images,
+    soft_label,
+)
 from shardtrain.data.documents import OnError, open_rows
 from shardtrain.data.image_decoding import decode_image, decode_part
 from shardtrain.data.sources import FORMATS
@@ -228,7 +235,7 @@ class ImageSource:
         if mixing is not None and random is not None:
             other = self._read(int(random.integers(len(self))), random)
             if other is not None:  # else it stays as it is
-                image, kept = mixed(image, other[0], mixing)
+                image, kept = mix_images(image, other[0], mixing)
                 shares = {other[1]: 1 - kept}
                 shares[label] = shares.get(label, 0) + kept
         if found is not None and (options.mean, options.std) != (BLACK, WHITE):
@@ -243,14 +250,14 @@ class ImageSource:
         row = int(self.samples[index])
         number = int(np.searchsorted(self.opened.starts, row, "right")) - 1
         try:
-            return self._decoded(number, row - int(self.opened.starts[number]), random)
+            return self._decode(number, row - int(self.opened.starts[number]), random)
         except BadData:
             if self.options.on_error == "stop":
                 raise
             self.skipped_rows.add(row)
             return None
 
-    def _decoded(self, number: int, row: int, random: np.random.Generator | None) -> tuple[np.ndarray, int]:
+    def _decode(self, number: int, row: int, random: np.random.Generator | None) -> tuple[np.ndarray, int]:
         path, options = self.opened.files[number].path, self.options
         record = self.opened.rows[number].read(row)
         label = _field(record, options.label, LABEL_FIELDS, path, row, "label")
@@ -296,7 +303,7 @@ def _image(content: bytes, options: ImageFiles, random: np.random.Generator | No
         image = decode_image(content, options.size)
     else:
         image = decode_part(content, options.size, lambda *sides: crop_box(sides, areas, random))
-    return changed_colours(image, augment, random)
+    return change_colours(image, augment, random)
 
 
 def _field(record: Record, asked: str | None, usual: Sequence[str], path: Path, row: int, option: str) -> Any:

@@ -97,7 +97,7 @@ def lengths(files: Sequence[SourceFile], field: str) -> Iterator[tuple[np.ndarra
             yield np.empty(0, np.int64), 1
 
 
-def problems_of(files: Sequence[SourceFile], field: str, manifests: Sequence[Manifest]) -> Iterator[str]:
+def find_problems(files: Sequence[SourceFile], field: str, manifests: Sequence[Manifest]) -> Iterator[str]:
     """Read everything, and yield what is wrong; one empty text for each file that was read."""
     expected = {
         manifest.folder / shard["file"]: (shard, manifest)

@@ -65,7 +65,7 @@ def batch_shard(
     num_rows = num_real if capacity is None else capacity
     if capacity is None and len(rows_of_islands) > 1:
         split = RowSplit.of(mesh.shape, batch_axes, microbatches)
-        num_rows = RowSplit({"data": multiple}).padded(num_real) if multiple else split.padded(num_real)
+        num_rows = RowSplit({"data": multiple}).pad_rows(num_real) if multiple else split.pad_rows(num_real)
     # 2. of these the rows that this process's devices hold
     local = process_rows(num_rows, mesh, batch_axes, microbatches)
     rows, real = fill_with_copies(local, num_real)
@@ -92,7 +92,7 @@ class Loader:
     batch_axes: Sequence[str]
     microbatches: int
 
-    def with_shards(self, shards: Mapping[int, BatchShard]) -> "Loader":
+    def replace_shards(self, shards: Mapping[int, BatchShard]) -> "Loader":
         """Return a loader of other rows of the same batches."""
         if isinstance(self.batches, TokenBatches):
             rows = {num_rows: shard.rows for num_rows, shard in shards.items()}

@@ -42,7 +42,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Callable[[int], int]
     # threads that load batches ahead may be in the next block
     @lru_cache(maxsize=2)
     def block(number: int) -> np.ndarray:
-        return samples_of(
+        return find_samples(
             range(number * BLOCK, min((number + 1) * BLOCK, num_samples)), num_samples, keys, bits
         )
 
@@ -54,7 +54,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Callable[[int], int]
     return sample
 
 
-def samples_of(positions: range, num_samples: int, keys: list[int], bits: int) -> np.ndarray:
+def find_samples(positions: range, num_samples: int, keys: list[int], bits: int) -> np.ndarray:
     """Return the samples at some positions: encrypted until they are below the number of samples.
 
     Args:
@@ -69,17 +69,17 @@ def samples_of(positions: range, num_samples: int, keys: list[int], bits: int) -
     dtype = np.min_scalar_type(4**bits - 1)
     if bits == LEAST_BITS:
         # few samples may be far apart in the cycles, so all indices take each step, twice as far as the last
-        found = encrypted(np.arange(4**bits, dtype=dtype), keys, bits)
+        found = encrypt(np.arange(4**bits, dtype=dtype), keys, bits)
         while np.any(found[positions.start : positions.stop] >= num_samples):
             found = np.where(found < num_samples, found, np.take(found, found))
         return found[positions.start : positions.stop].copy()
-    found = encrypted(np.arange(positions.start, positions.stop, dtype=dtype), keys, bits)
+    found = encrypt(np.arange(positions.start, positions.stop, dtype=dtype), keys, bits)
     while len(outside := np.flatnonzero(found >= num_samples)):
-        found[outside] = encrypted(found[outside], keys, bits)
+        found[outside] = encrypt(found[outside], keys, bits)
     return found
 
 
-def encrypted(indices: np.ndarray, keys: list[int], bits: int) -> np.ndarray:
+def encrypt(indices: np.ndarray, keys: list[int], bits: int) -> np.ndarray:
     """Return a permutation of the numbers below 4 ** `bits`, by the rounds of the cipher Simon.
 
     Source: Beaulieu et al., The Simon and Speck Families of Lightweight Block Ciphers, 2013, section 3.
@@ -91,15 +91,15 @@ def encrypted(indices: np.ndarray, keys: list[int], bits: int) -> np.ndarray:
     """
     mask = 2**bits - 1
 
-    def rotated(half: np.ndarray, by: int) -> np.ndarray:
+    def rotate(half: np.ndarray, by: int) -> np.ndarray:
         return (half << by | half >> (bits - by)) & mask
 
-    def mixed(half: np.ndarray) -> np.ndarray:
-        return rotated(half, 1) & rotated(half, 8) ^ rotated(half, 2)
+    def mix(half: np.ndarray) -> np.ndarray:
+        return rotate(half, 1) & rotate(half, 8) ^ rotate(half, 2)
 
     left, right = indices >> bits, indices & mask
     for key in keys:
-        left, right = right, left ^ mixed(right) ^ (key & mask)
+        left, right = right, left ^ mix(right) ^ (key & mask)
     return left << bits | right
 
 

@@ -58,7 +58,7 @@ class RowSplit:
         """The number that B must be a multiple of."""
         return math.prod(self.axis_sizes.values()) * self.microbatches
 
-    def padded(self, num_rows: int) -> int:
+    def pad_rows(self, num_rows: int) -> int:
         """Return the least number of rows, above 0, that can be split and holds `num_rows`."""
         return max(-(-num_rows // self.multiple), 1) * self.multiple
 

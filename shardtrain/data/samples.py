@@ -60,7 +60,7 @@ def load_rows(source: Source, indices: Sequence[int], seed: int = 0, epoch: int 
     """
     if hasattr(source, "augmented") or not _stacks_samples(type(source)):
         # a sample that fills several rows is loaded once
-        return stacked({index: load_sample(source, index, seed, epoch) for index in indices}, indices)
+        return stack({index: load_sample(source, index, seed, epoch) for index in indices}, indices)
 
     def text() -> str:
         shown = f"{list(indices[:MAX_PROBLEMS])}"[:-1] + (", ...]" if len(indices) > MAX_PROBLEMS else "]")
@@ -68,7 +68,7 @@ def load_rows(source: Source, indices: Sequence[int], seed: int = 0, epoch: int 
 
     with user_code(lambda error: text()):
         batch = cast("Any", source).stacked_samples(indices)
-    if problems := stacked_problems(batch, len(indices)):
+    if problems := find_stacking_problems(batch, len(indices)):
         raise problems_error(f"{text()} returned what is no batch", problems[:MAX_PROBLEMS])
     return batch
 
@@ -81,7 +81,7 @@ def _stacks_samples(source_type: type) -> bool:
     return False
 
 
-def stacked_problems(batch: object, num_rows: int) -> list[str]:
+def find_stacking_problems(batch: object, num_rows: int) -> list[str]:
     """Return the problems that keep what a source stacked from being the rows of a batch, one line each.
 
     >>> stacked_problems({"x": np.zeros((3, 2)), "label": [1, 2]}, 2)
@@ -114,7 +114,7 @@ def check_samples(samples: Mapping[int, Mapping[str, np.ndarray]]) -> None:
         raise problems_error("the data has samples that cannot be batched", problems[:MAX_PROBLEMS])
 
 
-def stacked(samples: Mapping[int, Mapping[str, np.ndarray]], indices: Sequence[int]) -> Batch:
+def stack(samples: Mapping[int, Mapping[str, np.ndarray]], indices: Sequence[int]) -> Batch:
     """Stack samples as the rows of one batch.
 
     Args:

@@ -24,7 +24,13 @@ from shardtrain.errors.messages import refuse
 from shardtrain.system.atomic_write import clear_parts, replace_file
 from shardtrain.system.excerpts import some
 from shardtrain.system.plain_text import encoding_problem
-from shardtrain.system.untrusted_files import of_kind, open_regular, parse_json, read_text, whole_number
+from shardtrain.system.untrusted_files import (
+    check_kind,
+    check_whole_number,
+    open_regular,
+    parse_json,
+    read_text,
+)
 
 SEPARATOR = 0
 """The byte after each document. No document contains it: a file that does counts as binary."""
@@ -221,12 +227,12 @@ def _existing(tokens: Path) -> Packed | None:
     """Return the token file that was packed before, if it is there and has the recorded length."""
     # any doubt about the record or the file means that the text is packed again
     try:
-        found = of_kind(parse_json(read_text(tokens.with_suffix(".json")), ours=True), dict, "a record")
+        found = check_kind(parse_json(read_text(tokens.with_suffix(".json")), ours=True), dict, "a record")
         packed = Packed(
             path=tokens,
-            num_tokens=whole_number(found["num_tokens"], "num_tokens", MAX_TOKENS),
-            num_documents=whole_number(found["num_documents"], "num_documents", MAX_TOKENS),
-            skipped=tuple(map(str, of_kind(found["skipped"], list, "skipped"))),
+            num_tokens=check_whole_number(found["num_tokens"], "num_tokens", MAX_TOKENS),
+            num_documents=check_whole_number(found["num_documents"], "num_documents", MAX_TOKENS),
+            skipped=tuple(map(str, check_kind(found["skipped"], list, "skipped"))),
         )
         is_whole = len(open_tokens(tokens)) == packed.num_tokens
     except (OSError, ValueError, TypeError, KeyError):

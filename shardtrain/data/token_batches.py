@@ -12,10 +12,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from shardtrain.data.batches import Position, normalised, read_ahead
+from shardtrain.data.batches import Position, normalise_position, read_ahead
 from shardtrain.data.order import epoch_order
 from shardtrain.data.row_split import fill_with_copies, weigh
-from shardtrain.data.samples import Batch, Source, check_samples, load_sample, stacked
+from shardtrain.data.samples import Batch, Source, check_samples, load_sample, stack
 from shardtrain.errors.field_types import too_small
 from shardtrain.errors.messages import refuse
 
@@ -171,7 +171,7 @@ class TokenBatches:
         index = int(self._lengths.argmin())
         sample, shortest = load_sample(self.source, index, self.seed, 0), int(self._lengths[index])
         lengths = [length for length in self.ladder if length >= shortest]
-        return [stacked({index: pad_sample(sample, shortest, length)}, [index]) for length in lengths]
+        return [stack({index: pad_sample(sample, shortest, length)}, [index]) for length in lengths]
 
     def num_rows(self, position: Position | None) -> int:
         """Return the number of rows of the batch at a position."""
@@ -222,7 +222,7 @@ class TokenBatches:
         samples = {index: load_sample(self.source, index, self.seed, epoch) for index in indices}
         check_samples(samples)
         padded = {i: pad_sample(sample, int(self._lengths[i]), length) for i, sample in samples.items()}
-        batch = stacked(padded, indices)
+        batch = stack(padded, indices)
         return batch | {"weights": weigh(batch["weights"], real)}
 
     def iterate(self, position: Position | None = None) -> Generator[tuple[Batch, Position]]:
@@ -231,7 +231,7 @@ class TokenBatches:
         Raises:
           ValueError: the position is outside the source, or not the beginning of a batch.
         """
-        start = normalised(position or Position(epoch=0, index=0), len(self.source))
+        start = normalise_position(position or Position(epoch=0, index=0), len(self.source))
         self._find(start)
         return read_ahead(self, start)
 
@@ -263,7 +263,7 @@ class TokenBatches:
 
     def _find(self, position: Position) -> tuple[BatchPlan, int, tuple[int, int]]:
         """Return the plan with the batch at a position, the batch's number in it, and (epoch, chunk)."""
-        position = normalised(position, len(self.source))
+        position = normalise_position(position, len(self.source))
         epoch = position["epoch"]
         chunk, before = divmod(position["index"], CHUNK)
         plan = self._plan(epoch, chunk)

@@ -14,7 +14,13 @@ from shardtrain.data.sources.numpy_tokens import ENDS, find_tokens
 from shardtrain.data.tokenizer import BYTES, TOKENIZER_FILE
 from shardtrain.errors.messages import problems_error
 from shardtrain.system.excerpts import some
-from shardtrain.system.untrusted_files import of_kind, parse_json, read_bytes, read_text, whole_number
+from shardtrain.system.untrusted_files import (
+    check_kind,
+    check_whole_number,
+    parse_json,
+    read_bytes,
+    read_text,
+)
 
 MANIFEST, PLAN = "manifest.json", "plan.json"
 FIRST_SHARD = "shard-00000.npy"
@@ -69,27 +75,27 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        found = of_kind(parse_json(read_text(path, MOST_BYTES), ours=True), dict, MANIFEST)
+        found = check_kind(parse_json(read_text(path, MOST_BYTES), ours=True), dict, MANIFEST)
         if found.get("version") != VERSION:
             raise ValueError(f"version is {found.get('version')!r}; version {VERSION} is read")
-        counts = {name: whole_number(found.get(name), name, MOST_TOKENS) for name in TOTALS}
+        counts = {name: check_whole_number(found.get(name), name, MOST_TOKENS) for name in TOTALS}
         shards = tuple(
-            of_kind(each, dict, "a shard") for each in of_kind(found.get("shards"), list, "shards")
+            check_kind(each, dict, "a shard") for each in check_kind(found.get("shards"), list, "shards")
         )
         for shard in shards:
-            name = of_kind(shard.get("file"), str, "file")
+            name = check_kind(shard.get("file"), str, "file")
             if "/" in name or not name.endswith(".npy"):
                 raise ValueError(f"file is {name!r}; it is the name of a .npy file in this folder")
-            whole_number(shard.get("num_tokens"), "num_tokens", MOST_TOKENS)
-            whole_number(shard.get("num_documents"), "num_documents", MOST_TOKENS)
+            check_whole_number(shard.get("num_tokens"), "num_tokens", MOST_TOKENS)
+            check_whole_number(shard.get("num_documents"), "num_documents", MOST_TOKENS)
         tokenizer = BYTES if found.get("tokenizer") == BYTES else str(folder / TOKENIZER_FILE)
         return Manifest(
             folder=folder,
             tokenizer=tokenizer,
-            tokenizer_hash=of_kind(found.get("tokenizer_hash"), str, "tokenizer_hash"),
-            vocab=whole_number(found.get("vocab"), "vocab", 1 << 32, 1),
-            separator=whole_number(found.get("separator"), "separator", 1 << 32),
-            skipped=tuple(map(str, of_kind(found.get("skipped"), list, "skipped"))),
+            tokenizer_hash=check_kind(found.get("tokenizer_hash"), str, "tokenizer_hash"),
+            vocab=check_whole_number(found.get("vocab"), "vocab", 1 << 32, 1),
+            separator=check_whole_number(found.get("separator"), "separator", 1 << 32),
+            skipped=tuple(map(str, check_kind(found.get("skipped"), list, "skipped"))),
             shards=shards,
             **counts,
         )
@@ -129,7 +135,7 @@ def shard_problem(path: Path, record: Mapping[str, Any]) -> str:
     return ""
 
 
-def whole_manifest(folder: Path) -> Manifest | None:
+def read_whole_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of a folder that is finished and has all its shards; None of another."""
     try:
         manifest = read_manifest(folder)
@@ -149,7 +155,7 @@ def token_folders(files: Sequence[SourceFile]) -> list[Manifest]:
     found = []
     for folder in folders:
         if (folder / PLAN).is_file() and not (folder / MANIFEST).is_file():
-            raise unfinished(folder)
+            raise make_unfinished_error(folder)
         if (folder / MANIFEST).is_file() and any((folder / name).is_file() for name in (PLAN, FIRST_SHARD)):
             found.append(read_manifest(folder))
     kinds = {(each.vocab, each.separator, each.tokenizer_hash): str(each.folder) for each in found}
@@ -161,7 +167,7 @@ def token_folders(files: Sequence[SourceFile]) -> list[Manifest]:
     return found
 
 
-def unfinished(folder: Path) -> ValueError:
+def make_unfinished_error(folder: Path) -> ValueError:
     """Return the error of a folder of tokens without a manifest."""
     return ValueError(f"{folder} is not finished; give the same shardtrain data tokenize command again")
 

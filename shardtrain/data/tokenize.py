@@ -32,9 +32,9 @@ from shardtrain.data.token_manifest import (
     VERSION,
     Manifest,
     read_manifest,
+    read_whole_manifest,
     shard_problem,
     tokenizer_hash,
-    whole_manifest,
 )
 from shardtrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, open_tokenizer
 from shardtrain.data.tokens import write_tokens
@@ -43,13 +43,13 @@ from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import refuse
 from shardtrain.system.atomic_write import clear_parts, new_file, replace_file
 from shardtrain.system.untrusted_files import (
-    of_kind,
+    check_kind,
+    check_whole_number,
     open_regular,
     parse_json,
     read_bytes,
     read_json,
     read_text,
-    whole_number,
 )
 
 UNIT_BYTES = 1 << 26
@@ -132,13 +132,15 @@ def tokenize(
     plan = {"version": VERSION, "digest": plan_digest(files, options)}
     out.mkdir(parents=True, exist_ok=True)
     _check_plan(out, plan)
-    if (manifest := whole_manifest(out)) is not None:
+    if (manifest := read_whole_manifest(out)) is not None:
         return manifest
     clear_parts(out, "*")
     units = make_units(files, options.shard_bytes, out, options.on_error)
     waiting = [unit for unit in units if not is_written(out, unit)]
     report(len(units) - len(waiting), len(units))
-    for done, _ in enumerate(_written(waiting, out, options, workers), start=len(units) - len(waiting) + 1):
+    for done, _ in enumerate(
+        _write_units(waiting, out, options, workers), start=len(units) - len(waiting) + 1
+    ):
         report(done, len(units))
     records = [read_record(out, unit) for unit in units]
     if not any(record["num_tokens"] for record in records):
@@ -210,7 +212,7 @@ def _check_plan(out: Path, plan: dict[str, Any]) -> None:
     replace_file(path, json.dumps(plan).encode())
 
 
-def _written(units: Sequence[Unit], out: Path, options: TokenizeOptions, workers: int) -> Iterator[None]:
+def _write_units(units: Sequence[Unit], out: Path, options: TokenizeOptions, workers: int) -> Iterator[None]:
     """Write units, and yield after each."""
     if workers <= 1 or len(units) <= 1:
         tokenizer = open_tokenizer(options.tokenizer, options.separator)
@@ -361,10 +363,10 @@ def read_record(out: Path, unit: Unit) -> dict[str, Any]:
     Raises:
       OSError, ValueError: there is none, or it is damaged.
     """
-    record = of_kind(read_json(record_path(out, unit)), dict, "a record")
+    record = check_kind(read_json(record_path(out, unit)), dict, "a record")
     for name in (*TOTALS, "checksum", "ends_checksum"):
-        whole_number(record.get(name), name, MOST_TOKENS)
-    skipped = of_kind(record.get("skipped"), list, "skipped")
+        check_whole_number(record.get(name), name, MOST_TOKENS)
+    skipped = check_kind(record.get("skipped"), list, "skipped")
     return {**record, "file": f"{unit.name}.npy", "skipped": list(map(str, skipped))}
 
 

@@ -61,14 +61,14 @@ def write_tokens(
     kind = np.dtype(dtype)
     if kind.name not in TOKEN_TYPES:
         raise ValueError(f"a token file of {kind.name} was asked for; use one of {', '.join(TOKEN_TYPES)}")
-    ending = _as_tokens([] if separator is None else [separator], kind)
+    ending = _convert_tokens([] if separator is None else [separator], kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     num_tokens = 0
     # the number of tokens is known only at the end: write a header with 0, and then over it
     with new_file(path, mode) as file:
         _write_header(file, kind, 0)
         for document in documents:
-            for tokens in (_as_tokens(document, kind), ending):
+            for tokens in (_convert_tokens(document, kind), ending):
                 file.write(tokens.data)
                 num_tokens += len(tokens)
         # numpy leaves room in the header for any number of tokens
@@ -82,7 +82,7 @@ def _write_header(file: BinaryIO, kind: np.dtype, num_tokens: int) -> None:
     np.lib.format.write_array_header_1_0(file, header)
 
 
-def _as_tokens(values: ArrayLike, kind: np.dtype) -> np.ndarray:
+def _convert_tokens(values: ArrayLike, kind: np.dtype) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(

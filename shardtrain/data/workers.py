@@ -73,7 +73,7 @@ class Workers:
         try:
             self._copy = pickle.dumps(batches)
         except Exception as error:  # any object of the user's may be in it
-            raise ValueError(_not_copied(type(batches.source).__name__, error)) from error
+            raise ValueError(_explain_not_copied(type(batches.source).__name__, error)) from error
         self._number = number
         self._all: list[_Worker] = []
         self._free: SimpleQueue[_Worker] = SimpleQueue()
@@ -97,7 +97,7 @@ class Workers:
         except BaseException as error:
             self.__exit__()
             if isinstance(error, OSError):
-                raise _ended(self._all[-1].process) from error
+                raise _make_ended_error(self._all[-1].process) from error
             raise
         return self
 
@@ -144,7 +144,7 @@ class Workers:
             worker.pipe.send(position)
             found = worker.pipe.recv()
         except (EOFError, OSError) as error:
-            raise _ended(worker.process) from error
+            raise _make_ended_error(worker.process) from error
         finally:
             self._free.put(worker)  # one that ended says so to the next thread as well
         if isinstance(found, _Failed):
@@ -155,14 +155,14 @@ class Workers:
         return batch
 
 
-def _not_copied(data: str, error: Exception) -> str:
+def _explain_not_copied(data: str, error: Exception) -> str:
     return (
         f"the data ({data}) cannot be copied to worker processes ({error}); define its classes and functions"
         " at the top of an importable file, open files when they are read, or use --loading.workers 0"
     )
 
 
-def _ended(process: BaseProcess) -> ChildProcessError:
+def _make_ended_error(process: BaseProcess) -> ChildProcessError:
     """Return the error of a worker that ended by itself."""
     process.join(END_SECONDS)
     code = process.exitcode
@@ -182,7 +182,7 @@ def _serve(pipe: Connection) -> None:
     """Load batches until the parent closes the pipe."""
     begin_worker(*STOPPING)
     try:
-        batches = _copied(pipe.recv_bytes())
+        batches = _copy_batches(pipe.recv_bytes())
         while True:
             position = pipe.recv()
             try:
@@ -193,20 +193,20 @@ def _serve(pipe: Connection) -> None:
             except (EOFError, BrokenPipeError):
                 raise
             except Exception as error:
-                pipe.send(_failed(error))
+                pipe.send(_make_failure(error))
     except (EOFError, OSError):
         pass  # nothing more is wanted
 
 
-def _copied(copy: bytes) -> Any:
+def _copy_batches(copy: bytes) -> Any:
     """Return the batches of this worker, or why they cannot be made."""
     try:
         return pickle.loads(copy)
     except Exception as error:
-        return ValueError(_not_copied("its classes or files", error))
+        return ValueError(_explain_not_copied("its classes or files", error))
 
 
-def _failed(error: Exception) -> _Failed:
+def _make_failure(error: Exception) -> _Failed:
     if isinstance(error, UserCodeFailed):
         return _Failed(UserCodeFailed(str(error)), user_traceback(error))
     trace = "".join(traceback.format_exception(error))

@@ -5,7 +5,17 @@ import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, count_text, each, some
+from shardtrain.doctor.check import (
+    Check,
+    Facts,
+    RankContext,
+    RankFacts,
+    Row,
+    count_text,
+    group_by_host,
+    join_texts,
+    some,
+)
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system.cgroup import limits
 from shardtrain.system.host import memory_bytes, ranges_text
@@ -70,7 +80,7 @@ def read_ranges(text: str) -> list[int]:
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for cores, NUMA nodes, limits on cores and memory, /dev/shm and ulimits."""
-    hosts = by_host(all_facts)
+    hosts = group_by_host(all_facts)
     rows = [
         _cores(all_facts, hosts),
         _numa(all_facts),
@@ -82,7 +92,7 @@ def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
 
 
 def _cores(all_facts: Sequence[RankFacts], hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
-    finding = each((one.name, _cores_text(one.facts)) for one in all_facts)
+    finding = join_texts((one.name, _cores_text(one.facts)) for one in all_facts)
     for overlapping in (_overlap(ranks) for ranks in hosts.values()):
         if overlapping:
             status, text, fix = overlapping
@@ -133,7 +143,7 @@ def _numa(all_facts: Sequence[RankFacts]) -> Row:
         one.name: [n for n, cores in one.facts["nodes"].items() if set(cores) & set(one.facts["cores"])]
         for one in several
     }
-    finding = each((name, f"on node {', '.join(nodes)}") for name, nodes in on.items())
+    finding = join_texts((name, f"on node {', '.join(nodes)}") for name, nodes in on.items())
     spread = [one for one in several if len(on[one.name]) > 1]
     if not spread:
         return Row("NUMA", finding)
@@ -156,14 +166,14 @@ def _threads(all_facts: Sequence[RankFacts]) -> list[Row]:
     if not many:
         return []
     fix = f"unset it, or set it to the cores of a rank: {len(all_facts[0].facts['cores'])}"
-    return [Row("threads", each(many), "warning", fix)]
+    return [Row("threads", join_texts(many), "warning", fix)]
 
 
 def _quota(all_facts: Sequence[RankFacts]) -> Row:
     tight = [one for one in all_facts if 0 < (one.facts["limits"]["cores"] or 0) < len(one.facts["cores"])]
     if not tight:
         return Row("CPU quota", "none below the number of visible cores")
-    finding = each(
+    finding = join_texts(
         (one.name, f"{one.facts['limits']['cores']:g} cores of time, {len(one.facts['cores'])} are visible")
         for one in tight
     )
@@ -188,8 +198,8 @@ def _memory_limit(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
         texts.append((host, text))
     if tight:
         fix = "ask for what the run needs (Slurm --mem, docker --memory): above the limit the kernel kills it"
-        return Row("memory", each(texts), "note", fix)
-    return Row("memory", each(texts))
+        return Row("memory", join_texts(texts), "note", fix)
+    return Row("memory", join_texts(texts))
 
 
 def _shm(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
@@ -200,16 +210,16 @@ def _shm(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
         texts.append((host, f"{bytes_text(free)} free of {bytes_text(size)}" if size else "does not exist"))
         small += [(host, needed)] if (free or 0) < needed else []
     if not small:
-        return Row("/dev/shm", each(texts))
+        return Row("/dev/shm", join_texts(texts))
     fix = (
         f"MPI needs {bytes_text(small[0][1])} there for the ranks of a host: docker --shm-size=1g, or"
         " mount -o remount,size=1G /dev/shm; remove files that dead runs left in it"
     )
-    return Row("/dev/shm", each(texts), "warning", fix)
+    return Row("/dev/shm", join_texts(texts), "warning", fix)
 
 
 def _ulimits(all_facts: Sequence[RankFacts]) -> list[Row]:
-    finding = each((one.name, ulimits_text(one.facts["ulimits"])) for one in all_facts)
+    finding = join_texts((one.name, ulimits_text(one.facts["ulimits"])) for one in all_facts)
     pinned = [
         o
         for o in all_facts

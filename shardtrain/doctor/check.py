@@ -132,7 +132,7 @@ class Check:
     measures: bool = False
 
 
-def each(texts: Iterable[tuple[str, str]]) -> str:
+def join_texts(texts: Iterable[tuple[str, str]]) -> str:
     """Join the texts of several ranks or hosts; equal texts appear once, with the names they belong to.
 
     Args:
@@ -160,7 +160,7 @@ def some(names: Sequence[str], most: int = 4) -> str:
     return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} more"
 
 
-def by_host(all_facts: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
+def group_by_host(all_facts: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
     """Group ranks by host."""
     hosts: dict[str, list[RankFacts]] = {}
     for one in all_facts:

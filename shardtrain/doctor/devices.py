@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, each, some
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, group_by_host, join_texts, some
 from shardtrain.doctor.child import run_child
 from shardtrain.islands.launcher_variables import NODE_GPUS, STEP_GPUS
 from shardtrain.report.quantities import bytes_text
@@ -47,7 +47,7 @@ def visible_gpu_facts(environ: Mapping[str, str]) -> Facts:
     }
 
 
-def gpus_wanted(environ: Mapping[str, str]) -> bool:
+def wants_gpus(environ: Mapping[str, str]) -> bool:
     """Return whether there is a GPU, and jax is not set to use the CPU."""
     has_gpu = num_device_files() > 0 and visible(environ) != []
     return has_gpu and environ.get("JAX_PLATFORMS", "").split(",")[0] != "cpu"
@@ -167,17 +167,17 @@ def collect(context: RankContext) -> Facts:
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for the devices that jax sees, those that it should see, and shared GPUs."""
-    rows = [_seen(all_facts)]
+    rows = [_check_visible(all_facts)]
     if idle := [one for one in all_facts if _is_idle(one.facts)]:
-        rows.append(_not_used(idle))
+        rows.append(_check_unused(idle))
     if short := [one for one in all_facts if _problem(one.facts)]:
         fix = (
             "ask the launcher for as many as jax is to use (srun --gpus-per-task, CUDA_VISIBLE_DEVICES);"
             " an allocated GPU that jax does not see is broken or in use: run nvidia-smi on that host"
         )
-        finding = each((one.name, str(_problem(one.facts))) for one in short)
+        finding = join_texts((one.name, str(_problem(one.facts))) for one in short)
         rows.append(Row("visible GPUs", finding, "wrong", fix))
-    rows += [row for ranks in by_host(all_facts).values() for row in _shared(ranks)]
+    rows += [row for ranks in group_by_host(all_facts).values() for row in _check_shared(ranks)]
     return rows + _busy(all_facts) + _rights(all_facts)
 
 
@@ -195,7 +195,7 @@ def text(devices: Sequence[Facts]) -> str:
     return ", ".join(f"{number} x {kind}" for kind, number in groups.items())
 
 
-def _seen(all_facts: Sequence[RankFacts]) -> Row:
+def _check_visible(all_facts: Sequence[RankFacts]) -> Row:
     broken = [
         (one.name, one.facts["seen"]["died"]) for one in all_facts if "devices" not in one.facts["seen"]
     ]
@@ -205,26 +205,26 @@ def _seen(all_facts: Sequence[RankFacts]) -> Row:
             " JAX_PLATFORMS must"
             " name platforms that exist, and a GPU's driver must be new enough for jax's plugin"
         )
-        finding = "jax does not start: " + each((name, str(died)) for name, died in broken)
+        finding = "jax does not start: " + join_texts((name, str(died)) for name, died in broken)
         return Row("seen by jax", finding, "wrong", fix)
-    finding = each((one.name, text(one.facts["seen"]["devices"])) for one in all_facts)
+    finding = join_texts((one.name, text(one.facts["seen"]["devices"])) for one in all_facts)
     if len({one.facts["seen"]["devices"][0]["platform"] for one in all_facts}) > 1:
         fix = "nothing if unequal islands are intended; otherwise see the row below or the host's driver"
         return Row("seen by jax", finding, "note", fix)
     return Row("seen by jax", finding)
 
 
-def _gpus_seen(facts: Facts) -> int:
+def _count_gpus_seen(facts: Facts) -> int:
     return sum(device["platform"] in ("gpu", "cuda") for device in facts["seen"].get("devices", ()))
 
 
 def _is_idle(facts: Facts) -> bool:
     """Return whether jax runs on the CPU although this rank may use GPUs."""
     may = facts["nodes"] > 0 and facts["visible"] != []
-    return may and "devices" in facts["seen"] and _gpus_seen(facts) == 0
+    return may and "devices" in facts["seen"] and _count_gpus_seen(facts) == 0
 
 
-def _not_used(idle: Sequence[RankFacts]) -> Row:
+def _check_unused(idle: Sequence[RankFacts]) -> Row:
     facts = idle[0].facts
     where = some([one.name for one in idle])
     finding = f"{where}: {facts['nodes']} GPUs exist (driver {facts['driver']}), but jax runs on the CPU"
@@ -244,7 +244,7 @@ def _not_used(idle: Sequence[RankFacts]) -> Row:
 
 def _problem(facts: Facts) -> str | None:
     """Return a message if a rank sees another number of GPUs than were allocated to it; None otherwise."""
-    seen = _gpus_seen(facts)
+    seen = _count_gpus_seen(facts)
     if not seen:
         return None
     given = len(facts["visible"]) if facts["visible"] is not None else facts["slurm"]
@@ -254,11 +254,11 @@ def _problem(facts: Facts) -> str | None:
     return f"{by} names {given} GPUs, jax sees {seen}" if given is not None and given != seen else None
 
 
-def _shared(ranks: Sequence[RankFacts]) -> list[Row]:
+def _check_shared(ranks: Sequence[RankFacts]) -> list[Row]:
     """Return rows for ranks of a host that use the same GPU."""
     users: dict[str, list[str]] = {}
     for one in ranks:
-        for uuid in one.facts["uuids"] if _gpus_seen(one.facts) else ():
+        for uuid in one.facts["uuids"] if _count_gpus_seen(one.facts) else ():
             users.setdefault(uuid, []).append(one.name)
     shared = {uuid: names for uuid, names in users.items() if len(names) > 1}
     if not shared:
@@ -288,20 +288,20 @@ def _busy(all_facts: Sequence[RankFacts]) -> list[Row]:
     if not busy:
         return []
     fix = "another process uses it: see nvidia-smi, and end processes left by an earlier run"
-    return [Row("memory taken", each(busy.items()), "warning", fix)]
+    return [Row("memory taken", join_texts(busy.items()), "warning", fix)]
 
 
 def _rights(all_facts: Sequence[RankFacts]) -> list[Row]:
     closed = [
         (one.name, f"{one.facts['closed']} GPUs cannot be opened") for one in all_facts if one.facts["closed"]
     ]
-    if not closed or any(_gpus_seen(one.facts) for one in all_facts):
+    if not closed or any(_count_gpus_seen(one.facts) for one in all_facts):
         return []
     fix = (
         "the batch system allocated none (ask for them: --gres=gpu:N), or you are not in the group of"
         " /dev/nvidia0"
     )
-    return [Row("rights", each(closed), "warning", fix)]
+    return [Row("rights", join_texts(closed), "warning", fix)]
 
 
 CHECK = Check(

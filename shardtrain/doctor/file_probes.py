@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from shardtrain.doctor.check import Facts, Row, Status, each, rate_text, some, time_text
+from shardtrain.doctor.check import Facts, Row, Status, join_texts, rate_text, some, time_text
 
 NUM_SMALL, NUM_SYNCS = 16, 5
 LARGE_BYTES, BLOCK_BYTES = 64 * 2**20, 2**20
@@ -81,7 +81,7 @@ class Probe:
         """Return the row for the results, or for the errors where it failed."""
         if errors := [(host, result["error"]) for host, result in results.items() if "error" in result]:
             fix = fix_for([error for _, error in errors])
-            return Row(self.item, f"fails: {each(errors)}", self.status_of_error, fix)
+            return Row(self.item, f"fails: {join_texts(errors)}", self.status_of_error, fix)
         finding, fix = self.judge(results)
         return Row(self.item, finding, self.status if fix else "ok", fix)
 
@@ -138,13 +138,13 @@ def fsync(folder: Path) -> Facts:
         with (folder / f"synced-{number}").open("wb") as file:
             file.write(bytes(4096))
             file.flush()
-            files.append(_timed(lambda file=file: os.fsync(file.fileno())))
-        folders.append(_timed(lambda: sync_folder(folder)))
+            files.append(_time(lambda file=file: os.fsync(file.fileno())))
+        folders.append(_time(lambda: sync_folder(folder)))
     return {"file_seconds": median(files), "folder_seconds": median(folders)}
 
 
 def _fsync(results: Results) -> tuple[str, str]:
-    finding = each(
+    finding = join_texts(
         (host, f"a file in {time_text(r['file_seconds'])}, a folder in {time_text(r['folder_seconds'])}")
         for host, r in results.items()
     )
@@ -193,13 +193,13 @@ def is_locked(path: Path) -> bool:
 def small(folder: Path) -> Facts:
     """Measure how long it takes to create a small file, and to stat it."""
     paths = [folder / f"small-{number}" for number in range(NUM_SMALL)]
-    created = [_timed(lambda path=path: path.write_bytes(b"x")) for path in paths]
-    stats = [_timed(path.stat) for path in paths]
+    created = [_time(lambda path=path: path.write_bytes(b"x")) for path in paths]
+    stats = [_time(path.stat) for path in paths]
     return {"create_seconds": median(created), "stat_seconds": median(stats)}
 
 
 def _small(results: Results) -> tuple[str, str]:
-    finding = each(
+    finding = join_texts(
         (host, f"created in {time_text(r['create_seconds'])}, stat in {time_text(r['stat_seconds'])}")
         for host, r in results.items()
     )
@@ -222,14 +222,14 @@ def large(folder: Path, num_bytes: int = LARGE_BYTES) -> Facts:
 
 
 def _large(results: Results) -> tuple[str, str]:
-    finding = each((host, rate_text(r["bytes_per_second"])) for host, r in results.items())
+    finding = join_texts((host, rate_text(r["bytes_per_second"])) for host, r in results.items())
     slowest = min(r["bytes_per_second"] for r in results.values())
     minutes = CHECKPOINT_BYTES / slowest / 60
     fix = f"a checkpoint of 10 GB takes {minutes:.0f} minutes: save less often, or to a faster disk"
     return finding, fix if slowest < SLOW_BYTES_PER_SECOND else ""
 
 
-def _timed(call: Callable[[], object]) -> float:
+def _time(call: Callable[[], object]) -> float:
     began = time.monotonic()
     call()
     return time.monotonic() - began

@@ -17,8 +17,8 @@ from shardtrain.doctor.check import (
     RankContext,
     RankFacts,
     Row,
-    by_host,
-    each,
+    group_by_host,
+    join_texts,
     some,
     time_text,
 )
@@ -57,7 +57,7 @@ def _make_probe_folder(context: RankContext) -> tuple[Facts, Path | None]:
     base = nearest(context.run_dir)
     mounts = Path("/proc/mounts")
     facts |= {"base": str(base), "there": context.run_dir.is_dir(), "space": result_or_error(space, base)}
-    facts["mount"] = mount_of(base, mounts.read_text() if mounts.exists() else "")
+    facts["mount"] = find_mount(base, mounts.read_text() if mounts.exists() else "")
     made: list[Path] = []
 
     def make(base: Path) -> Facts:
@@ -128,7 +128,7 @@ def wait_for(path: Path, timeout_seconds: float = SEEN_SECONDS) -> float | None:
         time.sleep(0.05)
 
 
-def mount_of(path: Path, mounts: str) -> Facts:
+def find_mount(path: Path, mounts: str) -> Facts:
     """Return the mount that a path is on.
 
     Args:
@@ -175,9 +175,9 @@ def space(folder: Path) -> Facts:
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for the folder, its visibility on all ranks, its space, and each probe."""
-    hosts = {host: ranks[0] for host, ranks in by_host(all_facts).items()}
+    hosts = {host: ranks[0] for host, ranks in group_by_host(all_facts).items()}
     refused = [(one.name, one.facts["error"]) for one in all_facts if one.facts["error"]]
-    rows = [_refused(all_facts[0], refused) if refused else _folder(hosts)]
+    rows = [_check_refused(all_facts[0], refused) if refused else _folder(hosts)]
     if len(all_facts) > 1 and all_facts[0].rank == 0 and "unseen" in all_facts[0].facts:
         rows.append(_same(all_facts))
     with_space = {host: one for host, one in hosts.items() if one.facts.get("space", {}).get("size_bytes")}
@@ -186,14 +186,14 @@ def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     return rows + (probe_rows(probes) if probes else [])
 
 
-def _refused(first: RankFacts, refused: Sequence[tuple[str, str]]) -> Row:
-    finding = f"{first.facts['base']} cannot be written: {each(refused)}"
+def _check_refused(first: RankFacts, refused: Sequence[tuple[str, str]]) -> Row:
+    finding = f"{first.facts['base']} cannot be written: {join_texts(refused)}"
     fix = fix_for([error for _, error in refused])
     return Row("run folder", finding, "wrong", fix)
 
 
 def _folder(hosts: Mapping[str, RankFacts]) -> Row:
-    finding = each((host, _folder_text(one.facts)) for host, one in hosts.items())
+    finding = join_texts((host, _folder_text(one.facts)) for host, one in hosts.items())
     if lost := [
         one.facts["mount"]["type"] for one in hosts.values() if one.facts["mount"]["type"] in TEMPORARY
     ]:
@@ -246,13 +246,13 @@ def _space(hosts: Mapping[str, RankFacts]) -> Row:
         few = inodes is not None and inodes < FREE_INODES
         small += [(host, room["free_bytes"])] if room["free_bytes"] < FREE_BYTES or few else []
     if not small:
-        return Row("space", each(texts))
+        return Row("space", join_texts(texts))
     fix = (
         "a checkpoint needs 12 bytes a parameter with Adam, and is written before the last is deleted:"
         f" {bytes_text(small[0][1])} hold two of {small[0][1] // 24:,} parameters; delete old files,"
         " or give another --run-dir"
     )
-    return Row("space", each(texts), "warning", fix)
+    return Row("space", join_texts(texts), "warning", fix)
 
 
 CHECK = Check(

@@ -40,7 +40,7 @@ def collect(context: RankContext) -> Facts:
     num_bytes = MESSAGE_BYTES.get(devices[0].platform, DEVICE_BYTES)
     facts: Facts = {
         "platform": devices[0].platform,
-        "pairs": {f"{a} - {b}": permute(devices, a, b, num_bytes) for a, b in sampled(len(devices))},
+        "pairs": {f"{a} - {b}": permute(devices, a, b, num_bytes) for a, b in sample_pairs(len(devices))},
         "all_reduce": all_reduce(devices, num_bytes) if len(devices) > 1 else None,
     }
     context.control.all_gather("devices are measured")
@@ -51,7 +51,7 @@ def collect(context: RankContext) -> Facts:
     return facts
 
 
-def sampled(num_devices: int) -> list[tuple[int, int]]:
+def sample_pairs(num_devices: int) -> list[tuple[int, int]]:
     """Choose pairs of devices: all, or neighbours and opposites if there are many.
 
     >>> sampled(3), len(sampled(8)), len(sampled(64))
@@ -72,7 +72,9 @@ def permute(devices: Sequence[Any], a: int, b: int, num_bytes: int) -> float:
     import jax
 
     return num_bytes / best(
-        _on_mesh([devices[a], devices[b]], num_bytes, lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]))
+        _run_on_mesh(
+            [devices[a], devices[b]], num_bytes, lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)])
+        )
     )
 
 
@@ -80,10 +82,10 @@ def all_reduce(devices: Sequence[Any], num_bytes: int) -> float:
     """Return the bytes per second of a sum over all devices, relative to the size of one device's array."""
     import jax
 
-    return num_bytes / best(_on_mesh(devices, num_bytes, lambda x: jax.lax.psum(x, "data")))
+    return num_bytes / best(_run_on_mesh(devices, num_bytes, lambda x: jax.lax.psum(x, "data")))
 
 
-def _on_mesh(devices: Sequence[Any], num_bytes: int, body: Any):
+def _run_on_mesh(devices: Sequence[Any], num_bytes: int, body: Any):
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec

@@ -6,12 +6,21 @@ MPI and mpi4jax are tried in a child process, because incompatible libraries cra
 import re
 from collections.abc import Mapping, Sequence
 
-from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, count_text, each
+from shardtrain.doctor.check import (
+    Check,
+    Facts,
+    RankContext,
+    RankFacts,
+    Row,
+    count_text,
+    group_by_host,
+    join_texts,
+)
 from shardtrain.doctor.child import compatible, run_child
-from shardtrain.doctor.devices import gpus_wanted
+from shardtrain.doctor.devices import wants_gpus
 from shardtrain.islands.device_memory import cuda_aware
 from shardtrain.islands.launcher_variables import JOB_ID, JOB_TASKS, OTHER_LAUNCHERS, pmi_interface
-from shardtrain.islands.mpi_library import library_environment, not_installed, vendor
+from shardtrain.islands.mpi_library import library_environment, list_not_installed, vendor
 from shardtrain.launch.mpi import find_mpiexec
 from shardtrain.system.untrusted_data import parse_count
 
@@ -55,12 +64,12 @@ def collect(context: RankContext) -> Facts:
         else [],
         "tasks_of_job": _tasks_of_job(context.environ) if context.environment.launcher == "none" else 1,
     }
-    if context.is_first_on_host and (absent := not_installed()):
+    if context.is_first_on_host and (absent := list_not_installed()):
         facts["absent"] = absent
     elif context.is_first_on_host:
         environ = {**context.environ, **library_environment(context.environ), "JAX_PLATFORMS": "cpu"}
         facts |= {"child": run_child(PROGRAM, environ, CHILD_SECONDS), "mpiexec": _mpiexec()}
-        if gpus_wanted(context.environ) and not context.quick:
+        if wants_gpus(context.environ) and not context.quick:
             facts["cuda_aware"] = cuda_aware(timeout_seconds=PROBE_SECONDS)
     return facts
 
@@ -80,7 +89,9 @@ def _mpiexec() -> Facts:
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for the launcher, the libraries, the mpiexec, and the test message."""
-    firsts = [one for one in (ranks[0] for ranks in by_host(all_facts).values()) if "child" in one.facts]
+    firsts = [
+        one for one in (ranks[0] for ranks in group_by_host(all_facts).values()) if "child" in one.facts
+    ]
     rows = [_launcher(all_facts)]
     if problem := all_facts[0].facts["seats_problem"]:
         fix = "start as many ranks as the islands need, or change SHARDTRAIN_ISLAND_PROCESSES, as it says"
@@ -124,7 +135,7 @@ def _launcher(all_facts: Sequence[RankFacts]) -> Row:
 
 def _absent(hosts: Sequence[tuple[str, str]], alone: bool) -> Row:
     """Return the row for an MPI that is not installed; a single process does not need it."""
-    finding = f"not installed: {each(hosts)}"
+    finding = f"not installed: {join_texts(hosts)}"
     install = "install shardtrain[mpi] (README, Installing)"
     fix = f"nothing for a single process, which needs none; for several {install}"
     if not alone:
@@ -151,7 +162,7 @@ def _library(firsts: Sequence[RankFacts]) -> Row:
             "install mpi4py for the MPI of this machine: uv sync for the bundled one, or another"
             " (README, Installing)"
         )
-        finding = "mpi4py does not start: " + each((host, str(died)) for host, died in broken)
+        finding = "mpi4py does not start: " + join_texts((host, str(died)) for host, died in broken)
         return Row("library", finding, "wrong", fix)
     # it starts: show the version and the library of each host
     texts = [
@@ -164,8 +175,8 @@ def _library(firsts: Sequence[RankFacts]) -> Row:
     ]
     if len({_first_line(child["library"]) for _, child in children}) > 1:
         fix = "give every host the same MPI: different ones cannot communicate"
-        return Row("library", each(texts), "wrong", fix)
-    return Row("library", each(texts))
+        return Row("library", join_texts(texts), "wrong", fix)
+    return Row("library", join_texts(texts))
 
 
 def _threads(firsts: Sequence[RankFacts]) -> list[Row]:
@@ -176,7 +187,7 @@ def _threads(firsts: Sequence[RankFacts]) -> list[Row]:
     fix = (
         "use an MPI built with MPI_THREAD_MULTIPLE, and unset MPI4PY_RC_THREAD_LEVEL: several threads call it"
     )
-    return [Row("threads", each(low), "wrong", fix)]
+    return [Row("threads", join_texts(low), "wrong", fix)]
 
 
 def _mpi4jax(firsts: Sequence[RankFacts]) -> Row:
@@ -186,27 +197,27 @@ def _mpi4jax(firsts: Sequence[RankFacts]) -> Row:
     # two MPIs in one process may exchange an array by luck, but not reliably
     two = [(host, ", ".join(c["libraries"])) for host, c in children if len(c.get("libraries", ())) > 1]
     if two:
-        finding = "mpi4py and mpi4jax load different MPIs: " + each(two)
+        finding = "mpi4py and mpi4jax load different MPIs: " + join_texts(two)
         return Row("mpi4jax", finding, "wrong", rebuild)
     # it does not load, or the test array did not come back as it was sent
     failed = [(host, str(c["died"] or "it came back modified")) for host, c in children if not c.get("moved")]
     if failed:
         loads = all("mpi4jax" in child for _, child in children)
-        finding = ("an array sent to itself: " if loads else "it does not load: ") + each(failed)
+        finding = ("an array sent to itself: " if loads else "it does not load: ") + join_texts(failed)
         return Row("mpi4jax", finding, "wrong", rebuild)
     texts = [
         (host, f"{child['mpi4jax']} loads the same MPI; an array passed through it")
         for host, child in children
     ]
     if warned := [(host, child["warnings"][0][:200]) for host, child in children if child["warnings"]]:
-        finding = f"{each(texts)}; it warns: {each(warned)}"
+        finding = f"{join_texts(texts)}; it warns: {join_texts(warned)}"
         return Row("mpi4jax", finding, "note", "keep the versions of jax and mpi4jax that uv sync installs")
-    return Row("mpi4jax", each(texts) if texts else "not tried: mpi4py does not start")
+    return Row("mpi4jax", join_texts(texts) if texts else "not tried: mpi4py does not start")
 
 
 def _launches(firsts: Sequence[RankFacts]) -> Row:
     """Return the row for the mpiexec that `shardtrain launch` uses."""
-    finding = each(
+    finding = join_texts(
         (one.host, m.get("error") or f"{m['path']} ({m['flavour']} {m['version']})")
         for one in firsts
         for m in (one.facts["mpiexec"],)
@@ -233,7 +244,7 @@ def _launches(firsts: Sequence[RankFacts]) -> Row:
 
 
 def _device_memory(probed: Sequence[tuple[str, bool]]) -> Row:
-    finding = each(
+    finding = join_texts(
         (host, "accepts device memory" if able else "does not accept device memory") for host, able in probed
     )
     if all(able for _, able in probed):

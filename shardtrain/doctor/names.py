@@ -7,7 +7,16 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, each, time_text
+from shardtrain.doctor.check import (
+    Check,
+    Facts,
+    RankContext,
+    RankFacts,
+    Row,
+    group_by_host,
+    join_texts,
+    time_text,
+)
 from shardtrain.islands.network import PROXIES
 
 SLOW_SECONDS = 1.0
@@ -64,7 +73,7 @@ def is_loopback(address: str) -> bool:
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for own names, other hosts' names, and clocks."""
-    firsts = [ranks[0] for ranks in by_host(all_facts).values()]
+    firsts = [ranks[0] for ranks in group_by_host(all_facts).values()]
     rows = [_own(firsts), *_doubles(firsts), *_slow(firsts), *_proxies(firsts)]
     if len(firsts) > 1:
         rows += [_others(firsts), _clocks(all_facts)]
@@ -72,7 +81,9 @@ def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
 
 
 def _own(firsts: Sequence[RankFacts]) -> Row:
-    finding = each((one.host, f"{one.facts['name']} is {addresses_text(one.facts['own'])}") for one in firsts)
+    finding = join_texts(
+        (one.host, f"{one.facts['name']} is {addresses_text(one.facts['own'])}") for one in firsts
+    )
     lost = [one for one in firsts if not one.facts["own"]["addresses"]]
     looped = [one for one in firsts if _loops(one.facts["own"]) and one not in lost]
     if lost:
@@ -144,7 +155,7 @@ def _slow(firsts: Sequence[RankFacts]) -> list[Row]:
 
 def _proxies(firsts: Sequence[RankFacts]) -> list[Row]:
     """Return a row for variables of proxies, which gRPC uses between hosts too."""
-    found = each((one.host, ", ".join(one.facts["proxies"])) for one in firsts if one.facts["proxies"])
+    found = join_texts((one.host, ", ".join(one.facts["proxies"])) for one in firsts if one.facts["proxies"])
     if not found:
         return []
     fix = (
@@ -170,7 +181,9 @@ def _others(firsts: Sequence[RankFacts]) -> Row:
 
 def _clocks(all_facts: Sequence[RankFacts]) -> Row:
     # the clock of a host is that of its rank that left the barrier first
-    clocks = {host: min(one.facts["clock"] for one in ranks) for host, ranks in by_host(all_facts).items()}
+    clocks = {
+        host: min(one.facts["clock"] for one in ranks) for host, ranks in group_by_host(all_facts).items()
+    }
     early, late = min(clocks, key=clocks.__getitem__), max(clocks, key=clocks.__getitem__)
     apart = clocks[late] - clocks[early]
     if apart < CLOCK_SECONDS:

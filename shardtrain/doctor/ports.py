@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, by_host, some, time_text
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, group_by_host, some, time_text
 
 CONNECT_SECONDS = 3.0
 MOST_PARTNERS = 16
@@ -80,7 +80,7 @@ def connect(address: str, port: int) -> Facts:
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return rows for listening and for connecting."""
-    firsts = [ranks[0] for ranks in by_host(all_facts).values()]
+    firsts = [ranks[0] for ranks in group_by_host(all_facts).values()]
     if refused := [f"{one.host}: {one.facts['listens']}" for one in firsts if one.facts["listens"]]:
         fix = (
             "allow users' programs to listen there: ask the administrator, or change the network mode of the"

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, rate_text, some
-from shardtrain.plan.devices import known_device
+from shardtrain.plan.devices import find_device
 
 SIZES = {"cpu": (1024, 2**24)}
 LARGE = (8192, 2**28)
@@ -162,7 +162,7 @@ def _rate(all_facts: Sequence[RankFacts], kind: str, name: str) -> Row:
 
 
 def _peak(kind: str, name: str) -> float | None:
-    known = known_device(kind)
+    known = find_device(kind)
     if known is None or name == "float32":
         return None
     return known.matrix_flops_per_second if name == "bfloat16" else known.memory_bytes_per_second

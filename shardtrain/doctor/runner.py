@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardtrain.doctor import binding, devices, files, links, mpi, names, ports, rates, versions
-from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, Status, each, some, worst
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, Status, join_texts, some, worst
 from shardtrain.islands.rank_timeout import RankTimeout
 
 CHECKS: Mapping[str, Check] = {
@@ -146,7 +146,7 @@ def check_rows(name: str, check: Check, context: RankContext, outcomes: Mapping[
         failed = {r: a["failed"] for r, a in sorted(outcomes.items()) if a["failed"] and a["hung"] == hung}
         if failed:
             texts = ((names[rank], text) for rank, text in failed.items())
-            rows.append(Row("check", each(texts), "wrong" if hung else "warning", fix))
+            rows.append(Row("check", join_texts(texts), "wrong" if hung else "warning", fix))
     return [replace(row, check=row.check or name) for row in rows]
 
 

@@ -68,19 +68,19 @@ def connect_ranks(
         return alone
     # 1. find mistakes of the launch that need no MPI
     if problem := launch_problem(environment, environ):
-        return _with_problem(alone, problem)
+        return _add_problem(alone, problem)
     who = f"rank {environment.rank} of {environment.size} (host {environment.host})"
     # 2. start MPI, watched by a child process: it may end this process without a message
     with watch_mpi_start(who, 2 * patience_seconds):
         from shardtrain.islands.bridge import Control, world
-        from shardtrain.islands.membership import other_mpi_text, rank_name
+        from shardtrain.islands.membership import format_other_mpi, rank_name
 
         try:
             comm = world()
         except ValueError as problem:
-            return _with_problem(alone, str(problem))
+            return _add_problem(alone, str(problem))
         if (comm.rank, comm.size) != (environment.rank, environment.size):
-            return _with_problem(alone, other_mpi_text(environment, comm.rank, comm.size))
+            return _add_problem(alone, format_other_mpi(environment, comm.rank, comm.size))
         controls = tuple(Control(comm) for _ in range(num_controls))
         hosts = controls[0].all_gather("start", environment.host, patience_seconds)
     # 3. assign ranks to islands; a mistake there must not keep the other checks from running
@@ -99,7 +99,7 @@ def connect_ranks(
     return Connection(controls=controls, hosts=tuple(hosts), comm=comm, islands_problem=problem)
 
 
-def _with_problem(alone: Connection, problem: str) -> Connection:
+def _add_problem(alone: Connection, problem: str) -> Connection:
     return Connection(controls=alone.controls, hosts=alone.hosts, comm=None, problem=problem)
 
 
@@ -116,7 +116,7 @@ def late_text(who: str, after_seconds: float) -> str:
     )
 
 
-def ended_text(who: str) -> str:
+def format_ended(who: str) -> str:
     """Return the message for a rank that ended while MPI started.
 
     >>> ended_text("rank 1 of 2 (host a)")[:68]
@@ -145,7 +145,7 @@ def watch_mpi_start(who: str, after_seconds: float) -> Iterator[None]:
                 os.write(2, late_text(who, after_seconds).encode())
                 os.kill(parent, signal.SIGKILL)
             elif os.read(read, 1) == b"":
-                os.write(2, ended_text(who).encode())
+                os.write(2, format_ended(who).encode())
         finally:
             os._exit(0)
     os.close(read)

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, each, some
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, join_texts, some
 from shardtrain.islands.agreement import disagreement
 from shardtrain.islands.mpi_library import PACKAGES as OF_MPI
 from shardtrain.islands.rank_facts import flags, versions
@@ -62,7 +62,7 @@ def _differences(all_facts: Sequence[RankFacts], prefix: str) -> tuple[str, str]
 
 
 def _python(all_facts: Sequence[RankFacts]) -> Row:
-    finding = each((one.name, one.facts["python"]) for one in all_facts)
+    finding = join_texts((one.name, one.facts["python"]) for one in all_facts)
     if len({one.facts["python"] for one in all_facts}) > 1:
         fix = "nothing while their packages are equal; one environment on a shared file system ensures that"
         return Row("python", finding, "note", fix)
@@ -71,7 +71,7 @@ def _python(all_facts: Sequence[RankFacts]) -> Row:
 
 def _system(all_facts: Sequence[RankFacts]) -> Row:
     names = ("system", "machine", "libc", "driver")
-    finding = each(
+    finding = join_texts(
         (one.name, ", ".join(str(one.facts[n]) for n in names if one.facts[n])) for one in all_facts
     )
     drivers = {one.facts["driver"] for one in all_facts if one.facts["driver"]}

@@ -45,7 +45,7 @@ def wrong_types(value: Any) -> list[str]:
     for field in fields(value):
         given = getattr(value, field.name)
         try:
-            object.__setattr__(value, field.name, as_kind(given, hints[field.name], field.name))
+            object.__setattr__(value, field.name, convert_kind(given, hints[field.name], field.name))
         except WrongType as error:
             problems.append(str(error))
             default = field.default_factory() if field.default_factory is not MISSING else field.default
@@ -73,7 +73,7 @@ def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def as_kind(value: Any, hint: Any, name: str) -> Any:
+def convert_kind(value: Any, hint: Any, name: str) -> Any:
     """Convert a value to its type hint.
 
     Raises:
@@ -91,9 +91,9 @@ def as_kind(value: Any, hint: Any, name: str) -> Any:
         value = value.item()
     for option in options:
         if _fits(value, option):
-            return _converted(value, option, name)
+            return _convert(value, option, name)
     for option in options:
-        if is_dataclass(option) and hasattr(option, "short") and (made := _made(option, value, name)):
+        if is_dataclass(option) and hasattr(option, "short") and (made := _make(option, value, name)):
             return made
     raise WrongType(_problem(value, options, name))
 
@@ -152,16 +152,16 @@ def _kinds(hint: Any, num_items: int) -> tuple[Any, ...]:
     return kinds[:1] * num_items if kinds[-1:] == (...,) else kinds
 
 
-def _converted(value: Any, hint: Any, name: str) -> Any:
+def _convert(value: Any, hint: Any, name: str) -> Any:
     if hint is Path:
         return Path(value)
     if typing.get_origin(hint) is tuple:
         kinds = _kinds(hint, len(value))
-        return tuple(as_kind(item, kind, name) for item, kind in zip(value, kinds, strict=True))
+        return tuple(convert_kind(item, kind, name) for item, kind in zip(value, kinds, strict=True))
     return value
 
 
-def _made(kind: Any, value: Any, name: str) -> Any:
+def _make(kind: Any, value: Any, name: str) -> Any:
     """Return the dataclass of a short form; None if the value is not a short form."""
     try:
         given = kind.short(value)
@@ -181,7 +181,7 @@ def _problem(value: Any, options: Sequence[Any], name: str) -> str:
         return f"{shown}; allowed: {allowed}{' or None' if type(None) in options else ''}"
     if any(map(_is_literal, options)):  # a word after a list would read as one of its items
         options = sorted(options, key=lambda option: typing.get_origin(option) is tuple)
-    wanted = " or ".join(_wanted(option) for option in options)
+    wanted = " or ".join(_format_wanted(option) for option in options)
     return f"{shown}; give {wanted}{_suggestion(value, options, name)}"
 
 
@@ -199,9 +199,9 @@ def _literals(option: Any) -> list[str]:
     return [word if isinstance(word, str) else repr(word) for word in typing.get_args(option)]
 
 
-def _wanted(option: Any) -> str:
+def _format_wanted(option: Any) -> str:
     if _is_union(option):
-        return " or ".join(map(_wanted, typing.get_args(option)))
+        return " or ".join(map(_format_wanted, typing.get_args(option)))
     if _is_literal(option):
         return " or ".join(_literals(option))
     origin: Any = typing.get_origin(option) or option
@@ -212,7 +212,9 @@ def _wanted(option: Any) -> str:
     if origin is tuple:
         kinds = typing.get_args(option)
         length = "" if kinds[-1] is ... else f" of {len(kinds)}"
-        return f"a list{length}, each item {' or '.join(dict.fromkeys(map(_wanted, _kinds(option, 1))))}"
+        return (
+            f"a list{length}, each item {' or '.join(dict.fromkeys(map(_format_wanted, _kinds(option, 1))))}"
+        )
     name: str = getattr(origin, "__name__", str(origin))
     if is_dataclass(origin):
         return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"

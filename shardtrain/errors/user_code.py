@@ -45,13 +45,13 @@ def user_code(where: Callable[[BaseException], str]) -> Iterator[None]:
         text = f"called sys.exit({error.code!r}); raise an exception to stop the run, or return"
         raise UserCodeFailed(f"{where(error)} {text}") from error
     except Exception as error:
-        if isinstance(error, OWN_MISTAKES) and _raised_here(error.__traceback__):
+        if isinstance(error, OWN_MISTAKES) and _is_raised_here(error.__traceback__):
             raise
-        text = _traced_text(error) or f"raised {type(error).__name__}: {error}"
+        text = _format_traced(error) or f"raised {type(error).__name__}: {error}"
         raise UserCodeFailed(f"{where(error)} {text}") from error
 
 
-def _traced_text(error: Exception) -> str:
+def _format_traced(error: Exception) -> str:
     """Return what to say of code that needs the value of a traced array; "" of another error.
 
     The text of jax names the function that is traced, which is this package's.
@@ -83,7 +83,7 @@ _TRACED = {
 """Errors of jax about a value that tracing does not have -> what to write."""
 
 
-def _raised_here(trace: TracebackType | None) -> bool:
+def _is_raised_here(trace: TracebackType | None) -> bool:
     """Return whether the innermost call is in this package, whose errors explain themselves."""
     innermost = False
     while trace is not None:
@@ -105,7 +105,7 @@ def user_traceback(failure: UserCodeFailed) -> str:
     shown = users or [call for call in formatted.stack if not call.filename.startswith(FOLDER)]
     formatted.stack = traceback.StackSummary.from_list(shown)
     lines = list(formatted.format(chain=False))
-    if isinstance(error, Exception) and _traced_text(error):
+    if isinstance(error, Exception) and _format_traced(error):
         # what follows the calls and the first line of the error names what is traced
         kind = f"{type(error).__module__}.{type(error).__name__}"
         first = str(error).partition("\n")[0]
@@ -113,7 +113,7 @@ def user_traceback(failure: UserCodeFailed) -> str:
     return "".join(lines)
 
 
-def raised_at(error: BaseException) -> str:
+def find_raising_line(error: BaseException) -> str:
     """Return the file and line of the user's code that raised, or that called the library which did.
 
     Args:

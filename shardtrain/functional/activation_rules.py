@@ -28,7 +28,7 @@ from shardtrain.functional.context_attention import ContextAttention
 from shardtrain.functional.expert_exchange import ExpertExchange
 from shardtrain.sharding.axis_sizes import is_one_device
 from shardtrain.sharding.placement_problems import rules_text, ways_text
-from shardtrain.sharding.rules import Rules, repeated
+from shardtrain.sharding.rules import Rules, find_repeated
 
 
 class _NameRecorder:
@@ -101,7 +101,7 @@ class _StrictRules(tuple):
     def _check(self, rules: Rules, names: tuple[Any, ...], dims: list[str]) -> None:
         unruled = [dim for dim in dims if dim not in rules] if self.unnamed == "refuse" else []
         problems = [f"no rule for dim {near(dim, rules)}" for dim in unruled]
-        used = repeated(axis for dim in dims for axis in rules.get(dim, ()))
+        used = find_repeated(axis for dim in dims for axis in rules.get(dim, ()))
         problems += [f"axis {axis!r} shards {n} dims of one array" for axis, n in used]
         self.findings.unruled.update(dict.fromkeys(unruled))
         self.findings.problems.update(dict.fromkeys(f"{names} ({_line()}): {text}" for text in problems))

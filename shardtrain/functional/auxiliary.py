@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
-from shardtrain.functional.loss import Apply, Batch, Loss, for_evaluation
-from shardtrain.functional.loss_checks import checked
+from shardtrain.functional.loss import Apply, Batch, Loss, find_evaluation_loss
+from shardtrain.functional.loss_checks import check_result
 from shardtrain.functional.model_calls import ModelCall
 
 AUXILIARY = "auxiliary"
@@ -58,7 +58,7 @@ def plain(outputs: Any) -> Any:
     return outputs.outputs if isinstance(outputs, Outputs) else outputs
 
 
-def summed_loss(
+def sum_loss(
     loss: Loss, apply: Apply, batch: Batch, train: bool = True, rng: jax.Array | None = None
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Return (sum, count, metrics) of a loss, with those that the model has of its own.
@@ -78,12 +78,15 @@ def summed_loss(
     """
     called: list[Any] = []
 
-    def without_auxiliary(*inputs: Any) -> Any:
+    def drop_auxiliary(*inputs: Any) -> Any:
         called.append(apply(*inputs))
         return plain(called[-1])
 
-    loss, rng = loss if train else for_evaluation(loss), getattr(apply, "rng", None) if rng is None else rng
-    loss_sum, count, metrics = checked(loss(ModelCall(without_auxiliary, rng), batch))
+    loss, rng = (
+        loss if train else find_evaluation_loss(loss),
+        getattr(apply, "rng", None) if rng is None else rng,
+    )
+    loss_sum, count, metrics = check_result(loss(ModelCall(drop_auxiliary, rng), batch))
     found = [outputs for outputs in called if isinstance(outputs, Outputs)]
     for outputs in found:
         rows = jax.tree.leaves(outputs.auxiliary)[0].shape[0]
@@ -119,7 +122,7 @@ def _row_counts(loss: Loss, outputs: Sequence[Any], batch: Batch, rows: int, tot
 
     def count(weights: jax.Array) -> jax.Array:
         calls = iter(outputs)
-        return jnp.float32(checked(loss(lambda *_: next(calls), {**batch, "weights": weights}))[1])
+        return jnp.float32(check_result(loss(lambda *_: next(calls), {**batch, "weights": weights}))[1])
 
     # the operations of the loss that the derivative of its count depends on, and no others
     traced = jax.make_jaxpr(lambda x, dx: jax.jvp(count, (x,), (dx,))[1])(weights, weights)

@@ -43,7 +43,7 @@ def one_axis_name(modules: Iterable[Any]) -> str | None:
     return names[0] if names else None
 
 
-def with_axis_bound(call: Callable[..., Any], axis_name: str | None) -> Callable[..., Any]:
+def bind_axis(call: Callable[..., Any], axis_name: str | None) -> Callable[..., Any]:
     """Return a function that also works where its axis name is not bound, as with one replica."""
     if axis_name is None:
         return call

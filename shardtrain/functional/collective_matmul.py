@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 
 from shardtrain import axes
-from shardtrain.functional.context_attention import mesh_axes_of
+from shardtrain.functional.context_attention import find_mesh_axes
 from shardtrain.functional.remat_policies import WHOLE_SEQ
 from shardtrain.functional.ring import Ring
 
@@ -74,9 +74,9 @@ class CollectiveMatmul:
           other axes too, or the positions cannot be split into equal parts.
         """
         call = _call(x_BTD, kernel, dims, 1, range(1, kernel.ndim))
-        return None if call is None else _gathered(call, x_BTD, kernel)
+        return None if call is None else _gather(call, x_BTD, kernel)
 
-    def scattered(self, x: jax.Array, kernel: jax.Array, dims: Dims) -> jax.Array | None:
+    def multiply_scattered(self, x: jax.Array, kernel: jax.Array, dims: Dims) -> jax.Array | None:
         """Multiply features that are sharded over tensor with a kernel that makes them the residual stream.
 
         Args:
@@ -88,7 +88,7 @@ class CollectiveMatmul:
           (B, T, D), named (batch, residual_seq, embed), summed in the dtype of x; None as for `gathered`.
         """
         call = _call(x, kernel, dims, kernel.ndim - 1, range(kernel.ndim - 1))
-        return None if call is None else _scattered(call, x, kernel)
+        return None if call is None else _scatter(call, x, kernel)
 
 
 def _call(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int, split: range) -> _Call | None:
@@ -99,9 +99,9 @@ def _call(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int, split: range
     """
     mesh = jax.sharding.get_abstract_mesh()
     num = mesh.shape.get(axes.TENSOR, 1)
-    rows, seq = mesh_axes_of(axes.BATCH, axes.SEQ)
-    _, parts = mesh_axes_of(axes.BATCH, axes.RESIDUAL_SEQ)
-    of_kernel = tuple(mesh_axes_of(*dims))
+    rows, seq = find_mesh_axes(axes.BATCH, axes.SEQ)
+    _, parts = find_mesh_axes(axes.BATCH, axes.RESIDUAL_SEQ)
+    of_kernel = tuple(find_mesh_axes(*dims))
     sharded = {i: each for i, each in enumerate(of_kernel) if each}
     if num == 1 or parts != (*seq, axes.TENSOR) or sharded not in [{i: (axes.TENSOR,)} for i in split]:
         return None
@@ -116,42 +116,44 @@ def _call(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int, split: range
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered(call: _Call, x_BTD: jax.Array, kernel: jax.Array) -> jax.Array:
-    return _gathered_forward(call, x_BTD, kernel)[0]
+def _gather(call: _Call, x_BTD: jax.Array, kernel: jax.Array) -> jax.Array:
+    return _gather_forward(call, x_BTD, kernel)[0]
 
 
-def _gathered_forward(call: _Call, x_BTD: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
+def _gather_forward(call: _Call, x_BTD: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
     y, whole_BTD = _gather_and_multiply(call, x_BTD, kernel, range(call.num_in))
     return y, (checkpoint_name(whole_BTD, WHOLE_SEQ), kernel)
 
 
-def _gathered_backward(call: _Call, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gather_backward(call: _Call, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     whole_BTD, kernel = kept
-    return _multiply_and_scatter(call, dy, kernel, range(call.num_in, kernel.ndim)), _of_kernel(whole_BTD, dy)
+    return _multiply_and_scatter(call, dy, kernel, range(call.num_in, kernel.ndim)), _sum_kernel_gradient(
+        whole_BTD, dy
+    )
 
 
-_gathered.defvjp(_gathered_forward, _gathered_backward)
+_gather.defvjp(_gather_forward, _gather_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scattered(call: _Call, x: jax.Array, kernel: jax.Array) -> jax.Array:
+def _scatter(call: _Call, x: jax.Array, kernel: jax.Array) -> jax.Array:
     return _multiply_and_scatter(call, x, kernel, range(call.num_in))
 
 
-def _scattered_forward(call: _Call, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
-    return _scattered(call, x, kernel), (x, kernel)
+def _scatter_forward(call: _Call, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
+    return _scatter(call, x, kernel), (x, kernel)
 
 
-def _scattered_backward(call: _Call, kept: Any, dy_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _scatter_backward(call: _Call, kept: Any, dy_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, kernel = kept
     dx, whole_BTD = _gather_and_multiply(call, dy_BTD, kernel, range(call.num_in, kernel.ndim))
-    return dx, _of_kernel(x, whole_BTD)
+    return dx, _sum_kernel_gradient(x, whole_BTD)
 
 
-_scattered.defvjp(_scattered_forward, _scattered_backward)
+_scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
-def _of_kernel(x: jax.Array, dy: jax.Array) -> jax.Array:
+def _sum_kernel_gradient(x: jax.Array, dy: jax.Array) -> jax.Array:
     """Return the gradient of a kernel, a sum over tokens, which the compiler reduces as that of any layer."""
     return lax.dot_general(x, dy, (((0, 1), (0, 1)), ((), ())))
 
@@ -171,21 +173,21 @@ def _gather_and_multiply(call: _Call, x: jax.Array, kernel: jax.Array, summed: r
     ring, features = call.ring, _others(kernel, summed)
 
     def of_device(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-        here, parts, products = x, [x], [_multiplied(x, kernel, summed)]
+        here, parts, products = x, [x], [_multiply(x, kernel, summed)]
         for step in range(1, ring.num):
             if step > 1:
                 # parts are sent one at a time, each beside a product, and not all of them before
                 x, here, products[-2] = lax.optimization_barrier((x, here, products[-2]))
-            here = ring.from_opponent(x, step) if ring.is_tournament else ring.sent(here)
+            here = ring.exchange_with_opponent(x, step) if ring.is_tournament else ring.sent(here)
             parts.append(here)
-            products.append(_multiplied(here, kernel, summed))
-        return _joined(products, ring), _joined(parts, ring)
+            products.append(_multiply(here, kernel, summed))
+        return _join(products, ring), _join(parts, ring)
 
     whole = PartitionSpec(*call.spec(features)[:2], *[None] * len(summed))
-    return _on_shards(call, of_device, call.spec(summed), (call.spec(features), whole))(x, kernel)
+    return _run_on_shards(call, of_device, call.spec(summed), (call.spec(features), whole))(x, kernel)
 
 
-def _joined(parts: Sequence[jax.Array], ring: Ring) -> jax.Array:
+def _join(parts: Sequence[jax.Array], ring: Ring) -> jax.Array:
     """Join the parts (B, T, ...) of a sequence, which a device has in the order of the ring's steps."""
     first, num_tokens = parts[0], parts[0].shape[1]
     whole = jnp.zeros((len(first), ring.num * num_tokens, *first.shape[2:]), first.dtype)
@@ -211,24 +213,27 @@ def _multiply_and_scatter(call: _Call, x: jax.Array, kernel: jax.Array, summed: 
     def of_device(x: jax.Array, kernel: jax.Array) -> jax.Array:
         num_tokens = x.shape[1] // ring.num
 
-        def of(device: jax.Array) -> jax.Array:
+        def compute_term(device: jax.Array) -> jax.Array:
             """Return this device's term of the sums that another one gets."""
             part = lax.dynamic_slice_in_dim(x, device * num_tokens, num_tokens, 1)
-            return _multiplied(part, kernel, summed)
+            return _multiply(part, kernel, summed)
 
         if ring.is_tournament:
-            terms = [ring.from_opponent(of(ring.other(step)), step) for step in range(1, ring.num)]
-            return sum(terms, of(ring.other(0)))
+            terms = [
+                ring.exchange_with_opponent(compute_term(ring.other(step)), step)
+                for step in range(1, ring.num)
+            ]
+            return sum(terms, compute_term(ring.other(0)))
         # sums go round, and each device adds its term; a device's own sums are those that it completes
-        total = of(ring.other(1))
+        total = compute_term(ring.other(1))
         for step in range(2, ring.num + 1):
-            total = ring.sent(total) + of(ring.other(step))
+            total = ring.sent(total) + compute_term(ring.other(step))
         return total
 
-    return _on_shards(call, of_device, call.spec(summed), call.spec(_others(kernel, summed)))(x, kernel)
+    return _run_on_shards(call, of_device, call.spec(summed), call.spec(_others(kernel, summed)))(x, kernel)
 
 
-def _on_shards(call: _Call, function: Any, of_x: PartitionSpec, of_result: Any) -> Any:
+def _run_on_shards(call: _Call, function: Any, of_x: PartitionSpec, of_result: Any) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     # manual over every axis, as attention over context
     free = {
@@ -240,7 +245,7 @@ def _on_shards(call: _Call, function: Any, of_x: PartitionSpec, of_result: Any) 
     )
 
 
-def _multiplied(x: jax.Array, kernel: jax.Array, summed: range) -> jax.Array:
+def _multiply(x: jax.Array, kernel: jax.Array, summed: range) -> jax.Array:
     """Multiply the last dims of x with some of the kernel, in a product of its own.
 
     Compilers join products with one kernel to a large one, which would wait for the parts of all devices.

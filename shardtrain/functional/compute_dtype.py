@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from shardtrain.functional.model import Model
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.nnx_model import convert_model
 
 
-def with_compute_dtype(model: Any, dtype: str | None) -> Any:
+def set_compute_dtype(model: Any, dtype: str | None) -> Any:
     """Return a model that computes in a dtype.
 
     Args:
-      model: as for `as_model`. A dataclass with a field `dtype` is given the value; of any other model
+      model: as for `convert_model`. A dataclass with a field `dtype` is given the value; of any other model
         parameters and inputs of float32 are cast before a call, and its outputs to float32 after it. A layer
         that was made with a dtype of its own keeps that.
       dtype: float32, bfloat16 or float16; None leaves the model as it is.
@@ -31,7 +31,7 @@ def with_compute_dtype(model: Any, dtype: str | None) -> Any:
         return model
     if has_dtype(model):
         return replace(model, dtype=dtype if isinstance(model.dtype, str) else jnp.dtype(dtype))
-    pure, narrow = as_model(model), jnp.dtype(dtype)
+    pure, narrow = convert_model(model), jnp.dtype(dtype)
 
     def wrap(function: Callable[..., Any], *, is_last: bool) -> Callable[..., Any]:
         def call(params: Any, model_state: Any, rng: Any, train: bool, *inputs: Any) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ SAME = ("optimization_barrier",)
 """Primitives whose results are their inputs."""
 
 
-def constrained_specs(program: Any) -> list[PartitionSpec | None]:
+def find_constrained_specs(program: Any) -> list[PartitionSpec | None]:
     """Return the spec that a program constrains each of its outputs to; None where it says nothing.
 
     Args:

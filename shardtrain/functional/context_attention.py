@@ -19,7 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 from shardtrain import axes
 from shardtrain.functional.key_heads import KeyHeads, check_split, key_heads, num_devices
 from shardtrain.functional.ring import Ring
-from shardtrain.functional.ring_attention import Seen, gathered_attention, ring_attention
+from shardtrain.functional.ring_attention import Seen, attend_gathered, ring_attention
 from shardtrain.functional.score_blocks import HIDDEN
 from shardtrain.functional.score_sizes import window_reach
 
@@ -77,8 +77,8 @@ class ContextAttention:
           ValueError: lists every size that cannot be split; or another kind has a bias.
         """
         mesh = jax.sharding.get_abstract_mesh()
-        rows, seq, heads = mesh_axes_of(axes.BATCH, axes.SEQ, axes.HEADS)
-        *_, kv_heads = mesh_axes_of(axes.BATCH, axes.SEQ, axes.KV_HEADS)
+        rows, seq, heads = find_mesh_axes(axes.BATCH, axes.SEQ, axes.HEADS)
+        *_, kv_heads = find_mesh_axes(axes.BATCH, axes.SEQ, axes.KV_HEADS)
         num = mesh.shape.get(axes.CONTEXT, 1)
         whole = (
             partial(whole, causal=causal, soft_cap=soft_cap) if soft_cap else partial(whole, causal=causal)
@@ -102,9 +102,9 @@ class ContextAttention:
         known = facts.pop("window") if isinstance(window, int) else None
         in_stages = mesh.shape.get(axes.PIPELINE, 1) > 1
         call = _Call(whole, num, causal, known, soft_cap, in_stages)
-        return self._on_shards(call, own, (rows, seq, heads), q, k, v, facts)
+        return self._attend_on_shards(call, own, (rows, seq, heads), q, k, v, facts)
 
-    def _on_shards(
+    def _attend_on_shards(
         self,
         call: "_Call",
         own: KeyHeads,
@@ -176,7 +176,7 @@ class _Call:
 
 def _ring(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
     """Send keys and values round; causal ones in an order by which all devices compute as much."""
-    seen = _seen(call, facts)
+    seen = _label_seen(call, facts)
     order = "balanced" if call.causal else "any"
     ring = Ring(axes.CONTEXT, call.num, order, soft_cap=call.soft_cap, in_pairs=call.in_stages)
     # contiguous shards where a window needs few of them; under a mask a query may see no key, which needs all
@@ -184,35 +184,35 @@ def _ring(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
         reach = window_reach(call.num, q.shape[1], call.window)
         ring = ring if reach is None else replace(ring, order="window", reach=reach)
     if ring.order != "balanced":
-        return _grouped(q, k, v, lambda *arrays: ring_attention(*arrays, seen, ring))
-    of_queries, of_keys = jax.tree.map(ring.balanced, (seen.of_queries, seen.of_keys))
+        return _group_heads(q, k, v, lambda *arrays: ring_attention(*arrays, seen, ring))
+    of_queries, of_keys = jax.tree.map(ring.balance_halves, (seen.of_queries, seen.of_keys))
     seen = Seen(of_queries, of_keys, seen.window)
     # one exchange for all three
     heads = (q.shape[2], q.shape[2] + k.shape[2])
-    q, k, v = jnp.split(ring.balanced(jnp.concatenate([q, k, v], 2)), heads, 2)
-    out = _grouped(q, k, v, lambda *arrays: ring_attention(*arrays, seen, ring))
-    return ring.balanced(out, inverse=True)
+    q, k, v = jnp.split(ring.balance_halves(jnp.concatenate([q, k, v], 2)), heads, 2)
+    out = _group_heads(q, k, v, lambda *arrays: ring_attention(*arrays, seen, ring))
+    return ring.balance_halves(out, inverse=True)
 
 
 def _all_gather(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
     """Gather keys and values; each device computes the scores of its queries to all of them."""
-    seen = _seen(call, facts)
-    seen = seen._replace(of_keys=jax.tree.map(_gathered, seen.of_keys))
+    seen = _label_seen(call, facts)
+    seen = seen._replace(of_keys=jax.tree.map(_gather, seen.of_keys))
     ring = Ring(axes.CONTEXT, 1, "gathered" if call.causal else "any", soft_cap=call.soft_cap)
-    return _grouped(q, k, v, lambda *arrays: gathered_attention(*arrays, seen, ring))
+    return _group_heads(q, k, v, lambda *arrays: attend_gathered(*arrays, seen, ring))
 
 
 def _all_to_all(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
     """Exchange sequences for heads: each device computes whole sequences of some heads."""
     q, k, v = (lax.all_to_all(x, axes.CONTEXT, 2, 1, tiled=True) for x in (q, k, v))
     not_by_position = ("window", BIAS)
-    facts = {name: fact if name in not_by_position else _gathered(fact) for name, fact in facts.items()}
+    facts = {name: fact if name in not_by_position else _gather(fact) for name, fact in facts.items()}
     if call.window is not None:
         facts["window"] = call.window
     return lax.all_to_all(call.whole(q, k, v, **facts), axes.CONTEXT, 1, 2, tiled=True)
 
 
-def _seen(call: _Call, facts: dict[str, Any]) -> Seen:
+def _label_seen(call: _Call, facts: dict[str, Any]) -> Seen:
     """Return the labels of a device's queries and keys: their segments, or whether a mask shows a key."""
     mask, segments = facts.get("mask_BS"), facts.get("segments_BT")
     window = facts.get("window", call.window)
@@ -222,11 +222,11 @@ def _seen(call: _Call, facts: dict[str, Any]) -> Seen:
     return Seen(labels, labels if mask is None else jnp.where(mask, labels, HIDDEN), window)
 
 
-def _gathered(x: jax.Array) -> jax.Array:
+def _gather(x: jax.Array) -> jax.Array:
     return lax.all_gather(x, axes.CONTEXT, axis=1, tiled=True)
 
 
-def _grouped(q: Any, k: Any, v: Any, attention: Callable[..., jax.Array]) -> jax.Array:
+def _group_heads(q: Any, k: Any, v: Any, attention: Callable[..., jax.Array]) -> jax.Array:
     """Call an attention with queries grouped by the key head that they share, and scaled."""
     dtype = q.dtype
     if dtype == jnp.float16:
@@ -237,7 +237,7 @@ def _grouped(q: Any, k: Any, v: Any, attention: Callable[..., jax.Array]) -> jax
     return out.reshape(*out.shape[:2], -1, out.shape[4]).astype(dtype)
 
 
-def mesh_axes_of(*dims: str | None) -> list[tuple[str, ...]]:
+def find_mesh_axes(*dims: str | None) -> list[tuple[str, ...]]:
     """Return the mesh axes that shard each dim of an activation."""
     spec = logical_to_mesh_axes(dims) or ()
     return [axis_names(entry) for entry in (*spec, *(None,) * len(dims))][: len(dims)]

@@ -41,10 +41,10 @@ def cross_entropy(
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     if isinstance(logits, LogitsInChunks):
         return logits.sum_chunks(cross_entropy, targets, weights)
-    return _summed(logits, targets, weights), weights.sum()
+    return _sum(logits, targets, weights), weights.sum()
 
 
-def regularized_cross_entropy(
+def sum_regularized_cross_entropy(
     logits: jax.Array | LogitsInChunks,
     targets: jax.Array,
     weights: jax.Array | None = None,
@@ -73,8 +73,8 @@ def regularized_cross_entropy(
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
 
     def sums(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
-        plain = _summed(jax.lax.stop_gradient(logits), targets, weights)
-        return _summed(logits, targets, weights, label_smoothing, z_loss), (plain, weights.sum())
+        plain = _sum(jax.lax.stop_gradient(logits), targets, weights)
+        return _sum(logits, targets, weights, label_smoothing, z_loss), (plain, weights.sum())
 
     in_chunks = isinstance(logits, LogitsInChunks)
     found = logits.sum_chunks(sums, targets, weights) if in_chunks else sums(logits, targets, weights)
@@ -82,7 +82,7 @@ def regularized_cross_entropy(
     return total, count, {"cross_entropy": (plain, count)}
 
 
-def _summed(
+def _sum(
     logits: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
@@ -110,7 +110,7 @@ def _entropies(
       logits: float32 (..., V).
       targets: int32 (...).
       counts: bool (...).
-      label_smoothing, z_loss: as for `regularized_cross_entropy`.
+      label_smoothing, z_loss: as for `sum_regularized_cross_entropy`.
     """
     return _entropies_and_sums(logits, targets, counts, label_smoothing, z_loss)[0]
 

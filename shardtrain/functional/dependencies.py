@@ -27,12 +27,12 @@ def dependencies(jaxpr: Any, inputs: Sequence[int]) -> list[int]:
         return 0 if hasattr(atom, "val") else known.get(atom, 0)
 
     for equation in jaxpr.eqns:
-        found = _after(equation, [of(atom) for atom in equation.invars])
+        found = _follow(equation, [of(atom) for atom in equation.invars])
         known.update(zip(equation.outvars, found, strict=True))
     return [of(atom) for atom in jaxpr.outvars]
 
 
-def _after(equation: Any, inputs: list[int]) -> list[int]:
+def _follow(equation: Any, inputs: list[int]) -> list[int]:
     """Return the same of the outputs of one operation."""
     name, params = equation.primitive.name, equation.params
     if name == "cond":

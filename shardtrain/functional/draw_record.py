@@ -123,7 +123,7 @@ class DrawRecord:
         self, kind: str, equation: Any, other: Any, key: Variable, shapes: Shapes, line: str
     ) -> Variable:
         """Note a draw of some shape with a key, or with several."""
-        keys = shapes_of((equation.invars[0], other.invars[0]))
+        keys = find_shapes((equation.invars[0], other.invars[0]))
         foreign = FOREIGN if equation.invars[0].aval.dtype != self.key_dtype else ""
         found = self.add(kind, shapes, line, KEYS_AND_ROWS if keys.differ else foreign)
         if keys.differ and key.position is not None:
@@ -144,7 +144,7 @@ class DrawRecord:
 
     def fold_in(self, equation: Any, other: Any, inputs: Sequence[Variable], line: str) -> Variable:
         """A key for each number, which has to be that of a row in the whole batch, if it is of a row."""
-        shapes = shapes_of((equation.outvars[0], other.outvars[0]))
+        shapes = find_shapes((equation.outvars[0], other.outvars[0]))
         if inputs[1].is_number:
             self.seen.append(_Seen(Draw(SPLIT, shapes.few, line=line), problem=LOCAL_NUMBERS))
         return Variable(self.meet([each.position for each in inputs if each.position is not None]))
@@ -159,8 +159,8 @@ class DrawRecord:
     def gamma(self, equation: Any, other: Any, inputs: Sequence[Variable], line: str) -> Variable:
         """A key for each number of the result, split from one."""
         self.seen.extend(_Seen(Draw(SPLIT, (number,), line=line)) for number in GAMMA_SPLITS)
-        keys = shapes_of((equation.invars[0], other.invars[0]))
-        shapes = shapes_of((equation.outvars[0], other.outvars[0]))
+        keys = find_shapes((equation.invars[0], other.invars[0]))
+        shapes = find_shapes((equation.outvars[0], other.outvars[0]))
         if keys.differ:
             return inputs[0]
         dim = shapes.row_dim
@@ -175,7 +175,7 @@ class DrawRecord:
         return Variable()
 
 
-def shapes_of(pair: tuple[Any, Any]) -> Shapes:
+def find_shapes(pair: tuple[Any, Any]) -> Shapes:
     """Return the shapes of an array in both programs."""
     few, many = (tuple(getattr(each.aval, "shape", ())) for each in pair)
     return Shapes(few, many, *ROWS)

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from shardtrain import axes
 from shardtrain.errors.messages import problems_error
-from shardtrain.functional.context_attention import mesh_axes_of
+from shardtrain.functional.context_attention import find_mesh_axes
 
 
 class Choice(Protocol):
@@ -84,9 +84,9 @@ class ExpertExchange:
           ValueError: lists every size that cannot be split.
         """
         mesh = jax.sharding.get_abstract_mesh()
-        rows, seq = mesh_axes_of(axes.BATCH, axes.SEQ)
-        (by_expert,) = mesh_axes_of(axes.EXPERTS)
-        (hidden,) = mesh_axes_of(axes.MLP)
+        rows, seq = find_mesh_axes(axes.BATCH, axes.SEQ)
+        (by_expert,) = find_mesh_axes(axes.EXPERTS)
+        (hidden,) = find_mesh_axes(axes.MLP)
         size = {name: math.prod(mesh.shape[axis] for axis in names) for name, names in
                 (("rows", rows), ("experts", by_expert), ("mlp", hidden))}  # fmt: skip
         problems = [
@@ -111,7 +111,7 @@ class ExpertExchange:
 
         def of_device(x: Any, weights: Any, numbers: Any, *kernels: Any) -> jax.Array:
             own = choice._replace(experts_BTK=numbers, weights_BTK=weights[0])
-            compute = _gathered if experts.is_dropless else _exchanged
+            compute = _gather if experts.is_dropless else _exchange
             return compute(experts, x[0], own, kernels, by_expert)[None]
 
         free = {
@@ -133,7 +133,7 @@ def _copies(x: jax.Array, number: int) -> jax.Array:
     return with_logical_constraint(x, (axes.MLP, axes.BATCH, axes.SEQ, None))
 
 
-def _exchanged(experts: OfDevice, x: Any, choice: Any, kernels: Any, over: tuple[str, ...]) -> jax.Array:
+def _exchange(experts: OfDevice, x: Any, choice: Any, kernels: Any, over: tuple[str, ...]) -> jax.Array:
     """Send each token to the devices of its experts, which have as many slots for every device."""
     slots = experts.slots(choice)
     filled = experts.filled(slots, x)
@@ -148,7 +148,7 @@ def _exchanged(experts: OfDevice, x: Any, choice: Any, kernels: Any, over: tuple
     return experts.combined(slots, back.reshape(-1, back.shape[-1]), choice).reshape(x.shape)
 
 
-def _gathered(experts: OfDevice, x: Any, choice: Any, kernels: Any, over: tuple[str, ...]) -> jax.Array:
+def _gather(experts: OfDevice, x: Any, choice: Any, kernels: Any, over: tuple[str, ...]) -> jax.Array:
     """Gather the tokens of all devices, compute own experts, and send each device the sums of its tokens."""
     if not over:
         return experts.dropless(x, choice, kernels)

@@ -18,7 +18,7 @@ def value_and_grad(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def compute(*arguments: Any) -> Any:
         value, grads = derivative(*arguments)
-        return value, _filled(grads)
+        return value, _fill(grads)
 
     return compute
 
@@ -26,8 +26,8 @@ def value_and_grad(function: Callable[..., Any]) -> Callable[..., Any]:
 def vjp(function: Callable[..., Any], *primals: Any) -> Any:
     """Return `jax.vjp(function, *primals, has_aux=True)`, with float32 zeros for what has no gradient."""
     outputs, pull, auxiliary = jax.vjp(function, *primals, has_aux=True)
-    return outputs, lambda cotangents: _filled(pull(cotangents)), auxiliary
+    return outputs, lambda cotangents: _fill(pull(cotangents)), auxiliary
 
 
-def _filled(grads: Any) -> Any:
+def _fill(grads: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape) if x.dtype == jax.dtypes.float0 else x, grads)

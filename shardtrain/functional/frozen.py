@@ -18,7 +18,7 @@ ADAPTERS = ("*/lora_a", "*/lora_b")
 """Patterns of the parameters of low-rank adapters (LoRA), see `models/layers.py`."""
 
 
-def with_frozen(model: Model, patterns: Sequence[str] | None) -> Model:
+def freeze_parameters(model: Model, patterns: Sequence[str] | None) -> Model:
     """Return the model with parameters that no gradient reaches.
 
     Args:
@@ -60,7 +60,7 @@ def with_frozen(model: Model, patterns: Sequence[str] | None) -> Model:
             f"freeze is {tuple(patterns)}, which matches all {len(paths)} parameters, so nothing is trained;"
             " exclude some by a pattern with ! before it, as in '*' '!head/*'"
         )
-    return _stopped(model, frozen) if frozen else model
+    return _stop_gradients(model, frozen) if frozen else model
 
 
 def parameter_paths(model: Model) -> list[str]:
@@ -72,7 +72,7 @@ def _matches(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(path, pattern) for pattern in patterns)
 
 
-def _stopped(model: Model, frozen: frozenset[str]) -> Model:
+def _stop_gradients(model: Model, frozen: frozenset[str]) -> Model:
     """Return a model whose functions pass no gradient to some of its parameters."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +90,7 @@ def _stopped(model: Model, frozen: frozenset[str]) -> Model:
     return replace(model, apply=wrap(model.apply), chain=chain, frozen=frozen)
 
 
-def without(tree: Mapping[str, Any], paths: Collection[str], parent: str = "") -> Tree:
+def drop_paths(tree: Mapping[str, Any], paths: Collection[str], parent: str = "") -> Tree:
     """Return a nested dict without the leaves of some paths, and without dicts that are empty then.
 
     >>> without({"a": {"b": 1, "c": 2}, "d": {"e": 3}}, {"a/c", "d/e"})
@@ -100,32 +100,32 @@ def without(tree: Mapping[str, Any], paths: Collection[str], parent: str = "") -
     for name, node in tree.items():
         path = f"{parent}{name}"
         if isinstance(node, Mapping):
-            if kept := without(node, paths, f"{path}/"):
+            if kept := drop_paths(node, paths, f"{path}/"):
                 found[name] = kept
         elif path not in paths:
             found[name] = node
     return found
 
 
-def merged(part: Mapping[str, Any], whole: Mapping[str, Any]) -> Tree:
+def merge_trees(part: Mapping[str, Any], whole: Mapping[str, Any]) -> Tree:
     """Return a nested dict with the leaves of `part`, and those of `whole` that it lacks.
 
     >>> merged({"a": {"b": 1}}, {"a": {"b": 0, "c": 2}, "d": 3})
     {'a': {'b': 1, 'c': 2}, 'd': 3}
     """
     return {
-        name: merged(part.get(name, {}), node) if isinstance(node, Mapping) else part.get(name, node)
+        name: merge_trees(part.get(name, {}), node) if isinstance(node, Mapping) else part.get(name, node)
         for name, node in whole.items()
     }
 
 
-def like(whole: Mapping[str, Any], part: Mapping[str, Any]) -> Tree:
+def select_like(whole: Mapping[str, Any], part: Mapping[str, Any]) -> Tree:
     """Return the leaves of a nested dict that another one has too.
 
     >>> like({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"c": 0}})
     {'a': {'c': 2}}
     """
     return {
-        name: like(whole[name], node) if isinstance(node, Mapping) else whole[name]
+        name: select_like(whole[name], node) if isinstance(node, Mapping) else whole[name]
         for name, node in part.items()
     }

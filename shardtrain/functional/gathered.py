@@ -14,7 +14,7 @@ from shardtrain.functional.model import Model, Tree, path_text
 from shardtrain.sharding.array_dims import is_dims
 
 
-def with_unnamed_gathered(model: Model) -> Model:
+def gather_unnamed(model: Model) -> Model:
     """Return the model with constraints that gather its parameters without names before a call.
 
     Without them XLA may reduce activations over the devices instead of gathering a weight.

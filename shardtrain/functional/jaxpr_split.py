@@ -73,7 +73,7 @@ class _Program:
         self._needed.update(dict.fromkeys(operation.reads))
         self._made.update(dict.fromkeys(operation.writes))
 
-    def taken_from(self, other: "_Program") -> list[Any]:
+    def find_taken(self, other: "_Program") -> list[Any]:
         """Return the arrays that the other program makes, and this one needs and does not make."""
         return [x for x in self._needed if x in other._made and x not in self._made]
 
@@ -116,7 +116,7 @@ class Split:
         )
         for equation, reads, writes in reversed(equations):
             self._add(equation, reads, writes)
-        self.kept = self.later.taken_from(self.now)
+        self.kept = self.later.find_taken(self.now)
 
     def _add(self, equation: Any, reads: list[Any], writes: list[_Array]) -> None:
         now = list(map(self.now.needs, writes))

@@ -9,11 +9,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from shardtrain.functional.batch_norm import REPLICAS, one_axis_name, with_axis_bound
+from shardtrain.functional.batch_norm import REPLICAS, bind_axis, one_axis_name
 from shardtrain.functional.model import Model, Tree, dim_names, path_text, same_structure
 from shardtrain.functional.model_calls import split_options
 from shardtrain.functional.rng import new_key
-from shardtrain.functional.training_mode import Call, check_evaluation, mode_arguments, recorded
+from shardtrain.functional.training_mode import Call, check_evaluation, mode_arguments, record_calls
 
 
 def from_linen(
@@ -61,7 +61,7 @@ def from_linen(
         modes: dict[str, Any] = mode_arguments(type(used).__call__, train)
         # only training changes the model state, such as running statistics
         mutable = list(model_state) if train else []
-        with _synchronised(axis_name if sync_batch_norm else None):
+        with _synchronise_norms(axis_name if sync_batch_norm else None):
             outputs, changed = used.apply(
                 {"params": params, **model_state},
                 *inputs,
@@ -77,14 +77,14 @@ def from_linen(
         axis_name = axis_name or REPLICAS
     if evaluation is None:
         check_evaluation(type(module).__name__, calls)
-    return Model(init=init, apply=with_axis_bound(apply, axis_name), dims=_dims(boxed), axis_name=axis_name)
+    return Model(init=init, apply=bind_axis(apply, axis_name), dims=_dims(boxed), axis_name=axis_name)
 
 
 def _trace(variables: Callable[[jax.Array], dict[str, Tree]]) -> tuple[Tree, list[Call], str | None]:
     """Trace the initialisation; return the boxed parameters, all module calls, and the axis name of norms."""
     calls: list[Call] = []
     try:
-        with recorded(calls):
+        with record_calls(calls):
             boxed = jax.eval_shape(variables, new_key(0)).get("params", {})
     finally:
         # raise about axis names first: a norm that cannot be synchronised fails with an unbound axis name
@@ -113,14 +113,14 @@ def _dims(boxed: Tree) -> Tree:
     def is_boxed(leaf: Any) -> bool:
         return isinstance(leaf, nn.Partitioned)
 
-    def dims_of(path: Any, leaf: Any) -> Any:
+    def find_dims(path: Any, leaf: Any) -> Any:
         return dim_names(leaf.names, leaf.value.shape, path_text(path)) if is_boxed(leaf) else None
 
-    return jax.tree.map_with_path(dims_of, boxed, is_leaf=is_boxed)
+    return jax.tree.map_with_path(find_dims, boxed, is_leaf=is_boxed)
 
 
 @contextmanager
-def _synchronised(axis_name: str | None) -> Iterator[None]:
+def _synchronise_norms(axis_name: str | None) -> Iterator[None]:
     """Within this, give every nn.BatchNorm without an axis name this one; None changes nothing."""
 
     def intercept(call: Any, arguments: Any, options: Any, context: Any) -> Any:

@@ -16,10 +16,14 @@ from jax.sharding import PartitionSpec
 from shardtrain.axes import CONTEXT
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
-from shardtrain.functional.cross_entropy import cross_entropy, regularized_cross_entropy, soft_cross_entropy
+from shardtrain.functional.cross_entropy import (
+    cross_entropy,
+    soft_cross_entropy,
+    sum_regularized_cross_entropy,
+)
 
 
-def without_first(x_BT: jax.Array) -> jax.Array:
+def drop_first(x_BT: jax.Array) -> jax.Array:
     """Return all but the first of each row, (B, T - 1), which no device cuts out of a shard.
 
     Cut out of shards, a position at each border would be sent to another device, by a permute that never
@@ -105,25 +109,25 @@ class Regularized:
             problems.append(
                 f"loss is {name}, which takes no argument `entropy`; use next_token_loss, masked_token_loss,"
                 " translation_loss, or one that calls its argument `entropy` as cross_entropy. Metrics go"
-                " outside: with_metrics(Regularized(loss, ...), ...)"
+                " outside: add_metrics(Regularized(loss, ...), ...)"
             )
         if problems:
             raise problems_error("this loss cannot be regularized", problems)
 
     @property
     def for_evaluation(self) -> "Regularized":
-        """The loss without label smoothing and z-loss, see `for_evaluation`."""
+        """The loss without label smoothing and z-loss, see `find_evaluation_loss`."""
         is_plain = self.label_smoothing == self.z_loss == 0
         return self if is_plain else replace(self, label_smoothing=0.0, z_loss=0.0)
 
     def __call__(self, apply: Apply, batch: Batch) -> tuple[Any, ...]:
         """Return (sum in nats, count, metrics)."""
         options = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
-        return self.loss(apply, batch, entropy=partial(regularized_cross_entropy, **options))
+        return self.loss(apply, batch, entropy=partial(sum_regularized_cross_entropy, **options))
 
 
-def for_evaluation(loss: Loss) -> Loss:
-    """Return the loss of held-out data: the attribute `for_evaluation` of a loss, or the loss itself.
+def find_evaluation_loss(loss: Loss) -> Loss:
+    """Return the loss of held-out data: the attribute `find_evaluation_loss` of a loss, or the loss itself.
 
     It returns metrics of the same names.
     """
@@ -138,7 +142,7 @@ def _takes_entropy(loss: Callable[..., Any]) -> bool:
     return "entropy" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
-def _ranked(batch: Batch, **ranks: int) -> None:
+def _check_ranks(batch: Batch, **ranks: int) -> None:
     """Refuse arrays with more or fewer dims than the loss expects.
 
     Raises:
@@ -172,7 +176,7 @@ def target_weights(batch: Batch, targets: jax.Array) -> jax.Array:
     """
     weights, (rows, num) = batch["weights"], targets.shape
     if weights.shape == (rows, num + 1):
-        return without_first(weights)
+        return drop_first(weights)
     if weights.shape not in ((rows,), (rows, 1), (rows, num)):
         raise ValueError(
             f"weights have shape {weights.shape}, and targets {targets.shape}; give one for each row"
@@ -193,9 +197,9 @@ def next_token_loss(apply: Apply, batch: Batch, entropy: Entropy = cross_entropy
     Returns:
       (sum in nats, number of tokens).
     """
-    _ranked(batch, tokens=2)
+    _check_ranks(batch, tokens=2)
     logits = apply_to_segments(apply, batch["tokens"][:, :-1], batch.get("segments"))
-    targets = without_first(batch["tokens"])
+    targets = drop_first(batch["tokens"])
     return entropy(logits, targets, target_weights(batch, targets))
 
 
@@ -212,7 +216,7 @@ def masked_token_loss(apply: Apply, batch: Batch, entropy: Entropy = cross_entro
     Returns:
       (sum in nats, number of chosen tokens).
     """
-    _ranked(batch, tokens=2, targets=2, chosen=2)
+    _check_ranks(batch, tokens=2, targets=2, chosen=2)
     inputs = [batch["tokens"]]
     if "mask" in batch or "segments" in batch:
         ones, zeros = jnp.ones_like(batch["tokens"]), jnp.zeros_like(batch["tokens"])
@@ -233,10 +237,10 @@ def translation_loss(apply: Apply, batch: Batch, entropy: Entropy = cross_entrop
     Returns:
       (sum in nats, number of tokens).
     """
-    _ranked(batch, source=2, target=2)
+    _check_ranks(batch, source=2, target=2)
     masks = [batch["source_mask"]] if "source_mask" in batch else []
     logits = apply(batch["source"], batch["target"][:, :-1], *masks)
-    targets = without_first(batch["target"])
+    targets = drop_first(batch["target"])
     return entropy(logits, targets, target_weights(batch, targets))
 
 
@@ -256,7 +260,7 @@ def classification_loss(
     """
     label, weights = batch["label"], batch["weights"]
     is_soft = is_soft_label(label)
-    _ranked(batch, label=1 + is_soft, weights=1)
+    _check_ranks(batch, label=1 + is_soft, weights=1)
     logits = apply(batch["image"])
     entropy = soft_cross_entropy if is_soft else cross_entropy
     total, count = entropy(logits, label, weights)

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 from shardtrain.errors.messages import problems_error
 from shardtrain.errors.user_code import user_code
-from shardtrain.functional.loss import Apply, Batch, Loss, for_evaluation
+from shardtrain.functional.loss import Apply, Batch, Loss, find_evaluation_loss
 
 RESERVED = ("loss", "loss_sum", "count", "grad_norm", "skipped", "learning_rate")
 """Names of metrics that the step itself logs."""
 
 
-def checked(result: Any) -> tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
+def check_result(result: Any) -> tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
     """Return the result of a loss as (sum, count, metrics).
 
     Raises:
@@ -53,7 +53,7 @@ def _kind(value: Any) -> str:
     return f"an array of shape {value.shape}" if hasattr(value, "shape") else type(value).__name__
 
 
-def guarded(loss: Loss) -> Loss:
+def guard_loss(loss: Loss) -> Loss:
     """Return a loss whose exceptions are reported with the shapes of its batch.
 
     Raises:
@@ -69,9 +69,9 @@ def guarded(loss: Loss) -> Loss:
         with user_code(lambda error: where(error, batch)):
             return loss(apply, batch)
 
-    plain = for_evaluation(loss)
+    plain = find_evaluation_loss(loss)
     if plain is not loss:
-        vars(call)["for_evaluation"] = guarded(plain)
+        vars(call)["for_evaluation"] = guard_loss(plain)
     return call
 
 

@@ -14,12 +14,12 @@ from shardtrain.functional.loss import (
     Apply,
     Batch,
     Loss,
-    for_evaluation,
+    drop_first,
+    find_evaluation_loss,
     hard_label,
     target_weights,
-    without_first,
 )
-from shardtrain.functional.loss_checks import checked
+from shardtrain.functional.loss_checks import check_result
 from shardtrain.functional.model_calls import ModelCall, split_options
 
 Metric = Callable[[Any, Batch], tuple[Any, Any]]
@@ -29,7 +29,7 @@ Metric = Callable[[Any, Batch], tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class LossWithMetrics:
-    """A loss that also returns metrics, see `with_metrics`."""
+    """A loss that also returns metrics, see `add_metrics`."""
 
     loss: Loss
     metrics: Mapping[str, Metric]
@@ -37,7 +37,7 @@ class LossWithMetrics:
     @property
     def for_evaluation(self) -> "LossWithMetrics":
         """The same metrics with the loss of held-out data, see `loss.for_evaluation`."""
-        plain = for_evaluation(self.loss)
+        plain = find_evaluation_loss(self.loss)
         return self if plain is self.loss else replace(self, loss=plain)
 
     def __call__(self, apply: Apply, batch: Batch) -> tuple[Any, Any, dict[str, Any]]:
@@ -49,7 +49,7 @@ class LossWithMetrics:
             return outputs[-1]
 
         recorded = ModelCall(recording, getattr(apply, "rng", None))
-        loss_sum, count, metrics = checked(self.loss(recorded, batch))
+        loss_sum, count, metrics = check_result(self.loss(recorded, batch))
         if len(outputs) != 1:
             raise ValueError(
                 f"metrics {', '.join(self.metrics)} are of the model's outputs, but the loss calls the model"
@@ -62,7 +62,7 @@ class LossWithMetrics:
         return loss_sum, count, {**metrics, **{name: of(fixed, batch) for name, of in self.metrics.items()}}
 
 
-def with_metrics(loss: Loss, **metrics: Metric) -> Loss:
+def add_metrics(loss: Loss, **metrics: Metric) -> Loss:
     """Add metrics to a loss; each is logged as `train/NAME` and `heldout/NAME`.
 
     Args:
@@ -83,7 +83,7 @@ def with_metrics(loss: Loss, **metrics: Metric) -> Loss:
     ...     return apply(batch["image"]).sum(), batch["weights"].sum()
     >>> import jax.numpy as jnp
     >>> batch = {"image": jnp.eye(2), "label": jnp.array([0, 0]), "weights": jnp.ones(2)}
-    >>> total, count, found = with_metrics(loss, accuracy=accuracy)(lambda image: image, batch)
+    >>> total, count, found = add_metrics(loss, accuracy=accuracy)(lambda image: image, batch)
     >>> [float(x) for x in found["accuracy"]]
     [1.0, 2.0]
     """
@@ -100,7 +100,7 @@ def next_token_accuracy(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax
     Returns:
       (number of right tokens, number of tokens), float32 scalars.
     """
-    targets = without_first(batch["tokens"])
+    targets = drop_first(batch["tokens"])
     weights = target_weights(batch, targets)
     return ((logits.argmax(-1) == targets) * weights).sum(), weights.sum()
 
@@ -109,7 +109,7 @@ def next_token_accuracy(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax
 class TopAccuracy:
     """Count the examples whose class is among the `k` likeliest; a metric for `classification_loss`.
 
-    `st.with_metrics(st.classification_loss, top5=TopAccuracy(5))` logs `train/top5` and `heldout/top5`. Of
+    `st.add_metrics(st.classification_loss, top5=TopAccuracy(5))` logs `train/top5` and `heldout/top5`. Of
     classes that are equally likely the first counts as likelier.
 
     Args:

@@ -117,7 +117,7 @@ def same_structure(changed: Tree, before: Tree) -> Tree:
     Raises:
       ValueError: lists every array that was added, is missing or has another shape.
     """
-    changed = jax.tree.map_with_path(_without_kept_dims(before), changed)
+    changed = jax.tree.map_with_path(_keep_dims(before), changed)
     shapes = [
         {path_text(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
         for tree in (before, changed)
@@ -137,7 +137,7 @@ def same_structure(changed: Tree, before: Tree) -> Tree:
     return changed
 
 
-def _without_kept_dims(before: Tree) -> Callable[..., Any]:
+def _keep_dims(before: Tree) -> Callable[..., Any]:
     """Return (path, array) -> the array in its shape before, if only leading dims of 1 differ."""
     shapes = {path: jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(before)}
 
@@ -150,7 +150,7 @@ def _without_kept_dims(before: Tree) -> Callable[..., Any]:
     return restore
 
 
-def with_names(model: Model, names: Mapping[str, Sequence[str | None]]) -> Model:
+def name_parameters(model: Model, names: Mapping[str, Sequence[str | None]]) -> Model:
     """Return the model with dim names given outside it, see `Run.names`; other parameters keep their own.
 
     Raises:
@@ -192,7 +192,7 @@ def check_float_parameters(model: Model) -> None:
         )
 
 
-def named_arrays(model: Model, shapes: Tree) -> dict[str, Named]:
+def name_arrays(model: Model, shapes: Tree) -> dict[str, Named]:
     """Return path -> dim names and shape of every parameter, for `resolve`.
 
     Args:

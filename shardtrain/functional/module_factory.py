@@ -57,7 +57,7 @@ def _arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with which a factory is called, by position and by name."""
     try:
-        parameters = inspect.signature(_with_own_arguments(factory)).parameters
+        parameters = inspect.signature(_keep_arguments(factory)).parameters
     except ValueError:  # of builtin functions
         return (rngs,), {}
     required = [
@@ -83,10 +83,10 @@ def _arguments(
     )
 
 
-def _with_own_arguments(factory: Callable[..., Any]) -> Callable[..., Any]:
+def _keep_arguments(factory: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with the arguments of a factory; those of a class of modules are its metaclass's."""
     if isinstance(factory, partial):
-        return partial(_with_own_arguments(factory.func), *factory.args, **factory.keywords)
+        return partial(_keep_arguments(factory.func), *factory.args, **factory.keywords)
     if not isinstance(factory, type):
         return factory
     return (lambda: None) if factory.__init__ is object.__init__ else partial(factory.__init__, None)

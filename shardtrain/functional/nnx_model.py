@@ -14,10 +14,10 @@ from flax import nnx
 
 from shardtrain.axes import LAYERS
 from shardtrain.functional.auxiliary import AUXILIARY, Outputs
-from shardtrain.functional.model import BLOCKS, Chain, Model, Tree, dim_names, with_names
+from shardtrain.functional.model import BLOCKS, Chain, Model, Tree, dim_names, name_parameters
 from shardtrain.functional.model_calls import split_options
 from shardtrain.functional.module_factory import STREAMS, construct, linen_text
-from shardtrain.functional.split_module import nested, plain_values, split_module, split_variables
+from shardtrain.functional.split_module import nest, plain_values, split_module, split_variables
 from shardtrain.functional.training_mode import mode_arguments
 from shardtrain.sharding.array_dims import is_dims
 
@@ -70,7 +70,7 @@ def _counts(module: nnx.Module) -> dict[Path, jax.Array]:
 
 
 def is_module(value: Any) -> bool:
-    """Return whether this is a Flax module instance, which a run cannot use directly (see `as_model`)."""
+    """Return whether this is a Flax module instance; `convert_model` makes a model of it."""
     return isinstance(value, nn.Module | nnx.Module)
 
 
@@ -78,18 +78,18 @@ Factory = Callable[..., nnx.Module]
 """A class of modules or a function, called with `rngs` alone, see `module_factory.py`."""
 
 
-def as_model(model: Any, names: Mapping[str, Sequence[str | None]] | None = None) -> Model:
+def convert_model(model: Any, names: Mapping[str, Sequence[str | None]] | None = None) -> Model:
     """Return a `Model` unchanged, and that of an nnx factory by `from_nnx`.
 
     Args:
       model: one of these.
-      names: dim names given outside the model, see `with_names`.
+      names: dim names given outside the model, see `name_parameters`.
 
     Raises:
       ValueError: anything else; for a linen or nnx module the message says what to write.
     """
     if isinstance(model, Model):
-        return with_names(model, names or {})
+        return name_parameters(model, names or {})
     if isinstance(model, nn.Module):
         raise ValueError(linen_text(f"model is the linen module {type(model).__name__}"))
     if isinstance(model, type) and issubclass(model, nn.Module):
@@ -101,7 +101,7 @@ def as_model(model: Any, names: Mapping[str, Sequence[str | None]] | None = None
             f" {type(model).__name__}(..., rngs=rngs)"
         )
     if callable(model):
-        return with_names(from_nnx(cast("Factory", model)), names or {})
+        return name_parameters(from_nnx(cast("Factory", model)), names or {})
     raise ValueError(f"model is {model!r}; allowed: a Model, or a function rngs -> nnx.Module")
 
 
@@ -140,10 +140,10 @@ def from_nnx(factory: Factory, *, sync_batch_norm: bool = False) -> Model:
             # a key that no stream of the module has
             key = jax.random.fold_in(rng, len(nnx.to_flat_state(split.rngs)))
             options[STREAMS] = key if _is_key(streams.annotation) else nnx.Rngs(key)
-        call = split.pure(lambda module, *inputs: _asked(module, *inputs, **{**options, **given}))
+        call = split.pure(lambda module, *inputs: _call_asked(module, *inputs, **{**options, **given}))
         return call(params, model_state, rng, train, *inputs)
 
-    dims = nested(
+    dims = nest(
         (path, dim_names(v.get_metadata().get("out_sharding"), v.shape, "/".join(map(str, path))))
         for path, v in nnx.to_flat_state(split.params)
     )
@@ -172,7 +172,7 @@ def _is_key(annotation: Any) -> bool:
     return "Rng" not in text and any(word in text for word in ("Array", "Key"))
 
 
-def _asked(call: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+def _call_asked(call: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     """Call a module, or its method, with `Outputs` if it has losses of its own (`auxiliary.py`)."""
     if AUXILIARY not in inspect.signature(call).parameters:
         return call(*inputs, **options)
@@ -213,5 +213,5 @@ def _chain(module: Any, dims: Tree, pure: Pure) -> Chain | None:
         stacked=stacked,
         first=pure(lambda module, *inputs: streams.watch("first", module, partial(module.first, *inputs))),
         run=pure(run),
-        last=pure(lambda module, x: streams.watch("last", module, partial(_asked, module.last, x))),
+        last=pure(lambda module, x: streams.watch("last", module, partial(_call_asked, module.last, x))),
     )

@@ -14,7 +14,7 @@ from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import AxisType, PartitionSpec
 
 from shardtrain import axes
-from shardtrain.functional.context_attention import axis_names, mesh_axes_of
+from shardtrain.functional.context_attention import axis_names, find_mesh_axes
 
 Split = tuple[tuple[PartitionSpec, ...], PartitionSpec, dict[str, Any]]
 """The specs of an operation's operands and of its result; the parameters that differ on a device."""
@@ -97,7 +97,7 @@ def _split_convolution(operands: Any, parameters: Any, mesh: Any) -> Split:
     lhs, rhs = operands
     lhs_dims, rhs_dims, out_dims = parameters["dimension_numbers"]
     groups = parameters["feature_group_count"]
-    rows, channels = mesh_axes_of(axes.BATCH, axes.CHANNELS_OUT)
+    rows, channels = find_mesh_axes(axes.BATCH, axes.CHANNELS_OUT)
     rows = _dividing(rows if parameters["batch_group_count"] == 1 else (), lhs.shape[lhs_dims[0]], mesh)
     # kernels without names are whole on devices along tensor, and so is what surrounds them
     rules: Any = get_logical_axis_rules()
@@ -114,7 +114,7 @@ def _split_convolution(operands: Any, parameters: Any, mesh: Any) -> Split:
 def _split_fft(operands: Any, parameters: Any, mesh: Any) -> Split:
     """Split the first dim over the axes of rows, unless it is transformed."""
     (x,) = operands
-    (rows,) = mesh_axes_of(axes.BATCH)
+    (rows,) = find_mesh_axes(axes.BATCH)
     rows = _dividing(rows, x.shape[0], mesh) if x.ndim > len(parameters["fft_lengths"]) else ()
     spec = _spec(x.ndim, {0: rows})
     return (spec,), spec, {}
@@ -130,7 +130,7 @@ def _split_lookup(operands: Any, parameters: Any, mesh: Any) -> Split | None:
         return None
     table, indices = operands
     dims = parameters["dimension_numbers"]
-    rows, *parts = (mesh_axes_of(dim)[0] for dim in (axes.BATCH, axes.SEQ, axes.RESIDUAL_SEQ))
+    rows, *parts = (find_mesh_axes(dim)[0] for dim in (axes.BATCH, axes.SEQ, axes.RESIDUAL_SEQ))
     if not dims.operand_batching_dims and _total(itertools.chain(*parts), mesh) == 1:
         return None
     rows = _dividing(rows, indices.shape[0], mesh) if indices.ndim > 1 and 0 not in dims.offset_dims else ()

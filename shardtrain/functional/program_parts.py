@@ -75,7 +75,7 @@ def cut_program(traced: ClosedJaxpr, part_of: Sequence[int]) -> list[ProgramPart
       part_of: the part of each output, from 0; every part has some.
     """
     jaxpr = traced.jaxpr
-    equations, needed = _assigned(jaxpr, part_of)
+    equations, needed = _assign_equations(jaxpr, part_of)
     made = [{v for equation in each for v in equation.outvars} for each in equations]
     numbers = {v: number for number, v in enumerate(jaxpr.invars)}
     # what a part needs and does not make is an input, a constant, or made by an earlier one
@@ -108,7 +108,9 @@ def cut_program(traced: ClosedJaxpr, part_of: Sequence[int]) -> list[ProgramPart
     return found
 
 
-def _assigned(jaxpr: Any, part_of: Sequence[int]) -> tuple[list[list[Any]], dict[Var, dict[int, None]]]:
+def _assign_equations(
+    jaxpr: Any, part_of: Sequence[int]
+) -> tuple[list[list[Any]], dict[Var, dict[int, None]]]:
     """Return the equations of each part, the last one first, and the parts that need each value."""
     # dicts keep their order, so that programs are the same in each process
     needed: dict[Var, dict[int, None]] = {}
@@ -140,7 +142,7 @@ def _is_repeated(equation: Any) -> bool:
     return equation.primitive.name in REPEATED and is_larger
 
 
-def ready_costs(traced: ClosedJaxpr) -> list[float]:
+def estimate_ready_costs(traced: ClosedJaxpr) -> list[float]:
     """Return for each output of a program what has to be computed until it is there."""
     costs, ancestors = [], dict[Any, int]()
     for number, equation in enumerate(traced.jaxpr.eqns):
@@ -164,7 +166,7 @@ def parts_by_cost(costs: Sequence[float], start: float, num_parts: int) -> list[
     There are fewer parts where few outputs are ready before the end.
 
     Args:
-      costs: of each output, see `ready_costs`.
+      costs: of each output, see `estimate_ready_costs`.
       start: what is computed before, in the first part: a forward pass.
       num_parts: at most.
 

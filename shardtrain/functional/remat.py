@@ -12,19 +12,19 @@ import jax
 import numpy as np
 
 from shardtrain.functional.model import Model
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.nnx_model import convert_model
 from shardtrain.functional.remat_policies import REMAT_POLICIES
 
 OF_ANY_MODEL = ("none", "weights", "dots")
 """Values that need nothing of a model: the others are about its blocks, which it must recompute itself."""
 
 
-def with_remat(model: Any, remat: str | None) -> Any:
+def apply_remat(model: Any, remat: str | None) -> Any:
     """Return a model whose backward pass recomputes what an option says.
 
     Args:
-      model: as for `as_model`. A dataclass with a field `remat` is given the value; of any other model the
-        forward pass is wrapped as a whole.
+      model: as for `convert_model`. A dataclass with a field `remat` is given the value; the forward pass of
+        any other model is wrapped as a whole.
       remat: none or one of `REMAT_POLICIES`; None leaves the model as it is.
 
     Raises:
@@ -44,17 +44,17 @@ def with_remat(model: Any, remat: str | None) -> Any:
             f"remat is {remat!r}, and this model has no field remat to recompute its blocks by; use"
             f" {', '.join(OF_ANY_MODEL)}, or jax.checkpoint (nnx.remat, nn.remat) around its blocks"
         )
-    pure = as_model(model)
+    pure = convert_model(model)
     if remat == "none":
         return pure
-    wrap = partial(_recomputed, REMAT_POLICIES[remat])
+    wrap = partial(_recompute, REMAT_POLICIES[remat])
     chain = pure.chain
     if chain is not None:
         chain = replace(chain, first=wrap(chain.first), run=wrap(chain.run), last=wrap(chain.last))
     return replace(pure, apply=wrap(pure.apply), chain=chain)
 
 
-def _recomputed(policy: Callable[..., bool], apply: Callable[..., Any]) -> Callable[..., Any]:
+def _recompute(policy: Callable[..., bool], apply: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function of a `Model` or `Chain`; evaluation has no backward pass."""
 
     def call(params: Any, model_state: Any, rng: jax.Array, train: bool, *rest: Any) -> Any:

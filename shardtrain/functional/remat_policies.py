@@ -38,7 +38,7 @@ ELEMENTWISE = (
 """What a GPU computes in less time than it takes to write the result and to read it."""
 
 
-def _not_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+def _is_not_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in CHEAP
 
 
@@ -48,7 +48,7 @@ def not_elementwise(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 REMAT_POLICIES: dict[str, Callable[..., Any]] = {
-    "weights": _not_gathered,
+    "weights": _is_not_gathered,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "outputs": jax.checkpoint_policies.save_only_these_names(BLOCK_OUTPUT),
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -62,7 +62,7 @@ REMAT_POLICIES: dict[str, Callable[..., Any]] = {
 """Value of the option `remat` -> what is kept for the backward pass; the rest is recomputed."""
 
 
-def as_block_input(x: Any, remat: str) -> Any:
+def name_block_input(x: Any, remat: str) -> Any:
     """Name the arrays that enter a block, inside the function that is recomputed, for the policy "offload".
 
     Args:

@@ -32,7 +32,7 @@ def partners(num: int, round_number: int) -> tuple[int, ...]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def swapped(arrays: Any, axis: str, partner: tuple[int, ...]) -> Any:
+def swap(arrays: Any, axis: str, partner: tuple[int, ...]) -> Any:
     """Return the arrays of each device's partner.
 
     Args:
@@ -56,18 +56,18 @@ def swapped(arrays: Any, axis: str, partner: tuple[int, ...]) -> Any:
     return jax.tree.map(of_partner, arrays)
 
 
-def _swapped_forward(arrays: Any, axis: str, partner: tuple[int, ...]) -> tuple[Any, None]:
-    return swapped(arrays, axis, partner), None
+def _swap_forward(arrays: Any, axis: str, partner: tuple[int, ...]) -> tuple[Any, None]:
+    return swap(arrays, axis, partner), None
 
 
-def _swapped_backward(axis: str, partner: tuple[int, ...], _: None, cotangent: Any) -> tuple[Any]:
-    return (swapped(cotangent, axis, partner),)
+def _swap_backward(axis: str, partner: tuple[int, ...], _: None, cotangent: Any) -> tuple[Any]:
+    return (swap(cotangent, axis, partner),)
 
 
-swapped.defvjp(_swapped_forward, _swapped_backward)
+swap.defvjp(_swap_forward, _swap_backward)
 
 
-def shifted(arrays: Any, axis: str, num: int, places: int) -> Any:
+def shift(arrays: Any, axis: str, num: int, places: int) -> Any:
     """Return the arrays of the device so many places before, round a ring; each device sends them twice.
 
     Args:
@@ -77,8 +77,8 @@ def shifted(arrays: Any, axis: str, num: int, places: int) -> Any:
       places: of which direction its sign says.
     """
     # two reflections make a rotation
-    arrays = swapped(arrays, axis, tuple(-i % num for i in range(num)))
-    return swapped(arrays, axis, tuple((places - i) % num for i in range(num)))
+    arrays = swap(arrays, axis, tuple(-i % num for i in range(num)))
+    return swap(arrays, axis, tuple((places - i) % num for i in range(num)))
 
 
 Order = Literal["any", "balanced", "window", "gathered"]
@@ -143,21 +143,21 @@ class Ring:
         if step == 0:
             return of_device
         (of_device, keys), _ = lax.optimization_barrier(((of_device, keys), computed))
-        return self.from_opponent(of_device, step) if self.is_tournament else self.sent(keys)
+        return self.exchange_with_opponent(of_device, step) if self.is_tournament else self.sent(keys)
 
-    def from_opponent(self, arrays: Any, step: int) -> Any:
+    def exchange_with_opponent(self, arrays: Any, step: int) -> Any:
         """Exchange arrays with `other` of a tournament."""
-        return self._exchanged(arrays, partners(self.num, step))
+        return self._exchange(arrays, partners(self.num, step))
 
-    def _exchanged(self, arrays: Any, partner: tuple[int, ...]) -> Any:
+    def _exchange(self, arrays: Any, partner: tuple[int, ...]) -> Any:
         if self.in_pairs:
-            return swapped(arrays, self.axis, partner)
+            return swap(arrays, self.axis, partner)
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, list(enumerate(partner))), arrays)
 
     def sent(self, arrays: Any, places: int = 1) -> Any:
         """Send arrays so many places along the ring."""
         if self.in_pairs:
-            return shifted(arrays, self.axis, self.num, places)
+            return shift(arrays, self.axis, self.num, places)
         pairs = [(i, (i + places) % self.num) for i in range(self.num)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, pairs), arrays)
 
@@ -165,7 +165,7 @@ class Ring:
         """Return the early one of the two parts that a device has in the balanced order."""
         return jnp.where(2 * device < self.num, 2 * device, 2 * self.num - 1 - 2 * device)
 
-    def balanced(self, x: jax.Array, *, inverse: bool = False) -> jax.Array:
+    def balance_halves(self, x: jax.Array, *, inverse: bool = False) -> jax.Array:
         """Exchange halves of contiguous shards: each device has one part as early as its other is late.
 
         Of 2 num parts device i has 2i and 2i + 1. It keeps the first and exchanges the other with device
@@ -186,10 +186,10 @@ class Ring:
         # the second device of a pair keeps its late part
         keeps_early = 2 * lax.axis_index(self.axis) < self.num
         first, second = jnp.split(x, 2, 1)
-        kept, other = _either(keeps_early, first, second) if inverse else (first, second)
-        found = self._exchanged(other, tuple(reversed(range(self.num))))
-        return jnp.concatenate((kept, found) if inverse else _either(keeps_early, kept, found), 1)
+        kept, other = _select_either(keeps_early, first, second) if inverse else (first, second)
+        found = self._exchange(other, tuple(reversed(range(self.num))))
+        return jnp.concatenate((kept, found) if inverse else _select_either(keeps_early, kept, found), 1)
 
 
-def _either(in_order: Any, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _select_either(in_order: Any, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(in_order, first, second), jnp.where(in_order, second, first)

@@ -72,12 +72,12 @@ def _forward(q: Any, k: Any, v: Any, seen: Seen, ring: Ring) -> tuple[Any, Any]:
         sum_of_values += keys.v.astype(jnp.float32).sum((0, 2))
         for mine, theirs, distance in _pairs(step, ring, q.shape[1], seen.window):
             block = _block(queries, mine, distance, seen, ring)
-            sums = _put(sums, mine, add_keys(block, _at(keys, theirs), _at(sums, mine)))
+            sums = _put(sums, mine, add_keys(block, _slice_at(keys, theirs), _slice_at(sums, mine)))
     out, highest, total = sums
     sees_none = total == 0
     mean = sum_of_values[:, None, :, None] / (ring.num_steps * k.shape[1])
     out = jnp.where(sees_none[..., None], mean, out / jnp.where(sees_none, 1, total)[..., None])
-    out = _whole(out).astype(q.dtype)
+    out = _join_whole(out).astype(q.dtype)
     # infinite, so that the weights of all keys are 0 in the backward pass
     logsumexp = jnp.where(sees_none, jnp.inf, highest + jnp.log(total))
     return out, (q, k, v, seen, out, logsumexp)
@@ -105,27 +105,27 @@ def _backward(ring: Ring, kept: Any, cotangent: jax.Array) -> Any:
         before = of_queries, own, delta
         for mine, theirs, distance in _pairs(step, ring, q.shape[1], seen.window):
             block = _block(queries, mine, distance, seen, ring)
-            sums = (of_queries[mine], *_at(found, theirs))
+            sums = (of_queries[mine], *_slice_at(found, theirs))
             of_block = (of_out[mine], delta[mine], logsumexp[mine])
-            of_q, *of_keys = add_gradients(block, _at(keys, theirs), *of_block, sums)
+            of_q, *of_keys = add_gradients(block, _slice_at(keys, theirs), *of_block, sums)
             of_queries, found = of_queries.at[mine].set(of_q), _put(found, theirs, tuple(of_keys))
         if step == 0:
             own = found
         elif ring.is_tournament:
-            home = ring.from_opponent(found, step)
+            home = ring.exchange_with_opponent(found, step)
             own = jax.tree.map(jnp.add, own, home)
         else:
             # with the keys, and home from the last step
             visiting = ring.sent(found, 1 if step < ring.num_steps - 1 else -step)
-    of_k, of_v = (_whole(a + b).astype(x.dtype) for a, b, x in zip(own, visiting, (k, v), strict=True))
-    return _whole(of_queries).astype(q.dtype), of_k, of_v, None
+    of_k, of_v = (_join_whole(a + b).astype(x.dtype) for a, b, x in zip(own, visiting, (k, v), strict=True))
+    return _join_whole(of_queries).astype(q.dtype), of_k, of_v, None
 
 
 ring_attention.defvjp(_forward, _backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def gathered_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, ring: Ring) -> jax.Array:
+def attend_gathered(q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, ring: Ring) -> jax.Array:
     """Return the same from all keys and values, gathered, and gathered again in the backward pass.
 
     Args:
@@ -133,27 +133,27 @@ def gathered_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, rin
       seen: labels of these queries, and of the keys of all devices.
       ring: one device, in the order "any" or "gathered".
     """
-    return _gathered_forward(q, k, v, seen, ring)[0]
+    return _attend_gathered_forward(q, k, v, seen, ring)[0]
 
 
-def _gathered_forward(q: Any, k: Any, v: Any, seen: Seen, ring: Ring) -> tuple[Any, Any]:
-    all_k, all_v = _gathered((k, v), ring.axis)
+def _attend_gathered_forward(q: Any, k: Any, v: Any, seen: Seen, ring: Ring) -> tuple[Any, Any]:
+    all_k, all_v = _gather((k, v), ring.axis)
     out, (*_, logsumexp) = _forward(q, all_k, all_v, seen, ring)
     return out, (q, k, v, seen, out, logsumexp)
 
 
-def _gathered_backward(ring: Ring, kept: Any, cotangent: jax.Array) -> Any:
+def _attend_gathered_backward(ring: Ring, kept: Any, cotangent: jax.Array) -> Any:
     q, k, v, *rest = kept
-    all_k, all_v = _gathered((k, v), ring.axis)
+    all_k, all_v = _gather((k, v), ring.axis)
     of_q, of_k, of_v, _ = _backward(ring, (q, all_k, all_v, *rest), cotangent)
     of_k, of_v = (lax.psum_scatter(x, ring.axis, scatter_dimension=1, tiled=True) for x in (of_k, of_v))
     return of_q, of_k, of_v, None
 
 
-gathered_attention.defvjp(_gathered_forward, _gathered_backward)
+attend_gathered.defvjp(_attend_gathered_forward, _attend_gathered_backward)
 
 
-def _gathered(arrays: Any, axis: str) -> Any:
+def _gather(arrays: Any, axis: str) -> Any:
     return jax.tree.map(lambda x: lax.all_gather(x, axis, axis=1, tiled=True), arrays)
 
 
@@ -194,7 +194,7 @@ def _pairs(step: int, ring: Ring, num_queries: int, window: Any) -> list[Pair]:
 
 
 def _block(queries: Any, mine: Any, distance: Any, seen: Seen, ring: Ring) -> Queries:
-    q, labels = _at(queries, mine)
+    q, labels = _slice_at(queries, mine)
     return Queries(q, labels, distance, seen.window, ring.soft_cap)
 
 
@@ -203,11 +203,11 @@ def _parts(arrays: Any, ring: Ring) -> Any:
     return jax.tree.map(lambda x: jnp.stack(jnp.split(x, ring.num_parts, 1)), arrays)
 
 
-def _whole(x: jax.Array) -> jax.Array:
+def _join_whole(x: jax.Array) -> jax.Array:
     return jnp.concatenate(list(x), 1)
 
 
-def _at(arrays: Any, index: Any) -> Any:
+def _slice_at(arrays: Any, index: Any) -> Any:
     return jax.tree.map(lambda x: x[index], arrays)
 
 

@@ -86,10 +86,10 @@ def row_key(
 
 @functools.cache
 def _row_impl(num_rows: int, draws: Draws | None) -> Hashable:
-    known = None if draws is None else _by_shape(num_rows, draws)
+    known = None if draws is None else _group_by_shape(num_rows, draws)
 
     # a key has three words: those of threefry, and the number of the first row
-    def with_row(keys: jax.Array, row: jax.Array) -> jax.Array:
+    def fold_row(keys: jax.Array, row: jax.Array) -> jax.Array:
         data = jax.random.key_data(keys)
         return jnp.concatenate([data, jnp.broadcast_to(row, (*data.shape[:-1], 1))], -1)
 
@@ -97,12 +97,12 @@ def _row_impl(num_rows: int, draws: Draws | None) -> Hashable:
         return jax.random.wrap_key_data(data[:-1], impl=THREEFRY)
 
     def seed(number: jax.Array) -> jax.Array:
-        return with_row(new_key(number), jnp.uint32(0))
+        return fold_row(new_key(number), jnp.uint32(0))
 
     def fold_in(data: jax.Array, number: jax.Array | int) -> jax.Array:
-        return with_row(jax.random.fold_in(base(data), number), data[-1])
+        return fold_row(jax.random.fold_in(base(data), number), data[-1])
 
-    def rows_of(kind: str, shape: tuple[int, ...]) -> Draw | None:
+    def find_rows(kind: str, shape: tuple[int, ...]) -> Draw | None:
         """Return how a draw counts rows; None if it does not."""
         if known is None:
             counts = kind == BITS and bool(shape) and shape[0] == num_rows
@@ -114,7 +114,7 @@ def _row_impl(num_rows: int, draws: Draws | None) -> Hashable:
             )
         return known.get((kind, shape))
 
-    def by_row(data: jax.Array, draw: Draw, function: Callable[..., jax.Array]) -> jax.Array:
+    def draw_by_row(data: jax.Array, draw: Draw, function: Callable[..., jax.Array]) -> jax.Array:
         """Call a function of (key, shape) for each row, and move the rows to where the draw has them."""
         assert draw.dim is not None
         before, size, after = draw.shape[: draw.dim], draw.shape[draw.dim], draw.shape[draw.dim + 1 :]
@@ -125,15 +125,17 @@ def _row_impl(num_rows: int, draws: Draws | None) -> Hashable:
         return found.reshape(draw.shape_for(num_rows))
 
     def split(data: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        draw = rows_of(SPLIT, shape)
-        keys = jax.random.split(base(data), shape) if draw is None else by_row(data, draw, jax.random.split)
-        return with_row(keys, data[-1])
+        draw = find_rows(SPLIT, shape)
+        keys = (
+            jax.random.split(base(data), shape) if draw is None else draw_by_row(data, draw, jax.random.split)
+        )
+        return fold_row(keys, data[-1])
 
     def random_bits(data: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
-        dtype, draw = jnp.dtype(f"uint{bit_width}"), rows_of(BITS, shape)
+        dtype, draw = jnp.dtype(f"uint{bit_width}"), find_rows(BITS, shape)
         if draw is None:
             return jax.random.bits(base(data), shape, dtype)
-        return by_row(data, draw, functools.partial(jax.random.bits, dtype=dtype))
+        return draw_by_row(data, draw, functools.partial(jax.random.bits, dtype=dtype))
 
     return define_prng_impl(
         key_shape=(3,),
@@ -145,7 +147,7 @@ def _row_impl(num_rows: int, draws: Draws | None) -> Hashable:
     )
 
 
-def _by_shape(num_rows: int, draws: Draws) -> dict[tuple[str, tuple[int, ...]], Draw | None]:
+def _group_by_shape(num_rows: int, draws: Draws) -> dict[tuple[str, tuple[int, ...]], Draw | None]:
     """Return the draw of each shape; None for those that are the same for all rows.
 
     Raises:

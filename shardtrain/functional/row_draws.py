@@ -10,13 +10,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardtrain.functional.dependencies import CALLED
-from shardtrain.functional.draw_record import DRAWN, FOREIGN, ROWS, DrawRecord, RowDraws, Variable, shapes_of
+from shardtrain.functional.draw_record import (
+    DRAWN,
+    FOREIGN,
+    ROWS,
+    DrawRecord,
+    RowDraws,
+    Variable,
+    find_shapes,
+)
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import BITS
-from shardtrain.functional.row_positions import DATA, position_in, positions_after
+from shardtrain.functional.row_positions import DATA, follow_positions, position_in
 from shardtrain.functional.scan_operands import scan_counts
-from shardtrain.functional.traced_equations import equations, line_of
+from shardtrain.functional.traced_equations import equations, find_line
 from shardtrain.functional.traced_loss import trace_loss
 
 OTHER_GENERATORS = ("rng_bit_generator", "rng_uniform", "threefry2x32")
@@ -77,10 +85,10 @@ class _Walk:
             self._set(pair, known)
         for pair in zip(jaxpr.constvars, other.constvars, strict=False):
             # an array of the model's own that has as many entries as there are rows
-            self._set(pair, Variable(is_number=shapes_of(pair).row_dim is not None))
+            self._set(pair, Variable(is_number=find_shapes(pair).row_dim is not None))
         where = line
         for equation, of_other in zip(jaxpr.eqns, other.eqns, strict=False):
-            where = line if is_cached and line else line_of(equation) or line
+            where = line if is_cached and line else find_line(equation) or line
             kinds = [(each.primitive, len(each.outvars)) for each in (equation, of_other)]
             if kinds[0] != kinds[1]:
                 raise _Differ(where)
@@ -96,7 +104,7 @@ class _Walk:
 
     def _set(self, pair: tuple[Any, Any], known: Variable) -> None:
         # a dim that counts rows alone says where they are; what is followed to it has to agree
-        anchor = position_in(shapes_of(pair))
+        anchor = position_in(find_shapes(pair))
         if anchor is not None:
             if known.position is not None:
                 self.record.meet([known.position, anchor])
@@ -112,7 +120,7 @@ class _Walk:
             return [DRAWN[name](self.record, equation, other, inputs, line)]
         if name in OTHER_GENERATORS:
             for pair in zip(equation.outvars, other.outvars, strict=True):
-                self.record.add(BITS, shapes_of(pair), line, FOREIGN)
+                self.record.add(BITS, find_shapes(pair), line, FOREIGN)
             return [Variable()] * len(equation.outvars)
         if name == "scan":
             return self._scan(equation, other, inputs, line, is_cached)
@@ -128,10 +136,10 @@ class _Walk:
             return self._called(equation, other, inner, inputs, line, is_cached or name in ("jit", "pjit"))
         is_number = any(each.is_number for each in inputs)
         if name == "iota":
-            shapes = shapes_of((equation.outvars[0], other.outvars[0]))
+            shapes = find_shapes((equation.outvars[0], other.outvars[0]))
             is_number = shapes.row_dim is not None and shapes.row_dim == equation.params["dimension"]
         found = [
-            self.record.meet(positions_after(equation, number, [each.position for each in inputs], ROWS[0]))
+            self.record.meet(follow_positions(equation, number, [each.position for each in inputs], ROWS[0]))
             for number in range(len(equation.outvars))
         ]
         return [Variable(position, is_number) for position in found]

@@ -72,7 +72,7 @@ Moves = Mapping[int, int]
 """Dim of an input -> the dim of the output that it becomes; others are gone."""
 
 
-def positions_after(
+def follow_positions(
     equation: Any, output: int, positions: Sequence[Position | None], rows: int
 ) -> list[Position]:
     """Return the positions of rows in an output of an operation, from each input that has some.
@@ -93,13 +93,13 @@ def positions_after(
             found.append(position)
             continue
         moves = _moves(equation, number, before, shape)
-        inner = tuple(_moved(each, before, shape, moves, rows) for each in position.inner)
+        inner = tuple(_find_moved(each, before, shape, moves, rows) for each in position.inner)
         if any(each > 0 for each in inner):
             found.append(position._replace(inner=inner))
     return found
 
 
-def _moved(inner: int, before: tuple[int, ...], after: tuple[int, ...], moves: Moves, rows: int) -> int:
+def _find_moved(inner: int, before: tuple[int, ...], after: tuple[int, ...], moves: Moves, rows: int) -> int:
     """Return the number of entries that follow one of a row, when dims have moved; -1 if rows are gone.
 
     >>> _moved(3, (4, 2, 3), (4, 3, 2), {0: 0, 1: 2, 2: 1}, 2)
@@ -132,11 +132,11 @@ def _broadcast(equation: Any, number: int) -> Moves:
     return dict(enumerate(equation.params["broadcast_dimensions"]))
 
 
-def _transposed(equation: Any, number: int) -> Moves:
+def _transpose(equation: Any, number: int) -> Moves:
     return {dim: to for to, dim in enumerate(equation.params["permutation"])}
 
 
-def _squeezed(equation: Any, number: int) -> Moves:
+def _squeeze(equation: Any, number: int) -> Moves:
     ndim = equation.invars[0].aval.ndim
     gone = {dim % ndim for dim in equation.params["dimensions"]}
     return {dim: to for to, dim in enumerate(dim for dim in range(ndim) if dim not in gone)}
@@ -159,7 +159,7 @@ def _convolution(equation: Any, number: int) -> Moves:
     return {numbers.lhs_spec[0]: numbers.out_spec[0]} if number == 0 else {}
 
 
-def _gathered(equation: Any, number: int) -> Moves:
+def _gather(equation: Any, number: int) -> Moves:
     numbers = equation.params["dimension_numbers"]
     others = [i for i in range(equation.outvars[0].aval.ndim) if i not in numbers.offset_dims]
     if number == 1:
@@ -196,14 +196,14 @@ MOVES: Mapping[str, Callable[[Any, int], Moves]] = {
     "custom_linear_solve": _none,
     "dot_general": _dot,
     "ffi_call": _none,
-    "gather": _gathered,
+    "gather": _gather,
     "pallas_call": _none,
     "ragged_dot_general": _none,
     "rev": _all_but("dimensions"),
     "scatter": _none,
     "scatter-add": _none,
     "sort": _all_but("dimension"),
-    "squeeze": _squeezed,
-    "transpose": _transposed,
+    "squeeze": _squeeze,
+    "transpose": _transpose,
 }
 """Operation -> how its dims move, where they do not stay; next to those that reduce."""

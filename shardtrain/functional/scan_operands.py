@@ -22,10 +22,10 @@ def scan_counts(equation: Any) -> tuple[int, int]:
     (1, 1)
     """
     body = equation.params["jaxpr"].jaxpr
-    num_carried = _num_whole(equation.outvars, body.outvars)
-    return _num_whole(equation.invars, body.invars) - num_carried, num_carried
+    num_carried = _count_whole(equation.outvars, body.outvars)
+    return _count_whole(equation.invars, body.invars) - num_carried, num_carried
 
 
-def _num_whole(of_scan: Sequence[Any], of_step: Sequence[Any]) -> int:
+def _count_whole(of_scan: Sequence[Any], of_step: Sequence[Any]) -> int:
     """Count the arrays that a step reads or writes whole: a stacked one has a dim more than its rows."""
     return sum(outer.aval.ndim == inner.aval.ndim for outer, inner in zip(of_scan, of_step, strict=True))

@@ -102,16 +102,16 @@ class PiecewiseProgram:
             cost, length = equation_cost(equation), equation.params["length"]
             if equation.params["reverse"]:
                 if length > 1 and self._num_pieces > 1 and cost >= self._least * self._cost:
-                    return _in_pieces(equation, inputs, min(self._num_pieces, length))
+                    return _run_in_pieces(equation, inputs, min(self._num_pieces, length))
             # most of the program: the microbatches
             elif cost > self._cost / 2 and not self._is_in_microbatch:
-                return self._last_step_apart(equation, inputs)
+                return self._split_last_step(equation, inputs)
         return bind(equation, inputs)
 
-    def _last_step_apart(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
+    def _split_last_step(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
         """Return the outputs of a scan whose last step is evaluated as a part of the program."""
         body, length = equation.params["jaxpr"], equation.params["length"]
-        consts, carry, rows = _of_scan(equation, inputs)
+        consts, carry, rows = _split_scan(equation, inputs)
         stacks: list[Any] = []
         if length > 1:
             first = [x[:-1] for x in rows]
@@ -125,7 +125,7 @@ class PiecewiseProgram:
         return [*found[: len(carry)], *rows]
 
 
-def _of_scan(equation: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def _split_scan(equation: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Return (constants, what is carried, stacks) of the inputs of a scan."""
     num_consts, num_carried = scan_counts(equation)
     num_whole = num_consts + num_carried
@@ -146,10 +146,10 @@ def _scan(
         return lax.scan(run, carry, rows, length=length, **options)
 
 
-def _in_pieces(equation: Any, inputs: list[Any], num_pieces: int) -> list[Any]:
+def _run_in_pieces(equation: Any, inputs: list[Any], num_pieces: int) -> list[Any]:
     """Return the outputs of a reversed scan that is run as several, each with what the one before carries."""
     length = equation.params["length"]
-    consts, carry, rows = _of_scan(equation, inputs)
+    consts, carry, rows = _split_scan(equation, inputs)
     starts = [length * i // num_pieces for i in range(num_pieces + 1)]
     found: list[list[Any]] = []
     # the last rows come first
@@ -176,7 +176,7 @@ def piece_by_piece(equation: Any, inputs: Sequence[Any]) -> Pieces | None:
         return None
     # these rearrange dims, or remove others
     if name == "reshape" and params["dimensions"] is None:
-        return _reshaped(pieces, shape, params["new_sizes"])
+        return _reshape(pieces, shape, params["new_sizes"])
     if name == "broadcast_in_dim":
         return _broadcast(pieces, shape, params["shape"], params["broadcast_dimensions"])
     if name == "transpose":
@@ -219,7 +219,7 @@ def _broadcast(
     return Pieces(dim, tuple(lax.broadcast_in_dim(x, shape, dims) for x, shape in arrays))
 
 
-def _reshaped(pieces: Pieces, old: tuple[int, ...], new: tuple[int, ...]) -> Pieces | None:
+def _reshape(pieces: Pieces, old: tuple[int, ...], new: tuple[int, ...]) -> Pieces | None:
     """Return pieces in another shape that keeps their dim, with as many elements before it."""
     before = math.prod(old[: pieces.dim])
     for dim, size in enumerate(new):

@@ -78,7 +78,7 @@ def add_keys(queries: Queries, keys: Keys, sums: Any) -> Any:
         )
         return out * kept[..., None] + more, new, total * kept + weights.sum(-1)
 
-    return _over_keys(visit, sums, keys)
+    return _visit_keys(visit, sums, keys)
 
 
 def add_gradients(
@@ -106,19 +106,19 @@ def add_gradients(
         weights = jnp.exp(
             (scores if seen is None else jnp.where(seen, scores, -jnp.inf)) - logsumexp[..., None]
         )
-        of_v = _added(of_v, jnp.einsum("BTHGS,BTHGK->BSHK", weights, of_out), start)
+        of_v = _add(of_v, jnp.einsum("BTHGS,BTHGK->BSHK", weights, of_out), start)
         of_weights = jnp.einsum("BTHGK,BSHK->BTHGS", of_out, keys.v.astype(jnp.float32))
         of_scores = weights * (of_weights - delta[..., None])
         if queries.soft_cap is not None:
             of_scores *= 1 - jnp.square(scores / queries.soft_cap)
         of_q += jnp.einsum("BTHGS,BSHK->BTHGK", of_scores, keys.k.astype(jnp.float32))
         more = jnp.einsum("BTHGS,BTHGK->BSHK", of_scores, queries.q.astype(jnp.float32))
-        return of_q, _added(of_k, more, start), of_v
+        return of_q, _add(of_k, more, start), of_v
 
-    return _over_keys(visit, sums, keys)
+    return _visit_keys(visit, sums, keys)
 
 
-def _added(x: jax.Array, more: jax.Array, start: Any) -> jax.Array:
+def _add(x: jax.Array, more: jax.Array, start: Any) -> jax.Array:
     """Add to some of the keys from a number on."""
     before = lax.dynamic_slice_in_dim(x, start, more.shape[1], 1)
     return lax.dynamic_update_slice_in_dim(x, before + more, start, 1)
@@ -150,7 +150,7 @@ def _scores(queries: Queries, keys: Keys, start: Any) -> tuple[jax.Array, jax.Ar
     return scores, reduce(and_, seen)[:, :, None, None, :] if seen else None
 
 
-def _over_keys(visit: Callable[..., Any], sums: Any, keys: Keys) -> Any:
+def _visit_keys(visit: Callable[..., Any], sums: Any, keys: Keys) -> Any:
     """Go through blocks of the keys by sums = visit(sums, some keys, the number of the first)."""
     num_keys = keys.k.shape[1]
     num_blocks = num_key_blocks(num_keys, KEYS_AT_ONCE)

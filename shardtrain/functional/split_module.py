@@ -17,9 +17,9 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import AXES, BATCH
-from shardtrain.errors.user_code import raised_at
+from shardtrain.errors.user_code import find_raising_line
 from shardtrain.functional.auxiliary import Outputs
-from shardtrain.functional.batch_norm import REPLICAS, one_axis_name, with_axis_bound
+from shardtrain.functional.batch_norm import REPLICAS, bind_axis, one_axis_name
 from shardtrain.functional.model import Tree, dim_names, same_structure
 from shardtrain.functional.module_factory import construct
 from shardtrain.sharding.array_dims import JOINT
@@ -92,8 +92,8 @@ def output_shardings() -> Iterator[None]:
         if not any(text in str(error) for text in _SAID):
             raise
         raise ValueError(
-            f"{raised_at(error)}: the model gives {ARGUMENT} to a function of jax, which takes it on meshes"
-            " with explicit axes; leave it out there and name the dims of what the function returns, as"
+            f"{find_raising_line(error)}: the model gives {ARGUMENT} to a function of jax, which takes it on"
+            " explicit meshes alone; remove it and name the dims of what the function returns:"
             " nn.with_logical_constraint(x, ('batch', None, 'embed')), where names of mesh axes do too"
         ) from error
     finally:
@@ -157,7 +157,7 @@ class SplitModule:
             module = nnx.merge(
                 self.graphs[train],
                 fill_values(self.params, params),
-                _seeded(self.rngs, rng),
+                _seed(self.rngs, rng),
                 fill_values(self.model_state, model_state),
             )
             check = guard_parameters(module)
@@ -170,7 +170,7 @@ class SplitModule:
             _, _, _, changed = split_variables(module)
             return outputs, same_structure(plain_values(changed), model_state)
 
-        return with_axis_bound(call, self.axis_name)
+        return bind_axis(call, self.axis_name)
 
 
 def split_variables(module: Any) -> Any:
@@ -178,7 +178,7 @@ def split_variables(module: Any) -> Any:
     return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
 
-def in_mode(module: Any, train: bool) -> Any:
+def set_mode(module: Any, train: bool) -> Any:
     """Return a module in the mode of training or evaluation, of the same variables."""
     mode = {"deterministic": not train, "use_running_average": not train}
     found = nnx.view(module, raise_if_not_found=False, **mode)
@@ -205,7 +205,7 @@ def split_module(factory: Callable[..., Any], sync_batch_norm: bool) -> tuple[An
         variables: Any = ()
         for train in (True, False):
             # in the trace, where arrays that are attributes are known as such
-            graphs[train], *variables = split_variables(in_mode(module, train))
+            graphs[train], *variables = split_variables(set_mode(module, train))
         graphs[None] = nnx.split(module)[0]
         return module, variables
 
@@ -241,7 +241,7 @@ def _axis_name(abstract: nnx.Module, sync_batch_norm: bool) -> str | None:
     return one_axis_name(modules)
 
 
-def nested(items: Any) -> Tree:
+def nest(items: Any) -> Tree:
     """Return (path, leaf) pairs as a nested dict with string keys, also for positions in an nnx.List."""
     tree: Tree = {}
     for path, leaf in items:
@@ -260,7 +260,7 @@ def plain_values(state: Any) -> Tree:
     average floats, and each mean might round what never changes.
     """
     flat = ((path, _value(v)) for path, v in nnx.to_flat_state(state))
-    return nested((path, value) for path, value in flat if not isinstance(value, jax.ShapeDtypeStruct))
+    return nest((path, value) for path, value in flat if not isinstance(value, jax.ShapeDtypeStruct))
 
 
 def _value(leaf: Any) -> Any:
@@ -289,7 +289,7 @@ def fill_values(state: Any, tree: Tree) -> Any:
     return nnx.from_flat_state([(path, filled(path, v)) for path, v in nnx.to_flat_state(state)])
 
 
-def _seeded(state: Any, rng: jax.Array) -> Any:
+def _seed(state: Any, rng: jax.Array) -> Any:
     """Return the variables of the rng streams: a key for each stream, and counts of 0."""
 
     def value(i: int, variable: Any) -> jax.Array:

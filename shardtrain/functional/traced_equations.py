@@ -27,7 +27,7 @@ class TracedEquation(NamedTuple):
         """The file and line of the user's code that has the operation."""
         found = "?"
         for each in (*self.outer, self.equation):
-            found = line_of(each) or found
+            found = find_line(each) or found
             # functions of jax are traced once, and keep the lines of the call for which they were
             name = each.params["name"] if each.primitive.name == "jit" else ""
             if name.startswith("_") and not name.startswith("__"):
@@ -35,7 +35,7 @@ class TracedEquation(NamedTuple):
         return found
 
 
-def line_of(equation: Any) -> str | None:
+def find_line(equation: Any) -> str | None:
     """Return the file and line of the model or the loss that has an operation; None if unknown."""
     trace = equation.source_info.traceback
     for frame in trace.frames if trace else ():

@@ -8,7 +8,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, AxisType
 
 from shardtrain.axes import AXES
-from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key, row_key
@@ -51,7 +51,7 @@ def trace_loss(
             changed.append(state)
             return outputs
 
-        found = summed_loss(loss, apply, batch, train, key)
+        found = sum_loss(loss, apply, batch, train, key)
         # as jax orders the entries of a dict
         (metrics if metrics is not None else []).extend(sorted(found[2]))
         return *found, changed

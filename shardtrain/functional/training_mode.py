@@ -45,7 +45,7 @@ False."""
 
 
 @contextmanager
-def recorded(calls: list[Call]) -> Iterator[None]:
+def record_calls(calls: list[Call]) -> Iterator[None]:
     """Within this, append every call of a linen module to a list."""
 
     def intercept(call: Any, arguments: Any, options: Any, context: Any) -> Any:

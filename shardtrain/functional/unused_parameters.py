@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
 
-from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_loss import ONE
 
 
-def unused_parameters(model: Model, loss: Loss, batch: Mapping[str, Any]) -> tuple[str, ...]:
+def find_unused_parameters(model: Model, loss: Loss, batch: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the paths of the parameters whose change cannot change the loss in training.
 
     Nothing is computed: the derivative of the loss along all parameters is traced, and then reduced to what
@@ -39,7 +39,7 @@ def unused_parameters(model: Model, loss: Loss, batch: Mapping[str, Any]) -> tup
     def derivative(tangents: Any, params: Any, model_state: Any, key: jax.Array, batch: Batch) -> jax.Array:
         def loss_sum(params: Any) -> jax.Array:
             apply = lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0]  # noqa: E731
-            return summed_loss(loss, apply, batch, rng=key)[0]
+            return sum_loss(loss, apply, batch, rng=key)[0]
 
         # whole numbers have no derivative
         floats = jax.tree.map(

@@ -107,7 +107,7 @@ def device_environment(
     gpus = _names(text)
     if text is None:
         gpus = [str(i) for i in range(_count_gpus() if num_gpus is None else num_gpus)]
-    if not gpus or _declared_bound(environment, environ):
+    if not gpus or _is_declared_bound(environment, environ):
         return {}
     # before MPI one cannot know whether the others see the same: only a list for all of them is divided
     if neighbours is None and (len(gpus) % size or (text is not None and len(gpus) < size)):
@@ -206,7 +206,7 @@ def _visible_variable(environ: Mapping[str, str]) -> str:
     return next((name for name in VISIBLE if name in environ), VISIBLE[0])
 
 
-def _declared_bound(environment: RankEnvironment, environ: Mapping[str, str]) -> bool:
+def _is_declared_bound(environment: RankEnvironment, environ: Mapping[str, str]) -> bool:
     names = LAUNCHERS[environment.launcher].gpu_binding if environment.launcher in LAUNCHERS else ()
     by_launcher = any(environ.get(name, "none") != "none" for name in names)
     return by_launcher or environ.get(BIND) == "no" or OWN_IDS in environ

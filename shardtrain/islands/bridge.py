@@ -29,7 +29,7 @@ MOST_ELEMENTS = 2**31 - 1
 """The largest C int."""
 
 
-def in_chunks(
+def apply_in_chunks(
     operation: Callable[[jax.Array], jax.Array], x: jax.Array, most_elements: int = MOST_ELEMENTS
 ) -> jax.Array:
     """Apply an operation that works on each element by itself, to at most so many elements at a time.
@@ -115,7 +115,7 @@ class MpiGroup:
         if span == 1 or x.size == 0:
             return x
         self.traced_bytes += x.nbytes
-        return in_chunks(lambda chunk: self._sum(chunk, span), x, self._most_elements)
+        return apply_in_chunks(lambda chunk: self._sum(chunk, span), x, self._most_elements)
 
     def _sum(self, x: jax.Array, span: int) -> jax.Array:
         if span < self.size:
@@ -142,7 +142,7 @@ class MpiGroup:
         if source == self.index or x.size == 0:
             return x
         self.traced_bytes += x.nbytes
-        return self._of_bits(
+        return self._move_bits(
             lambda bits: mpi4jax.sendrecv(bits, bits, source=source, dest=dest, comm=self._comm), x
         )
 
@@ -151,23 +151,23 @@ class MpiGroup:
         if self.size == 1 or x.size == 0:
             return jnp.broadcast_to(x, (self.size, *x.shape))
         self.traced_bytes += x.nbytes
-        return self._of_bits(lambda bits: mpi4jax.allgather(bits, comm=self._comm), x)
+        return self._move_bits(lambda bits: mpi4jax.allgather(bits, comm=self._comm), x)
 
     def broadcast(self, x: jax.Array, root: int = 0) -> jax.Array:
         """Return the array of rank `root` on every rank."""
         if self.size == 1 or x.size == 0:
             return x
         self.traced_bytes += x.nbytes
-        return self._of_bits(lambda bits: mpi4jax.bcast(bits, root, comm=self._comm), x)
+        return self._move_bits(lambda bits: mpi4jax.bcast(bits, root, comm=self._comm), x)
 
     def whole(self, x: jax.Array, op: Literal["sum", "max"] = "sum", *, stages: bool = False) -> jax.Array:
         """Return `x` unchanged: arrays are transferred whole, so partial values are already complete."""
         return x
 
-    def _of_bits(self, move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    def _move_bits(self, move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         """Move an array without arithmetic, 16-bit floats as integers: mpi4jax has no such dtypes."""
         bits = lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
-        found = in_chunks(move, bits, self._most_elements)
+        found = apply_in_chunks(move, bits, self._most_elements)
         return lax.bitcast_convert_type(found, x.dtype) if found.dtype != x.dtype else found
 
     @cached_property

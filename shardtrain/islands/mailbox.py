@@ -47,7 +47,7 @@ class Mailbox:
         self._names, self.patience_seconds, self._report = list(names), patience_seconds, report
         self._largest_tag = self._comm.Get_attr(MPI.TAG_UB) or 32767
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._failed: BaseException | None = None
+        self._report_failure: BaseException | None = None
         self.num_messages = 0
         self.num_bytes = 0
         self._thread = threading.Thread(target=self._send_all, name="mailbox", daemon=True)
@@ -109,7 +109,7 @@ class Mailbox:
             # poll eagerly at first, then less often
             nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
         assert status.Get_count(MPI.BYTE) == found.nbytes, (what, status.Get_count(MPI.BYTE), found.nbytes)
-        self._comm.Recv([_as_bytes(found), MPI.BYTE], source, tag)
+        self._comm.Recv([_view_bytes(found), MPI.BYTE], source, tag)
         return found
 
     def close(self) -> None:
@@ -118,8 +118,10 @@ class Mailbox:
         self._thread.join(timeout=5.0)
 
     def _check(self) -> None:
-        if self._failed is not None:
-            raise RuntimeError("an array could not be computed or sent to another stage") from self._failed
+        if self._report_failure is not None:
+            raise RuntimeError(
+                "an array could not be computed or sent to another stage"
+            ) from self._report_failure
 
     def _send_all(self) -> None:
         # requests of MPI, each with its buffer, which must live until the send is complete
@@ -134,20 +136,20 @@ class Mailbox:
                     continue
                 array, to, tag = item
                 data = np.ascontiguousarray(array)
-                under_way.append((self._comm.Isend([_as_bytes(data), MPI.BYTE], to, tag), data))
+                under_way.append((self._comm.Isend([_view_bytes(data), MPI.BYTE], to, tag), data))
                 nap = 0.0
             except queue.Empty:
                 try:
                     under_way = [(request, data) for request, data in under_way if not request.Test()]
                 except MPI.Exception as error:
-                    self._failed, under_way = error, []
+                    self._report_failure, under_way = error, []
                 time.sleep(nap)
                 nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
             except Exception as error:
                 # complete what is under way; the main thread raises this at its next call (`_check`)
-                self._failed = error
+                self._report_failure = error
 
 
-def _as_bytes(array: np.ndarray) -> np.ndarray:
+def _view_bytes(array: np.ndarray) -> np.ndarray:
     """View the memory of an array as bytes, because MPI has no 16-bit floats."""
     return array.reshape(-1).view(np.uint8)

@@ -101,7 +101,7 @@ class Speed:
         return self._measured[near] + per_row * (capacity - near)
 
 
-def balanced_rows(
+def balance_rows(
     num_rows: int, speeds: Sequence[Speed], multiples: Sequence[int], limits: Sequence[float] | None = None
 ) -> list[int]:
     """Return the rows of each island with which the slowest ends first; they add up to the batch.
@@ -155,7 +155,7 @@ class MeasuredShares:
       num_rows: B, rows of the whole batch.
       rows: of each island at the start; they add up to B.
       multiples: of each island, see `capacities`.
-      limits: of each island, see `balanced_rows`.
+      limits: of each island, see `balance_rows`.
 
     Attributes:
       rows: of each island.
@@ -183,7 +183,7 @@ class MeasuredShares:
         self._pays, self._changes = False, 0
         self.rows, self.seconds = list(rows), (0.0, 0.0)
 
-    def _whole_steps(self) -> list[float]:
+    def _measure_whole_steps(self) -> list[float]:
         """Return the median seconds of each island's step, without waiting for others."""
         own, rests = (
             [median(each) for each in zip(*kind, strict=True)]
@@ -232,9 +232,9 @@ class MeasuredShares:
         self._steps.append((seconds, rest_seconds or [0.0] * len(seconds)))
         if len(self._steps) < SKIPPED + WINDOW:
             return False
-        for speed, now, x in zip(self._speeds, self.capacities, self._whole_steps(), strict=True):
+        for speed, now, x in zip(self._speeds, self.capacities, self._measure_whole_steps(), strict=True):
             speed.add(now, x)
-        rows = balanced_rows(self._num_rows, self._speeds, self._multiples, self._limits)
+        rows = balance_rows(self._num_rows, self._speeds, self._multiples, self._limits)
         measured, before, self.rows = self._slowest_seconds(), self.rows, rows
         expected = self._slowest_seconds()
         gain = min(LEAST_GAIN + MORE_GAIN * max(self._changes - 1, 0), MOST_GAIN)

@@ -154,7 +154,7 @@ def join(
     # 1. start MPI; its ranks must be those that the launcher's variables tell
     comm = world()
     if (comm.rank, comm.size) != (environment.rank, environment.size):
-        raise ValueError(other_mpi_text(environment, comm.rank, comm.size))
+        raise ValueError(format_other_mpi(environment, comm.rank, comm.size))
     # 2. the seat of every rank: its island, and its process there
     processes = parse_processes(environ.get(PROCESSES, "1"))
     seats = [find_seat(rank, environment.size, processes) for rank in range(environment.size)]
@@ -225,7 +225,7 @@ def rank_name(seat: Seat, host: str) -> str:
     return f"island {seat.island}{process} (host {host})"
 
 
-def other_mpi_text(environment: RankEnvironment, rank: int, size: int) -> str:
+def format_other_mpi(environment: RankEnvironment, rank: int, size: int) -> str:
     """Return the message for a launcher and an mpi4py that belong to different MPIs.
 
     >>> numbers = {"rank": 1, "size": 4, "local_rank": 1, "local_size": 4}

@@ -40,7 +40,7 @@ def library_environment(environ: Mapping[str, str], prefix: str = sys.prefix) ->
     return found if home == Path(prefix) else {**found, LIBRARY: f"{home / 'lib'}{os.pathsep}"}
 
 
-def not_installed() -> list[str]:
+def list_not_installed() -> list[str]:
     """Return the packages for MPI that are not installed."""
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 

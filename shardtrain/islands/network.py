@@ -32,7 +32,7 @@ def listening_address(hosts: Sequence[str], environ: Mapping[str, str]) -> str |
     if len(set(hosts)) == 1:
         return LOOPBACK_ADDRESS
     name = environ.get(INTERFACE)
-    return address_of(name) if name else None
+    return find_address(name) if name else None
 
 
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
@@ -63,7 +63,7 @@ def proxy_exceptions(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[s
     return found
 
 
-def address_of(interface: str) -> str:
+def find_address(interface: str) -> str:
     """Return the IPv4 address of an interface.
 
     Raises:

@@ -68,7 +68,7 @@ def find_rank_environment(environ: Mapping[str, str]) -> RankEnvironment:
     """
     host = environ.get(HOST) or socket.gethostname()
     for launcher, variables in LAUNCHERS.items():
-        if not _started_by(variables, environ):
+        if not _is_started_by(variables, environ):
             continue
         rank, size = _number(environ, variables.rank), _number(environ, _size_variable(variables, environ))
         if not 0 <= rank < size:
@@ -86,7 +86,7 @@ def find_rank_environment(environ: Mapping[str, str]) -> RankEnvironment:
     return RankEnvironment(launcher="none", rank=0, size=1, local_rank=0, local_size=1, host=host)
 
 
-def _started_by(variables: LauncherVariables, environ: Mapping[str, str]) -> bool:
+def _is_started_by(variables: LauncherVariables, environ: Mapping[str, str]) -> bool:
     size = _size_variable(variables, environ)
     if not {variables.rank, size, *variables.marker} <= environ.keys():
         return False

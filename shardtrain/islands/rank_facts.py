@@ -162,11 +162,11 @@ def program_hash(lowered: str) -> str:
 
     Addresses of Python callbacks and MPI communicators are removed from the text first.
     """
-    lines = (_without_addresses(line) for line in lowered.splitlines())
+    lines = (_remove_addresses(line) for line in lowered.splitlines())
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def _without_addresses(line: str) -> str:
+def _remove_addresses(line: str) -> str:
     if "custom_call" not in line:
         return line
     return re.sub(r"\b(0x[0-9a-fA-F]{6,}|[0-9]{9,})\b", "address", line)

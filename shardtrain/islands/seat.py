@@ -91,7 +91,7 @@ def seat_problem(size: int, processes: Sequence[int] | int) -> str | None:
         divisors = [str(n) for n in range(size, 0, -1) if size % n == 0]
         return (
             f"{size} ranks cannot fill islands of {processes} processes: {size} % {processes} ="
-            f" {size % processes}. Start {starts} ranks, or give islands {_any_of(divisors)}"
+            f" {size % processes}. Start {starts} ranks, or give islands {_format_any(divisors)}"
         )
     if sum(numbers) == size:
         return None
@@ -103,5 +103,5 @@ def seat_problem(size: int, processes: Sequence[int] | int) -> str | None:
     )
 
 
-def _any_of(words: Sequence[str]) -> str:
+def _format_any(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]

@@ -153,7 +153,7 @@ class Transfer:
         if bucket_device.mpi_device is not bucket_device.device:
             mine = jax.device_put(mine, bucket_device.mpi_device)
         # 3. the thread runs pack, MPI and unpack, one bucket after the other, while the caller continues
-        compiled = self._compiled(program, bucket_device.group)
+        compiled = self._compile(program, bucket_device.group)
         what = f"bucket {number} ({getattr(program, '__name__', 'program').strip('_').replace('_', ' ')})"
         timed_number = number if timed else None
         return self._thread.submit(lambda: self._run_program(what, compiled, mine, timed_number))
@@ -165,7 +165,7 @@ class Transfer:
 
     def _run_program(self, what: str, compiled: "_Program", arrays: Any, timed_number: int | None) -> Any:
         is_compiled, start_seconds = compiled.knows(arrays), time.monotonic()
-        with self._activity.on_bridge(what):
+        with self._activity.record_on_bridge(what):
             found, num_bytes = compiled(arrays)
         self.num_bytes += num_bytes
         # the first call compiles, which would be most of its time
@@ -216,7 +216,7 @@ class Transfer:
     def _bucket_device(self, number: int) -> _BucketDevice:
         return self._bucket_devices[number % len(self._bucket_devices)]
 
-    def _compiled(self, program: BucketProgram, group: "MpiGroup") -> "_Program":
+    def _compile(self, program: BucketProgram, group: "MpiGroup") -> "_Program":
         key = (program, id(group))
         if key not in self._programs:
             self._programs[key] = _Program(program, group)
@@ -256,7 +256,7 @@ class Transfer:
 
             def add(stacks: Any) -> Any:
                 return jax.tree.map(
-                    lambda x, dtype: _from_bits(x.sum(0, dtype=x.dtype), dtype), stacks, dtypes
+                    lambda x, dtype: _restore_bits(x.sum(0, dtype=x.dtype), dtype), stacks, dtypes
                 )
 
             self._programs[key] = jax.jit(add, out_shardings=shardings)
@@ -269,7 +269,7 @@ class _Program:
     def __init__(self, program: BucketProgram, group: "MpiGroup") -> None:
         self._program, self._group = program, group
         self._num_bytes: dict[Any, int] = {}
-        self._compiled = jax.jit(self._trace)
+        self._compile = jax.jit(self._trace)
 
     def knows(self, arrays: Any) -> bool:
         """Return whether the program is compiled for arrays of these shapes."""
@@ -277,7 +277,7 @@ class _Program:
 
     def __call__(self, arrays: Any) -> tuple[Any, int]:
         """Return the outputs, when they are there, and the bytes that were given to MPI."""
-        found = jax.block_until_ready(self._compiled(arrays))
+        found = jax.block_until_ready(self._compile(arrays))
         return found, self._num_bytes[_shapes(arrays)]
 
     def _trace(self, arrays: Any) -> Any:
@@ -296,7 +296,7 @@ def _bits(x: jax.Array, bits: Any) -> jax.Array:
     return x.astype(bits) if x.dtype == bool else jax.lax.bitcast_convert_type(x, bits)
 
 
-def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
+def _restore_bits(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(bool) if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, dtype)
 
 

@@ -49,38 +49,38 @@ def launch_outcome(
     """
     failed = [end for end in ends if end.failed]
     if not failed:
-        return _without_failure(ends, launcher, launcher_code, asked)
+        return _report_without_failure(ends, launcher, launcher_code, asked)
     # both sides of a cut link report a hang: prefer the side of rank 0, where the launcher runs
     # and a rank that was killed, or crashed, comes before those that gave up without it
     first = min(
         failed,
         key=lambda end: (
             *(not end.killed, end.gave_up, end.consequence, end.reported_hang and end.rank),
-            _ended_seconds(end),
+            _find_end(end),
         ),
     )  # fmt: skip
-    seconds = _ended_seconds(first) - first.start_seconds
+    seconds = _find_end(first) - first.start_seconds
     after = f"{max(seconds, 0):.0f} s after its start"
     # the error of that rank comes first, then how the others ended
     headline = f"{first.name} failed first: rank {first.rank} on {first.host}, {first.how}, {after}"
     if first.reported_hang:
         headline = f"the run hung: {first.name} on {first.host} noticed it, {after}"
-    text = f"\n{_ruled(headline)}\n{error_text(first.text)}\n"
+    text = f"\n{_format_ruled(headline)}\n{error_text(first.text)}\n"
     if first.signal == signal.SIGKILL:
         text += "(the kernel does that when memory runs out: see dmesg there, or sacct of the job)\n"
     rest = [end for end in ends if end is not first]
-    for what, chosen in _by_end(rest):
+    for what, chosen in _group_by_end(rest):
         text += f"\nthen: {_names(chosen)} {what}"
     text += f"\nwhole log: {first.log}" + (" (the others are beside it)" if rest else "")
     code = COME_AGAIN if first.last.hung else first.code
     return Outcome(code=code or abort_code(first.text) or abs(launcher_code) or 1, text=text + "\n")
 
 
-def _ended_seconds(end: RankEnd) -> float:
+def _find_end(end: RankEnd) -> float:
     return end.end_seconds or end.touched_seconds
 
 
-def _without_failure(
+def _report_without_failure(
     ends: Sequence[RankEnd], launcher: str, launcher_code: int, asked: signal.Signals | None
 ) -> Outcome:
     # 1. all ranks stopped as they were asked to
@@ -101,7 +101,7 @@ def _without_failure(
     if code == 0 and not missing and not lost:
         return Outcome(code=0)
     # 3. someone else ended ranks, or they never started
-    text = _from_outside(ends, lost, launcher, launcher_code)
+    text = _report_outside(ends, lost, launcher, launcher_code)
     if not ends:
         text += "No rank was started: what the launcher printed is above.\n"
     if missing:
@@ -109,28 +109,30 @@ def _without_failure(
     return Outcome(code=code or 1, text=f"\n{text}")
 
 
-def _from_outside(ends: Sequence[RankEnd], lost: Sequence[RankEnd], launcher: str, launcher_code: int) -> str:
+def _report_outside(
+    ends: Sequence[RankEnd], lost: Sequence[RankEnd], launcher: str, launcher_code: int
+) -> str:
     """Format the report of a launch that ended although no rank failed."""
     if launcher_code < 0:
         rest = f"{_names(ends)} ended with it.\n" if ends else ""
-        return _ruled(f"{launcher} was killed by {signal.Signals(-launcher_code).name}") + f"\n{rest}"
+        return _format_ruled(f"{launcher} was killed by {signal.Signals(-launcher_code).name}") + f"\n{rest}"
     # the keeper of a rank that died first was killed by someone else: the others are consequences
     if dated := [end for end in lost if end.lost_seconds is not None]:
         first = min(dated, key=lambda end: end.lost_seconds or 0.0)
         keeps = f"the process that keeps rank {first.rank} on {first.host}"
         rest = [end for end in ends if end is not first]
         return (
-            _ruled(f"{first.name} was lost first: {keeps}")
+            _format_ruled(f"{first.name} was lost first: {keeps}")
             + f"\nThat process ({first.pid}) was killed from outside, and its rank with it.\n"
             + (f"then: {_names(rest)} ended by the launcher\n" if rest else "")
         )
-    text = _ruled(f"{launcher} ended with exit code {launcher_code}, and no rank says why") + "\n"
+    text = _format_ruled(f"{launcher} ended with exit code {launcher_code}, and no rank says why") + "\n"
     if lost:
         text += f"Ended from outside: {_names(lost)}; logs: {lost[0].log.parent}\n"
     return text
 
 
-def _by_end(ends: Sequence[RankEnd]) -> list[tuple[str, list[RankEnd]]]:
+def _group_by_end(ends: Sequence[RankEnd]) -> list[tuple[str, list[RankEnd]]]:
     groups: dict[str, list[RankEnd]] = {}
     for end in ends:
         if end.code == 0:
@@ -154,7 +156,7 @@ def _names(ends: Sequence[RankEnd]) -> str:
     return f"islands {', '.join(names[:8])}{more}"
 
 
-def _ruled(headline: str) -> str:
+def _format_ruled(headline: str) -> str:
     return f"=== {headline} ==="
 
 

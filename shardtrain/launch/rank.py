@@ -155,7 +155,7 @@ class Keeper:
         _kill_group(child.pid)
         follow.finish()
         release()
-        return self._ended(child.returncode)
+        return self._find_ended(child.returncode)
 
     def _start(self, program: Sequence[str]) -> subprocess.Popen:
         environment = {"PYTHONUNBUFFERED": "1", **os.environ, STEP_FILE: str(self._step_file)}
@@ -166,21 +166,21 @@ class Keeper:
             )
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        meant = self._represented_signal() if number == signal.SIGUSR1 else signal.Signals(number)
+        meant = self._find_represented_signal() if number == signal.SIGUSR1 else signal.Signals(number)
         self._asked.append(meant)
         self._record["asked"] = meant.name
         if self._child is not None and self._child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._child.pid, meant)
 
-    def _represented_signal(self) -> signal.Signals:
+    def _find_represented_signal(self) -> signal.Signals:
         """Return the signal that SIGUSR1 represents: the one that the launch received, if recorded."""
         try:
             return signal.Signals[self._asked_path.read_text(encoding="utf-8").strip()]
         except (OSError, KeyError):
             return self._usr1
 
-    def _ended(self, returncode: int) -> int:
+    def _find_ended(self, returncode: int) -> int:
         code = returncode if returncode >= 0 else 128 - returncode
         try:
             self._write_record(

@@ -38,7 +38,7 @@ def error_text(log: str) -> str:
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in log.rstrip("\n").split("\n")]
     if hang := _between(lines, HANG, HANG_END):
         return "\n".join(hang)
-    starts = [i for i, line in enumerate(lines) if TRACEBACK in line and not _ignored(lines, i)]
+    starts = [i for i, line in enumerate(lines) if TRACEBACK in line and not _is_ignored(lines, i)]
     if not starts:
         return "\n".join(_mistake(lines) or lines[-TAIL_LINES:]).strip("\n") or "(its log is empty)"
     start = starts.pop()
@@ -65,7 +65,7 @@ def _between(lines: Sequence[str], first: re.Pattern, last: re.Pattern) -> list[
     return list(lines[starts[-1] : ends[-1] + 1]) if starts else []
 
 
-def _ignored(lines: Sequence[str], index: int) -> bool:
+def _is_ignored(lines: Sequence[str], index: int) -> bool:
     return index > 0 and lines[index - 1].startswith("Exception ignored in")
 
 
@@ -129,7 +129,7 @@ class RankEnd:
         if code is None and self.aborted:
             # before its first step, where it ended the others too
             code = abort_code(self.text)
-        return _stopped(code, self.asked, self.last)
+        return _is_stopped(code, self.asked, self.last)
 
     @property
     def reported_hang(self) -> bool:
@@ -195,18 +195,18 @@ def read_ranks(logs: Path) -> list[RankEnd]:
     return sorted(ends, key=lambda end: end.rank)
 
 
-def any_failed(logs: Path) -> bool:
+def has_failed(logs: Path) -> bool:
     """Return whether a rank has failed; others may still run."""
     for path in logs.glob("rank-*.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
         last = read_step_file(step_file_path(path))
         code = record["code"]
-        if last.hung or (code not in (None, 0) and not _stopped(code, record["asked"], last)):
+        if last.hung or (code not in (None, 0) and not _is_stopped(code, record["asked"], last)):
             return True
     return False
 
 
-def _stopped(code: int | None, asked: str | None, last: LastStep) -> bool:
+def _is_stopped(code: int | None, asked: str | None, last: LastStep) -> bool:
     """Return whether the rank was asked to stop by a signal or by its time limit, and did."""
     if last.hung:
         return False

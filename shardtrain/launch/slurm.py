@@ -194,7 +194,7 @@ def _run(job: Job, options: Slurm, parts: tuple[Component, ...]) -> list[str]:
     ]
 
 
-def with_cluster(options: Slurm, cluster: Cluster) -> Slurm:
+def add_cluster(options: Slurm, cluster: Cluster) -> Slurm:
     """Return the options with the nodes, devices and own options of a cluster's islands.
 
     Raises:
@@ -224,5 +224,5 @@ LAUNCHER = Launcher(
     summary="as a batch job of Slurm: writes its script and submits it by sbatch",
     options=Slurm,
     launch=launch,
-    with_cluster=with_cluster,
+    with_cluster=add_cluster,
 )

@@ -22,7 +22,7 @@ from shardtrain.launch.launcher import Launch
 from shardtrain.launch.log_folder import ASKED
 from shardtrain.launch.outcome import launch_outcome
 from shardtrain.launch.rank import LOST, guard, step_file_path
-from shardtrain.launch.rank_end import any_failed, read_ranks
+from shardtrain.launch.rank_end import has_failed, read_ranks
 from shardtrain.launch.restarts import Ended
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
@@ -108,7 +108,7 @@ class _Run:
     def __enter__(self) -> "_Run":
         # first take over the signals: one that comes during the start must reach the ranks, too
         for number in asking(STOPPING):
-            self._before[number] = signal.signal(number, self._on_signal)
+            self._before[number] = signal.signal(number, self._handle_signal)
         try:
             self._process = subprocess.Popen(
                 self._launch.command,
@@ -172,7 +172,7 @@ class _Run:
             return
         self._next_look_seconds = now_seconds + 1
         # a failure starts a period of grace, in which MPI or the other ranks' watchdogs end them
-        if self._failed_seconds is None and any_failed(logs):
+        if self._failed_seconds is None and has_failed(logs):
             self._failed_seconds = now_seconds
             hung = any(end.last.hung for end in read_ranks(logs))
             self._grace_seconds = HUNG_SECONDS if hung else GRACE_SECONDS
@@ -180,7 +180,7 @@ class _Run:
             self.failed = True
             self._kill()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if self._repeats(number):
             return
         if self.asked:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 
-def clipped(grads: Any, norm: jax.Array, largest: float) -> Any:
+def clip_gradients(grads: Any, norm: jax.Array, largest: float) -> Any:
     """Return gradients scaled down to the largest norm if their norm is above it.
 
     Source: Pascanu et al., On the difficulty of training recurrent neural networks, 2012, algorithm 1.
@@ -42,6 +42,6 @@ def clip_by_norm(largest: float) -> TakesNorm:
         updates: Any, state: Any, params: Any = None, *, grad_norm: jax.Array | None = None, **extra: Any
     ) -> tuple[Any, Any]:
         norm = optax.tree.norm(updates) if grad_norm is None else grad_norm
-        return clipped(updates, norm, largest), state
+        return clip_gradients(updates, norm, largest), state
 
     return TakesNorm(optax.init_empty_state, update)

@@ -16,16 +16,16 @@ from optax.contrib import MuonDimensionNumbers, muon
 from shardtrain import axes
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
-from shardtrain.functional.frozen import merged, without
+from shardtrain.functional.frozen import drop_paths, merge_trees
 from shardtrain.functional.model import Tree, path_text
 from shardtrain.optim.clip import TakesNorm, clip_by_norm
 from shardtrain.optim.optimizer_state import parameter_average
 from shardtrain.optim.per_layer import per_layer
-from shardtrain.optim.schedules import Schedule, make_schedule, rate_problem, with_rates
+from shardtrain.optim.schedules import Schedule, make_schedule, multiply_rates, rate_problem
 from shardtrain.sharding.array_dims import is_dims
 
 
-def trained_only(
+def train_only(
     optimizer: optax.GradientTransformation, frozen: Collection[str]
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer that sees trained parameters alone, for a tree with frozen ones.
@@ -46,16 +46,16 @@ def trained_only(
     inner: Any = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> Any:
-        return inner.init(without(params, frozen))
+        return inner.init(drop_paths(params, frozen))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if "grad" in extra:
-            extra["grad"] = without(extra["grad"], frozen)
+            extra["grad"] = drop_paths(extra["grad"], frozen)
         if value := extra.get("value_fn"):
-            extra["value_fn"] = lambda trained: value(merged(trained, params))
-        trained = None if params is None else without(params, frozen)
-        found, state = inner.update(without(updates, frozen), state, trained, **extra)
-        return merged(found, jax.tree.map(_nothing, updates if params is None else params)), state
+            extra["value_fn"] = lambda trained: value(merge_trees(trained, params))
+        trained = None if params is None else drop_paths(params, frozen)
+        found, state = inner.update(drop_paths(updates, frozen), state, trained, **extra)
+        return merge_trees(found, jax.tree.map(_nothing, updates if params is None else params)), state
 
     made = optax.GradientTransformationExtraArgs(init, update)
     return TakesNorm(*made) if isinstance(optimizer, TakesNorm) else made
@@ -73,7 +73,7 @@ def _features(names: tuple[str | None, ...]) -> list[int]:
     return [i for i, name in enumerate(names) if name not in skipped]
 
 
-def decayed(dims: Tree, params: Any) -> Any:
+def select_decayed(dims: Tree, params: Any) -> Any:
     """Return which parameters are weight-decayed: arrays of two or more dims, not biases, gains or scalars.
 
     Args:
@@ -115,7 +115,7 @@ Maker = Callable[["Optimizer", optax.Schedule, Tree], optax.GradientTransformati
 
 
 def _adamw(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
-    mask = partial(decayed, dims)
+    mask = partial(select_decayed, dims)
     return optax.adamw(
         rate, o.b1, o.b2, o.eps, mu_dtype=o.momentum_dtype, weight_decay=o.weight_decay, mask=mask
     )
@@ -124,13 +124,13 @@ def _adamw(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTr
 def _sgd(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
     return optax.chain(
         optax.trace(o.b1, accumulator_dtype=o.momentum_dtype) if o.b1 else optax.identity(),
-        optax.add_decayed_weights(o.weight_decay, mask=partial(decayed, dims)),
+        optax.add_decayed_weights(o.weight_decay, mask=partial(select_decayed, dims)),
         optax.scale_by_learning_rate(rate),
     )
 
 
 def _lion(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTransformation:
-    mask = partial(decayed, dims)
+    mask = partial(select_decayed, dims)
     return optax.lion(rate, o.b1, o.b2, mu_dtype=o.momentum_dtype, weight_decay=o.weight_decay, mask=mask)
 
 
@@ -139,7 +139,7 @@ def _adafactor(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.Gradie
     # applied last
     return optax.chain(
         per_layer(optax.adafactor(None), dims),
-        optax.add_decayed_weights(-o.weight_decay, mask=partial(decayed, dims)),
+        optax.add_decayed_weights(-o.weight_decay, mask=partial(select_decayed, dims)),
         optax.scale_by_schedule(rate),
     )
 
@@ -148,7 +148,7 @@ def _lamb(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTra
     # as optax.lamb, but with a trust ratio for each layer of a stack
     return optax.chain(
         optax.scale_by_adam(o.b1, o.b2, o.eps, mu_dtype=o.momentum_dtype),
-        optax.add_decayed_weights(o.weight_decay, mask=partial(decayed, dims)),
+        optax.add_decayed_weights(o.weight_decay, mask=partial(select_decayed, dims)),
         per_layer(optax.scale_by_trust_ratio(), dims),
         optax.scale_by_learning_rate(rate),
     )
@@ -166,7 +166,9 @@ def _muon(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTra
         consistent_rms=0.2,
     )
     # a decay of our own: optax's has no mask for the parameters that AdamW updates
-    decay = optax.add_decayed_weights(lambda step: -o.weight_decay * rate(step), partial(decayed, dims))
+    decay = optax.add_decayed_weights(
+        lambda step: -o.weight_decay * rate(step), partial(select_decayed, dims)
+    )
     return optax.chain(update, decay)
 
 
@@ -272,16 +274,16 @@ def make_optimizer(
       The transformation; the schedule, None for an optax transformation.
     """
     if frozen:
-        made, rate = make_optimizer(optimizer, steps, without(dims, frozen), unused)
-        return trained_only(made, frozen), rate
+        made, rate = make_optimizer(optimizer, steps, drop_paths(dims, frozen), unused)
+        return train_only(made, frozen), rate
     if not isinstance(optimizer, Optimizer):
         return optimizer, None
     rate = make_schedule(optimizer.learning_rate, steps)
     update = OPTIMIZERS[optimizer.name](optimizer, rate, dims)
     if optimizer.rates:
-        update = with_rates(update, optimizer.rates)
+        update = multiply_rates(update, optimizer.rates)
     if unused and not optimizer.decay_unused:
-        update = _unchanged(update, frozenset(unused))
+        update = _leave_unchanged(update, frozenset(unused))
     average = () if optimizer.ema is None else (parameter_average(optimizer.ema),)
     if optimizer.clip is None:
         # an identity in its place: the paths of the state in a checkpoint stay the same
@@ -289,7 +291,9 @@ def make_optimizer(
     return TakesNorm(*optax.chain(clip_by_norm(optimizer.clip), update, *average)), rate
 
 
-def _unchanged(update: optax.GradientTransformation, paths: Collection[str]) -> optax.GradientTransformation:
+def _leave_unchanged(
+    update: optax.GradientTransformation, paths: Collection[str]
+) -> optax.GradientTransformation:
     """Return a transformation that leaves the parameters of some paths as they are; its state is the same.
 
     Without a gradient the decay is all that would change them.

@@ -14,7 +14,7 @@ import optax
 from optax.contrib import ScheduleFreeState, schedule_free_eval_params
 
 from shardtrain.errors.user_code import UserCodeFailed, user_code
-from shardtrain.functional.frozen import like, merged
+from shardtrain.functional.frozen import merge_trees, select_like
 
 Choose = Callable[[Any, Any], Any]
 """(optimizer state, parameters) -> the parameters to evaluate."""
@@ -34,7 +34,7 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
-def stored(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def make_storable(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer with a state that is float32 and can be saved.
 
     Parameters and gradients of narrower floats are passed as float32, so that moments and averages are
@@ -111,7 +111,7 @@ def missing_arguments(
       UserCodeFailed: it raised.
     """
     extra: dict[str, Any] = {"value_fn": lambda params: jnp.float32(0)} if line_search else {}
-    used = stored(optimizer)
+    used = make_storable(optimizer)
 
     def update(params: Any) -> Any:
         return used.update(params, used.init(params), params, value=jnp.float32(0), grad=params, **extra)
@@ -176,7 +176,7 @@ EVALUATED_PARAMS: dict[str, tuple[type, Choose, str]] = {
     ),
     "schedule_free": (
         ScheduleFreeState,
-        lambda state, params: schedule_free_eval_params(state, like(params, state.z)),
+        lambda state, params: schedule_free_eval_params(state, select_like(params, state.z)),
         "optax.contrib.schedule_free(...)",
     ),
 }
@@ -184,7 +184,7 @@ EVALUATED_PARAMS: dict[str, tuple[type, Choose, str]] = {
 it."""
 
 
-def evaluated_params(how: str | Choose | None, opt_state: Any, params: Any) -> Any:
+def find_evaluated_params(how: str | Choose | None, opt_state: Any, params: Any) -> Any:
     """Return the parameters that a run evaluates, samples and exports.
 
     Args:
@@ -212,5 +212,5 @@ def evaluated_params(how: str | Choose | None, opt_state: Any, params: Any) -> A
     with user_code(lambda error: "evaluate_with"):
         chosen = choose(opt_state, float32(params))
     # an optimizer has only the parameters that are trained
-    chosen = merged(chosen, params)
+    chosen = merge_trees(chosen, params)
     return jax.tree.map(lambda x, p: x.astype(p.dtype), chosen, params)

@@ -33,7 +33,7 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
     [[1.0, 1.0], [2.0, 2.0]]
     """
 
-    def mapped(tree: Any, params: Any, size: int) -> Any:
+    def find_mapped_axes(tree: Any, params: Any, size: int) -> Any:
         """Return in_axes for vmap: 0 for arrays stacked from this number of layers, None for others."""
         stacks = _stacks(params, dims)
 
@@ -49,25 +49,28 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
     def init(params: Any) -> Any:
         results = []
         for size in sorted(set(_stacks(params, dims).values()) - {0}) or [0]:
-            in_dims = mapped(params, params, size)
+            in_dims = find_mapped_axes(params, params, size)
             alone = jax.tree.map(lambda x, d: x if d is None else x[0], params, in_dims)
-            out_dims = mapped(jax.eval_shape(optimizer.init, alone), params, size)
+            out_dims = find_mapped_axes(jax.eval_shape(optimizer.init, alone), params, size)
             made = jax.vmap(optimizer.init, (in_dims,), out_dims)(params) if size else optimizer.init(params)
             results.append((made, out_dims))
-        return _merged(results)
+        return _merge(results)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         results = []
         for size in sorted(set(_stacks(updates, dims).values()) - {0}):
-            of_params, of_state = mapped(updates, updates, size), mapped(state, updates, size)
+            of_params, of_state = (
+                find_mapped_axes(updates, updates, size),
+                find_mapped_axes(state, updates, size),
+            )
             run = jax.vmap(optimizer.update, (of_params, of_state, of_params), (of_params, of_state))
             results.append((run(updates, state, params), (of_params, of_state)))
-        return _merged(results) if results else optimizer.update(updates, state, params)
+        return _merge(results) if results else optimizer.update(updates, state, params)
 
     return optax.GradientTransformation(init, update)
 
 
-def _merged(results: list[tuple[Any, Any]]) -> Any:
+def _merge(results: list[tuple[Any, Any]]) -> Any:
     """Return for each array the result of the vmap over its own number of layers."""
     first, _ = results[0]
     for other, other_dims in results[1:]:

@@ -81,7 +81,7 @@ class Scaled(NamedTuple, Generic[R]):
     notes: tuple[str, ...]
 
 
-def scaled(
+def scale_run(
     run: R, scaling: Scaling, replicas: int, combiner: str = "mean", replicas_averaged: int = 1
 ) -> Scaled[R]:
     """Return the run that N replicas execute; unchanged for one replica or the default scaling.
@@ -136,10 +136,10 @@ steps from 0.1'
 def _optimizer(optimizer: Any, scaling: Scaling, replicas: int) -> Any:
     factor = RATES[scaling.rate](replicas)
     if not isinstance(optimizer, Optimizer):
-        return _unscaled(optimizer, "the optimizer", scaling, replicas)
+        return _make_unscaled(optimizer, "the optimizer", scaling, replicas)
     schedule = optimizer.learning_rate
     if schedule.function is not None:
-        return _unscaled(optimizer, "its learning rate", scaling, replicas)
+        return _make_unscaled(optimizer, "its learning rate", scaling, replicas)
     warmup, start = schedule.warmup, schedule.start
     if scaling.steps:
         warmup = -(-warmup // replicas)
@@ -149,7 +149,7 @@ def _optimizer(optimizer: Any, scaling: Scaling, replicas: int) -> Any:
     return dataclasses.replace(optimizer, learning_rate=schedule)
 
 
-def _unscaled(optimizer: Any, what: str, scaling: Scaling, replicas: int) -> Any:
+def _make_unscaled(optimizer: Any, what: str, scaling: Scaling, replicas: int) -> Any:
     """Return an optimizer given in Python, whose rate cannot be scaled.
 
     Raises:

@@ -51,7 +51,7 @@ def check_rates(rates: Sequence[str], paths: Sequence[str]) -> None:
         )
 
 
-def with_rates(
+def multiply_rates(
     update: optax.GradientTransformation, rates: Sequence[str]
 ) -> optax.GradientTransformationExtraArgs:
     """Return a transformation whose updates are multiplied by factors; its state is the same.

@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from shardtrain import axes
 from shardtrain.functional.dependencies import dependencies
 from shardtrain.functional.model import Tree
-from shardtrain.optim.optimizer_state import stored
+from shardtrain.optim.optimizer_state import make_storable
 from shardtrain.sharding.array_dims import is_dims
 from shardtrain.system.xla_flags import quick_options
 
@@ -207,7 +207,7 @@ def _random_trees(dims: Tree, params: Any) -> tuple[set[tuple[Any, ...]], Sequen
 
 def _updates(optimizer: optax.GradientTransformation, trees: Sequence[Arrays]) -> list[Arrays]:
     """Return the updates of weights, the first of these trees, by the others, one after another."""
-    used, loss = stored(optimizer), jnp.float32(1)
+    used, loss = make_storable(optimizer), jnp.float32(1)
     options = quick_options(jax.default_backend())
     init = jax.jit(used.init, compiler_options=options)
     update = jax.jit(
@@ -234,7 +234,7 @@ def _second_update(optimizer: optax.GradientTransformation, structure: Any) -> C
 
     The second, because the first update of some optimizers does not depend on the size of a gradient.
     """
-    used = stored(optimizer)
+    used = make_storable(optimizer)
 
     def update(weights: Any, first_grads: Any, second_grads: Any) -> Any:
         params, first, second = (

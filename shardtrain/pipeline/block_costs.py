@@ -47,7 +47,9 @@ def model_costs(traced: Traced, init_optimizer: Callable[[Any], Any]) -> ModelCo
     blocks, activations = [], traced.entering
     for number in range(1 if traced.chain.stacked else traced.chain.num_blocks):
         block, run = traced.block(number), partial(traced.run, number)
-        saved, deferred = (count(run, block, activations) for count in (_saved_bytes, _deferred_bytes))
+        saved, deferred = (
+            count(run, block, activations) for count in (_count_saved_bytes, _count_deferred_bytes)
+        )
         activations = jax.eval_shape(run, block, activations)
         blocks.append(cost(flops.blocks[number], block, saved, _bytes(activations), deferred))
     blocks = blocks * traced.chain.num_blocks if traced.chain.stacked else blocks
@@ -58,12 +60,14 @@ def model_costs(traced: Traced, init_optimizer: Callable[[Any], Any]) -> ModelCo
 
     batch, leaving = traced.batch, traced.leaving
     borrowed = end(traced.last_paths & traced.first_paths)
-    first = _saved_bytes(lambda p: traced.first(p, traced.zeros(batch)), params)
+    first = _count_saved_bytes(lambda p: traced.first(p, traced.zeros(batch)), params)
 
     def run_last(params: Any, activations: Any) -> Any:
         return traced.last(params, activations, traced.zeros(batch))
 
-    last, deferred = (count(run_last, params, leaving) for count in (_saved_bytes, _deferred_bytes))
+    last, deferred = (
+        count(run_last, params, leaving) for count in (_count_saved_bytes, _count_deferred_bytes)
+    )
     own_last = cost(flops.last, end(traced.last_paths - traced.first_paths), last, 0.0, deferred)
     # what the first stage has too is lent to the last one, which keeps no optimizer state of it
     lent = _bytes(borrowed) + GRADIENT_BYTES * _elements(borrowed)
@@ -74,7 +78,7 @@ def model_costs(traced: Traced, init_optimizer: Callable[[Any], Any]) -> ModelCo
     )
 
 
-def _saved_bytes(function: Callable[..., Any], params: Any, *inputs: Any) -> float:
+def _count_saved_bytes(function: Callable[..., Any], params: Any, *inputs: Any) -> float:
     """Return the bytes that jax keeps for the backward of a function, its parameters left out."""
     kept = jax.eval_shape(lambda *given: jax.vjp(function, *given)[1], params, *inputs)
     shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(params)]
@@ -87,7 +91,7 @@ def _saved_bytes(function: Callable[..., Any], params: Any, *inputs: Any) -> flo
     return found
 
 
-def _deferred_bytes(function: Callable[..., Any], params: Any, activations: Any) -> float:
+def _count_deferred_bytes(function: Callable[..., Any], params: Any, activations: Any) -> float:
     """Return the bytes that a backward keeps for a weight task: what it computes, not what it is given."""
 
     def is_float(x: Any) -> bool:

@@ -59,7 +59,7 @@ class Boundaries:
                 f"the model does other operations for {num_rows} rows than for {2 * num_rows}, so it cannot"
                 " be cut by tracing; let it do the same for any number"
             )
-        self._wrong = self._without_rows(wide)
+        self._wrong = self._find_without_rows(wide)
         self.problems: list[str] = []
         self.found = self._find()
 
@@ -96,7 +96,7 @@ class Boundaries:
                 return replace(boundary, states=states | more)
         return None
 
-    def _without_rows(self, wide: Program) -> dict[Any, str]:
+    def _find_without_rows(self, wide: Program) -> dict[Any, str]:
         """Return the values that do not have the rows first, or have them elsewhere too: value -> shape."""
         found = {}
         for ours, theirs in zip(self._program.equations, wide.equations, strict=True):

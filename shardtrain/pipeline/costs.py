@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Chain, Model, Tree, path_text
 from shardtrain.functional.model_calls import model_inputs, once
@@ -99,7 +99,7 @@ class Traced:
         def apply(*inputs: Any) -> Any:
             return self.chain.last(params, state, new_key(0), True, activations)[0]
 
-        return summed_loss(self.loss, once(apply), batch)
+        return sum_loss(self.loss, once(apply), batch)
 
     @cached_property
     def losses(self) -> Any:
@@ -114,13 +114,15 @@ class Traced:
     def first_paths(self) -> frozenset[str]:
         """Paths of the parameters and model state (`model_state/...`) that are used before the blocks."""
         batch = self.zeros(self.batch)
-        return _used(lambda params, state: self.first(params, batch, state), self.params, self.model_state)
+        return _find_used(
+            lambda params, state: self.first(params, batch, state), self.params, self.model_state
+        )
 
     @cached_property
     def last_paths(self) -> frozenset[str]:
         """Paths of the parameters and model state that are used after the blocks, the loss among it."""
         activations, batch = self.zeros(self.leaving), self.zeros(self.batch)
-        return _used(
+        return _find_used(
             lambda params, state: self.last(params, activations, batch, state), self.params, self.model_state
         )
 
@@ -158,7 +160,7 @@ class Traced:
             left.append(changed)
             return outputs
 
-        loss_sum, count, metrics = summed_loss(self.loss, once(apply), batch, train, rng)
+        loss_sum, count, metrics = sum_loss(self.loss, once(apply), batch, train, rng)
         return (loss_sum, (count, metrics)), left[0]
 
     def flow(self, stages: Partition, microbatch: Mapping[str, Any]) -> Flow:
@@ -225,7 +227,7 @@ def _flops(function: Any, *shapes: Any) -> tuple[float, Any]:
     return float((lowered.cost_analysis() or {}).get("flops", 0.0)), lowered.out_info
 
 
-def _used(function: Any, params: Any, model_state: Any) -> frozenset[str]:
+def _find_used(function: Any, params: Any, model_state: Any) -> frozenset[str]:
     """Return the paths of the parameters and model state that any operation of a function reads."""
     traced = jax.make_jaxpr(function)(params, model_state).jaxpr
     read = {id(v) for equation in traced.eqns for v in equation.invars} | {id(v) for v in traced.outvars}

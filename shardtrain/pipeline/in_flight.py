@@ -37,7 +37,7 @@ def waves_before_meeting(in_flight: int, every: int) -> int:
     return 0 if in_flight == 1 else (in_flight - 1) // every + 1
 
 
-def in_flight_text(num_stages: int, in_flight: int) -> str:
+def format_in_flight(num_stages: int, in_flight: int) -> str:
     """Return what stages hold: weights until the backward of a batch, gradients until its update.
 
     >>> print(in_flight_text(2, 4))

@@ -19,7 +19,7 @@ from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Chain
 from shardtrain.functional.sums import Sums
 from shardtrain.pipeline.activations import make_slots, put
-from shardtrain.pipeline.mesh_tasks import Branches, Carry, StageTasks, TickTask, after
+from shardtrain.pipeline.mesh_tasks import Branches, Carry, StageTasks, TickTask, order_after
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.stage_compute import StageCompute
 from shardtrain.pipeline.table import KINDS, Table
@@ -90,10 +90,10 @@ class _TableScan:
     def __init__(self, compute: StageCompute, table: Table, specs: Any, row_axes: Sequence[str]) -> None:
         self.compute, self.table = compute, table
         # the pipeline axis is manual here, so no spec may name it
-        grad_specs = jax.tree.map(partial(_without, {axes.PIPELINE}), specs) if compute.train else {}
+        grad_specs = jax.tree.map(partial(_remove_axes, {axes.PIPELINE}), specs) if compute.train else {}
         self.branches = Branches(compute, grad_specs)
         # what comes before the blocks is read whole over the axes of rows, too (see `StageTasks._first`)
-        whole_specs = jax.tree.map(partial(_without, {axes.PIPELINE, *row_axes}), specs)
+        whole_specs = jax.tree.map(partial(_remove_axes, {axes.PIPELINE, *row_axes}), specs)
         self.tasks = StageTasks(compute, self.branches, table.has_weight, whole_specs)
         self.ticks = make_ticks(table)
 
@@ -144,7 +144,7 @@ class _TableScan:
 
         def ordered(floats: list[Any]) -> list[Any]:
             nonlocal before
-            found = floats if before is None else after(floats, before, never)
+            found = floats if before is None else order_after(floats, before, never)
             before = found if self.compute.train else None
             return found
 
@@ -184,7 +184,7 @@ def _zeros(shapes: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-def _without(names: Iterable[str], spec: PartitionSpec) -> PartitionSpec:
+def _remove_axes(names: Iterable[str], spec: PartitionSpec) -> PartitionSpec:
     """Remove axes from a spec: pipeline, which is manual here, or all over which gradients are summed."""
     entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
     return PartitionSpec(*(tuple(axis for axis in entry if axis not in names) or None for entry in entries))

@@ -31,7 +31,7 @@ class Branches:
     def __init__(self, compute: StageCompute, grad_specs: Any) -> None:
         self._compute, self._grad_specs = compute, grad_specs
 
-    def by_size(
+    def branch_by_size(
         self,
         is_present: jax.Array,
         chunk: Any,
@@ -52,11 +52,11 @@ class Branches:
         """
         counts = self._compute.stages.counts
         sizes = sorted(set(counts))
-        which = self._compute.of_part([sizes.index(count) for count in counts], chunk)
+        which = self._compute.select_part([sizes.index(count) for count in counts], chunk)
         branches = [skip, *(partial(run, size) for size in sizes)]
         return self._switch(jnp.where(is_present, 1 + which, 0), branches, *operands)
 
-    def either(
+    def branch(
         self, condition: jax.Array, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any
     ) -> Any:
         """Return `yes(*operands)` where a condition holds, else `no(*operands)`."""
@@ -90,10 +90,10 @@ def _replicas_first(x: jax.Array) -> jax.Array:
     which the scan of a backward pass makes gradients, and copies all sums before each conditional. XLA for
     CPUs copies them where the order is given.
     """
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if _on_gpus() else x
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if _is_on_gpus() else x
 
 
-def _on_gpus() -> bool:
+def _is_on_gpus() -> bool:
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device is not None and device.platform in ("gpu", "cuda", "rocm")
 
@@ -158,7 +158,7 @@ class StageTasks:
         """Run a part on its input; without training also add its loss, if it is the last."""
         compute = self._compute
         # the first part reads the batch, any other part what arrived in its slot
-        entering = self._branches.either(
+        entering = self._branches.branch(
             task.is_first,
             lambda: self._first(task, compute.rest),
             lambda: get(carry.inputs, task.input),
@@ -171,11 +171,11 @@ class StageTasks:
         # While training the output of the last part is needed only by its own backward, which recomputes it.
         # Without a task the input is sent on, and no stage keeps it.
         is_needed = task.is_present & ~task.is_last if compute.train else task.is_present
-        leaving = self._branches.by_size(is_needed, task.chunk, run, lambda: entering)
+        leaving = self._branches.branch_by_size(is_needed, task.chunk, run, lambda: entering)
         if not compute.train:
             return carry._replace(sent=leaving, sums=self._add_loss(task, leaving, carry.sums))
         # the first part keeps its own input for the backward, which must wait for this forward
-        kept = entering._replace(floats=after(entering.floats, leaving.floats, task.never))
+        kept = entering._replace(floats=order_after(entering.floats, leaving.floats, task.never))
         inputs = put(carry.inputs, kept, jnp.where(task.is_first, task.input, NONE))
         return carry._replace(inputs=inputs, sent=leaving)
 
@@ -191,10 +191,12 @@ class StageTasks:
 
     def _add_loss(self, task: TickTask, leaving: Activations, sums: Sums) -> Sums:
         def add(sums: Sums) -> Sums:
-            loss_sum, (count, metrics) = self._compute.loss_of(self._compute.rest, leaving, task.microbatch)
+            loss_sum, (count, metrics) = self._compute.compute_loss(
+                self._compute.rest, leaving, task.microbatch
+            )
             return add_loss(sums, loss_sum, count, metrics)
 
-        return self._branches.either(task.is_last, add, lambda sums: sums, sums)
+        return self._branches.branch(task.is_last, add, lambda sums: sums, sums)
 
     def backward(self, task: TickTask, carry: Carry) -> Carry:
         """Compute the cotangent of a part's input, and without weight tasks the gradients of its blocks."""
@@ -214,7 +216,7 @@ class StageTasks:
         def skip(sums: Sums) -> tuple[Any, Any, Sums]:
             return carry.sent_back, carry.sent_back, sums
 
-        cotangent, sent_back, sums = self._branches.by_size(
+        cotangent, sent_back, sums = self._branches.branch_by_size(
             task.is_present, task.chunk, run, skip, carry.sums
         )
         if not has_weight:
@@ -231,7 +233,7 @@ class StageTasks:
             found = pull(get(carry.cotangents, task.cotangent))
             return add_block_grads(sums, found["params"], self._compute.first_block(task.chunk))
 
-        sums = self._branches.by_size(task.is_present, task.chunk, run, lambda sums: sums, carry.sums)
+        sums = self._branches.branch_by_size(task.is_present, task.chunk, run, lambda sums: sums, carry.sums)
         return carry._replace(sums=sums)
 
     def _vjp(
@@ -264,10 +266,10 @@ class StageTasks:
         compute = self._compute
 
         def of_loss(sums: Sums) -> tuple[list[Any], Sums]:
-            def loss_of(rest: Any, floats: Any) -> Any:
-                return compute.loss_of(rest, Activations(floats, leaving.others), task.microbatch)
+            def compute_loss(rest: Any, floats: Any) -> Any:
+                return compute.compute_loss(rest, Activations(floats, leaving.others), task.microbatch)
 
-            loss_sum, pull, (count, metrics) = vjp(loss_of, compute.rest, leaving.floats)
+            loss_sum, pull, (count, metrics) = vjp(compute_loss, compute.rest, leaving.floats)
             grads, cotangent = pull(jnp.ones_like(loss_sum))
             return cotangent, add_grads(add_loss(sums, loss_sum, count, metrics), grads)
 
@@ -277,7 +279,7 @@ class StageTasks:
         # a part of another size than the last cannot be the last: its branch needs no loss
         if size != compute.stages.counts[-1]:
             return arrived(sums)
-        return self._branches.either(task.is_last, of_loss, arrived, sums)
+        return self._branches.branch(task.is_last, of_loss, arrived, sums)
 
     def _add_first(self, task: TickTask, cotangent: list[Any], sums: Sums) -> Sums:
         """Add the gradients of what comes before the blocks, on the first part."""
@@ -286,10 +288,10 @@ class StageTasks:
             _, pull, _ = vjp(partial(self._first, task), self._compute.rest)
             return add_grads(sums, *pull(cotangent))
 
-        return self._branches.either(task.is_first, add, lambda sums: sums, sums)
+        return self._branches.branch(task.is_first, add, lambda sums: sums, sums)
 
 
-def after(values: list[jax.Array], others: list[jax.Array], never: jax.Array) -> list[jax.Array]:
+def order_after(values: list[jax.Array], others: list[jax.Array], never: jax.Array) -> list[jax.Array]:
     """Make values depend on others of the same shapes, so that their reader waits for both.
 
     Args:

@@ -8,7 +8,7 @@ from functools import partial
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.pipeline.partition import parse_cuts
-from shardtrain.pipeline.schedule import SCHEDULES, placement_of
+from shardtrain.pipeline.schedule import SCHEDULES, find_placement
 from shardtrain.sharding.shares import parse_weights
 
 SPEEDS, MEMORY = ("auto", "measured"), ("auto", "unlimited")
@@ -57,15 +57,15 @@ class Pipeline:
         if self.virtual_stages < 1:
             problems.append(f"virtual_stages is {self.virtual_stages}; use 1 or more")
         elif self.schedule in SCHEDULES:
-            problems += _refused(lambda: SCHEDULES[self.schedule](1, 1, self.virtual_stages, False))
+            problems += _list_refused(lambda: SCHEDULES[self.schedule](1, 1, self.virtual_stages, False))
         elif not self.schedule.endswith(".csv"):
             problems.append(f"schedule {near(self.schedule, SCHEDULES)}; or a table of your own, a path.csv")
-        problems += _refused(lambda: parse_cuts(self.stages))
-        problems += self._in_flight_problems()
+        problems += _list_refused(lambda: parse_cuts(self.stages))
+        problems += self._find_in_flight_problems()
         for name, words in (("stage_speeds", SPEEDS), ("stage_memory", MEMORY)):
             parts = getattr(self, name).split(";")
             for part in parts:
-                problems += _refused(partial(numbers_of_stages, name, part, words))
+                problems += _list_refused(partial(numbers_of_stages, name, part, words))
             if len(parts) > 1 and "measured" in parts:
                 problems.append(
                     f"{name} is {getattr(self, name)!r}; give 'measured' alone, which measures the islands of"
@@ -76,7 +76,7 @@ class Pipeline:
         if problems:
             raise problems_error("this pipeline cannot be made", problems)
 
-    def _in_flight_problems(self) -> list[str]:
+    def _find_in_flight_problems(self) -> list[str]:
         if self.in_flight < 1:
             return [f"in_flight is {self.in_flight} batches; use 1 to flush after each step, or more"]
         if self.in_flight > 1 and (self.schedule != "1f1b" or self.virtual_stages > 1):
@@ -100,7 +100,7 @@ class Pipeline:
         Raises:
           ValueError: the schedule is a file that cannot be read.
         """
-        return placement_of(self.schedule, self.virtual_stages)
+        return find_placement(self.schedule, self.virtual_stages)
 
 
 def numbers_of_stages(name: str, text: str, words: Sequence[str]) -> tuple[float, ...] | None:
@@ -123,7 +123,7 @@ def numbers_of_stages(name: str, text: str, words: Sequence[str]) -> tuple[float
     return found
 
 
-def _refused(make: Callable[[], object]) -> list[str]:
+def _list_refused(make: Callable[[], object]) -> list[str]:
     try:
         make()
     except ValueError as error:

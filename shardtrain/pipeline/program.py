@@ -59,7 +59,7 @@ class Inliner:
             if called is not None:
                 outputs, sources = self._run(called, [read(v) for v in equation.invars], found)
             else:
-                outputs = _evaluated(jaxpr, equation, [read(v) for v in equation.invars])
+                outputs = _evaluate(jaxpr, equation, [read(v) for v in equation.invars])
                 alone = [each for each in found if each is not None]
                 joined = None if len(alone) < len(found) else frozenset[int]().union(*alone)
                 sources = [joined] * len(outputs)
@@ -79,7 +79,7 @@ class Inliner:
         return None
 
 
-def _evaluated(jaxpr: Jaxpr, equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+def _evaluate(jaxpr: Jaxpr, equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Return the outputs of one equation of a program, with its own derivative rule if it has one."""
     given = [Var(v.aval) for v in equation.invars]
     alone = jaxpr.replace(
@@ -146,8 +146,8 @@ class Program:
         sizes_bytes = [x.size * x.dtype.itemsize for x in weights]
         inline = Inliner(sizes_bytes)
         # traced again with calls replaced by what they call
-        self._closed = jax.make_jaxpr(lambda *inputs: inline.run(traced, inputs))(*weights, *rest)
-        self.jaxpr: Jaxpr = self._closed.jaxpr
+        self._close = jax.make_jaxpr(lambda *inputs: inline.run(traced, inputs))(*weights, *rest)
+        self.jaxpr: Jaxpr = self._close.jaxpr
         self.equations: Sequence[JaxprEqn] = self.jaxpr.eqns
         self._find_dependences()
 
@@ -257,9 +257,9 @@ class Program:
     @cached_property
     def num_bytes(self) -> list[int]:
         """The bytes that would be sent at each position: before each equation, and behind the last one."""
-        return self._summed(lambda v: array(v).size * array(v).dtype.itemsize)
+        return self._sum_crossing(lambda v: array(v).size * array(v).dtype.itemsize)
 
-    def _summed(self, weight: Callable[[Var], int]) -> list[int]:
+    def _sum_crossing(self, weight: Callable[[Var], int]) -> list[int]:
         """Return, for each position, the sum of a number over the values that cross there."""
         steps = [0] * (len(self.equations) + 2)
         for v, end in self.last_use.items():
@@ -304,7 +304,7 @@ class Program:
             eqns=kept[::-1],
             effects=frozenset().union(*(equation.effects for equation in kept)),
         )
-        closed = ClosedJaxpr(jaxpr, self._closed.consts)
+        closed = ClosedJaxpr(jaxpr, self._close.consts)
         return PartProgram(closed=closed, weights=weights, rest=rest, received=received, sent=sent)
 
 

@@ -13,11 +13,11 @@ from shardtrain.pipeline.table import KINDS, Table, check
 from shardtrain.pipeline.table_file import read_table, write_table
 from shardtrain.pipeline.task_order import (
     alternating,
+    assign_lockstep,
     backwards,
     earliest,
     empty_table,
     forwards,
-    in_lockstep,
     units,
     zero_bubble_order,
 )
@@ -61,7 +61,7 @@ def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1, lockstep:
     table = empty_table("gpipe", *sizes, live=lambda stage: num_chunks * num_microbatches)
     if lockstep:
         last = max(unit for unit, _, _ in units(table))
-        return in_lockstep(table, turn=last + num_stages)
+        return assign_lockstep(table, turn=last + num_stages)
     return earliest(table, [[*forwards(table), *backwards(table)]] * num_stages)
 
 
@@ -96,7 +96,7 @@ def one_forward_one_backward(
         most_chunks=1,
     )
     if lockstep:
-        return in_lockstep(table, turn=num_stages - 1)
+        return assign_lockstep(table, turn=num_stages - 1)
     return earliest(table, alternating(table, [num_stages - 1 - stage for stage in range(num_stages)]))
 
 
@@ -128,7 +128,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, loc
         least_chunks=2,
     )
     if lockstep:
-        return in_lockstep(table, turn=table.num_parts - 1)
+        return assign_lockstep(table, turn=table.num_parts - 1)
     ahead = [table.num_parts - 1 + num_stages - 1 - 2 * stage for stage in range(num_stages)]
     return earliest(table, alternating(table, ahead))
 
@@ -162,7 +162,7 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int = 1, loc
         most_chunks=1,
     )
     if lockstep:
-        return in_lockstep(table, turn=num_stages - 1)
+        return assign_lockstep(table, turn=num_stages - 1)
     return earliest(table, [zero_bubble_order(table, stage) for stage in range(num_stages)])
 
 
@@ -195,7 +195,7 @@ def forward_only(
     table = empty_table("forward_only", *sizes, KINDS[:1], live=lambda stage: 1, placement=placement)
     if placement == "v" and num_chunks == 2:
         return v_in_lockstep(table)
-    return in_lockstep(table, turn=0) if lockstep else earliest(table, [[*forwards(table)]] * num_stages)
+    return assign_lockstep(table, turn=0) if lockstep else earliest(table, [[*forwards(table)]] * num_stages)
 
 
 SCHEDULES: dict[str, Callable[[int, int, int, bool], Table]] = {
@@ -208,7 +208,7 @@ SCHEDULES: dict[str, Callable[[int, int, int, bool], Table]] = {
 """Name -> table of (num_stages, num_microbatches, num_chunks, lockstep), for training."""
 
 
-def allowed_chunks(name: str, most: int = 4) -> list[int]:
+def list_allowed_chunks(name: str, most: int = 4) -> list[int]:
     """Return the numbers of chunks per stage that a schedule supports, up to `most`.
 
     >>> allowed_chunks("interleaved"), allowed_chunks("zb_v")
@@ -222,7 +222,7 @@ def allowed_chunks(name: str, most: int = 4) -> list[int]:
     return allowed
 
 
-def placement_of(name_or_path: str | Path, num_chunks: int) -> str:
+def find_placement(name_or_path: str | Path, num_chunks: int) -> str:
     """Return the placement that a schedule, or a table of your own, needs.
 
     Args:

@@ -67,7 +67,9 @@ def simulate(table: Table, seconds: Seconds, transfer_seconds: Transfer = 0.0) -
     (33.0, 0.273)
     """
     work, hops = _times(table, seconds, transfer_seconds)
-    start, end, makespan = (_in_lockstep if table.lockstep else _by_arrival)(table, work, hops)
+    start, end, makespan = (_simulate_in_lockstep if table.lockstep else _simulate_by_arrival)(
+        table, work, hops
+    )
     # the bubble is the fraction of the stages' time in which they do not work
     busy = sum(work[_key(task)] for task in table.tasks)
     return Simulated(
@@ -125,7 +127,7 @@ def hop_seconds(table: Table, transfer: Transfer, key: Key) -> float | None:
     return transfer(part, to, kind) if callable(transfer) else transfer
 
 
-def _by_arrival(table: Table, work: Times, hops: Times) -> Run:
+def _simulate_by_arrival(table: Table, work: Times, hops: Times) -> Run:
     """Start each task when its stage is free and its inputs have arrived; ticks give only the order."""
     start: dict[Task, float] = {}
     end: dict[Task, float] = {}
@@ -142,7 +144,7 @@ def _by_arrival(table: Table, work: Times, hops: Times) -> Run:
     return start, end, max(end.values(), default=0.0)
 
 
-def _in_lockstep(table: Table, work: Times, hops: Times) -> Run:
+def _simulate_in_lockstep(table: Table, work: Times, hops: Times) -> Run:
     start: dict[Task, float] = {}
     end: dict[Task, float] = {}
     begin = 0.0

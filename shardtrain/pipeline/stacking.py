@@ -2,7 +2,7 @@
 
 The blocks of a stage are stored next to each other, each part filled up with zeros to the size of the
 largest: so one array, sharded over the axis pipeline, holds any partition. What is saved is
-the model's own order (`in_order`).
+the model's own order (`order_by_turn`).
 """
 
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ class Partition:
         """Whether blocks are stored in the order of the model, without zeros."""
         return self.stored_blocks == tuple(range(self.num_blocks))
 
-    def stored(self, x: Any, dim: int = 0) -> Any:
+    def store_blocks(self, x: Any, dim: int = 0) -> Any:
         """Return an array of all blocks in the order in which the mesh stores it, filled up with zeros.
 
         Args:
@@ -87,7 +87,7 @@ class Partition:
         real = np.asarray(self.stored_blocks).reshape(-1, *[1] * (x.ndim - dim - 1)) >= 0
         return jnp.where(real, found, jnp.zeros((), x.dtype))
 
-    def in_order(self, x: Any, dim: int = 0) -> Any:
+    def restore_order(self, x: Any, dim: int = 0) -> Any:
         """Return a stored array in the order of the model, the reverse of `stored`."""
         return x if self.is_plain else jnp.take(x, _positions(self.stored_blocks), axis=dim)
 

@@ -13,8 +13,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardtrain import axes
-from shardtrain.functional.auxiliary import summed_loss
-from shardtrain.functional.constrained_specs import constrained_specs
+from shardtrain.functional.auxiliary import sum_loss
+from shardtrain.functional.constrained_specs import find_constrained_specs
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Chain
 from shardtrain.functional.model_calls import model_inputs, once
@@ -68,13 +68,15 @@ class StageCompute:
         if changed := activation_changes(before, after):
             raise ValueError(changed)
         # between stages activations stay sharded as the blocks say, such as a sequence over context
-        specs = [PartitionSpec(self._rows, *(spec or ())[1:]) for spec in constrained_specs(program.jaxpr)]
+        specs = [
+            PartitionSpec(self._rows, *(spec or ())[1:]) for spec in find_constrained_specs(program.jaxpr)
+        ]
         return ActivationTree(before, specs)
 
     @cached_property
     def loss_shapes(self) -> Any:
-        """Shapes of what `loss_of` returns."""
-        return jax.eval_shape(lambda found: self.loss_of(self.rest, found, 0), self.tree.shapes)
+        """Shapes of what `make_loss` returns."""
+        return jax.eval_shape(lambda found: self.compute_loss(self.rest, found, 0), self.tree.shapes)
 
     def shard_rows(self, arrays: Any) -> Any:
         """Constrain arrays to be sharded over their first dim, the rows of the batch."""
@@ -121,21 +123,21 @@ class StageCompute:
         return self.tree.split(self._run(size, blocks, chunk, number, self.tree.join(entering)))
 
     def _run(self, size: int, blocks: Any, chunk: Any, number: Any, tree: Any) -> Any:
-        start = self.of_part(self.stages.starts, chunk)
+        start = self.select_part(self.stages.starts, chunk)
         return self.chain.run({BLOCKS: blocks}, {}, self.rng(number), self.train, start, size, tree)[0]
 
-    def of_part(self, numbers: Sequence[int], chunk: Any) -> jax.Array:
+    def select_part(self, numbers: Sequence[int], chunk: Any) -> jax.Array:
         """Select, from a list with a number for each part, the one of a chunk of this stage."""
         placement = self.stages.part_placement
         by_stage = [[numbers[part] for part in placement.parts(s)] for s in range(placement.num_stages)]
         return jnp.asarray(by_stage)[self.stage, chunk]
 
-    def loss_of(self, rest: Any, leaving: Activations, number: Any) -> tuple[jax.Array, Any]:
+    def compute_loss(self, rest: Any, leaving: Activations, number: Any) -> tuple[jax.Array, Any]:
         """Return (loss sum, (count, metrics)) of the activations that leave the blocks."""
 
         def last(*inputs: Any) -> Any:
             return self.chain.last(rest, {}, self.rng(number), self.train, self.tree.join(leaving))[0]
 
         batch = self.shard_rows(self.microbatch(number))
-        loss_sum, count, metrics = summed_loss(self.loss, once(last), batch, self.train, self.rng(number))
+        loss_sum, count, metrics = sum_loss(self.loss, once(last), batch, self.train, self.rng(number))
         return loss_sum, (count, metrics)

@@ -236,7 +236,8 @@ def _no_fit(costs: StageCosts) -> NoCut:
         if needs > has:
             problems.append(
                 f"stage {stage} has {has / GB:.3g} GB a device and needs {needs / GB:.3g} GB"
-                f" ({_counted(end - begin, 'block')}, {_counted(costs.live[stage], 'microbatch')} in flight)"
+                f" ({_format_count(end - begin, 'block')},"
+                f" {_format_count(costs.live[stage], 'microbatch')} in flight)"
             )
     problems.append(
         f"the cut that comes nearest is {','.join(map(str, counts))}, which needs {most:.2f} times the"
@@ -246,6 +247,6 @@ def _no_fit(costs: StageCosts) -> NoCut:
     return NoCut(str(problems_error(asked, problems)))
 
 
-def _counted(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"

@@ -117,7 +117,7 @@ class StageModel:
                 found[name] = self._own_blocks(leaf)
             elif int(name.split("/")[1]) in self.block_numbers:
                 found[name] = leaf
-        return nested(found)
+        return nest(found)
 
     def _own_blocks(self, leaf: Any) -> Any:
         if isinstance(leaf, _Names):
@@ -126,7 +126,7 @@ class StageModel:
             return jax.ShapeDtypeStruct((len(self.block_numbers), *leaf.shape[1:]), leaf.dtype)
         return jnp.concatenate([leaf[number : number + 1] for number in self.block_numbers])
 
-    def as_model(self) -> Model:
+    def make_stage_model(self) -> Model:
         """Return a model of the parameters that this stage owns; it can be initialised, not applied."""
 
         def init(key: jax.Array) -> tuple[Tree, Tree]:
@@ -144,7 +144,7 @@ class StageModel:
         """Select the parameters that a part uses, from those of its stage (borrowed ones among them)."""
         uses = self.traced.part_paths(self.stages, part)
         rest = {path_text(p): leaf for p, leaf in jax.tree.leaves_with_path(params)}
-        found = nested({path: leaf for path, leaf in rest.items() if path in uses})
+        found = nest({path: leaf for path, leaf in rest.items() if path in uses})
         if self.model.chain is None:
             return found
         return {**found, BLOCKS: self._blocks(params.get(BLOCKS, {}), part)}
@@ -216,7 +216,7 @@ def _is_names(x: Any) -> bool:
     return x is None or isinstance(x, tuple)
 
 
-def nested(by_path: Mapping[str, Any]) -> Tree:
+def nest(by_path: Mapping[str, Any]) -> Tree:
     """Return the nested dict of a dict by paths.
 
     >>> nested({"a/b": 1, "c": 2})

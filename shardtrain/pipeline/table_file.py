@@ -61,7 +61,7 @@ def read_table(path: Path | str, *, lockstep: bool = False) -> Table:
     if problems:
         more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
         raise problems_error(f"schedule file {path} cannot be read", problems[:MOST_PROBLEMS] + more)
-    table = _from_rows([row for _, row in rows], Path(path).name, lockstep)
+    table = _parse_rows([row for _, row in rows], Path(path).name, lockstep)
     check(table)
     return table
 
@@ -153,7 +153,7 @@ def _sizes(rows: list[dict[str, Any]]) -> tuple[int, int]:
     return stages, chunks
 
 
-def _from_rows(rows: list[dict[str, Any]], name: str, lockstep: bool) -> Table:
+def _parse_rows(rows: list[dict[str, Any]], name: str, lockstep: bool) -> Table:
     tasks = tuple(
         Task(*(int(row.get(column, "0")) for column in COLUMNS[:-1]), kind=row["kind"].strip())
         for row in rows

@@ -1,6 +1,6 @@
 """Orders of tasks and their ticks: the building blocks of schedules. No jax.
 
-An order has no ticks yet: `earliest` assigns them; `in_lockstep` computes them directly. Next: `schedule.py`.
+An order has no ticks yet: `earliest` assigns them, `assign_lockstep` directly. Next: `schedule.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -78,7 +78,7 @@ def zero_bubble_order(table: Table, stage: int) -> list[Step]:
     return [*order, *(("weight", 0, index) for index in range(max(0, end - stage), end))]
 
 
-def in_lockstep(table: Table, turn: int) -> Table:
+def assign_lockstep(table: Table, turn: int) -> Table:
     """Assign lock-step ticks in the placement "loop".
 
     The forward of unit u is on stage s in tick u + s; its backward on the last stage in tick u + `turn`, and

@@ -13,7 +13,7 @@ from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import use_abstract_mesh
 
 from shardtrain.errors.messages import problems_error
-from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model, Tree, path_text
 from shardtrain.functional.rng import new_key
@@ -47,12 +47,12 @@ class TracedModel:
         self.model, self.loss = model, loss
         self.batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in microbatch.items()}
         self.params, self.model_state = jax.eval_shape(model.init, new_key(0))
-        params, states = (tuple(_by_path(tree)) for tree in (self.params, self.model_state))
+        params, states = (tuple(_group_by_path(tree)) for tree in (self.params, self.model_state))
         self._states = states
         self._paths = (*params, *(f"{STATE}{path}" for path in states))
         # a single row would be traced in another way, and a second number shows which dims are rows
-        self._program, wide = (self._traced_of(self.batch, True, factor) for factor in (2, 4))
-        self._evaluation = self._traced_of(self.batch, False, 2)
+        self._program, wide = (self._trace_rows(self.batch, True, factor) for factor in (2, 4))
+        self._evaluation = self._trace_rows(self.batch, False, 2)
         self._boundaries = Boundaries(
             program=self._program,
             wide=wide,
@@ -84,11 +84,11 @@ class TracedModel:
 
     def own_params(self) -> dict[str, Any]:
         """Return path -> shape of the parameters, in the order in which the model reads them first."""
-        found = _by_path(self.params)
+        found = _group_by_path(self.params)
         order = [self._paths[number] for number in self._program.first_use if number < len(found)]
         return {path: found[path] for path in dict.fromkeys([*order, *found])}
 
-    def sent_texts(self, stages: Partition, part: int) -> list[str]:
+    def format_sent(self, stages: Partition, part: int) -> list[str]:
         """Return the dtypes and shapes of the values that cross behind a part."""
         cuts = self._cuts(stages)
         return [str(value) for value in cuts[part].sent] if part < len(cuts) else []
@@ -137,14 +137,14 @@ class TracedModel:
         between = [self._boundaries.position(program, boundary) for boundary in self._cuts(stages)]
         return [0, *between, len(program.equations)]
 
-    def _states_of(self, stages: Partition, part: int) -> list[int]:
+    def _find_states(self, stages: Partition, part: int) -> list[int]:
         """Return the numbers of the model states that a part has; the last part has those of no use."""
         ends = [*(boundary.states for boundary in self._cuts(stages)), frozenset(range(len(self._states)))]
         return sorted(ends[part] - (ends[part - 1] if part else frozenset()))
 
     def _part(self, program: Program, stages: Partition, part: int) -> PartProgram:
         begin, end = self._positions(program, stages)[part : part + 2]
-        return program.part(begin, end, self._states_of(stages, part))
+        return program.part(begin, end, self._find_states(stages, part))
 
     def _parts(self, program: Program, stages: Partition) -> list[PartProgram]:
         return [self._part(program, stages, part) for part in range(len(stages.counts))]
@@ -152,7 +152,7 @@ class TracedModel:
     def part_paths(self, stages: Partition, part: int) -> frozenset[str]:
         """Return the paths of the parameters and model state (`model_state/...`) that a part reads."""
         both = [self._part(program, stages, part) for program in (self._program, self._evaluation)]
-        states = (f"{STATE}{self._states[state]}" for state in self._states_of(stages, part))
+        states = (f"{STATE}{self._states[state]}" for state in self._find_states(stages, part))
         return frozenset([*(self._paths[number] for each in both for number in each.weights), *states])
 
     def run_part(
@@ -169,8 +169,10 @@ class TracedModel:
         """Run a part, see `StageModel.run`; the activations are the values that cross, in a list."""
         program = self._traced(rng, batch, train)
         positions = self._positions(program, stages)
-        found, states = self._part(program, stages, part), self._states_of(stages, part)
-        weights = _by_path(params) | {f"{STATE}{path}": x for path, x in _by_path(model_state).items()}
+        found, states = self._part(program, stages, part), self._find_states(stages, part)
+        weights = _group_by_path(params) | {
+            f"{STATE}{path}": x for path, x in _group_by_path(model_state).items()
+        }
         entering = dict(zip(program.crossing(positions[part]), activations, strict=True))
         rest = jax.tree.leaves((rng, dict(batch)))
         outputs = jaxpr_as_fun(found.closed)(
@@ -198,7 +200,7 @@ class TracedModel:
           ValueError: training and evaluation read other values.
         """
         shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in microbatch.items()}
-        trained, evaluated = (self._flow(stages, self._traced_of(shapes, train)) for train in (True, False))
+        trained, evaluated = (self._flow(stages, self._trace_rows(shapes, train)) for train in (True, False))
         if trained.reads != evaluated.reads:
             raise ValueError(
                 "the model was cut by tracing, and reads other values in evaluation than in training where it"
@@ -230,7 +232,7 @@ class TracedModel:
     def costs(self, by: str) -> Costs:
         """Return the cost of each piece: "params", numbers of parameters; or "flops", of a forward pass."""
         if by == "params":
-            sizes = {path: x.size for path, x in _by_path(self.params).items()}
+            sizes = {path: x.size for path, x in _group_by_path(self.params).items()}
             befores = [frozenset[str](), *(each.params for each in self._boundaries.found), frozenset(sizes)]
             return Costs(blocks=[float(sum(sizes[p] for p in b - a)) for a, b in pairwise(befores)])
         known: dict[str, float] = {}
@@ -239,7 +241,7 @@ class TracedModel:
 
     # -- tracing --
 
-    def _traced_of(self, batch: Mapping[str, Any], train: bool, factor: int = 1) -> Program:
+    def _trace_rows(self, batch: Mapping[str, Any], train: bool, factor: int = 1) -> Program:
         """Trace for a multiple of the rows of a batch, outside any mesh."""
         shapes = {
             name: jax.ShapeDtypeStruct((factor * x.shape[0], *x.shape[1:]), x.dtype)
@@ -261,7 +263,7 @@ class TracedModel:
                 outputs, states[0] = self.model.apply(params, model_state, rng, train, *inputs)
                 return outputs
 
-            results = summed_loss(self.loss, apply, batch, train, rng)
+            results = sum_loss(self.loss, apply, batch, train, rng)
             return jax.tree.leaves(states[0]), results
 
         num_states = len(jax.tree.leaves(self.model_state))
@@ -278,7 +280,7 @@ def _flops(part: PartProgram, known: dict[str, float]) -> float:
     return known[text]
 
 
-def _by_path(tree: Tree) -> dict[str, Any]:
+def _group_by_path(tree: Tree) -> dict[str, Any]:
     return {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 

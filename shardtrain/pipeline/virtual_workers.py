@@ -69,10 +69,10 @@ class WorkerPredictor:
           groups: numbers of groups, sorted.
         """
         if groups not in self._found:
-            self._found[groups] = self._predicted(groups)
+            self._found[groups] = self._predict(groups)
         return self._found[groups]
 
-    def _predicted(self, groups: tuple[int, ...]) -> VirtualWorker | None:
+    def _predict(self, groups: tuple[int, ...]) -> VirtualWorker | None:
         if len(groups) > len(self.model.blocks):
             return None
         costs = StageCosts(
@@ -209,7 +209,7 @@ def search(
                 f" virtual workers; use a policy ({', '.join(POLICIES)}), or fewer kinds of devices"
             )
         found = allocation("search", workers, predictor, gradient_bytes)
-        if found is not None and (best is None or _judged(found, equal_rows) > _judged(best, equal_rows)):
+        if found is not None and (best is None or _judge(found, equal_rows) > _judge(best, equal_rows)):
             best = found
     if best is None:
         raise ValueError(
@@ -219,5 +219,5 @@ def search(
     return best
 
 
-def _judged(found: Allocation, equal_rows: bool) -> float:
+def _judge(found: Allocation, equal_rows: bool) -> float:
     return found.equal_rows_per_second if equal_rows else found.rows_per_second

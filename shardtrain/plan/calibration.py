@@ -45,7 +45,7 @@ class Fitted:
     left_out: tuple[float, ...]
 
 
-def fitted(start: Machine, predict: Predict, measured: Sequence[float]) -> Fitted:
+def fit_rates(start: Machine, predict: Predict, measured: Sequence[float]) -> Fitted:
     """Fit rates, kernel time, link and latency by least squares of the logarithms of seconds.
 
     Args:

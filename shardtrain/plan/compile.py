@@ -17,7 +17,7 @@ from shardtrain.data.row_split import RowSplit
 from shardtrain.errors.messages import near
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
-from shardtrain.plan.devices import known_device
+from shardtrain.plan.devices import find_device
 from shardtrain.plan.hlo.collectives import Collective, collectives
 from shardtrain.plan.hlo.flops import matrix_flops
 from shardtrain.train_step.initial_state import restorable_state
@@ -74,7 +74,7 @@ def target_config(kind: str) -> str:
     device_description_str: "NVIDIA H100 80GB HBM3"
     """
     name, numbers = GPU_TARGETS[kind]
-    device = known_device(name)
+    device = find_device(name)
     assert device is not None
     memory = {
         "device_memory_size": device.memory_bytes,
@@ -165,7 +165,7 @@ def compile_step(
       loss: returns (sum, count), see `loss.Loss`.
       optimizer: any optax transformation.
       placement: the placement of this model and optimizer, from `make_placement`; its mesh is over devices of
-        this process or over `described_devices`.
+        this process or over `describe_devices`.
       batch: shape (B, ...) and dtype of each array of the global batch.
       microbatches: number of microbatches that a step accumulates.
 
@@ -188,7 +188,7 @@ def compile_step(
     return make_step(model, loss, optimizer, placement).lower(state, split).compile()
 
 
-def described_devices(kind: str, num_devices: int) -> Sequence[Any]:
+def describe_devices(kind: str, num_devices: int) -> Sequence[Any]:
     """Return devices to compile for; GPUs are descriptions and need not be present.
 
     Args:

@@ -163,10 +163,10 @@ class FlashCall(NamedTuple):
             moved_bytes=2 * gradient,
             temporary_bytes=gradient,
             sent=(),
-            timed_flops=PRODUCTS[self.backward] * whole * self.seen_part() * slower,
+            timed_flops=PRODUCTS[self.backward] * whole * self.estimate_seen_part() * slower,
         )
 
-    def seen_part(self) -> float:
+    def estimate_seen_part(self) -> float:
         """Return the part of all pairs of queries and keys that are computed.
 
         >>> FlashCall(4, 4, 64, 2, causal=True, window=None, softmax_features=0).seen_part()
@@ -197,7 +197,7 @@ place of others: weights in that of scores, and their gradients; else the masked
 are apart. As compiled programs for H100 GPUs and by XLA for CPU have them."""
 
 
-def moved_part(num: int) -> float:
+def estimate_moved_part(num: int) -> float:
     """Return the part of the positions that a causal ring moves to be balanced.
 
     Each device exchanges one of its two halves with another device; of an odd number one keeps both.
@@ -282,7 +282,7 @@ class AttentionCall(NamedTuple):
             # of blocks of (queries / 2)² scores, as a part of all
             of_four = 2 * num + 1 if reach is None else 2 * (reach + 1)
             part = of_four / (4 * num) if self.causal else 1.0
-            moved = moved_part(num) * (2 * q + kv) * (self.causal and reach is None)
+            moved = estimate_moved_part(num) * (2 * q + kv) * (self.causal and reach is None)
             at_once = keys // num * of_key / (4 if self.causal else 1)
             # a send waits for the one before it alone, so keys of all steps may be there before their use;
             # gradients travel in float32

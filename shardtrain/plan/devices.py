@@ -169,7 +169,7 @@ OTHER_NAMES = {
 """Other `device_kind` of the same device -> its name in `DEVICES`."""
 
 
-def known_device(device_kind: str) -> Device | None:
+def find_device(device_kind: str) -> Device | None:
     """Return the device of this name; None if unknown, as a guess would give a wrong MFU.
 
     >>> known_device("NVIDIA H200").memory_bytes

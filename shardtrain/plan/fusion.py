@@ -108,7 +108,7 @@ def root(same: Mapping[int, int], number: int) -> int:
     return number
 
 
-def fused(given: Unfused, inputs: Sequence[int], outputs: Sequence[int]) -> Program:
+def fuse(given: Unfused, inputs: Sequence[int], outputs: Sequence[int]) -> Program:
     """Return the program of fused operations.
 
     Args:
@@ -119,7 +119,7 @@ def fused(given: Unfused, inputs: Sequence[int], outputs: Sequence[int]) -> Prog
         arrays=tuple(given.arrays),
         inputs=tuple(inputs),
         outputs=tuple(given.root(i) for i in outputs),
-        kernels=tuple(_kernels(given, _written(given, inputs, outputs))),
+        kernels=tuple(_kernels(given, _find_written(given, inputs, outputs))),
         resharded=tuple(
             each if each.source is None else replace(each, source=given.root(each.source))
             for each in given.resharded
@@ -160,7 +160,7 @@ def _kernels(given: Unfused, written: Set[int]) -> Iterator[Kernel]:
             )
 
 
-def _written(given: Unfused, inputs: Sequence[int], outputs: Sequence[int]) -> set[int]:
+def _find_written(given: Unfused, inputs: Sequence[int], outputs: Sequence[int]) -> set[int]:
     """Return the numbers of the arrays that are in memory; the others are parts of a fused chain."""
     written = {*inputs, *(given.root(i) for i in outputs)}
     working = [step for step in given.steps if not all(i in given.same for i in step.writes)]
@@ -184,7 +184,7 @@ APART = MATERIAL | {LOOKUP, "sharding_constraint"}
 """Kernels that are fused with no other."""
 
 
-def shared_passes(kernels: Sequence[Kernel], sizes: Sequence[Any]) -> list[Kernel]:
+def share_passes(kernels: Sequence[Kernel], sizes: Sequence[Any]) -> list[Kernel]:
     """Return the kernels, each sum joined with an earlier pass over the largest array that it reads.
 
     A chain is joined with an earlier sum likewise. What waits for the result of a sum is not joined with it.

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from shardtrain import axes
-from shardtrain.combine.messages import ALL_GATHER, ALL_REDUCE, Message, messages_of
-from shardtrain.combine.replicas import shard_shapes, split_layers, stacked_paths
+from shardtrain.combine.messages import ALL_GATHER, ALL_REDUCE, Message, trace_messages
+from shardtrain.combine.replicas import find_stacked_paths, shard_shapes, split_layers
 from shardtrain.combine.synchronisation import PRESETS, Synchronisation
 from shardtrain.islands.buckets import BucketSizes
 from shardtrain.islands.options import Across
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.subject import Subject
-from shardtrain.plan.traffic import GRADIENT_BYTES, sent_bytes
+from shardtrain.plan.traffic import GRADIENT_BYTES, count_sent_bytes
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import abstract_mesh
@@ -27,7 +27,7 @@ from shardtrain.train_step.gradient_pieces import PlannedParts
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_gradients import plan_parts
 from shardtrain.train_step.placement import Specs, make_placement, state_specs
-from shardtrain.train_step.replica_state import fragments_of
+from shardtrain.train_step.replica_state import split_fragments
 
 
 class MergeBytes(NamedTuple):
@@ -134,18 +134,18 @@ def island_merges(
 
     def exchanged(by: Synchronisation, params: Any = None, **options: Any) -> int:
         exchange = BucketExchange(by.combiner, specs, buckets.assign, params, **options)
-        return _by_rings(exchange.messages(num_islands))
+        return _count_by_rings(exchange.messages(num_islands))
 
     def of_gradients(by: Synchronisation) -> int:
         return exchanged(by, of_sums=by.is_mean, dtype=across.reduce_dtype)
 
     if not synchronisation.on_deltas:
         return MergeBytes(num_islands, (of_gradients(synchronisation),))
-    fragments = [each.take(specs.abstract.params) for each in fragments_of(synchronisation, specs)]
+    fragments = [each.take(specs.abstract.params) for each in split_fragments(synchronisation, specs)]
     if synchronisation.distance is not None:
         # pushed to the shards of the others, and its own shard sent to them: what a ring sends
         size = sum(x.size for each in fragments for x in each.values())
-        merges = [_by_rings([Message(ALL_REDUCE, GRADIENT_BYTES * size, num_islands)])]
+        merges = [_count_by_rings([Message(ALL_REDUCE, GRADIENT_BYTES * size, num_islands)])]
     else:
         merges = [exchanged(synchronisation, each) for each in fragments]
     synchronous = of_gradients(Synchronisation()) if synchronisation.synchronous_steps else 0
@@ -161,30 +161,30 @@ def mesh_merges(synchronisation: Synchronisation, specs: Specs, sizes: Mapping[s
       sizes: axis -> size.
     """
     num_replicas, whole_bytes, merges = sizes[axes.DATA], 0, []
-    stacked = stacked_paths(specs.arrays, specs.sharded)
-    for each in fragments_of(synchronisation, specs):
+    stacked = find_stacked_paths(specs.arrays, specs.sharded)
+    for each in split_fragments(synchronisation, specs):
         shards = shard_shapes(each.take(specs.abstract.params), each.select(specs.sharded), sizes)
         # gradients and what replicas changed are float32, whatever the parameters are
         shards = {path: jax.ShapeDtypeStruct(x.shape, jnp.float32) for path, x in shards.items()}
         whole_bytes += sum(GRADIENT_BYTES * x.size for x in shards.values())
         layers = split_layers(shards, stacked & each.rows.keys())
-        merges.append(_by_rings(messages_of(synchronisation.combiner, layers, num_replicas)))
+        merges.append(_count_by_rings(trace_messages(synchronisation.combiner, layers, num_replicas)))
     if not synchronisation.on_deltas:
         return MergeBytes(num_replicas, tuple(merges))
     synchronous = 0
     if synchronisation.synchronous_steps:
         # the mean gradient, and the update that the first replica made of it
-        synchronous = _by_rings([Message(ALL_REDUCE, whole_bytes, num_replicas)] * 2)
+        synchronous = _count_by_rings([Message(ALL_REDUCE, whole_bytes, num_replicas)] * 2)
     return MergeBytes(num_replicas, tuple(merges), synchronisation.every, synchronous)
 
 
-def _by_rings(messages: Iterable[Message]) -> int:
+def _count_by_rings(messages: Iterable[Message]) -> int:
     """Return the bytes that a rank sends for its messages."""
     found = 0.0
     for kind, num_bytes, num_ranks in messages:
         # a gathered array is as large as those of all ranks
         whole = num_bytes * num_ranks if kind == ALL_GATHER else num_bytes
-        found += sent_bytes(kind, num_ranks, whole)
+        found += count_sent_bytes(kind, num_ranks, whole)
     return round(found)
 
 
@@ -263,7 +263,9 @@ def fastest(found: Sequence[EarlyGradients]) -> EarlyGradients:
     return min(near, key=lambda each: each.num_programs)
 
 
-def merges_of(subject: Subject, num_islands: int, across: Across) -> Callable[[Synchronisation], MergeBytes]:
+def make_merge_bytes(
+    subject: Subject, num_islands: int, across: Across
+) -> Callable[[Synchronisation], MergeBytes]:
     """Return what gives the bytes that an island sends by a synchronisation; each is counted once.
 
     Args:
@@ -274,11 +276,11 @@ def merges_of(subject: Subject, num_islands: int, across: Across) -> Callable[[S
     sizes: dict[str, int] = dict.fromkeys(axes.AXES, 1)
     # what islands send is whole, whatever shards it inside of one
     layout = Layout(mesh=sizes, unnamed="replicate")
-    specs = state_specs(subject.model_of(None), subject.optimizer, layout, sizes)
+    specs = state_specs(subject.find_model(None), subject.optimizer, layout, sizes)
     return cache(partial(island_merges, specs=specs, num_islands=num_islands, across=across))
 
 
-def parts_of(subject: Subject, choice: Choice, num_devices: int, across: Across, most: int) -> PlannedParts:
+def plan_sent(subject: Subject, choice: Choice, num_devices: int, across: Across, most: int) -> PlannedParts:
     """Return what an island sends of a mean of gradients after each of several programs, and when.
 
     Args:
@@ -289,7 +291,7 @@ def parts_of(subject: Subject, choice: Choice, num_devices: int, across: Across,
       most: programs, at most.
     """
     sizes = axis_sizes(choice.layout.mesh, num_devices)
-    model = subject.model_of(choice.remat)
+    model = subject.find_model(choice.remat)
     stages = subject.stages(sizes[axes.PIPELINE], choice.virtual_stages)
     placement = make_placement(
         model, subject.optimizer, choice.layout, abstract_mesh(sizes), stages=stages, schedule=choice.schedule
@@ -299,7 +301,7 @@ def parts_of(subject: Subject, choice: Choice, num_devices: int, across: Across,
     return plan_parts(gradients, placement, Synchronisation(), across.reduce_dtype, most, batch)
 
 
-def sent_early(
+def plan_early(
     subject: Subject,
     choice: Choice,
     num_devices: int,
@@ -311,14 +313,14 @@ def sent_early(
     """Return the step with gradients in one program and in several; fewer where few are ready early.
 
     Args:
-      subject, choice, num_devices, across: as for `parts_of`.
+      subject, choice, num_devices, across: as for `plan_sent`.
       step: of the slowest island.
       sending_seconds: to send all gradients.
       nums_programs: that are compared.
     """
     found: dict[int, EarlyGradients] = {}
     for most in nums_programs:
-        parts = parts_of(subject, choice, num_devices, across, most)
+        parts = plan_sent(subject, choice, num_devices, across, most)
         seconds = [sending_seconds * size / sum(parts.sizes_bytes) for size in parts.sizes_bytes]
         each = early_gradients(step, parts.ready, seconds)._replace(num_programs=most)
         found.setdefault(len(seconds), each)

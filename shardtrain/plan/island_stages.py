@@ -18,9 +18,9 @@ from shardtrain.plan.hlo.collectives import ALL_REDUCE
 from shardtrain.plan.islands import ClusterPlan
 from shardtrain.plan.predict import predictions
 from shardtrain.plan.prediction import Choice, Prediction
-from shardtrain.plan.space import Space, allowed_remats
+from shardtrain.plan.space import Space, list_allowed_remats
 from shardtrain.plan.subject import Subject
-from shardtrain.plan.traffic import sent_bytes
+from shardtrain.plan.traffic import count_sent_bytes
 from shardtrain.sharding.axis_sizes import divisors
 from shardtrain.sharding.shares import shares
 
@@ -101,10 +101,12 @@ class IslandPipelines:
             cuts = {each: shortest_cut(own, [common]) for each, own in costs.items()}
         else:
             cuts = {each: best_cut(own) for each, own in costs.items()}
-        found = {each: self._planned(*each, costs[each], cuts[each]) for each in costs}
+        found = {each: self._plan_pipeline(*each, costs[each], cuts[each]) for each in costs}
         return [found[each] for each in asked]
 
-    def _planned(self, kinds: tuple[int, ...], rows: int, costs: StageCosts, cut: StageCut) -> PipelinePlan:
+    def _plan_pipeline(
+        self, kinds: tuple[int, ...], rows: int, costs: StageCosts, cut: StageCut
+    ) -> PipelinePlan:
         number = costs.table.num_microbatches
         whole = [self._prediction(kind, rows, number) for kind in kinds]
         parts = [count / costs.num_blocks for count in cut.counts]
@@ -161,7 +163,7 @@ class IslandPipelines:
             layout = replace(
                 self._space.layout, mesh={axes.DATA: devices}, sequence_sharded=False, collective_matmul=False
             )
-            remat = allowed_remats(subject, self._space)[0]
+            remat = list_allowed_remats(subject, self._space)[0]
             choice = Choice(layout=layout, accumulate=accumulate, remat=remat)
             machine = self._plan.kinds[kind].machine
             (self._whole[key],) = predictions(subject.share(rows), machine, devices, [choice])
@@ -262,7 +264,9 @@ def plan_stages(
     for num_stages in possible:
         for accumulate in _microbatches(subjects[0].batch_rows, num_stages):
             try:
-                found += _of(pipelines, plan, subjects[0].batch_rows, num_stages, accumulate, one_cut)
+                found += _plan_stages(
+                    pipelines, plan, subjects[0].batch_rows, num_stages, accumulate, one_cut
+                )
             except ValueError as error:
                 problems.append(error)
     if not found:
@@ -289,7 +293,7 @@ def _microbatches(rows: int, num_stages: int) -> list[int]:
     return sorted({max(n for n in divisors(rows) if n <= k * num_stages) for k in PER_STAGE})
 
 
-def _of(
+def _plan_stages(
     pipelines: IslandPipelines,
     plan: ClusterPlan,
     batch_rows: int,
@@ -330,4 +334,4 @@ def _of(
 def _join_seconds(planned: Sequence[PipelinePlan], plan: ClusterPlan) -> float:
     """Return the seconds until each block's gradients are added up over its owners, by rings."""
     most = max(number for each in planned for number in each.gradient_bytes)
-    return sent_bytes(ALL_REDUCE, len(planned), most) / plan.link_bytes_per_second
+    return count_sent_bytes(ALL_REDUCE, len(planned), most) / plan.link_bytes_per_second

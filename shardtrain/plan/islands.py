@@ -18,14 +18,14 @@ from shardtrain.plan.island_exchange import (
     StepOfIsland,
     fastest,
     join,
-    merges_of,
+    make_merge_bytes,
     own_copies,
-    sent_early,
+    plan_early,
 )
-from shardtrain.plan.machine import Machine, machine_of
+from shardtrain.plan.machine import Machine, make_machine
 from shardtrain.plan.predict import steps
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.search import Plan, Ranked, named_layouts, search
+from shardtrain.plan.search import Plan, Ranked, plan_named_layouts, search
 from shardtrain.plan.space import Space, nearest_text
 from shardtrain.plan.step_times import StepTimes, step_times
 from shardtrain.plan.subject import Subject
@@ -111,7 +111,7 @@ class ClusterPlan:
         kinds = zip(self.kinds, subjects, strict=True)
         return [(each, subject.share(each.rows) if several else subject) for each, subject in kinds]
 
-    def joined_by(self, synchronisation: Synchronisation) -> Join:
+    def estimate_join(self, synchronisation: Synchronisation) -> Join:
         """Return what another way of joining the islands would cost; layouts stay."""
         assert self.merges is not None
         merges, rate = self.merges(synchronisation), self.link_bytes_per_second
@@ -159,20 +159,20 @@ def plan_cluster(
             plan = replace(plan, nearest=nearest_text(subject, devices, space))
         kind = KindPlan(kind=islands[0], machine=machines[0], rows=subject.batch_rows, plan=plan)
         one = ClusterPlan(kinds=(kind,), shares=(subject.batch_rows,), join_seconds=0.0)
-        return _with_named(one, subjects, space)
+        return _add_named(one, subjects, space)
     speeds = [
         machine.rates.flops_per_second * (kind.devices or 1)
         for kind, machine in zip(cluster.islands, machines, strict=True)
     ]
     best: ClusterPlan | None = None
-    joined = _Joined(synchronisation, merges_of(subject, len(islands), across))
+    joined = _Joined(synchronisation, make_merge_bytes(subject, len(islands), across))
     for _ in range(ROUNDS):
-        found = _with_speeds(subjects, cluster, machines, speeds, space, most, joined)
+        found = _apply_speeds(subjects, cluster, machines, speeds, space, most, joined)
         if best is None or (not found.fits, found.seconds) < (not best.fits, best.seconds):
             best = found
         speeds = _speeds(found, speeds)
     assert best is not None
-    return _with_named(_with_early(best, subject, across), subjects, space)
+    return _add_named(_add_early(best, subject, across), subjects, space)
 
 
 class _Joined(NamedTuple):
@@ -182,7 +182,7 @@ class _Joined(NamedTuple):
     merges: Callable[[Synchronisation], MergeBytes]
 
 
-def _with_early(plan: ClusterPlan, subject: Subject, across: Across) -> ClusterPlan:
+def _add_early(plan: ClusterPlan, subject: Subject, across: Across) -> ClusterPlan:
     """Add the step with gradients in the given number of programs, or in several, and take the fastest."""
     sending, alone, given = plan.join_seconds, plan.island_seconds, across.gradient_parts
     plan = replace(plan, given_programs=given)
@@ -195,20 +195,20 @@ def _with_early(plan: ClusterPlan, subject: Subject, across: Across) -> ClusterP
     step = StepOfIsland(alone - update, update, slowest.choice.accumulate)
     choice = first.plan.ranked[0].choice
     nums = NUMS_PROGRAMS if given is None else (given,)
-    early = sent_early(subject, choice, first.kind.devices or 1, across, step, sending, nums)
+    early = plan_early(subject, choice, first.kind.devices or 1, across, step, sending, nums)
     return replace(plan, early=early, join_seconds=fastest(early).seconds - alone)
 
 
-def _with_named(plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> ClusterPlan:
+def _add_named(plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> ClusterPlan:
     """Add the layouts of others for the rows of each kind."""
     kinds = []
     for each, subject in plan.planned(subjects):
-        named = named_layouts(subject, each.machine, each.kind.devices or 1, space)
+        named = plan_named_layouts(subject, each.machine, each.kind.devices or 1, space)
         kinds.append(replace(each, named=named))
     return replace(plan, kinds=tuple(kinds))
 
 
-def times_of(
+def estimate_times(
     plan: ClusterPlan, subjects: Sequence[Subject], choices: Sequence[Choice] | None = None
 ) -> list[StepTimes]:
     """Return the durations of the parts of a step, for each kind of islands that has rows.
@@ -245,10 +245,10 @@ def _machine(kind: IslandKind, in_float32: bool) -> Machine:
             f"islands of kind {kind.kind!r} do not say their devices; give devices = NUMBER and"
             ' device = { name = "NVIDIA A100-SXM4-80GB" }, or measured rates (shardtrain calibrate)'
         )
-    return machine_of(kind.device, kind.devices, in_float32=in_float32, nodes=kind.nodes)
+    return make_machine(kind.device, kind.devices, in_float32=in_float32, nodes=kind.nodes)
 
 
-def _with_speeds(
+def _apply_speeds(
     subjects: Sequence[Subject],
     cluster: Cluster,
     machines: Sequence[Machine],
@@ -282,4 +282,4 @@ def _with_speeds(
         link_bytes_per_second=math.inf if link is None else link * GB,
         merges=joined.merges,
     )
-    return replace(found, join_seconds=found.joined_by(joined.by).seconds)
+    return replace(found, join_seconds=found.estimate_join(joined.by).seconds)

@@ -12,8 +12,8 @@ import jax
 from shardtrain import axes
 from shardtrain.functional.scan_operands import scan_counts
 from shardtrain.plan.device_calls import NAME
-from shardtrain.plan.fusion import ALIASES, MATERIAL, Step, Unfused, fused, root
-from shardtrain.plan.named_dims import CUMULATIVE, Operands, merged, names_of
+from shardtrain.plan.fusion import ALIASES, MATERIAL, Step, Unfused, fuse, root
+from shardtrain.plan.named_dims import CUMULATIVE, Operands, apply_delta, find_names
 from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, Array, Dims, Program, Resharded
 
 LINEAR = ("add", "add_any", "neg", "convert_element_type", "transpose")
@@ -106,7 +106,7 @@ class Walk:
     def name(self, number: int, dims: Dims) -> None:
         """Give an array the names that it does not have yet."""
         array = self.arrays[number]
-        self.arrays[number] = replace(array, dims=merged(array.dims, dims))
+        self.arrays[number] = replace(array, dims=apply_delta(array.dims, dims))
 
     def result(self, number: int, dims: Dims | None, of_parameter: bool) -> None:
         """Name a result, and the array in memory that it is a view of if that has the same shape."""
@@ -138,17 +138,17 @@ class Walk:
         if primitive == "while":
             return self._while(equation, reads)
         if primitive == NAME:
-            return self._closed(params, reads)
+            return self._close(params, reads)
         if primitive == "cond":
             # the branch with the most operations stands for all
             branch = max(params["branches"], key=lambda each: len(each.jaxpr.eqns))
-            return self._inlined(branch, reads[1:])
+            return self._inline(branch, reads[1:])
         inner = next((params[key] for key in CALLED if key in params), None)
         if inner is not None and primitive not in OPAQUE:
-            return self._inlined(inner, reads)
+            return self._inline(inner, reads)
         return self._operation(equation, reads)
 
-    def _closed(self, params: Any, reads: list[int]) -> list[int]:
+    def _close(self, params: Any, reads: list[int]) -> list[int]:
         """Add a call that devices compute by hand, whose results have names of their own."""
         found, results = params["call"], params["results"]
         roots = set(map(self.root, reads))
@@ -167,7 +167,7 @@ class Walk:
         self.steps.append(Step(name=NAME, reads=reads, writes=writes, call=call))
         return writes
 
-    def _inlined(self, inner: Any, reads: list[int]) -> list[int]:
+    def _inline(self, inner: Any, reads: list[int]) -> list[int]:
         jaxpr = getattr(inner, "jaxpr", inner)
         self.bind(jaxpr.invars, reads[len(reads) - len(jaxpr.invars) :])
         return self.run(jaxpr)
@@ -175,8 +175,8 @@ class Walk:
     def _operation(self, equation: Any, reads: list[int]) -> list[int]:
         primitive = equation.primitive.name
         if primitive in CUMULATIVE:
-            reads = [self._gathered(reads[0], equation.params["axis"])]
-        found = names_of(
+            reads = [self._gather(reads[0], equation.params["axis"])]
+        found = find_names(
             primitive,
             Operands(
                 [self.arrays[i].dims for i in reads],
@@ -187,7 +187,7 @@ class Walk:
         )
         writes = [self.add(out.aval, dims) for out, dims in zip(equation.outvars, found.outputs, strict=True)]
         if primitive == "sharding_constraint":
-            self._constrained(equation.params["sharding"].spec, reads[0], writes[0])
+            self._constrain(equation.params["sharding"].spec, reads[0], writes[0])
         elif primitive in ALIASES:
             self.same[writes[0]] = reads[0]
             if reads[0] in self.partial:
@@ -201,7 +201,7 @@ class Walk:
         self.steps.append(replace(step, grouped=found.grouped))
         return writes
 
-    def _gathered(self, number: int, axis: int) -> int:
+    def _gather(self, number: int, axis: int) -> int:
         """Return an array with one dim whole on each device."""
         before = self.arrays[number]
         if before.dims[axis] is not None:
@@ -244,7 +244,7 @@ class Walk:
         change = Resharded(array=number, before=before.dims, summed=before.summed, source=source, rows=rows)
         self.resharded.append(change)
 
-    def _constrained(self, spec: Sequence[Any], before: int, after: int) -> None:
+    def _constrain(self, spec: Sequence[Any], before: int, after: int) -> None:
         """Take the names of a constraint; dims without one are not sharded from here on."""
         shape = self.arrays[after].shape
         dims = tuple(
@@ -288,7 +288,7 @@ class Walk:
             )
             outputs = body.run(jaxpr)
             for i in range(carried):
-                given[consts + i] = merged(given[consts + i], body.arrays[outputs[i]].dims)
+                given[consts + i] = apply_delta(given[consts + i], body.arrays[outputs[i]].dims)
         program = body.program(numbers, outputs)
         first = next(
             (self.arrays[i].dims[0] for i in reads[consts + carried :] if self.arrays[i].dims[0]), None
@@ -335,4 +335,4 @@ class Walk:
             self._complete(i, self.partial.pop(i))
         changes = [*self.resharded, *self.moves.values()]
         found = Unfused(self.arrays, self.steps, self.same, self.constants, changes, self.for_gpus)
-        return fused(found, inputs, outputs)
+        return fuse(found, inputs, outputs)

@@ -13,9 +13,9 @@ import numpy as np
 
 from shardtrain.errors.messages import near
 from shardtrain.islands.cluster_device import ClusterDevice
-from shardtrain.plan.devices import DEVICES, GB, TERA, Reached, known_device
+from shardtrain.plan.devices import DEVICES, GB, TERA, Reached, find_device
 from shardtrain.plan.hlo.collectives import ALL_REDUCE, PERMUTE
-from shardtrain.plan.traffic import sent_bytes
+from shardtrain.plan.traffic import count_sent_bytes
 from shardtrain.sharding.axis_sizes import MOST_DEVICES
 
 
@@ -144,11 +144,11 @@ class Machine:
         rounds = 1 if kind == PERMUTE else (members - 1) * (2 if kind == ALL_REDUCE else 1)
         return (
             times * rounds * link.latency_seconds
-            + sent_bytes(kind, members, payload_bytes) / link.bytes_per_second
+            + count_sent_bytes(kind, members, payload_bytes) / link.bytes_per_second
         )
 
 
-def simulated_machine(host: Machine, num_devices: int, num_cores: int) -> Machine:
+def make_simulated_machine(host: Machine, num_devices: int, num_cores: int) -> Machine:
     """Return one of several simulated devices, from what a host does with all of its cores.
 
     All devices together do what the host does. A small kernel and a message are the work of one core.
@@ -182,7 +182,7 @@ OF_MEMORY = 0.85
 """The part of a device's memory that a plan fills: the rest is for the runtime and for wrong predictions."""
 
 
-def machine_of(device: ClusterDevice, devices: int, *, in_float32: bool, nodes: int = 1) -> Machine:
+def make_machine(device: ClusterDevice, devices: int, *, in_float32: bool, nodes: int = 1) -> Machine:
     """Return the machine that a cluster file describes.
 
     Args:
@@ -194,7 +194,7 @@ def machine_of(device: ClusterDevice, devices: int, *, in_float32: bool, nodes: 
     Raises:
       ValueError: the device is not in the table, or has no rate for this dtype, and none is given.
     """
-    known = None if device.name is None else known_device(device.name)
+    known = None if device.name is None else find_device(device.name)
     if device.name is not None and known is None and device.teraflops is None:
         names = [each.kind for each in DEVICES]
         raise ValueError(

@@ -59,7 +59,7 @@ REDUCTIONS = frozenset(
 """Operations that reduce over the dims of their parameter `axes`."""
 
 
-def names_of(primitive: str, operands: Operands) -> Found:
+def find_names(primitive: str, operands: Operands) -> Found:
     """Return the names of an operation's outputs; None where nothing says one.
 
     >>> of_dot = Operands([("batch", "embed"), ("embed", "mlp")], [(8, 4), (4, 16)],
@@ -67,11 +67,11 @@ def names_of(primitive: str, operands: Operands) -> Found:
     >>> names_of("dot_general", of_dot)
     Found(outputs=(('batch', 'mlp'),), summed=('embed',), flops=1024, grouped=())
     """
-    rule = _reduced if primitive in REDUCTIONS else RULES.get(primitive, _like_inputs)
+    rule = _reduce if primitive in REDUCTIONS else RULES.get(primitive, _name_like_inputs)
     return rule(operands)
 
 
-def merged(*several: Dims) -> Dims:
+def apply_delta(*several: Dims) -> Dims:
     """Return, for each dim, the first name that any of them has.
 
     >>> merged((None, "seq"), ("batch", "embed"))
@@ -80,7 +80,7 @@ def merged(*several: Dims) -> Dims:
     return tuple(next((name for name in names if name), None) for names in zip(*several, strict=True))
 
 
-def _like_inputs(operands: Operands) -> Found:
+def _name_like_inputs(operands: Operands) -> Found:
     """Elementwise and the like: an output is named as the inputs of its rank and size."""
     found = []
     for shape in operands.out_shapes:
@@ -89,11 +89,11 @@ def _like_inputs(operands: Operands) -> Found:
             for dims, given in zip(operands.dims, operands.shapes, strict=True)
             if len(given) == len(shape)
         ]
-        found.append(merged(*alike) if alike else (None,) * len(shape))
+        found.append(apply_delta(*alike) if alike else (None,) * len(shape))
     return Found(tuple(found))
 
 
-def _like_first(operands: Operands) -> Found:
+def _name_like_first(operands: Operands) -> Found:
     """Slices, padding, sorting: dims keep their names though their sizes may change."""
     first = operands.dims[0]
     return Found(
@@ -101,19 +101,19 @@ def _like_first(operands: Operands) -> Found:
     )
 
 
-def _like_last(operands: Operands) -> Found:
+def _name_like_last(operands: Operands) -> Found:
     """The gradient of a pooling: named as the array that was pooled."""
     return Found((operands.dims[-1],))
 
 
-def _joined(operands: Operands) -> Found:
-    return Found((merged(*operands.dims),))
+def _join(operands: Operands) -> Found:
+    return Found((apply_delta(*operands.dims),))
 
 
 def _update(operands: Operands) -> Found:
     """A part of an array is written: the array and the part name the same dims."""
     array, part = operands.dims[0], operands.dims[1]
-    return Found((merged(array, part) if len(array) == len(part) else array,))
+    return Found((apply_delta(array, part) if len(array) == len(part) else array,))
 
 
 def _broadcast(operands: Operands) -> Found:
@@ -125,16 +125,16 @@ def _broadcast(operands: Operands) -> Found:
     return Found((tuple(names),))
 
 
-def _transposed(operands: Operands) -> Found:
+def _transpose(operands: Operands) -> Found:
     return Found((tuple(operands.dims[0][i] for i in operands.params["permutation"]),))
 
 
-def _squeezed(operands: Operands) -> Found:
+def _squeeze(operands: Operands) -> Found:
     gone = {i % len(operands.dims[0]) for i in operands.params["dimensions"]}
     return Found((tuple(name for i, name in enumerate(operands.dims[0]) if i not in gone),))
 
 
-def _reshaped(operands: Operands) -> Found:
+def _reshape(operands: Operands) -> Found:
     """Dims that are merged or split together form a group, whose first name the result's first dim takes."""
     given, shape, names = operands.shapes[0], operands.out_shapes[0], operands.dims[0]
     found: list[str | None] = [None] * len(shape)
@@ -162,7 +162,7 @@ def _reshaped(operands: Operands) -> Found:
     return Found((tuple(found),))
 
 
-def _reduced(operands: Operands) -> Found:
+def _reduce(operands: Operands) -> Found:
     over = set(operands.params["axes"])
     kept = tuple(name for i, name in enumerate(operands.dims[0]) if i not in over)
     summed = tuple(name for i, name in enumerate(operands.dims[0]) if i in over and name)
@@ -184,7 +184,7 @@ def _dot(operands: Operands) -> Found:
     )
 
 
-def _ragged(operands: Operands) -> Found:
+def _name_ragged(operands: Operands) -> Found:
     """Rows sorted by group times the kernel of their group; or, for its gradient, times other rows."""
     left, right = operands.dims[:2]
     rows, features = operands.shapes[0]
@@ -217,7 +217,7 @@ def _convolution(operands: Operands) -> Found:
     return Found((tuple(names),), (summed,) if summed else (), flops)
 
 
-def _gathered(operands: Operands) -> Found:
+def _gather(operands: Operands) -> Found:
     """Rows of an array by indices: dims of the rows, and those of the indices."""
     array, indices = operands.dims[:2]
     numbers = operands.params["dimension_numbers"]
@@ -232,7 +232,7 @@ def _gathered(operands: Operands) -> Found:
     return Found((tuple(found),), tuple(array[i] for i in numbers.collapsed_slice_dims if array[i]))
 
 
-def _scattered(operands: Operands) -> Found:
+def _scatter(operands: Operands) -> Found:
     array, _, updates = operands.dims
     numbers = operands.params["dimension_numbers"]
     kept = [i for i in range(len(array)) if i not in numbers.inserted_window_dims]
@@ -245,28 +245,28 @@ def _scattered(operands: Operands) -> Found:
 
 RULES: Mapping[str, Callable[[Operands], Found]] = {
     "broadcast_in_dim": _broadcast,
-    "concatenate": _joined,
+    "concatenate": _join,
     "conv_general_dilated": _convolution,
-    "cumsum": _like_first,
+    "cumsum": _name_like_first,
     "dot_general": _dot,
-    "dynamic_slice": _like_first,
+    "dynamic_slice": _name_like_first,
     "dynamic_update_slice": _update,
-    "gather": _gathered,
-    "pad": _like_first,
-    "ragged_dot_general": _ragged,
-    "reduce_window": _like_first,
-    "reduce_window_max": _like_first,
-    "reduce_window_min": _like_first,
-    "reduce_window_sum": _like_first,
-    "reshape": _reshaped,
-    "rev": _like_first,
-    "scatter-add": _scattered,
-    "scatter": _scattered,
-    "slice": _like_first,
-    "sort": _like_first,
-    "select_and_gather_add": _like_first,
-    "select_and_scatter_add": _like_last,
-    "split": _like_first,
-    "squeeze": _squeezed,
-    "transpose": _transposed,
+    "gather": _gather,
+    "pad": _name_like_first,
+    "ragged_dot_general": _name_ragged,
+    "reduce_window": _name_like_first,
+    "reduce_window_max": _name_like_first,
+    "reduce_window_min": _name_like_first,
+    "reduce_window_sum": _name_like_first,
+    "reshape": _reshape,
+    "rev": _name_like_first,
+    "scatter-add": _scatter,
+    "scatter": _scatter,
+    "slice": _name_like_first,
+    "sort": _name_like_first,
+    "select_and_gather_add": _name_like_first,
+    "select_and_scatter_add": _name_like_last,
+    "split": _name_like_first,
+    "squeeze": _squeeze,
+    "transpose": _transpose,
 }

@@ -16,11 +16,16 @@ from shardtrain.pipeline.tick_arrays import make_ticks
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.prediction import Choice, Cost, Memory, Prediction, Seconds, Step
 from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS, Sharding
-from shardtrain.plan.step_collectives import lockstep_table, sent_activations, sent_parameters, stage_runs
+from shardtrain.plan.step_collectives import (
+    list_sent_activations,
+    lockstep_table,
+    sent_parameters,
+    stage_runs,
+)
 from shardtrain.plan.step_times import StepTimes, step_times
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import Exchange
-from shardtrain.plan.traffic import sent_bytes
+from shardtrain.plan.traffic import count_sent_bytes
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 
@@ -29,7 +34,7 @@ ROWS, PARTS, ARRIVED_ROWS = "rows", "parts", "arrived rows"
 parts of a pipeline, of the rows into those that devices of the axis expert have of each other."""
 
 
-def sharding_of(
+def find_sharding(
     layout: Layout, sizes: Mapping[str, int], accumulate: int, chunks: int = 1, fraction: float = 1.0
 ) -> Sharding:
     """Return how a layout splits the arrays of a traced program, one microbatch of one chunk at a time.
@@ -81,7 +86,7 @@ def steps(subject: Subject, machine: Machine, num_devices: int, choices: Sequenc
         for choice, each in zip(choices, sizes, strict=True)
     ]
     shardings = [
-        sharding_of(
+        find_sharding(
             state.layout, each, choice.accumulate, choice.virtual_stages, num_rows / subject.batch_rows
         )
         for choice, each, state, num_rows in zip(choices, sizes, states, rows, strict=True)
@@ -188,7 +193,7 @@ def _seconds(times: StepTimes, waits: bool, *, idle_costs: bool) -> Seconds:
     return Seconds(compute=compute, bubble=bubble, collectives=collectives, update=times.update)
 
 
-def sent_by_axes(step: Step, *, simulated: bool = False) -> dict[tuple[str, ...], float]:
+def sum_sent_by_axes(step: Step, *, simulated: bool = False) -> dict[tuple[str, ...], float]:
     """Return mesh axes, slowest first -> bytes that a device sends in a step, by ring collectives.
 
     Stages of a pipeline send in every tick of its schedule, both ways.
@@ -208,9 +213,9 @@ def sent_by_axes(step: Step, *, simulated: bool = False) -> dict[tuple[str, ...]
 
     for key, num_bytes in sent_parameters(step, sums_apart=simulated).items():
         add(key.axes, num_bytes)
-    for each in sent_activations(step):
+    for each in list_sent_activations(step):
         members = math.prod(sizes.get(axis, 1) for axis in each.axes)
-        add(each.axes, sent_bytes(each.kind, members, each.num_bytes))
+        add(each.axes, count_sent_bytes(each.kind, members, each.num_bytes))
     if stages > 1:
         table = lockstep_table(choice.schedule, stages, choice.accumulate, choice.virtual_stages)
         # the last stage sends nothing forward, the first nothing backward

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardtrain import axes
-from shardtrain.plan.fusion import shared_passes
+from shardtrain.plan.fusion import share_passes
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from shardtrain.plan.live_arrays import Trip, copies_on_gpus, order_on_gpus, peak_bytes
 from shardtrain.plan.prediction import Cost, Loop, Segment, Sent
@@ -76,16 +76,16 @@ def _cost(total: "_Total", at: int) -> Cost:
         flops=float(total.flops[at]),
         seconds=float(total.seconds[at]),
         peak_bytes=float(total.peak_bytes[at]),
-        sent=_sent(total.sent, at),
+        sent=_count_sent(total.sent, at),
         loops=tuple(Loop(over, *(float(each[at]) for each in figures)) for over, *figures in total.loops),
         segments=tuple(
-            Segment(float(each.flops[at]), float(each.seconds[at]), _sent(each.sent, at))
+            Segment(float(each.flops[at]), float(each.seconds[at]), _count_sent(each.sent, at))
             for each in total.segments
         ),
     )
 
 
-def _sent(sent: "_AllSent", at: int) -> tuple[Sent, ...]:
+def _count_sent(sent: "_AllSent", at: int) -> tuple[Sent, ...]:
     return tuple(
         Sent(kind, over, float(num_bytes[at]), float(times[at]))
         for (kind, over), (num_bytes, times) in sent.items()
@@ -134,9 +134,9 @@ _AllSent = dict[tuple[str, tuple[str, ...]], tuple[np.ndarray, np.ndarray]]
 def _total(program: Program, splits: Splits, seconds: Durations, trip: Trip | None = None) -> _Total:
     """Return the costs of a program; of the body of a loop those of one trip."""
     sizes = [array.num_bytes / splits.parts(array.dims, array.of_parameter) for array in program.arrays]
-    kernels = _placed(program, splits)
+    kernels = _place(program, splits)
     if program.for_gpus:
-        kernels = shared_passes(kernels, sizes)
+        kernels = share_passes(kernels, sizes)
     zeros = np.zeros(len(splits.sizes))
     total = _Total(peak_bytes=zeros, segments=[_Segment(zeros, zeros)], loops=[])
     inside, behind = [], []
@@ -154,7 +154,7 @@ def _total(program: Program, splits: Splits, seconds: Durations, trip: Trip | No
             segment.seconds = segment.seconds + seconds.kernel(flops, moved)
             inside.append(zeros)
             continue
-        stacked = _stacked(program, kernel)
+        stacked = _stack(program, kernel)
         # a stage of a pipeline runs its own blocks alone
         trips = kernel.trips / splits.parts((kernel.over,))
         each_trip = _trip(kernel, stacked, (trips > 1) & (not kernel.unrolled))
@@ -192,7 +192,7 @@ def _total(program: Program, splits: Splits, seconds: Durations, trip: Trip | No
     return total
 
 
-def _stacked(program: Program, kernel: Kernel) -> set[int]:
+def _stack(program: Program, kernel: Kernel) -> set[int]:
     """Return the arrays of a loop that are stacked over its trips; others go from one trip to the next."""
     if kernel.over is None:
         return set()
@@ -228,7 +228,7 @@ def _add_call(
     return found.temporary_bytes
 
 
-def _placed(program: Program, splits: Splits) -> list[Kernel]:
+def _place(program: Program, splits: Splits) -> list[Kernel]:
     """Return the kernels without changes of sharding that change nothing in these shardings."""
     same = {
         each.array: each.source

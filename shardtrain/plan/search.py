@@ -13,7 +13,7 @@ from shardtrain import axes
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.predict import predictions
 from shardtrain.plan.prediction import Choice, Prediction
-from shardtrain.plan.space import Space, allowed_choices, allowed_remats
+from shardtrain.plan.space import Space, list_allowed_choices, list_allowed_remats
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.axis_sizes import MOST_DEVICES, divisors
 
@@ -68,9 +68,9 @@ def search(
     space = space or Space()
     if not 1 <= num_devices <= MOST_DEVICES:
         raise ValueError(f"a plan of {num_devices} devices was asked for; use 1 to {MOST_DEVICES}")
-    choices, refused = allowed_choices(subject, num_devices, space)
-    remats = allowed_remats(subject, space)
-    bounds = _least_recomputed(subject, machine, num_devices, choices, remats)
+    choices, refused = list_allowed_choices(subject, num_devices, space)
+    remats = list_allowed_remats(subject, space)
+    bounds = _select_least_recomputed(subject, machine, num_devices, choices, remats)
     ranked: list[Ranked] = []
     # what a pipeline waits is simulated for those alone that may be among the best
     for bound in sorted(bounds, key=_rank):
@@ -88,7 +88,7 @@ def _rank(each: Ranked) -> tuple[bool, float]:
     return not each.fits, needed.seconds.total if each.fits else needed.memory.total
 
 
-def _least_recomputed(
+def _select_least_recomputed(
     subject: Subject,
     machine: Machine,
     num_devices: int,
@@ -124,8 +124,8 @@ def frontier(
       The frontier, the smallest first; and (bytes, seconds) of each way that was compared and is no pipeline:
       of those, what stages wait is simulated only where it decides.
     """
-    choices, _ = allowed_choices(subject, num_devices, space)
-    remats = allowed_remats(subject, space)
+    choices, _ = list_allowed_choices(subject, num_devices, space)
+    remats = list_allowed_remats(subject, space)
     tried = [replace(choice, remat=remat) for remat in remats for choice in choices]
     found = [
         Ranked(
@@ -171,7 +171,7 @@ Find = Callable[[Subject, Machine, int, Space], Ranked | None]
 
 def data_parallel(subject: Subject, machine: Machine, devices: int, space: Space) -> Ranked | None:
     """Return the fastest way with a copy of the model on each device."""
-    return _fixed(subject, machine, devices, space, {axes.DATA: devices})
+    return _fix(subject, machine, devices, space, {axes.DATA: devices})
 
 
 def megatron(subject: Subject, machine: Machine, devices: int, space: Space) -> Ranked | None:
@@ -186,7 +186,7 @@ def megatron(subject: Subject, machine: Machine, devices: int, space: Space) -> 
         tensor = math.gcd(model_size, min(machine.devices_per_node, devices))
         pipeline = model_size // tensor
         mesh = {axes.PIPELINE: pipeline, axes.DATA: devices // model_size, axes.TENSOR: tensor}
-        found = _fixed(subject, machine, devices, space, mesh)
+        found = _fix(subject, machine, devices, space, mesh)
         if found is not None and found.fits:
             return found
         if found is not None and (
@@ -200,7 +200,9 @@ NAMED: Mapping[str, Find] = {"data parallel": data_parallel, "megatron": megatro
 """Name -> the layout."""
 
 
-def named_layouts(subject: Subject, machine: Machine, devices: int, space: Space) -> dict[str, Ranked | None]:
+def plan_named_layouts(
+    subject: Subject, machine: Machine, devices: int, space: Space
+) -> dict[str, Ranked | None]:
     """Return the layout of each name.
 
     Args:
@@ -212,7 +214,7 @@ def named_layouts(subject: Subject, machine: Machine, devices: int, space: Space
     return {name: find(subject, machine, devices, space) for name, find in NAMED.items()}
 
 
-def _fixed(
+def _fix(
     subject: Subject, machine: Machine, devices: int, space: Space, mesh: Mapping[str, int]
 ) -> Ranked | None:
     sizes = {axis: mesh.get(axis, 1) for axis in (axes.PIPELINE, axes.DATA, axes.FSDP, axes.TENSOR)}

@@ -25,7 +25,7 @@ MOST_MICROBATCHES = 64
 """The largest number of microbatches that is tried by itself, or 4 for each stage of a pipeline."""
 
 MESH_AXES: tuple[str, ...] = (axes.PIPELINE, axes.DATA, axes.FSDP, axes.TENSOR)
-"""Axes whose sizes are always searched; of the others see `searched_axes`."""
+"""Axes whose sizes are always searched; of the others see `list_searched_axes`."""
 
 LONG_SEQUENCE = 8192
 """Positions of a sequence from which on context is searched without being named."""
@@ -64,7 +64,9 @@ class Space:
             raise ValueError(f"this cannot be searched: {'; '.join(problems)}")
 
 
-def allowed_choices(subject: Subject, num_devices: int, space: Space) -> tuple[list[Choice], dict[str, str]]:
+def list_allowed_choices(
+    subject: Subject, num_devices: int, space: Space
+) -> tuple[list[Choice], dict[str, str]]:
     """Return what a run would accept, recomputation left open; and mesh -> why it is refused.
 
     Args:
@@ -78,7 +80,7 @@ def allowed_choices(subject: Subject, num_devices: int, space: Space) -> tuple[l
     _check_fixed(space.layout, num_devices)
     choices: list[Choice] = []
     refused: dict[str, str] = {}
-    searched = searched_axes(subject, space.layout)
+    searched = list_searched_axes(subject, space.layout)
     most_context = (
         num_devices
         if axes.CONTEXT in space.layout.mesh
@@ -102,14 +104,14 @@ def allowed_choices(subject: Subject, num_devices: int, space: Space) -> tuple[l
     return choices, refused
 
 
-def allowed_remats(subject: Subject, space: Space) -> list[str | None]:
+def list_allowed_remats(subject: Subject, space: Space) -> list[str | None]:
     """Return the ways to recompute that the model has, from the least to the most."""
     return [remat for remat in space.remats if _has(subject, remat)]
 
 
 def _has(subject: Subject, remat: str | None) -> bool:
     try:
-        subject.model_of(remat)
+        subject.find_model(remat)
     except ValueError:
         return False
     return True
@@ -127,7 +129,7 @@ def _check_fixed(layout: Layout, num_devices: int) -> None:
         )
 
 
-def searched_axes(subject: Subject, given: Layout) -> tuple[str, ...]:
+def list_searched_axes(subject: Subject, given: Layout) -> tuple[str, ...]:
     """Return the axes whose sizes are searched.
 
     Those of `MESH_AXES`, those that the mesh names, expert for a model with experts, and context for one

@@ -41,7 +41,7 @@ def stage_runs(step: Step) -> list[tuple[float, Segment]]:
     ]
 
 
-def sent_activations(step: Step) -> tuple[Sent, ...]:
+def list_sent_activations(step: Step) -> tuple[Sent, ...]:
     """Return the collectives of activations of a step."""
     return tuple(
         each._replace(num_bytes=times * each.num_bytes, times=times * each.times)
@@ -124,7 +124,7 @@ class Collective(NamedTuple):
         return self.sent_seconds + self.latency_seconds
 
 
-def of_parameters(step: Step, machine: Machine) -> Iterator[Collective]:
+def list_parameter_collectives(step: Step, machine: Machine) -> Iterator[Collective]:
     """Yield the collectives of parameters and gradients."""
     sizes, apart = step.sizes, machine.simulated
     in_blocks = sent_parameters(step, sums_apart=apart, only_blocks=True)
@@ -149,11 +149,11 @@ def of_parameters(step: Step, machine: Machine) -> Iterator[Collective]:
         )
 
 
-def of_activations(step: Step, machine: Machine) -> Iterator[Collective]:
+def list_activation_collectives(step: Step, machine: Machine) -> Iterator[Collective]:
     """Yield the collectives of activations."""
     sizes = step.sizes
     sums: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
-    for each in sent_activations(step):
+    for each in list_sent_activations(step):
         over = tuple(axis for axis in each.axes if sizes.get(axis, 1) > 1)
         seconds = machine.collective_seconds(each.kind, over, sizes, each.num_bytes, each.times)
         latency = machine.collective_seconds(each.kind, over, sizes, 0.0, each.times)

@@ -16,9 +16,9 @@ from shardtrain.plan.step_collectives import (
     MICROBATCH,
     MICROBATCH_GRADIENT,
     Collective,
+    list_activation_collectives,
+    list_parameter_collectives,
     lockstep_table,
-    of_activations,
-    of_parameters,
 )
 from shardtrain.plan.traffic import GRADIENT_BYTES
 
@@ -130,19 +130,19 @@ class StepTimes:
 def step_times(step: Step, machine: Machine) -> StepTimes:
     """Return the durations of a step's parts on a machine."""
     link, state = machine.link((axes.PIPELINE,), step.sizes), step.state
-    computed = _of_whole if step.forward is None or step.num_stages == 1 else _of_parts
+    computed = _time_whole if step.forward is None or step.num_stages == 1 else _time_parts
     return StepTimes(
         num_stages=step.num_stages,
         choice=step.choice,
         num_blocks=state.num_blocks,
         **computed(step, machine),
         hop=link.latency_seconds + step.stream_bytes / link.bytes_per_second,
-        collectives=(*of_parameters(step, machine), *of_activations(step, machine)),
+        collectives=(*list_parameter_collectives(step, machine), *list_activation_collectives(step, machine)),
         update=float(machine.rates.seconds(0.0, 3 * state.updated + 2 * state.optimizer)),
     )
 
 
-def _of_whole(step: Step, machine: Machine) -> dict[str, float]:
+def _time_whole(step: Step, machine: Machine) -> dict[str, float]:
     """Return the seconds of a microbatch that passes the whole model."""
     found = step.cost
     inside = [loop.seconds for loop in found.loops if loop.over == axes.LAYERS]
@@ -157,7 +157,7 @@ def _of_whole(step: Step, machine: Machine) -> dict[str, float]:
     return {"forward": forward, "backward": backward, "ends": ends}
 
 
-def _of_parts(step: Step, machine: Machine) -> dict[str, float]:
+def _time_parts(step: Step, machine: Machine) -> dict[str, float]:
     """Return the seconds of a microbatch in the tasks of a pipeline."""
     assert step.forward is not None
     _, again, loss, backward, behind = (each.seconds for each in step.cost.segments)

@@ -18,7 +18,7 @@ from shardtrain import axes
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data.row_split import RowSplit
 from shardtrain.errors.user_code import UserCodeFailed
-from shardtrain.functional.frozen import without
+from shardtrain.functional.frozen import drop_paths
 from shardtrain.functional.key_heads import check_layout
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
@@ -88,7 +88,7 @@ class Subject:
     def row_flops(self) -> float:
         """Flops of one row, forward and backward, without recomputation."""
         try:
-            self.model_of("none")
+            self.find_model("none")
         except ValueError:
             remat = None
         else:
@@ -104,7 +104,7 @@ class Subject:
     @property
     def num_trained(self) -> int:
         """Elements of the parameters that are trained."""
-        trained = without(self._shapes[0], self.model_of(None).frozen)
+        trained = drop_paths(self._shapes[0], self.find_model(None).frozen)
         return sum(math.prod(x.shape) for x in jax.tree.leaves(trained))
 
     @property
@@ -119,12 +119,12 @@ class Subject:
 
     @cached_property
     def _shapes(self) -> tuple[Any, Any]:
-        return jax.eval_shape(self.model_of(None).init, new_key(0))
+        return jax.eval_shape(self.find_model(None).init, new_key(0))
 
     @cached_property
     def num_experts(self) -> int:
         """Experts of a block; 0: the model has no parameters with the dim experts."""
-        dims = jax.tree.leaves(self.model_of(None).dims, is_leaf=is_dims)
+        dims = jax.tree.leaves(self.find_model(None).dims, is_leaf=is_dims)
         return max(
             (
                 x.shape[named.index(axes.EXPERTS)]
@@ -175,9 +175,9 @@ class Subject:
         # padding fills up an island's rows, but microbatches of padding alone have no use
         if split.microbatches > max(self.rows, 1):
             raise ValueError(f"{self.rows} rows are fewer than {split.microbatches} microbatches; use fewer")
-        return split.padded(self.rows)
+        return split.pad_rows(self.rows)
 
-    def model_of(self, remat: str | None) -> Model:
+    def find_model(self, remat: str | None) -> Model:
         """Return the model that recomputes like this, made once."""
         return self._once(("model", remat), lambda: self.model(remat))
 
@@ -197,7 +197,7 @@ class Subject:
         def make() -> tuple[Program, Sequence[Attended]]:
             attention = None if exchange.attention is None else TracedAttention(exchange.attention)
             experts = TracedExperts(exchange.experts, exchange.context)
-            model = self.model_of(remat)
+            model = self.find_model(remat)
             found = loss_program(model, self.loss, self.batch, gradient, attention, experts, self.target)
             return found, () if attention is None else tuple(dict.fromkeys(attention.found))
 
@@ -233,7 +233,7 @@ class Subject:
         Raises:
           ValueError: the layout does not fit the model, or its blocks cannot be cut like this.
         """
-        layout, model = choice.layout, self.model_of(None)
+        layout, model = choice.layout, self.find_model(None)
         sizes = axis_sizes(layout.mesh, num_devices)
         # by default `data` shards no parameter, so layouts that differ in its size alone have the same specs
         rules = repr((layout.parameters, layout.activations))
@@ -277,7 +277,7 @@ class Subject:
         Raises:
           ValueError: it does not say what they are.
         """
-        chain = self.model_of(None).chain
+        chain = self.find_model(None).chain
         if chain is None:
             raise ValueError(
                 "the model does not say what its blocks are; give it `blocks` (docs/pipeline.md), or let"
@@ -290,7 +290,7 @@ class Subject:
         microbatch = {
             name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in self.batch.items()
         }
-        return Traced(self.model_of(None), self.loss, microbatch)
+        return Traced(self.find_model(None), self.loss, microbatch)
 
     def stages(self, num_stages: int, chunks: int) -> Partition | None:
         """Return the equal cut of the blocks into stages of a mesh; None for one stage.
@@ -300,7 +300,7 @@ class Subject:
         """
         if num_stages == 1:
             return None
-        chain = self.model_of(None).chain
+        chain = self.find_model(None).chain
         if chain is None or not chain.stacked:
             raise ValueError("a pipeline in a mesh needs a model with stacked blocks; use pipeline=1")
         loops = [kernel for kernel in self.program(None).kernels if kernel.over == axes.LAYERS]
@@ -353,7 +353,7 @@ def state_figures(
         gradients=tree_bytes(in_float32, specs.params, sizes),
         updated=tree_bytes(params, specs.sharded, sizes),
         updated_float32=tree_bytes(in_float32, specs.sharded, sizes),
-        gathered=_gathered_bytes(specs, sizes, item_bytes),
+        gathered=_count_gathered_bytes(specs, sizes, item_bytes),
         weights=_joined(weights(specs.arrays, specs.layout.sharded_rules, num_gradients)),
         num_blocks=max(blocks, default=1),
         item_bytes=item_bytes,
@@ -372,7 +372,7 @@ def _joined(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
     )
 
 
-def _gathered_bytes(specs: Specs, sizes: Mapping[str, int], item_bytes: int) -> float:
+def _count_gathered_bytes(specs: Specs, sizes: Mapping[str, int], item_bytes: int) -> float:
     if specs.layout.zero != 3 or sizes[axes.FSDP] == 1:
         return 0.0
     found = 0.0

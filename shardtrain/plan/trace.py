@@ -14,15 +14,15 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from shardtrain import axes
 from shardtrain.functional.activation_rules import activation_rules
-from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.float_gradients import value_and_grad
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key, row_key
-from shardtrain.plan.devices import known_device
+from shardtrain.plan.devices import find_device
 from shardtrain.plan.jaxpr_walk import Walk, num_terms
 from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS, Dims, Program
-from shardtrain.plan.traced_attention import TracedAttention, planned_flash
+from shardtrain.plan.traced_attention import TracedAttention, make_planned_flash
 from shardtrain.plan.traced_experts import TracedExperts
 from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.replica_sums import BoundModel
@@ -104,13 +104,13 @@ def trace(
     known = {name for dims in (*names, *results) for name in dims or () if name}
     every = sorted(known | set(axes.DIMS) | {ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS})
     kind = target.device_kind
-    platform = ANY_DEVICE if (known := known_device(kind)) is None else known.platform
+    platform = ANY_DEVICE if (known := find_device(kind)) is None else known.platform
     device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
     types = (AxisType.Auto,) * len(every)
     mesh = AbstractMesh((1,) * len(every), tuple(every), axis_types=types, abstract_device=device)
     rules = {name: (name,) for name in every}
     of_plan: dict[str, Any] = {"attention": attention, "experts": experts}
-    of_plan["flash"] = planned_flash(kind, has_flash=target.has_flash)
+    of_plan["flash"] = make_planned_flash(kind, has_flash=target.has_flash)
     with activation_rules(rules, mesh, "replicate", **of_plan, any_mesh=not target.one_device):
         traced = jax.make_jaxpr(function)(*inputs)
     walk = Walk(for_gpus=platform == "gpu")
@@ -138,12 +138,12 @@ def flops_by_item_bytes(program: Program) -> Counter[int]:
     return flops
 
 
-def loss_of(model: Model, loss: Loss, rows: int) -> Callable[..., Any]:
+def make_loss(model: Model, loss: Loss, rows: int) -> Callable[..., Any]:
     """Return (parameters, model state, key, batch) -> (loss sum, (count, metrics, model state))."""
 
     def loss_sum(params: Any, model_state: Any, key: jax.Array, batch: Any) -> Any:
         bound = BoundModel(model, params, model_state, row_key(key, 0, rows))
-        total, count, metrics = summed_loss(loss, bound, batch)
+        total, count, metrics = sum_loss(loss, bound, batch)
         return total, (count, metrics, bound.model_state)
 
     return loss_sum
@@ -170,7 +170,7 @@ def loss_program(
       target: the devices in whose form the model is traced.
     """
     params, model_state = jax.eval_shape(model.init, new_key(0))
-    loss_sum = loss_of(model, loss, next(iter(batch.values())).shape[0])
+    loss_sum = make_loss(model, loss, next(iter(batch.values())).shape[0])
     differentiated = value_and_grad(loss_sum)
     inputs = (params, model_state, jax.eval_shape(lambda: new_key(0)), dict(batch))
     names = [

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from shardtrain import axes
 from shardtrain.functional.context_attention import BIAS
 from shardtrain.plan.device_calls import AttentionCall, FlashCall, Moved, device_call, linear_call
-from shardtrain.plan.devices import known_device
+from shardtrain.plan.devices import find_device
 from shardtrain.plan.hlo.collectives import ALL_TO_ALL
 
 QUERIES = (axes.BATCH, axes.SEQ, axes.HEADS, axes.HEAD_DIM)
@@ -57,8 +57,8 @@ class TracedAttention:
                 " all-to-all, or context=1"
             )
         if self.kind == "all-to-all":
-            q, k, v = _exchanged(q, QUERIES), _exchanged(k, KEYS), _exchanged(v, KEYS)
-            return _exchanged(whole(q, k, v, causal=causal, **seen), QUERIES)
+            q, k, v = _exchange(q, QUERIES), _exchange(k, KEYS), _exchange(v, KEYS)
+            return _exchange(whole(q, k, v, causal=causal, **seen), QUERIES)
         window = seen.get("window")
         call = AttentionCall(
             kind=self.kind,
@@ -69,7 +69,7 @@ class TracedAttention:
             causal=causal,
             window=window if isinstance(window, int) and "mask_BS" not in seen else None,
         )
-        return of_devices(call, q, k, v)
+        return compute_on_devices(call, q, k, v)
 
 
 class PlannedFlash(NamedTuple):
@@ -90,7 +90,7 @@ class PlannedFlash(NamedTuple):
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, window: Any = None
     ) -> jax.Array:
-        """Return attention in one call, whose arguments are those of `whole_attention`."""
+        """Return attention in one call, whose arguments are those of `attend_whole`."""
         call = FlashCall(
             queries=q.shape[1],
             keys=k.shape[1],
@@ -100,29 +100,31 @@ class PlannedFlash(NamedTuple):
             window=window if isinstance(window, int) else None,
             softmax_features=self.softmax_features,
         )
-        return of_devices(call, q, k, v)
+        return compute_on_devices(call, q, k, v)
 
 
-def planned_flash(device_kind: str, *, has_flash: bool) -> PlannedFlash | None:
+def make_planned_flash(device_kind: str, *, has_flash: bool) -> PlannedFlash | None:
     """Return the device and flash attention of a plan; None if it is no known NVIDIA GPU.
 
     Args:
       device_kind: the name of the devices by jax.
       has_flash: see `trace.Target`; without it models ask jax for its devices.
     """
-    known = known_device(device_kind)
+    known = find_device(device_kind)
     if known is None or known.compute_capability is None or not has_flash:
         return None
     return PlannedFlash(device_kind, known.compute_capability, known.reached.softmax_features)
 
 
-def _exchanged(x: jax.Array, named: tuple[str, ...]) -> jax.Array:
+def _exchange(x: jax.Array, named: tuple[str, ...]) -> jax.Array:
     """Exchange sequences for heads, or back: a device has as many bytes as before."""
     moved = Moved(kind=ALL_TO_ALL, axis=axes.CONTEXT)
     return linear_call(moved, moved, [x], named, (x.shape, x.dtype, named))
 
 
-def of_devices(call: AttentionCall | FlashCall, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def compute_on_devices(
+    call: AttentionCall | FlashCall, q: jax.Array, k: jax.Array, v: jax.Array
+) -> jax.Array:
     """Compute attention that keeps its inputs, its output and the sums of its softmax for the backward."""
     of_q, of_k = (q.shape, q.dtype, QUERIES), (k.shape, k.dtype, KEYS)
     of_sums = (q.shape[:3], jnp.float32, QUERIES[:3])

@@ -35,10 +35,10 @@ class TracedExperts:
 
     def __call__(self, experts: Any, x: jax.Array, choice: Any, kernels: tuple[Any, Any]) -> jax.Array:
         """Return the weighted sums of the outputs of each token's experts, float32."""
-        compute = self._gathered if experts.is_dropless else self._exchanged
+        compute = self._gather if experts.is_dropless else self._exchange
         return with_logical_constraint(compute(experts, x, choice, kernels), HERE)
 
-    def _exchanged(self, experts: Any, x: jax.Array, choice: Any, kernels: Any) -> jax.Array:
+    def _exchange(self, experts: Any, x: jax.Array, choice: Any, kernels: Any) -> jax.Array:
         """Experts with a capacity: slots go to the devices of their experts, and back."""
         # as many as the positions of a device may need
         here = x.shape[1] // self.context
@@ -54,9 +54,9 @@ class TracedExperts:
         out = experts.outputs(_Slots(kernels, None), filled, kernels)
         if self.num > 1:
             out = linear_call(there, there, [out], arrived, (*buffer, before))
-        return _combined(out, choice.weights_BTK, at, before, HERE, x.shape)
+        return _combine(out, choice.weights_BTK, at, before, HERE, x.shape)
 
-    def _gathered(self, experts: Any, x: jax.Array, choice: Any, kernels: Any) -> jax.Array:
+    def _gather(self, experts: Any, x: jax.Array, choice: Any, kernels: Any) -> jax.Array:
         """Experts that take all tokens: tokens are gathered, and the sums of each device are scattered."""
         numbers, weights, gathered = choice.experts_BTK, choice.weights_BTK, HERE
         if self.num > 1:
@@ -79,7 +79,7 @@ class TracedExperts:
         rows: Dims = (ARRIVED_TOKENS, axes.EMBED)
         filled = linear_call(LOCAL, LOCAL, [x, at], gathered, ((most, x.shape[-1]), x.dtype, rows))
         out = experts.outputs(_Slots(kernels, counts), filled, kernels)
-        total = _combined(out, weights, at, rows, gathered, x.shape, completes=self.num == 1)
+        total = _combine(out, weights, at, rows, gathered, x.shape, completes=self.num == 1)
         if self.num == 1:
             return total
         back = Moved(kind=REDUCE_SCATTER, axis=axes.EXPERT, completes=True)
@@ -123,7 +123,7 @@ def _gather(x: jax.Array, named: Dims) -> jax.Array:
     return linear_call(there, back, [x], (axes.BATCH, *named[1:]), result)
 
 
-def _combined(
+def _combine(
     out: jax.Array,
     weights: jax.Array,
     at: jax.Array,

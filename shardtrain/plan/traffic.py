@@ -108,21 +108,21 @@ def of_parameters(work: StepSizes, zero: int, sizes: Mapping[str, int]) -> Flows
       sizes: axis -> size.
     """
     for weight in work.weights:
-        yield from (_gathered_weight(weight, work, sizes) if zero == 3 else _replicated_weight(weight, sizes))
+        yield from (_gather_weight(weight, work, sizes) if zero == 3 else _replicate_weight(weight, sizes))
         # each device of context has gradients from its part of the sequences, in every microbatch
         used = weight.num_elements / _total(sizes, weight.axes - {axes.FSDP})
         used_bytes = work.microbatches * used * work.compute_bytes
         yield ALL_REDUCE, (axes.CONTEXT,), weight.in_blocks, used_bytes
         # and each device of expert from examples of its own, but of experts, which it has for all; where fsdp
         # has examples too, one collective is over both
-        if axes.EXPERT not in weight.axes and not _with_expert(weight, zero, sizes):
-            yield ALL_REDUCE, (axes.EXPERT,), weight.in_blocks, _apart(weight, work, sizes) * used_bytes
+        if axes.EXPERT not in weight.axes and not _is_with_expert(weight, zero, sizes):
+            yield ALL_REDUCE, (axes.EXPERT,), weight.in_blocks, _count_apart(weight, work, sizes) * used_bytes
         if not weight.in_blocks:  # replicated over pipeline stages, each of which adds to its gradient
             stored = weight.num_elements / _total(sizes, weight.axes)
             yield ALL_REDUCE, (axes.PIPELINE,), False, stored * GRADIENT_BYTES
 
 
-def _gathered_weight(weight: Weight, work: StepSizes, sizes: Mapping[str, int]) -> Flows:
+def _gather_weight(weight: Weight, work: StepSizes, sizes: Mapping[str, int]) -> Flows:
     """ZeRO-3: all-gather over fsdp at each use, reduce-scatter of gradients, all-reduce over data."""
     # what a device has while it computes: gathered over fsdp, still split over tensor
     local = weight.num_elements / _total(sizes, weight.axes - {axes.FSDP})
@@ -132,34 +132,34 @@ def _gathered_weight(weight: Weight, work: StepSizes, sizes: Mapping[str, int]) 
     if axes.FSDP in weight.axes:
         gathers = work.block_gathers if weight.in_blocks else 1
         yield ALL_GATHER, (axes.FSDP,), weight.in_blocks, gathers * used_bytes
-        if _with_expert(weight, 3, sizes):
+        if _is_with_expert(weight, 3, sizes):
             over = (axes.FSDP, axes.EXPERT)
-            yield ALL_REDUCE, over, weight.in_blocks, _apart(weight, work, sizes) * used_bytes
-        elif _apart(weight, work, sizes) > 1:
-            yield ALL_REDUCE, (axes.FSDP,), weight.in_blocks, _apart(weight, work, sizes) * used_bytes
+            yield ALL_REDUCE, over, weight.in_blocks, _count_apart(weight, work, sizes) * used_bytes
+        elif _count_apart(weight, work, sizes) > 1:
+            yield ALL_REDUCE, (axes.FSDP,), weight.in_blocks, _count_apart(weight, work, sizes) * used_bytes
         else:
             yield REDUCE_SCATTER, (axes.FSDP,), weight.in_blocks, used_bytes
     else:
-        over = (axes.FSDP, axes.EXPERT) if _with_expert(weight, 3, sizes) else (axes.FSDP,)
+        over = (axes.FSDP, axes.EXPERT) if _is_with_expert(weight, 3, sizes) else (axes.FSDP,)
         yield ALL_REDUCE, over, weight.in_blocks, used_bytes
     # once a step the shards of the gradient are summed over data
     stored = weight.num_elements / _total(sizes, weight.axes)
     yield ALL_REDUCE, (axes.DATA,), False, stored * GRADIENT_BYTES
 
 
-def _with_expert(weight: Weight, zero: int, sizes: Mapping[str, int]) -> bool:
+def _is_with_expert(weight: Weight, zero: int, sizes: Mapping[str, int]) -> bool:
     """Whether one collective sums a gradient over the examples of fsdp and expert: it does at ZeRO-3."""
     is_both = sizes.get(axes.FSDP, 1) > 1 and sizes.get(axes.EXPERT, 1) > 1
     return zero == 3 and is_both and axes.EXPERT not in weight.axes
 
 
-def _apart(weight: Weight, work: StepSizes, sizes: Mapping[str, int]) -> int:
+def _count_apart(weight: Weight, work: StepSizes, sizes: Mapping[str, int]) -> int:
     """Return how many gradients of a weight are reduced one by one."""
     apart = work.sums_apart and sizes.get(axes.PIPELINE, 1) == 1
     return weight.num_gradients if apart else 1
 
 
-def _replicated_weight(weight: Weight, sizes: Mapping[str, int]) -> Flows:
+def _replicate_weight(weight: Weight, sizes: Mapping[str, int]) -> Flows:
     """ZeRO-1 and 2: reduce-scatter of the gradient and all-gather of the parameter over fsdp in each step."""
     stored_bytes = GRADIENT_BYTES * weight.num_elements / _total(sizes, weight.axes - {axes.FSDP})
     # a weight that fsdp does not shard has its whole gradient reduced over both axes
@@ -173,7 +173,7 @@ def _replicated_weight(weight: Weight, sizes: Mapping[str, int]) -> Flows:
     yield ALL_GATHER, (axes.FSDP,), False, stored_bytes
 
 
-def of_sequence(weight: Weight, work: StepSizes) -> Flows:
+def find_sequence_flows(weight: Weight, work: StepSizes) -> Flows:
     """A weight replicated over tensor, each device of which has gradients from its part of the sequence."""
     used_bytes = work.microbatches * weight.num_elements * work.compute_bytes
     yield ALL_REDUCE, (axes.TENSOR,), weight.in_blocks, used_bytes
@@ -220,7 +220,7 @@ Traffic = Mapping[Key, float]
 """Bytes that each device sends per step, with ring algorithms."""
 
 
-def sent_bytes(kind: str, num_devices: int, payload_bytes: float) -> float:
+def count_sent_bytes(kind: str, num_devices: int, payload_bytes: float) -> float:
     """Return the bytes that each of n devices sends: in a ring (n - 1) / n of the array, or twice that.
 
     >>> sent_bytes("all-gather", 8, 800), sent_bytes("all-reduce", 8, 800)
@@ -257,9 +257,11 @@ def step_traffic(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> T
     # sequence, one more
     parameters = of_parameters(work, layout.zero, sizes)
     # with a sharded sequence, weights that tensor does not shard get partial gradients
-    sequence = [of_sequence(weight, work) for weight in work.weights if axes.TENSOR not in weight.axes]
+    sequence = [
+        find_sequence_flows(weight, work) for weight in work.weights if axes.TENSOR not in weight.axes
+    ]
     parts = [of_activations(work, layout, sizes), parameters, *(sequence if layout.sequence_sharded else [])]
-    return _summed((flow for part in parts for flow in part), sizes)
+    return _sum((flow for part in parts for flow in part), sizes)
 
 
 def parameter_traffic(work: StepSizes, zero: int, sizes: Mapping[str, int]) -> Traffic:
@@ -287,15 +289,15 @@ def parameter_traffic(work: StepSizes, zero: int, sizes: Mapping[str, int]) -> T
 @lru_cache(maxsize=4096)
 def _parameter_traffic(work: StepSizes, zero: int, sizes: tuple[tuple[str, int], ...]) -> Traffic:
     """Return the same, kept: a search asks for each schedule and each way to recompute."""
-    return MappingProxyType(_summed(of_parameters(work, zero, dict(sizes)), dict(sizes)))
+    return MappingProxyType(_sum(of_parameters(work, zero, dict(sizes)), dict(sizes)))
 
 
-def _summed(flows: Flows, sizes: Mapping[str, int]) -> dict[Key, float]:
+def _sum(flows: Flows, sizes: Mapping[str, int]) -> dict[Key, float]:
     """Return the sent bytes of all flows by key, without axes of size 1."""
     sums: dict[Key, float] = defaultdict(float)
     for kind, over, in_blocks, payload_bytes in flows:
         # an axis of size 1 has no traffic: traffic over (data, fsdp=1) is that over data
         present = tuple(axis for axis in over if sizes.get(axis, 1) > 1)
         num_devices = math.prod(sizes[axis] for axis in present)
-        sums[Key(kind, present, in_blocks)] += sent_bytes(kind, num_devices, payload_bytes)
+        sums[Key(kind, present, in_blocks)] += count_sent_bytes(kind, num_devices, payload_bytes)
     return {key: num_bytes for key, num_bytes in sums.items() if num_bytes}

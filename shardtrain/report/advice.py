@@ -3,15 +3,15 @@
 import math
 from collections.abc import Sequence
 
-from shardtrain.plan.advice.checkpoint_interval import daly_interval, expected_seconds, young_interval
+from shardtrain.plan.advice.checkpoint_interval import daly_interval, estimate_seconds, young_interval
 from shardtrain.plan.advice.noise_scale import examples_factor, rate_factor, steps_factor
 from shardtrain.plan.advice.revocable import (
     MOST_EVENTS,
     Outcome,
     RevocableRun,
     best_hosts,
-    expected_outcome,
-    simulated_outcome,
+    compute_outcome,
+    simulate_outcome,
 )
 from shardtrain.report.quantities import duration_text
 from shardtrain.report.tables import table_text
@@ -41,7 +41,7 @@ def interval_text(
     for name, longest in intervals.items():
         # a save is after a step, and none is after the end of the work
         interval = min(max(longest, step_seconds or 0.0), work_seconds)
-        takes = expected_seconds(work_seconds, interval, save_seconds, failure_seconds, restart_seconds)
+        takes = estimate_seconds(work_seconds, interval, save_seconds, failure_seconds, restart_seconds)
         steps = "" if step_seconds is None else f"{max(round(interval / step_seconds), 1)}"
         lost = "never ends" if math.isinf(takes) else f"{takes / work_seconds - 1:.1%}"
         every = duration_text(interval) if interval < work_seconds else "once, at the end"
@@ -95,8 +95,8 @@ def revocable_text(run: RevocableRun, counts: Sequence[int], runs: int, seed: in
         (f"{count}", *_outcome_cells(outcome))
         for count, outcome in best_hosts(run, sorted({run.hosts, *counts}))
     ]
-    if expected_outcome(run).revocations * runs <= MOST_EVENTS:
-        rows.append((f"{run.hosts}, simulated", *_outcome_cells(simulated_outcome(run, runs, seed))))
+    if compute_outcome(run).revocations * runs <= MOST_EVENTS:
+        rows.append((f"{run.hosts}, simulated", *_outcome_cells(simulate_outcome(run, runs, seed))))
     life = duration_text(run.host_life_seconds)
     title = f"hosts that are revoked after {life} on average; the others {run.others}\n"
     return title + table_text(("hosts", "time", "revocations", "cost"), rows)

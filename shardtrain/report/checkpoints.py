@@ -15,7 +15,7 @@ import numpy as np
 
 from shardtrain.checkpoints.differences import differences
 from shardtrain.checkpoints.evaluations import Best
-from shardtrain.checkpoints.manifest import read_manifest, size_of
+from shardtrain.checkpoints.manifest import measure_file, read_manifest
 from shardtrain.checkpoints.manifest_entries import Leaf, Manifest
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.report.quantities import bytes_text
@@ -62,7 +62,7 @@ def show_text(reader: CheckpointReader) -> str:
     num_items = sum(math.prod(leaf.shape) for leaf in leaves)
     num_bytes = sum(leaf.num_bytes for leaf in leaves)
     lines = [
-        f"step {reader.step}, saved {_saved(next(iter(reader.manifests.values())), reader)}",
+        f"step {reader.step}, saved {_format_saved(next(iter(reader.manifests.values())), reader)}",
         table_text(("array", "shape", "dtype", "size"), rows)
         + f"{len(rows)} arrays, {num_items:,} numbers, {bytes_text(num_bytes)}; on the disk"
         f" {bytes_text(reader.num_bytes)} in {_parts(reader)}",
@@ -134,7 +134,7 @@ def _list_row(reader: CheckpointReader, best: Best | None) -> tuple[Any, ...]:
     problems += [
         f"{name} is not as it was saved"
         for part, (manifest, _) in read.items()
-        for name in (_other_sizes(reader.folders[part], manifest) if manifest else [])
+        for name in (_list_other_sizes(reader.folders[part], manifest) if manifest else [])
     ]
     if reader.missing:
         verb = "is" if len(reader.missing) == 1 else "are"
@@ -143,7 +143,7 @@ def _list_row(reader: CheckpointReader, best: Best | None) -> tuple[Any, ...]:
     mark = f"; best {best.metric} {best.value:.6g}" if best is not None and best.step == reader.step else ""
     return (
         reader.step,
-        _saved(manifests[0], reader) if manifests else "",
+        _format_saved(manifests[0], reader) if manifests else "",
         bytes_text(num_bytes),
         reader.num_parts,
         _mesh((manifests[0].extra.get("run") or {}) if manifests else {}),
@@ -151,11 +151,11 @@ def _list_row(reader: CheckpointReader, best: Best | None) -> tuple[Any, ...]:
     )
 
 
-def _other_sizes(folder: Path, manifest: Manifest) -> list[str]:
-    return [name for name, file in manifest.files.items() if size_of(folder, name) != file.num_bytes]
+def _list_other_sizes(folder: Path, manifest: Manifest) -> list[str]:
+    return [name for name, file in manifest.files.items() if measure_file(folder, name) != file.num_bytes]
 
 
-def _saved(manifest: Manifest, reader: CheckpointReader) -> str:
+def _format_saved(manifest: Manifest, reader: CheckpointReader) -> str:
     seconds = manifest.saved_seconds or next(iter(reader.folders.values())).stat().st_mtime
     return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
 

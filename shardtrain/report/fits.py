@@ -13,7 +13,7 @@ from shardtrain.plan.advice.fit import (
     Quantity,
     error_by_model,
     fits,
-    predicted,
+    predict,
     saturation,
 )
 from shardtrain.report.tables import table_text
@@ -69,7 +69,7 @@ def _quantity_text(quantity: Quantity, rows: Sequence[MeasuredRow], asked: Measu
     else:
         text += "error on a model that was left out: not known, there is one model\n"
     if asked is not None:
-        guess = predicted(quantity, found, asked)
+        guess = predict(quantity, found, asked)
         text += f"predicted {quantity.name}: {'not known' if guess is None else f'{guess:.4g}'}\n"
     return text
 

@@ -23,7 +23,7 @@ def operators_text(plan: OperatorPlan, proposals: int) -> str:
         "an analysis, which cannot be run yet: a run's rules shard dims by name, not by operator\n"
     )
     rows = [
-        (name, judged_text(each.start), judged_text(each.found), str(each.accepted))
+        (name, format_judged(each.start), format_judged(each.found), str(each.accepted))
         for name, each in plan.searched.items()
     ]
     text += table_text(("start", "step", "best found", "kept"), rows)
@@ -33,13 +33,13 @@ def operators_text(plan: OperatorPlan, proposals: int) -> str:
     else:
         beside = "and the best layout by rules is too large"
     text += (
-        f"best: {judged_text(best.found)}, {beside}; {bytes_text(space.memory_bytes(best.shardings))} of"
+        f"best: {format_judged(best.found)}, {beside}; {bytes_text(space.memory_bytes(best.shardings))} of"
         " parameters, gradients, optimizer state and kept activations\n"
     )
     return text + _differences(plan)
 
 
-def judged_text(judged: Judged) -> str:
+def format_judged(judged: Judged) -> str:
     """Format the seconds of a step, and whether it fits.
 
     >>> judged_text(Judged(0.44, 0.02, False))

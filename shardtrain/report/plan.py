@@ -7,7 +7,7 @@ from shardtrain.plan.islands import ClusterPlan, KindPlan
 from shardtrain.plan.search import Ranked
 from shardtrain.plan.space import mesh_text
 from shardtrain.plan.subject import Subject
-from shardtrain.report.plan_islands import early_text, joined_text, synchronisations_text
+from shardtrain.report.plan_islands import early_text, format_join, synchronisations_text
 from shardtrain.report.quantities import bytes_text, count_text, seconds_text
 from shardtrain.report.tables import table_text
 
@@ -67,7 +67,7 @@ def plan_text(plan: ClusterPlan, subjects: Sequence[Subject], most: int) -> str:
     if units_per_second:
         line += f", {count_text(units_per_second)} {subject.unit}/s"
     if len(plan.shares) > 1:
-        line += f"; rows of islands {','.join(map(str, plan.shares))}; islands joined in {joined_text(plan)}"
+        line += f"; rows of islands {','.join(map(str, plan.shares))}; islands joined in {format_join(plan)}"
     price = _price_per_second(plan)
     if price is not None:
         line += f"; {3600 * price:.3g} an hour, {price / rows_per_second * 1e6:.3g} for 1e6 examples"
@@ -100,7 +100,7 @@ def _kind_text(each: KindPlan, row_flops: float, several: bool, most: int) -> st
         title += "; no link is given, so what devices send takes no time"
     ranked = each.plan.ranked[:most]
     if not ranked:
-        return f"{title}\nnothing runs\n{_refused_text(each.plan.refused)}{each.plan.nearest}\n"
+        return f"{title}\nnothing runs\n{_format_refused(each.plan.refused)}{each.plan.nearest}\n"
     peak = devices * (each.machine.peak_flops_per_second or math.inf)
     # a second of all devices at their peak would compute so many steps
     steps_at_peak = peak / (each.rows * row_flops) if each.rows * row_flops else math.inf
@@ -112,10 +112,10 @@ def _kind_text(each: KindPlan, row_flops: float, several: bool, most: int) -> st
             f"nothing fits: the smallest needs {bytes_text(over)} of {bytes_text(memory)},"
             f" {bytes_text(over - memory)} too much; use more devices, a smaller batch or a smaller model\n"
         )
-    return text + _named_text(each) + _refused_text(each.plan.refused)
+    return text + _format_named(each) + _format_refused(each.plan.refused)
 
 
-def _named_text(each: KindPlan) -> str:
+def _format_named(each: KindPlan) -> str:
     """Say how the best way compares with those that others would take."""
     best, parts = each.plan.ranked[0], []
     for name, found in each.named.items():
@@ -171,7 +171,7 @@ def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}%" if whole else "0%"
 
 
-def _refused_text(refused: Mapping[str, str]) -> str:
+def _format_refused(refused: Mapping[str, str]) -> str:
     """Format why layouts were refused and what to change, each reason once, the most frequent first."""
     if not refused:
         return ""
@@ -195,7 +195,7 @@ def _first_reason(text: str) -> str:
     return lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0]
 
 
-def explained_text(one: Ranked) -> str:
+def explain_plan(one: Ranked) -> str:
     """Format every term of a prediction with the formula it comes from."""
     memory = [
         (name, bytes_text(getattr(one.prediction.memory, name)), formula)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from shardtrain.plan.advice.efficiency import by_remat, scaling
+from shardtrain.plan.advice.efficiency import rank_by_remat, scaling
 from shardtrain.plan.islands import ClusterPlan, KindPlan
 from shardtrain.plan.subject import Subject
 from shardtrain.report.quantities import bytes_text, seconds_text
@@ -56,7 +56,7 @@ def _kind_text(subject: Subject, each: KindPlan) -> str:
             "yes" if one.fits else "no",
             seconds_text(one.prediction.seconds.total),
         )
-        for one in by_remat(subject, each, best)
+        for one in rank_by_remat(subject, each, best)
     ]
     header = ("remat", "microbatches", "memory", "fits", "step")
     return "\n".join(lines) + "\n" + table_text(header, rows, title="on the mesh of the best way")

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from shardtrain import axes
 from shardtrain.plan.compile import Figures
-from shardtrain.plan.hlo.collectives import ALL_GATHER, by_axis
-from shardtrain.plan.predict import sent_by_axes
+from shardtrain.plan.hlo.collectives import ALL_GATHER, sum_by_axis
+from shardtrain.plan.predict import sum_sent_by_axes
 from shardtrain.plan.prediction import Prediction, Step
 from shardtrain.report.quantities import bytes_text, count_text
 from shardtrain.report.tables import table_text
@@ -16,7 +16,7 @@ SMALL = 0.01
 """An array with less than this part of all parameters is not flagged."""
 
 
-def compiled_text(
+def format_compiled(
     found: Figures, step: Step, predicted: Prediction, *, title: str, simulated: bool = False
 ) -> str:
     """Format memory, flops and bytes by mesh axes of a compiled step beside those that were predicted.
@@ -31,35 +31,35 @@ def compiled_text(
     memory = predicted.memory
     state = memory.parameters + memory.optimizer + memory.batch
     rows = [
-        ("state and batch", *_compared(state, found.argument_bytes, bytes_text)),
+        ("state and batch", *_compare(state, found.argument_bytes, bytes_text)),
         (
             "beside them",
-            *_compared(memory.total - state, found.device_bytes - found.argument_bytes, bytes_text),
+            *_compare(memory.total - state, found.device_bytes - found.argument_bytes, bytes_text),
         ),
-        ("memory of a device", *_compared(memory.total, found.device_bytes, bytes_text)),
+        ("memory of a device", *_compare(memory.total, found.device_bytes, bytes_text)),
         *(
-            [("flops of a device", *_compared(predicted.flops, found.flops, count_text))]
+            [("flops of a device", *_compare(predicted.flops, found.flops, count_text))]
             if found.flops
             else []
         ),
     ]
     of_compiled: dict[tuple[str, ...], float] = {}
-    for (_, over), (_, sent) in by_axis(found.collectives).items():
+    for (_, over), (_, sent) in sum_by_axis(found.collectives).items():
         of_compiled[over] = of_compiled.get(over, 0.0) + sent
-    of_plan = sent_by_axes(step, simulated=simulated)
+    of_plan = sum_sent_by_axes(step, simulated=simulated)
     for over in sorted({*of_compiled, *of_plan}, key=lambda over: [axes.AXES.index(axis) for axis in over]):
         sent = of_plan.get(over, 0.0), of_compiled.get(over, 0.0)
-        rows.append((f"sent over {'+'.join(over)}", *_compared(*sent, bytes_text)))
+        rows.append((f"sent over {'+'.join(over)}", *_compare(*sent, bytes_text)))
     header = ("of a step", "predicted", "compiled", "predicted / compiled")
     return table_text(header, rows, title=title)
 
 
-def _compared(predicted: float, compiled: float, text: Callable[[float], str]) -> tuple[str, str, str]:
+def _compare(predicted: float, compiled: float, text: Callable[[float], str]) -> tuple[str, str, str]:
     ratio = f"{predicted / compiled:.3f}" if compiled else "-"
     return text(predicted), text(compiled), ratio
 
 
-def flagged(rows: Sequence[Row], found: Figures, zero: int, num_devices: int) -> Iterator[str]:
+def flag_parameters(rows: Sequence[Row], found: Figures, zero: int, num_devices: int) -> Iterator[str]:
     """Return a line for each parameter that is whole on every device, or gathered over tensor.
 
     Args:

@@ -18,7 +18,7 @@ EARLY_TERMS = (
 """The formulas of a step with gradients in one program, and in several."""
 
 
-def joined_text(plan: ClusterPlan) -> str:
+def format_join(plan: ClusterPlan) -> str:
     """Say how long a step waits until islands are joined."""
     if math.isinf(plan.link_bytes_per_second):
         return "no time, as no link is given"
@@ -31,7 +31,7 @@ def synchronisations_text(plan: ClusterPlan) -> str:
         return ""
     rows = []
     for name, each in candidates(plan.synchronisation).items():
-        found = plan.joined_by(each)
+        found = plan.estimate_join(each)
         programs = f", {plan.num_programs} programs" * (plan.num_programs > 1 and each.is_mean)
         rows.append(
             (
@@ -80,7 +80,7 @@ def early_text(plan: ClusterPlan) -> str:
     )
 
 
-def explained_join_text(plan: ClusterPlan) -> str:
+def explain_join(plan: ClusterPlan) -> str:
     """Format what islands send in a step and how long it takes, with the formulas; empty without a link."""
     if len(plan.shares) == 1 or plan.merges is None or math.isinf(plan.link_bytes_per_second):
         return ""

@@ -4,7 +4,7 @@ import math
 import re
 
 from shardtrain.plan.layers.assignment import Partitioned
-from shardtrain.plan.layers.compare import LayerPlan, NoMesh, as_mesh
+from shardtrain.plan.layers.compare import LayerPlan, NoMesh, find_mesh
 from shardtrain.plan.layers.layer_graph import Layer
 from shardtrain.plan.layers.partition import WHOLE, Split
 from shardtrain.plan.layers.replicated_costs import ReplicatedCosts
@@ -55,7 +55,7 @@ def stages_text(costs: ReplicatedCosts) -> str:
     )
     if len(cut.counts) == 1:
         return text + "one stage with all devices: no pipeline is faster\n"
-    mixed = costs.pipeline.mixed_stages(cut.devices)
+    mixed = costs.pipeline.list_mixed_stages(cut.devices)
     if mixed:
         return text + f"no islands run it: stage {mixed[0]} has unequal devices\n"
     return (
@@ -126,7 +126,7 @@ def _ways_text(plan: LayerPlan) -> str:
 
 def _mesh_text(plan: LayerPlan) -> str:
     try:
-        found = as_mesh(plan.layers, plan.ways[plan.best])
+        found = find_mesh(plan.layers, plan.ways[plan.best])
     except NoMesh as problem:
         return f"no mesh runs it: {problem}\n"
     mesh = ",".join(

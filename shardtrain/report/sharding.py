@@ -43,7 +43,9 @@ def sharding_text(specs: Specs, sizes: Mapping[str, int], offload: str = "none")
     header = ("parameter", "shape", "dims", "sharded over", "bytes/device")
     text = f"mesh: {mesh_line(sizes)}\n{table_text(header, lines)}"
     unplaced = [] if specs.unplaced is None else [specs.unplaced]
-    return text + "\n".join([*_totals(specs, rows, sizes, offload), *_replicated(rows, sizes), *unplaced])
+    return text + "\n".join(
+        [*_totals(specs, rows, sizes, offload), *_list_replicated(rows, sizes), *unplaced]
+    )
 
 
 def _totals(specs: Specs, rows: tuple[Row, ...], sizes: Mapping[str, int], offload: str) -> list[str]:
@@ -71,7 +73,7 @@ def _state_bytes(tree: object, specs: object, sizes: Mapping[str, int]) -> tuple
     return total, device
 
 
-def _replicated(rows: tuple[Row, ...], sizes: Mapping[str, int]) -> list[str]:
+def _list_replicated(rows: tuple[Row, ...], sizes: Mapping[str, int]) -> list[str]:
     """Format one line with the parameters that are replicated on every device."""
     replicated = [row for row in rows if row.device_bytes == row.num_bytes]
     if all(size == 1 for size in sizes.values()) or not replicated:

@@ -36,7 +36,7 @@ def trace_text(steps: Sequence[TracedStep]) -> str:
     return f'{HEAD}{json.dumps(events)[1:]}, "displayTimeUnit": "ms"}}\n'
 
 
-def traced_text(steps: Sequence[TracedStep]) -> str:
+def format_traces(steps: Sequence[TracedStep]) -> str:
     """Format the seconds of simulated steps, a line for each."""
     return "".join(
         f"{step.name}: {seconds_text(step.graph.timeline.makespan)}, {len(step.graph.by_key)} tasks\n"
@@ -51,12 +51,12 @@ def is_trace(path: Path) -> bool:
 
 
 def _events(process: int, step: TracedStep) -> Iterator[dict[str, Any]]:
-    yield _named("process_name", step.name, process)
+    yield _name_events("process_name", step.name, process)
     queues: dict[str, int] = {}
     for task in step.graph:
         if task.queue not in queues:
             queues[task.queue] = len(queues)
-            yield _named("thread_name", task.queue, process, queues[task.queue])
+            yield _name_events("thread_name", task.queue, process, queues[task.queue])
         if task.seconds:
             begin, end = 1e6 * step.graph.timeline.start[task.key], 1e6 * step.graph.timeline.end[task.key]
             yield {
@@ -70,5 +70,5 @@ def _events(process: int, step: TracedStep) -> Iterator[dict[str, Any]]:
             }
 
 
-def _named(what: str, name: str, process: int, thread: int = 0) -> dict[str, Any]:
+def _name_events(what: str, name: str, process: int, thread: int = 0) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}

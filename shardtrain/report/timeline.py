@@ -65,7 +65,10 @@ def timeline_text(table: Table, width: int | None = None) -> str:
 
 def heading(table: Table) -> str:
     """Format name, sizes and form of a table in one line."""
-    sizes = [_counted(table.num_stages, "stage"), _counted(table.num_microbatches, "microbatch")]
+    sizes = [
+        _format_count(table.num_stages, "stage"),
+        _format_count(table.num_microbatches, "microbatch"),
+    ]
     sizes += [f"{table.num_chunks} chunks a stage"] if table.num_chunks > 1 else []
     form = "lock-step" if table.lockstep else "one task a tick"
     return f"schedule {table.name}: {', '.join([*sizes, form])}"
@@ -81,7 +84,7 @@ def figures(table: Table, found: Simulated, times: str) -> str:
     """
     what = "microbatches" if table.num_chunks == 1 else "(chunk, microbatch)"
     live = " ".join(map(str, found.live))
-    ticks = _counted(table.num_ticks, "tick")
+    ticks = _format_count(table.num_ticks, "tick")
     return f"{ticks}; bubble {found.bubble:.1%} {times}; live {what} by stage: {live}"
 
 
@@ -103,7 +106,7 @@ def _cells(table: Table) -> list[list[str]]:
 
 def _left_out(table: Table, shown: int) -> str:
     num_tasks = sum(task.tick >= shown for task in table.tasks)
-    return f"ticks {shown} to {table.num_ticks - 1} do not fit here: {_counted(num_tasks, 'task')}"
+    return f"ticks {shown} to {table.num_ticks - 1} do not fit here: {_format_count(num_tasks, 'task')}"
 
 
 def _legend(table: Table) -> str:
@@ -119,6 +122,6 @@ def _chunk_text(chunk: int, num_chunks: int) -> str:
     return chr(ord("a") + chunk) if num_chunks <= 26 else f".{chunk}"
 
 
-def _counted(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"

@@ -74,7 +74,7 @@ class TraceSummary:
     num_devices: int
 
 
-def kind_of(name: str, source: Source = NO_SOURCE) -> str:
+def find_kind(name: str, source: Source = NO_SOURCE) -> str:
     """Return the kind of an operation.
 
     Args:
@@ -150,11 +150,11 @@ def operations(
             continue
         start = float(event["ts"])
         end = start + float(event.get("dur", 0))
-        found[process].append(Operation(name, kind_of(f"{name} {event['name']}", source), start, end))
+        found[process].append(Operation(name, find_kind(f"{name} {event['name']}", source), start, end))
     # streams of a GPU are copied into lines of operations: each kernel counts once
     left_out = _windows(events)
     return {
-        device: sorted({kept for op in each if (kept := _moved(op, left_out))}, key=lambda op: op.start)
+        device: sorted({kept for op in each if (kept := _move(op, left_out))}, key=lambda op: op.start)
         for device, each in found.items()
     }
 
@@ -174,7 +174,7 @@ def _windows(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     return sorted((float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))) for event in aside)
 
 
-def _moved(op: Operation, left_out: Sequence[tuple[float, float]]) -> Operation | None:
+def _move(op: Operation, left_out: Sequence[tuple[float, float]]) -> Operation | None:
     """Return an operation as if time stood still in some windows; None if it is inside one of them.
 
     >>> op = Operation("dot", "matmul", 50.0, 60.0)

@@ -90,13 +90,13 @@ def sources(path: Path) -> dict[tuple[str, str], Source]:
                 for stat in _all(event, _EVENT_STATS):
                     for program in _all(stat, _STAT_BYTES):
                         for module in _all(program, _HLO_MODULE):
-                            of_module = _of_module(module)
+                            of_module = _read_module(module)
                             for program_name in ("", _text(module, _NAME)):
                                 found |= {(program_name, name): each for name, each in of_module.items()}
     return found
 
 
-def _of_module(module: bytes) -> dict[str, Source]:
+def _read_module(module: bytes) -> dict[str, Source]:
     """Return the sources of a program's operations."""
     opcodes: dict[int, set[str]] = {}
     instructions: list[bytes] = []

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from shardtrain.combine.meeting import ALWAYS
 from shardtrain.combine.synchronisation import Outer, Synchronisation
 from shardtrain.plan.compile import Figures
-from shardtrain.plan.hlo.collectives import Collective, by_axis
+from shardtrain.plan.hlo.collectives import Collective, sum_by_axis
 from shardtrain.plan.island_exchange import MergeBytes
 from shardtrain.plan.traffic import Traffic
 from shardtrain.report.quantities import bytes_text
@@ -158,7 +158,7 @@ def _collectives_text(found: tuple[Collective, ...]) -> str:
     sums = [
         (wire_bytes, kind, "+".join(over), where, count)
         for where, in_loop in (("in a loop", True), ("once", False))
-        for (kind, over), (count, wire_bytes) in by_axis(c for c in found if c.in_loop == in_loop).items()
+        for (kind, over), (count, wire_bytes) in sum_by_axis(c for c in found if c.in_loop == in_loop).items()
     ]
     rows = [(*names, f"{sent / 1e6:.3f}") for sent, *names in sorted(sums, key=lambda row: -row[0])]
     total = sum(collective.wire_bytes_per_device for collective in found)

@@ -11,7 +11,7 @@ from shardtrain import axes
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.sharding.axis_sizes import mesh_problems, parse_mesh
-from shardtrain.sharding.rules import ACTIVATION_RULES, PARAMETER_RULES, Rules, repeated
+from shardtrain.sharding.rules import ACTIVATION_RULES, PARAMETER_RULES, Rules, find_repeated
 
 ContextAttentions = Literal["ring", "all-gather", "all-to-all"]
 
@@ -85,7 +85,7 @@ class Layout:
                     if axis not in axes.AXES
                 ]
                 problems += [
-                    f"rule {table}.{dim}: axis {a!r} occurs {n} times" for a, n in repeated(dim_axes)
+                    f"rule {table}.{dim}: axis {a!r} occurs {n} times" for a, n in find_repeated(dim_axes)
                 ]
         if self.zero not in (1, 2, 3):
             problems.append(f"zero is {self.zero!r}; allowed: 1, 2 or 3")
@@ -109,14 +109,14 @@ class Layout:
         """Dim -> axes of the parameters as they are stored between steps."""
         if self.zero == 3:
             return self.sharded_rules
-        return {d: _without(dim_axes, (axes.FSDP,)) for d, dim_axes in self.sharded_rules.items()}
+        return {d: _remove(dim_axes, (axes.FSDP,)) for d, dim_axes in self.sharded_rules.items()}
 
     @property
     def activation_rules(self) -> Rules:
         """Dim -> axes of activations, and of weights where they are used."""
         residual = (axes.CONTEXT, axes.TENSOR) if self.sequence_sharded else (axes.CONTEXT,)
         # weights are gathered over the axes that shard the batch, as `embed` is
-        used = {dim: _without(dim_axes, (axes.DATA, axes.FSDP)) for dim, dim_axes in self.parameters.items()}
+        used = {dim: _remove(dim_axes, (axes.DATA, axes.FSDP)) for dim, dim_axes in self.parameters.items()}
         # a model may also use the name of a mesh axis, which is mapped to itself
         itself = {axis: (axis,) for axis in axes.AXES}
         # an axis over which experts are sharded has examples of its own, as fsdp
@@ -132,7 +132,7 @@ class Layout:
     def rules_of_replica(self) -> Rules:
         """Return `activation_rules` inside one replica: without the replica axes."""
         replicas = self.replica_axes
-        return {dim: _without(dim_axes, replicas) for dim, dim_axes in self.activation_rules.items()}
+        return {dim: _remove(dim_axes, replicas) for dim, dim_axes in self.activation_rules.items()}
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -146,7 +146,7 @@ class Layout:
         return tuple(axis for axis in self.batch_axes if axis not in sharding)
 
 
-def _without(dim_axes: tuple[str, ...], taken: tuple[str, ...]) -> tuple[str, ...]:
+def _remove(dim_axes: tuple[str, ...], taken: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in dim_axes if axis not in taken)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from shardtrain.sharding.array_dims import Named
 
 
-def moved_names(arrays: Mapping[str, Named]) -> str | None:
+def warn_moved_names(arrays: Mapping[str, Named]) -> str | None:
     """Return a warning about names that have other sizes elsewhere, and would not one dim further; else None.
 
     Args:
@@ -21,7 +21,7 @@ def moved_names(arrays: Mapping[str, Named]) -> str | None:
     >>> print(moved_names({"up": Named(dims=("embed", "mlp"), shape=(16, 64))}))
     None
     """
-    named = {path: _whole(each) for path, each in arrays.items() if each.dims and any(each.dims)}
+    named = {path: _fill_dims(each) for path, each in arrays.items() if each.dims and any(each.dims)}
     sizes = _sizes(named.values())
     # a stack has one name too few, so its last dim has none
     moved = {
@@ -43,7 +43,7 @@ def moved_names(arrays: Mapping[str, Named]) -> str | None:
     )
 
 
-def _whole(array: Named) -> Named:
+def _fill_dims(array: Named) -> Named:
     """Return an array with an entry for each dim."""
     dims = array.dims or ()
     return Named(dims=(*dims, *(None,) * (len(array.shape) - len(dims))), shape=array.shape)

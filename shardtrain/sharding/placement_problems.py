@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from shardtrain import axes
 from shardtrain.errors.messages import near
-from shardtrain.sharding.array_dims import Named, unnamed_paths, unruled_names
-from shardtrain.sharding.rules import Rules, repeated
+from shardtrain.sharding.array_dims import Named, list_unnamed_paths, list_unruled_names
+from shardtrain.sharding.rules import Rules, find_repeated
 
 
 def array_problems(
@@ -27,7 +27,7 @@ def array_problems(
     problems = [f"{path}: no rule for dim {near(dim, rules)}" for dim, _ in pairs if dim not in rules]
     known = [(dim, size) for dim, size in pairs if dim in rules]
     used = [(axis, dim) for dim, _ in known for axis in rules[dim]]
-    for axis, _ in repeated(axis for axis, _ in used):
+    for axis, _ in find_repeated(axis for axis, _ in used):
         dims = [dim for a, dim in used if a == axis]
         problems.append(
             f"{path}: axis {axis!r} shards {' and '.join(map(repr, dims))} of one array;"
@@ -59,7 +59,7 @@ def naming_text(
     arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int], unnamed: str = "refuse"
 ) -> str:
     """Format fixes for missing names and rules, ready to paste; empty if none are missing."""
-    paths = unnamed_paths(arrays) if unnamed == "refuse" else []
+    paths = list_unnamed_paths(arrays) if unnamed == "refuse" else []
     fitting = fitting_rules(arrays, rules, sizes)
     ways = []
     if fitting:
@@ -100,7 +100,7 @@ def fitting_rules(arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str,
     {'kv': ('tensor',), 'odd': ()}
     """
     found: dict[str, tuple[str, ...]] = {}
-    for name in unruled_names(arrays, rules):
+    for name in list_unruled_names(arrays, rules):
         having = [named for named in arrays.values() if name in (named.dims or ())]
         candidates = [(axis,) for axis in (axes.TENSOR, axes.FSDP) if sizes.get(axis, 1) > 1]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from shardtrain import axes
 from shardtrain.errors.messages import problems_error
-from shardtrain.sharding.array_dims import JOINT, Named, unnamed_paths, unruled_names
+from shardtrain.sharding.array_dims import JOINT, Named, list_unnamed_paths, list_unruled_names
 from shardtrain.sharding.axis_sizes import is_one_device
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.placement_problems import array_problems, naming_text
@@ -20,7 +20,7 @@ Spec = tuple[tuple[str, ...], ...]
 """For each dim of an array, the axes that shard it (empty: not sharded)."""
 
 
-def completed(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[str, int]) -> Layout:
+def complete_layout(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[str, int]) -> Layout:
     """Return the layout with added rules for names that are mesh axes, joined names or to be replicated.
 
     The name of a mesh axis is sharded over that axis, joined names (`data+fsdp`) over the axes of each. With
@@ -32,7 +32,7 @@ def completed(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[str, i
     """
     unnamed = "replicate" if is_one_device(sizes) else layout.unnamed
     rules, added = layout.sharded_rules, {}
-    for name in unruled_names(arrays, rules):
+    for name in list_unruled_names(arrays, rules):
         words = name.split(JOINT)
         if all(word in rules or word in axes.AXES for word in words):
             added[name] = tuple(axis for word in words for axis in rules.get(word, (word,)))
@@ -41,12 +41,12 @@ def completed(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[str, i
     return replace(layout, parameters={**layout.parameters, **added}, unnamed=unnamed)
 
 
-def unplaced_text(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[str, int]) -> str | None:
+def format_unplaced(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[str, int]) -> str | None:
     """Format a line about arrays replicated for lack of names or rules; None if there are none."""
-    paths = unnamed_paths(arrays)
+    paths = list_unnamed_paths(arrays)
     names = [
         name
-        for name in unruled_names(arrays, layout.sharded_rules)
+        for name in list_unruled_names(arrays, layout.sharded_rules)
         if not all(word in layout.sharded_rules or word in axes.AXES for word in name.split(JOINT))
     ]
     found = [f"no names for the dims of {some(paths, 3)}"] if paths else []
@@ -89,7 +89,7 @@ def resolve(
     for path, named in arrays.items():
         found = array_problems(path, named, rules, sizes, unnamed)
         if named.dims is None and not found and unnamed == "shard":
-            specs[path] = largest_dim_sharded(named.shape, rules, sizes)
+            specs[path] = shard_largest_dim(named.shape, rules, sizes)
         elif named.dims is None or found:
             specs[path] = ((),) * len(named.shape)
         else:
@@ -102,7 +102,7 @@ def resolve(
     return specs
 
 
-def largest_dim_sharded(shape: Sequence[int], rules: Rules, sizes: Mapping[str, int]) -> Spec:
+def shard_largest_dim(shape: Sequence[int], rules: Rules, sizes: Mapping[str, int]) -> Spec:
     """Return the axes of an array without names: fsdp on its largest dim that it divides, the first of equal.
 
     Nothing is sharded where no rule has fsdp, as for parameters at ZeRO 1 and 2.

@@ -53,6 +53,6 @@ ACTIVATION_RULES: Rules = {
 gathered."""
 
 
-def repeated(names: Iterable[str]) -> list[tuple[str, int]]:
+def find_repeated(names: Iterable[str]) -> list[tuple[str, int]]:
     """Return the names that occur more than once, with their counts."""
     return [(name, n) for name, n in Counter(names).items() if n > 1]

@@ -96,7 +96,7 @@ def parse_weights(text: str, num_parts: int | None = None, what: str = "islands"
     if num_parts is not None and len(words) != num_parts:
         filled = [*(word for word in words if word not in wrong), *["1"] * num_parts][:num_parts]
         problems.append(
-            f"{_counted(len(words), 'weight')} for {num_parts} {what};"
+            f"{_format_count(len(words), 'weight')} for {num_parts} {what};"
             f" give {num_parts}, as {','.join(filled)}"
         )
     if problems:
@@ -211,8 +211,9 @@ def _no_split_text(
     use = f"use {' or '.join(str(n) for n in fits if n is not None)} {what}"
     if minimum and total < least and set(used) == {1}:
         use += f", or a minimum of {total // len(used)}"
-    return f"{total} {what} cannot be split into {_counted(len(used), 'part')}, {' and '.join(asked)}; {use}"
+    parts = _format_count(len(used), "part")
+    return f"{total} {what} cannot be split into {parts}, {' and '.join(asked)}; {use}"
 
 
-def _counted(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"

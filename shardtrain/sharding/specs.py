@@ -50,7 +50,7 @@ def partition_specs(
     return jax.tree.unflatten(jax.tree.structure(like), [partition_spec(specs[path]) for path in arrays])
 
 
-def with_leading_dim(specs: Any, over: str | tuple[str, ...]) -> Any:
+def add_leading_dim(specs: Any, over: str | tuple[str, ...]) -> Any:
     """Return the PartitionSpecs with one more dim in front, sharded over these axes.
 
     >>> with_leading_dim({"up": PartitionSpec("fsdp")}, "data")["up"] == PartitionSpec("data", "fsdp")
@@ -61,7 +61,7 @@ def with_leading_dim(specs: Any, over: str | tuple[str, ...]) -> Any:
     )
 
 
-def without_pipeline(
+def move_pipeline(
     spec: PartitionSpec, dim: int, shape: Sequence[int], sizes: Mapping[str, int]
 ) -> PartitionSpec:
     """Move the axis pipeline from one dim to the first other dim that it divides; remove it if there is none.

@@ -76,7 +76,7 @@ def new_file(path: Path, mode: int = READABLE) -> Iterator[BinaryIO]:
     Raises:
       OSError: the file cannot be written; a previous file is unchanged.
     """
-    part, file = _part_of(path, mode)
+    part, file = _create_part(path, mode)
     try:
         with file:
             yield file
@@ -146,7 +146,7 @@ def open_own(path: Path, *, append: bool) -> BinaryIO:
     return os.fdopen(os.open(path, flags, READABLE), "ab" if append else "wb", buffering=0)  # type: ignore[return-value]
 
 
-def _part_of(path: Path, mode: int) -> tuple[Path, BinaryIO]:
+def _create_part(path: Path, mode: int) -> tuple[Path, BinaryIO]:
     """Create a locked temporary file beside the final one, under an unused name."""
     while True:
         part = path.with_name(f".{path.name}.{os.urandom(8).hex()}.part")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 ENDING = ".dist-info"
 
 
-def installed_packages(search_path: Sequence[str]) -> dict[str, str]:
+def list_installed_packages(search_path: Sequence[str]) -> dict[str, str]:
     """Return package -> version, sorted by name.
 
     Packages without such a folder are left out: those that are run from their sources.
@@ -17,12 +17,12 @@ def installed_packages(search_path: Sequence[str]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for folder in search_path:
-        for name, version in sorted(_in_folder(folder or ".")):
+        for name, version in sorted(_list_in_folder(folder or ".")):
             found.setdefault(name, version)
     return dict(sorted(found.items()))
 
 
-def _in_folder(folder: str) -> list[tuple[str, str]]:
+def _list_in_folder(folder: str) -> list[tuple[str, str]]:
     try:
         names = os.listdir(folder)
     except OSError:  # a zip file, or a folder that is not there

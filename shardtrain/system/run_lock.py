@@ -27,7 +27,7 @@ class Locked(ValueError):
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def hold_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of an existing folder; continue without it if the file system cannot lock or is full.
 
     Raises:

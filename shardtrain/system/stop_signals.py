@@ -69,7 +69,7 @@ class StopSignals:
         self.received: signal.Signals | None = None
         self.time_over = False
         self.can_save = end is None
-        self.until_seconds = until_seconds
+        self.compute_deadline = until_seconds
         self.before_end: Callable[[], object] = lambda: None
         self._end, self._listens, self._unwinds = end, listens and end is not None, unwinds
         self._before: dict[signal.Signals, Any] = {}
@@ -94,10 +94,10 @@ class StopSignals:
 
     def asked(self) -> int:
         """Return the number of the signal that asked to stop, `TIME_OVER`, or 0."""
-        over = self.until_seconds is not None and time.monotonic() > self.until_seconds
+        over = self.compute_deadline is not None and time.monotonic() > self.compute_deadline
         return self.received or (TIME_OVER if over else 0)
 
-    def agreed(self, asked: int) -> None:
+    def record_agreement(self, asked: int) -> None:
         """Record the reason for which all islands have voted to stop."""
         self.time_over = asked == TIME_OVER
         self.received = None if self.time_over else signal.Signals(asked)

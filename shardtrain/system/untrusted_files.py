@@ -221,7 +221,7 @@ def _files(folder: Path) -> Iterator[os.DirEntry]:
                     yield entry
 
 
-def whole_number(value: object, what: str, most: int, least: int = 0) -> int:
+def check_whole_number(value: object, what: str, most: int, least: int = 0) -> int:
     """Return an integer in its range; a bool is refused.
 
     Raises:
@@ -243,7 +243,7 @@ def finite_number(value: object, what: str, most: float, least: float = 0.0) -> 
     return value  # type: ignore[return-value]
 
 
-def of_kind(value: object, kind: type, what: str) -> Any:
+def check_kind(value: object, kind: type, what: str) -> Any:
     """Return a value of exactly this type.
 
     Raises:

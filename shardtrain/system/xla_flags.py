@@ -76,7 +76,7 @@ class PresetFlags:
     notes: tuple[str, ...]
 
 
-def with_preset(preset: str, environ: Mapping[str, str], jaxlib: str) -> PresetFlags:
+def apply_preset(preset: str, environ: Mapping[str, str], jaxlib: str) -> PresetFlags:
     """Return XLA_FLAGS with those of a preset.
 
     The flags of a device are left to the user if XLA_FLAGS has any for this device. They are left out with a

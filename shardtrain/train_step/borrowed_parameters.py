@@ -11,11 +11,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.combine.fragments import by_path
+from shardtrain.combine.fragments import group_by_path
 from shardtrain.functional.model import Tree, path_text
-from shardtrain.pipeline.stage_model import StageModel, nested
+from shardtrain.pipeline.stage_model import StageModel, nest
 from shardtrain.sharding.array_dims import Named
-from shardtrain.sharding.resolve import completed
+from shardtrain.sharding.resolve import complete_layout
 from shardtrain.sharding.specs import partition_specs
 from shardtrain.train_step.placement import Placement
 
@@ -38,12 +38,12 @@ class BorrowedParameters:
     ) -> None:
         self._stage_model, self._mailbox, self._first_tag = stage_model, mailbox, first_tag
         self._mesh = placement.mesh
-        self.specs = _borrowed_specs(stage_model, placement)
-        self._shapes = by_path(stage_model.traced.params)
+        self.specs = _find_borrowed_specs(stage_model, placement)
+        self._shapes = group_by_path(stage_model.traced.params)
 
     def exchange(self, params: Tree) -> Tree:
         """Send what this stage lends, and return its parameters with those that it borrows."""
-        found = by_path(params)
+        found = group_by_path(params)
         for path, stages in self._stage_model.lent.items():
             for stage in stages:
                 self._mailbox.send(found[path], stage, self._tag(path))
@@ -52,7 +52,7 @@ class BorrowedParameters:
             what = f"parameter {path} from stage {owner}"
             array = self._mailbox.receive(shape.shape, shape.dtype, owner, self._tag(path), what)
             found[path] = jax.device_put(array, NamedSharding(self._mesh, self.specs[path]))
-        return nested(found)
+        return nest(found)
 
     def return_gradients(self, grads: Mapping[str, jax.Array]) -> None:
         """Send the gradients of borrowed parameters, by path, to their owners."""
@@ -74,15 +74,15 @@ class BorrowedParameters:
         return self._first_tag + sorted(self._stage_model.users).index(path)
 
 
-def _borrowed_specs(stage_model: StageModel, placement: Placement) -> dict[str, PartitionSpec]:
+def _find_borrowed_specs(stage_model: StageModel, placement: Placement) -> dict[str, PartitionSpec]:
     """Return the specs of borrowed parameters: as if this stage owned them."""
-    whole, dims = by_path(stage_model.traced.params), stage_model.model.dims
+    whole, dims = group_by_path(stage_model.traced.params), stage_model.model.dims
     names = {
         path_text(path): leaf
         for path, leaf in jax.tree.leaves_with_path(dims, is_leaf=lambda x: x is None or isinstance(x, tuple))
     }
     arrays = {path: Named(dims=names[path], shape=whole[path].shape) for path in stage_model.borrowed}
     sizes = dict(placement.mesh.shape)
-    layout = completed(placement.layout, arrays, sizes)
+    layout = complete_layout(placement.layout, arrays, sizes)
     like = {path: whole[path] for path in arrays}
     return partition_specs(dict(sorted(arrays.items())), like, layout.parameter_rules, sizes, layout.unnamed)

@@ -13,10 +13,10 @@ from jax import lax
 
 from shardtrain.combine import Combiner
 from shardtrain.combine.combiner import contribution
-from shardtrain.combine.fragments import by_path
-from shardtrain.combine.mean import add_up, unpacked
+from shardtrain.combine.fragments import group_by_path
+from shardtrain.combine.mean import add_up, unpack
 from shardtrain.combine.messages import CountingGroup, Message
-from shardtrain.combine.replicas import split_layers, stack_layers, stacked_paths
+from shardtrain.combine.replicas import find_stacked_paths, split_layers, stack_layers
 from shardtrain.train_step.placement import Specs
 
 PACKED_BELOW = 1 << 19
@@ -84,7 +84,7 @@ class PackedGradients:
         grads = dict(packed)
         for name, small in self._small.items():
             if small:
-                arrays = unpacked(grads.pop(name), list(small.values()))
+                arrays = unpack(grads.pop(name), list(small.values()))
                 grads.update(zip(small, arrays, strict=True))
         return grads
 
@@ -133,8 +133,8 @@ class BucketExchange:
         self._combiner = combiner
         self.program = self._add_up if of_sums else self._combine
         # a weighted sum is the same for a stack of layers as for each of them
-        self._stacked = frozenset() if combiner.linear else stacked_paths(specs.arrays, specs.sharded)
-        params = by_path(specs.abstract.params) if params is None else params
+        self._stacked = frozenset() if combiner.linear else find_stacked_paths(specs.arrays, specs.sharded)
+        params = group_by_path(specs.abstract.params) if params is None else params
         leaves = [
             (path, jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)))
             for path, leaf in params.items()

@@ -17,13 +17,13 @@ from shardtrain.functional.loss import Batch
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
 from shardtrain.train_step.island_merge import IslandMerge
-from shardtrain.train_step.island_totals import shapes_of_sums, step_sums, with_sums_of_islands
+from shardtrain.train_step.island_totals import add_island_sums, shapes_of_sums, step_sums
 from shardtrain.train_step.local_steps import make_local_update, own_params
 from shardtrain.train_step.loss_scale import scale_of
-from shardtrain.train_step.own_state import with_own, without_own
+from shardtrain.train_step.own_state import drop_local_fields, restore_local_fields
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.state import State
-from shardtrain.train_step.step import Metrics, unless_skipped
+from shardtrain.train_step.step import Metrics, keep_unless_skipped
 from shardtrain.train_step.wave_merge import WaveMerge
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class DeltaIslandStep:
             key, scale = step_key(state.seed, state.step), scale_of(state.loss_scale)
             found = gradients(own, local.model_state, key, batch, first_row, scale)
 
-            def updated(state: State) -> State:
+            def update_state(state: State) -> State:
                 params, local = constrain(state.params, specs.sharded, mesh), state.local
                 opt_state, drift = own_update(
                     params, local.drift, state.opt_state, found.grads, found.count, found.mean_loss
@@ -69,7 +69,7 @@ class DeltaIslandStep:
                 return state._replace(opt_state=opt_state, local=local)
 
             metrics = {**found.logged, "grad_norm": optax.tree.norm(found.grads)}
-            new, metrics = unless_skipped(updated, placement, state, metrics, learning_rate)
+            new, metrics = keep_unless_skipped(update_state, placement, state, metrics, learning_rate)
             sums = jax.tree.map(jnp.add, local.sums, step_sums(metrics))
             new = new._replace(local=new.local._replace(sums=sums))
             shardings = self._merge.shardings(placement.state, sums)._replace(combine_state=())
@@ -109,16 +109,16 @@ class DeltaIslandStep:
             new, metrics = self._synchronous_step(state, batch)
         new, found = self._merge.merge(new._replace(combine_state=combine_state), number)
         zeros = jax.tree.map(jnp.zeros_like, new.local.sums)
-        return new, with_sums_of_islands(metrics, found, zeros) if is_local else metrics
+        return new, add_island_sums(metrics, found, zeros) if is_local else metrics
 
     def _synchronous_step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run a step that averages the islands' gradients; nothing changes that is an island's own."""
         assert self._synchronous is not None
         self._synchronous.first_row = self.first_row
         # a mean keeps no arrays, so the shapes of its state are its state
-        plain = without_own(state, self._synchronous.wanted(state, batch).combine_state)
+        plain = drop_local_fields(state, self._synchronous.wanted(state, batch).combine_state)
         new, metrics = self._synchronous(plain, batch)
-        return with_own(new, state), metrics
+        return restore_local_fields(new, state), metrics
 
     def lowered(self, state: State, batch: Batch) -> list[jax.stages.Lowered]:
         """Return the program of a local step, see `island_step.GradientIslandStep.lowered`."""

@@ -15,21 +15,21 @@ import optax
 from shardtrain import axes
 from shardtrain.combine.combiner import contribution
 from shardtrain.combine.fragments import Fragment
-from shardtrain.combine.replicas import combine_replicas, combined_entries, stacked_paths
+from shardtrain.combine.replicas import combine_replicas, find_stacked_paths, list_combined_entries
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
-from shardtrain.sharding.specs import with_leading_dim
+from shardtrain.sharding.specs import add_leading_dim
 from shardtrain.train_step.gradients import expand_dims_like, make_replica_means
 from shardtrain.train_step.local_steps import (
+    apply_delta,
     make_local_update,
-    merged,
     next_round,
     own_params,
+    select_combined,
     send,
-    to_combine,
 )
 from shardtrain.train_step.placement import Placement, constrain
-from shardtrain.train_step.replica_state import fragments_of, init_local
+from shardtrain.train_step.replica_state import init_local, split_fragments
 from shardtrain.train_step.state import Metrics, State
 
 
@@ -47,7 +47,7 @@ def make_delta_update(
     """
     replica_means = make_replica_means(model, loss, placement, start_row)
     specs, mesh, synchronisation = placement.specs, placement.mesh, placement.synchronisation
-    own_specs = with_leading_dim(specs.sharded, axes.DATA)
+    own_specs = add_leading_dim(specs.sharded, axes.DATA)
     # one optimizer per replica, over the leading dim of replicas
     own_update = jax.vmap(
         make_local_update(optimizer), in_axes=(None, 0, 0, 0, 0, 0), spmd_axis_name=axes.DATA
@@ -60,7 +60,7 @@ def make_delta_update(
         if synchronisation.synchronous_steps:
             means, counts, values = jax.lax.cond(
                 synchronisation.is_synchronous(state.step + 1),
-                _averaged,
+                _average,
                 lambda *own: own,
                 *(means, counts, values),
             )
@@ -96,7 +96,7 @@ def make_merge(placement: Placement, last_step: int) -> Callable[[State], tuple[
       last_step: see `step.make_step`.
     """
     specs, synchronisation = placement.specs, placement.synchronisation
-    fragments, rule = fragments_of(synchronisation, specs), synchronisation.rule
+    fragments, rule = split_fragments(synchronisation, specs), synchronisation.rule
     merge_fragment = _make_fragment_merge(placement, fragments)
 
     def merge_if(due: jax.Array, number: int, state: State, metrics: Metrics) -> tuple[State, Metrics]:
@@ -122,7 +122,7 @@ def make_merge(placement: Placement, last_step: int) -> Callable[[State], tuple[
             return merge_fragment(0, state)
         if synchronisation.synchronous_steps:
             is_synchronous = synchronisation.is_synchronous(state.step)
-            state = jax.lax.cond(is_synchronous, partial(_taken_over, placement), lambda state: state, state)
+            state = jax.lax.cond(is_synchronous, partial(_take_over, placement), lambda state: state, state)
         metrics = jax.tree.map(
             lambda x: jnp.full(x.shape, jnp.nan, x.dtype),
             jax.eval_shape(partial(merge_fragment, 0), state)[1],
@@ -155,14 +155,14 @@ def _make_fragment_merge(
 ) -> Callable[[int, State], tuple[State, Metrics]]:
     """Make the function that combines what replicas changed of one fragment, by its number."""
     specs, synchronisation = placement.specs, placement.synchronisation
-    stacked = stacked_paths(specs.arrays, specs.sharded)
+    stacked = find_stacked_paths(specs.arrays, specs.sharded)
     # metrics (L,) of several fragments are not returned
-    entries = combined_entries(specs)[1] if len(fragments) == 1 else None
+    entries = list_combined_entries(specs)[1] if len(fragments) == 1 else None
     outer = synchronisation.outer_optimizer
 
     def merge_fragment(number: int, state: State) -> tuple[State, Metrics]:
         fragment = fragments[number]
-        deltas, counts = to_combine(fragment, number, state.local, lead=1)
+        deltas, counts = select_combined(fragment, number, state.local, lead=1)
         combined, combine_state, extra = combine_replicas(
             synchronisation.combiner,
             deltas,
@@ -174,12 +174,12 @@ def _make_fragment_merge(
             entries=entries,
         )
         outer_state = state.outer_state[number] if outer is not None else ()
-        params, outer_state = merged(fragment, outer, state.params, combined, outer_state)
+        params, outer_state = apply_delta(fragment, outer, state.params, combined, outer_state)
         state = state._replace(
             params=params,
             local=next_round(fragment, number, state.local, lead=1),
-            combine_state=_with_item(state.combine_state, number, combine_state),
-            outer_state=_with_item(state.outer_state, number, outer_state) if outer is not None else (),
+            combine_state=_add_item(state.combine_state, number, combine_state),
+            outer_state=_add_item(state.outer_state, number, outer_state) if outer is not None else (),
         )
         # metrics (L,) are of all parameters
         whole = len(fragments) == 1
@@ -188,7 +188,7 @@ def _make_fragment_merge(
     return merge_fragment
 
 
-def _taken_over(placement: Placement, state: State) -> State:
+def _take_over(placement: Placement, state: State) -> State:
     """Return the state after a synchronous step: what one replica changed, all did."""
     drift = jax.tree.map(lambda x: x[0], state.local.drift)
     params = constrain(own_params(state.params, drift), placement.specs.sharded, placement.mesh)
@@ -196,7 +196,7 @@ def _taken_over(placement: Placement, state: State) -> State:
     return state._replace(params=params, local=state.local._replace(drift=rest, count=count))
 
 
-def _averaged(means: Any, counts: jax.Array, values: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+def _average(means: Any, counts: jax.Array, values: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
     """Return the mean gradient over all examples, their number and mean loss, for each replica.
 
     Args:
@@ -214,5 +214,5 @@ def _averaged(means: Any, counts: jax.Array, values: jax.Array) -> tuple[Any, ja
     return jax.tree.map(averaged, means), jnp.full_like(counts, total), averaged(values)
 
 
-def _with_item(items: tuple[Any, ...], number: int, item: Any) -> tuple[Any, ...]:
+def _add_item(items: tuple[Any, ...], number: int, item: Any) -> tuple[Any, ...]:
     return (*items[:number], item, *items[number + 1 :])

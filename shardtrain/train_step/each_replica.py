@@ -38,7 +38,7 @@ def each_replica(
     mapped = jax.vmap(function, tuple(in_axes), axis_name=axis_name, spmd_axis_name=replica_axes or None)
     if axis_name is not None or not placement.replica_is_one_cpu or placement.in_parts:
         return mapped
-    by_device = _by_device(_only_replica(function, in_axes), in_axes, placement)
+    by_device = _split_by_device(_only_replica(function, in_axes), in_axes, placement)
 
     def either(*arguments: Any) -> Any:
         # jax cannot compile a callback, such as that of jax.debug.print, where some axes are manual
@@ -48,7 +48,7 @@ def each_replica(
     return either
 
 
-def _by_device(
+def _split_by_device(
     function: Callable[..., Any], in_axes: Sequence[int | None], placement: Placement
 ) -> Callable[..., Any]:
     """Return the function on every device of the axis data, each with its own part of the dim of replicas."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from shardtrain.functional.sums import GradientSquares
 
 
-def squares_of(grads: Any, counts: jax.Array) -> GradientSquares:
+def square_gradients(grads: Any, counts: jax.Array) -> GradientSquares:
     """Return the squares of each replica's gradient, for use inside jit.
 
     Args:

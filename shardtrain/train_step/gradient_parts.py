@@ -12,7 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
 from shardtrain.functional.loss import Batch
-from shardtrain.functional.program_parts import ProgramPart, cut_program, ready_costs
+from shardtrain.functional.program_parts import ProgramPart, cut_program, estimate_ready_costs
 from shardtrain.functional.scan_pieces import Pieces, PiecewiseProgram
 from shardtrain.functional.sums import Sums
 from shardtrain.system.xla_flags import step_options
@@ -83,7 +83,7 @@ class GradientParts:
         if shapes not in self._cuts:
             self._cuts[shapes] = self._cut(state, batch, first_row)
         cut = self._cuts[shapes]
-        outputs = _started(cut, inputs)
+        outputs = _start(cut, inputs)
         others = jax.tree.map(outputs.__getitem__, cut.others)
         for part, grads in enumerate(cut.grads):
             sent = {name: outputs[number] for name, number in grads.items()}
@@ -101,14 +101,14 @@ class GradientParts:
                 for pieces, pack in zip(self._plan, self._packs, strict=True)
             ]
             others = found._replace(grads={}), own
-            return sent, jax.tree.map(_joined, others, is_leaf=lambda x: isinstance(x, Pieces))
+            return sent, jax.tree.map(_join, others, is_leaf=lambda x: isinstance(x, Pieces))
 
         program, shapes = jax.make_jaxpr(run, return_shape=True)(*traced.in_avals)
         structure = jax.tree.structure(shapes)
         grads, others = jax.tree.unflatten(structure, range(structure.num_leaves))
         part_of = {number: part for part, each in enumerate(grads) for number in each.values()}
         # gradients are returned by the part that the plan says, the rest by the first that has computed it
-        costs = ready_costs(program)
+        costs = estimate_ready_costs(program)
         most = [max(costs[number] for number in each.values()) for each in grads]
         for number in jax.tree.leaves(others):
             ready = (part for part, cost in enumerate(most) if costs[number] <= cost)
@@ -117,10 +117,10 @@ class GradientParts:
         shardings |= {number: self._shardings[name] for name, number in grads[-1].items()}
         parts = cut_program(program, [part_of[number] for number in range(len(part_of))])
         options = step_options(next(iter(self._whole.device_set)).platform)
-        return _Cut([(part, _compiled(part, shardings, options)) for part in parts], grads, others)
+        return _Cut([(part, _compile(part, shardings, options)) for part in parts], grads, others)
 
 
-def _started(cut: _Cut, inputs: Sequence[Any]) -> dict[int, Any]:
+def _start(cut: _Cut, inputs: Sequence[Any]) -> dict[int, Any]:
     """Start all parts, and return the outputs of the whole program by their numbers.
 
     On CPUs the programs that one thread starts run in order; those of buckets are started by another thread.
@@ -134,7 +134,7 @@ def _started(cut: _Cut, inputs: Sequence[Any]) -> dict[int, Any]:
     return outputs
 
 
-def _compiled(part: ProgramPart, shardings: Mapping[int, Any], options: Any) -> Any:
+def _compile(part: ProgramPart, shardings: Mapping[int, Any], options: Any) -> Any:
     function, num_returned = jaxpr_as_fun(part.closed), len(part.returns)
 
     def part_of_gradients(inputs: list[Any], received: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -146,5 +146,5 @@ def _compiled(part: ProgramPart, shardings: Mapping[int, Any], options: Any) -> 
     return jax.jit(part_of_gradients, out_shardings=(outputs, None), compiler_options=options)
 
 
-def _joined(x: Any) -> Any:
+def _join(x: Any) -> Any:
     return x.whole if isinstance(x, Pieces) else x

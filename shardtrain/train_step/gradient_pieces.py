@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardtrain.functional.loss import Batch
-from shardtrain.functional.program_parts import parts_by_cost, ready_costs
+from shardtrain.functional.program_parts import estimate_ready_costs, parts_by_cost
 from shardtrain.functional.scan_pieces import Pieces, PiecewiseProgram
 from shardtrain.functional.sums import Sums
 
@@ -110,16 +110,16 @@ def plan_pieces(local: Local, num_parts: int, state: Any, batch: Batch, num_rows
     def run(*inputs: Any) -> list[Any]:
         outputs = PiecewiseProgram(num_parts).run(traced, inputs)
         found, _ = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
-        pieces[:] = [piece for path, gradient in found.grads.items() for piece in pieces_of(path, gradient)]
+        pieces[:] = [piece for path, gradient in found.grads.items() for piece in list_pieces(path, gradient)]
         return [found.loss_sum, *(piece.take(found.grads[piece.path]) for piece in pieces)]
 
     program = jax.make_jaxpr(run)(*traced.in_avals)
     # a program with effects is not cut: their order would change
     if program.effects or not pieces:
-        whole = [piece for path, x in shapes[0].grads.items() for piece in pieces_of(path, x)]
+        whole = [piece for path, x in shapes[0].grads.items() for piece in list_pieces(path, x)]
         return PlannedParts([whole], (1.0,), (_num_bytes(whole, shapes[0].grads),))
     # the loss ends the forward pass
-    start, *costs = ready_costs(program)
+    start, *costs = estimate_ready_costs(program)
     part_of = parts_by_cost(costs, start, num_parts)
     plan, ready = [], []
     for part in range(max(part_of) + 1):
@@ -136,7 +136,7 @@ def _num_bytes(pieces: Sequence[GradientPiece], gradients: Mapping[str, Any]) ->
     )
 
 
-def pieces_of(path: str, gradient: Any) -> list[GradientPiece]:
+def list_pieces(path: str, gradient: Any) -> list[GradientPiece]:
     """Return the pieces of a gradient: an array, a shape, or `Pieces`."""
     if isinstance(gradient, Pieces):
         size = gradient.bounds[-1][1]

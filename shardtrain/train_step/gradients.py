@@ -51,7 +51,7 @@ def make_gradients(
         scale: jax.Array | int = 1,
     ) -> Sums:
         sums = replica_sums(params, model_state, key, batch, (), first_row, scale)
-        total = _without_grads(sums)
+        total = _drop_grads(sums)
         grads = jax.tree.map(
             lambda g, spec: sum_replicas(g, spec, replica_axes, mesh), sums.grads, specs.sharded
         )
@@ -91,12 +91,12 @@ def make_replica_means(
             return grads / expand_dims_like(divisors, grads)
 
         means = jax.tree.map(mean, sums.grads, specs.sharded)
-        return _without_grads(sums), means, counts, losses / divisors
+        return _drop_grads(sums), means, counts, losses / divisors
 
     return replica_means
 
 
-def _without_grads(sums: Sums) -> Sums:
+def _drop_grads(sums: Sums) -> Sums:
     """Sum over replicas, without gradients, and merge their model states by their counts."""
     total = jax.tree.map(lambda x: x.sum(0), sums._replace(grads={}, model_state=()))
     weights = jnp.where(total.count > 0, sums.count / total.count, 1 / len(sums.count))

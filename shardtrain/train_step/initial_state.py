@@ -12,12 +12,12 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.functional.model import Model, path_text
-from shardtrain.sharding.specs import without_pipeline
+from shardtrain.sharding.specs import move_pipeline
 from shardtrain.system.xla_flags import quick_options
 from shardtrain.train_step.loss_scale import first_loss_scale
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.replica_state import with_replicas
-from shardtrain.train_step.state import State, in_stage_order, new_state
+from shardtrain.train_step.replica_state import add_replicas
+from shardtrain.train_step.state import State, new_state, order_stage_blocks
 
 
 def init_state(
@@ -42,12 +42,12 @@ def init_state(
 
     # random numbers must not depend on the number of stages: draw blocks before they are split over stages
     def whole(path: Any, x: jax.Array) -> jax.Array:
-        spec = without_pipeline(by_path[path_text(path)], 0, x.shape, sizes)
+        spec = move_pipeline(by_path[path_text(path)], 0, x.shape, sizes)
         return jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, spec))
 
     def create(seed: jax.Array) -> State:
-        state = new_state(model, optimizer, seed, in_stage_order(placement.stages, whole))
-        state = with_replicas(state, synchronisation, sizes, specs)
+        state = new_state(model, optimizer, seed, order_stage_blocks(placement.stages, whole))
+        state = add_replicas(state, synchronisation, sizes, specs)
         return state._replace(loss_scale=first_loss_scale()) if specs.abstract.loss_scale else state
 
     given = jnp.uint32(seed)

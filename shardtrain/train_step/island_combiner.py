@@ -126,7 +126,7 @@ class IslandCombiner:
             self._transfer.start(
                 b.number, program, ({p: tree[p] for p in b.like}, count, own, beside), timed=True
             )
-            for b, own, beside in zip(self._buckets, state, self._beside(sums), strict=True)
+            for b, own, beside in zip(self._buckets, state, self._list_beside(sums), strict=True)
         ]
 
     def finish(
@@ -140,7 +140,7 @@ class IslandCombiner:
           sums: as given to `start`.
         """
         combined, total = CombinedIslands({}, [], []), ()
-        for bucket, future, beside in zip(self._buckets, started, self._beside(sums), strict=True):
+        for bucket, future, beside in zip(self._buckets, started, self._list_beside(sums), strict=True):
             like = ({path: tree[path] for path in bucket.like}, bucket.state, bucket.metrics, beside)
             found = self._transfer.result(bucket.number, future)
             value, state, metrics, total = self._transfer.land(bucket.number, found, like)
@@ -149,7 +149,7 @@ class IslandCombiner:
             combined.metrics.append(metrics)
         return combined._replace(sums=total)
 
-    def _beside(self, sums: Any) -> list[Any]:
+    def _list_beside(self, sums: Any) -> list[Any]:
         """What is sent beside each bucket."""
         return [*[()] * (len(self._buckets) - 1), sums]
 
@@ -166,7 +166,7 @@ def _state_and_metrics(combiner: Combiner, layers: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), found)
 
 
-def joined_metrics(by_bucket: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+def join_metrics(by_bucket: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
     """Join the metrics of all buckets: arrays (L,) are concatenated, scalars are averaged."""
     names = by_bucket[0] if by_bucket else {}
     found = {name: [metrics[name] for metrics in by_bucket] for name in names}

@@ -14,9 +14,9 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.combine.combiner import contribution
-from shardtrain.combine.fragments import by_path
+from shardtrain.combine.fragments import group_by_path
 from shardtrain.combine.synchronisation import Synchronisation
-from shardtrain.functional.frozen import without
+from shardtrain.functional.frozen import drop_paths
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
@@ -31,7 +31,7 @@ from shardtrain.train_step.gradient_pieces import (
 )
 from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_merge import AllGather
-from shardtrain.train_step.loss_scale import overflowed, scale_of
+from shardtrain.train_step.loss_scale import is_overflow, scale_of
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
 
@@ -92,7 +92,7 @@ class IslandGradients:
             of_sums=self._of_sums,
             dtype=dtype,
         )
-        self.combiners = [make_combiner(sent) for sent in self._shapes(by_path(specs.abstract.params))]
+        self.combiners = [make_combiner(sent) for sent in self._shapes(group_by_path(specs.abstract.params))]
         whole = NamedSharding(mesh, PartitionSpec())
         # an island without examples adds nothing, whatever its gradients are
         packs: list[Pack] = [
@@ -105,7 +105,7 @@ class IslandGradients:
             return found._replace(grads=packs[0](found.grads, found.count)), own
 
         # gradients stay sharded until they are sent; everything else is replicated
-        by_name = self._specs(by_path(without(specs.sharded, specs.frozen)))
+        by_name = self._specs(group_by_path(drop_paths(specs.sharded, specs.frozen)))
         sharded = {name: NamedSharding(mesh, spec) for name, spec in by_name.items()}
         self.shardings = [
             each.packing.shardings(sharded, whole) if self._of_sums else sharded for each in self.combiners
@@ -195,14 +195,14 @@ def _make_local(
     def local(state: State, batch: Batch, first_row: jax.Array) -> tuple[Sums, dict[str, jax.Array]]:
         key, scale = step_key(state.seed, state.step), scale_of(state.loss_scale)
         found = gradients(state.params, state.model_state, key, batch, first_row, scale)
-        grads = without(found.grads, placement.specs.frozen)
+        grads = drop_paths(found.grads, placement.specs.frozen)
         grads = jax.tree.map(lambda g: g * factor, grads)
         own = {}
         if state.loss_scale:
             own["finite"] = jnp.isfinite(optax.tree.norm(contributions(grads, found.count)))
-            over = placement.in_float16 & overflowed(state.loss_scale, found.loss_sum, own["finite"])
+            over = placement.in_float16 & is_overflow(state.loss_scale, found.loss_sum, own["finite"])
             own["overflowed"] = jnp.float32(over)
         # what is sent is rounded here, so that 32 bits of it are never written
-        return found._replace(grads=by_path(jax.tree.map(lambda g: g.astype(dtype), grads))), own
+        return found._replace(grads=group_by_path(jax.tree.map(lambda g: g.astype(dtype), grads))), own
 
     return local

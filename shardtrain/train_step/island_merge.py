@@ -17,12 +17,12 @@ import optax
 from shardtrain.combine.fragments import Fragment
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.transfer import Transfer
-from shardtrain.train_step.island_combiner import IslandCombiner, joined_metrics
+from shardtrain.train_step.island_combiner import IslandCombiner, join_metrics
 from shardtrain.train_step.island_totals import all_reduce_totals, average_model_state
-from shardtrain.train_step.local_steps import merged, next_round, send, to_combine
+from shardtrain.train_step.local_steps import apply_delta, next_round, select_combined, send
 from shardtrain.train_step.own_state import OwnState
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.replica_state import fragments_of
+from shardtrain.train_step.replica_state import split_fragments
 from shardtrain.train_step.state import Local, State
 from shardtrain.train_step.step import Metrics
 
@@ -30,7 +30,7 @@ AllGather = Callable[[str, Any], list[Any]]
 """(name, value of this rank) -> every rank's."""
 
 
-def alone(name: str, value: Any = None) -> list[Any]:
+def gather_alone(name: str, value: Any = None) -> list[Any]:
     """Return the value of the only rank there is."""
     return [value]
 
@@ -65,12 +65,12 @@ class IslandMerge:
         synchronisation: Synchronisation,
         placement: Placement,
         transfer: Transfer,
-        all_gather: AllGather = alone,
+        all_gather: AllGather = gather_alone,
         last_step: int = -1,
     ) -> None:
         self._synchronisation = synchronisation
         self._transfer, self._all_gather, self._last_step = transfer, all_gather, last_step
-        self._fragments = fragments_of(synchronisation, placement.specs)
+        self._fragments = split_fragments(synchronisation, placement.specs)
         params = placement.specs.abstract.params
         self._combiners = [
             IslandCombiner(synchronisation.combiner, placement, transfer, each.take(params))
@@ -80,21 +80,21 @@ class IslandMerge:
         self._own = OwnState(synchronisation, placement, self._fragments)
         self.shardings = self._own.shardings
         found = self.shardings(placement.state)
-        found = found._replace(local=_of_programs(found.local))
+        found = found._replace(local=_drop_unneeded(found.local))
         # one program for each fragment: what is sent, that it is under way, its merge, how far it has moved
         numbered = list(enumerate(self._fragments))
-        self._to_combine = [jax.jit(partial(to_combine, each, number)) for number, each in numbered]
+        self._to_combine = [jax.jit(partial(select_combined, each, number)) for number, each in numbered]
         self._sent = [
             jax.jit(partial(send, each, number), out_shardings=found.local) for number, each in numbered
         ]
         self._merged = [
             jax.jit(
-                partial(_merged, each, number, outer),
+                partial(_merge, each, number, outer),
                 out_shardings=(found.params, found.local, found.outer_state),
             )
             for number, each in numbered
         ]
-        self._measure = [jax.jit(partial(_measured, each, synchronisation)) for each in self._fragments]
+        self._measure = [jax.jit(partial(_measure, each, synchronisation)) for each in self._fragments]
         # a cache: what is under way is in the state, and can be sent again from there
         self._started: dict[int, _Started] = {}
         self._last: tuple[Any, int] = (None, 0)
@@ -169,7 +169,7 @@ class IslandMerge:
                 started = self._started.pop(fragment, None) or self._start(fragment, state)
                 state, found = self._finish(fragment, state, started)
             if is_sent and self._meets(fragment, state, is_last):
-                state = _with_local(state, self._sent[fragment](_of_programs(state.local)))
+                state = _restore_local(state, self._sent[fragment](_drop_unneeded(state.local)))
                 self._started[fragment] = self._start(fragment, state)
             # nothing stays under way after the last step
             if is_last:
@@ -196,7 +196,7 @@ class IslandMerge:
 
     def _start(self, fragment: int, state: State) -> _Started:
         """Start to send deltas in the background."""
-        deltas, count = self._to_combine[fragment](_of_programs(state.local))
+        deltas, count = self._to_combine[fragment](_drop_unneeded(state.local))
         if self._synchronisation.overlap:
             # the next step takes the memory of the state over, so what is under way needs its own
             deltas, count = jax.tree.map(jnp.copy, (deltas, count))
@@ -209,16 +209,16 @@ class IslandMerge:
         combine_state = [*state.combine_state]
         combine_state[fragment] = combined.state
         params, local, outer_state = self._merged[fragment](
-            state.params, _of_programs(state.local), state.outer_state, combined.value
+            state.params, _drop_unneeded(state.local), state.outer_state, combined.value
         )
         state = state._replace(params=params, outer_state=outer_state, combine_state=combine_state)
-        state = _with_local(state, local)
+        state = _restore_local(state, local)
         # the last fragment ends a round: the model's state is averaged by the same examples
         if fragment == len(self._fragments) - 1:
             found = average_model_state(self._transfer, state.local.model_state, started.count)
             own = jax.tree.map(jnp.copy, found)
             state = state._replace(model_state=found, local=state.local._replace(model_state=own))
-        return state, joined_metrics(combined.metrics)
+        return state, join_metrics(combined.metrics)
 
     def _round_totals(self, state: State) -> tuple[Metrics, State]:
         """Add up the sums of all islands, and begin them anew."""
@@ -230,17 +230,17 @@ class IslandMerge:
         return {"sums": sums}, state._replace(local=local)
 
 
-def _of_programs(local: Local) -> Local:
+def _drop_unneeded(local: Local) -> Local:
     """Return the `Local` without what the programs of a merge do not need."""
     return local._replace(sums=(), model_state=())
 
 
-def _with_local(state: State, local: Local) -> State:
-    """Return the state with what a program made of `_of_programs`."""
+def _restore_local(state: State, local: Local) -> State:
+    """Return the state with what a program made of `_drop_unneeded`."""
     return state._replace(local=local._replace(sums=state.local.sums, model_state=state.local.model_state))
 
 
-def _merged(
+def _merge(
     fragment: Fragment,
     number: int,
     outer: optax.GradientTransformation | None,
@@ -251,12 +251,12 @@ def _merged(
 ) -> tuple[Any, Local, Any]:
     """Return (params, local, outer state of all fragments) after a fragment was combined."""
     own = outer_state[number] if outer is not None else ()
-    params, own = merged(fragment, outer, params, combined, own)
+    params, own = apply_delta(fragment, outer, params, combined, own)
     if outer is not None:
         outer_state = (*outer_state[:number], own, *outer_state[number + 1 :])
     return params, next_round(fragment, number, local), outer_state
 
 
-def _measured(fragment: Fragment, synchronisation: Synchronisation, drift: Any, params: Any) -> jax.Array:
+def _measure(fragment: Fragment, synchronisation: Synchronisation, drift: Any, params: Any) -> jax.Array:
     assert synchronisation.rule is not None
     return synchronisation.rule.measure(fragment.take(drift), fragment.take(params))

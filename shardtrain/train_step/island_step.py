@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.combine.fragments import by_path, like_paths
+from shardtrain.combine.fragments import group_by_path, restore_paths
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
@@ -23,14 +23,14 @@ from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.delta_island_step import DeltaIslandStep
 from shardtrain.train_step.gradient_parts import SentPart
 from shardtrain.train_step.gradients import make_gradients
-from shardtrain.train_step.island_combiner import CombinedIslands, joined_metrics
+from shardtrain.train_step.island_combiner import CombinedIslands, join_metrics
 from shardtrain.train_step.island_gradients import IslandGradients
-from shardtrain.train_step.island_merge import AllGather, IslandMerge, alone
+from shardtrain.train_step.island_merge import AllGather, IslandMerge, gather_alone
 from shardtrain.train_step.island_totals import average_model_state
-from shardtrain.train_step.offload import offloaded
+from shardtrain.train_step.offload import offload_optimizer
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
-from shardtrain.train_step.step import Metrics, apply_gradients, gradient_metrics, unless_skipped
+from shardtrain.train_step.step import Metrics, apply_gradients, gradient_metrics, keep_unless_skipped
 from shardtrain.train_step.wave_merge import WaveMerge
 
 
@@ -79,7 +79,7 @@ def make_island_step(
     learning_rate: optax.Schedule | None = None,
     start_row: int = 0,
     last_step: int = -1,
-    all_gather: AllGather = alone,
+    all_gather: AllGather = gather_alone,
     waves: WaveMerge | None = None,
     num_parts: int = 1,
     batch: Batch | None = None,
@@ -113,7 +113,7 @@ def make_island_step(
     assert placement.synchronisation.is_mean
     assert (waves is None) == (synchronisation.distance is None)
 
-    def on_gradients(synchronisation: Synchronisation) -> GradientIslandStep:
+    def make_gradient_step(synchronisation: Synchronisation) -> GradientIslandStep:
         placed = replace(placement, in_parts=num_parts > 1)
         return GradientIslandStep(
             gradients=make_gradients(model, loss, placed, mean=not synchronisation.is_mean),
@@ -130,7 +130,7 @@ def make_island_step(
         )
 
     if not synchronisation.on_deltas:
-        return on_gradients(synchronisation)
+        return make_gradient_step(synchronisation)
     num_first = synchronisation.synchronous_steps
     return DeltaIslandStep(
         gradients=make_gradients(model, loss, placement),
@@ -138,7 +138,7 @@ def make_island_step(
         optimizer=optimizer,
         placement=placement,
         merge=waves or IslandMerge(synchronisation, placement, transfer, all_gather, last_step),
-        synchronous=on_gradients(Synchronisation()) if num_first else None,
+        synchronous=make_gradient_step(Synchronisation()) if num_first else None,
         synchronous_steps=num_first,
         learning_rate=learning_rate,
     )
@@ -181,23 +181,23 @@ class GradientIslandStep:
         ) -> tuple[State, Metrics]:
             grads = self._gradients.joined(found.grads)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), placement.specs.abstract.params)
-            found = found._replace(grads=like_paths(zeros, {**by_path(zeros), **grads}))
+            found = found._replace(grads=restore_paths(zeros, {**group_by_path(zeros), **grads}))
             found = found.of_mean_loss if synchronisation.is_mean else found
-            metrics = {**gradient_metrics(found), **joined_metrics(extra), **own}
+            metrics = {**gradient_metrics(found), **join_metrics(extra), **own}
             finite = metrics.pop("finite", None)
 
-            def updated(state: State) -> State:
+            def update_state(state: State) -> State:
                 new = apply_gradients(optimizer, placement, state, found, metrics["grad_norm"])
                 return new._replace(combine_state=combine_state)
 
-            return unless_skipped(updated, placement, state, metrics, learning_rate, finite)
+            return keep_unless_skipped(update_state, placement, state, metrics, learning_rate, finite)
 
         # between the two programs gradients stay sharded; everything else is replicated
         self._whole = whole = NamedSharding(placement.mesh, PartitionSpec())
         state = placement.state._replace(combine_state=whole)
         shardings = Sums._make([whole, whole, whole, self._gradients.shardings, whole, whole])
         self._update = jax.jit(
-            offloaded(update, state),
+            offload_optimizer(update, state),
             in_shardings=(state, shardings, whole, whole, whole),
             out_shardings=(state, whole),
             donate_argnums=0,
@@ -237,10 +237,10 @@ class GradientIslandStep:
 
     def _finish(self, number: int, part: SentPart, started: Any) -> CombinedIslands:
         """Wait for what was started, and put it on the mesh in the shardings of the update."""
-        like = self._landed(number, part.grads)
+        like = self._find_landed(number, part.grads)
         return self._combiners[number].finish(like, started, _sums_beside(part))
 
-    def _landed(self, number: int, grads: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    def _find_landed(self, number: int, grads: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes and shardings of a part's gradients on the mesh, once they are combined."""
         shardings = self._gradients.shardings[number]
         return {
@@ -259,7 +259,7 @@ class GradientIslandStep:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), gradients.out_info
         )
         combined = [each.shapes() for each in self._combiners]
-        grads = [self._landed(number, each.value) for number, each in enumerate(combined)]
+        grads = [self._find_landed(number, each.value) for number, each in enumerate(combined)]
         found = found._replace(grads=grads)
         metrics = [bucket for each in combined for bucket in each.metrics]
         return [gradients, self._update.lower(state, found, [each.state for each in combined], metrics, own)]

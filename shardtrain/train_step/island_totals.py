@@ -75,7 +75,7 @@ def shapes_of_sums(metrics: Any) -> dict[str, Any]:
     return jax.eval_shape(step_sums, {**jax.tree.map(lambda _: zero, metrics), **dict.fromkeys(names, zero)})
 
 
-def with_sums_of_islands(metrics: Metrics, merged: Metrics, zeros: dict[str, Any]) -> Metrics:
+def add_island_sums(metrics: Metrics, merged: Metrics, zeros: dict[str, Any]) -> Metrics:
     """Return the metrics of a local step: of the loss those of all islands, where they have come in.
 
     Args:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from shardtrain.combine.fragments import Fragment
-from shardtrain.optim.optimizer_state import stored
+from shardtrain.optim.optimizer_state import make_storable
 from shardtrain.train_step.state import Local
 
 
@@ -39,7 +39,7 @@ def make_local_update(optimizer: optax.GradientTransformation) -> Callable[..., 
       (params, drift, opt_state, grads, count, value) -> (opt_state, drift): `params` are the common ones,
       `count` the replica's examples and `value` its mean loss. Without examples nothing changes.
     """
-    used = stored(optimizer)
+    used = make_storable(optimizer)
 
     def update(
         params: Any, drift: Any, opt_state: Any, grads: Any, count: jax.Array, value: jax.Array
@@ -54,7 +54,7 @@ def make_local_update(optimizer: optax.GradientTransformation) -> Callable[..., 
     return update
 
 
-def merged(
+def apply_delta(
     fragment: Fragment,
     outer: optax.GradientTransformation | None,
     params: Any,
@@ -100,7 +100,7 @@ def send(fragment: Fragment, number: int, local: Local, lead: int = 0) -> Local:
     )
 
 
-def to_combine(
+def select_combined(
     fragment: Fragment, number: int, local: Local, lead: int = 0
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """Return the changes of a fragment that are combined next, by path, and their number of examples.

@@ -33,7 +33,7 @@ def first_loss_scale() -> LossScale:
     return LossScale(jnp.float32(FIRST), jnp.int32(0))
 
 
-def adjusted(loss_scale: Any, finite: jax.Array) -> Any:
+def adjust(loss_scale: Any, finite: jax.Array) -> Any:
     """Return the scale after a step.
 
     Args:
@@ -52,7 +52,7 @@ def adjusted(loss_scale: Any, finite: jax.Array) -> Any:
     return LossScale(jnp.clip(scale * factor, SMALLEST, LARGEST), jnp.where(grows, 0, good_steps))
 
 
-def overflowed(loss_scale: LossScale, loss_sum: jax.Array, finite: jax.Array) -> jax.Array:
+def is_overflow(loss_scale: LossScale, loss_sum: jax.Array, finite: jax.Array) -> jax.Array:
     """Return whether gradients that are not finite may be so by their scale, which a smaller one mends."""
     return jnp.isfinite(loss_sum) & ~finite & (loss_scale.scale > SMALLEST)
 

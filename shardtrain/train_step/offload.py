@@ -13,7 +13,7 @@ HOST = "pinned_host"
 """The kind of memory of a host that its devices read and write directly."""
 
 
-def on_host(opt_state: Any, shardings: Any, mesh: Mesh) -> Any:
+def shard_on_host(opt_state: Any, shardings: Any, mesh: Mesh) -> Any:
     """Return the shardings of an optimizer's state with its arrays in the memory of the host.
 
     Args:
@@ -39,7 +39,7 @@ def on_host(opt_state: Any, shardings: Any, mesh: Mesh) -> Any:
     return jax.tree.map(placed, opt_state, shardings)
 
 
-def on_device(opt_state: Any, shardings: Any) -> Any:
+def copy_to_device(opt_state: Any, shardings: Any) -> Any:
     """Copy an optimizer's state to the memory of the devices, inside jit.
 
     Args:
@@ -51,7 +51,7 @@ def on_device(opt_state: Any, shardings: Any) -> Any:
     return jax.device_put(opt_state, jax.tree.map(lambda s: s.with_memory_kind("device"), shardings))
 
 
-def to_device(arrays: Any) -> Any:
+def copy_out_of_host(arrays: Any) -> Any:
     """Copy what a pytree has in the memory of the host to that of the devices, outside jit."""
     return jax.tree.map(
         lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")) if is_offloaded(x.sharding) else x,
@@ -64,7 +64,7 @@ def is_offloaded(shardings: Any) -> bool:
     return any(each.memory_kind == HOST for each in jax.tree.leaves(shardings))
 
 
-def offloaded(function: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+def offload_optimizer(function: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
     """Wrap (state, ...) -> (state, metrics), for jit: read the optimizer's state from the host, and write it.
 
     Args:
@@ -75,7 +75,7 @@ def offloaded(function: Callable[..., Any], shardings: Any) -> Callable[..., Any
         return function
 
     def call(state: Any, *rest: Any) -> Any:
-        state = state._replace(opt_state=on_device(state.opt_state, shardings.opt_state))
+        state = state._replace(opt_state=copy_to_device(state.opt_state, shardings.opt_state))
         state, metrics = function(state, *rest)
         return state._replace(opt_state=jax.device_put(state.opt_state, shardings.opt_state)), metrics
 

@@ -17,7 +17,7 @@ from shardtrain.train_step.replica_state import init_local, init_outer, local_la
 from shardtrain.train_step.state import Local, State
 
 
-def without_own(state: State, combine_state: Any) -> State:
+def drop_local_fields(state: State, combine_state: Any) -> State:
     """Return the state as a step has it that combines gradients.
 
     Args:
@@ -27,8 +27,8 @@ def without_own(state: State, combine_state: Any) -> State:
     return state._replace(combine_state=combine_state, local=(), outer_state=())
 
 
-def with_own(new: State, state: State) -> State:
-    """Return the state of `without_own` after a step, with what that one left out of `state`."""
+def restore_local_fields(new: State, state: State) -> State:
+    """Return the state of `drop_local_fields` after a step, with what that one left out of `state`."""
     local = state.local._replace(model_state=jax.tree.map(jnp.copy, new.model_state))
     return new._replace(combine_state=state.combine_state, local=local, outer_state=state.outer_state)
 

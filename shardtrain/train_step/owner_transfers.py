@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.combine import Combiner
-from shardtrain.combine.fragments import by_path, like_paths
+from shardtrain.combine.fragments import group_by_path, restore_paths
 from shardtrain.functional.model import Tree
 from shardtrain.islands.transfer import Transfer
 from shardtrain.pipeline.block_owners import OwnerGroup
@@ -47,11 +47,11 @@ class OwnerTransfers:
         self.groups, self.transfers = tuple(groups), tuple(transfers)
         self._stage_model = stage_model
         self._numbers = stage_model.block_numbers
-        self._params = frozenset(by_path(stage_model.own(stage_model.traced.params)))
+        self._params = frozenset(group_by_path(stage_model.own(stage_model.traced.params)))
         self._programs: dict[Any, Any] = {}
 
     @classmethod
-    def of_stage(cls, stage_model: StageModel, transfer: Transfer) -> "OwnerTransfers":
+    def make_stage_transfers(cls, stage_model: StageModel, transfer: Transfer) -> "OwnerTransfers":
         """Return the only group of a stage, where all pipelines cut the model alike."""
         group = OwnerGroup(stages=(stage_model.stage,), blocks=tuple(stage_model.block_numbers))
         return cls(stage_model, [group], [transfer])
@@ -59,13 +59,13 @@ class OwnerTransfers:
     def shapes(self, params: Any) -> list[dict[str, jax.ShapeDtypeStruct]]:
         """Return path -> shape of what each group has of a tree like the stage's parameters."""
         if len(self.groups) == 1:
-            return [by_path(params)]
+            return [group_by_path(params)]
         return [
             {
                 path: jax.ShapeDtypeStruct(
                     x.shape if isinstance(rows, str) else (len(rows), *x.shape[1:]), x.dtype
                 )
-                for path, x, rows in self._of_group(number, by_path(params))
+                for path, x, rows in self._list_group(number, group_by_path(params))
             }
             for number in range(len(self.groups))
         ]
@@ -76,7 +76,7 @@ class OwnerTransfers:
         Args:
           tree: arrays on the mesh, whose paths end in those of parameters.
         """
-        leaves = by_path(tree)
+        leaves = group_by_path(tree)
         if len(self.groups) == 1:
             return [leaves]
 
@@ -84,16 +84,16 @@ class OwnerTransfers:
             return [
                 {
                     path: x if isinstance(rows, str) else jnp.take(x, jnp.asarray(rows), axis=0)
-                    for path, x, rows in self._of_group(number, leaves)
+                    for path, x, rows in self._list_group(number, leaves)
                 }
                 for number in range(len(self.groups))
             ]
 
         shardings = [
-            {path: x.sharding for path, x, _ in self._of_group(number, leaves)}
+            {path: x.sharding for path, x, _ in self._list_group(number, leaves)}
             for number in range(len(self.groups))
         ]
-        return self._compiled("split", split, leaves, shardings)(leaves)
+        return self._compile("split", split, leaves, shardings)(leaves)
 
     def join(self, tree: Any, parts: Sequence[Mapping[str, jax.Array]]) -> Any:
         """Return a tree like the one that was split, with the arrays of its parts.
@@ -103,13 +103,13 @@ class OwnerTransfers:
           parts: of each group, as `split` returns them.
         """
         if len(self.groups) == 1:
-            return like_paths(tree, parts[0])
-        leaves = by_path(tree)
+            return restore_paths(tree, parts[0])
+        leaves = group_by_path(tree)
 
         def join(parts: Sequence[Mapping[str, jax.Array]]) -> dict[str, jax.Array]:
             found = {}
             for number in reversed(range(len(self.groups))):
-                for path, x, rows in self._of_group(number, leaves):
+                for path, x, rows in self._list_group(number, leaves):
                     if isinstance(rows, str):
                         found[path] = parts[number][path]  # the first group's, where all have it
                     else:
@@ -118,13 +118,13 @@ class OwnerTransfers:
             return found
 
         shardings = {path: x.sharding for path, x in leaves.items()}
-        return like_paths(tree, self._compiled("join", join, leaves, shardings)(list(parts)))
+        return restore_paths(tree, self._compile("join", join, leaves, shardings)(list(parts)))
 
-    def _of_group(self, number: int, leaves: Mapping[str, Any]) -> list[tuple[str, Any, Rows]]:
+    def _list_group(self, number: int, leaves: Mapping[str, Any]) -> list[tuple[str, Any, Rows]]:
         """Return (path, array, rows) of what a group has."""
         is_params = self._params <= leaves.keys()
         found = [
-            (path, x, self._rows(number, path, x.shape) if is_params or _of_params(path) else REST)
+            (path, x, self._rows(number, path, x.shape) if is_params or _is_of_params(path) else REST)
             for path, x in leaves.items()
         ]
         return [(path, x, rows) for path, x, rows in found if rows]
@@ -145,14 +145,14 @@ class OwnerTransfers:
             return REST
         return tuple(self._numbers.index(block) for block in group.blocks)
 
-    def _compiled(self, what: str, function: Any, leaves: Mapping[str, Any], shardings: Any) -> Any:
+    def _compile(self, what: str, function: Any, leaves: Mapping[str, Any], shardings: Any) -> Any:
         key = (what, *((path, x.shape, x.dtype, x.sharding) for path, x in leaves.items()))
         if key not in self._programs:
             self._programs[key] = jax.jit(function, out_shardings=shardings)
         return self._programs[key]
 
 
-def _of_params(path: str) -> bool:
+def _is_of_params(path: str) -> bool:
     """Return whether an array of the state is in a field whose arrays may be of parameters."""
     return path.split("/")[0] in LIKE_PARAMS
 

@@ -14,20 +14,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain import axes
 from shardtrain.combine.fragments import Fragment
-from shardtrain.combine.replicas import stacked_paths
+from shardtrain.combine.replicas import find_stacked_paths
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.errors.messages import near, problems_error
-from shardtrain.functional.frozen import without
-from shardtrain.functional.model import Model, Tree, named_arrays, path_text
+from shardtrain.functional.frozen import drop_paths
+from shardtrain.functional.model import Model, Tree, name_arrays, path_text
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.array_dims import Named
 from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.resolve import completed, unplaced_text
+from shardtrain.sharding.resolve import complete_layout, format_unplaced
 from shardtrain.sharding.rules import PARAMETER_RULES
-from shardtrain.sharding.specs import partition_specs, with_leading_dim
+from shardtrain.sharding.specs import add_leading_dim, partition_specs
 from shardtrain.system.xla_flags import step_options
 from shardtrain.train_step.loss_scale import first_loss_scale
-from shardtrain.train_step.offload import on_host
+from shardtrain.train_step.offload import shard_on_host
 from shardtrain.train_step.placement_checks import (
     check_data_axis,
     check_elements,
@@ -35,7 +35,7 @@ from shardtrain.train_step.placement_checks import (
     check_layers,
     check_stages,
 )
-from shardtrain.train_step.replica_state import fragments_of, init_outer, local_layout, with_replicas
+from shardtrain.train_step.replica_state import add_replicas, init_outer, local_layout, split_fragments
 from shardtrain.train_step.state import State, abstract_state
 
 
@@ -68,7 +68,7 @@ class Specs(NamedTuple):
     @property
     def trained(self) -> Tree:
         """Shapes and dtypes of the parameters that are trained."""
-        return without(self.abstract.params, self.frozen)
+        return drop_paths(self.abstract.params, self.frozen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,7 @@ def make_placement(
         lambda spec: NamedSharding(mesh, spec), specs.state, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
     if offload == "optimizer":
-        state = state._replace(opt_state=on_host(specs.abstract.opt_state, state.opt_state, mesh))
+        state = state._replace(opt_state=shard_on_host(specs.abstract.opt_state, state.opt_state, mesh))
     return Placement(
         mesh=mesh,
         layout=specs.layout,
@@ -204,15 +204,15 @@ def state_specs(
     abstract = abstract_state(model, optimizer, stages)
     if scales_loss:
         abstract = abstract._replace(loss_scale=jax.eval_shape(first_loss_scale))
-    arrays = named_arrays(model, abstract.params)
+    arrays = name_arrays(model, abstract.params)
     check_elements(arrays)
     # 1. the layout must fit the model: every rule is of a dim that a parameter has
     dims = {dim for named in arrays.values() for dim in named.dims or () if dim is not None}
     known = sorted(dims | set(PARAMETER_RULES))
     if useless := [f"no such dim: {near(dim, known)}" for dim in layout.parameters if dim not in known]:
         raise problems_error("the layout has rules for parameters that the model does not have", useless)
-    unplaced = unplaced_text(layout, arrays, sizes)
-    layout = completed(layout, arrays, sizes)
+    unplaced = format_unplaced(layout, arrays, sizes)
+    layout = complete_layout(layout, arrays, sizes)
     check_experts(arrays, layout.sharded_rules, sizes)
     # 2. two specs for each parameter: as it is stored, and as its gradient and optimizer state are (ZeRO)
     params, sharded = (
@@ -222,23 +222,23 @@ def state_specs(
     if not synchronisation.is_mean:
         check_data_axis(sharded)
         if stages is not None:
-            check_layers(sharded, stacked_paths(arrays, sharded))
+            check_layers(sharded, find_stacked_paths(arrays, sharded))
     whole, by_replica = PartitionSpec(), PartitionSpec(axes.DATA)
     like_params = _specs_like_params(abstract.opt_state, abstract.params, sharded)
 
     # 3. the whole state; what each replica has of its own gets a leading dim over data
     specs = Specs(abstract, arrays, params, sharded, abstract, layout, unplaced, stages, model.frozen)
-    fragments = fragments_of(synchronisation, specs)
+    fragments = split_fragments(synchronisation, specs)
     if not synchronisation.is_mean:
-        abstract = jax.eval_shape(lambda s: with_replicas(s, synchronisation, sizes, specs), abstract)
+        abstract = jax.eval_shape(lambda s: add_replicas(s, synchronisation, sizes, specs), abstract)
     state = State(
         step=whole,
         seed=whole,
         params=params,
         model_state=jax.tree.map(lambda _: whole, abstract.model_state),
-        opt_state=with_leading_dim(like_params, axes.DATA) if synchronisation.on_deltas else like_params,
+        opt_state=add_leading_dim(like_params, axes.DATA) if synchronisation.on_deltas else like_params,
         combine_state=jax.tree.map(lambda _: PartitionSpec(tuple(sizes)), abstract.combine_state),
-        local=local_layout(synchronisation, with_leading_dim(sharded, axes.DATA), by_replica)
+        local=local_layout(synchronisation, add_leading_dim(sharded, axes.DATA), by_replica)
         if abstract.local
         else (),
         outer_state=_outer_specs(fragments, synchronisation, abstract.params, sharded),

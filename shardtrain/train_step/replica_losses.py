@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from shardtrain.functional.activation_rules import activation_rules
-from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import row_key
@@ -19,7 +19,7 @@ from shardtrain.functional.sums import Sums
 from shardtrain.pipeline.schedule import forward_only
 from shardtrain.train_step.each_replica import each_replica
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.replica_sums import BoundModel, by_replica, over_stages
+from shardtrain.train_step.replica_sums import BoundModel, run_over_stages, split_by_replica
 
 
 def make_losses(model: Model, loss: Loss, placement: Placement) -> Callable[..., Sums]:
@@ -33,7 +33,7 @@ def make_losses(model: Model, loss: Loss, placement: Placement) -> Callable[...,
     compute = make(model, loss, placement)
 
     def losses(params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch) -> Sums:
-        first_rows, batch = by_replica(batch, first_row, placement)
+        first_rows, batch = split_by_replica(batch, first_row, placement)
         loss_sum, count, metrics = compute(params, model_state, key, first_rows, batch)
         return Sums(loss_sum, count, metrics, {})
 
@@ -46,7 +46,7 @@ def _make_mapped_losses(model: Model, loss: Loss, placement: Placement) -> Calla
     def replica(params: Any, model_state: Any, key: jax.Array, first_row: jax.Array, batch: Batch) -> Any:
         rng = row_key(key, first_row, jax.tree.leaves(batch)[0].shape[0], model.draws)
         bound = BoundModel(model, params, model_state, rng, train=False)
-        found = summed_loss(loss, bound, batch, train=False)
+        found = sum_loss(loss, bound, batch, train=False)
         if "weights" not in batch:
             return found
         # a mean of no rows, which some losses take, is no number
@@ -73,7 +73,7 @@ def _make_pipeline_losses(model: Model, loss: Loss, placement: Placement) -> Cal
         table = forward_only(
             stages.num_stages, len(first_rows), stages.num_chunks, lockstep=True, placement=stages.placement
         )
-        staged = over_stages(model, loss, placement, table, has_own=False, has_grads=False)
+        staged = run_over_stages(model, loss, placement, table, has_own=False, has_grads=False)
         found = staged(params, key, first_rows, batch)
         return jax.tree.map(lambda x: x.sum(0), found[:3])
 

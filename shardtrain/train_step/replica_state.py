@@ -13,12 +13,12 @@ import optax
 
 from shardtrain import axes
 from shardtrain.combine.fragments import Fragment, make_fragments
-from shardtrain.combine.replicas import shard_shapes, split_layers, stacked_paths
+from shardtrain.combine.replicas import find_stacked_paths, shard_shapes, split_layers
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.train_step.state import Local, State
 
 
-def with_replicas(
+def add_replicas(
     state: State,
     synchronisation: Synchronisation,
     sizes: Mapping[str, int],
@@ -40,7 +40,10 @@ def with_replicas(
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (copies, *jnp.shape(x))), tree)
 
     # the combiner works layer by layer, on each device's shard
-    stacked, fragments = stacked_paths(specs.arrays, specs.sharded), fragments_of(synchronisation, specs)
+    stacked, fragments = (
+        find_stacked_paths(specs.arrays, specs.sharded),
+        split_fragments(synchronisation, specs),
+    )
     shards = (
         shard_shapes(each.take(specs.abstract.params), each.select(specs.sharded), sizes)
         for each in fragments
@@ -75,7 +78,7 @@ def init_local(
     return Local(drift, count, sums, jax.tree.map(jnp.zeros_like, drift), jnp.full_like(count, -1))
 
 
-def restarted(local: Local, model_state: Any) -> Local:
+def restart(local: Local, model_state: Any) -> Local:
     """Return the `Local` of an island that has changed nothing yet.
 
     Args:
@@ -108,8 +111,8 @@ def init_outer(fragments: Sequence[Fragment], outer: optax.GradientTransformatio
     return () if outer is None else tuple(outer.init(each.take(params)) for each in fragments)
 
 
-def fragments_of(synchronisation: Synchronisation, specs: Any) -> tuple[Fragment, ...]:
+def split_fragments(synchronisation: Synchronisation, specs: Any) -> tuple[Fragment, ...]:
     """Return the fragments of a model's trained parameters, by its `placement.Specs`."""
-    stacked = stacked_paths(specs.arrays, specs.sharded)
+    stacked = find_stacked_paths(specs.arrays, specs.sharded)
     num_stages = 1 if specs.stages is None else specs.stages.num_stages
     return make_fragments(specs.trained, stacked, synchronisation.fragments, num_stages)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from shardtrain import axes
 from shardtrain.functional.activation_rules import activation_rules
-from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.float_gradients import value_and_grad
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Model
@@ -25,9 +25,9 @@ from shardtrain.functional.sums import GradientSquares, Sums
 from shardtrain.pipeline.mesh_pipeline import pipeline_sums
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.table import Table
-from shardtrain.sharding.specs import with_leading_dim
+from shardtrain.sharding.specs import add_leading_dim
 from shardtrain.train_step.each_replica import each_replica
-from shardtrain.train_step.gradient_noise import squares_of
+from shardtrain.train_step.gradient_noise import square_gradients
 from shardtrain.train_step.local_steps import add_drift
 from shardtrain.train_step.placement import Placement, constrain
 
@@ -81,8 +81,8 @@ def make_replica_sums(model: Model, loss: Loss, placement: Placement, start_row:
     local_params = placement.synchronisation.keeps_drift
 
     # a leading dim over all replica axes; or over `data` alone, for what only its replicas have of their own
-    replica_specs = with_leading_dim(specs.params, replica_axes)
-    local_specs = with_leading_dim(specs.params, axes.DATA)
+    replica_specs = add_leading_dim(specs.params, replica_axes)
+    local_specs = add_leading_dim(specs.params, axes.DATA)
     make = _make_scan if placement.stages is None else _make_pipeline
     compute = make(model, loss, placement, replica_specs)
 
@@ -101,14 +101,16 @@ def make_replica_sums(model: Model, loss: Loss, placement: Placement, start_row:
             params = jax.tree.map(lambda x: jnp.repeat(x, num_replicas // len(x), 0), params)
             params = constrain(params, replica_specs, mesh)
 
-        first_rows, batch = by_replica(batch, first_row, placement)
+        first_rows, batch = split_by_replica(batch, first_row, placement)
         model_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)), model_state)
         return compute(params, model_state, key, first_rows, batch, scale)
 
     return sums
 
 
-def by_replica(batch: Batch, first_row: jax.Array | int, placement: Placement) -> tuple[jax.Array, Batch]:
+def split_by_replica(
+    batch: Batch, first_row: jax.Array | int, placement: Placement
+) -> tuple[jax.Array, Batch]:
     """Return the number of the first row of each replica, (M, R), and its rows of a batch.
 
     Args:
@@ -142,7 +144,7 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, specs: Any) -> _C
     ) -> tuple[jax.Array, Any]:
         num_rows = jax.tree.leaves(batch)[0].shape[0]
         bound = BoundModel(model, params, model_state, row_key(key, first_row, num_rows, model.draws))
-        loss_sum, count, metrics = summed_loss(loss, bound, batch)
+        loss_sum, count, metrics = sum_loss(loss, bound, batch)
         # rows of padding alone leave the model's state as it was
         model_state = jax.tree.map(
             lambda new, old: jnp.where(count > 0, new, old), bound.model_state, model_state
@@ -162,7 +164,7 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, specs: Any) -> _C
             )
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
             grads = constrain(grads, specs, mesh)
-            squares = squares_of(grads, count) if placement.measures_noise else ()
+            squares = square_gradients(grads, count) if placement.measures_noise else ()
             found = (loss_sum, count, metrics, grads, squares)
             # in float32, whatever the sums are kept in
             more = jax.tree.map(lambda total, x: (total + x).astype(total.dtype), sums, found)
@@ -204,17 +206,17 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, specs: Any) -
         table = make_table(
             placement.schedule, stages.num_stages, len(first_rows), stages.num_chunks, lockstep=True
         )
-        staged = over_stages(model, loss, placement, table, has_own=has_own, has_grads=True)
+        staged = run_over_stages(model, loss, placement, table, has_own=has_own, has_grads=True)
         sums = staged(params, key, first_rows, batch)
         grads = constrain(sums.grads, specs, placement.mesh)
         # microbatches are added up inside the pipeline: the gradients of its replicas alone are known
-        squares = squares_of(grads, sums.count) if placement.measures_noise else ()
+        squares = square_gradients(grads, sums.count) if placement.measures_noise else ()
         return sums._replace(grads=grads, model_state=model_state, squares=squares)
 
     return compute
 
 
-def over_stages(
+def run_over_stages(
     model: Model, loss: Loss, placement: Placement, table: Table, *, has_own: bool, has_grads: bool
 ) -> Callable[[Any, jax.Array, jax.Array, Batch], Sums]:
     """Make a function that runs a schedule's tasks, each stage its own blocks and each replica its own rows.

@@ -45,7 +45,7 @@ class Seats:
         """The number of replicas, each a whole pipeline."""
         return self.num_islands // self.num_stages
 
-    def of_replica(self, values: list[Any], replica: int | None = None) -> list[Any]:
+    def select_replica(self, values: list[Any], replica: int | None = None) -> list[Any]:
         """Select the values of one replica's stages (by default this island's) from a list by island."""
         first = (self.replica if replica is None else replica) * self.num_stages
         return values[first : first + self.num_stages]

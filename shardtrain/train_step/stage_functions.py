@@ -25,10 +25,10 @@ from shardtrain.functional.rng import row_key
 from shardtrain.functional.sums import Sums, add_loss
 from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.stage_model import StageModel
-from shardtrain.sharding.specs import with_leading_dim
+from shardtrain.sharding.specs import add_leading_dim
 from shardtrain.train_step.each_replica import each_replica
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.replica_sums import by_replica
+from shardtrain.train_step.replica_sums import split_by_replica
 
 
 class TaskInputs(NamedTuple):
@@ -84,7 +84,7 @@ class StageFunctions:
         self.rows = PartitionSpec(self.replica_axes, self._rules[axes.BATCH])
         self._start_row, self._borrowed = start_row, borrowed
 
-    def compiled(self, function: Callable[..., Any], part: int, **options: Any) -> Callable[..., Any]:
+    def compile_part(self, function: Callable[..., Any], part: int, **options: Any) -> Callable[..., Any]:
         """Return a function of (part, ...) below, compiled for one part."""
 
         def run(*arguments: Any) -> Any:
@@ -96,10 +96,10 @@ class StageFunctions:
 
     # -- before the tasks of a step --
 
-    def by_replica(self, batch: Batch, model_state: Tree) -> tuple[Batch, jax.Array, Tree]:
+    def split_by_replica(self, batch: Batch, model_state: Tree) -> tuple[Batch, jax.Array, Tree]:
         """Return per replica the batch (M, R, rows, ...), first rows (M, R) and model state (R, ...)."""
         # random keys follow the number of a row in the whole batch, whatever pipeline computes it
-        first_rows, batch = by_replica(batch, self._start_row, self.placement)
+        first_rows, batch = split_by_replica(batch, self._start_row, self.placement)
         state = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.num_replicas, *x.shape)), model_state)
         return batch, first_rows, state
 
@@ -112,7 +112,7 @@ class StageFunctions:
         """
         grads = jax.tree.map(lambda x: jnp.zeros((self.num_replicas, *x.shape), jnp.float32), task.params)
         grads = self._constrain_grads(grads) if self.train else {}
-        zeros = self._by_rows(jnp.zeros(self.num_replicas))
+        zeros = self._shard_by_rows(jnp.zeros(self.num_replicas))
         metrics: Any = {}
         if last == self.stage_model.last_part:
             # only the loss knows which metrics it has
@@ -124,7 +124,9 @@ class StageFunctions:
                 for x in values
             ]
             found, _ = jax.eval_shape(partial(self._run, last, train=False), task._replace(inputs=inputs))
-            metrics = self._by_rows(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), found[1][1]))
+            metrics = self._shard_by_rows(
+                jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), found[1][1])
+            )
         return Sums(zeros, zeros, metrics, grads)
 
     # -- tasks --
@@ -135,7 +137,7 @@ class StageFunctions:
         if part < self.stage_model.last_part:
             return found, model_state
         loss_sum, (count, metrics) = found
-        return Sums(*self._by_rows((loss_sum, count, metrics)), grads={}), model_state
+        return Sums(*self._shard_by_rows((loss_sum, count, metrics)), grads={}), model_state
 
     def backward(self, part: int, sums: Sums, task: TaskInputs) -> tuple[Any, Sums, Tree]:
         """Return the cotangents of a part's inputs, the sums with its gradients, and the model state."""
@@ -245,12 +247,12 @@ class StageFunctions:
         if not loss:
             return sums
         sums = add_loss(sums, *loss)
-        return sums._replace(**self._by_rows(sums.of_loss))
+        return sums._replace(**self._shard_by_rows(sums.of_loss))
 
     def _constrain_grads(self, grads: Tree) -> Tree:
-        specs = with_leading_dim(self.placement.specs.params, self.replica_axes)
+        specs = add_leading_dim(self.placement.specs.params, self.replica_axes)
         known = {path_text(path): spec for path, spec in jax.tree.leaves_with_path(specs, is_leaf=_is_spec)}
-        known |= with_leading_dim(dict(self._borrowed), self.replica_axes)
+        known |= add_leading_dim(dict(self._borrowed), self.replica_axes)
 
         def constrain(path: Any, x: jax.Array) -> jax.Array:
             spec = known[path_text(path)]
@@ -258,7 +260,7 @@ class StageFunctions:
 
         return jax.tree.map_with_path(constrain, grads)
 
-    def _by_rows(self, tree: Any) -> Any:
+    def _shard_by_rows(self, tree: Any) -> Any:
         """Shard sums (R,) as rows are: always alike, else a program would be compiled for each sharding."""
         sharding = NamedSharding(self.placement.mesh, PartitionSpec(self.replica_axes))
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), tree)

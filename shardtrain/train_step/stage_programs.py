@@ -33,14 +33,14 @@ class StagePrograms:
         self.num_replicas = functions.num_replicas
         self._rows = NamedSharding(functions.placement.mesh, functions.rows)
         parts = functions.stage_model.parts
-        self._forwards = {part: functions.compiled(functions.forward, part) for part in parts}
+        self._forwards = {part: functions.compile_part(functions.forward, part) for part in parts}
         self._backwards, self._input_backwards, self._weights = (
-            {part: functions.compiled(function, part, donate_argnums=0) for part in parts}
+            {part: functions.compile_part(function, part, donate_argnums=0) for part in parts}
             for function in (functions.backward, functions.input_backward, functions.weight)
         )
-        self._initial_sums = functions.compiled(functions.initial_sums, parts[-1])
+        self._initial_sums = functions.compile_part(functions.initial_sums, parts[-1])
         self._add = jax.jit(lambda trees: jax.tree.map(lambda *x: sum(x[1:], x[0]), *trees))
-        self._by_replica = jax.jit(functions.by_replica)
+        self._by_replica = jax.jit(functions.split_by_replica)
 
     def begin(
         self, params: Tree, model_state: Tree, key: jax.Array, batch: Batch, has_weight: bool = False
@@ -74,24 +74,24 @@ class StagePrograms:
         compiled = lowered.compile()
         sums = jax.tree.map(_shape, lowered.out_info, compiled.output_shardings)
         for part, forward in self._forwards.items():
-            inputs = [self._received(value) for value in self._flow.reads[part]]
+            inputs = [self._find_received(value) for value in self._flow.reads[part]]
             task = self._step._replace(inputs=inputs, cotangents=[])
             if part != self._last_part or not self._train:
                 forward.lower(task).compile()
             if self._train:
                 writes = filter(self._flow.has_cotangent, self._flow.writes[part])
-                task = task._replace(cotangents=[self._received(value) for value in writes])
+                task = task._replace(cotangents=[self._find_received(value) for value in writes])
                 backward = self._input_backwards if self._has_weight else self._backwards
                 backward[part].lower(sums, task).compile()
 
-    def _received(self, value: Value) -> jax.ShapeDtypeStruct:
+    def _find_received(self, value: Value) -> jax.ShapeDtypeStruct:
         """Return the shape of a value as `to_devices` returns it."""
         shape = self._flow.shapes[value]
         rows, *rest = shape.shape
         dims = (self.num_replicas, rows // self.num_replicas, *rest)
         return jax.ShapeDtypeStruct(dims, shape.dtype, sharding=self._rows)
 
-    def of_batch(self, params: Tree, model_state: Tree, key: jax.Array, batch: Batch) -> Self:
+    def copy_for_batch(self, params: Tree, model_state: Tree, key: jax.Array, batch: Batch) -> Self:
         """Return the same programs with arrays of their own, begun for a batch; see `begin`."""
         programs = copy(self)
         programs.begin(params, model_state, key, batch)

@@ -27,9 +27,9 @@ from shardtrain.pipeline.table import Table
 from shardtrain.train_step.borrowed_parameters import BorrowedParameters
 from shardtrain.train_step.compile_turns import CompileTurns
 from shardtrain.train_step.island_merge import AllGather, IslandMerge
-from shardtrain.train_step.island_totals import shapes_of_sums, with_sums_of_islands
+from shardtrain.train_step.island_totals import add_island_sums, shapes_of_sums
 from shardtrain.train_step.meetings import Meetings
-from shardtrain.train_step.own_state import with_own, without_own
+from shardtrain.train_step.own_state import drop_local_fields, restore_local_fields
 from shardtrain.train_step.owner_transfers import OwnerCombiners, OwnerTransfers
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.seats import Seats
@@ -118,7 +118,7 @@ class StageStep:
         self._synchronous_steps = synchronisation.synchronous_steps
         if not synchronisation.on_deltas or self._synchronous_steps:
             combiner = mean() if synchronisation.on_deltas else synchronisation.combiner
-            owners = owners or OwnerTransfers.of_stage(stage_model, transfer)
+            owners = owners or OwnerTransfers.make_stage_transfers(stage_model, transfer)
             self._combiners = OwnerCombiners(combiner, placement, owners)
         if synchronisation.on_deltas:
             if make_waves is None:
@@ -199,12 +199,12 @@ class StageStep:
             new, metrics = self._run(state, batch, is_local=True)
         else:
             # a mean keeps no arrays, so the shapes of its state are its state
-            new, metrics = self._run(without_own(state, self._combiners.wanted()), batch)
-            new = with_own(new, state)
+            new, metrics = self._run(drop_local_fields(state, self._combiners.wanted()), batch)
+            new = restore_local_fields(new, state)
         # at the end of some steps a merge with the other pipelines
         new, found = self._merge.merge(new._replace(combine_state=combine_state), number)
         zeros = jax.tree.map(jnp.zeros_like, new.local.sums)
-        return new, with_sums_of_islands(metrics, found, zeros) if is_local else metrics
+        return new, add_island_sums(metrics, found, zeros) if is_local else metrics
 
     def _run(self, state: State, batch: Batch, *, is_local: bool = False) -> tuple[State, Metrics]:
         """Run the tasks of a batch and an update: of this pipeline's own parameters, or common to all."""
@@ -223,7 +223,7 @@ class StageStep:
         self._borrowed.return_gradients(borrowed)
         count, totals = self._losses(loss_sums, is_local)
         grads = self._gradient_programs.scaled(grads, self._borrowed.receive_gradients(), count)
-        model_state = self._merged_state(programs.model_state, batch)
+        model_state = self._merge_state(programs.model_state, batch)
         # 3. an update of this pipeline's own
         if is_local:
             squares = self._stage_sums.add("gradient norms", float(self._gradient_programs.squares(grads)))
@@ -284,9 +284,9 @@ class StageStep:
         rounded otherwise: so all take that of the first pipeline.
         """
         squares = self._all_gather("gradient norms", float(self._gradient_programs.squares(grads)))
-        return np.float32(np.sum(self.seats.of_replica(squares, 0)))
+        return np.float32(np.sum(self.seats.select_replica(squares, 0)))
 
-    def _merged_state(self, model_state: Tree, batch: Batch) -> Tree:
+    def _merge_state(self, model_state: Tree, batch: Batch) -> Tree:
         """Average the model state over this island's own replicas, weighted by their numbers of real rows."""
         if not jax.tree.leaves(model_state):
             return model_state

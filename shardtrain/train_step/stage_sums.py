@@ -23,7 +23,7 @@ def gather_losses(
     """
     own = jax.tree.map(float, jax.device_get(loss_sums)) if seats.stage == last_stage else None
     found = all_gather(name, own)
-    return [seats.of_replica(found, replica)[last_stage] for replica in range(seats.num_replicas)]
+    return [seats.select_replica(found, replica)[last_stage] for replica in range(seats.num_replicas)]
 
 
 def sum_losses(by_replica: list[dict[str, Any]]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class StageSums:
         """Whether this is the stage with the highest number."""
         return self._seats.stage == self._seats.num_stages - 1
 
-    def up(self, name: str, tree: Any) -> Any:
+    def send_up(self, name: str, tree: Any) -> Any:
         """Add numbers to those of later stages, send the sums to the stage before, and return them.
 
         Args:
@@ -68,7 +68,7 @@ class StageSums:
             self._mailbox.send(values, stage - 1, self._tag)
         return jax.tree.unflatten(structure, values.tolist())
 
-    def down(self, name: str, tree: Any) -> Any:
+    def send_down(self, name: str, tree: Any) -> Any:
         """Return the numbers of the first stage, and pass them on.
 
         Args:
@@ -85,7 +85,7 @@ class StageSums:
 
     def add(self, name: str, tree: Any) -> Any:
         """Return the sums over all stages, the same on all of them; see `up` for the arguments."""
-        return self.down(name, self.up(name, tree))
+        return self.send_down(name, self.send_up(name, tree))
 
     def _receive(self, name: str, like: np.ndarray, source: int) -> np.ndarray:
         return self._mailbox.receive(like.shape, like.dtype, source, self._tag, f"{name} from stage {source}")
@@ -100,7 +100,7 @@ class StagesInStep(StageSums):
 
     def meeting(self, answered: int) -> int:
         """Return the answer of the first stage."""
-        return int(self.down("the next meeting", float(answered)))
+        return int(self.send_down("the next meeting", float(answered)))
 
 
 class StagesInFlight(StageSums):
@@ -118,4 +118,4 @@ class StagesInFlight(StageSums):
 
     def meeting(self, answered: int) -> int:
         """Return the answer of the first stage."""
-        return int(self.down("the next meeting", float(answered)))
+        return int(self.send_down("the next meeting", float(answered)))

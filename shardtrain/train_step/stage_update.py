@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.combine.fragments import by_path
+from shardtrain.combine.fragments import group_by_path
 from shardtrain.functional.model import Tree, path_text
 from shardtrain.functional.sums import Sums
-from shardtrain.optim.clip import clipped
-from shardtrain.pipeline.stage_model import nested
+from shardtrain.optim.clip import clip_gradients
+from shardtrain.pipeline.stage_model import nest
 from shardtrain.train_step.gradients import merge_replicas, sum_replicas
-from shardtrain.train_step.island_combiner import joined_metrics
+from shardtrain.train_step.island_combiner import join_metrics
 from shardtrain.train_step.island_totals import step_sums
 from shardtrain.train_step.local_steps import make_local_update, own_params
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.state import State
-from shardtrain.train_step.step import Metrics, apply_gradients, gradient_metrics, unless_skipped
+from shardtrain.train_step.step import Metrics, apply_gradients, gradient_metrics, keep_unless_skipped
 
 
 class GradientPrograms(NamedTuple):
@@ -57,8 +57,8 @@ def make_gradient_programs(placement: Placement) -> GradientPrograms:
 
     def reduced(sums: Sums) -> tuple[Tree, dict[str, jax.Array], dict[str, Any]]:
         """Sum over this island's replicas: (gradients of owned parameters, of borrowed ones, losses)."""
-        found = by_path(sums.grads)
-        own = nested({path: g for path, g in found.items() if path in owned})
+        found = group_by_path(sums.grads)
+        own = nest({path: g for path, g in found.items() if path in owned})
         own = jax.tree.map(lambda g, spec: sum_replicas(g, spec, replica_axes, mesh), own, specs.sharded)
         borrowed = {path: g.sum(0) for path, g in found.items() if path not in owned}
         return own, borrowed, _loss_sums(sums)
@@ -109,15 +109,15 @@ def make_update(
         combine_metrics: Any,
     ) -> tuple[State, Metrics]:
         norm = jnp.sqrt(squares)
-        found = Sums(grads=_clipped(grads, norm, clip), model_state=model_state, **totals)
+        found = Sums(grads=_clip(grads, norm, clip), model_state=model_state, **totals)
         # the norm is that of all stages
-        metrics = {**gradient_metrics(found), "grad_norm": norm, **joined_metrics(combine_metrics)}
+        metrics = {**gradient_metrics(found), "grad_norm": norm, **join_metrics(combine_metrics)}
 
         def updated(state: State) -> State:
             new = apply_gradients(optimizer, placement, state, found)
             return new._replace(combine_state=combine_state)
 
-        return unless_skipped(updated, placement, state, metrics, learning_rate)
+        return keep_unless_skipped(updated, placement, state, metrics, learning_rate)
 
     # the state is donated: parameters and optimizer state are updated in place
     whole, sharded = _shardings(placement)
@@ -150,7 +150,7 @@ def make_own_update(
     ) -> tuple[State, Metrics]:
         """The update of this pipeline's own parameters, which are merged later."""
         norm = jnp.sqrt(squares)
-        found = Sums(grads=_clipped(grads, norm, clip), model_state=model_state, **totals)
+        found = Sums(grads=_clip(grads, norm, clip), model_state=model_state, **totals)
 
         def updated(state: State) -> State:
             params = constrain(state.params, placement.specs.sharded, placement.mesh)
@@ -162,7 +162,7 @@ def make_own_update(
             return state._replace(opt_state=opt_state, local=local)
 
         metrics = {**found.logged, "grad_norm": norm}
-        new, metrics = unless_skipped(updated, placement, state, metrics, learning_rate)
+        new, metrics = keep_unless_skipped(updated, placement, state, metrics, learning_rate)
         sums = jax.tree.map(jnp.add, state.local.sums, step_sums(metrics))
         return new._replace(local=new.local._replace(sums=sums)), metrics
 
@@ -191,6 +191,6 @@ def _loss_sums(sums: Sums) -> dict[str, Any]:
     return jax.tree.map(lambda x: x.sum(0), sums.of_loss)
 
 
-def _clipped(grads: Tree, norm: jax.Array, clip: float | None) -> Tree:
+def _clip(grads: Tree, norm: jax.Array, clip: float | None) -> Tree:
     """Clip gradients by the norm of all stages, unless clip is None."""
-    return grads if clip is None else clipped(grads, norm, clip)
+    return grads if clip is None else clip_gradients(grads, norm, clip)

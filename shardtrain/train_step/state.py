@@ -13,7 +13,7 @@ import optax
 
 from shardtrain.functional.model import BLOCKS, Model, Tree, path_text
 from shardtrain.functional.rng import new_key
-from shardtrain.optim.optimizer_state import stored
+from shardtrain.optim.optimizer_state import make_storable
 from shardtrain.pipeline.stacking import Partition
 
 Metrics = dict[str, Any]
@@ -81,10 +81,10 @@ def abstract_state(
 
 @lru_cache(maxsize=8)
 def _abstract_state(model: Model, optimizer: optax.GradientTransformation, stages: Partition | None) -> State:
-    return jax.eval_shape(lambda: new_state(model, optimizer, jnp.uint32(0), in_stage_order(stages)))
+    return jax.eval_shape(lambda: new_state(model, optimizer, jnp.uint32(0), order_stage_blocks(stages)))
 
 
-def in_stage_order(
+def order_stage_blocks(
     stages: Partition | None, whole: Callable[[Any, Any], Any] = lambda path, x: x
 ) -> Callable[[Tree], Tree]:
     """Return a function that puts the blocks of parameters in the order of a pipeline's stages.
@@ -99,7 +99,7 @@ def in_stage_order(
     def stored(path: Any, x: jax.Array) -> jax.Array:
         if not path_text(path).startswith(f"{BLOCKS}/"):
             return x
-        return whole(path, stages.stored(whole(path, x)))
+        return whole(path, stages.store_blocks(whole(path, x)))
 
     return lambda params: jax.tree.map_with_path(stored, params)
 
@@ -116,10 +116,10 @@ def new_state(
       model: the model.
       optimizer: the optimizer.
       seed: uint32 scalar.
-      store: model parameters -> parameters as they are stored, see `in_stage_order`.
+      store: model parameters -> parameters as they are stored, see `order_stage_blocks`.
     """
     params, model_state = model.init(new_key(seed))
     params = store(params)
-    state = State(jnp.int32(0), seed, params, model_state, stored(optimizer).init(params))
+    state = State(jnp.int32(0), seed, params, model_state, make_storable(optimizer).init(params))
     # weak types do not survive a checkpoint, and results of another dtype would follow from that
     return jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.asarray(x).dtype), state)

@@ -13,22 +13,22 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.combine.replicas import combine_replicas, combined_entries, stacked_paths
+from shardtrain.combine.replicas import combine_replicas, find_stacked_paths, list_combined_entries
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import evaluation_key, step_key
 from shardtrain.functional.sums import Sums
 from shardtrain.optim.clip import TakesNorm
-from shardtrain.optim.optimizer_state import stored, value_function
+from shardtrain.optim.optimizer_state import make_storable, value_function
 from shardtrain.system.xla_flags import mesh_options
 from shardtrain.train_step.delta_step import make_delta_update, make_merge
 from shardtrain.train_step.gradient_noise import noise_metrics
 from shardtrain.train_step.gradients import make_gradients, make_replica_means
-from shardtrain.train_step.loss_scale import adjusted, overflowed, scale_of
-from shardtrain.train_step.offload import offloaded
+from shardtrain.train_step.loss_scale import adjust, is_overflow, scale_of
+from shardtrain.train_step.offload import offload_optimizer
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.replica_losses import make_losses
-from shardtrain.train_step.replica_state import fragments_of
+from shardtrain.train_step.replica_state import split_fragments
 from shardtrain.train_step.state import Metrics, State
 
 Step = Callable[[State, Batch], tuple[State, Metrics]]
@@ -64,7 +64,7 @@ def make_step(
       device: loss_sum, count, grad_norm (before clipping; with deltas the root mean square of the
       replicas' norms), skipped (1 if loss or gradient is not finite: then only the step counter
       changes, and what replicas changed before is combined if it is due), the loss's own as (sum, count),
-      and the combiner's, (L,) by `combined_labels`.
+      and the combiner's, (L,) by `list_combined_labels`.
     """
     make = make_delta_update if placement.synchronisation.on_deltas else _make_gradient_update
     compute = make(model, loss, optimizer, placement, start_row)
@@ -73,20 +73,20 @@ def make_step(
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         update, metrics = compute(state, batch)
-        state, metrics = unless_skipped(update, placement, state, metrics, learning_rate)
+        state, metrics = keep_unless_skipped(update, placement, state, metrics, learning_rate)
         if merge is None:
             return state, metrics
         state, found = merge(state)
         return state, {**metrics, **found}
 
-    return compiled(step, placement)
+    return compile_step(step, placement)
 
 
-def compiled(step: Step, placement: Placement) -> Step:
+def compile_step(step: Step, placement: Placement) -> Step:
     """Compile a step: state and batch have the shardings of the placement, and the state is donated."""
     whole = NamedSharding(placement.mesh, PartitionSpec())
     return jax.jit(
-        offloaded(step, placement.state),
+        offload_optimizer(step, placement.state),
         in_shardings=(placement.state, placement.batch),
         out_shardings=(placement.state, whole),
         donate_argnums=0,
@@ -94,7 +94,7 @@ def compiled(step: Step, placement: Placement) -> Step:
     )
 
 
-def unless_skipped(
+def keep_unless_skipped(
     update: Update,
     placement: Placement,
     state: State,
@@ -133,10 +133,10 @@ def unless_skipped(
         return kept, metrics
     metrics["loss_scale"] = state.loss_scale.scale
     if own_finite is None:
-        over = placement.in_float16 & overflowed(state.loss_scale, metrics["loss_sum"], finite)
+        over = placement.in_float16 & is_overflow(state.loss_scale, metrics["loss_sum"], finite)
         metrics["overflowed"] = jnp.float32(over)
     return kept._replace(
-        loss_scale=adjusted(state.loss_scale, finite if own_finite is None else own_finite)
+        loss_scale=adjust(state.loss_scale, finite if own_finite is None else own_finite)
     ), metrics
 
 
@@ -173,7 +173,7 @@ def apply_gradients(
             return other.mean_loss, constrain(other.grads, specs.sharded, mesh)
 
         extra["value_fn"] = value_function(value_and_grad, state.params)
-    updates, opt_state = stored(optimizer).update(grads, state.opt_state, params, **extra)
+    updates, opt_state = make_storable(optimizer).update(grads, state.opt_state, params, **extra)
     params = optax.apply_updates(params, updates)
     return state._replace(params=params, model_state=found.model_state, opt_state=opt_state)
 
@@ -214,9 +214,9 @@ def _make_gradient_update(
     replica_means = make_replica_means(model, loss, placement, start_row)
     specs, mesh, combiner = placement.specs, placement.mesh, placement.synchronisation.combiner
     # all that is trained is one fragment
-    (fragment,) = fragments_of(placement.synchronisation, specs)
-    stacked = stacked_paths(specs.arrays, specs.sharded) & fragment.rows.keys()
-    _, entries = combined_entries(specs)
+    (fragment,) = split_fragments(placement.synchronisation, specs)
+    stacked = find_stacked_paths(specs.arrays, specs.sharded) & fragment.rows.keys()
+    _, entries = list_combined_entries(specs)
 
     def combined(state: State, batch: Batch) -> tuple[Update, Metrics]:
         found, means, counts, _ = replica_means(state, batch)
@@ -243,9 +243,9 @@ def _make_gradient_update(
     return combined
 
 
-def combined_labels(placement: Placement) -> list[str]:
+def list_combined_labels(placement: Placement) -> list[str]:
     """Return the names of the entries of a combiner's metric (L,): parameters, or layers of stacked ones."""
-    return combined_entries(placement.specs)[0]
+    return list_combined_entries(placement.specs)[0]
 
 
 def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[..., Metrics]:

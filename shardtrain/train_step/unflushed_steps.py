@@ -19,7 +19,7 @@ from shardtrain.functional.model import Tree
 from shardtrain.functional.rng import step_key
 from shardtrain.train_step.borrowed_parameters import BorrowedParameters
 from shardtrain.train_step.compile_turns import CompileTurns
-from shardtrain.train_step.island_totals import with_sums_of_islands
+from shardtrain.train_step.island_totals import add_island_sums
 from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.stage_executor import StageExecutor
 from shardtrain.train_step.stage_programs import StagePrograms
@@ -112,7 +112,7 @@ class UnflushedSteps:
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Start a step, and end the one that leaves the pipeline; at a meeting end all."""
-        number = self._steps_started(state) + 1
+        number = self._count_started(state) + 1
         found: list[Metrics] = []
         # 1. the update of the batch that has left the pipeline, which this one has to see
         if self._done and self._done[0].number <= number - self._in_flight:
@@ -137,9 +137,9 @@ class UnflushedSteps:
         skipped = sum(each["skipped"] for each in found)
         # a step that ends no batch has no gradient norm: it updates nothing
         own = {**(found[-1] if found else {}), "skipped": skipped}
-        return state, with_sums_of_islands(own, merged, zeros)
+        return state, add_island_sums(own, merged, zeros)
 
-    def _steps_started(self, state: State) -> int:
+    def _count_started(self, state: State) -> int:
         step, number = self._last
         if state.step is step:
             return number
@@ -155,7 +155,7 @@ class UnflushedSteps:
             self._weights = self._own_params(state)
         params = self._borrowed.exchange(self._weights)
         key = step_key(state.seed, jnp.int32(number - 1))
-        programs = self._programs.of_batch(params, state.local.model_state, key, batch)
+        programs = self._programs.copy_for_batch(params, state.local.model_state, key, batch)
         self._turns.once("training tasks", programs.compile)
         executor = self._executors[number % len(self._executors)]
         executor.run(programs, "forward")
@@ -168,21 +168,21 @@ class UnflushedSteps:
         self._borrowed.return_gradients(borrowed)
         # the losses come with the cotangents, from the last stage; the squares of the norm grow on the way
         own = jax.device_get(loss_sums) if self._stages.is_last else self._no_losses
-        losses = self._stages.up(f"the losses of step {number}", own)
+        losses = self._stages.send_up(f"the losses of step {number}", own)
         count = np.float32(losses["count"])
         grads = self._gradient_programs.scaled(grads, self._borrowed.receive_gradients(), count)
         rest = {
             "squares": float(self._gradient_programs.squares(grads)),
             "wants": float(self._meetings.is_wanted),
         }
-        rest = self._stages.up(f"the gradient norm of step {number}", rest)
+        rest = self._stages.send_up(f"the gradient norm of step {number}", rest)
         self._done.append(Done(number, grads, {"losses": losses, **rest}))
 
     def _update(self, state: State, metrics: list[Metrics]) -> State:
         """Update by the oldest gradient, with the sums of all stages, and end a wave; append the metrics."""
         number, grads, sums = self._done.popleft()
         # the first stage has the sums of all
-        sums = self._stages.down(f"the sums of step {number}", sums)
+        sums = self._stages.send_down(f"the sums of step {number}", sums)
         losses = jax.tree.map(np.float32, sums["losses"])
         squares = np.float32(sums["squares"])
         state, own = self._own_update(state, grads, state.local.model_state, losses, squares, losses["count"])

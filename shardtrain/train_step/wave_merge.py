@@ -20,7 +20,7 @@ from shardtrain.train_step.island_totals import average_model_state
 from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.own_state import OwnState
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.replica_state import fragments_of
+from shardtrain.train_step.replica_state import split_fragments
 from shardtrain.train_step.state import Local, Metrics, State
 
 
@@ -108,7 +108,7 @@ class WaveMerge:
         self._parameters, self._meetings, self._share = parameters, meetings, share
         self._transfer, self._all_gather, self._end_work = transfer, all_gather, end_work
         self._last_step, self._worker = last_step, worker or OneIsland()
-        self._own = OwnState(synchronisation, placement, fragments_of(synchronisation, placement.specs))
+        self._own = OwnState(synchronisation, placement, split_fragments(synchronisation, placement.specs))
         self.begin, self.wanted, self.shardings = self._own.begin, self._own.wanted, self._own.shardings
         self._param_shardings = placement.state.params
         self._last: tuple[Any, int] = (None, 0)

@@ -22,13 +22,13 @@ from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data.loading import Loading
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
-from shardtrain.functional.compute_dtype import has_dtype, with_compute_dtype
-from shardtrain.functional.frozen import with_frozen
-from shardtrain.functional.gathered import with_unnamed_gathered
+from shardtrain.functional.compute_dtype import has_dtype, set_compute_dtype
+from shardtrain.functional.frozen import freeze_parameters
+from shardtrain.functional.gathered import gather_unnamed
 from shardtrain.functional.loss import Loss, next_token_loss
 from shardtrain.functional.model import Model
-from shardtrain.functional.nnx_model import as_model
-from shardtrain.functional.remat import with_remat
+from shardtrain.functional.nnx_model import convert_model
+from shardtrain.functional.remat import apply_remat
 from shardtrain.islands.watchdog.diagnosis import Watch
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.scaling import Scaling
@@ -190,7 +190,7 @@ class Run:
             raise problems_error("this run cannot be started", problems)
 
 
-def model_of(run: Run) -> Model:
+def make_model(run: Run) -> Model:
     """Return a run's model as pure functions, with the names, dtype and remat that the run gives.
 
     Raises:
@@ -199,12 +199,12 @@ def model_of(run: Run) -> Model:
     model, dtype = run.model, run.strategy.compute_dtype
     # fields of a configuration first: once one option wraps it, it has none
     if has_dtype(model):
-        model, dtype = with_compute_dtype(model, dtype), None
-    model = with_compute_dtype(with_remat(model, run.strategy.remat), dtype)
-    pure = as_model(model, run.names)
+        model, dtype = set_compute_dtype(model, dtype), None
+    model = set_compute_dtype(apply_remat(model, run.strategy.remat), dtype)
+    pure = convert_model(model, run.names)
     if run.strategy.layout.unnamed == "shard":
-        pure = with_unnamed_gathered(pure)
-    return with_frozen(pure, run.freeze)
+        pure = gather_unnamed(pure)
+    return freeze_parameters(pure, run.freeze)
 
 
 COUNTS = ("batch", "steps", "log_every", "evaluate_every", "evaluate_batches")
@@ -251,7 +251,7 @@ def _wrong_values(run: Run) -> list[str]:
         )
     problems += [*growth_problems(run), *noise_problems(run)]
     problems += sink_problems(run.sinks)
-    if checked_rows(run.check_layout) is None:
+    if parse_checked_rows(run.check_layout) is None:
         problems.append(f"check_layout is {run.check_layout!r}; use auto, off, or a number of rows: rows=2")
     if not 0 <= run.seed < 2**32:
         problems.append(f"seed is {run.seed}; use a number from 0 to 2**32 - 1")
@@ -266,7 +266,7 @@ def _wrong_values(run: Run) -> list[str]:
     return problems
 
 
-def checked_rows(check_layout: str) -> int | None:
+def parse_checked_rows(check_layout: str) -> int | None:
     """Return how many rows of each device `check_layout` asks for; None if it is no such option.
 
     >>> checked_rows("auto"), checked_rows("off"), checked_rows("rows=4"), checked_rows("4")

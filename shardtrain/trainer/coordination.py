@@ -20,7 +20,7 @@ from shardtrain.islands.membership import Islands
 from shardtrain.islands.transfer import Transfer
 from shardtrain.islands.watchdog.stragglers import StepTimer, Stragglers
 from shardtrain.pipeline.block_owners import owner_groups
-from shardtrain.plan.devices import known_device
+from shardtrain.plan.devices import find_device
 from shardtrain.train_step.owner_transfers import OwnerTransfers
 from shardtrain.train_step.seats import Seats
 from shardtrain.trainer.config import Run
@@ -161,7 +161,7 @@ class Coordination:
             return BatchSplit([1], [RowSplit.of(mesh.shape, batch_axes, microbatches).multiple], 0)
         # what each island can split without padding; its devices are its weight, unless shares are given
         unit = RowSplit.of(mesh.shape, batch_axes, microbatches).multiple
-        device = known_device(mesh.devices.flat[0].device_kind)
+        device = find_device(mesh.devices.flat[0].device_kind)
         rate = device and device.matrix_flops_per_second
         found = self.islands.all_gather_islands("rows", [mesh.devices.size, unit, rate])
         rates_known = all(rate for _, _, rate in found)
@@ -169,7 +169,7 @@ class Coordination:
         replica = self.islands.seat.island
         if (seats := self.seats) is not None:
             # all stages of a pipeline work on the same rows
-            pipelines = [seats.of_replica(found, i) for i in range(seats.num_replicas)]
+            pipelines = [seats.select_replica(found, i) for i in range(seats.num_replicas)]
             found = [[sum(n for n, _ in each), math.lcm(*(unit for _, unit in each))] for each in pipelines]
             replica, unit = seats.replica, found[seats.replica][1]
         if weights is not None and len(weights) != len(found):
@@ -274,7 +274,7 @@ class Coordination:
             for key in by_island[0]
         }
 
-    def in_turn(self, name: str, work: Callable[[], Any]) -> Any:
+    def run_in_turn(self, name: str, work: Callable[[], Any]) -> Any:
         """Call `work` on the ranks of a host one after the other, as they share its disk."""
         if self.islands is None:
             return work()

@@ -20,12 +20,12 @@ import numpy as np
 from shardtrain.data import Batch, Loader, Position
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.errors.messages import problems_error
-from shardtrain.optim.optimizer_state import evaluated_params
+from shardtrain.optim.optimizer_state import find_evaluated_params
 from shardtrain.report.metrics import Mean
 from shardtrain.system.plain_text import read_lines
 from shardtrain.system.untrusted_data import parse_record
 from shardtrain.train_step.island_step import IslandStep
-from shardtrain.train_step.offload import on_device
+from shardtrain.train_step.offload import copy_to_device
 from shardtrain.train_step.stage_step import StageStep
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import make_evaluate
@@ -39,7 +39,7 @@ Evaluate = Callable[[State], dict[str, float]]
 """state -> held-out values by name."""
 
 
-def evaluated_every(run: Run) -> int | None:
+def round_evaluation_interval(run: Run) -> int | None:
     """Return the steps between evaluations, at which replicas meet: in between, nothing common changes."""
     local_steps = run.strategy.synchronisation.every
     return run.evaluate_every and -(-run.evaluate_every // local_steps) * local_steps
@@ -178,7 +178,9 @@ def make_select_params(run: Run, setup: RunSetup) -> Callable[[State], Any]:
         return lambda state: state.params
     stored = setup.placement.state.opt_state
     select = jax.jit(
-        lambda opt_state, params: evaluated_params(run.evaluate_with, on_device(opt_state, stored), params),
+        lambda opt_state, params: find_evaluated_params(
+            run.evaluate_with, copy_to_device(opt_state, stored), params
+        ),
         out_shardings=setup.placement.state.params,
     )
     return lambda state: select(state.opt_state, state.params)
@@ -271,7 +273,7 @@ def _question(value: Any) -> Question:
     return Question(context, tuple(choices), answer)
 
 
-def requests_of(
+def make_requests(
     questions: Sequence[Question], tokenizer: Tokenizer, delimiter: str, seq: int
 ) -> list[Request]:
     """Return the tokens of every context with each of its choices, in order.
@@ -345,7 +347,7 @@ def _sums(apply: Any, tokens_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
     return ((of_target_BT - jax.nn.logsumexp(logits_BTV, -1)) * weights_BT).sum(1)
 
 
-def accuracy_of(questions: Sequence[Question], scores: np.ndarray) -> Accuracy:
+def compute_accuracy(questions: Sequence[Question], scores: np.ndarray) -> Accuracy:
     """Return how many questions the likeliest choice answers; of equal ones the first counts.
 
     Args:

@@ -72,7 +72,7 @@ class Feed:
 
     def change(self, shards: Mapping[int, BatchShard]) -> None:
         """Read other rows of the batches that follow, or, if nothing is read yet, of all."""
-        self._use(self.loader.with_shards(shards))
+        self._use(self.loader.replace_shards(shards))
 
     def _use(self, loader: Loader) -> None:
         is_reading = self._loaded is not None

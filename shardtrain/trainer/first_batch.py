@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardtrain.errors.user_code import UserCodeFailed
-from shardtrain.functional.auxiliary import plain, summed_loss
+from shardtrain.functional.auxiliary import plain, sum_loss
 from shardtrain.functional.loss import CLASSES, Loss, Regularized
 from shardtrain.functional.loss_count import loss_count
 from shardtrain.functional.metrics import LossWithMetrics
@@ -70,7 +70,7 @@ class Expected(NamedTuple):
         found = [x for x in jax.tree.leaves(self.outputs) if jnp.issubdtype(x.dtype, jnp.floating)]
         return found[0].shape[-1] if len(found) == 1 and found[0].ndim > 1 else None
 
-    def outputs_of(self, inputs: Any) -> Any:
+    def find_outputs(self, inputs: Any) -> Any:
         """Return the shapes of the model's outputs for some inputs, in evaluation mode."""
         # what is no array, such as a flag of the call, stays what it is
         leaves, structure = jax.tree.flatten(inputs)
@@ -112,12 +112,12 @@ def make_expected(model: Model, loss: Loss, batch: Mapping[str, np.ndarray], voc
     outputs: list[Any] = []
 
     def apply(*inputs: Any) -> Any:
-        shapes = found.outputs_of(inputs)
+        shapes = found.find_outputs(inputs)
         outputs.append(plain(shapes))
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     with jax.sharding.use_abstract_mesh(ONE):
-        _, _, metrics = jax.eval_shape(lambda batch: summed_loss(loss, apply, batch), rows)
+        _, _, metrics = jax.eval_shape(lambda batch: sum_loss(loss, apply, batch), rows)
     return found._replace(
         outputs=outputs, metrics=tuple(metrics), count=lambda: loss_count(model, loss, batch)
     )
@@ -186,9 +186,9 @@ def _totals(expected: Expected, with_sums: bool) -> tuple[Any, Any] | None:
 
     def totals(batch: Any, numbers: jax.Array) -> dict[str, Any]:
         def apply(*inputs: Any) -> Any:
-            return jax.tree.map(lambda x: _made_up(x, numbers), plain(expected.outputs_of(inputs)))
+            return jax.tree.map(lambda x: _make_up_outputs(x, numbers), plain(expected.find_outputs(inputs)))
 
-        loss_sum, count, _ = summed_loss(expected.loss, apply, batch)
+        loss_sum, count, _ = sum_loss(expected.loss, apply, batch)
         return {"count": count, "sum": loss_sum} if with_sums else {"count": count}
 
     together = dict(expected.rows), jnp.arange(2)
@@ -204,7 +204,7 @@ def _totals(expected: Expected, with_sums: bool) -> tuple[Any, Any] | None:
         return jax.device_get(both(together, one_by_one))
 
 
-def _made_up(like: Any, numbers: jax.Array) -> jax.Array:
+def _make_up_outputs(like: Any, numbers: jax.Array) -> jax.Array:
     """Return made-up outputs from 0 to 1 that depend on the row alone; valid as logits or probabilities."""
     if not jnp.issubdtype(like.dtype, jnp.floating):
         return jnp.zeros(like.shape, like.dtype)

@@ -14,7 +14,7 @@ from typing import Any, Literal, final
 
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
-from shardtrain.errors.user_code import UserCodeFailed, raised_at
+from shardtrain.errors.user_code import UserCodeFailed, find_raising_line
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.system.stop_signals import StopSignals
 
@@ -78,7 +78,7 @@ class Hook:
             f"{event} is {_name(function)}{signature}, and is called with ({', '.join(ARGUMENTS[event])});"
             " let it take these by position"
             for event, function in given.items()
-            if (signature := _other_signature(function, len(ARGUMENTS[event])))
+            if (signature := _format_other_signature(function, len(ARGUMENTS[event])))
         ]
         if problems:
             raise problems_error("this hook cannot be called", problems)
@@ -163,9 +163,9 @@ class Hooks:
                 try:
                     function(step, *own)
                 except Exception as error:
-                    self._failed(f"the hook {_name(function)} ({event})", step, error)
+                    self._report_failure(f"the hook {_name(function)} ({event})", step, error)
 
-    def _failed(self, name: str, step: int, error: Exception) -> None:
+    def _report_failure(self, name: str, step: int, error: Exception) -> None:
         """Report the first exception of a function.
 
         Raises:
@@ -180,7 +180,7 @@ class Hooks:
         if self._num_failed[name] == 1:
             self._report(
                 f"WARNING: {name} at step {step} raised {type(error).__name__}: {error}"
-                f" ({raised_at(error)}); the run continues. To end it instead: hook_errors='stop'"
+                f" ({find_raising_line(error)}); the run continues. To end it instead: hook_errors='stop'"
             )
 
 
@@ -210,7 +210,7 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(found, "__qualname__", type(found).__qualname__)
 
 
-def _other_signature(function: Callable[..., Any], number: int) -> str:
+def _format_other_signature(function: Callable[..., Any], number: int) -> str:
     """Return the signature of a function that cannot be called with so many arguments; "" if it can be.
 
     >>> _other_signature(lambda step: None, 2), _other_signature(lambda step, metrics, more=1: None, 2)

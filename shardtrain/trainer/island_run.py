@@ -13,7 +13,7 @@ import jax
 
 from shardtrain.islands.membership import Islands
 from shardtrain.islands.sections import island_numbers
-from shardtrain.optim.scaling import scaled
+from shardtrain.optim.scaling import scale_run
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.console import RunConsole
@@ -31,8 +31,8 @@ def run_of_island(run: Run, islands: Islands | None, output: RunConsole) -> Run:
     Raises:
       ValueError: a section of the strategy is for no island, or replicas cannot be combined as it says.
     """
-    strategy = _simplified(_own_strategy(run.strategy, islands, output), islands, output)
-    run = _with_measured_shares(replace(run, strategy=strategy), islands, output)
+    strategy = _simplify(_own_strategy(run.strategy, islands, output), islands, output)
+    run = _apply_measured_shares(replace(run, strategy=strategy), islands, output)
     return _scale(run, islands, output)
 
 
@@ -57,10 +57,10 @@ def _own_strategy(strategy: Strategy, islands: Islands | None, output: RunConsol
             output.note(
                 f"WARNING: no island has devices {name!r}, a section of the strategy; they are {kinds}"
             )
-    return strategy.of_island(*own)
+    return strategy.select_island(*own)
 
 
-def _simplified(strategy: Strategy, islands: Islands | None, output: RunConsole) -> Strategy:
+def _simplify(strategy: Strategy, islands: Islands | None, output: RunConsole) -> Strategy:
     """Return the strategy with waves of one step, in which nobody may be ahead, as every step."""
     # batches in flight do not see each other's updates, in waves of one step neither
     is_flushed = strategy.pipeline.in_flight == 1
@@ -89,7 +89,7 @@ class IslandDevices(NamedTuple):
     dtype: str | None = None
 
 
-def measured_shares_text(run: Run, islands: Sequence[IslandDevices]) -> str | None:
+def format_measured_shares(run: Run, islands: Sequence[IslandDevices]) -> str | None:
     """Return why the rows of these islands follow their speed though the run does not ask for it; None: no.
 
     They do where islands differ and the split of a batch changes nothing but rounding, and where the rows
@@ -113,13 +113,13 @@ def measured_shares_text(run: Run, islands: Sequence[IslandDevices]) -> str | No
     )
 
 
-def _with_measured_shares(run: Run, islands: Islands | None, output: RunConsole) -> Run:
+def _apply_measured_shares(run: Run, islands: Islands | None, output: RunConsole) -> Run:
     """Return the run with `shares` and `share_limits` "auto" where that is the default; say so."""
     if islands is None:
         return run
     own = IslandDevices(jax.local_devices()[0].device_kind, jax.device_count(), run.strategy.compute_dtype)
     every = [IslandDevices(*each) for each in islands.all_gather_islands("devices of islands", own)]
-    text = measured_shares_text(run, every)
+    text = format_measured_shares(run, every)
     if text is None:
         return run
     output.note(text)
@@ -143,7 +143,7 @@ def _scale(run: Run, islands: Islands | None, output: RunConsole) -> Run:
     by = run.strategy.synchronisation.by
     # what is averaged before a combiner gets it: an island's devices, or on one island all axes but data
     inside = max(replicas) if len(replicas) > 1 else max(own // sizes["data"], 1)
-    found = scaled(run, run.scaling, sum(replicas), by if isinstance(by, str) else "own", inside)
+    found = scale_run(run, run.scaling, sum(replicas), by if isinstance(by, str) else "own", inside)
     for line in found.notes:
         output.note(line)
     if len(replicas) == 1 and run.strategy.synchronisation.inside == "sum":

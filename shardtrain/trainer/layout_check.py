@@ -20,7 +20,7 @@ from shardtrain.axes import CONTEXT, PIPELINE, TENSOR
 from shardtrain.data import Batch, place, process_rows
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.activation_rules import activation_rules, noting
-from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.collective_matmul import NOTED
 from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key, step_key
@@ -32,8 +32,8 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import Placement, make_placement
-from shardtrain.train_step.state import in_stage_order
-from shardtrain.trainer.config import Run, checked_rows
+from shardtrain.train_step.state import order_stage_blocks
+from shardtrain.trainer.config import Run, parse_checked_rows
 from shardtrain.trainer.setup import RunSetup, load_first_rows
 
 _COVERED = """
@@ -75,7 +75,7 @@ def check_layout(run: Run, setup: RunSetup, batches: Any, note: Callable[[str], 
     """
     sizes = {axis: size for axis, size in setup.mesh.shape.items() if size > 1}
     asked = run.check_layout != "auto"
-    rows_of_device = checked_rows(run.check_layout)
+    rows_of_device = parse_checked_rows(run.check_layout)
     if not rows_of_device or len(sizes) < (1 if asked else 2) or setup.seats is not None:
         return
     operations, float_bytes = _trace_operations(run, setup, load_first_rows(batches, 1))
@@ -118,7 +118,7 @@ def _compare(run: Run, setup: RunSetup, rows: Batch, num_microbatches: int) -> d
     one = Layout(mesh={axes.DATA: 1})
     one_device = make_placement(model, optax.identity(), one, make_mesh(one, jax.local_devices()[:1]))
     expected = jax.device_get(_gradients(run, model, one_device, rows, parts))
-    expected = jax.device_get(in_stage_order(given.stages)(expected))
+    expected = jax.device_get(order_stage_blocks(given.stages)(expected))
 
     def on_mesh(x: np.ndarray, spec: Any) -> jax.Array:
         return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), x.__getitem__)
@@ -181,7 +181,7 @@ def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch
 
     def loss(params: Any, model_state: Any, key: jax.Array, batch: Any) -> Any:
         apply = lambda *inputs: model.apply(params, model_state, key, True, *inputs)[0]  # noqa: E731
-        return summed_loss(run.loss, apply, batch, rng=key)[0]
+        return sum_loss(run.loss, apply, batch, rng=key)[0]
 
     layout = run.strategy.layout
     notes: list[str] = []

@@ -14,13 +14,13 @@ import optax
 
 from shardtrain.checkpoints.policy import due
 from shardtrain.checkpoints.save import SaveFailed
-from shardtrain.imported import kept_tokens
+from shardtrain.imported import select_kept_tokens
 from shardtrain.report.sinks.json_lines import strict
 from shardtrain.report.sinks.sink import Sink
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.train_step.state import State
 from shardtrain.trainer.coordination import StepVote
-from shardtrain.trainer.evaluation import evaluated_every
+from shardtrain.trainer.evaluation import round_evaluation_interval
 from shardtrain.trainer.first_batch import class_problems
 from shardtrain.trainer.metric_log import MetricLog
 from shardtrain.trainer.recovery import RollBack
@@ -77,7 +77,7 @@ class _Loop:
         self.state, self.first_step, self.done = start.state, start.step, start.step
         self.position: Any = None
         self.extra = {"run": self.prepared.description, "strategy": strategy_text(self.run.strategy)}
-        self.extra |= kept_tokens(start.extra)
+        self.extra |= select_kept_tokens(start.extra)
         self.log = MetricLog(session, sink, self._explain)
         self.saved_seconds, self.save_is_due = time.monotonic(), False
         self.check_is_due = False
@@ -89,7 +89,7 @@ class _Loop:
             self._step()
             result = self._vote()
             is_last = self.done == self.last_step
-            every = evaluated_every(self.run)
+            every = round_evaluation_interval(self.run)
             evaluates = is_last or (every is not None and self.done % every == 0)
             # A run that resumes from a saved step does not repeat it, so its metrics must be written by now,
             # or be saved with it where they wait for the evaluation.
@@ -98,14 +98,14 @@ class _Loop:
             # Save before the evaluation, which may fail or be interrupted. A run that ends without a single
             # update is not saved: the same command must start again from the beginning.
             never_trained = is_last and not self.first_step
-            if result.save and not (never_trained and not self._any_step_trained()):
+            if result.save and not (never_trained and not self._has_any_step_trained()):
                 self._save_and_continue()
             if evaluates:
                 with self.session.aside(), _evaluating(self.session):
                     heldout = self.log.evaluate(self._evaluate, self.state)
                 self._save_if_best(heldout)
             if result.stop:
-                self.stop.agreed(result.stop)
+                self.stop.record_agreement(result.stop)
                 break
 
     def _step(self) -> None:
@@ -215,7 +215,7 @@ class _Loop:
         # nothing was trained, so there is nothing to judge or to save
         if self.done == self.first_step:
             return
-        if not self._any_step_trained():
+        if not self._has_any_step_trained():
             if self.done == self.last_step and not self.first_step:
                 raise FloatingPointError(f"every step was skipped, so nothing was learned: {log.why_skipped}")
             self.session.output.note(
@@ -232,7 +232,7 @@ class _Loop:
                 self.checkpoints.wait()
             self._report_awaited_save()
 
-    def _any_step_trained(self) -> bool:
+    def _has_any_step_trained(self) -> bool:
         return self._any_rank("a step that was not skipped", self.log.trained)
 
     def _save(self, unlogged: Mapping[str, float] | None = None, *, must: bool = False) -> None:
@@ -284,7 +284,7 @@ class _Loop:
           by_all: the newest step that all ranks have saved; None or -1: none is known.
         """
         if self.session.hooks.has_save:
-            self.session.hooks.save(self.checkpoints.complete(by_all), self.checkpoints.folder_of)
+            self.session.hooks.save(self.checkpoints.complete(by_all), self.checkpoints.find_folder)
 
     def _synchronise(self) -> None:
         """Make what islands have in common equal, as it is saved."""

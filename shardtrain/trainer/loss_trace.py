@@ -68,7 +68,7 @@ def check_trace(
       num_microbatches: those that one replica computes one after the other.
     """
     abstract = jax.eval_shape(model.init, new_key(0))
-    prime = _unused_prime([*jax.tree.leaves(abstract), *(x[0] for x in batch.values())])
+    prime = _find_unused_prime([*jax.tree.leaves(abstract), *(x[0] for x in batch.values())])
     promoted: list[str] = []
     metrics: list[str] = []
 
@@ -82,7 +82,7 @@ def check_trace(
     once = equations(first)
     coupled = [] if promoted or num_parts == 1 else _couplings(model, loss, batch, first, prime, num_parts)
     warned = [
-        *_unweighted(first.jaxpr, list(batch), metrics),
+        *_warn_unweighted(first.jaxpr, list(batch), metrics),
         *_row_constants(once, prime),
         *promoted,
         *coupled,
@@ -117,11 +117,11 @@ def _couplings(
         if difference is not None and difference < ROUNDING:
             return []
         return [coupling_text(f"{line} {each.what}", num_parts) for line, each in found.items()]
-    unexplained = _unexplained_difference(model, loss, batch, traced, prime, in_library)
+    unexplained = _find_unexplained_difference(model, loss, batch, traced, prime, in_library)
     return [coupling_text(unexplained, num_parts)] if unexplained else []
 
 
-def _unexplained_difference(
+def _find_unexplained_difference(
     model: Model, loss: Loss, batch: Mapping[str, np.ndarray], traced: Any, prime: int, in_library: bool
 ) -> str:
     """Compute a few rows of a model or loss of the user's own, and describe how they differ from their parts.
@@ -154,7 +154,7 @@ def _is_precise(traced: TracedEquation) -> bool:
     return not any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes)
 
 
-def _unused_prime(arrays: list[Any]) -> int:
+def _find_unused_prime(arrays: list[Any]) -> int:
     """Return a prime that divides no dim of some arrays."""
     dims = {size for x in arrays for size in x.shape}
     return next((prime for prime in PRIMES if not any(size % prime == 0 for size in dims)), PRIMES[-1])
@@ -205,7 +205,7 @@ def _difference_text(line: str) -> str:
     )
 
 
-def _unweighted(jaxpr: Any, names: list[str], metrics: list[str]) -> list[str]:
+def _warn_unweighted(jaxpr: Any, names: list[str], metrics: list[str]) -> list[str]:
     """Return a warning about sums and counts of a loss and its metrics that weights do not change."""
     if "weights" not in names:
         return []

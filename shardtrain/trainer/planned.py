@@ -21,8 +21,8 @@ from shardtrain.islands.cluster import IslandKind
 from shardtrain.islands.sections import range_text
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.plan.advice.bottleneck import PARTS
-from shardtrain.plan.compile import Figures, compile_step, described_devices, figures
-from shardtrain.plan.devices import known_device
+from shardtrain.plan.compile import Figures, compile_step, describe_devices, figures
+from shardtrain.plan.devices import find_device
 from shardtrain.plan.island_stages import StagesPlan
 from shardtrain.plan.islands import ClusterPlan
 from shardtrain.plan.prediction import Choice
@@ -37,8 +37,8 @@ from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_gradients import plan_parts
 from shardtrain.train_step.step import make_step
-from shardtrain.trainer.config import Run, model_of
-from shardtrain.trainer.setup import FIRST_POSITION, make_setup, microbatch_of
+from shardtrain.trainer.config import Run, make_model
+from shardtrain.trainer.setup import FIRST_POSITION, make_microbatch, make_setup
 from shardtrain.trainer.sources import make_batches
 from shardtrain.trainer.strategy import Strategy
 
@@ -46,7 +46,7 @@ MOST_ROWS = 64
 """Rows of the first batch that are loaded for what the loss counts in a row, on average."""
 
 
-def subjects_of(run: Run, source: Any, kinds: Sequence[IslandKind]) -> list[Subject]:
+def make_subjects(run: Run, source: Any, kinds: Sequence[IslandKind]) -> list[Subject]:
     """Return what is planned for each kind of islands: alike on the same devices in the same dtype.
 
     Args:
@@ -88,17 +88,17 @@ def subjects_of(run: Run, source: Any, kinds: Sequence[IslandKind]) -> list[Subj
 
 def _target(kind: IslandKind) -> Target:
     name = ANY_DEVICE if kind.device is None else kind.device.name or ANY_DEVICE
-    known = known_device(name)
+    known = find_device(name)
     # forms for one device alone are those of GPUs; the plan of a single CPU is that of several
     return Target(name, one_device=(kind.devices or 1) == 1 and known is not None and known.platform == "gpu")
 
 
 def _model(run: Run, dtype: str | None, remat: str | None) -> Model:
     strategy = replace(run.strategy, compute_dtype=dtype, remat=remat or run.strategy.remat)
-    return model_of(replace(run, strategy=strategy))
+    return make_model(replace(run, strategy=strategy))
 
 
-def space_of(run: Run, mesh: Mapping[str, int]) -> Space:
+def make_space(run: Run, mesh: Mapping[str, int]) -> Space:
     """Return what a plan of a run may choose.
 
     Args:
@@ -109,13 +109,13 @@ def space_of(run: Run, mesh: Mapping[str, int]) -> Space:
     return Space(layout=replace(run.strategy.layout, mesh=dict(mesh)), remats=remats)
 
 
-def planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
+def make_planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
     """Return a run's strategy with the best choice of a plan, and sections for islands that differ.
 
     The strategy reads back from a file (`strategy_text`), and `train --strategy FILE` takes it.
     """
     choices = [each.plan.ranked[0].choice for each in plan.kinds]
-    strategy = replace(with_choice(run.strategy, choices[0]), predicted=_predicted(plan))
+    strategy = replace(with_choice(run.strategy, choices[0]), predicted=_predict(plan))
     if len(plan.shares) == 1:
         return replace(strategy, islands={})
     sections, first = {}, 0
@@ -131,7 +131,7 @@ def planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
     return replace(strategy, across=across, islands=sections)
 
 
-def staged_strategy(run: Run, stages: StagesPlan) -> Strategy:
+def make_staged_strategy(run: Run, stages: StagesPlan) -> Strategy:
     """Return a run's strategy with each island a stage of a pipeline, which `train --strategy` takes."""
     pipeline = replace(run.strategy.pipeline, schedule="1f1b", virtual_stages=1, stages=stages.cuts)
     slowest, several = stages.slowest, len(stages.pipelines) > 1
@@ -161,7 +161,7 @@ def staged_strategy(run: Run, stages: StagesPlan) -> Strategy:
     )
 
 
-def choices_of(strategy: Strategy, plan: ClusterPlan) -> list[Choice]:
+def find_choices(strategy: Strategy, plan: ClusterPlan) -> list[Choice]:
     """Return the choice that a strategy makes for each kind of islands of a plan.
 
     Raises:
@@ -170,7 +170,7 @@ def choices_of(strategy: Strategy, plan: ClusterPlan) -> list[Choice]:
     found, first = [], 0
     for each in plan.kinds:
         name = each.kind.device.name if each.kind.device is not None else None
-        own = strategy.of_island(first, name or "")
+        own = strategy.select_island(first, name or "")
         first += each.kind.count
         if own.pipeline.stages != "equal":
             raise ValueError(
@@ -190,7 +190,7 @@ def choices_of(strategy: Strategy, plan: ClusterPlan) -> list[Choice]:
     return found
 
 
-def with_shares(
+def apply_shares(
     plan: ClusterPlan, strategy: Strategy, choices: Sequence[Choice], batch_rows: int
 ) -> ClusterPlan:
     """Return a plan with the rows that a strategy's shares give each island, as a run splits its batch.
@@ -198,7 +198,7 @@ def with_shares(
     Args:
       plan: the plan; its own rows stay where the strategy gives no weights.
       strategy: the strategy.
-      choices: of each kind of islands, see `choices_of`.
+      choices: of each kind of islands, see `find_choices`.
       batch_rows: of the whole batch.
 
     Raises:
@@ -225,7 +225,7 @@ def with_shares(
     return replace(plan, kinds=tuple(kinds), shares=tuple(rows))
 
 
-def _predicted(plan: ClusterPlan) -> dict[str, float]:
+def _predict(plan: ClusterPlan) -> dict[str, float]:
     """Return the predicted seconds of a step of the first island, by part."""
     seconds = plan.kinds[0].plan.ranked[0].prediction.seconds
     parts = (
@@ -281,7 +281,7 @@ def probe_seconds(run: Run, source: Any, choice: Choice) -> float:
       ValueError: the run refuses it.
     """
     run = replace(run, strategy=with_choice(run.strategy, choice))
-    setup = make_setup(run, microbatch=microbatch_of(run, source))
+    setup = make_setup(run, microbatch=make_microbatch(run, source))
     batch = make_batches(run, source).load(FIRST_POSITION)
     placed = place(batch, setup.mesh, run.strategy.layout.batch_axes, choice.accumulate)
     state: Any = init_state(setup.model, setup.optimizer, setup.placement, run.seed)
@@ -295,7 +295,7 @@ def probe_seconds(run: Run, source: Any, choice: Choice) -> float:
     return statistics.median(seconds[2:])
 
 
-def sent_parts(run: Run, source: Any, sizes: Mapping[str, int]) -> PlannedParts:
+def plan_sent_parts(run: Run, source: Any, sizes: Mapping[str, int]) -> PlannedParts:
     """Return what an island of a run sends after each program of `--gradient-parts`, and when.
 
     Args:
@@ -303,7 +303,7 @@ def sent_parts(run: Run, source: Any, sizes: Mapping[str, int]) -> PlannedParts:
       source: its training samples, of which one is loaded.
       sizes: axis -> size of the mesh of an island.
     """
-    rows = microbatch_of(run, source)
+    rows = make_microbatch(run, source)
     # where the optimizer's state is kept changes no gradient, and needs devices
     on_device = replace(run, strategy=replace(run.strategy, offload="none"))
     parts = make_setup(on_device, num_islands=2, microbatch=rows, mesh=abstract_mesh(sizes))
@@ -318,7 +318,7 @@ def sent_parts(run: Run, source: Any, sizes: Mapping[str, int]) -> PlannedParts:
     )
 
 
-def compiled_figures(run: Run, kind: str, sizes: Mapping[str, int], num_rows: int | None = None) -> Figures:
+def compile_figures(run: Run, kind: str, sizes: Mapping[str, int], num_rows: int | None = None) -> Figures:
     """Compile the step of a run and read its figures; the data is prepared in a temporary folder.
 
     Args:
@@ -331,16 +331,16 @@ def compiled_figures(run: Run, kind: str, sizes: Mapping[str, int], num_rows: in
       ValueError: unknown or too few devices, or a layout or batch that does not fit.
       ImportError: an extra is not installed.
     """
-    mesh = make_mesh(run.strategy.layout, described_devices(kind, math.prod(sizes.values())))
+    mesh = make_mesh(run.strategy.layout, describe_devices(kind, math.prod(sizes.values())))
     with TemporaryDirectory() as folder:
-        rows = microbatch_of(run, run.data.train(Path(folder)))
+        rows = make_microbatch(run, run.data.train(Path(folder)))
     parts = make_setup(run, microbatch=rows, mesh=mesh)
     accumulate = run.strategy.accumulate
     num_rows = run.batch if num_rows is None else num_rows
     if run.batch_unit == "tokens":
         # those of the first batch, with padding
         split = RowSplit.of(sizes, run.strategy.layout.batch_axes, accumulate)
-        num_rows = split.padded(len(rows["weights"]) * accumulate)
+        num_rows = split.pad_rows(len(rows["weights"]) * accumulate)
     batch = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in rows.items()}
     compiled = compile_step(
         parts.model, run.loss, parts.optimizer, parts.placement, batch, microbatches=accumulate

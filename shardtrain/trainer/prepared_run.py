@@ -16,8 +16,8 @@ import jax
 from shardtrain.data import Batch, Loader
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.activation_rules import noting
-from shardtrain.functional.loss_checks import guarded
-from shardtrain.functional.model import named_arrays
+from shardtrain.functional.loss_checks import guard_loss
+from shardtrain.functional.model import name_arrays
 from shardtrain.functional.rng import new_key
 from shardtrain.islands.membership import Islands, binding
 from shardtrain.islands.rank_facts import facts
@@ -29,13 +29,13 @@ from shardtrain.pipeline.traced_cut import TracedModel
 from shardtrain.report.islands import binding_text
 from shardtrain.report.sharding import totals_text
 from shardtrain.report.sinks import check_installed
-from shardtrain.sharding.moved_names import moved_names
+from shardtrain.sharding.moved_names import warn_moved_names
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.meetings import Meetings
-from shardtrain.train_step.replica_state import fragments_of
+from shardtrain.train_step.replica_state import split_fragments
 from shardtrain.train_step.state import State
-from shardtrain.train_step.step import Step, combined_labels
+from shardtrain.train_step.step import Step, list_combined_labels
 from shardtrain.trainer.batch_growth import growth_by_step
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
@@ -52,10 +52,10 @@ from shardtrain.trainer.run_step import bridge_text, make_checked_step, pipeline
 from shardtrain.trainer.setup import (
     FIRST_POSITION,
     RunSetup,
+    format_unused,
+    make_microbatch,
     make_setup,
-    microbatch_of,
     num_parts,
-    unused_text,
 )
 from shardtrain.trainer.sources import (
     data_facts,
@@ -65,7 +65,7 @@ from shardtrain.trainer.sources import (
     open_sources,
     source_warnings,
 )
-from shardtrain.trainer.stage_cut import with_stage_cut
+from shardtrain.trainer.stage_cut import apply_stage_cut
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.usage import row_seconds_at_peak
 
@@ -109,17 +109,17 @@ def run_facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> dict[st
             "compute_dtype": run.strategy.compute_dtype,
             "pipeline.tasks": digest,
             "pipeline.blocks": [list(cut.counts) for cut in setup.cuts],
-            "pipeline.sent": _sent(stage_model),
+            "pipeline.sent": _list_sent(stage_model),
         }
     return facts(description, trees=trees, fingerprint=description["data.fingerprint"])
 
 
-def _sent(stage_model: StageModel) -> list[list[str]]:
+def _list_sent(stage_model: StageModel) -> list[list[str]]:
     """Return what each part of a model that was cut by tracing sends on; [] for a model with blocks."""
     traced, stages = stage_model.traced, stage_model.stages
     if not isinstance(traced, TracedModel):
         return []
-    return [traced.sent_texts(stages, part) for part in range(len(stages.counts))]
+    return [traced.format_sent(stages, part) for part in range(len(stages.counts))]
 
 
 def _rows_digest(run: Run, setup: RunSetup) -> str | None:
@@ -128,7 +128,7 @@ def _rows_digest(run: Run, setup: RunSetup) -> str | None:
     None where the layers of an island are in order and sent together: then it is the same on any mesh.
     """
     specs = setup.placement.specs
-    rows = [dict(each.rows) for each in fragments_of(run.strategy.synchronisation, specs)]
+    rows = [dict(each.rows) for each in split_fragments(run.strategy.synchronisation, specs)]
     stored = None if specs.stages is None or specs.stages.is_plain else specs.stages.stored_blocks
     if setup.stage_model is not None or (len(rows) == 1 and stored is None):
         return None
@@ -176,7 +176,7 @@ class PreparedRun(NamedTuple):
     @property
     def labels(self) -> Sequence[str]:
         """Names of the entries of a metric of shape (L,)."""
-        return self.island_step.labels if self.island_step else combined_labels(self.setup.placement)
+        return self.island_step.labels if self.island_step else list_combined_labels(self.setup.placement)
 
     @property
     def num_skipped(self) -> int | None:
@@ -210,7 +210,7 @@ def prepare_run(
     # The first step is traced in the loop: it says which attention is computed.
     stack.enter_context(noting(output.note))
     strategy = run.strategy
-    run, description, source, heldout, setup = _agreed_setup(run, folder, islands, output)
+    run, description, source, heldout, setup = _agree_setup(run, folder, islands, output)
     coordination = _make_coordination(run, setup, islands)
     stack.push(lambda kind, *_: coordination.close(failed=kind is not None))
     batches = make_batches(run, source)
@@ -260,7 +260,7 @@ def prepare_run(
     )
 
 
-def _agreed_setup(
+def _agree_setup(
     run: Run, folder: Path, islands: Islands | None, output: RunConsole
 ) -> tuple[Run, dict[str, Any], Any, dict[str, Any], RunSetup]:
     """Open the data, set up model, optimizer and mesh for it, and verify that all islands have the same.
@@ -273,11 +273,11 @@ def _agreed_setup(
     """
     # Its description is of the run as it is trained.
     run = run_of_island(run, islands, output)
-    description, run = describe(run), replace(run, loss=guarded(run.loss))
-    source, heldout = Coordination(islands).in_turn("data", lambda: open_sources(run, folder))
+    description, run = describe(run), replace(run, loss=guard_loss(run.loss))
+    source, heldout = Coordination(islands).run_in_turn("data", lambda: open_sources(run, folder))
     # How many collective calls follow depends on the pipeline, so it is compared before them.
     Coordination(islands).check_agreement(pipeline_facts(description))
-    run = with_stage_cut(run, source, islands, output)
+    run = apply_stage_cut(run, source, islands, output)
     setup = _make_setup(run, source, islands, output)
     if not isinstance(run.optimizer, Optimizer):
         description[VALUES] = initial_values(setup.optimizer, setup.placement.specs.abstract.params)
@@ -289,15 +289,15 @@ def _agreed_setup(
 def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConsole) -> RunSetup:
     """Make the setup of this island; report unused parameters, and batch statistics that stay apart."""
     num_islands, island = (1, 0) if islands is None else (islands.seat.num_islands, islands.seat.island)
-    microbatch = microbatch_of(run, source)
+    microbatch = make_microbatch(run, source)
     of_lengths = getattr(make_batches(run, source), "rows_by_length", ())
     setup = make_setup(run, num_islands, microbatch, island, shapes=of_lengths)
     if run.strategy.layout.collective_matmul:
         check_sequences(run, setup.whole_model, setup.mesh.shape, microbatch)
     if setup.unused:
-        output.note(unused_text(setup.unused, run.optimizer))
+        output.note(format_unused(setup.unused, run.optimizer))
     model = setup.whole_model
-    if text := moved_names(named_arrays(model, jax.eval_shape(model.init, new_key(0))[0])):
+    if text := warn_moved_names(name_arrays(model, jax.eval_shape(model.init, new_key(0))[0])):
         output.note(text)
     if num_islands > 1 and (name := model.axis_name):
         output.note(

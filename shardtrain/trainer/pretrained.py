@@ -23,7 +23,7 @@ from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.slices import Index
 from shardtrain.functional.frozen import ADAPTERS
-from shardtrain.imported import TOKENS, kept_tokens
+from shardtrain.imported import TOKENS, select_kept_tokens
 from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_files import open_regular
 
@@ -45,7 +45,7 @@ def is_pretrained(path: Path) -> bool:
     return (path / CONFIG).is_file() and not (path / CHECKPOINTS).is_dir()
 
 
-def pretrained(folder: str | Path, adapter: str | Path | None = None, **options: Any) -> Any:
+def read_pretrained(folder: str | Path, adapter: str | Path | None = None, **options: Any) -> Any:
     """Return the configuration of the model in a folder of Hugging Face.
 
     A run with this model starts from the folder's parameters by `start_from=folder`.
@@ -64,10 +64,10 @@ def pretrained(folder: str | Path, adapter: str | Path | None = None, **options:
       ValueError: the model is of no family that can be read, or an option is not one.
     """
     config = replace(_converter().read_model_config(Path(folder)), **options)
-    return config if adapter is None else replace(config, lora=lora_of(adapter, config))
+    return config if adapter is None else replace(config, lora=read_lora(adapter, config))
 
 
-def lora_of(adapter: str | Path, config: Any) -> str:
+def read_lora(adapter: str | Path, config: Any) -> str:
     """Return the option `lora` of a model with the adapters in a folder of PEFT.
 
     Raises:
@@ -77,7 +77,7 @@ def lora_of(adapter: str | Path, config: Any) -> str:
     return _converter().open_adapters(Path(adapter), config)[0]
 
 
-def with_options_of_training(config: Any, model: Any) -> Any:
+def keep_training_options(config: Any, model: Any) -> Any:
     """Return a configuration with the options of another one that are of training and not of the model."""
     names = [name for name in OF_TRAINING if hasattr(config, name) and hasattr(model, name)]
     # models of images only know whether to recompute, others what
@@ -189,7 +189,7 @@ def open_pretrained(folder: Path, step: int | str | None = None) -> PretrainedRe
     )
 
 
-def with_adapters(reader: CheckpointReader, adapter: Path, model: Any) -> PretrainedReader:
+def add_adapters(reader: CheckpointReader, adapter: Path, model: Any) -> PretrainedReader:
     """Return a reader of the parameters of a folder of Hugging Face, and of adapters beside them.
 
     Args:
@@ -217,7 +217,7 @@ def with_adapters(reader: CheckpointReader, adapter: Path, model: Any) -> Pretra
     return replace(reader, parameters={**reader.parameters, **found})
 
 
-def upcycled(reader: CheckpointReader, model: Any) -> PretrainedReader:
+def upcycle(reader: CheckpointReader, model: Any) -> PretrainedReader:
     """Return a reader of a dense model by the paths of one with experts, copies of its feed-forward.
 
     Args:
@@ -242,7 +242,7 @@ def upcycled(reader: CheckpointReader, model: Any) -> PretrainedReader:
         folders=reader.folders,
         num_parts=1,
         parameters=found,
-        tokens=kept_tokens(reader.extra),
+        tokens=select_kept_tokens(reader.extra),
     )
 
 
@@ -317,12 +317,12 @@ def left_out(
     return found
 
 
-def entry_of(base: CheckpointReader, arrays: list[str], name: Path) -> dict[str, Any]:
+def make_entry(base: CheckpointReader, arrays: list[str], name: Path) -> dict[str, Any]:
     """Return the entry of a checkpoint's extra data."""
-    return {"arrays": [PARAMS + path for path in arrays], "digest": digest_of(base), "folder": str(name)}
+    return {"arrays": [PARAMS + path for path in arrays], "digest": compute_digest(base), "folder": str(name)}
 
 
-def with_base(reader: CheckpointReader, base: CheckpointReader | None, change: str) -> CheckpointReader:
+def add_base(reader: CheckpointReader, base: CheckpointReader | None, change: str) -> CheckpointReader:
     """Return a reader of all parameters of a checkpoint.
 
     Args:
@@ -344,7 +344,7 @@ def with_base(reader: CheckpointReader, base: CheckpointReader | None, change: s
             f"step {reader.step} has only what was trained; its other {len(arrays)} parameters are in"
             f" {short(known)}, where the run started: {change}"
         )
-    if (found := digest_of(base)) != wanted:
+    if (found := compute_digest(base)) != wanted:
         raise ValueError(
             f"step {reader.step} has only what was trained, beside parameters of digest {short(wanted)},"
             f" and those given have {found!r}; give what the run started from, then {short(known)}: {change}"
@@ -357,7 +357,7 @@ def with_base(reader: CheckpointReader, base: CheckpointReader | None, change: s
     )  # fmt: skip
 
 
-def digest_of(reader: CheckpointReader) -> str:
+def compute_digest(reader: CheckpointReader) -> str:
     """Return a digest of the files of a reader.
 
     Of a checkpoint it is made of the checksums of all its files; of a folder of Hugging Face of the size of

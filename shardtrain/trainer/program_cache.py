@@ -55,7 +55,7 @@ def cache_folder(environ: Mapping[str, str], kind: str) -> Path:
     return base / "shardtrain" / "programs" / re.sub(r"\W+", "_", kind)
 
 
-def kept_in() -> str | None:
+def find_program_folder() -> str | None:
     """Return the folder in which jax keeps programs; None if it keeps none."""
     return getattr(jax.config, "jax_compilation_cache_dir", None)
 
@@ -86,7 +86,7 @@ def keep_programs(environ: Mapping[str, str]) -> str:
     Returns:
       A warning, if nothing is kept because others than this user could put programs into the folder.
     """
-    if kept_in() or not getattr(jax.config, "jax_enable_compilation_cache", True):
+    if find_program_folder() or not getattr(jax.config, "jax_enable_compilation_cache", True):
         return ""
     try:
         folder = cache_folder(environ, hardware())

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from shardtrain.system.atomic_write import replace_file
-from shardtrain.system.run_lock import Locked, locked
+from shardtrain.system.run_lock import Locked, hold_lock
 from shardtrain.system.untrusted_files import read_json
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.strategy import Strategy
@@ -128,7 +128,7 @@ def take_mark(folder: Path) -> str | None:
         return None
     try:
         # a mark of a process that trains here now is none of one that ended
-        with locked(folder):
+        with hold_lock(folder):
             found = read_json(path, MOST_BYTES)
     except Locked:
         return None
@@ -141,7 +141,7 @@ def take_mark(folder: Path) -> str | None:
         return (
             f"WARNING: {path} is no mark of a program: it needs the texts {', '.join(TEXTS)}; it is removed"
         )
-    return ended_text(found)
+    return format_ended(found)
 
 
 def _is_mark(found: Any) -> bool:
@@ -151,7 +151,7 @@ def _is_mark(found: Any) -> bool:
     )
 
 
-def ended_text(mark: Mapping[str, str]) -> str:
+def format_ended(mark: Mapping[str, str]) -> str:
     """Return the note about a start that ended inside a program.
 
     >>> mark = {"program": "the step", "options": "--mesh data=2,tensor=2", "jax": "0.10.2"}

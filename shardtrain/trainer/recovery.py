@@ -129,7 +129,7 @@ class Rollbacks:
     _bad: list[int] = field(default_factory=list)
     _restored: list[int] = field(default_factory=list)
 
-    def newest_allowed(self, fault: RollBack) -> int:
+    def find_newest_allowed(self, fault: RollBack) -> int:
         """Return the newest step that may be restored after a fault, and count the rollback.
 
         Raises:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shardtrain.checkpoints.differences import Allow, check_state, matches, widened
+from shardtrain.checkpoints.differences import Allow, check_state, matches, widen_optimizer_state
 from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, Leaf
 from shardtrain.checkpoints.origins import OF_LAYOUT, state_to_save
 from shardtrain.checkpoints.reader import CheckpointReader
@@ -20,7 +20,7 @@ from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.functional.frozen import ADAPTERS
 from shardtrain.functional.model import path_text
 from shardtrain.system.xla_flags import quick_options
-from shardtrain.train_step.replica_state import restarted
+from shardtrain.train_step.replica_state import restart
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination
@@ -70,7 +70,7 @@ def read_arrays(
     ignored = [path for path in reader.stored_arrays if not extra and not path.startswith(PARAMETERS)]
     unused = (*run.allow.unused, *(f"{name}*" for name in OF_LAYOUT), *ignored)
     if coordination.seats is not None:
-        shapes = [_whole_shapes(leaves, origins), _whole_shapes(reader.leaves, {})]
+        shapes = [_find_whole_shapes(leaves, origins), _find_whole_shapes(reader.leaves, {})]
         _check_stages(coordination, reader, shapes, Allow(missing=missing, unused=unused))
         unused = ("*",)
     if not coordination.writes:
@@ -100,7 +100,7 @@ def _check_stages(coordination: Coordination, reader: CheckpointReader, shapes: 
     Args:
       coordination: the exchange with the other islands.
       reader: the reader of the checkpoint.
-      shapes: those that this stage asks for, and those that it sees, from `_whole_shapes`.
+      shapes: those that this stage asks for, and those that it sees, from `_find_whole_shapes`.
       allow: the differences that are allowed.
 
     Raises:
@@ -108,7 +108,7 @@ def _check_stages(coordination: Coordination, reader: CheckpointReader, shapes: 
     """
     gathered = coordination.gather_islands("arrays", lambda island: shapes)
     asked, saved = (_union([each[i] for each in gathered]) for i in (0, 1))
-    check_state(reader, widened(saved, asked), asked, allow)
+    check_state(reader, widen_optimizer_state(saved, asked), asked, allow)
 
 
 def assemble(wanted: State, arrays: Mapping[str, jax.Array], init: Callable[[], State]) -> State:
@@ -169,7 +169,7 @@ def same_round(checkpoints: RunCheckpoints, state: State, arrays: Mapping[str, j
         checkpoints.note(
             "not all islands found what they had changed since the last merge: it is dropped on all of them"
         )
-    return state._replace(local=restarted(state.local, state.model_state))
+    return state._replace(local=restart(state.local, state.model_state))
 
 
 def _readable(
@@ -202,7 +202,7 @@ def _readable(
     return wanted._replace(combine_state=(), local=(), outer_state=(), loss_scale=())
 
 
-def _whole_shapes(leaves: Mapping[str, Any], origins: Mapping[str, ArrayOrigin]) -> dict[str, Any]:
+def _find_whole_shapes(leaves: Mapping[str, Any], origins: Mapping[str, ArrayOrigin]) -> dict[str, Any]:
     return {
         path: [origins.get(path, COMMON).whole(tuple(x.shape)), getattr(x.dtype, "name", x.dtype)]
         for path, x in leaves.items()
@@ -267,7 +267,7 @@ def initial_values(optimizer: optax.GradientTransformation, params: Any) -> dict
     return {path: float(x) for path, x in sorted(found.items())}
 
 
-def with_new_values(
+def apply_new_values(
     state: State, saved: Mapping[str, Any], now: Mapping[str, Any], note: Callable[[str], None]
 ) -> State:
     """Return a restored state with the values that were changed since, where no step has changed them too.

@@ -13,31 +13,31 @@ from typing import Any, Literal
 
 from shardtrain.checkpoints.differences import differences, matches
 from shardtrain.checkpoints.discover import Discovered
-from shardtrain.checkpoints.evaluations import best_saved
+from shardtrain.checkpoints.evaluations import find_best_saved
 from shardtrain.checkpoints.flatten import restorable
 from shardtrain.checkpoints.origins import state_to_save
 from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.reader import CheckpointReader, find_readers
 from shardtrain.data import Position
 from shardtrain.errors.messages import problems_error
-from shardtrain.imported import kept_tokens
-from shardtrain.system.untrusted_files import whole_number
+from shardtrain.imported import select_kept_tokens
+from shardtrain.system.untrusted_files import check_whole_number
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.pretrained import (
     BASE,
     CONFIG,
+    add_adapters,
+    add_base,
     is_pretrained,
     open_pretrained,
-    upcycled,
-    with_adapters,
-    with_base,
+    upcycle,
 )
-from shardtrain.trainer.restore_state import assemble, read_arrays, synchronise_restored, with_new_values
+from shardtrain.trainer.restore_state import apply_new_values, assemble, read_arrays, synchronise_restored
 from shardtrain.trainer.run_checkpoints import UNLOGGED, WALL_SECONDS, RunCheckpoints
 from shardtrain.trainer.setup import FIRST_POSITION
 from shardtrain.trainer.sources import has_other_heldout, is_other_data
-from shardtrain.trainer.usage import saved_wall_seconds
+from shardtrain.trainer.usage import read_wall_seconds
 
 MOST_INDEX = 1 << 62
 
@@ -66,7 +66,7 @@ class StartPoint:
     @property
     def wall_seconds(self) -> float:
         """The wall time of the run when it was saved."""
-        return saved_wall_seconds(self.extra.get(WALL_SECONDS))
+        return read_wall_seconds(self.extra.get(WALL_SECONDS))
 
 
 def find_start_point(
@@ -107,7 +107,7 @@ def find_start_point(
     if found.step is not None:
         _check_resumable(run, checkpoints, found, description)
         reader = found.reader(checkpoints.checkpoints.folders)
-        reader = with_base(reader, base, "give --start-from.checkpoint FOLDER as before")
+        reader = add_base(reader, base, "give --start-from.checkpoint FOLDER as before")
     elif run.start_from.checkpoint is not None:
         reader = _find_start(run, run.start_from.checkpoint, note)
         read = State((), (), wanted.params, wanted.model_state, ())
@@ -117,9 +117,9 @@ def find_start_point(
     state = synchronise_restored(run, checkpoints, state, arrays, resumed=found.step is not None)
     if found.step is None:
         # the tokens that end a text are those of the model that it starts from
-        extra = {} if reader is None else kept_tokens(reader.extra)
+        extra = {} if reader is None else select_kept_tokens(reader.extra)
         return StartPoint(state=state, step=0, position=FIRST_POSITION, extra=extra)
-    state = with_new_values(state, found.extra["run"], description, note)
+    state = apply_new_values(state, found.extra["run"], description, note)
     note(f"resumed from step {found.step} in {run.run_dir}")
     position = _next_position(run, found.extra, description, note)
     return StartPoint(state=state, step=found.step, position=position, extra=found.extra)
@@ -174,9 +174,9 @@ def _find_start(run: Run, path: Path, note: Callable[[str], object]) -> Checkpoi
     start = run.start_from
     reader = find_parameters(path, start.step)
     if start.adapter is not None:
-        reader = with_adapters(reader, start.adapter, run.model)
+        reader = add_adapters(reader, start.adapter, run.model)
     if start.upcycle:
-        reader = upcycled(reader, run.model)
+        reader = upcycle(reader, run.model)
         note("each expert starts as a copy of the feed-forward of its block, and routers at random")
     which = "" if is_pretrained(path) else f"of step {reader.step} "
     note(f"starts from the parameters {which}in {path}")
@@ -228,7 +228,7 @@ def _position(saved: Mapping[str, Any]) -> Position:
       ValueError: it is not of the form that was saved.
     """
     epoch, index = (
-        whole_number(saved.get(name), f"position/{name}", MOST_INDEX) for name in ("epoch", "index")
+        check_whole_number(saved.get(name), f"position/{name}", MOST_INDEX) for name in ("epoch", "index")
     )
     return Position(epoch=epoch, index=index)
 
@@ -240,7 +240,7 @@ def _best_step(path: Path, found: Sequence[CheckpointReader]) -> int:
       ValueError: it is not known.
     """
     folders = [folder.parent for reader in found for folder in reader.folders.values()]
-    best = best_saved(folders[0], [each.step for each in found]) if folders else None
+    best = find_best_saved(folders[0], [each.step for each in found]) if folders else None
     if best is None:
         raise ValueError(
             f"{path} has no best checkpoint: a run records it with --checkpoints.best heldout/loss; give a"
@@ -265,7 +265,7 @@ def find_parameters(
     if is_pretrained(path):
         return open_pretrained(path, step)
     found = find_checkpoint(path, step)
-    return with_base(found, base and find_parameters(base), "export it with --base FOLDER, and use that")
+    return add_base(found, base and find_parameters(base), "export it with --base FOLDER, and use that")
 
 
 def find_checkpoint(path: Path, step: int | Literal["best"] | None = None) -> CheckpointReader:

@@ -128,7 +128,7 @@ class _Walk:
             for program, skipped in programs:
                 found = self.walk(program, given[skipped:], (*outer, equation))
                 after = [a | b for a, b in zip(after, found, strict=True)]
-            if what := self._of_call(equation, given):
+            if what := self._find_call_coupling(equation, given):
                 self._note(TracedEquation(equation, [], outer), what)
             if not programs and equation.outvars:
                 is_number = self._is_number(equation, given)
@@ -143,7 +143,7 @@ class _Walk:
             known.update(zip(equation.outvars, after, strict=True))
         return [0 if hasattr(v, "val") else known.get(v, 0) for v in jaxpr.outvars]
 
-    def _of_call(self, equation: Any, given: list[int]) -> Coupling | None:
+    def _find_call_coupling(self, equation: Any, given: list[int]) -> Coupling | None:
         """Return how an operation that calls a program may let rows depend on each other."""
         name, params = equation.primitive.name, equation.params
         if name == "scan" and params["length"] % self.prime == 0:
@@ -198,7 +198,7 @@ class _Walk:
             return Coupling(
                 "gives each row a number that is computed from all rows, such as their mean", False
             )
-        return self._after_sum(equation, summed)
+        return self._find_coupling_after_sum(equation, summed)
 
     def _reads_count(self, operands: Any) -> bool:
         """Return whether an operand is the number of rows, or 1 divided by it, as a constant."""
@@ -206,7 +206,7 @@ class _Walk:
         counts = [abs(x) if abs(x) > 1 else 1 / abs(x) for x in values if x and np.isfinite(x)]
         return any(abs(x / self.prime - round(x / self.prime)) < 1e-4 and x < 1e6 for x in counts)
 
-    def _after_sum(self, equation: Any, summed: list[bool]) -> Coupling | None:
+    def _find_coupling_after_sum(self, equation: Any, summed: list[bool]) -> Coupling | None:
         """Return what an operation does with a sum over rows that sums of parts do not do."""
         name, operands = equation.primitive.name, equation.invars
         if name in ("add", "add_any", "sub") and not all(summed):

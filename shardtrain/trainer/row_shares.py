@@ -24,7 +24,7 @@ from shardtrain.errors.messages import problems_error
 from shardtrain.islands.measured_shares import MeasuredShares, capacity
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system.cgroup import limits
-from shardtrain.system.untrusted_files import whole_number
+from shardtrain.system.untrusted_files import check_whole_number
 from shardtrain.train_step.delta_island_step import DeltaIslandStep
 from shardtrain.train_step.island_step import GradientIslandStep, IslandStep
 from shardtrain.train_step.state import State
@@ -62,7 +62,7 @@ class RowShares:
             unit = self._split.multiples[0]
             RowSplit({"data": unit // microbatches}, microbatches).check(row_counts[0])
         self._batch, self._measures = run.batch, shares == "auto" and len(self._split.multiples) > 1
-        self._compiled: set[tuple[int, ...]] = set()
+        self._compile: set[tuple[int, ...]] = set()
         limits = run.strategy.across.share_limits
         self.limit(None if isinstance(limits, str) else limits)
 
@@ -108,7 +108,7 @@ class RowShares:
     def loader(self, batches: Batches | TokenBatches) -> Loader:
         """Return the loader of the rows that this process has now."""
         loader = Loader(batches, {}, self._mesh, self._batch_axes, self._microbatches)
-        return loader.with_shards(self.shards())
+        return loader.replace_shards(self.shards())
 
     def shards(self) -> dict[int, BatchShard]:
         """Return the rows that this process loads from now on, by the number of rows of the whole batch."""
@@ -142,7 +142,7 @@ class RowShares:
         if self._measured is not None:
             limits = self._row_limits(num_rows) or [math.inf] * len(rows)
             return [capacity(*each) for each in zip(rows, multiples, limits, strict=True)]
-        return [RowSplit({"data": each}).padded(n) for n, each in zip(rows, multiples, strict=True)]
+        return [RowSplit({"data": each}).pad_rows(n) for n, each in zip(rows, multiples, strict=True)]
 
     def limit_rows(self, rows: Sequence[int | None], num_rows: int) -> str | None:
         """Set the most rows of each island; return a line if any has a limit.
@@ -180,7 +180,7 @@ class RowShares:
         """
         if self._measured is None or not isinstance(saved := extra.get(ROWS), list):
             return None
-        rows = [whole_number(each, ROWS, MOST_ROWS) for each in saved]
+        rows = [check_whole_number(each, ROWS, MOST_ROWS) for each in saved]
         if rows == self._measured.rows or not self._measured.restore(rows):
             return None
         return f"rows of the islands, as they were measured before: {', '.join(map(str, rows))}"
@@ -209,8 +209,8 @@ class RowShares:
             parts = zip(seconds, found, measured.capacities, strict=True)
             seconds = [x * (now / most) / (n / num_rows) for x, n, now in parts]
         # a step with numbers of rows that are new may have been compiled
-        if len(self._row_counts) > 1 and (key := (num_rows, *found)) not in self._compiled:
-            self._compiled.add(key)
+        if len(self._row_counts) > 1 and (key := (num_rows, *found)) not in self._compile:
+            self._compile.add(key)
             return None
         if not measured.add(seconds, rest_seconds):
             return None
@@ -308,7 +308,7 @@ def fit_to_memory(
     if text is None:
         return loader
     note(text)
-    return loader.with_shards(shares.shards())
+    return loader.replace_shards(shares.shards())
 
 
 def find_fit(

@@ -55,19 +55,19 @@ def row_difference(
     options = quick_options(jax.default_backend())
     params, model_state = jax.jit(model.init, compiler_options=options)(new_key(0))
     # what begins at zero would hide what it multiplies
-    params = jax.tree.map(_moved, params)
+    params = jax.tree.map(_move, params)
     worst = 0.0
     with jax.sharding.use_abstract_mesh(ONE):
         try:
             whole, parts = (
-                _compiled(model, loss, (params, model_state, _chosen(batch, 0)), size, train, most_flops)
+                _compile(model, loss, (params, model_state, _chosen(batch, 0)), size, train, most_flops)
                 for size in (ROWS, ROWS // PARTS)
             )
             # parts may be alike by chance, such as in the number of rows of each class
             for trial in range(num_trials):
                 # a model may begin to do something once it has counted its steps
                 state, rows = (
-                    jax.tree.map(partial(_counted, 1000 * trial), model_state),
+                    jax.tree.map(partial(_count, 1000 * trial), model_state),
                     _chosen(batch, trial),
                 )
                 both = zip(whole(params, state, rows), map(np.array, parts(params, state, rows)), strict=True)
@@ -89,7 +89,7 @@ def _chosen(batch: Mapping[str, np.ndarray], trial: int) -> dict[str, np.ndarray
     return rows
 
 
-def _compiled(
+def _compile(
     model: Model, loss: Loss, example: tuple[Any, Any, Any], size: int, train: bool, most_flops: float
 ) -> Callable[..., Any]:
     """Return (params, model state, rows) -> sums, counts and gradients of the parts of `size` rows.
@@ -129,12 +129,12 @@ def _compiled(
     return of_parts
 
 
-def _counted(steps: int, x: jax.Array) -> jax.Array:
+def _count(steps: int, x: jax.Array) -> jax.Array:
     """Return an array of a model's state, as it may be after some steps if it counts them."""
     return x + steps if jnp.issubdtype(x.dtype, jnp.signedinteger) else x
 
 
-def _moved(x: jax.Array) -> jax.Array:
+def _move(x: jax.Array) -> jax.Array:
     """Return an array a little away from where it is, each entry otherwise."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x

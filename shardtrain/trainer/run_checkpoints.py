@@ -16,7 +16,7 @@ from shardtrain.checkpoints.origins import array_origins, state_to_save
 from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.save import SaveFailed
-from shardtrain.functional.frozen import without
+from shardtrain.functional.frozen import drop_paths
 from shardtrain.functional.model import path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.islands.buckets import FIRST_BYTES
@@ -25,7 +25,7 @@ from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.coordination import Coordination
-from shardtrain.trainer.pretrained import BASE, entry_of, left_out
+from shardtrain.trainer.pretrained import BASE, left_out, make_entry
 from shardtrain.trainer.setup import RunSetup
 
 UNLOGGED = "held"
@@ -103,7 +103,7 @@ class RunCheckpoints:
         shapes = jax.eval_shape(self._model.init, new_key(0))[0]
         by_path = {path_text(path): x.shape for path, x in jax.tree.leaves_with_path(shapes)}
         self.left_out = tuple(left_out(self._model.frozen, by_path, base))
-        self.base = entry_of(base, list(self.left_out), folder)
+        self.base = make_entry(base, list(self.left_out), folder)
 
     def __enter__(self) -> Self:
         self.checkpoints.__enter__()
@@ -132,12 +132,12 @@ class RunCheckpoints:
           by_all: the newest step that all islands have saved, which decides where each saves a part.
         """
         if self._part is not None and self._part.count == 1:
-            return self.checkpoints.finished()
+            return self.checkpoints.newest_finished_step()
         return by_all
 
-    def folder_of(self, step: int) -> Path:
+    def find_folder(self, step: int) -> Path:
         """Return the folder in which this island's part of a step was saved."""
-        return self.checkpoints.folder_of(step)
+        return self.checkpoints.find_folder(step)
 
     def save(self, step: int, state: State, extra: dict[str, Any]) -> None:
         """Save this island's part of a step, see `Checkpoints.save`."""
@@ -147,7 +147,7 @@ class RunCheckpoints:
             if not (self.coordination.writes or self.own_optimizers):
                 part = part._replace(opt_state=())
             if self.base is not None:
-                part = part._replace(params=part.params and without(part.params, self.left_out))
+                part = part._replace(params=part.params and drop_paths(part.params, self.left_out))
                 extra = {**extra, BASE: self.base}
             self.checkpoints.save(step, part, {**extra, "layout": self.layout}, self.origins(part))
 

@@ -27,8 +27,8 @@ from shardtrain.report.sinks.json_lines import METRICS
 from shardtrain.system.atomic_write import clear_parts, open_own, replace_file
 from shardtrain.system.cgroup import limits
 from shardtrain.system.host import infiniband_links, memory_bytes, network_links, ranges_text, system_facts
-from shardtrain.system.packages import installed_packages
-from shardtrain.system.run_lock import Locked, locked
+from shardtrain.system.packages import list_installed_packages
+from shardtrain.system.run_lock import Locked, hold_lock
 from shardtrain.system.shown_variables import shown_variables
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
@@ -73,9 +73,9 @@ def exclusive_folder(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with ExitStack() as stack:
-            stack.enter_context(locked(folder))
+            stack.enter_context(hold_lock(folder))
             (folder / CHECKPOINTS).mkdir(exist_ok=True)
-            stack.enter_context(locked(folder / CHECKPOINTS))
+            stack.enter_context(hold_lock(folder / CHECKPOINTS))
             yield
     except Locked:
         raise ValueError(
@@ -195,7 +195,7 @@ def start_record(ranks: Sequence[Mapping[str, Any]], islands: Islands | None) ->
             "implementation": platform.python_implementation(),
             "executable": sys.executable,
         },
-        "packages": installed_packages(sys.path),
+        "packages": list_installed_packages(sys.path),
         "mpi": None if islands is None else _mpi(islands),
         "flags": {name.removeprefix("flags/"): value for name, value in flags(os.environ).items()},
         "variables": variables,

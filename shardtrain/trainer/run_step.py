@@ -17,7 +17,7 @@ from shardtrain.functional.loss import Batch
 from shardtrain.islands.membership import Islands
 from shardtrain.islands.rank_facts import program_fact
 from shardtrain.optim.optimizer import Optimizer
-from shardtrain.pipeline.in_flight import in_flight_text
+from shardtrain.pipeline.in_flight import format_in_flight
 from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.stacking import Partition
@@ -38,11 +38,11 @@ from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.layout_check import check_permutes, has_permutes
-from shardtrain.trainer.program_cache import kept_in
+from shardtrain.trainer.program_cache import find_program_folder
 from shardtrain.trainer.program_mark import make_mark
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.setup import RunSetup
-from shardtrain.trainer.traced_cut import traced_cut_text
+from shardtrain.trainer.traced_cut import format_traced_cut
 from shardtrain.trainer.waves import WaveLog, make_meetings, make_waves
 
 
@@ -138,9 +138,11 @@ def pipeline_text(run: Run, setup: RunSetup) -> str | None:
     found = figures(table, simulate(table, unit_seconds(table)), unit_times(table))
     text = f"{heading(table)}; blocks {_cuts_text(setup, stages)}\n{found}"
     if pipeline.in_flight > 1:
-        text = f"blocks {_cuts_text(setup, stages)}; {in_flight_text(stages.num_stages, pipeline.in_flight)}"
+        text = (
+            f"blocks {_cuts_text(setup, stages)}; {format_in_flight(stages.num_stages, pipeline.in_flight)}"
+        )
     if setup.stage_model is not None and isinstance(setup.stage_model.traced, TracedModel):
-        text = f"{traced_cut_text(setup.stage_model.traced, stages)}{text}"
+        text = f"{format_traced_cut(setup.stage_model.traced, stages)}{text}"
     if len(set(setup.cuts)) > 1:
         text += (
             "\nfaulty devices are looked for only among pipelines of the same cut: programs for other numbers"
@@ -276,4 +278,4 @@ def _make_stage_step(
 def _shares_programs(islands: Islands, seats: Seats) -> bool:
     """Return whether the same stage of the first pipeline keeps its compiled programs where this one does."""
     of_first = islands.hosts[islands.first_ranks[seats.stage]]
-    return seats.replica > 0 and kept_in() is not None and of_first == islands.environment.host
+    return seats.replica > 0 and find_program_folder() is not None and of_first == islands.environment.host

@@ -22,9 +22,9 @@ from shardtrain.functional.frozen import parameter_paths
 from shardtrain.functional.model import Model, check_float_parameters
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.row_draws import find_draws
-from shardtrain.functional.unused_parameters import unused_parameters
+from shardtrain.functional.unused_parameters import find_unused_parameters
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
-from shardtrain.optim.optimizer_state import evaluated_params, missing_arguments
+from shardtrain.optim.optimizer_state import find_evaluated_params, missing_arguments
 from shardtrain.optim.schedules import check_rates
 from shardtrain.pipeline.cuts import make_partition, make_partitions, trace_parts
 from shardtrain.pipeline.stacking import Partition
@@ -32,7 +32,7 @@ from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import Placement, make_placement
 from shardtrain.train_step.seats import Seats
-from shardtrain.trainer.config import Run, model_of
+from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.sources import make_batches
 from shardtrain.trainer.stage_checks import (
     OFFLOADED_OWN,
@@ -102,14 +102,14 @@ def make_setup(
     Raises:
       ValueError: the mesh does not fit the devices, or the layout does not fit the model.
     """
-    model = model_of(run)
+    model = make_model(run)
     check_float_parameters(model)
     if isinstance(run.optimizer, Optimizer):
         check_rates(run.optimizer.rates, [p for p in parameter_paths(model) if p not in model.frozen])
     mesh = mesh or make_mesh(run.strategy.layout)
     unused = () if microbatch is None else find_unused(run, model, microbatch)
     if microbatch is not None:
-        model = with_draws(run, model, shapes or [microbatch], mesh, num_islands)
+        model = name_draws(run, model, shapes or [microbatch], mesh, num_islands)
     if num_islands > 1 and run.strategy.across.axis == "pipeline":
         assert microbatch is not None
         setup = _make_stage_setup(run, model, mesh, num_islands, island, microbatch, unused)
@@ -161,10 +161,10 @@ def _make_mesh_partition(run: Run, model: Model, mesh: Mesh, microbatch: Batch |
 def find_unused(run: Run, model: Model, microbatch: Batch) -> tuple[str, ...]:
     """Return the paths of the trained parameters that the loss does not depend on."""
     rows = {name: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype) for name, x in microbatch.items()}
-    return tuple(path for path in unused_parameters(model, run.loss, rows) if path not in model.frozen)
+    return tuple(path for path in find_unused_parameters(model, run.loss, rows) if path not in model.frozen)
 
 
-def unused_text(unused: Sequence[str], optimizer: Any) -> str:
+def format_unused(unused: Sequence[str], optimizer: Any) -> str:
     """Say which parameters the loss does not depend on, and what weight decay does to them.
 
     >>> unused_text(["bias", "kernel"], Optimizer(weight_decay=0))
@@ -201,7 +201,7 @@ def _make_stage_setup(
     check_cuts(run, traced, cuts, mesh, has_blocks=model.chain is not None)
     stages = cuts[seats.replica]
     stage_model = StageModel(model=model, stages=stages, traced=traced, stage=seats.stage)
-    stage = stage_model.as_model()
+    stage = stage_model.make_stage_model()
     named = run.optimizer
     if isinstance(named, Optimizer):
         # clipping needs the norm over all stages, which `StageStep` computes
@@ -253,13 +253,13 @@ def _check_evaluated(run: Run, placement: Placement) -> None:
         )
     abstract = placement.specs.abstract
     jax.eval_shape(
-        lambda opt_state, params: evaluated_params(run.evaluate_with, opt_state, params),
+        lambda opt_state, params: find_evaluated_params(run.evaluate_with, opt_state, params),
         abstract.opt_state,
         abstract.params,
     )
 
 
-def microbatch_of(run: Run, source: Any) -> Batch:
+def make_microbatch(run: Run, source: Any) -> Batch:
     """Return a microbatch of all devices with the shapes of the first batch; only one sample is loaded."""
     batches = make_batches(run, source)
     rows = max(batches.num_rows(FIRST_POSITION) // run.strategy.accumulate, 1)
@@ -307,7 +307,7 @@ def num_parts(run: Run, mesh: Mesh, num_islands: int) -> int:
     return num_replicas * num_islands * run.strategy.accumulate
 
 
-def with_draws(run: Run, model: Model, shapes: Sequence[Batch], mesh: Mesh, num_islands: int) -> Model:
+def name_draws(run: Run, model: Model, shapes: Sequence[Batch], mesh: Mesh, num_islands: int) -> Model:
     """Return the model with its random draws, found in its losses of training and of held-out data.
 
     Args:

@@ -34,7 +34,7 @@ def open_sources(run: Run, folder: Path) -> tuple[Any, dict[str, Any]]:
     """
     with user_code(lambda error: f"the data ({type(run.data).__name__})"):
         train, heldout = run.data.train(folder), run.data.heldout(folder)
-    sets = _named_sets(heldout)
+    sets = _name_sets(heldout)
     found = {"train(folder)": train}
     found |= {f"heldout(folder){f'[{name!r}]' if name else ''}": source for name, source in sets.items()}
     problems = [
@@ -106,7 +106,7 @@ def make_batches(
     return TokenBatches(source=source, batch=run.batch, **options)
 
 
-def _named_sets(heldout: Any) -> dict[str, Any]:
+def _name_sets(heldout: Any) -> dict[str, Any]:
     """Return name -> held-out samples; a single source has the name "".
 
     A dict of samples by number is a single source.
@@ -274,7 +274,7 @@ def _outside_text(token: int, place: str, tokens: TokenRange, vocab: int | None,
             f" {token + 1:,} or more"
         )
     text = f"{place}, is {token:,}, and the model has tokens 0 to {vocab - 1:,}"
-    own = tokens.vocab or _vocab_of(data)
+    own = tokens.vocab or _find_vocab(data)
     if own is not None and own > vocab:
         return (
             f"{text}; the tokenizer of this data has {own:,} tokens: make tokens by that of the model, or"
@@ -283,7 +283,7 @@ def _outside_text(token: int, place: str, tokens: TokenRange, vocab: int | None,
     return f"{text}; give it a vocabulary of {token + 1:,} or more, or write the file again"
 
 
-def _vocab_of(data: Any) -> int | None:
+def _find_vocab(data: Any) -> int | None:
     try:
         found = getattr(data, "vocab", None)
     except (ValueError, OSError):

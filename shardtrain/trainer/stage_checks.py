@@ -106,7 +106,7 @@ def check_cuts(run: Run, traced: Parts, cuts: Sequence[Partition], mesh: Mesh, *
         problems := [
             *different_cut_problems(run, traced.model_state),
             *([] if has_blocks else [TRACED_CUTS]),
-            *sharded_blocks_problems(run.strategy.layout, mesh),
+            *find_sharded_block_problems(run.strategy.layout, mesh),
         ]
     ):
         raise problems_error(
@@ -166,7 +166,7 @@ def different_cut_problems(run: Run, model_state: Any) -> list[str]:
     return problems
 
 
-def sharded_blocks_problems(layout: Layout, mesh: Mesh) -> list[str]:
+def find_sharded_block_problems(layout: Layout, mesh: Mesh) -> list[str]:
     """Return why the blocks of an island cannot be divided among owners: their dim is sharded in its mesh."""
     dim_axes = [axis for axis in layout.parameter_rules.get(LAYERS, ()) if mesh.shape[axis] > 1]
     if not dim_axes:

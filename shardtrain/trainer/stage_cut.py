@@ -18,13 +18,13 @@ from shardtrain.pipeline.options import MEMORY, SPEEDS, Pipeline, numbers_of_sta
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.stage_costs import StageCosts, StageDevices
 from shardtrain.pipeline.stage_cut import GB, StageCut, best_cut, fits
-from shardtrain.plan.devices import TERA, Device, known_device
+from shardtrain.plan.devices import TERA, Device, find_device
 from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.seats import Seats
-from shardtrain.trainer.config import Run, model_of
+from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.stage_checks import different_cut_problems
@@ -49,7 +49,7 @@ class IslandDevices(NamedTuple):
     flops_per_second: float | None = None
 
 
-def with_stage_cut(run: Run, source: Any, islands: Islands | None, output: RunConsole) -> Run:
+def apply_stage_cut(run: Run, source: Any, islands: Islands | None, output: RunConsole) -> Run:
     """Return the run with numbers of blocks where its pipeline across islands is to be cut by time.
 
     Args:
@@ -71,12 +71,12 @@ def with_stage_cut(run: Run, source: Any, islands: Islands | None, output: RunCo
         # ranks of one host take turns, as they share it
         num_pipelines = islands.seat.num_islands // (strategy.across.partitions or islands.seat.num_islands)
         traced = trace(run, source, num_pipelines, own.row_shards)
-        measured = Coordination(islands).in_turn("speeds of stages", lambda: flops_per_second(traced))
+        measured = Coordination(islands).run_in_turn("speeds of stages", lambda: flops_per_second(traced))
         own = own._replace(flops_per_second=measured)
     every = [IslandDevices(*each) for each in islands.all_gather_islands("devices of stages", list(own))]
     num_stages = strategy.across.partitions or len(every)
     seats = Seats(num_islands=len(every), num_stages=num_stages, island=islands.seat.island)
-    replicas = [seats.of_replica(every, replica) for replica in range(seats.num_replicas)]
+    replicas = [seats.select_replica(every, replica) for replica in range(seats.num_replicas)]
     text, cuts = _cut(run, source, replicas)
     output.note(text)
     return replace(run, strategy=replace(strategy, pipeline=replace(strategy.pipeline, stages=cuts)))
@@ -90,17 +90,17 @@ def _cut(run: Run, source: Any, replicas: Sequence[Sequence[IslandDevices]]) -> 
       source: its samples.
       replicas: for each replica, the island of each stage.
     """
-    model, pipeline = model_of(run), run.strategy.pipeline
+    model, pipeline = make_model(run), run.strategy.pipeline
     state = jax.eval_shape(model.init, new_key(0))[1]
     costs = block_costs(run, source, len(replicas))
     note = ""
     if len(replicas) > 1 and (problems := different_cut_problems(run, state)):
         # one cut for all: each stage as the slowest of its islands
-        pools = [(_of_all_replicas(pipeline, len(replicas)), replicas)]
+        pools = [(_select_all_replicas(pipeline, len(replicas)), replicas)]
         note = f"\nall pipelines have one cut, for the slowest of each stage: {'; '.join(problems)}"
     else:
         pools = [
-            (_of_replica(pipeline, number, len(replicas)), [replica])
+            (_select_replica(pipeline, number, len(replicas)), [replica])
             for number, replica in enumerate(replicas)
         ]
     texts, cuts = [], []
@@ -114,7 +114,7 @@ def _cut(run: Run, source: Any, replicas: Sequence[Sequence[IslandDevices]]) -> 
     return "\n".join(texts) + note, ";".join(cuts if len(set(cuts)) > 1 else cuts[:1])
 
 
-def _of_replica(pipeline: Pipeline, replica: int, num_replicas: int) -> Pipeline:
+def _select_replica(pipeline: Pipeline, replica: int, num_replicas: int) -> Pipeline:
     """Return the options with the speeds and memories of one replica, where they are given for each."""
     found, problems = {}, []
     for name in ("stage_speeds", "stage_memory"):
@@ -130,13 +130,13 @@ def _of_replica(pipeline: Pipeline, replica: int, num_replicas: int) -> Pipeline
     return replace(pipeline, **found)
 
 
-def _of_all_replicas(pipeline: Pipeline, num_replicas: int) -> Pipeline:
+def _select_all_replicas(pipeline: Pipeline, num_replicas: int) -> Pipeline:
     """Return the options with the least speed and memory of each stage in any replica.
 
     Raises:
       ValueError: they are for another number of replicas or stages, or some are words and others numbers.
     """
-    owns = [_of_replica(pipeline, replica, num_replicas) for replica in range(num_replicas)]
+    owns = [_select_replica(pipeline, replica, num_replicas) for replica in range(num_replicas)]
     found, problems = {}, []
     for name, words in (("stage_speeds", SPEEDS), ("stage_memory", MEMORY)):
         texts = [getattr(own, name) for own in owns]
@@ -157,7 +157,7 @@ def _of_all_replicas(pipeline: Pipeline, num_replicas: int) -> Pipeline:
     return replace(pipeline, **found)
 
 
-def predicted_cut_text(run: Run, source: Any, num_stages: int | None) -> str:
+def format_predicted_cut(run: Run, source: Any, num_stages: int | None) -> str:
     """Return the text of cuts by time for islands that are not there: equal devices, but for the options.
 
     Args:
@@ -218,7 +218,7 @@ def devices_of_stages(
         for name, given in (("stage_speeds", speeds), ("stage_memory", memory))
         if given is not None and len(given) != num_stages
     ]
-    known = {island.kind: known_device(island.kind) for replica in replicas for island in replica}
+    known = {island.kind: find_device(island.kind) for replica in replicas for island in replica}
     measures = pipeline.stage_speeds == "measured"
     every = [island for replica in replicas for island in replica]
     rates = _rates(known)

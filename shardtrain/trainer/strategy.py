@@ -72,7 +72,7 @@ class Strategy:
         problems = wrong_types(self)
         if self.accumulate < 1:
             problems.append(f"accumulate is {self.accumulate} microbatches; use 1 or more")
-        problems += _predicted_problems(self.predicted)
+        problems += _find_predicted_problems(self.predicted)
         problems += _reduce_problems(self.across.reduce_dtype, self.synchronisation)
         if (parts := self.across.num_gradient_programs) > 1 and not self.synchronisation.is_mean:
             problems.append(
@@ -96,7 +96,7 @@ class Strategy:
         sections = (section.get("compute_dtype") for section in self.islands.values())
         return "float16" in (self.compute_dtype, *sections)
 
-    def of_island(self, island: int, kind: str) -> "Strategy":
+    def select_island(self, island: int, kind: str) -> "Strategy":
         """Return the strategy of one island, as its sections say; it keeps them, for what all islands share.
 
         Args:
@@ -111,7 +111,7 @@ class Strategy:
         for name, section in self.islands.items():
             numbers = island_numbers(name)
             if island in numbers if numbers is not None else fnmatchcase(kind.lower(), name.lower()):
-                found = _built(found, section, "", [])
+                found = _build(found, section, "", [])
         return found
 
 
@@ -135,7 +135,7 @@ def _section_problems(strategy: Strategy, name: str, section: Any) -> list[str]:
     if not _is_of_a_file(section):
         return [f"{where} is {dict(section)}; give plain values, as in a file: {{'layout': {{'zero': 2}}}}"]
     try:
-        _built(replace(strategy, islands={}), section, "", problems)
+        _build(replace(strategy, islands={}), section, "", problems)
     except (ValueError, TypeError, AttributeError) as error:
         problems.append(str(error))
     return [f"{where}: {problem}" for problem in problems]
@@ -208,7 +208,7 @@ def read_strategy(path: Path) -> Strategy:
         raise ValueError(f"{path} is not a strategy in TOML: {error}") from error
     problems: list[str] = []
     try:
-        strategy = _built(Strategy(), values, "", problems)
+        strategy = _build(Strategy(), values, "", problems)
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: {error}") from error
     if problems:
@@ -216,7 +216,7 @@ def read_strategy(path: Path) -> Strategy:
     return strategy
 
 
-def _built(default: Any, values: Mapping[str, Any], path: str, problems: list[str]) -> Any:
+def _build(default: Any, values: Mapping[str, Any], path: str, problems: list[str]) -> Any:
     """Return a dataclass like `default` with these values; keys that it has not are added to `problems`."""
     known = [each.name for each in fields(default)]
     found: dict[str, Any] = {}
@@ -227,11 +227,11 @@ def _built(default: Any, values: Mapping[str, Any], path: str, problems: list[st
             continue
         inner = getattr(default, key)
         nested = is_dataclass(inner) and not isinstance(inner, type) and isinstance(value, Mapping)
-        found[key] = _built(inner, value, name, problems) if nested else value
+        found[key] = _build(inner, value, name, problems) if nested else value
     return replace(default, **found) if not problems else default
 
 
-def _predicted_problems(predicted: Mapping[str, Any]) -> list[str]:
+def _find_predicted_problems(predicted: Mapping[str, Any]) -> list[str]:
     """Return why these are not predicted seconds of a step, one line each."""
     problems = [f"predicted has {near(str(name), PARTS)}" for name in predicted if name not in PARTS]
     return problems + [

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardtrain.combine.fragments import by_path
+from shardtrain.combine.fragments import group_by_path
 from shardtrain.functional.model import path_text
-from shardtrain.train_step.offload import to_device
+from shardtrain.train_step.offload import copy_out_of_host
 from shardtrain.train_step.state import State
 from shardtrain.trainer.coordination import Coordination
 
@@ -153,7 +153,7 @@ def broadcast_state(coordination: Coordination, state: State, own_optimizers: bo
         return state
     common, owners = _common(state, own_optimizers), coordination.owners
     if owners is None:
-        found = coordination.transfer.map(_broadcast, to_device(common))
+        found = coordination.transfer.map(_broadcast, copy_out_of_host(common))
         return state._replace(**jax.device_put(found, jax.tree.map(lambda x: x.sharding, common)))
     # group after group, as all islands go through them
     parts = zip(owners.transfers, owners.split(common), strict=True)
@@ -172,12 +172,12 @@ def differing_arrays(coordination: Coordination, state: State, own_optimizers: b
         return []
     assert coordination.islands is not None
     common, owners, seats = _common(state, own_optimizers), coordination.owners, coordination.seats
-    parts = {"": by_path(common)}
+    parts = {"": group_by_path(common)}
     if owners is not None:
         keys = (",".join(map(str, group.stages)) for group in owners.groups)
         parts = dict(zip(keys, owners.split(common), strict=True))
     mine = {
-        key: dict(zip(sorted(part), np.asarray(fingerprints(to_device(part))).tolist(), strict=True))
+        key: dict(zip(sorted(part), np.asarray(fingerprints(copy_out_of_host(part))).tolist(), strict=True))
         for key, part in parts.items()
     }
     prints = coordination.islands.all_gather_islands("fingerprints", mine)
@@ -187,7 +187,7 @@ def differing_arrays(coordination: Coordination, state: State, own_optimizers: b
         copies = [each[key] for each in prints if key in each]
         if seats is not None:
             stages = enumerate(map(int, key.split(",")))
-            copies = [seats.of_replica(prints, replica)[stage][key] for replica, stage in stages]
+            copies = [seats.select_replica(prints, replica)[stage][key] for replica, stage in stages]
         differing |= {path for path in copies[0] if len({copy[path] for copy in copies}) > 1}
     return sorted(differing)
 

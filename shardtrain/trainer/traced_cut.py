@@ -24,8 +24,8 @@ from shardtrain.pipeline.traced_cut import TracedModel
 from shardtrain.plan.devices import GB
 from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
-from shardtrain.trainer.config import Run, model_of
-from shardtrain.trainer.setup import microbatch_of
+from shardtrain.trainer.config import Run, make_model
+from shardtrain.trainer.setup import make_microbatch
 
 TIME_NEEDS_BLOCKS = (
     "stages is 'time', and the model does not say its blocks, whose times are predicted; use --stages flops,"
@@ -40,7 +40,7 @@ def block_costs(run: Run, source: Any, num_replicas: int) -> ModelCosts:
       ValueError: the model does not say what its blocks are.
     """
     traced = trace(run, source, num_replicas)
-    model = model_of(run)
+    model = make_model(run)
     optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims, frozen=model.frozen)
     return model_costs(traced, optimizer.init)
 
@@ -51,13 +51,13 @@ def trace(run: Run, source: Any, num_replicas: int, row_shards: int = 1) -> Trac
     Raises:
       ValueError: the model does not say what its blocks are.
     """
-    model = model_of(run)
+    model = make_model(run)
     if model.chain is None:
         raise ValueError(TIME_NEEDS_BLOCKS)
     rows = max(run.batch // run.strategy.accumulate // num_replicas // row_shards, 1)
     batch = {
         name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
-        for name, x in microbatch_of(run, source).items()
+        for name, x in make_microbatch(run, source).items()
     }
     return Traced(model, run.loss, batch)
 
@@ -81,7 +81,7 @@ DEFAULT_STAGES = 2
 """The number of stages to show where nothing says it."""
 
 
-def traced_cut_text(traced: TracedModel, stages: Partition) -> str:
+def format_traced_cut(traced: TracedModel, stages: Partition) -> str:
     """Return a table of the parts of a model that was cut by tracing.
 
     Args:
@@ -102,7 +102,7 @@ def traced_cut_text(traced: TracedModel, stages: Partition) -> str:
                 f"{sum(sizes[path] for path in own):,}",
                 ", ".join(dict.fromkeys(own[:1] + own[-1:])),
                 ", ".join(borrowed),
-                ", ".join(traced.sent_texts(stages, part)),
+                ", ".join(traced.format_sent(stages, part)),
                 bytes_text(traced.bytes_behind(stages, part)),
             )
         )
@@ -111,7 +111,7 @@ def traced_cut_text(traced: TracedModel, stages: Partition) -> str:
     return f"{text}\n{table_text(header, rows)}"
 
 
-def inspected_cut_text(run: Run, source: Any, num_stages: int | None) -> str:
+def format_inspected_cut(run: Run, source: Any, num_stages: int | None) -> str:
     """Return the table of the cut that a run across islands would get.
 
     Args:
@@ -124,9 +124,11 @@ def inspected_cut_text(run: Run, source: Any, num_stages: int | None) -> str:
     """
     pipeline = run.strategy.pipeline
     num_stages = num_stages or run.strategy.across.partitions or DEFAULT_STAGES
-    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in microbatch_of(run, source).items()}
-    traced = TracedModel(model_of(run), run.loss, shapes)
-    return traced_cut_text(traced, make_partitions(traced, pipeline, num_stages, 1)[0]).rstrip()
+    shapes = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in make_microbatch(run, source).items()
+    }
+    traced = TracedModel(make_model(run), run.loss, shapes)
+    return format_traced_cut(traced, make_partitions(traced, pipeline, num_stages, 1)[0]).rstrip()
 
 
 LEAST_RUNS, LEAST_SECONDS = 5, 1.0

@@ -28,7 +28,7 @@ from shardtrain.trainer.hooks import calling_end
 from shardtrain.trainer.loop import finish_evaluation, run_loop
 from shardtrain.trainer.prepared_run import PreparedRun, prepare_run
 from shardtrain.trainer.profiling import ProfiledSteps
-from shardtrain.trainer.program_cache import ProgramCounts, kept_in
+from shardtrain.trainer.program_cache import ProgramCounts, find_program_folder
 from shardtrain.trainer.program_mark import remove_mark, take_mark
 from shardtrain.trainer.recovery import RollBack, Rollbacks
 from shardtrain.trainer.resume import StartPoint, find_start_point
@@ -117,7 +117,7 @@ def train(
             # Restore and train; after a rollback restore an earlier checkpoint and train again.
             state, step = _train_segments(session, stop)
             with activity.at("the end", long=True):
-                _summarise(session, step, programs.text(kept_in()))
+                _summarise(session, step, programs.text(find_program_folder()))
                 # Draw the curve, and show a sample.
                 sample = _end(prepared, state, step, output, stop)
     return Trained(
@@ -175,7 +175,7 @@ def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
     prepared, note = session.prepared, session.output.note
     run = prepared.run
     rollbacks = Rollbacks(run.recovery.rollbacks)
-    skipped = _skipped_data(prepared, note)
+    skipped = _find_skipped_data(prepared, note)
     newest: int | None = None
     position: Position | None = None
     while True:
@@ -194,7 +194,7 @@ def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
             note(text)
         rollbacks.restored(start.step)
         session.hooks.restored(start.step)
-        session.totals.resumed(start.wall_seconds)
+        session.totals.record_resume(start.wall_seconds)
         if position is not None:
             # the data that was read before the rollback is not read again
             start = replace(start, position=position)
@@ -209,12 +209,12 @@ def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
             if skipped is not None:
                 skipped.end()
             # resume from a step before the fault, with data from behind it
-            newest, position = rollbacks.newest_allowed(fault), fault.position
+            newest, position = rollbacks.find_newest_allowed(fault), fault.position
             where = f"step {newest} or before" if newest > 0 else "the beginning"
             note(f"WARNING: {fault.why}: rolling back to {where}, and continuing with later data")
 
 
-def _skipped_data(prepared: PreparedRun, note: Callable[[str], None]) -> SkippedData | None:
+def _find_skipped_data(prepared: PreparedRun, note: Callable[[str], None]) -> SkippedData | None:
     """Return what rollbacks skip; None for a run without waves, whose events nobody repeats."""
     run, islands = prepared.run, prepared.coordination.islands
     if islands is None or run.strategy.synchronisation.distance is None:

@@ -17,9 +17,9 @@ from flax import nnx
 from jax.core import Tracer
 
 from shardtrain.checkpoints.differences import Allow, differences, mismatches
-from shardtrain.checkpoints.evaluated_params import exported_params
+from shardtrain.checkpoints.evaluated_params import make_exported_params
 from shardtrain.checkpoints.manifest_entries import Leaf
-from shardtrain.checkpoints.origins import in_order
+from shardtrain.checkpoints.origins import restore_block_order
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.errors.messages import problems_error
@@ -28,9 +28,9 @@ from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.auxiliary import plain
 from shardtrain.functional.model import Model, Tree, path_text
 from shardtrain.functional.module_factory import construct
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.nnx_model import convert_model
 from shardtrain.functional.rng import new_key
-from shardtrain.functional.split_module import fill_values, in_mode, split_module, split_variables
+from shardtrain.functional.split_module import fill_values, set_mode, split_module, split_variables
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.xla_flags import quick_options
@@ -59,21 +59,21 @@ def build(model: Any, seed: int = 0) -> Any:
       The nnx.Module; for a `Model` its variables, as linen's `apply` takes them.
 
     Raises:
-      ValueError: `model` is none of these; see `as_model`.
+      ValueError: `model` is none of these; see `convert_model`.
 
     >>> from shardtrain.models.decoder import DecoderConfig
     >>> model = build(DecoderConfig(vocab=8, seq=4, embed=8, num_layers=1, num_heads=2))
     >>> model(jnp.zeros((1, 4), int)).shape
     (1, 4, 8)
     """
-    pure = as_model(model)
+    pure = convert_model(model)
     key = new_key(seed)
     # inside another jit the options are those of the whole program
     options = None if isinstance(key, Tracer) else quick_options(jax.default_backend())
     params, model_state = jax.jit(pure.init, compiler_options=options)(key)
     values = {f"params/{path}": x for path, x in _flat(params).items()}
     values |= {f"model_state/{path}": x for path, x in _flat(model_state).items()}
-    return _assembled(model, params, model_state, values.__getitem__, seed)
+    return _assemble(model, params, model_state, values.__getitem__, seed)
 
 
 def load(
@@ -108,7 +108,7 @@ def load(
         options that differ. Or the run evaluates with a function, which no checkpoint contains.
     """
     reader = find_parameters(Path(run_dir), step, None if base is None else Path(base))
-    params, model_state = jax.eval_shape(as_model(model).init, new_key(0))
+    params, model_state = jax.eval_shape(convert_model(model).init, new_key(0))
     wanted = {
         f"{kind}/{path}": Leaf(shape=tuple(x.shape), dtype=x.dtype.name)
         for kind, tree in (("params", params), ("model_state", model_state))
@@ -116,17 +116,17 @@ def load(
     }
     saved = {path: leaf for path, leaf in reader.leaves.items() if path.startswith(PARAMETERS)}
     if wrong := mismatches(saved, wanted):
-        wrong += _changed_options(reader.extra, model)
+        wrong += _list_changed_options(reader.extra, model)
         raise problems_error(f"step {reader.step} in {run_dir} is of another model than was given", wrong)
-    built = _assembled(model, params, model_state, _saved_values(reader, evaluated), seed=0)
+    built = _assemble(model, params, model_state, _read_saved_values(reader, evaluated), seed=0)
     if isinstance(model, Model):
         return built
-    return in_mode(built, train=False)
+    return set_mode(built, train=False)
 
 
-def _saved_values(reader: CheckpointReader, evaluated: bool) -> Values:
+def _read_saved_values(reader: CheckpointReader, evaluated: bool) -> Values:
     how = (reader.extra.get("run") or {}).get("evaluate_with") if evaluated else None
-    exported = exported_params(how, reader.leaves, reader.read)
+    exported = make_exported_params(how, reader.leaves, reader.read)
 
     def value(path: str) -> jax.Array:
         kind, _, name = path.partition("/")
@@ -135,7 +135,7 @@ def _saved_values(reader: CheckpointReader, evaluated: bool) -> Values:
     return value
 
 
-def _changed_options(extra: Mapping[str, Any], model: Any) -> list[str]:
+def _list_changed_options(extra: Mapping[str, Any], model: Any) -> list[str]:
     """Return the fields of a dataclass model that differ from the options of the run."""
     if not is_dataclass(model) or isinstance(model, type | Model):
         return []
@@ -144,10 +144,10 @@ def _changed_options(extra: Mapping[str, Any], model: Any) -> list[str]:
     return [f"of the run's options {line}; give the model with the first" for line in changed]
 
 
-def _assembled(model: Any, params: Tree, model_state: Tree, values: Values, seed: int) -> Any:
+def _assemble(model: Any, params: Tree, model_state: Tree, values: Values, seed: int) -> Any:
     """Return the model with the given values; the trees may contain shapes instead of arrays."""
     if isinstance(model, Model):
-        return {"params": _filled("params", params, values), **_filled("model_state", model_state, values)}
+        return {"params": _fill("params", params, values), **_fill("model_state", model_state, values)}
     _, split = split_module(model, sync_batch_norm=False)
 
     def rngs() -> Any:
@@ -157,13 +157,13 @@ def _assembled(model: Any, params: Tree, model_state: Tree, values: Values, seed
     # jit removes the unused initial parameters: only the keys of dropout are computed
     return nnx.merge(
         split.graphs[None],
-        fill_values(split.params, _filled("params", params, values)),
+        fill_values(split.params, _fill("params", params, values)),
         jax.jit(rngs)(),
-        fill_values(split.model_state, _filled("model_state", model_state, values)),
+        fill_values(split.model_state, _fill("model_state", model_state, values)),
     )
 
 
-def _filled(kind: str, tree: Tree, values: Values) -> Tree:
+def _fill(kind: str, tree: Tree, values: Values) -> Tree:
     return jax.tree.map_with_path(lambda path, _: values(f"{kind}/{path_text(path)}"), tree)
 
 
@@ -222,7 +222,7 @@ def restore_model(
     computed = [path for path in wanted if path.startswith(PARAMS)] if how else []
     stored = {path: x for path, x in wanted.items() if path not in computed}
     found: dict[str, Any] = restore_arrays(reader, stored, {}, Allow(unused=("*",)))
-    value = exported_params(how, reader.leaves, reader.read)
+    value = make_exported_params(how, reader.leaves, reader.read)
     for path in computed:
         found[path] = jax.device_put(value(path.removeprefix(PARAMS)), wanted[path].sharding)
     zeros = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), state[:2])
@@ -253,6 +253,6 @@ def sample_text(run: Run, setup: RunSetup, state: State) -> str:
       UserCodeFailed: it raised.
     """
     assert run.sample is not None
-    params = in_order(setup.placement, make_select_params(run, setup)(state))
+    params = restore_block_order(setup.placement, make_select_params(run, setup)(state))
     with user_code(lambda error: "the sample"):
         return run.sample(jax.tree_util.Partial(_Apply(setup.model), params, state.model_state))

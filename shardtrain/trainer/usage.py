@@ -16,11 +16,11 @@ import optax
 from shardtrain.functional.activation_rules import noting
 from shardtrain.functional.model import Model
 from shardtrain.islands.watchdog.activity import ActivityRecord
-from shardtrain.plan.devices import TERA, Device, known_device
+from shardtrain.plan.devices import TERA, Device, find_device
 from shardtrain.report.quantities import bytes_text, count_text, duration_text
 from shardtrain.system.host import peak_resident_bytes
 from shardtrain.train_step.seats import Seats
-from shardtrain.trainer.config import Run, model_of
+from shardtrain.trainer.config import Run, make_model
 
 MOST_RANKS = 16
 """Number of ranks up to which each has a metric or is named; of more only the one with most memory is."""
@@ -119,7 +119,7 @@ class RunTotals:
         self._num_updates = 0
         self._num_judged = self._num_clipped = 0
 
-    def resumed(self, wall_seconds: float) -> None:
+    def record_resume(self, wall_seconds: float) -> None:
         """Add the seconds of earlier starts; a rollback of this start resumes too, and changes nothing."""
         if self._before_seconds is None:
             self._before_seconds = wall_seconds
@@ -158,7 +158,7 @@ class RunTotals:
         return f"{step} steps in {duration_text(self.wall_seconds())}; this start: {', '.join(parts)}"
 
 
-def saved_wall_seconds(value: Any) -> float:
+def read_wall_seconds(value: Any) -> float:
     """Return the wall time that a checkpoint has; 0 if it has none, or no such number.
 
     >>> saved_wall_seconds(2), saved_wall_seconds(None), saved_wall_seconds("x"), saved_wall_seconds(-1.0)
@@ -244,7 +244,7 @@ def row_seconds_at_peak(
     numbers: Counter[Device] = Counter()
     peak_flops_per_second = 0.0
     for kind, number in devices:
-        device = known_device(kind)
+        device = find_device(kind)
         if device is None or device.matrix_flops_per_second is None or run.batch_unit == "tokens":
             return 0.0
         numbers[device] += number
@@ -274,7 +274,7 @@ def row_flops(run: Run, batch: Mapping[str, Any]) -> float:
 
     def model(remat: str | None) -> Model:
         strategy = replace(run.strategy, remat=remat or run.strategy.remat)
-        return model_of(replace(run, model=config, strategy=strategy))
+        return make_model(replace(run, model=config, strategy=strategy))
 
     shapes = {name: jax.ShapeDtypeStruct((run.batch, *x.shape[1:]), x.dtype) for name, x in batch.items()}
     # silent: the attention of this trace is not that of the step

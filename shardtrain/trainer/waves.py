@@ -8,17 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardtrain.data import Position
-from shardtrain.imported import kept_tokens
+from shardtrain.imported import select_kept_tokens
 from shardtrain.islands.parameter_shard import Event, Kind, ParameterShard
 from shardtrain.pipeline.in_flight import waves_before_meeting
 from shardtrain.report.sinks.json_lines import JsonLines, read_jsonl
-from shardtrain.system.untrusted_files import whole_number
+from shardtrain.system.untrusted_files import check_whole_number
 from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.state import State
 from shardtrain.train_step.wave_merge import VirtualWorker, WaveMerge
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
-from shardtrain.trainer.evaluation import evaluated_every
+from shardtrain.trainer.evaluation import round_evaluation_interval
 from shardtrain.trainer.resume import MOST_INDEX, StartPoint
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.setup import RunSetup
@@ -125,7 +125,7 @@ class SkippedData:
 
     def __init__(self, folder: Path, island: int, replay: Path | None, report: Callable[[str], None]) -> None:
         self._path, self._report = skips_file(folder, island), report
-        self._repeated = [] if replay is None else _read(skips_file(replay, island))
+        self._repeat = [] if replay is None else _read(skips_file(replay, island))
 
     def begin(self, step: int) -> None:
         """Drop the lines of a step and later ones: the run resumes from its checkpoint."""
@@ -140,15 +140,15 @@ class SkippedData:
 
     def next(self, step: int) -> tuple[int, Position] | None:
         """Return the first (step, position) at a step or later; each is returned until it is dropped."""
-        return next((each for each in self._repeated if each[0] >= step), None)
+        return next((each for each in self._repeat if each[0] >= step), None)
 
     def drop(self, step: int) -> None:
         """Drop what was repeated, up to a step."""
-        self._repeated = [each for each in self._repeated if each[0] > step]
+        self._repeat = [each for each in self._repeat if each[0] > step]
 
     def end(self) -> None:
         """Repeat nothing more: the run has left the order of the other one."""
-        self._repeated = []
+        self._repeat = []
 
 
 def _read(path: Path) -> list[tuple[int, Position]]:
@@ -162,8 +162,8 @@ def _read(path: Path) -> list[tuple[int, Position]]:
 def _number(value: float | None, name: str) -> int:
     # numbers of these files are read as floats
     if isinstance(value, float) and value.is_integer():
-        return whole_number(int(value), name, MOST_INDEX)
-    return whole_number(value, name, MOST_INDEX)
+        return check_whole_number(int(value), name, MOST_INDEX)
+    return check_whole_number(value, name, MOST_INDEX)
 
 
 def train_as_repeated(
@@ -188,7 +188,7 @@ def train_as_repeated(
             state, done = train(start, step)
             if done < step:
                 return state, done
-            start = replace(start, state=state, step=done, extra=kept_tokens(start.extra))
+            start = replace(start, state=state, step=done, extra=select_kept_tokens(start.extra))
         start = replace(start, position=position)
         skipped.drop(step)
         skipped.add(step, position)
@@ -198,7 +198,9 @@ def train_as_repeated(
 def make_meetings(run: Run) -> Meetings:
     """Say after which steps all islands meet."""
     synchronisation = run.strategy.synchronisation
-    others = [each for each in (evaluated_every(run), run.recovery.fingerprint_every) if each is not None]
+    others = [
+        each for each in (round_evaluation_interval(run), run.recovery.fingerprint_every) if each is not None
+    ]
     if run.strategy.across.shares == "auto" and synchronisation.distance is not None:
         # speeds are exchanged at meetings: once in as many waves as an island may be ahead
         others.append(synchronisation.every * (synchronisation.distance + 1))

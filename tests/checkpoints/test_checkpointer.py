@@ -322,7 +322,7 @@ def test_keeping_keeps_the_newest_and_the_multiples(steps, keep, keep_every):
 
 def test_old_checkpoints_are_deleted_as_the_policy_says(tmp_path):
     saved_run(tmp_path, [10, 20, 30, 40, 50, 60], CheckpointPolicy(keep=2, keep_every=20))
-    assert list(paths.finished(tmp_path)) == [20, 40, 50, 60]
+    assert list(paths.find_finished_steps(tmp_path)) == [20, 40, 50, 60]
     assert paths.partial_folders(tmp_path) == []
 
 
@@ -337,7 +337,7 @@ def test_broken_checkpoints_count_for_nothing_when_old_ones_are_deleted(tmp_path
         assert restored.step == checkpoints.latest() == 10
         checkpoints.save(12, small_state(12), {})
         checkpoints.wait()
-        assert list(paths.finished(tmp_path)) == [12, 20, 30]
+        assert list(paths.find_finished_steps(tmp_path)) == [12, 20, 30]
     restored, said = resumed_saying(tmp_path)
     assert (restored.step, len(said)) == (12, 2)
     assert_same(restored.state, small_state(12))
@@ -345,9 +345,9 @@ def test_broken_checkpoints_count_for_nothing_when_old_ones_are_deleted(tmp_path
         checkpoints.restore(small_state())
         checkpoints.save(20, small_state(21), {})
         checkpoints.wait()
-        assert list(paths.finished(tmp_path)) == [20, 30]
+        assert list(paths.find_finished_steps(tmp_path)) == [20, 30]
         checkpoints.save(31, small_state(31), {})
-    assert list(paths.finished(tmp_path)) == [31]
+    assert list(paths.find_finished_steps(tmp_path)) == [31]
     assert_same(resumed(tmp_path).state, small_state(31))
 
 
@@ -357,7 +357,7 @@ def test_a_broken_checkpoint_takes_no_place_of_a_whole_one(tmp_path):
     with Checkpoints(tmp_path, CheckpointPolicy(keep=2), report=lambda _: None) as checkpoints:
         checkpoints.restore(small_state())
         checkpoints.save(30, small_state(), {})
-    assert list(paths.finished(tmp_path)) == [10, 30]
+    assert list(paths.find_finished_steps(tmp_path)) == [10, 30]
 
 
 # Damage

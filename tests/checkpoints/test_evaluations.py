@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from shardtrain.checkpoints import paths
-from shardtrain.checkpoints.evaluations import EVALUATIONS, Best, Evaluations, best_saved, read_evaluations
+from shardtrain.checkpoints.evaluations import (
+    EVALUATIONS,
+    Best,
+    Evaluations,
+    find_best_saved,
+    read_evaluations,
+)
 from shardtrain.checkpoints.manifest import write_manifest
 from shardtrain.checkpoints.manifest_entries import WHOLE, Manifest, WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy
@@ -27,7 +33,7 @@ def write(folder: Path, step: int, part: WriterPart = WHOLE) -> None:
 
 
 def steps(folder: Path) -> list[int]:
-    return list(paths.finished(folder))
+    return list(paths.find_finished_steps(folder))
 
 
 def record(folder: Path, policy: CheckpointPolicy = POLICY, losses: dict[int, float] = LOSSES) -> Evaluations:
@@ -107,7 +113,7 @@ def test_a_file_that_cannot_be_trusted_or_written_is_reported_and_ends_no_run(tm
         path.write_text(text)
         with pytest.raises(ValueError):
             read_evaluations(tmp_path)
-        assert best_saved(tmp_path, [1]) is None
+        assert find_best_saved(tmp_path, [1]) is None
         warnings: list[str] = []
         Evaluations(tmp_path, POLICY, warnings.append)
         assert "which checkpoint is the best so far is not known" in warnings[0]
@@ -143,7 +149,7 @@ def test_the_command_line_shows_names_and_keeps_it(tmp_path, capsys):
     assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
     assert capsys.readouterr().out.endswith("kept: 20, 50\n")
     assert steps(folder) == [20, 50]
-    assert best_saved(folder, [20, 50]) == Best(20, "heldout/loss", 1.0)
+    assert find_best_saved(folder, [20, 50]) == Best(20, "heldout/loss", 1.0)
     (folder / EVALUATIONS).unlink()
     with pytest.raises(ValueError, match="has no best step: a run records it with"):
         main(["show", f"{tmp_path}@best"])

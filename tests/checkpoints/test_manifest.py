@@ -8,7 +8,7 @@ import pytest
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.manifest import _text, problems
-from shardtrain.checkpoints.paths import delete, finished, partial_folders, read_name
+from shardtrain.checkpoints.paths import delete, find_finished_steps, partial_folders, read_name
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.reader import find_readers, visible_readers
 from shardtrain.trainer.resume import _position
@@ -151,7 +151,7 @@ def test_a_number_of_parts_that_no_run_has_is_not_counted_up_to(tmp_path):
     ):
         (tmp_path / name).mkdir()
         assert read_name(name)[0] == -1 or name.endswith("of-1")
-    assert finished(tmp_path) == {}
+    assert find_finished_steps(tmp_path) == {}
     assert visible_readers(tmp_path) == []
     assert partial_folders(tmp_path) == []
     (tmp_path / "step_00000001.part-0-of-16384").mkdir()

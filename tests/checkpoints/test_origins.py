@@ -14,7 +14,7 @@ from tiny_language_model import TinyConfig
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, WriterPart
-from shardtrain.checkpoints.origins import array_origins, in_order, state_to_save
+from shardtrain.checkpoints.origins import array_origins, restore_block_order, state_to_save
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.combine.synchronisation import Synchronisation
@@ -113,7 +113,7 @@ def test_factored_moments_are_moved_by_blocks_too(tmp_path):
 def test_the_sample_sees_blocks_in_the_models_order():
     placement, state = placed(*PIPELINES["filled up"])
     _, one = placed({"data": 1})
-    jax.tree.map(np.testing.assert_array_equal, in_order(placement, state.params), one.params)
+    jax.tree.map(np.testing.assert_array_equal, restore_block_order(placement, state.params), one.params)
 
 
 def own_moments(num_replicas):

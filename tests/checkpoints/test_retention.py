@@ -180,7 +180,7 @@ def test_a_copy_that_fails_is_told_and_the_fast_one_is_taken(tmp_path):
 def test_a_wrong_name_is_no_step(tmp_path):
     for name in ("step_1", "step_00000010.part-1", "step_new", "step_00000010.part-1-of-2.partial"):
         (tmp_path / name).mkdir()
-    assert paths.finished(tmp_path) == {}
+    assert paths.find_finished_steps(tmp_path) == {}
     write(tmp_path, 5)
     (paths.step_folder(tmp_path, 5) / "arrays" / "data").unlink()
     with pytest.raises(ValueError, match="every checkpoint"):

@@ -168,12 +168,12 @@ def test_impossible_limits_are_refused(options, text, tmp_path, monkeypatch, cap
 
 def test_the_time_is_that_of_the_process():
     options = TrainOptions(time_limit="01:00:00", time_margin=100)
-    until = options.until_seconds()
+    until = options.compute_deadline()
     assert until is not None
     left = until - time.monotonic()
     assert left == pytest.approx(3600 - 100 - process_seconds(), abs=5)
     assert 0 < process_seconds() < 7200
-    assert TrainOptions().until_seconds() is None
+    assert TrainOptions().compute_deadline() is None
 
 
 @pytest.mark.parametrize("words", HELP)

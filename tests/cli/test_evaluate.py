@@ -15,10 +15,10 @@ from shardtrain import cli
 from shardtrain.cli.evaluate import count_tokens
 from shardtrain.data import Chat, Text
 from shardtrain.data.tokenizer import Bytes
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
-from shardtrain.trainer.evaluation import accuracy_of, log_likelihoods, read_questions, requests_of
+from shardtrain.trainer.evaluation import compute_accuracy, log_likelihoods, make_requests, read_questions
 
 CONFIG = DecoderConfig(vocab=256, seq=16, embed=16, num_layers=2, num_heads=4)
 TEXTS = {"prose.txt": "The sky is blue; naïve √2.\n" * 12, "code.txt": "def f(x):\n    return x + 1\n" * 9}
@@ -64,7 +64,7 @@ def command(capsys, folder, params, monkeypatch):
 
 
 def apply(params, tokens):
-    return as_model(CONFIG).apply(params, {}, jax.random.key(0), False, tokens)[0]
+    return convert_model(CONFIG).apply(params, {}, jax.random.key(0), False, tokens)[0]
 
 
 def by_hand(params, windows):
@@ -137,9 +137,9 @@ def test_the_held_out_data_of_a_run_file(command, params, tmp_path):
 
 def test_questions_are_answered_as_without_a_mesh(command, folder, params):
     questions = read_questions(folder / "sky.jsonl")
-    requests = requests_of(questions, Bytes(), " ", CONFIG.seq)
+    requests = make_requests(questions, Bytes(), " ", CONFIG.seq)
     scores = log_likelihoods(jax.tree_util.Partial(apply, params), requests, 4, CONFIG.seq)
-    expected = accuracy_of(questions, scores)._asdict()
+    expected = compute_accuracy(questions, scores)._asdict()
     words = [
         "run",
         "--choices",

@@ -16,7 +16,7 @@ from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.cli.generate import _ends
 from shardtrain.data.huggingface_tokenizer import train_tokenizer
 from shardtrain.data.tokenizer import open_tokenizer
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
@@ -57,7 +57,7 @@ KEY = jax.random.key(0)
 
 
 def apply_model(params, *x):
-    return as_model(CONFIG).apply(params, {}, KEY, False, *x)[0]
+    return convert_model(CONFIG).apply(params, {}, KEY, False, *x)[0]
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_an_encoder_decoder_writes_targets_of_prompts(command, folder):
     """On a mesh; they begin with the padding of the data, or as an option says."""
     params, _ = save(folder / "pairs", PAIRS, **{"data.padding": 7})
     apply = jax.tree_util.Partial(
-        lambda params, *x: as_model(PAIRS).apply(params, {}, KEY, False, *x)[0], params
+        lambda params, *x: convert_model(PAIRS).apply(params, {}, KEY, False, *x)[0], params
     )
     sources = [list(prompt.encode()) for prompt in PROMPTS]
     words = [*WORDS, "--temperature", "0"]

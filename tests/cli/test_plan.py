@@ -64,7 +64,7 @@ def test_a_cluster_becomes_a_strategy_that_a_run_takes(planned, tiny, tmp_path, 
     assert set(found.islands) == {"0", "1"}
     assert list(found.predicted) == list(PARTS)
     assert found.predicted["compute_seconds"] > 0 < found.predicted["islands_seconds"]
-    assert found.of_island(1, "cpu").layout.mesh == {"data": 1}
+    assert found.select_island(1, "cpu").layout.mesh == {"data": 1}
     words = ["--strategy", str(strategy), "--island", "0"]
     assert cli.main(["inspect", tiny, *words]) == 0
     assert "2 devices" in capsys.readouterr().out

@@ -6,7 +6,7 @@ import pytest
 from saved_decoder import save
 
 from shardtrain import cli
-from shardtrain.cli.run_rows import rows_of
+from shardtrain.cli.run_rows import read_measured_rows
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.decoder_flops import flops_per_token
 
@@ -51,7 +51,7 @@ def runs(tmp_path_factory):
 
 
 def test_a_row_is_what_the_folder_says(runs):
-    (row,), notes = rows_of([runs / "small"])
+    (row,), notes = read_measured_rows([runs / "small"])
     assert notes == []
     assert (row.model, row.device, row.devices) == ("small", "cpu", 4)
     assert row.teraflops is not None
@@ -66,7 +66,7 @@ def test_a_row_is_what_the_folder_says(runs):
 
 
 def test_runs_of_one_model_are_left_out_together(runs, capsys):
-    rows, _ = rows_of([runs / "small", runs / "large", runs / "again"])
+    rows, _ = read_measured_rows([runs / "small", runs / "large", runs / "again"])
     assert [row.model for row in rows] == ["small", "large", "small"]
     assert rows[1].teraflops is not None
     teraflops = 3 * rows[1].teraflops
@@ -82,14 +82,14 @@ def test_runs_of_one_model_are_left_out_together(runs, capsys):
 def test_folders_and_files_are_rows_together(runs, tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("model,device,teraflops,step_seconds\nother,cpu,1,2\n")
-    rows, _ = rows_of([path, runs / "large"])
+    rows, _ = read_measured_rows([path, runs / "large"])
     assert [row.model for row in rows] == ["other", "large"]
 
 
 def test_what_a_folder_lacks_is_said(runs, tmp_path, capsys):
     bare = tmp_path / "bare"
     write_metrics(bare, 0.5)
-    (row,), notes = rows_of([bare])
+    (row,), notes = read_measured_rows([bare])
     assert (row.step_seconds, row.teraflops, row.checkpoint_mb) == (0.5, None, None)
     assert notes[0].startswith(f"{bare}: sizes and operations are not known: ")
     # both paths are named, not the first alone

@@ -13,7 +13,7 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.cli.run_file import load_combiner
-from shardtrain.combine.replicas import split_layers, stack_layers, stacked_paths
+from shardtrain.combine.replicas import find_stacked_paths, split_layers, stack_layers
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss
@@ -23,7 +23,7 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement, state_specs
-from shardtrain.train_step.step import combined_labels, make_step
+from shardtrain.train_step.step import list_combined_labels, make_step
 
 ROWS, SGD_RATE = 16, 0.5
 SGD, SGD_ONE, ADAM = optax.sgd(SGD_RATE), optax.sgd(1.0), optax.adam(1e-2)
@@ -40,12 +40,12 @@ class Net(nnx.Module):
     """Two matrices: an array to combine costs more to trace than all of this."""
 
     def __init__(self, rngs):
-        self.up = drawn(rngs, "embed", "mlp")
+        self.send_up = drawn(rngs, "embed", "mlp")
         self.head = drawn(rngs, "mlp", None)
 
     def __call__(self, image):
         x = with_logical_constraint(image.reshape(len(image), -1), ("batch", "embed"))
-        x = with_logical_constraint(jax.nn.relu(x @ self.up[...]), ("batch", "mlp"))
+        x = with_logical_constraint(jax.nn.relu(x @ self.send_up[...]), ("batch", "mlp"))
         return with_logical_constraint(x @ self.head[...], ("batch", None))
 
 
@@ -128,7 +128,7 @@ def test_adasum_of_gradients_on_shards_is_that_of_whole_replicas(mesh, zero):
     # the metric: what is left of the squares of all replicas
     squares = jax.tree.map(lambda *g: sum((x**2).sum() for x in g), *replica_gradients())
     ratios = jax.tree.map(lambda e, s: (e**2).sum() / s, expected, squares)
-    by_label = dict(zip(combined_labels(placement), metrics["orthogonality"], strict=True))
+    by_label = dict(zip(list_combined_labels(placement), metrics["orthogonality"], strict=True))
     for path, ratio in split_layers(ratios, frozenset()).items():
         np.testing.assert_allclose(by_label[path], ratio, 1e-4, err_msg=path)
 
@@ -215,7 +215,7 @@ def test_layers_are_combined_one_by_one():
     tree = jax.tree.map(
         lambda x: jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape), specs.abstract.params
     )
-    stacked = stacked_paths(specs.arrays, specs.params)
+    stacked = find_stacked_paths(specs.arrays, specs.params)
     pieces = split_layers(tree, stacked)
     labels = [label for label in sorted(pieces) if label.startswith("blocks/mlp/up/kernel")]
     assert labels == [f"blocks/mlp/up/kernel/{i:02d}" for i in range(11)]

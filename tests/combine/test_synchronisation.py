@@ -23,7 +23,7 @@ from mesh_local_sgd import (
 from tiny_language_model import TinyConfig
 
 from shardtrain.combine.adasum import adasum
-from shardtrain.combine.fragments import by_path, make_fragments
+from shardtrain.combine.fragments import group_by_path, make_fragments
 from shardtrain.combine.synchronisation import PRESETS, Outer, Synchronisation, preset
 from shardtrain.data import place
 from shardtrain.functional.loss import next_token_loss
@@ -34,8 +34,8 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement, state_specs
-from shardtrain.train_step.replica_state import fragments_of
-from shardtrain.train_step.step import combined_labels, make_step
+from shardtrain.train_step.replica_state import split_fragments
+from shardtrain.train_step.step import list_combined_labels, make_step
 from shardtrain.trainer.prepared_run import _rows_digest
 from shardtrain.trainer.strategy import Strategy
 
@@ -69,7 +69,7 @@ def test_fragments_are_merged_in_turn():
     # nothing is left after the last step, which is in the middle of a round
     assert not any(x.any() for x in jax.tree.leaves(states[-1].local))
     # after two steps the layers of the first fragment have moved, and the others have not
-    first, second = fragments_of(synchronisation, placement.specs)
+    first, second = split_fragments(synchronisation, placement.specs)
     moved = (states[2].params["blocks"]["up"] != states[0].params["blocks"]["up"]).any((1, 2))
     assert moved[np.array(first.rows["blocks/up"])].any()
     assert not moved[np.array(second.rows["blocks/up"])].any()
@@ -88,10 +88,10 @@ def test_stages_of_a_pipeline_combine_as_one_mesh_does(synchronisation):
     }
     (plain, whole), (staged, placement) = found["data"], found["data+pipeline"]
     for number in (1, 2):
-        same(staged[number].params, by_path(plain[number].params), f"step {number}", placement.stages)
+        same(staged[number].params, group_by_path(plain[number].params), f"step {number}", placement.stages)
     # each layer has its number of the model, and what all stages have is there once
-    assert combined_labels(placement) == combined_labels(whole)
-    assert "blocks/up/2" in combined_labels(placement)
+    assert list_combined_labels(placement) == list_combined_labels(whole)
+    assert "blocks/up/2" in list_combined_labels(placement)
     for ours, theirs in zip(logged["data+pipeline"], logged["data"], strict=True):
         np.testing.assert_allclose(ours["orthogonality"], theirs["orthogonality"], 1e-4)
     # of each layer, or of one vector
@@ -162,7 +162,7 @@ def test_a_skipped_step_combines_what_was_changed_before():
     expected = jax.tree.map(
         lambda p, d: p + np.tensordot(shares, d, 1), states[2].params, states[2].local.drift
     )
-    same(states[3].params, by_path(expected), "skipped")
+    same(states[3].params, group_by_path(expected), "skipped")
     assert not any(x.any() for x in jax.tree.leaves(states[3].local))
 
 
@@ -196,7 +196,7 @@ def test_synchronous_steps_alone_are_the_plain_step():
     first, _ = steps(way, MESHES["data"], optimizer=optax.adam(1e-2), last_step=STEPS)
     plain, _ = steps(Synchronisation(), MESHES["data"], optimizer=optax.adam(1e-2))
     for a, b in zip(first, plain, strict=True):
-        same(a.params, by_path(b.params), "plain")
+        same(a.params, group_by_path(b.params), "plain")
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_more_fragments_than_arrays_are_refused():
 def decoder_fragments(num_layers, number):
     """The parameters of a decoder by path, the paths of its layers, and the fragments."""
     model = from_nnx(DecoderConfig(vocab=256, seq=64, embed=64, num_layers=num_layers, num_heads=4))
-    params = by_path(jax.eval_shape(model.init, jax.random.key(0))[0])
+    params = group_by_path(jax.eval_shape(model.init, jax.random.key(0))[0])
     stacked = frozenset(path for path in params if path.startswith("blocks/"))
     return params, stacked, make_fragments(params, stacked, number)
 

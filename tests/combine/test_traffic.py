@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from shardtrain.combine import MeshGroup, make_combiner
-from shardtrain.combine.messages import ALL_GATHER, ALL_REDUCE, EXCHANGE, Message, messages_of
+from shardtrain.combine.messages import ALL_GATHER, ALL_REDUCE, EXCHANGE, Message, trace_messages
 
 
 class Sent:
@@ -15,7 +15,7 @@ class Sent:
 
     def __init__(self, name, size, shapes):
         like = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-        self.sent = messages_of(make_combiner(name), like, size)
+        self.sent = trace_messages(make_combiner(name), like, size)
 
     def all(self, kind):
         return [each.num_bytes for each in self.sent if each.kind == kind]

@@ -9,7 +9,7 @@ from PIL import Image
 from written_formats import picture
 
 from shardtrain.data import Augment, Batches, ImageFiles, TokenBatches
-from shardtrain.data.augmentation import Mixing, changed_colours, crop_box, draw_mixing, mixed
+from shardtrain.data.augmentation import Mixing, change_colours, crop_box, draw_mixing, mix_images
 from shardtrain.data.image_decoding import decode_image, decode_part
 from shardtrain.data.sources.format import BadData
 
@@ -138,7 +138,7 @@ def test_a_part_is_decoded_where_it_is():
 def test_colours_change_by_their_formulas():
     image = np.random.default_rng(1).random((4, 5, 3), np.float32)
     mirrored = {
-        changed_colours(image, Augment(flip=True), np.random.default_rng(i)).tobytes() for i in range(9)
+        change_colours(image, Augment(flip=True), np.random.default_rng(i)).tobytes() for i in range(9)
     }
     assert mirrored == {image.tobytes(), np.ascontiguousarray(image[:, ::-1]).tobytes()}
     factor = np.random.default_rng(7).uniform(0.5, 1.5)
@@ -149,7 +149,7 @@ def test_colours_change_by_their_formulas():
         (Augment(saturation=0.5), grey[..., None] + factor * (image - grey[..., None])),
     )
     for options, values in expected:
-        found = changed_colours(image, options, np.random.default_rng(7))
+        found = change_colours(image, options, np.random.default_rng(7))
         np.testing.assert_allclose(found, np.clip(values, 0, 1), rtol=1e-5, atol=1e-6, err_msg=str(options))
 
 
@@ -170,7 +170,7 @@ def test_two_images_are_mixed_as_their_labels_are(folder, tmp_path):
     assert 150 < sum(each is not None for each in draws) < 250
     both = [draw_mixing(Augment(mixup=1.0, cutmix=1.0), np.random.default_rng(i)) for i in range(400)]
     assert 150 < sum(each is not None and each.box is not None for each in both) < 250
-    image, kept = mixed(np.full((2, 2, 1), 4.0), np.zeros((2, 2, 1)), Mixing(0.25, None))
+    image, kept = mix_images(np.full((2, 2, 1), 4.0), np.zeros((2, 2, 1)), Mixing(0.25, None))
     assert (image.min(), image.max(), kept) == (1.0, 1.0, 0.25)
 
 

@@ -16,7 +16,7 @@ from shardtrain.data import Chat
 from shardtrain.data.best_fit import best_fit
 from shardtrain.data.chat_template import ChatTemplate, open_template
 from shardtrain.data.chat_tokens import TRAINED
-from shardtrain.data.conversations import Answers, conversation_of
+from shardtrain.data.conversations import Answers, make_conversation
 from shardtrain.data.huggingface_tokenizer import train_tokenizer
 from shardtrain.data.tokenizer import Bytes
 
@@ -140,7 +140,7 @@ def test_templates_have_what_those_of_hugging_face_use():
     ],
 )
 def test_records_that_are_conversations(record, messages):
-    assert conversation_of(record, "messages").messages == messages
+    assert make_conversation(record, "messages").messages == messages
 
 
 def marked(*marks):
@@ -166,14 +166,14 @@ def marked(*marks):
     ids=str,
 )
 def test_an_answer_that_is_marked_is_not_learned(mark, learned, template):
-    found = conversation_of({"messages": marked(mark, {}, learned)}, "messages")
+    found = make_conversation({"messages": marked(mark, {}, learned)}, "messages")
     assert all(each.keys() == {"role", "content"} for each in found.messages)
     made = named(template) if template == "chatml" else ChatTemplate(HUGGING_FACE, {})
     rendered = made.render(found.messages, None, found.learned)
     assert [text[:8] for text in answers_in(rendered)] == ["answer 1", "answer 2"]
     assert "answer 0" in rendered.text
     # the last answer is the last one, learned or not
-    last = conversation_of({"messages": marked({}, mark)}, "messages")
+    last = make_conversation({"messages": marked({}, mark)}, "messages")
     assert named("chatml", "last").render(last.messages, None, last.learned).answers == []
 
 
@@ -199,7 +199,7 @@ def test_a_row_that_is_marked_is_not_learned_or_refused(name, tmp_path):
     text = data.summary(tmp_path / "run")
     assert "left out 3 without an answer that is learned; skipped 2 that cannot be read" in text
     side = {"prompt": "a", "completion": "b", "weight": 0}
-    assert conversation_of(side, "messages").learned == [False, False]
+    assert make_conversation(side, "messages").learned == [False, False]
 
 
 def test_a_template_that_marks_not_every_answer_is_refused_where_one_is_not_learned():
@@ -245,7 +245,7 @@ def test_a_template_that_marks_not_every_answer_is_refused_where_one_is_not_lear
 )
 def test_records_that_are_no_conversation(record, text):
     with pytest.raises(ValueError, match=text if "(" in text or "\\" in text else re.escape(text)):
-        conversation_of(record, "messages")
+        make_conversation(record, "messages")
 
 
 def talks(number):

@@ -41,7 +41,7 @@ def test_padding_is_a_copy_of_the_island_with_weight_0():
     ]:
         shard = batch_shard(counts, island, mesh(2), AXES, 2, multiple)
         loader = Loader(Batches(source=source, batch=10, shuffle=False), {}, mesh(2), AXES, 2)
-        loader = loader.with_shards({10: shard})
+        loader = loader.replace_shards({10: shard})
         placed, _ = next(loader.iterate())
         assert placed["x"].shape == (2, loader.shard().num_rows // 2) == (2, len(rows) // 2)
         np.testing.assert_array_equal(placed["x"].reshape(-1), rows)
@@ -52,7 +52,7 @@ def test_a_short_last_batch_and_an_uneven_island_pad_together():
     source = [{"x": np.array(float(i))} for i in range(8)]
     shard = batch_shard([3, 3], 1, mesh(2), AXES, 1)
     loader = Loader(Batches(source=source, batch=6, shuffle=False), {}, mesh(2), AXES, 1)
-    (first, _), (placed, _) = itertools.islice(loader.with_shards({6: shard}).iterate(), 2)
+    (first, _), (placed, _) = itertools.islice(loader.replace_shards({6: shard}).iterate(), 2)
     # rows 3 to 5 of a batch of which only 2 rows exist: nothing counts
     np.testing.assert_array_equal(placed["weights"], np.zeros((1, 4)))
     np.testing.assert_array_equal(first["weights"], [[1, 1, 1, 0]])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardtrain.data.order import BLOCK, epoch_order, samples_of
+from shardtrain.data.order import BLOCK, epoch_order, find_samples
 
 EXPECTED = {
     1: [[0, 0, 0], [0, 0, 0]],
@@ -33,7 +33,7 @@ def test_the_sources_of_a_large_mixture_keep_their_orders(monkeypatch):
 
     def counted(positions, *arguments):
         found.append(positions)
-        return samples_of(positions, *arguments)
+        return find_samples(positions, *arguments)
 
     monkeypatch.setattr("shardtrain.data.order.samples_of", counted)
     for position in range(3):

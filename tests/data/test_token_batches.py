@@ -109,7 +109,7 @@ def test_the_islands_together_have_the_rows_of_one_device(weights):
             )
             for n in batches.row_counts
         }
-        loaders.append(Loader(batches, {}, mesh, ("data",), 1).with_shards(shards))
+        loaders.append(Loader(batches, {}, mesh, ("data",), 1).replace_shards(shards))
     together = zip(*(loader.iterate() for loader in loaders), strict=True)
     for (expected, _), islands in itertools.islice(zip(batches.iterate(), together, strict=False), 30):
         for name, x in expected.items():

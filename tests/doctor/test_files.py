@@ -10,7 +10,7 @@ import pytest
 
 from shardtrain.doctor.check import RankContext
 from shardtrain.doctor.file_probes import is_locked, lock, measure_all, rename
-from shardtrain.doctor.files import CHECK, evaluate, mount_of, nearest
+from shardtrain.doctor.files import CHECK, evaluate, find_mount, nearest
 from shardtrain.doctor.runner import collect_in_thread
 from shardtrain.doctor.start import SingleProcess
 from shardtrain.islands.rank_environment import find_rank_environment
@@ -187,6 +187,10 @@ def test_a_shared_folder_is_well_and_its_lock_is_looked_at(told, by_what):
 
 def test_mounts_and_folders_are_found(tmp_path):
     mounts = "a / ext4 rw 0 0\nb /da tmpfs rw 0 0\nc /data\\040x nfs4 ro 0 0\nd / overlay rw 0 0\n"
-    assert mount_of(nearest(tmp_path) / "x", mounts)["type"] == "overlay"
-    assert mount_of(type(tmp_path)("/data x/y"), mounts) == {"type": "nfs4", "source": "c", "read_only": True}
+    assert find_mount(nearest(tmp_path) / "x", mounts)["type"] == "overlay"
+    assert find_mount(type(tmp_path)("/data x/y"), mounts) == {
+        "type": "nfs4",
+        "source": "c",
+        "read_only": True,
+    }
     assert nearest(tmp_path / "a" / "b") == tmp_path.resolve()

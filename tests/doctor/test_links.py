@@ -2,7 +2,7 @@
 
 import jax
 
-from shardtrain.doctor.links import all_reduce, evaluate, permute, rounds, sampled
+from shardtrain.doctor.links import all_reduce, evaluate, permute, rounds, sample_pairs
 
 
 def rank(partners, bridge=1e9, platform="cpu", pairs=None):
@@ -26,7 +26,7 @@ def test_in_a_tournament_each_pair_meets_once_and_nobody_twice_in_a_round():
 
 
 def test_many_devices_are_sampled_neighbours_and_opposites():
-    pairs = sampled(16)
+    pairs = sample_pairs(16)
     assert len(pairs) == 8
     assert (0, 1) in pairs
     assert (0, 8) in pairs

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardtrain.functional.auxiliary import Outputs, summed_loss
+from shardtrain.functional.auxiliary import Outputs, sum_loss
 from shardtrain.functional.loss import masked_token_loss, next_token_loss
 from shardtrain.models.experts_options import read_experts
 from shardtrain.models.experts_routing import Routing
@@ -49,9 +49,7 @@ def test_penalties_of_any_split_are_means_weighted_by_what_rows_count(loss, coun
         arrays: Any = {name: jnp.zeros(shape) for name, shape in shapes.items()}
         routing = Routing(**arrays, z_BL=z[:, None], options=options, seq=SEQ)
         return [
-            summed_loss(loss, lambda *_, t=train: Outputs(jnp.zeros((rows, SEQ, 3)), routing, train=t), some)[
-                0
-            ]
+            sum_loss(loss, lambda *_, t=train: Outputs(jnp.zeros((rows, SEQ, 3)), routing, train=t), some)[0]
             for train in (True, False)
         ]
 
@@ -76,6 +74,6 @@ def test_a_row_counts_for_routers_if_any_of_its_tokens_does(weights):
     )  # fmt: skip
     outputs: Any = Outputs(jnp.ones(2), routing)
     batch: Any = {"weights": jnp.array(weights)}
-    metrics = summed_loss(lambda apply, batch: (apply().sum(), 2), lambda: outputs, batch)[2]
+    metrics = sum_loss(lambda apply, batch: (apply().sum(), 2), lambda: outputs, batch)[2]
     # of the first row's tokens alone, all of which chose one of two experts
     assert metrics["expert_load"][0] / metrics["expert_load"][1] == 2

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 from tiny_language_model import TinyConfig
 
-from shardtrain.functional.compute_dtype import with_compute_dtype
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.compute_dtype import set_compute_dtype
+from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.resnet import ResNetConfig
 
@@ -53,12 +53,12 @@ def products(model, *inputs):
     ids=["a config without a dtype", "a module with statistics"],
 )
 def test_any_model_computes_in_it_and_its_parameters_stay(model, inputs, dtype):
-    assert products(with_compute_dtype(model, dtype), inputs) == {dtype}
+    assert products(set_compute_dtype(model, dtype), inputs) == {dtype}
 
 
 def test_its_parts_in_a_pipeline_are_those_of_a_call():
     dtype = "bfloat16"
-    model = with_compute_dtype(TinyConfig(num_layers=2), dtype)
+    model = set_compute_dtype(TinyConfig(num_layers=2), dtype)
     params, state = model.init(KEY)
     expected, _ = model.apply(params, state, KEY, False, TOKENS)
     assert model.chain is not None
@@ -71,7 +71,7 @@ def test_its_parts_in_a_pipeline_are_those_of_a_call():
 
 def test_a_config_with_a_dtype_is_given_it():
     sizes: dict[str, Any] = {"vocab": 8, "seq": 4, "embed": 4, "num_layers": 1, "num_heads": 1}
-    changed = with_compute_dtype(DecoderConfig(**sizes, dtype="bfloat16"), "float16")
+    changed = set_compute_dtype(DecoderConfig(**sizes, dtype="bfloat16"), "float16")
     assert changed == DecoderConfig(**sizes, dtype="float16")
-    assert with_compute_dtype(ResNetConfig(), None) == ResNetConfig()
-    assert as_model(changed)
+    assert set_compute_dtype(ResNetConfig(), None) == ResNetConfig()
+    assert convert_model(changed)

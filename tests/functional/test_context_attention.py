@@ -14,7 +14,7 @@ from shardtrain.functional import ring_attention, score_blocks
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.ring import Ring
 from shardtrain.functional.ring_attention import Seen
-from shardtrain.models.attention import attend, whole_attention
+from shardtrain.models.attention import attend, attend_whole
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.xla_flags import step_options
@@ -71,7 +71,7 @@ def test_it_is_that_of_whole_sequences(case, monkeypatch):
     monkeypatch.setattr(score_blocks, "KEYS_AT_ONCE", 2)
     kind, mesh, (inputs, mask), causal, has_mask = CASES[case]
     options = {"causal": causal, "mask_BS": mask if has_mask else None}
-    expected = jax.jit(partial(computed, partial(whole_attention, "xla"), **options))(inputs)
+    expected = jax.jit(partial(computed, partial(attend_whole, "xla"), **options))(inputs)
     for got, wanted in zip(on_mesh(kind, mesh, inputs, **options), expected, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
@@ -98,7 +98,7 @@ FEW_KEY_HEADS = {
 def test_key_heads_are_sharded_by_their_own_rule(case):
     kind, mesh, (heads, kv_heads), rules = FEW_KEY_HEADS[case]
     inputs, _ = arrays(4, 4, kv_heads, heads=heads)
-    expected = jax.jit(partial(computed, partial(whole_attention, "xla")))(inputs)
+    expected = jax.jit(partial(computed, partial(attend_whole, "xla")))(inputs)
     for got, wanted in zip(on_mesh(kind, mesh, inputs, rules), expected, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
@@ -109,7 +109,7 @@ def test_16_bits_give_16_bits():
     out = on_mesh("ring", {"context": 2}, inputs, causal=True)[0]
     assert out.dtype == dtype
     wide = [x.astype(jnp.float32) for x in inputs]
-    np.testing.assert_allclose(out.astype(jnp.float32), whole_attention("xla", *wide), rtol=0.03, atol=0.03)
+    np.testing.assert_allclose(out.astype(jnp.float32), attend_whole("xla", *wide), rtol=0.03, atol=0.03)
 
 
 @pytest.mark.parametrize(("num", "in_pairs"), [(3, False), (8, False), (2, True), (6, True)])
@@ -164,8 +164,8 @@ def test_the_balanced_order_pairs_early_with_late_parts_and_is_taken_back(num, i
     ring = Ring("context", num, "balanced", in_pairs=in_pairs)
 
     def exchanged(x):
-        there = ring.balanced(x)
-        return there, ring.balanced(there, inverse=True)
+        there = ring.balance_halves(x)
+        return there, ring.balance_halves(there, inverse=True)
 
     run = jax.shard_map(exchanged, mesh=mesh, in_specs=split, out_specs=(split, split), check_vma=False)
     there, back = jax.jit(run)(jnp.arange(2 * num)[None])
@@ -244,7 +244,7 @@ def test_segments_windows_and_soft_caps_are_those_of_whole_sequences(case, monke
     options = {"mask_BS" if name == "mask" else name: value for name, value in options.items()}
     if "mask_BS" in options:
         options["mask_BS"] = mask
-    expected = jax.jit(partial(computed, partial(whole_attention, "xla"), **options))(inputs)
+    expected = jax.jit(partial(computed, partial(attend_whole, "xla"), **options))(inputs)
     for got, wanted in zip(on_mesh(kind, mesh, inputs, **options), expected, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
@@ -257,7 +257,7 @@ def test_a_window_may_be_computed(kind):
     def blocks(q, k, v, attention):
         return jax.lax.scan(lambda q, window: (attention(q, k, v, window=window), None), q, WINDOWS)[0]
 
-    expected = computed(partial(blocks, attention=partial(whole_attention, "xla")), inputs)
+    expected = computed(partial(blocks, attention=partial(attend_whole, "xla")), inputs)
     layout = Layout(mesh={"context": 2}, context_attention=kind)
     mesh = make_mesh(layout, jax.devices()[:2])
     with activation_rules(layout.activation_rules, mesh, *layout.tracing):

@@ -13,9 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain.functional.activation_rules import activation_rules
-from shardtrain.functional.cross_entropy import cross_entropy, regularized_cross_entropy, soft_cross_entropy
+from shardtrain.functional.cross_entropy import (
+    cross_entropy,
+    soft_cross_entropy,
+    sum_regularized_cross_entropy,
+)
 from shardtrain.functional.loss import Regularized, classification_loss, masked_token_loss, next_token_loss
-from shardtrain.functional.metrics import with_metrics
+from shardtrain.functional.metrics import add_metrics
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 
@@ -81,7 +85,7 @@ def test_label_smoothing_and_a_z_loss_are_those_of_optax_and_of_the_definition()
         return ((optax.softmax_cross_entropy(logits, shares) + 0.1 * squares) * WEIGHTS).sum()
 
     def loss(logits):
-        return regularized_cross_entropy(logits, TARGETS, WEIGHTS, label_smoothing=0.2, z_loss=0.1)[0]
+        return sum_regularized_cross_entropy(logits, TARGETS, WEIGHTS, label_smoothing=0.2, z_loss=0.1)[0]
 
     got, expected = (
         jax.jit(lambda x, f=f: (jax.jvp(f, (x,), (x[::-1],)), jax.grad(f)(x)))(LOGITS) for f in (loss, steps)
@@ -90,15 +94,15 @@ def test_label_smoothing_and_a_z_loss_are_those_of_optax_and_of_the_definition()
     np.testing.assert_allclose(got[1], expected[1], rtol=1e-5, atol=1e-6)
     # without both it is the plain one, which is always the metric
     plain = cross_entropy(LOGITS, TARGETS, WEIGHTS)
-    assert regularized_cross_entropy(LOGITS, TARGETS, WEIGHTS)[:2] == plain
-    metrics = regularized_cross_entropy(LOGITS, TARGETS, WEIGHTS, label_smoothing=0.2, z_loss=0.1)[2]
+    assert sum_regularized_cross_entropy(LOGITS, TARGETS, WEIGHTS)[:2] == plain
+    metrics = sum_regularized_cross_entropy(LOGITS, TARGETS, WEIGHTS, label_smoothing=0.2, z_loss=0.1)[2]
     assert metrics == {"cross_entropy": plain}
 
 
 def test_padding_is_not_regularized():
     logits, targets = LOGITS.copy(), TARGETS.copy()
     logits[4:], targets[5] = np.inf, -100
-    loss = partial(regularized_cross_entropy, label_smoothing=0.2, z_loss=0.1)
+    loss = partial(sum_regularized_cross_entropy, label_smoothing=0.2, z_loss=0.1)
     of = jax.jit(jax.value_and_grad(lambda logits, targets: loss(logits, targets, WEIGHTS)[0]))
     jax.tree.map(np.testing.assert_array_equal, of(logits, targets), of(LOGITS, TARGETS))
     assert np.isnan(of(LOGITS, np.where(TARGETS[0, 0] == TARGETS, 11, TARGETS))[0])
@@ -111,7 +115,7 @@ def test_what_cannot_be_regularized_is_refused():
         Regularized(classification_loss, z_loss=1e-4)
     # a wrapper passes on what it takes itself
     wrapper = wraps(next_token_loss)(lambda apply, batch: next_token_loss(apply, batch))
-    for loss in (wrapper, max, with_metrics(next_token_loss, mine=lambda outputs, batch: (0.0, 1.0))):
+    for loss in (wrapper, max, add_metrics(next_token_loss, mine=lambda outputs, batch: (0.0, 1.0))):
         with pytest.raises(ValueError, match="takes no argument `entropy`"):
             Regularized(loss, z_loss=1e-4)
     Regularized(lambda *inputs, **options: next_token_loss(*inputs, **options), z_loss=1e-4)

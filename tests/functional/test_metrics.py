@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from shardtrain import Run, cross_entropy, next_token_loss, train, with_metrics
+from shardtrain import Run, add_metrics, cross_entropy, next_token_loss, train
 from shardtrain.cli.run_options import parse_run
 from shardtrain.functional.metrics import TopAccuracy, next_token_accuracy
 from shardtrain.report.sinks.json_lines import read_jsonl
 
 RUN_FILE = """
 from pathlib import Path
-from shardtrain import Layout, Regularized, Run, Strategy, Text, next_token_loss, with_metrics
+from shardtrain import Layout, Regularized, Run, Strategy, Text, next_token_loss, add_metrics
 from shardtrain.functional.metrics import next_token_accuracy
 from tiny_language_model import TinyConfig
 
@@ -23,7 +23,7 @@ def run():
     return Run(
         model=TinyConfig(seq=4, num_layers=2),
         data=Text(paths=(Path({text!r}),), seq=4, heldout_fraction=0.2),
-        loss=with_metrics(Regularized(next_token_loss, z_loss=0.1), accuracy=next_token_accuracy),
+        loss=add_metrics(Regularized(next_token_loss, z_loss=0.1), accuracy=next_token_accuracy),
         strategy=Strategy(layout=Layout(mesh={{"pipeline": 2, "data": 4}}), accumulate=2),
         batch=8, steps=2, log_every=1, evaluate_every=1,
     )
@@ -55,7 +55,7 @@ def test_a_metric_of_a_run_file_is_logged_for_training_and_heldout_data(tmp_path
 def test_the_loss_stays_the_same_and_padding_counts_nothing():
     logits = jnp.log(jnp.array([[[0.1, 0.9], [0.8, 0.2]], [[0.1, 0.9], [0.1, 0.9]]]))
     batch = {"tokens": jnp.array([[0, 1, 1], [0, 1, 1]]), "weights": jnp.array([1.0, 0.0])}
-    total, count, metrics = with_metrics(next_token_loss, accuracy=next_token_accuracy)(
+    total, count, metrics = add_metrics(next_token_loss, accuracy=next_token_accuracy)(
         lambda tokens: logits, batch
     )
     np.testing.assert_array_equal((total, count), next_token_loss(lambda tokens: logits, batch))
@@ -73,9 +73,9 @@ def test_metrics_need_one_call_of_the_model_and_names_of_their_own():
     batch = {"x": jnp.ones((2, 3)), "label": jnp.array([0, 1])}
     metric = lambda outputs, batch: (outputs.sum(), 1.0)  # noqa: E731
     with pytest.raises(ValueError, match="the loss calls the model 2 times; return them by the loss itself"):
-        with_metrics(twice, mine=metric)(lambda x: x, batch)
+        add_metrics(twice, mine=metric)(lambda x: x, batch)
     with pytest.raises(ValueError, match="the loss returns metrics mine itself; use other names"):
-        with_metrics(named, mine=metric)(lambda x: x, batch)
+        add_metrics(named, mine=metric)(lambda x: x, batch)
 
 
 def test_the_likeliest_classes_are_counted_once_each():

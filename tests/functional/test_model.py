@@ -11,8 +11,8 @@ from flax import nnx
 from jax.core import Tracer
 
 from shardtrain.functional.linen_model import from_linen
-from shardtrain.functional.model import Model, named_arrays, path_text
-from shardtrain.functional.nnx_model import as_model, from_nnx
+from shardtrain.functional.model import Model, name_arrays, path_text
+from shardtrain.functional.nnx_model import convert_model, from_nnx
 from shardtrain.sharding.array_dims import Named
 
 KEY, RNG = jax.random.key(3), jax.random.key(4)
@@ -28,7 +28,7 @@ class Net(nnx.Module):
     """A bit of everything: running statistics, dropout, a list, stacked layers, a shared parameter."""
 
     def __init__(self, rngs):
-        self.up = nnx.Linear(EMBED, MLP, kernel_init=named("embed", "mlp"), rngs=rngs)
+        self.send_up = nnx.Linear(EMBED, MLP, kernel_init=named("embed", "mlp"), rngs=rngs)
         self.norm = nnx.BatchNorm(MLP, momentum=0.75, rngs=rngs)
         self.dropout = nnx.Dropout(0.0, rngs=rngs)
         # eleven, for the order of their names; constant, as random ones are long to compile
@@ -41,17 +41,17 @@ class Net(nnx.Module):
             return Block(rngs)
 
         self.blocks = stack(rngs)
-        self.down = nnx.Param(
+        self.send_down = nnx.Param(
             0.3 * jax.random.normal(rngs.params(), (MLP, EMBED)), out_sharding=("mlp", "embed")
         )
-        self.tied = self.down
+        self.tied = self.send_down
 
     def __call__(self, x):
-        x = self.dropout(self.norm(self.up(x)))
+        x = self.dropout(self.norm(self.send_up(x)))
         for layer in self.layers[9:]:
             x = x + jnp.tanh(layer(x))
         x = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
-        return x @ self.down[...] @ self.tied[...].T
+        return x @ self.send_down[...] @ self.tied[...].T
 
 
 class Block(nnx.Module):
@@ -289,7 +289,7 @@ def test_dims_of_linen():
 
 def test_named_arrays_pair_dims_with_shapes():
     model = nnx_model()
-    found = named_arrays(model, jax.eval_shape(model.init, KEY)[0])
+    found = name_arrays(model, jax.eval_shape(model.init, KEY)[0])
     assert found["blocks/mlp/kernel"] == Named(dims=("layers", None, "mlp"), shape=(3, MLP, MLP))
     assert found["down"] == Named(dims=("mlp", "embed"), shape=(MLP, EMBED))
     assert found["layers/10/bias"] == Named(dims=None, shape=(MLP,))
@@ -321,8 +321,8 @@ def test_a_model_can_be_a_static_argument():
 
 def test_as_model():
     model = linen_model(Neither)
-    assert as_model(model) is model
-    assert as_model(lambda rngs: nnx.Linear(2, 3, rngs=rngs)).dims == {"kernel": None, "bias": None}
+    assert convert_model(model) is model
+    assert convert_model(lambda rngs: nnx.Linear(2, 3, rngs=rngs)).dims == {"kernel": None, "bias": None}
 
 
 @pytest.mark.parametrize(
@@ -343,5 +343,5 @@ def test_as_model():
 )
 def test_values_that_are_no_model_are_refused(model, text):
     with pytest.raises(ValueError) as error:
-        as_model(model)
+        convert_model(model)
     assert str(error.value) == text

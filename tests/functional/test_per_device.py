@@ -18,7 +18,7 @@ from shardtrain.functional.rng import step_key
 from shardtrain.models.resnet import ResNetConfig
 from shardtrain.pipeline.cuts import make_partition
 from shardtrain.pipeline.options import Pipeline
-from shardtrain.plan.compile import compile_step, described_devices, figures
+from shardtrain.plan.compile import compile_step, describe_devices, figures
 from shardtrain.sharding.layout import Layout
 
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -156,7 +156,7 @@ def test_no_more_is_sent_than_by_the_partitioner_where_it_is_right(monkeypatch):
         "label": jax.ShapeDtypeStruct((16,), jnp.int32),
         "weights": jax.ShapeDtypeStruct((16,), jnp.float32),
     }
-    mesh = make_mesh(layout, described_devices("cpu", 4))
+    mesh = make_mesh(layout, describe_devices("cpu", 4))
     placement = make_placement(model, optax.identity(), layout, mesh)
 
     def sent_bytes():

@@ -10,11 +10,11 @@ import pytest
 from flax import nnx
 from tiny_language_model import TinyConfig
 
-from shardtrain.functional.nnx_model import as_model
-from shardtrain.functional.remat import with_remat
+from shardtrain.functional.nnx_model import convert_model
+from shardtrain.functional.remat import apply_remat
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.resnet import ResNetConfig
-from shardtrain.trainer.config import Run, model_of
+from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.strategy import Strategy
 
 
@@ -46,7 +46,7 @@ def kept_bytes(model):
 
 
 def test_any_model_keeps_less_and_has_the_same_gradients():
-    plain, changed = as_model(Deep), with_remat(Deep, "dots")
+    plain, changed = convert_model(Deep), apply_remat(Deep, "dots")
     params, of = loss(plain)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, 1e-6),
@@ -73,9 +73,9 @@ def test_the_parts_of_a_pipeline_are_recomputed_and_inputs_that_are_no_arrays_st
 
         return str(jax.make_jaxpr(run)(blocks))
 
-    plain = as_model(TinyConfig(num_layers=3, seq=4))
+    plain = convert_model(TinyConfig(num_layers=3, seq=4))
     # the policy is an object of a class Dots or, in jax 0.12, a function dots_...
-    assert "dots" in kept(with_remat(plain, "dots")).lower()
+    assert "dots" in kept(apply_remat(plain, "dots")).lower()
     assert "dots" not in kept(plain).lower()
 
     class Flagged(nnx.Module):
@@ -86,28 +86,29 @@ def test_the_parts_of_a_pipeline_are_recomputed_and_inputs_that_are_no_arrays_st
             x = self.layer(x)
             return 2 * x if twice and name == "double" else x
 
-    model = with_remat(Flagged, "dots")
+    model = apply_remat(Flagged, "dots")
     params, state = model.init(jax.random.key(0))
     for twice in (True, False):
         found, _ = model.apply(params, state, jax.random.key(1), True, X, twice, "double")
         np.testing.assert_allclose(
             found,
-            (1 + twice) * as_model(Flagged).apply(params, state, jax.random.key(1), True, X, False, "")[0],
+            (1 + twice)
+            * convert_model(Flagged).apply(params, state, jax.random.key(1), True, X, False, "")[0],
         )
 
 
 def test_a_model_with_the_option_is_given_it():
     sizes: Any = {"vocab": 8, "seq": 4, "embed": 8, "num_layers": 2, "num_heads": 2}
-    assert with_remat(DecoderConfig(**sizes), "full") == DecoderConfig(**sizes, remat="full")
-    assert with_remat(DecoderConfig(**sizes, remat="dots"), None) == DecoderConfig(**sizes, remat="dots")
-    assert with_remat(ResNetConfig(), "full").remat
-    assert not with_remat(ResNetConfig(remat=True), "none").remat
+    assert apply_remat(DecoderConfig(**sizes), "full") == DecoderConfig(**sizes, remat="full")
+    assert apply_remat(DecoderConfig(**sizes, remat="dots"), None) == DecoderConfig(**sizes, remat="dots")
+    assert apply_remat(ResNetConfig(), "full").remat
+    assert not apply_remat(ResNetConfig(remat=True), "none").remat
 
 
 def test_the_strategy_of_a_run_says_it():
     data = SimpleNamespace(train=list, heldout=list)
     plain, changed = (
-        model_of(Run(model=Deep, data=data, strategy=Strategy(remat=remat))) for remat in (None, "dots")
+        make_model(Run(model=Deep, data=data, strategy=Strategy(remat=remat))) for remat in (None, "dots")
     )
     assert kept_bytes(changed) < kept_bytes(plain)
 
@@ -122,4 +123,4 @@ def test_the_strategy_of_a_run_says_it():
 )
 def test_what_a_model_cannot_recompute_is_refused(model, remat, words):
     with pytest.raises(ValueError, match=words):
-        with_remat(model, remat)
+        apply_remat(model, remat)

@@ -6,7 +6,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from shardtrain.functional.program_parts import cut_program, parts_by_cost, ready_costs
+from shardtrain.functional.program_parts import cut_program, estimate_ready_costs, parts_by_cost
 from shardtrain.functional.scan_pieces import Pieces, PiecewiseProgram
 
 WEIGHTS, X = jnp.linspace(-1, 1, 5 * 4 * 4).reshape(5, 4, 4), jnp.linspace(0, 1, 64).reshape(16, 4)
@@ -47,7 +47,7 @@ def test_each_program_computes_what_earlier_ones_did_not():
         return [found["loss"], *found["rows"].arrays]
 
     traced = jax.make_jaxpr(run)(WEIGHTS, X)
-    start, *costs = ready_costs(traced)
+    start, *costs = estimate_ready_costs(traced)
     part_of = parts_by_cost(costs, start, 3)
     assert part_of == [2, 1, 0]  # the last layers first
     parts = cut_program(traced, [0, *part_of])

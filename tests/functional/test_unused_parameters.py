@@ -9,8 +9,8 @@ from tiny_language_model import TinyConfig
 
 from shardtrain.functional.linen_model import from_linen
 from shardtrain.functional.loss import classification_loss, next_token_loss
-from shardtrain.functional.nnx_model import as_model, from_nnx
-from shardtrain.functional.unused_parameters import unused_parameters
+from shardtrain.functional.nnx_model import convert_model, from_nnx
+from shardtrain.functional.unused_parameters import find_unused_parameters
 
 IMAGES = {
     "image": jax.ShapeDtypeStruct((2, 4), jnp.float32),
@@ -65,7 +65,7 @@ class Parts(nnx.Module):
 
 
 def test_each_way_of_being_unused_is_found():
-    found = unused_parameters(from_nnx(Parts), classification_loss, IMAGES)
+    found = find_unused_parameters(from_nnx(Parts), classification_loss, IMAGES)
     assert found == ("compared", "dropped", "layers_unread", "never", "stopped")
 
 
@@ -81,13 +81,13 @@ class Linen(nn.Module):
 
 def test_of_a_linen_model():
     model = from_linen(Linen(), jnp.zeros((2, 4)))
-    assert unused_parameters(model, classification_loss, IMAGES) == ("spare/bias", "spare/kernel")
+    assert find_unused_parameters(model, classification_loss, IMAGES) == ("spare/bias", "spare/kernel")
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_that_is_tied_to_the_table_is_used(tied):
     config = TinyConfig(num_layers=2, dropout=0.1, tied=tied)
-    assert unused_parameters(as_model(config), next_token_loss, TOKENS) == ()
+    assert find_unused_parameters(convert_model(config), next_token_loss, TOKENS) == ()
 
 
 def test_the_loss_decides_not_the_model():
@@ -95,10 +95,10 @@ def test_the_loss_decides_not_the_model():
         total, count, *_ = classification_loss(apply, batch)
         return 0 * jax.lax.stop_gradient(total) + batch["weights"].sum(), count
 
-    found = unused_parameters(from_linen(Linen(), jnp.zeros((2, 4))), of_the_first_class, IMAGES)
+    found = find_unused_parameters(from_linen(Linen(), jnp.zeros((2, 4))), of_the_first_class, IMAGES)
     assert found == ("spare/bias", "spare/kernel", "used/bias", "used/kernel")
 
 
 def test_what_is_no_loss_is_refused():
     with pytest.raises(ValueError, match="the loss returned"):
-        unused_parameters(as_model(TinyConfig()), lambda apply, batch: jnp.float32(0), TOKENS)
+        find_unused_parameters(convert_model(TinyConfig()), lambda apply, batch: jnp.float32(0), TOKENS)

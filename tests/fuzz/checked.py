@@ -21,13 +21,13 @@ from share_sums import sum_shares
 from subjects import Subject, dim_names, make_subject
 
 import shardtrain as st
-from shardtrain.checkpoints.origins import in_order
+from shardtrain.checkpoints.origins import restore_block_order
 from shardtrain.errors.compiler_errors import compiler_text
 from shardtrain.errors.user_code import OWN_MISTAKES, PACKAGE
-from shardtrain.functional.auxiliary import summed_loss
+from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.model import path_text
 from shardtrain.functional.rng import step_key
-from shardtrain.trainer.config import Run, model_of
+from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.evaluation import make_evaluation
 from shardtrain.trainer.prepared_run import PreparedRun, prepare_run
@@ -149,7 +149,7 @@ def compute(case: Case, prepared: PreparedRun) -> tuple[dict[str, Any], Any, Any
     run, setup = prepared.run, prepared.setup
 
     def ordered(params: Any) -> Any:
-        return jax.tree.map(np.array, in_order(setup.placement, params))
+        return jax.tree.map(np.array, restore_block_order(setup.placement, params))
 
     def ordered_part(some: Any, params: Any) -> Any:
         # of the parameters that are trained
@@ -203,7 +203,7 @@ def compute_on_one_device(
       after: the state after the step, which is evaluated.
       trained: names of the parameters that the run trains.
     """
-    model = model_of(prepared.run)
+    model = make_model(prepared.run)
     value_and_grad = (
         plain_gradients(case, model, subject) if subject.apply else library_gradients(model, subject)
     )
@@ -287,7 +287,7 @@ def evaluate_plainly(model: Any, subject: Subject) -> Callable[..., Any]:
                 return subject.apply(params, model_state, False, *inputs)[0]
             return model.apply(params, model_state, jax.random.key(0), False, *inputs)[0]
 
-        return summed_loss(subject.loss, call, batch, train=False)[:2]
+        return sum_loss(subject.loss, call, batch, train=False)[:2]
 
     return evaluate
 

@@ -28,7 +28,7 @@ def sum_shares(case: Case, prepared: PreparedRun, state: Any, host: dict[str, np
     run, setup, loader = prepared.run, prepared.setup, prepared.feed.loader
     split = RowSplit.of(setup.mesh.shape, loader.batch_axes, case.accumulate)
     # all islands have rows for the largest share, so that one program serves all
-    capacity = split.padded(max(case.shares))
+    capacity = split.pad_rows(max(case.shares))
     gradients = jax.jit(
         st.make_gradients(setup.model, run.loss, setup.placement, mean=False),
         compiler_options=setup.placement.compiler_options,

@@ -9,12 +9,12 @@ import numpy as np
 import optax
 
 from shardtrain.data import Batches
-from shardtrain.functional.frozen import merged, without
+from shardtrain.functional.frozen import drop_paths, merge_trees
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.model import path_text
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.schedules import Schedule
-from shardtrain.trainer.config import Run, model_of
+from shardtrain.trainer.config import Run, make_model
 
 CONSTANT = Schedule(name="constant", peak=0.1)
 
@@ -43,23 +43,23 @@ def run_of(model, folder=None, **options):
 
 
 def initial(run):
-    return jax.device_get(jax.jit(model_of(run).init)(jax.random.key(run.seed))[0])
+    return jax.device_get(jax.jit(make_model(run).init)(jax.random.key(run.seed))[0])
 
 
 def by_hand(run):
     """The parameters after a plain loop that differentiates by the trained parameters alone."""
-    model = model_of(dataclasses.replace(run, freeze=()))
-    names = model_of(run).frozen
+    model = make_model(dataclasses.replace(run, freeze=()))
+    names = make_model(run).frozen
     params, _ = jax.jit(model.init)(jax.random.key(run.seed))
-    trained, key = without(params, names), jax.random.key(0)
-    optimizer, _ = make_optimizer(run.optimizer, run.steps, without(model.dims, names))
+    trained, key = drop_paths(params, names), jax.random.key(0)
+    optimizer, _ = make_optimizer(run.optimizer, run.steps, drop_paths(model.dims, names))
     state = optimizer.init(trained)
     batches = Batches(source=run.data, batch=run.batch, seed=run.seed).iterate()
 
     @jax.jit
     def step(trained, state, batch):
         def loss(trained):
-            used = merged(trained, params)
+            used = merge_trees(trained, params)
             total, count = next_token_loss(lambda *x: model.apply(used, {}, key, True, *x)[0], batch)
             return total / count
 
@@ -68,7 +68,7 @@ def by_hand(run):
 
     for batch, _ in itertools.islice(batches, run.steps):
         trained, state = step(trained, state, batch)
-    return jax.device_get(merged(trained, params))
+    return jax.device_get(merge_trees(trained, params))
 
 
 def paths(tree):

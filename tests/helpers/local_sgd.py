@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from shardtrain.combine.fragments import by_path, like_paths
+from shardtrain.combine.fragments import group_by_path, restore_paths
 
 
 def local_sgd(
@@ -31,7 +31,7 @@ def local_sgd(
       meets: (path -> each replica's deltas, path -> common parameters) -> whether a fragment is sent.
     """
     every, overlap, outer = synchronisation.every, synchronisation.overlap, synchronisation.outer
-    common = {path: np.asarray(x, np.float64) for path, x in by_path(params).items()}
+    common = {path: np.asarray(x, np.float64) for path, x in group_by_path(params).items()}
     own = [{path: x.copy() for path, x in common.items()} for _ in counts]
     velocity = {path: np.zeros_like(x) for path, x in common.items()}
     shares = np.asarray(counts, np.float64) / sum(counts)
@@ -52,8 +52,8 @@ def local_sgd(
                 x[path][at] = common[path][at] + (x[path][at] - before - own_delta)
 
     def gradient_of(replica, step):
-        at = like_paths(params, {p: x.astype(np.float32) for p, x in own[replica].items()})
-        found = by_path(jax.device_get(gradient(at, replica, step)))
+        at = restore_paths(params, {p: x.astype(np.float32) for p, x in own[replica].items()})
+        found = group_by_path(jax.device_get(gradient(at, replica, step)))
         return {path: np.asarray(g, np.float64) for path, g in found.items()}
 
     found = []

@@ -10,7 +10,7 @@ import optax
 from local_sgd import local_sgd
 from tiny_language_model import TinyConfig
 
-from shardtrain.combine.fragments import Fragment, by_path
+from shardtrain.combine.fragments import Fragment, group_by_path
 from shardtrain.combine.synchronisation import Outer
 from shardtrain.data import place
 from shardtrain.functional.loss import next_token_loss
@@ -20,7 +20,7 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
-from shardtrain.train_step.replica_state import fragments_of
+from shardtrain.train_step.replica_state import split_fragments
 from shardtrain.train_step.step import make_step
 
 MODEL = from_nnx(TinyConfig(vocab=16, embed=8, mlp=8, num_layers=3))
@@ -98,7 +98,7 @@ def expected(synchronisation, num_replicas, params, placement, **changes):
     gradient = lambda params, r, step: plain_gradient(params, part(batches()[step - 1], r, num_replicas))  # noqa: E731
     fragments = [
         Fragment({path: rows and _blocks(rows, placement.stages) for path, rows in each.rows.items()})
-        for each in fragments_of(synchronisation, placement.specs)
+        for each in split_fragments(synchronisation, placement.specs)
     ]
     return local_sgd(gradient, params, counts, STEPS, synchronisation, RATE, fragments, **changes)
 
@@ -107,7 +107,7 @@ def in_order(params, stages):
     """The parameters with their blocks in the model's order."""
     if stages is None:
         return params
-    return {**params, "blocks": jax.tree.map(stages.in_order, params["blocks"])}
+    return {**params, "blocks": jax.tree.map(stages.restore_order, params["blocks"])}
 
 
 def _blocks(rows, stages):
@@ -116,5 +116,5 @@ def _blocks(rows, stages):
 
 
 def same(params, reference, name, stages=None):
-    for path, x in by_path(in_order(params, stages)).items():
+    for path, x in group_by_path(in_order(params, stages)).items():
         np.testing.assert_allclose(x, reference[path], 1e-5, 2e-6, err_msg=f"{name}: {path}")

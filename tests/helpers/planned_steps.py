@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from shardtrain import next_token_loss
-from shardtrain.functional.nnx_model import as_model
-from shardtrain.functional.remat import with_remat
+from shardtrain.functional.nnx_model import convert_model
+from shardtrain.functional.remat import apply_remat
 from shardtrain.plan.compile import compile_step, figures
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.axis_sizes import axis_sizes
@@ -20,7 +20,7 @@ def subject_of(config, rows=16, **fields):
     """What is planned: a language model, so many rows, AdamW."""
     tokens = jax.ShapeDtypeStruct((rows, config.seq + 1), jnp.int32)
     given = {
-        "model": lambda remat: as_model(with_remat(config, remat)),
+        "model": lambda remat: convert_model(apply_remat(config, remat)),
         "loss": next_token_loss,
         "optimizer": optax.adamw(1e-3),
         "batch": {"tokens": tokens, "weights": jax.ShapeDtypeStruct((rows,), jnp.float32)},
@@ -31,7 +31,7 @@ def subject_of(config, rows=16, **fields):
 def compiled(subject, choice, num_devices):
     """(figures, mesh axes -> bytes that a device sends) of the step compiled for simulated devices."""
     layout, sizes = choice.layout, axis_sizes(choice.layout.mesh, num_devices)
-    model, stages = subject.model_of(choice.remat), subject.stages(sizes["pipeline"], 1)
+    model, stages = subject.find_model(choice.remat), subject.stages(sizes["pipeline"], 1)
     mesh = make_mesh(layout, jax.devices()[:num_devices])
     placement = make_placement(model, subject.optimizer, layout, mesh, stages=stages)
     program = compile_step(

@@ -6,7 +6,7 @@ import numpy as np
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.nnx_model import convert_model
 
 
 def save(folder, config, steps=(1,), tokens=None, **options):
@@ -14,7 +14,7 @@ def save(folder, config, steps=(1,), tokens=None, **options):
 
     Returns the last parameters, and those that stand as their average in the state of the optimizer.
     """
-    shapes, _ = jax.eval_shape(as_model(config).init, jax.random.key(0))
+    shapes, _ = jax.eval_shape(convert_model(config).init, jax.random.key(0))
     model = {f"model.{name}": value for name, value in vars(config).items()}
     extra = {"run": {**model, "strategy.layout.mesh.data": 2, **options}, "tokens": tokens}
     rng = np.random.default_rng(0)

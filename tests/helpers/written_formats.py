@@ -15,7 +15,7 @@ import pyarrow.parquet
 from PIL import Image
 
 from shardtrain.data import write_tokens
-from shardtrain.data.sources.tf_record import masked_crc32c
+from shardtrain.data.sources.tf_record import compute_masked_crc32c
 
 DOCUMENTS = [
     "one document",
@@ -94,7 +94,10 @@ def tfrecord_bytes(records: list[bytes]) -> bytes:
     for record in records:
         size = struct.pack("<Q", len(record))
         found += (
-            size + struct.pack("<I", masked_crc32c(size)) + record + struct.pack("<I", masked_crc32c(record))
+            size
+            + struct.pack("<I", compute_masked_crc32c(size))
+            + record
+            + struct.pack("<I", compute_masked_crc32c(record))
         )
     return found
 

@@ -28,7 +28,7 @@ def test_a_run_takes_the_sections_of_a_cluster_and_its_own_win(tmp_path):
     own.write_text('[islands."0-1"]\naccumulate = 8\n[islands."3"]\ncompute_dtype = "float32"\n')
     words = [str(ROOT / "examples/own_model.py"), "--cluster", str(FILE), "--strategy", str(own)]
     run, _ = parse_run("inspect", words)
-    of = [run.strategy.of_island(island, "cpu") for island in range(4)]
+    of = [run.strategy.select_island(island, "cpu") for island in range(4)]
     assert [each.compute_dtype for each in of] == ["float16", "float16", "bfloat16", "float32"]
     assert [each.accumulate for each in of] == [8, 8, 1, 1]
 

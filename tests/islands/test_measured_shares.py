@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from shardtrain.islands.measured_shares import MeasuredShares, Speed, balanced_rows, capacities
+from shardtrain.islands.measured_shares import MeasuredShares, Speed, balance_rows, capacities
 
 Seconds = Callable[[int, int], float]
 """(island, its capacity) -> seconds of its own work."""
@@ -137,10 +137,10 @@ def test_islands_get_what_they_can_split():
     fast.add(32, 1.0)
     slow.add(32, 100.0)
     # an island computes its least capacity in any case
-    assert balanced_rows(64, [fast, slow], [1, 8]) == [56, 8]
-    assert balanced_rows(64, [fast, slow], [1, 1]) == [63, 1]
-    assert balanced_rows(7, [fast, slow], [8, 1]) == [6, 1]
-    assert balanced_rows(1, [fast, slow], [1, 1]) in ([1, 0], [0, 1])
+    assert balance_rows(64, [fast, slow], [1, 8]) == [56, 8]
+    assert balance_rows(64, [fast, slow], [1, 1]) == [63, 1]
+    assert balance_rows(7, [fast, slow], [8, 1]) == [6, 1]
+    assert balance_rows(1, [fast, slow], [1, 1]) in ([1, 0], [0, 1])
     assert all(n % 6 == 0 for n in capacities(100, 6))
 
 

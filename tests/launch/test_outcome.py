@@ -8,7 +8,7 @@ import pytest
 
 from shardtrain.launch import outcome
 from shardtrain.launch.outcome import launch_outcome
-from shardtrain.launch.rank_end import any_failed, error_text, read_ranks
+from shardtrain.launch.rank_end import error_text, has_failed, read_ranks
 
 ERROR = 'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: bad data\n'
 NEIGHBOUR = (
@@ -42,7 +42,7 @@ def test_all_is_well(left, tmp_path):
     for rank in range(4):
         left(rank, 0, 110)
     assert told(tmp_path, 0) == outcome.Outcome(code=0)
-    assert not any_failed(tmp_path)
+    assert not has_failed(tmp_path)
 
 
 def test_of_a_mistake_its_message_alone_is_shown(left, tmp_path):
@@ -58,7 +58,7 @@ def test_the_first_error_is_shown_and_named(left, tmp_path):
     left(1, 3, 112, "step 1\n" + ERROR)
     left(2, None)
     left(3, 4, 115, ERROR.replace("bad", "worse"))
-    assert any_failed(tmp_path)
+    assert has_failed(tmp_path)
     assert told(tmp_path, 9) == outcome.Outcome(
         code=3,
         text=(
@@ -120,7 +120,7 @@ def test_a_rank_that_aborted_takes_its_keeper_along(said, code, left, tmp_path):
 def test_ranks_that_stopped_as_asked_did_not_fail(left, tmp_path):
     for rank in range(4):
         left(rank, 138 if rank < 3 else 0, 111, asked="SIGUSR1")
-    assert not any_failed(tmp_path)
+    assert not has_failed(tmp_path)
     ended = told(tmp_path, 0)
     assert (ended.code, ended.text) == (138, "stopped by SIGUSR1: islands 0, 1, 2\n")
 

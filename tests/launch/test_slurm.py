@@ -7,7 +7,7 @@ import pytest
 from shardtrain.islands.cluster import read_cluster
 from shardtrain.launch.hosts import parse_hosts
 from shardtrain.launch.job import Job
-from shardtrain.launch.slurm import Slurm, clock, script, with_cluster
+from shardtrain.launch.slurm import Slurm, add_cluster, clock, script
 
 SCRIPTS = sorted((Path(__file__).parent / "golden").glob("*.sbatch"))
 EQUAL = [path for path in SCRIPTS if "hetjob" not in path.read_text()]
@@ -101,10 +101,10 @@ def test_a_cluster_file_is_what_its_options_are():
     unequal = job(processes_per_island=(4, 4, 8, 8))
     own = ("0-1:partition=old", "0-1:constraint=v100", "2-3:partition=new", "2-3:constraint=h100")
     written = Slurm(nodes_per_island="1,1,1,1", gpus_per_island="4,4,8,8", sbatch=own)
-    assert with_cluster(Slurm(), cluster) == written
+    assert add_cluster(Slurm(), cluster) == written
     assert "#SBATCH --constraint=h100\n" in script(unequal, written, {}).split("#SBATCH hetjob")[1]
     with pytest.raises(ValueError, match="--nodes and --cluster are both given; the cluster file says it"):
-        with_cluster(Slurm(nodes=4), cluster)
+        add_cluster(Slurm(nodes=4), cluster)
 
 
 def test_times_are_written_as_slurm_reads_them():

@@ -112,5 +112,5 @@ def test_inspect_prints_the_lines_of_the_compiled_step(monkeypatch):
 
     monkeypatch.setattr(planned, "compiled_figures", compiled)
     run = st.Run(model=CONFIG, data=st.Text(seq=8))
-    text = inspect._compiled(run, inspect.InspectOptions(compile="cpu"), {"data": 1})
+    text = inspect._compile(run, inspect.InspectOptions(compile="cpu"), {"data": 1})
     assert text.startswith("attention: xla, as asked for: float32 on cpu\ncompiled for cpu: ")

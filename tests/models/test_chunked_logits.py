@@ -11,14 +11,14 @@ import pytest
 
 from shardtrain.functional.cross_entropy import cross_entropy
 from shardtrain.functional.loss import Regularized, masked_token_loss, next_token_loss
-from shardtrain.functional.metrics import next_token_accuracy, with_metrics
+from shardtrain.functional.metrics import add_metrics, next_token_accuracy
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.chunked_logits import ChunkedLogits
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
 from shardtrain.models.generate import generate
 from shardtrain.models.sampling import Sampling
-from shardtrain.plan.compile import compile_step, described_devices, figures
+from shardtrain.plan.compile import compile_step, describe_devices, figures
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import make_placement
@@ -128,7 +128,7 @@ def test_tokens_are_read_one_by_one_or_all(pure):
 @pytest.mark.full
 def test_metrics_and_generated_text_are_the_same(pure):
     params = pure(GPT).params
-    loss = with_metrics(next_token_loss, accuracy=next_token_accuracy)
+    loss = add_metrics(next_token_loss, accuracy=next_token_accuracy)
     found, texts = [], []
     for chunk in (None, 5):
         apply = jax.tree_util.Partial(pure(replace(GPT, loss_chunk=chunk)).apply, params)
@@ -157,7 +157,7 @@ def test_a_chunk_below_one_is_refused():
 def test_a_step_holds_an_eighth_of_the_logits_at_most(mesh, loss):
     """The compiler's figures: 1,024 tokens a device, chunks of 16."""
     layout = Layout(mesh=mesh)
-    devices = make_mesh(layout, described_devices("cpu", 4 if "fsdp" in mesh else 1))
+    devices = make_mesh(layout, describe_devices("cpu", 4 if "fsdp" in mesh else 1))
     rows, tensor = 128 * mesh.get("fsdp", 1), mesh.get("tensor", 1)
     batch = {
         "tokens": jax.ShapeDtypeStruct((rows, 9), jnp.int32),

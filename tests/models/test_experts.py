@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from shardtrain.functional.auxiliary import Outputs, summed_loss
+from shardtrain.functional.auxiliary import Outputs, sum_loss
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models import experts_products
@@ -43,10 +43,10 @@ def dense(moe, x_BTD):
     choice, _ = choose(moe.options, x_BTD @ moe.router[...], bias)
     total = 0 if moe.shared is None else moe.shared(x_BTD)
     for e in range(moe.options.num):
-        h = x_BTD @ moe.up[...][e]
+        h = x_BTD @ moe.send_up[...][e]
         h = jax.nn.gelu(h) if moe.gate is None else h * jax.nn.silu(x_BTD @ moe.gate[...][e])
         weight_BT = jnp.where(choice.experts_BTK == e, choice.weights_BTK, 0).sum(-1)
-        total += weight_BT[..., None] * (h @ moe.down[...][e])
+        total += weight_BT[..., None] * (h @ moe.send_down[...][e])
     return total
 
 
@@ -95,7 +95,7 @@ def test_ragged_products_are_batched_over_replicas():
     counts = jnp.array([[2, 4], [6, 0]])
 
     def gradient(x, counts):
-        return jax.grad(lambda k: (experts_products.ragged_product(x, k, counts) ** 2).sum())(kernel)
+        return jax.grad(lambda k: (experts_products.multiply_ragged(x, k, counts) ** 2).sum())(kernel)
 
     alone = [gradient(*each) for each in zip(x, counts, strict=True)]
     np.testing.assert_allclose(jax.vmap(gradient)(x, counts), jnp.stack(alone), rtol=1e-5)
@@ -176,7 +176,7 @@ def test_a_loss_gets_the_outputs_alone_and_routers_are_added_in_training():
         return next_token_loss(lambda tokens: seen[-1], batch)
 
     def call(train, batch):
-        return summed_loss(loss, lambda x: model.apply(params, state, jax.random.key(0), train, x)[0], batch)
+        return sum_loss(loss, lambda x: model.apply(params, state, jax.random.key(0), train, x)[0], batch)
 
     total, count, metrics = call(True, batch)
     assert not isinstance(seen[-1], Outputs)
@@ -197,7 +197,7 @@ def test_a_loss_gets_the_outputs_alone_and_routers_are_added_in_training():
     ]
     np.testing.assert_allclose(sum(parts), total, rtol=1e-6)
     with pytest.raises(ValueError, match="the loss returns metrics expert_load, as the model does"):
-        summed_loss(
+        sum_loss(
             lambda apply, batch: (*loss(apply, batch), {"expert_load": (0.0, 1.0)}),
             lambda x: model.apply(params, state, jax.random.key(0), True, x)[0],
             batch,
@@ -299,7 +299,7 @@ def test_biases_of_experts_that_have_just_as_many_tokens_stay():
         chosen_BLE=counts, probability_BLE=counts, z_BL=counts[..., 0], dropped_BL=counts[..., 0],
         options=options, seq=21,
     )  # fmt: skip
-    np.testing.assert_array_equal(jax.jit(lambda bias: routing.moved_bias(bias))(jnp.zeros((1, 7))), 0)
+    np.testing.assert_array_equal(jax.jit(lambda bias: routing.move_bias(bias))(jnp.zeros((1, 7))), 0)
 
 
 def test_a_loss_in_chunks_counts_the_rows_of_routers():
@@ -312,6 +312,6 @@ def test_a_loss_in_chunks_counts_the_rows_of_routers():
         def apply(*inputs):
             return model.apply(params, {}, jax.random.key(0), True, *inputs)[0]
 
-        return summed_loss(next_token_loss, apply, batch, rng=jax.random.key(0))[0]
+        return sum_loss(next_token_loss, apply, batch, rng=jax.random.key(0))[0]
 
     jax.eval_shape(lambda p: jax.jvp(loss_sum, (p,), (p,))[1], params)

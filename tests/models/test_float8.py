@@ -15,7 +15,7 @@ from shardtrain.functional.loss import next_token_loss
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
-from shardtrain.models.float8 import LARGEST, product, rounded
+from shardtrain.models.float8 import LARGEST, product, round_values
 
 RANDOM = np.random.default_rng(0)
 X_BTD: Any = RANDOM.standard_normal((2, 6, 16)).astype(np.float32)
@@ -133,7 +133,7 @@ def test_another_word_is_refused():
 
 
 def test_values_too_small_for_a_scale_are_rounded_to_numbers_and_those_not_finite_still_show():
-    values, scale = rounded(jnp.array([[3e-36, 0.0], [0.0, 0.0], [jnp.inf, 1.0], [jnp.nan, 1.0]]), 1)
+    values, scale = round_values(jnp.array([[3e-36, 0.0], [0.0, 0.0], [jnp.inf, 1.0], [jnp.nan, 1.0]]), 1)
     found = np.asarray(values.astype(jnp.float32) * scale)
     assert np.isfinite(found[:2]).all()
     assert not found[1].any()

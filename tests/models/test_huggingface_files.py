@@ -14,7 +14,7 @@ from golden_models import load_model as load
 from safetensors.numpy import load_file, save_file
 
 from shardtrain.models.huggingface import from_huggingface
-from shardtrain.models.huggingface.files import config_of, export_model, import_model
+from shardtrain.models.huggingface.files import export_model, import_model, make_config
 
 FAMILIES = ("gpt2", "llama", "phi3", "gemma3", "mixtral", "bert")
 
@@ -133,12 +133,12 @@ def test_one_array_is_read_at_a_time(tmp_path):
 
 def test_options_tell_the_kind_of_model(model):
     _, config, _, _ = model
-    assert config_of(asdict(config)) == config
+    assert make_config(asdict(config)) == config
 
 
 def test_options_of_another_model_are_refused():
     with pytest.raises(ValueError, match="no one model that a Hugging Face family has") as error:
-        config_of({"features": 4, "mlp": 8, "num_layers": 1})
+        make_config({"features": 4, "mlp": 8, "num_layers": 1})
     lines = str(error.value).splitlines()[1:]
     kinds = ["DecoderConfig", "EncoderConfig", "EncoderDecoderConfig", "ImageNetResNetConfig", "VitConfig"]
     assert [line.split(":")[0].strip() for line in lines] == kinds

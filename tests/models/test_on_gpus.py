@@ -13,7 +13,7 @@ from shardtrain.models import on_gpus, one_cpu
 from shardtrain.models.block_stack import MOST_UNROLLED_GPU
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
-from shardtrain.models.layers import Norm, looked_up
+from shardtrain.models.layers import Norm, lookup
 from shardtrain.models.transformer import tanh_gelu
 from shardtrain.models.vit import VitConfig
 from shardtrain.sharding.layout import Layout
@@ -142,10 +142,10 @@ def test_gelu_in_16_bits_is_the_tanh_approximation_rounded_once(gpu):
 
 def test_a_row_that_is_looked_up_often_gets_its_whole_gradient():
     table, indices = jnp.ones((3, 2), jnp.bfloat16), jnp.zeros(4096, jnp.int32).at[7].set(2)
-    gradient = jax.grad(lambda table: looked_up(table, indices).astype(jnp.float32).sum())(table)
+    gradient = jax.grad(lambda table: lookup(table, indices).astype(jnp.float32).sum())(table)
     # in 16 bits a sum of ones ends at 256
     np.testing.assert_array_equal(gradient, jnp.asarray([[4096, 4096], [0, 0], [1, 1]], jnp.bfloat16))
-    assert jnp.isnan(looked_up(table, jnp.asarray([3]))).all()
+    assert jnp.isnan(lookup(table, jnp.asarray([3]))).all()
 
 
 def stacked_elements(loss, params):

@@ -19,7 +19,7 @@ from shardtrain.functional.rng import step_key
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.plan.hlo.rendezvous import permutes_in_branches, unordered
+from shardtrain.plan.hlo.rendezvous import find_unordered, permutes_in_branches
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
@@ -79,11 +79,11 @@ def gradients(config, batch, layout, num_devices, microbatches=1):
     arguments = state.params, state.model_state, step_key(state.seed, state.step), rows
     compute = jax.jit(make_gradients(model, next_token_loss, placement)).lower(*arguments).compile()
     text = compute.as_text() or ""
-    assert (permutes_in_branches(text), unordered(text)) == ([], [])  # or it could wait for ever
+    assert (permutes_in_branches(text), find_unordered(text)) == ([], [])  # or it could wait for ever
     result = compute(*arguments)
     grads = dict(result.grads)
     if stages is not None:
-        grads[BLOCKS] = jax.tree.map(stages.in_order, grads[BLOCKS])
+        grads[BLOCKS] = jax.tree.map(stages.restore_order, grads[BLOCKS])
     return jax.tree.map(np.asarray, {"sum": result.loss_sum, "count": result.count, **grads})
 
 

@@ -14,10 +14,10 @@ from shardtrain.cli.checkpoint_files import Export, Import, export_checkpoint, i
 from shardtrain.cli.run_file import load_run
 from shardtrain.models.huggingface import from_huggingface, to_huggingface
 from shardtrain.models.huggingface.families import read_config, write_config
-from shardtrain.models.huggingface.files import config_of, export_model, import_model
+from shardtrain.models.huggingface.files import export_model, import_model, make_config
 from shardtrain.models.imagenet_resnet import ImageNetResNetConfig
 from shardtrain.models.vit import VitConfig
-from shardtrain.trainer.pretrained import pretrained, with_options_of_training
+from shardtrain.trainer.pretrained import keep_training_options, read_pretrained
 from shardtrain.trainer.trained_model import load
 
 STATE = "model_state/"
@@ -48,7 +48,7 @@ def folder(golden, tmp_path):
 @OF_RESNET18
 def test_logits_of_a_loaded_folder_are_those_of_transformers(golden, folder):
     """By the running statistics of the files; `load` is the way of every command."""
-    model = load(folder, pretrained(folder))
+    model = load(folder, read_pretrained(folder))
     logits = nnx.jit(lambda model, images: model(images))(model, golden[2])
     np.testing.assert_allclose(logits, golden[3], rtol=0, atol=1e-4)
 
@@ -58,7 +58,7 @@ def test_files_come_back_bitwise(golden, folder, tmp_path):
     found = import_model(folder)
     arrays = dict(found.arrays)
     assert (found.family, found.left_out) == ("resnet", [])
-    assert config_of(asdict(found.config)) == found.config
+    assert make_config(asdict(found.config)) == found.config
     shapes = {path: x.shape for path, x in arrays.items()}
     export_model(tmp_path / "out", asdict(found.config), shapes, arrays.__getitem__)
     written = load_file(tmp_path / "out" / "model.safetensors")
@@ -146,4 +146,4 @@ def test_group_norms_are_no_resnet_of_these_files():
 def test_options_of_training_of_another_kind_stay_those_of_the_folder():
     """A transformer's run file says what to recompute, a residual network's whether."""
     resnet, vit = ImageNetResNetConfig(), VitConfig(height=8, width=8, classes=2, patch=4, dtype="bfloat16")
-    assert with_options_of_training(resnet, vit) == replace(resnet, dtype="bfloat16")
+    assert keep_training_options(resnet, vit) == replace(resnet, dtype="bfloat16")

@@ -23,10 +23,10 @@ from shardtrain.functional.rng import step_key
 from shardtrain.models import huggingface
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.generate import generate
-from shardtrain.models.huggingface.adapters import with_adapters_merged
+from shardtrain.models.huggingface.adapters import merge_adapters
 from shardtrain.models.huggingface.families import left_out, read_config, write_config
-from shardtrain.models.huggingface.files import config_of
-from shardtrain.models.relative_positions import bucket_of
+from shardtrain.models.huggingface.files import make_config
+from shardtrain.models.relative_positions import find_bucket
 from shardtrain.models.sampling import Sampling
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -76,7 +76,7 @@ def logits_of(imported, apply, quick_jit):
 def test_configurations_are_read_and_written(golden, imported):
     config = imported[0]
     assert config == EXPECTED[golden["name"]]
-    assert config_of(asdict(config)) == config
+    assert make_config(asdict(config)) == config
     written = json.loads(json.dumps(write_config(config)))
     assert read_config(written)[1] == config
     assert write_config(config, "mt5")["architectures"] == ["MT5ForConditionalGeneration"]
@@ -163,7 +163,7 @@ def test_adapters_are_merged_into_blocks_that_stand_in_a_list(pure):
     """On export: of a decoder, whose blocks are stacked, layer by layer; here each kernel by itself."""
     config = replace(SMALL, lora="rank=2,alpha=3,on=q+v+up")
     flat: Any = {"/".join(map(str, path)): x for path, x in flatten_dict(pure(config).params).items()}
-    plain, shapes, read = with_adapters_merged(
+    plain, shapes, read = merge_adapters(
         config, {path: x.shape for path, x in flat.items()}, flat.__getitem__
     )
     assert plain == SMALL
@@ -200,7 +200,7 @@ def test_published_buckets():
     distances = -np.arange(200)
     starts = {}
     for causal in (False, True):
-        found = bucket_of(distances, num_buckets=32, max_distance=128, causal=causal)
+        found = find_bucket(distances, num_buckets=32, max_distance=128, causal=causal)
         starts[causal] = [int(np.argmax(found == bucket)) for bucket in range(found.max() + 1)]
     assert starts[False] == [*range(8), 8, 12, 16, 23, 32, 46, 64, 91]
     assert starts[True] == [*range(16), 16, 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]

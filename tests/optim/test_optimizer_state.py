@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
-from shardtrain.checkpoints.evaluated_params import exported_params
+from shardtrain.checkpoints.evaluated_params import make_exported_params
 from shardtrain.checkpoints.flatten import flatten, restorable
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import Text, place
@@ -17,10 +17,10 @@ from shardtrain.functional.model import Model
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import (
     AverageState,
-    evaluated_params,
+    find_evaluated_params,
+    make_storable,
     missing_arguments,
     parameter_average,
-    stored,
 )
 from shardtrain.optim.per_layer import per_layer
 from shardtrain.optim.schedules import Schedule
@@ -116,7 +116,7 @@ def test_moments_of_bfloat16_parameters_are_float32():
         Optimizer(learning_rate=Schedule(name="constant", peak=1e-2), clip=None, weight_decay=0.0), 10, DIMS
     )
     used, params = (
-        stored(optimizer),
+        make_storable(optimizer),
         {"bias": jnp.ones(MLP, jnp.bfloat16), "w": jnp.ones((2, MLP), jnp.bfloat16)},
     )
     state, gradients = used.init(params), random.normal(size=(20, MLP))
@@ -173,18 +173,18 @@ def test_an_average_of_the_parameters():
         params = optax.apply_updates(params, updates)
         kept = min(0.5, (1 + count) / (10 + count))
         expected = kept * expected + (1 - kept) * float(params["w"][0])
-    np.testing.assert_allclose(evaluated_params("ema", state, params)["w"], expected, rtol=1e-6)
-    assert evaluated_params(None, state, params) is params
-    assert evaluated_params(lambda state, params: {"w": params["w"] * 2}, state, params)["w"][0] == 2.0
+    np.testing.assert_allclose(find_evaluated_params("ema", state, params)["w"], expected, rtol=1e-6)
+    assert find_evaluated_params(None, state, params) is params
+    assert find_evaluated_params(lambda state, params: {"w": params["w"] * 2}, state, params)["w"][0] == 2.0
     free = optax.contrib.schedule_free_sgd(0.1)
     begun = free.init(params)
-    np.testing.assert_allclose(evaluated_params("schedule_free", begun, params)["w"], params["w"])
+    np.testing.assert_allclose(find_evaluated_params("schedule_free", begun, params)["w"], params["w"])
     with pytest.raises(
         ValueError,
         match=r"evaluate_with is 'ema', and the optimizer keeps no such parameters;.* or"
         r" shardtrain\.optim\.optimizer_state\.parameter_average\(0\.999\) as the last",
     ):
-        evaluated_params("ema", begun, params)
+        find_evaluated_params("ema", begun, params)
     asked, _ = make_optimizer(Optimizer(ema=0.9), 10, DIMS)
     kept = asked.init(make_model().init(jax.random.key(0))[0])[-1]  # type: ignore[index]
     assert isinstance(kept, AverageState)
@@ -201,14 +201,14 @@ def test_exported_parameters_are_the_evaluated_ones(how, optimizer):
     """From the arrays of a checkpoint by their paths, as export reads them."""
     state = on_mesh(optimizer, 2)
     arrays = jax.device_get(flatten(state))
-    expected = evaluated_params(how, state.opt_state, state.params)
-    exported = exported_params(how, arrays, arrays.__getitem__)
+    expected = find_evaluated_params(how, state.opt_state, state.params)
+    exported = make_exported_params(how, arrays, arrays.__getitem__)
     for name, value in expected.items():
         np.testing.assert_allclose(exported(name), value, rtol=1e-6)
         assert abs(value - state.params[name]).max() > 1e-3
-    assert exported_params(None, arrays, arrays.__getitem__)("w") is arrays["params/w"]
+    assert make_exported_params(None, arrays, arrays.__getitem__)("w") is arrays["params/w"]
     with pytest.raises(ValueError, match="evaluates with runs:mine, a function that"):
-        exported_params("runs:mine", arrays, arrays.__getitem__)
+        make_exported_params("runs:mine", arrays, arrays.__getitem__)
 
 
 def test_plateau_and_average_are_restored_from_a_checkpoint(tmp_path):

@@ -16,7 +16,7 @@ from shardtrain.errors.field_types import wrong_types
 from shardtrain.optim import optimizer as optimizers
 from shardtrain.optim.clip import TakesNorm
 from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, make_optimizer
-from shardtrain.optim.optimizer_state import stored
+from shardtrain.optim.optimizer_state import make_storable
 from shardtrain.optim.schedules import SCHEDULES, Schedule, make_schedule
 from shardtrain.optim.separable import coupling_problems
 from shardtrain.sharding.array_dims import Named
@@ -131,7 +131,7 @@ class TestOptimizer:
         assert wrong_types(options(name)) == []
 
     def test_state_of_bfloat16_parameters_is_float32_and_can_be_saved(self, name):
-        optimizer = stored(make_optimizer(options(name), 10, DIMS)[0])
+        optimizer = make_storable(make_optimizer(options(name), 10, DIMS)[0])
         params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
         init = jax.jit(optimizer.init)(params)
         _, updated = jax.jit(optimizer.update)(params, init, params)

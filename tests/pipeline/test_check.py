@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from shardtrain.pipeline.schedule import (
     SCHEDULES,
-    allowed_chunks,
     gpipe,
+    list_allowed_chunks,
     one_forward_one_backward,
     zero_bubble,
 )
@@ -19,7 +19,7 @@ from shardtrain.pipeline.table import Table, Task, check, needs
 @st.composite
 def tables(draw):
     name = draw(st.sampled_from(list(SCHEDULES)))
-    chunks = draw(st.sampled_from(allowed_chunks(name, 2)))
+    chunks = draw(st.sampled_from(list_allowed_chunks(name, 2)))
     return SCHEDULES[name](draw(st.integers(1, 5)), draw(st.integers(1, 7)), chunks, draw(st.booleans()))
 
 

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from shardtrain.pipeline.schedule import (
     SCHEDULES,
-    allowed_chunks,
     check,
+    find_placement,
     forward_only,
     interleaved,
+    list_allowed_chunks,
     make_table,
     one_forward_one_backward,
-    placement_of,
     write_table,
     zero_bubble,
     zero_bubble_v,
@@ -28,7 +28,7 @@ CLOSED_FORMS = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zb_v")
 @st.composite
 def asked(draw, names=CLOSED_FORMS):
     name = draw(st.sampled_from(names))
-    chunks = draw(st.sampled_from(allowed_chunks(name)))
+    chunks = draw(st.sampled_from(list_allowed_chunks(name)))
     return name, draw(st.integers(1, 16)), draw(st.integers(1, 64)), chunks, draw(st.booleans())
 
 
@@ -61,7 +61,7 @@ def lives(table):
 def test_every_entry_of_the_registry_keeps_the_contract(name, lockstep, data):
     """Any size gives a table that can run, within the memory that it states, as a file too."""
     stages, microbatches = data.draw(st.integers(1, 16)), data.draw(st.integers(1, 40))
-    chunks = data.draw(st.sampled_from(allowed_chunks(name)))
+    chunks = data.draw(st.sampled_from(list_allowed_chunks(name)))
     table = SCHEDULES[name](stages, microbatches, chunks, lockstep)
     assert table.live_bound is not None  # by which `check` judges it
     check(table)
@@ -70,7 +70,7 @@ def test_every_entry_of_the_registry_keeps_the_contract(name, lockstep, data):
     assert "backward" in table.kinds
     assert len(table.tasks) == stages * microbatches * chunks * len(table.kinds)
     # the placement does not depend on the sizes, and evaluation walks over the same parts
-    assert table.placement == placement_of(name, chunks)
+    assert table.placement == find_placement(name, chunks)
     evaluation = forward_only(stages, microbatches, chunks, lockstep, table.placement)
     check(evaluation)
     assert evaluation.part_placement == table.part_placement
@@ -85,8 +85,8 @@ def test_an_entry_shows_its_ticks_or_memory_by_value(name):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sizes_that_an_entry_does_not_support_are_refused(name):
-    assert allowed_chunks(name)
-    for sizes in [(0, 1, allowed_chunks(name)[0]), (1, 0, allowed_chunks(name)[0]), (2, 2, 0)]:
+    assert list_allowed_chunks(name)
+    for sizes in [(0, 1, list_allowed_chunks(name)[0]), (1, 0, list_allowed_chunks(name)[0]), (2, 2, 0)]:
         with pytest.raises(ValueError, match=f"schedule '{name}' cannot be made"):
             SCHEDULES[name](*sizes, False)
 

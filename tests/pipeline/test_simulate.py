@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtrain.pipeline.schedule import SCHEDULES, Table, allowed_chunks, forward_only, gpipe, interleaved
+from shardtrain.pipeline.schedule import (
+    SCHEDULES,
+    Table,
+    forward_only,
+    gpipe,
+    interleaved,
+    list_allowed_chunks,
+)
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.table import needs
 
@@ -80,7 +87,7 @@ def test_no_time_at_all_is_no_bubble(lockstep):
 @st.composite
 def timed(draw):
     name = draw(st.sampled_from(list(SCHEDULES)))
-    chunks = draw(st.sampled_from(allowed_chunks(name, 3)))
+    chunks = draw(st.sampled_from(list_allowed_chunks(name, 3)))
     table = SCHEDULES[name](draw(st.integers(1, 5)), draw(st.integers(1, 9)), chunks, draw(st.booleans()))
     whole = st.integers(0, 9)
     places = [(s, v, k) for s in range(table.num_stages) for v in range(chunks) for k in table.kinds]

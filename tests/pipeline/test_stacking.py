@@ -36,9 +36,9 @@ def test_every_stage_holds_the_blocks_of_its_parts_and_zeros(stages):
 )
 def test_what_is_stored_comes_back_in_order(stages, dim):
     x = jnp.moveaxis(jnp.arange(1, 1 + 2 * stages.num_blocks).reshape(stages.num_blocks, 2), 0, dim)
-    stored = stages.stored(x, dim)
+    stored = stages.store_blocks(x, dim)
     assert stored.shape[dim] == len(stages.stored_blocks)
-    np.testing.assert_array_equal(stages.in_order(stored, dim), x)
+    np.testing.assert_array_equal(stages.restore_order(stored, dim), x)
     fillings = np.moveaxis(np.asarray(stored), dim, 0)[np.asarray(stages.stored_blocks) < 0]
     assert not fillings.any()
 
@@ -55,4 +55,4 @@ def test_what_is_stored_comes_back_in_order(stages, dim):
 def test_equal_stages_of_one_chunk_are_stored_as_they_are(stages, is_plain):
     assert stages.is_plain == is_plain
     x = jnp.arange(stages.num_blocks)
-    assert (stages.stored(x) is x) == is_plain
+    assert (stages.store_blocks(x) is x) == is_plain

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from shardtrain.pipeline.schedule import SCHEDULES, allowed_chunks
+from shardtrain.pipeline.schedule import SCHEDULES, list_allowed_chunks
 from shardtrain.pipeline.table_file import read_table, write_table
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_is_written_is_read_again(name, tmp_path):
-    table = SCHEDULES[name](3, 4, allowed_chunks(name)[0], True)
+    table = SCHEDULES[name](3, 4, list_allowed_chunks(name)[0], True)
     path = tmp_path / "folder" / "mine.csv"
     write_table(table, path)
     written = ["tick,stage,chunk,microbatch,kind", "0,0,0,0,forward"]

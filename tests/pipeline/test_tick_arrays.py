@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardtrain.pipeline.schedule import SCHEDULES, allowed_chunks, forward_only, make_table
+from shardtrain.pipeline.schedule import SCHEDULES, forward_only, list_allowed_chunks, make_table
 from shardtrain.pipeline.table import KINDS
 from shardtrain.pipeline.tick_arrays import NONE, make_ticks
 
@@ -14,7 +14,7 @@ def tables():
     for name in SCHEDULES:
         for stages, microbatches in SIZES:
             for lockstep in (True, False):
-                yield make_table(name, stages, microbatches, allowed_chunks(name)[0], lockstep)
+                yield make_table(name, stages, microbatches, list_allowed_chunks(name)[0], lockstep)
     yield forward_only(4, 8, lockstep=True)
     yield forward_only(4, 8, 3, lockstep=True)
     yield forward_only(3, 5, 2, lockstep=True, placement="v")

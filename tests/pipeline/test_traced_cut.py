@@ -16,7 +16,7 @@ from shardtrain.functional.linen_model import from_linen
 from shardtrain.functional.loss import (
     Regularized,
     classification_loss,
-    for_evaluation,
+    find_evaluation_loss,
     next_token_loss,
     translation_loss,
 )
@@ -131,7 +131,7 @@ def test_the_parts_compute_what_the_whole_model_does(name):
             states.append(changed)
             return outputs
 
-        total, *rest = (loss if train else for_evaluation(loss))(apply, batch)
+        total, *rest = (loss if train else find_evaluation_loss(loss))(apply, batch)
         return total, (rest, states[0])
 
     def in_parts(params, train):

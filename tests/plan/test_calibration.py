@@ -13,11 +13,11 @@ from tiny_language_model import TinyConfig
 
 from shardtrain import cli
 from shardtrain.islands.cluster import IslandKind
-from shardtrain.plan.calibration import fitted, spread
+from shardtrain.plan.calibration import fit_rates, spread
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.predict import predictions
-from shardtrain.plan.space import Space, allowed_choices
-from shardtrain.trainer.planned import subjects_of
+from shardtrain.plan.space import Space, list_allowed_choices
+from shardtrain.trainer.planned import make_subjects
 
 DEVICES = 8
 SPACE = Space(accumulates=(1, 4), remats=("none", "full"))
@@ -30,7 +30,7 @@ START = Machine(
 @pytest.fixture(scope="module")
 def subject():
     run = run_of(TinyConfig(num_layers=4, embed=64, mlp=256), batch=32)
-    (found,) = subjects_of(run, Numbers(), [IslandKind(kind="here", devices=DEVICES)])
+    (found,) = make_subjects(run, Numbers(), [IslandKind(kind="here", devices=DEVICES)])
     return found
 
 
@@ -38,13 +38,13 @@ def test_a_fit_finds_the_times_of_another_machine(subject):
     link = Link(bytes_per_second=3e8, latency_seconds=4e-5)
     rates = Rates(flops_per_second=3e9, memory_bytes_per_second=5e8, kernel_seconds=3e-5)
     true = replace(START, rates=rates, device_link=link)
-    every, _ = allowed_choices(subject, DEVICES, SPACE)
+    every, _ = list_allowed_choices(subject, DEVICES, SPACE)
     probes = [every[i] for i in spread(predictions(subject, START, DEVICES, every), 4)]
 
     def seconds(machine, choices=probes):
         return [each.seconds.total for each in predictions(subject, machine, DEVICES, choices)]
 
-    found = fitted(START, seconds, seconds(true))
+    found = fit_rates(START, seconds, seconds(true))
     assert max(abs(math.log(x)) for x in found.before) > 0.5
     assert max(abs(math.log(x)) for x in found.after) < 0.06
     assert max(abs(math.log(x)) for x in found.left_out) < 0.5
@@ -56,7 +56,7 @@ def test_a_fit_finds_the_times_of_another_machine(subject):
 
 
 def test_probes_differ_and_are_no_slow_ones(subject):
-    every, _ = allowed_choices(subject, DEVICES, SPACE)
+    every, _ = list_allowed_choices(subject, DEVICES, SPACE)
     predicted = predictions(subject, START, DEVICES, every)
     chosen = spread(predicted, 6)
     totals = [each.seconds.total for each in predicted]
@@ -70,7 +70,7 @@ def test_probes_differ_and_are_no_slow_ones(subject):
 
 def test_a_fit_needs_two_steps():
     with pytest.raises(ValueError, match="1 steps were measured"):
-        fitted(START, lambda machine: [1.0], [1.0])
+        fit_rates(START, lambda machine: [1.0], [1.0])
 
 
 RUN = """

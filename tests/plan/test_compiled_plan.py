@@ -7,10 +7,10 @@ from jax.sharding import PartitionSpec
 
 from shardtrain import cli
 from shardtrain.plan import compile as ahead_of_time
-from shardtrain.plan.compile import Figures, described_devices
+from shardtrain.plan.compile import Figures, describe_devices
 from shardtrain.plan.hlo.collectives import ALL_GATHER, Collective
 from shardtrain.plan.hlo.flops import matrix_flops
-from shardtrain.report.plan_compiled import flagged
+from shardtrain.report.plan_compiled import flag_parameters
 from shardtrain.sharding.specs import Row
 from tests.cli.test_inspect import TINY_RUN
 
@@ -83,15 +83,15 @@ def test_whole_and_gathered_parameters_are_flagged():
         source="",
     )
     found = Figures(argument_bytes=0, output_bytes=0, alias_bytes=0, temp_bytes=0, collectives=(gather,))
-    assert list(flagged(rows, found, zero=3, num_devices=4)) == [
+    assert list(flag_parameters(rows, found, zero=3, num_devices=4)) == [
         "embedding (2.0 KiB) is whole on every device; give a rule for one of its dims",
         "blocks/up is split over tensor, and 4 all-gathers of arrays of its size run over that axis; see"
         " whether a constraint of the model contradicts its rules",
     ]
     nothing = Figures(argument_bytes=0, output_bytes=0, alias_bytes=0, temp_bytes=0, collectives=())
     # ZeRO-1 has whole parameters, and data parallelism alone too
-    assert list(flagged(rows, nothing, zero=1, num_devices=4)) == []
-    assert list(flagged(rows[1:], nothing, zero=3, num_devices=4)) == []
+    assert list(flag_parameters(rows, nothing, zero=1, num_devices=4)) == []
+    assert list(flag_parameters(rows[1:], nothing, zero=3, num_devices=4)) == []
 
 
 def test_a_plan_is_compiled_beside_its_prediction(capsys, monkeypatch, tmp_path):
@@ -125,8 +125,8 @@ def test_a_topology_has_as_many_devices_as_the_mesh(monkeypatch):
         devices = tuple(range(4))
 
     monkeypatch.setattr(ahead_of_time.topologies, "get_topology_desc", lambda **options: Four())
-    assert len(described_devices("v5e:2x2", 4)) == 4
+    assert len(describe_devices("v5e:2x2", 4)) == 4
     with pytest.raises(
         ValueError, match="the topology 'v5e:2x2' has 4 devices, and the mesh 8; use a topology"
     ):
-        described_devices("v5e:2x2", 8)
+        describe_devices("v5e:2x2", 8)

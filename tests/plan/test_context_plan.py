@@ -11,8 +11,8 @@ import pytest
 from planned_steps import compiled, subject_of
 
 from shardtrain.functional.loss import translation_loss
-from shardtrain.functional.nnx_model import as_model
-from shardtrain.functional.remat import with_remat
+from shardtrain.functional.nnx_model import convert_model
+from shardtrain.functional.remat import apply_remat
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.mlp import MlpConfig
@@ -20,11 +20,11 @@ from shardtrain.pipeline.schedule import make_table
 from shardtrain.plan.device_calls import AttentionCall
 from shardtrain.plan.hlo.collectives import PERMUTE
 from shardtrain.plan.machine import Link, Machine, Rates
-from shardtrain.plan.predict import predictions, sent_by_axes, steps
+from shardtrain.plan.predict import predictions, steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.program import CallSizes
 from shardtrain.plan.search import search
-from shardtrain.plan.space import Space, allowed_choices, mesh_text
+from shardtrain.plan.space import Space, list_allowed_choices, mesh_text
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.layout import Layout
 
@@ -59,7 +59,7 @@ def test_bytes_and_flops_are_those_of_the_compiled_step(subject, layout, accumul
     (step,) = steps(subject, MACHINE, 4, [choice])
     (predicted,) = predictions(subject, MACHINE, 4, [choice])
     assert predicted.flops == pytest.approx(found.flops, rel=1e-3)
-    sent = sent_by_axes(step, simulated=True)
+    sent = sum_sent_by_axes(step, simulated=True)
     # one sum of 4 kB over fsdp is sent as a reduce-scatter in this small step, and counted as an all-reduce
     near = 0.025 if layout.context_attention == "all-to-all" else 0.02
     for over in sent:
@@ -149,7 +149,7 @@ def test_a_window_of_a_ring_is_counted(subject):
     def predicted(window):
         windowed = subject_of(replace(CONFIG, window=window))
         (step,) = steps(windowed, MACHINE, 4, [Choice(layout=layout_of("ring", context=4))])
-        return step.cost.flops, sent_by_axes(step)["context",]
+        return step.cost.flops, sum_sent_by_axes(step)["context",]
 
     # of 4 devices only the neighbour's keys are needed, and no halves are exchanged
     assert all(near < far for near, far in zip(predicted(8), predicted(None), strict=True))
@@ -198,7 +198,7 @@ def test_a_model_without_attention_of_the_run_is_refused():
     def loss(model, batch):
         return ((model(batch["x"]) - batch["y"]) ** 2).sum(), jnp.float32(8)
 
-    model = as_model(MlpConfig(features=4, mlp=8, num_layers=1, classes=2))
+    model = convert_model(MlpConfig(features=4, mlp=8, num_layers=1, classes=2))
     other = Subject(model=lambda remat: model, loss=loss, optimizer=optax.sgd(1e-2), batch=batch)
     with pytest.raises(ValueError, match="context=2 is planned for models that let the run compute"):
         predictions(other, MACHINE, 2, [Choice(layout=layout_of("ring", context=2))])
@@ -211,13 +211,13 @@ def test_relative_positions_are_planned_as_a_run_computes_them():
     )  # fmt: skip
     batch = {name: jax.ShapeDtypeStruct((4, n), jnp.int32) for name, n in (("source", 8), ("target", 9))}
     subject = Subject(
-        model=lambda remat: as_model(with_remat(config, remat)),
+        model=lambda remat: convert_model(apply_remat(config, remat)),
         loss=translation_loss,
         optimizer=optax.adamw(1e-3),
         batch={**batch, "weights": jax.ShapeDtypeStruct((4,), jnp.float32)},
     )
     # its sequences count where axes are chosen to be searched
     assert subject.sequence == 8
-    choices, refused = allowed_choices(subject, 2, Space(layout=Layout(mesh={"context": 2})))
+    choices, refused = list_allowed_choices(subject, 2, Space(layout=Layout(mesh={"context": 2})))
     assert {choice.layout.context_attention for choice in choices} == {"all-to-all"}
     assert "attention by ring over context has no relative positions" in refused["--mesh context=2"]

@@ -7,17 +7,17 @@ import sys
 import pytest
 
 from shardtrain.plan import devices as topology
-from shardtrain.plan.devices import DEVICES, HOPPER, OTHER_NAMES, Device, known_device, mfu
+from shardtrain.plan.devices import DEVICES, HOPPER, OTHER_NAMES, Device, find_device, mfu
 
 
 def known(kind: str) -> Device:
-    device = known_device(kind)
+    device = find_device(kind)
     assert device is not None
     return device
 
 
 def test_a_device_is_known_by_its_device_kind():
-    h100 = known_device("NVIDIA H100 80GB HBM3")
+    h100 = find_device("NVIDIA H100 80GB HBM3")
     assert h100 == Device(
         kind="NVIDIA H100 80GB HBM3",
         source="NVIDIA H100 Tensor Core GPU datasheet",
@@ -28,7 +28,7 @@ def test_a_device_is_known_by_its_device_kind():
         compute_capability="9.0",
         reached=HOPPER,
     )
-    assert known_device("NVIDIA H100 PCIe") != h100
+    assert find_device("NVIDIA H100 PCIe") != h100
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_names_that_begin_alike_are_different_devices(kind, teraflops, gigabytes
 
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100", "NVIDIA A10G", "nvidia h200", "Tesla V100", ""])
 def test_no_guess_for_an_unknown_device(kind):
-    assert known_device(kind) is None
+    assert find_device(kind) is None
 
 
 def test_each_name_is_of_one_device():

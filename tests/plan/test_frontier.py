@@ -10,7 +10,7 @@ from planned_steps import subject_of
 
 from shardtrain import next_token_loss
 from shardtrain.functional.loss_count import loss_count
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.nnx_model import convert_model
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.models.decoder import DecoderConfig
@@ -19,7 +19,7 @@ from shardtrain.plan.islands import plan_cluster
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.predict import predictions
 from shardtrain.plan.search import frontier
-from shardtrain.plan.space import Space, allowed_choices, nearest_batch, nearest_devices, nearest_text
+from shardtrain.plan.space import Space, list_allowed_choices, nearest_batch, nearest_devices, nearest_text
 from shardtrain.report.plan import plan_text
 from shardtrain.report.plots.frontier import check_frontier, frontier_plot
 from shardtrain.sharding.layout import Layout
@@ -42,7 +42,7 @@ def test_no_way_beats_the_frontier_in_memory_and_time(subject):
     found, points = frontier(subject, MACHINE, 4, SPACE)
     tried = [
         replace(choice, remat=remat)
-        for choice, remat in product(allowed_choices(subject, 4, SPACE)[0], SPACE.remats)
+        for choice, remat in product(list_allowed_choices(subject, 4, SPACE)[0], SPACE.remats)
     ]
     exact = [(each.memory.total, each.seconds.total) for each in predictions(subject, MACHINE, 4, tried)]
     unbeaten = {(m, s) for m, s in exact if not any(a <= m and b <= s and (a, b) != (m, s) for a, b in exact)}
@@ -65,7 +65,7 @@ def test_the_frontier_is_drawn(subject, tmp_path):
 
 def test_the_nearest_batch_and_number_of_devices_run(subject):
     # 7 devices divide neither 16 rows nor any dim of the model
-    assert not allowed_choices(subject, 7, SPACE)[0]
+    assert not list_allowed_choices(subject, 7, SPACE)[0]
     assert nearest_batch(subject, 7, SPACE) == 14
     assert nearest_devices(subject, 7, SPACE) == 8
     assert nearest_text(subject, 7, SPACE) == "nearest that runs: a batch of 14 rows or 8 devices"
@@ -74,7 +74,7 @@ def test_the_nearest_batch_and_number_of_devices_run(subject):
 
 
 def test_a_loss_counts_its_rows_without_the_model():
-    model = as_model(CONFIG)
+    model = convert_model(CONFIG)
     rows = {"tokens": np.zeros((2, CONFIG.seq + 1), np.int32), "weights": np.array([1, 0], np.float32)}
     assert loss_count(model, next_token_loss, rows) == CONFIG.seq
 

@@ -14,24 +14,24 @@ from tiny_language_model import TinyConfig
 from shardtrain import cli
 from shardtrain.axes import EMBED, LAYERS, MLP
 from shardtrain.cli import calibrate
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.nnx_model import convert_model
 from shardtrain.islands.cluster import IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.models import attention
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.device_calls import FlashCall, counts_flash
-from shardtrain.plan.devices import known_device
+from shardtrain.plan.devices import find_device
 from shardtrain.plan.live_arrays import Trip, order_on_gpus
-from shardtrain.plan.machine import machine_of
-from shardtrain.plan.predict import predictions, sharding_of
+from shardtrain.plan.machine import make_machine
+from shardtrain.plan.predict import find_sharding, predictions
 from shardtrain.plan.program import CallSizes, Kernel, Sharding
 from shardtrain.plan.program_cost import Durations, costs
-from shardtrain.plan.simulator.operator_search import graph_of
+from shardtrain.plan.simulator.operator_search import trace_whole_step
 from shardtrain.plan.space import Choice
 from shardtrain.plan.trace import Target, trace
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
-from shardtrain.trainer.planned import subjects_of
+from shardtrain.trainer.planned import make_subjects
 
 H100, V100, L4 = "NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-16GB", "NVIDIA L4"
 ROWS, SEQ, HEADS, HEAD_DIM = 4, 256, 2, 16
@@ -42,7 +42,7 @@ WHOLE = Sharding((), (), ())
 
 
 def subject_of(kind=H100, *, one_device=True, has_flash=True, **options):
-    model, target = as_model(replace(CONFIG, **options)), Target(kind, one_device, has_flash)
+    model, target = convert_model(replace(CONFIG, **options)), Target(kind, one_device, has_flash)
     return planned_steps.subject_of(CONFIG, ROWS, model=lambda _: model, target=target)
 
 
@@ -95,7 +95,7 @@ def test_the_choice_is_that_of_the_models_own_function(monkeypatch):
 
 
 def test_flash_attention_takes_less_memory_and_time_and_its_flops_are_those_of_the_model():
-    machine = machine_of(ClusterDevice(name=H100), 1, in_float32=False)
+    machine = make_machine(ClusterDevice(name=H100), 1, in_float32=False)
     flash, xla = (
         predictions(subject_of(has_flash=has_flash), machine, 1, [Choice(layout=Layout())])[0]
         for has_flash in (True, False)
@@ -113,7 +113,7 @@ def test_devices_that_split_heads_split_flash_attention():
     def found(tensor):
         layout, sizes = Layout(mesh={"tensor": tensor}), axis_sizes({"tensor": tensor}, tensor)
         completed = subject.state(Choice(layout=layout), tensor).layout
-        sharding = sharding_of(completed, sizes, 1)
+        sharding = find_sharding(completed, sizes, 1)
         return costs(program, [sharding], Durations(lambda flops, moved: flops))[0]
 
     assert found(2).seconds == pytest.approx(found(1).seconds / 2)
@@ -144,7 +144,7 @@ def test_flash_attention_costs_what_queries_see():
 
 def test_operators_of_a_plan_have_the_flops_of_flash_attention():
     subject = subject_of(one_device=False)
-    graph = graph_of(subject, 2, None)
+    graph = trace_whole_step(subject, 2, None)
     work = [part.amount for each in graph.operators if "device_call" in each.name for part, *_ in each.work]
     # 2 products forward and 5 back of all pairs that are seen, for heads of 16 features and 128 more
     pairs = ROWS * HEADS * SEQ * (SEQ + 1) / 2
@@ -306,7 +306,7 @@ def test_one_gpu_is_planned_for_in_the_form_for_one():
         IslandKind(kind=str(i), devices=number, device=ClusterDevice(name=name, teraflops=1.0))
         for i, (name, number) in enumerate(((H100, 1), (H100, 2), (None, 1)))
     ]
-    targets = [subject.target for subject in subjects_of(run, Numbers(), kinds)]
+    targets = [subject.target for subject in make_subjects(run, Numbers(), kinds)]
     assert targets == [Target(H100, one_device=True), Target(H100), Target()]
 
     def lookups(one_device):
@@ -318,29 +318,29 @@ def test_one_gpu_is_planned_for_in_the_form_for_one():
 
 
 def test_rates_are_those_of_the_device_and_a_cluster_file_may_say_others():
-    known = known_device(H100)
+    known = find_device(H100)
     assert known is not None
-    rates = machine_of(ClusterDevice(name=H100), 1, in_float32=False).rates
+    rates = make_machine(ClusterDevice(name=H100), 1, in_float32=False).rates
     assert rates.flops_per_second == known.reached.products * 989.5e12
     assert rates.memory_bytes_per_second == known.reached.memory * 3.35e12
     assert rates.kernel_seconds == known.reached.kernel_seconds
     # in float32 nothing was measured
-    assert machine_of(ClusterDevice(name=H100), 1, in_float32=True).rates.flops_per_second == 33.5e12
+    assert make_machine(ClusterDevice(name=H100), 1, in_float32=True).rates.flops_per_second == 33.5e12
     measured = ClusterDevice(name=H100, teraflops=700.0, memory_gb_per_second=3000.0, kernel_us=4.0)
-    rates = machine_of(measured, 1, in_float32=False).rates
+    rates = make_machine(measured, 1, in_float32=False).rates
     assert (rates.flops_per_second, rates.memory_bytes_per_second) == (700e12, 3e12)
     assert rates.kernel_seconds == pytest.approx(4e-6)
-    assert machine_of(ClusterDevice(teraflops=1.0), 1, in_float32=False).rates.kernel_seconds == 5e-6
+    assert make_machine(ClusterDevice(teraflops=1.0), 1, in_float32=False).rates.kernel_seconds == 5e-6
 
 
 def test_calibrate_names_a_known_device(capsys, monkeypatch):
     monkeypatch.setattr(
         calibrate,
         "measured_machine",
-        lambda dtype: machine_of(ClusterDevice(name=H100), 1, in_float32=False),
+        lambda dtype: make_machine(ClusterDevice(name=H100), 1, in_float32=False),
     )
     assert cli.main(["calibrate"]) == 0
     assert "name = " not in capsys.readouterr().out
-    monkeypatch.setattr(calibrate, "known_device", lambda kind: known_device(H100))
+    monkeypatch.setattr(calibrate, "known_device", lambda kind: find_device(H100))
     assert cli.main(["calibrate"]) == 0
     assert '[islands.device]\nname = "cpu"\nteraflops = ' in capsys.readouterr().out

@@ -8,7 +8,7 @@ from planned_steps import subject_of
 from tiny_language_model import TinyConfig
 
 from shardtrain import Text
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.nnx_model import convert_model
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.islands.options import Across
@@ -17,7 +17,7 @@ from shardtrain.plan.islands import plan_cluster
 from shardtrain.plan.space import Space
 from shardtrain.report.plan_islands import island_stages_text
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.planned import staged_strategy
+from shardtrain.trainer.planned import make_staged_strategy
 from shardtrain.trainer.strategy import Strategy, read_strategy, strategy_text
 
 CONFIG = TinyConfig(vocab=64, seq=32, embed=32, num_layers=4, mlp=192)
@@ -26,7 +26,7 @@ SPACE = Space(remats=("none",))
 
 @pytest.fixture(scope="module")
 def subject():
-    return subject_of(CONFIG, model=lambda remat: as_model(CONFIG))
+    return subject_of(CONFIG, model=lambda remat: convert_model(CONFIG))
 
 
 def planned(subject, link=1.0, devices=(2, 1), count=1):
@@ -54,7 +54,7 @@ def test_over_a_slow_link_stages_are_faster_than_replicas(subject, tmp_path):
     assert f"--across pipeline --stages 3,1 --accumulate {found.accumulate}" in text
     assert f"{found.seconds / far.seconds:.2f} times that of replicas" in text
     run = Run(model=CONFIG, data=Text(seq=CONFIG.seq), batch=16, steps=2)
-    strategy = staged_strategy(run, found)
+    strategy = make_staged_strategy(run, found)
     (path := tmp_path / "strategy.toml").write_text(strategy_text(strategy))
     read = read_strategy(path)
     assert read == strategy
@@ -67,7 +67,7 @@ def test_over_a_slow_link_stages_are_faster_than_replicas(subject, tmp_path):
     # a number that the run gives stands, and stages have one program
     asked = replace(run, strategy=Strategy(across=Across(gradient_parts=2)))
     with pytest.raises(ValueError, match="gradient_parts is 2, and stages of a pipeline"):
-        staged_strategy(asked, found)
+        make_staged_strategy(asked, found)
 
 
 def test_several_pipelines_share_the_batch_by_speed(subject, tmp_path):
@@ -83,7 +83,7 @@ def test_several_pipelines_share_the_batch_by_speed(subject, tmp_path):
     text = island_stages_text(found, plan)
     assert f'--partitions 2 --stages "2,2" --shares {fast.rows},{slow.rows}' in text
     run = Run(model=CONFIG, data=Text(seq=CONFIG.seq), batch=16, steps=2)
-    (path := tmp_path / "strategy.toml").write_text(strategy_text(staged_strategy(run, found)))
+    (path := tmp_path / "strategy.toml").write_text(strategy_text(make_staged_strategy(run, found)))
     read = read_strategy(path)
     assert (read.across.partitions, read.across.shares) == (2, (fast.rows, slow.rows))
     assert sum(read.predicted.values()) == pytest.approx(found.seconds)

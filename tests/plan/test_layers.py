@@ -13,15 +13,23 @@ from hypothesis import strategies as st
 
 from shardtrain import classification_loss, next_token_loss
 from shardtrain.functional.linen_model import from_linen
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.resnet import ResNetConfig
 from shardtrain.plan.layers.assignment import Hierarchy, exact, least_sum, step_seconds
-from shardtrain.plan.layers.baselines import BASELINES, by_dims, data_parallel, hypar, mesh_levels
-from shardtrain.plan.layers.compare import TENSOR_DIMS, AsMesh, NoMesh, as_mesh, plan_layers
+from shardtrain.plan.layers.baselines import BASELINES, data_parallel, hypar, mesh_levels, split_by_dims
+from shardtrain.plan.layers.compare import TENSOR_DIMS, AsMesh, NoMesh, find_mesh, plan_layers
 from shardtrain.plan.layers.layer_graph import Layer, Source
-from shardtrain.plan.layers.partition import Side, Split, exchange_seconds, group_of, joined, missing, splits
-from shardtrain.plan.layers.trace_layers import layers_of
+from shardtrain.plan.layers.partition import (
+    Side,
+    Split,
+    exchange_seconds,
+    group_of,
+    join_groups,
+    missing,
+    splits,
+)
+from shardtrain.plan.layers.trace_layers import trace_layers
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.subject import Subject
 
@@ -51,7 +59,7 @@ def image_batch(rows, size):
 @pytest.fixture(scope="module")
 def decoder():
     tokens = {"tokens": ((16, 33), jnp.int32), "weights": ((16,), jnp.float32)}
-    return subject_of(as_model(DECODER), next_token_loss, **tokens)
+    return subject_of(convert_model(DECODER), next_token_loss, **tokens)
 
 
 def chain(*sizes, rows=16):
@@ -201,7 +209,7 @@ def test_data_parallelism_costs_its_gradients_on_each_level():
     assert found.exchange_seconds == pytest.approx(expected)
     assert found.compute_seconds == pytest.approx(sum(layer.step_flops for layer in layers) / 8e9)
     assert [level.group.devices for level in found.levels] == [8, 4, 2]
-    assert as_mesh(layers, found) == AsMesh(data=8, tensor=1, dims=TENSOR_DIMS)
+    assert find_mesh(layers, found) == AsMesh(data=8, tensor=1, dims=TENSOR_DIMS)
 
 
 @pytest.mark.parametrize("devices", [1, 3, 5, 7, 12])
@@ -219,7 +227,7 @@ def test_any_number_of_devices_computes_everything_once(devices):
 
 def test_unequal_groups_get_unequal_parts():
     slow = Machine(rates=Rates(flops_per_second=2.5e8))
-    both = joined([group_of(NODES, 2, "new"), group_of(slow, 2, "old")], Link(bytes_per_second=1e7))
+    both = join_groups([group_of(NODES, 2, "new"), group_of(slow, 2, "old")], Link(bytes_per_second=1e7))
     layers = chain(64, 64, 64, rows=512)
     found = Hierarchy().partition(layers, both)
     assert [half.name for half in both.halves] == ["new", "old"]
@@ -228,11 +236,11 @@ def test_unequal_groups_get_unequal_parts():
     in_halves = Hierarchy(choose=hypar).partition(layers, both)
     assert in_halves.compute_seconds == pytest.approx(2.5 * found.compute_seconds)
     with pytest.raises(NoMesh, match="islands run it, which take rows by --shares"):
-        as_mesh(layers, found)
+        find_mesh(layers, found)
 
 
 def test_layers_of_a_decoder(decoder):
-    layers = layers_of(decoder)
+    layers = trace_layers(decoder)
     names = [layer.name for layer in layers if layer.has_weights]
     assert len(names) == 1 + 4 * DECODER.num_layers + 1
     assert (names[0], names[-1]) == ("embedding", "embedding")
@@ -254,7 +262,7 @@ def _flops(kernel):
 
 def test_layers_of_images_and_of_linen():
     config = ResNetConfig(depth=11, filters=4, height=8, width=8)
-    layers = layers_of(subject_of(as_model(config), classification_loss, **image_batch(8, 8)))
+    layers = trace_layers(subject_of(convert_model(config), classification_loss, **image_batch(8, 8)))
     joins = [layer for layer in layers if layer.kind == "join"]
     assert len(joins) == config.num_blocks
     assert all(len(layer.sources) == 2 for layer in joins)
@@ -267,7 +275,7 @@ def test_layers_of_images_and_of_linen():
             return flax.linen.Dense(10)(x.reshape(x.shape[0], -1))
 
     image = jnp.zeros((1, 8, 8, 3))
-    found = layers_of(subject_of(from_linen(Net(), image), classification_loss, **image_batch(8, 8)))
+    found = trace_layers(subject_of(from_linen(Net(), image), classification_loss, **image_batch(8, 8)))
     assert [(layer.kind, layer.size_in, layer.size_out) for layer in found] == [
         ("convolution", 3, 4),
         ("product", 256, 10),
@@ -276,24 +284,24 @@ def test_layers_of_images_and_of_linen():
 
 
 def test_types_that_a_mesh_runs(decoder):
-    layers = layers_of(decoder)
+    layers = trace_layers(decoder)
     megatron = Hierarchy(choose=mesh_levels(1, TENSOR_DIMS)).partition(layers, group_of(NODES, 8))
-    assert as_mesh(layers, megatron) == AsMesh(data=2, tensor=4, dims=TENSOR_DIMS)
+    assert find_mesh(layers, megatron) == AsMesh(data=2, tensor=4, dims=TENSOR_DIMS)
     types = {layer.name: split.way for layer, split in zip(layers, megatron.levels[1].chosen, strict=True)}
     assert types["blocks/mlp/up/kernel[0]"] == "III"
     assert types["blocks/mlp/down/kernel[0]"] == "II"
 
     def mixed(layers, sides, level):
-        one, other = data_parallel(layers, sides), by_dims(layers, sides, dims=TENSOR_DIMS)
+        one, other = data_parallel(layers, sides), split_by_dims(layers, sides, dims=TENSOR_DIMS)
         return (*one[:5], *other[5:])
 
     found = Hierarchy(choose=mixed).partition(layers, group_of(NODES, 2))
     with pytest.raises(NoMesh, match="an axis of a mesh does one of both for all layers"):
-        as_mesh(layers, found)
+        find_mesh(layers, found)
 
 
 def test_ways_are_compared_by_name(decoder):
-    plan = plan_layers(layers_of(decoder), group_of(NODES, 8), 4)
+    plan = plan_layers(trace_layers(decoder), group_of(NODES, 8), 4)
     assert set(plan.ways) == {*BASELINES, "megatron"}
     assert plan.ways[plan.best].seconds == min(way.seconds for way in plan.ways.values())
     top = plan.ways["megatron"].levels
@@ -311,4 +319,4 @@ def test_devices_that_gain_nothing_compute_copies():
     assert best.exchange_seconds == 0
     assert plan.ways["accpar"].exchange_seconds >= 1
     with pytest.raises(NoMesh, match="level 0 computes all layers on both halves: use 4 of its devices"):
-        as_mesh(layers, best)
+        find_mesh(layers, best)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardtrain.plan.named_dims import Operands, names_of
+from shardtrain.plan.named_dims import Operands, find_names
 
 ROWS, INTO, OUT, GROUPS = 8, 4, 3, 2
 
@@ -21,7 +21,7 @@ def products(function, *arguments):
             shapes = [atom.aval.shape for atom in equation.invars]  # type: ignore[union-attr]
             out = [equation.outvars[0].aval.shape]
             dims = [names.get(shape, (None,) * len(shape)) for shape in shapes]
-            yield names_of(equation.primitive.name, Operands(dims, shapes, equation.params, out))
+            yield find_names(equation.primitive.name, Operands(dims, shapes, equation.params, out))
 
 
 @pytest.mark.parametrize("in_one_group", [True, False])

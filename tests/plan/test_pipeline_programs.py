@@ -14,8 +14,8 @@ from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.plan.compile import compile_step, described_devices, figures
-from shardtrain.plan.hlo.collectives import ALL_REDUCE, PERMUTE, by_axis
+from shardtrain.plan.compile import compile_step, describe_devices, figures
+from shardtrain.plan.hlo.collectives import ALL_REDUCE, PERMUTE, sum_by_axis
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import make_placement
@@ -40,7 +40,7 @@ def program(schedule, microbatches, **mesh):
     """(figures, number of instructions) of a step of so many microbatches of ROWS rows a replica."""
     stages = CUTS[schedule]
     layout = Layout(mesh={"pipeline": stages.num_stages, **mesh})
-    jax_mesh = make_mesh(layout, described_devices("cpu", math.prod(layout.mesh.values())))
+    jax_mesh = make_mesh(layout, describe_devices("cpu", math.prod(layout.mesh.values())))
     rows = microbatches * ROWS * mesh.get("data", 1)
     batch = {
         "tokens": jax.ShapeDtypeStruct((rows, SEQ + 1), jnp.int32),
@@ -77,7 +77,7 @@ class TestTraffic:
         found, _ = program(schedule, 8)
         stages = CUTS[schedule]
         ticks = make_table(schedule, stages.num_stages, 8, stages.num_chunks, lockstep=True).num_ticks
-        runs, sent_bytes = by_axis(found.collectives)[PERMUTE, ("pipeline",)]
+        runs, sent_bytes = sum_by_axis(found.collectives)[PERMUTE, ("pipeline",)]
         # the last stage has nobody to send forward to, nor the first one backward; chunks form a ring
         senders = 1 if schedule == "interleaved" else (stages.num_stages - 1) / stages.num_stages
         ways = 2 if schedule == "zb_v" else 1  # a V goes down the stages and back up
@@ -96,7 +96,7 @@ class TestTraffic:
             )
             for blocks in (True, False)
         )
-        moved = by_axis(found.collectives)
+        moved = sum_by_axis(found.collectives)
         assert {(kind, over) for kind, over in moved if "pipeline" in over} == {
             (PERMUTE, ("pipeline",)),
             (ALL_REDUCE, ("pipeline",)),

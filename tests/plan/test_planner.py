@@ -16,8 +16,8 @@ from tiny_language_model import TinyConfig
 
 from shardtrain import Text
 from shardtrain.combine.synchronisation import PRESETS, Synchronisation
-from shardtrain.functional.nnx_model import as_model
-from shardtrain.functional.remat import with_remat
+from shardtrain.functional.nnx_model import convert_model
+from shardtrain.functional.remat import apply_remat
 from shardtrain.islands.cluster import Cluster, IslandKind, read_cluster
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.islands.options import Across
@@ -25,24 +25,24 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.plan.advice.efficiency import scaling
 from shardtrain.plan.island_exchange import StepOfIsland, early_gradients
-from shardtrain.plan.islands import ClusterPlan, KindPlan, plan_cluster, times_of
+from shardtrain.plan.islands import ClusterPlan, KindPlan, estimate_times, plan_cluster
 from shardtrain.plan.layers.replicated_costs import pipeline_costs
-from shardtrain.plan.machine import Link, Machine, Rates, machine_of, simulated_machine
-from shardtrain.plan.predict import predictions, sent_by_axes, sharding_of, steps
+from shardtrain.plan.machine import Link, Machine, Rates, make_machine, make_simulated_machine
+from shardtrain.plan.predict import find_sharding, predictions, steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.program import Sharding
 from shardtrain.plan.program_cost import Durations, costs
 from shardtrain.plan.search import Plan, Ranked, search
 from shardtrain.plan.space import Space
 from shardtrain.plan.trace import Target, trace
-from shardtrain.plan.traffic import sent_bytes
+from shardtrain.plan.traffic import count_sent_bytes
 from shardtrain.report.plan import plan_text
-from shardtrain.report.plan_islands import explained_join_text
+from shardtrain.report.plan_islands import explain_join
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.placement import Placement
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.planned import planned_strategy, subjects_of
+from shardtrain.trainer.planned import make_planned_strategy, make_subjects
 
 CONFIG = DecoderConfig(vocab=64, seq=64, embed=32, num_layers=4, num_heads=4, mlp=128)
 ROWS, SEQ = 16, 64
@@ -73,7 +73,7 @@ TINY = TinyConfig(vocab=64, seq=SEQ, embed=32, num_layers=4, mlp=192)
 @pytest.fixture(scope="module")
 def tiny(subject):
     """Of a model that is traced in a fifth of the time."""
-    return replace(subject, model=lambda remat: as_model(TINY))
+    return replace(subject, model=lambda remat: convert_model(TINY))
 
 
 def test_chains_of_elementwise_operations_are_written_once():
@@ -166,7 +166,7 @@ def test_simulated_devices_share_cores_so_that_waiting_costs_nothing(subject):
         Choice(layout=Layout(mesh=mesh), accumulate=4, remat=remat)
         for mesh, remat in (({"pipeline": 4}, "full"), ({"data": 4}, "full"), ({"data": 4}, "none"))
     ]
-    simulated = predictions(subject, simulated_machine(host, 4, 2), 4, choices)
+    simulated = predictions(subject, make_simulated_machine(host, 4, 2), 4, choices)
     real = predictions(subject, replace(host, rates=RATES), 4, choices)
     assert [each.seconds.bubble for each in simulated] == [0, 0, 0]
     assert real[0].seconds.bubble > 0.2 * real[0].seconds.total
@@ -186,7 +186,7 @@ def test_many_shardings_cost_what_each_costs_alone(subject):
         state = subject.state(
             Choice(layout=Layout(mesh=mesh, sequence_sharded=sequence)), math.prod(mesh.values())
         )
-        shardings.append(sharding_of(state.layout, sizes, 2))
+        shardings.append(find_sharding(state.layout, sizes, 2))
     together = costs(program, shardings, durations)
     assert together == [costs(program, [each], durations)[0] for each in shardings]
     blocks = [sent for each in together for sent in each.sent if sent.times >= 2 * CONFIG.num_layers]
@@ -239,7 +239,7 @@ def test_memory_and_traffic_are_those_of_the_compiled_step(
     assert state == pytest.approx(found.argument_bytes, rel=0.01)
     assert predicted.memory.total == pytest.approx(found.device_bytes, rel=0.15)
     (step,) = steps(subject, MACHINE, 4, [choice])
-    sent = sent_by_axes(step, simulated=True)
+    sent = sum_sent_by_axes(step, simulated=True)
     if step.forward is None:
         assert predicted.flops == pytest.approx(found.flops)
     else:
@@ -250,7 +250,7 @@ def test_memory_and_traffic_are_those_of_the_compiled_step(
         for over in {each.axes for segment in segments for each in segment.sent}:
             every = [each for segment in segments for each in segment.sent if each.axes == over]
             sent[over] = sum(
-                ticks * sent_bytes(each.kind, math.prod(sizes[axis] for axis in over), each.num_bytes)
+                ticks * count_sent_bytes(each.kind, math.prod(sizes[axis] for axis in over), each.num_bytes)
                 for each in every
             )
     for over, num_bytes in sums.items():
@@ -263,14 +263,14 @@ def test_gradients_of_a_table_that_is_used_twice_are_reduced_apart_on_simulated_
     def sent(model, simulated):
         choice = Choice(layout=Layout(mesh={"fsdp": 4}), accumulate=2, remat="weights")
         (step,) = steps(model, MACHINE, 4, [choice])
-        return sent_by_axes(step, simulated=simulated)["fsdp",]
+        return sum_sent_by_axes(step, simulated=simulated)["fsdp",]
 
     # other compilers reduce-scatter the sum of the two; without a tied head there is one gradient alone
     table = 2 * CONFIG.vocab * CONFIG.embed * 4
-    more = 2 * sent_bytes("all-reduce", 4, table) - sent_bytes("reduce-scatter", 4, table)
+    more = 2 * count_sent_bytes("all-reduce", 4, table) - count_sent_bytes("reduce-scatter", 4, table)
     assert sent(subject, True) - sent(subject, False) == more
     untied = replace(CONFIG, tied=False)
-    other = replace(subject, model=lambda remat: as_model(with_remat(untied, remat)))
+    other = replace(subject, model=lambda remat: convert_model(apply_remat(untied, remat)))
     assert sent(other, True) == sent(other, False)
 
 
@@ -324,21 +324,21 @@ def test_a_ring_goes_by_the_slowest_link_that_it_crosses():
 
 
 def test_a_device_is_known_or_has_rates():
-    known = machine_of(ClusterDevice(name="NVIDIA A100-SXM4-80GB"), 8, in_float32=False)
+    known = make_machine(ClusterDevice(name="NVIDIA A100-SXM4-80GB"), 8, in_float32=False)
     assert known.rates.flops_per_second == 156e12
     assert known.rates.memory_bytes == 0.85 * 80e9
-    given = machine_of(ClusterDevice(teraflops=0.1), 2, in_float32=True)
+    given = make_machine(ClusterDevice(teraflops=0.1), 2, in_float32=True)
     assert (given.rates.flops_per_second, given.rates.memory_bytes) == (1e11, math.inf)
-    assert machine_of(ClusterDevice(teraflops=0.1), 16, in_float32=True, nodes=2).devices_per_node == 8
-    simulated = machine_of(ClusterDevice(teraflops=0.1, simulated=True), 8, in_float32=True)
+    assert make_machine(ClusterDevice(teraflops=0.1), 16, in_float32=True, nodes=2).devices_per_node == 8
+    simulated = make_machine(ClusterDevice(teraflops=0.1, simulated=True), 8, in_float32=True)
     assert simulated.simulated
     assert simulated.rates.copies_stacked
     with pytest.raises(ValueError, match=r"device 'NVIDIA A1000'.*or give its teraflops"):
-        machine_of(ClusterDevice(name="NVIDIA A1000"), 1, in_float32=True)
+        make_machine(ClusterDevice(name="NVIDIA A1000"), 1, in_float32=True)
     with pytest.raises(
         ValueError, match="the table has no rate of NVIDIA TITAN V in 16 bits; give its teraflops"
     ):
-        machine_of(ClusterDevice(name="NVIDIA TITAN V"), 1, in_float32=False)
+        make_machine(ClusterDevice(name="NVIDIA TITAN V"), 1, in_float32=False)
     with pytest.raises(ValueError, match=r"teraflops is -1\.0; use a number above 0"):
         ClusterDevice(teraflops=-1.0)
     with pytest.raises(ValueError, match="there is no name and no teraflops"):
@@ -371,9 +371,9 @@ def test_unequal_islands_get_rows_by_their_speed(tiny):
     text = plan_text(rare, [tiny, tiny], 1)
     assert "diloco (planned)" in text
     assert "losses are not compared" in text
-    assert plan.joined_by(diloco).seconds == pytest.approx(rare.join_seconds)
+    assert plan.estimate_join(diloco).seconds == pytest.approx(rare.join_seconds)
     # a codec is asked: a byte of each element, to two others, and scales
-    by_codec = plan.joined_by(Synchronisation(by="int8+mean")).bytes_per_step
+    by_codec = plan.estimate_join(Synchronisation(by="int8+mean")).bytes_per_step
     assert 2 * tiny.num_parameters < by_codec < 2.1 * tiny.num_parameters
     # where sending takes long, gradients of the last layers are sent while others are computed
     assert not plan.early
@@ -383,19 +383,19 @@ def test_unequal_islands_get_rows_by_their_speed(tiny):
     assert seconds[1] == pytest.approx(plan.island_seconds + sent / (sent / slowest))
     assert seconds[1] > seconds[2] > seconds[4] == plan.seconds
     run = Run(model=TINY, data=Text(seq=SEQ), batch=ROWS, steps=1)
-    across = planned_strategy(run, plan).across
+    across = make_planned_strategy(run, plan).across
     assert across.gradient_parts == plan.num_programs == 4
     # islands as replicas are that also where the run has stages
     staged = replace(run.strategy, across=Across(axis="pipeline", partitions=2))
-    assert planned_strategy(replace(run, strategy=staged), plan).across == across
+    assert make_planned_strategy(replace(run, strategy=staged), plan).across == across
     assert "gradients in 1, 2, 4 programs at most (--gradient-parts): " in plan_text(plan, [tiny, tiny], 1)
-    assert "c = loss and gradients + 15% of the step" in explained_join_text(plan)
+    assert "c = loss and gradients + 15% of the step" in explain_join(plan)
     # a number that the run gives stands, be it the fastest or not
     own = Across(gradient_parts=2)
     plan = plan_cluster([tiny, tiny], slow, Space(remats=("none",)), across=own)
     assert plan.seconds == pytest.approx(seconds[2])
     asked = replace(run, strategy=replace(run.strategy, across=own))
-    assert planned_strategy(asked, plan).across.gradient_parts == 2
+    assert make_planned_strategy(asked, plan).across.gradient_parts == 2
     assert "gradients in 2 programs at most, as --gradient-parts says: " in plan_text(plan, [tiny, tiny], 1)
     with pytest.raises(ValueError, match="islands of kind 'b' do not say their devices"):
         plan_cluster([tiny], Cluster(islands=(IslandKind(kind="b"),)))
@@ -479,7 +479,7 @@ def test_an_island_without_rows_does_not_end_the_plan(tiny):
     text = plan_text(plan, [tiny, tiny], 3)
     assert text.count("microbatches") == 1
     assert "slow: 3 devices get no rows: leave it out, or use a larger batch" in text
-    assert len(times_of(plan, [tiny, tiny])) == 1
+    assert len(estimate_times(plan, [tiny, tiny])) == 1
 
 
 @pytest.mark.parametrize("mesh", [{"tensor": 4}, {"pipeline": 4}])
@@ -507,7 +507,7 @@ def test_microbatches_of_a_pipeline_are_those_of_the_batch(tiny):
     device = ClusterDevice(teraflops=1.0, link_gb_per_second=1.0)
     each = KindPlan(
         kind=IslandKind(kind="a", devices=3, device=device),
-        machine=machine_of(device, 3, in_float32=True),
+        machine=make_machine(device, 3, in_float32=True),
         rows=ROWS,
         plan=Plan(ranked=(), refused={}, num_choices=0),
     )
@@ -522,15 +522,15 @@ def test_what_a_loss_counts_is_averaged_over_rows_of_one_shape():
         {"tokens": np.zeros(SEQ + 1, np.int32), "weights": np.float32(number % 4 == 0)}
         for number in range(ROWS)
     ]
-    (found,) = subjects_of(run, source, [IslandKind(kind="a", devices=1)])
+    (found,) = make_subjects(run, source, [IslandKind(kind="a", devices=1)])
     assert found.row_units == SEQ / 4
     assert found.batch["tokens"].shape == (ROWS, SEQ + 1)
     # fewer samples than rows of a batch
-    (found,) = subjects_of(run, source[:3], [IslandKind(kind="a", devices=1)])
+    (found,) = make_subjects(run, source[:3], [IslandKind(kind="a", devices=1)])
     assert found.row_units == pytest.approx(SEQ / 3)
     source[5] = {"tokens": np.zeros(9, np.int32), "weights": np.float32(1)}
     with pytest.raises(ValueError, match="samples of one batch differ"):
-        subjects_of(run, source, [IslandKind(kind="a", devices=1)])
+        make_subjects(run, source, [IslandKind(kind="a", devices=1)])
 
 
 def test_pooling_and_images_are_traced():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardtrain.pipeline.partition import Costs, cut
 from shardtrain.pipeline.stage_costs import BlockCost, ModelCosts
 from shardtrain.plan.layers.replicated_costs import PipelineDevices, ReplicatedCosts, StageDevice
-from shardtrain.plan.layers.replicated_stages import best_replicated_cut, replicated_cuts
+from shardtrain.plan.layers.replicated_stages import best_replicated_cut, find_replicated_cuts
 
 
 def compositions(number, parts):
@@ -62,7 +62,7 @@ def test_each_number_of_stages_has_the_least_slowest_one(seed, blocks, devices, 
         ]
         if min(every) < math.inf:
             least[stages] = min(every)
-    found = {len(cut.counts): cut for cut in replicated_cuts(costs)}
+    found = {len(cut.counts): cut for cut in find_replicated_cuts(costs)}
     assert set(found) == set(least)
     for stages, each in found.items():
         assert each.slowest_seconds == pytest.approx(least[stages])
@@ -97,7 +97,7 @@ def test_a_pipeline_is_cut_where_gradients_are_large_and_replicated_where_they_a
 def test_without_replicas_it_is_the_cut_of_equal_stages():
     flops = [3, 1, 4, 1, 5, 9, 2, 6]
     costs = equal_blocks(flops, [0] * 8, 0.0, (StageDevice(flops_per_second=1.0),) * 3)
-    (found,) = [each for each in replicated_cuts(costs) if len(each.counts) == 3]
+    (found,) = [each for each in find_replicated_cuts(costs) if len(each.counts) == 3]
     parts = cut([4 * each for each in flops], 3, last_cost=0)
     slowest = max(sum(flops[a:b]) for a, b in pairwise(np.cumsum([0, *parts])))
     # the last stage saves a forward, so it may be faster than the slowest of the equal cut
@@ -114,7 +114,7 @@ def test_slow_links_between_nodes_keep_replicas_inside_them():
 def test_what_cannot_be_cut_is_refused():
     many = equal_blocks([1] * 50, [0] * 50, 0.0, (StageDevice(flops_per_second=1.0),) * 50)
     with pytest.raises(ValueError, match="use 40 devices, or several as one"):
-        replicated_cuts(many)
+        find_replicated_cuts(many)
     small = (StageDevice(flops_per_second=1.0, memory_bytes=0.5),)
     costs = random_costs(np.random.default_rng(0), 3, 1, 1.0)
     tiny = ReplicatedCosts(
@@ -130,7 +130,9 @@ def test_what_cannot_be_cut_is_refused():
 
 def test_more_devices_than_rows_do_nothing():
     five = (StageDevice(flops_per_second=1.0),) * 5
-    one_stage = {rows: replicated_cuts(equal_blocks([1, 1], [0, 0], 0, five, rows))[0] for rows in (2, 5, 6)}
+    one_stage = {
+        rows: find_replicated_cuts(equal_blocks([1, 1], [0, 0], 0, five, rows))[0] for rows in (2, 5, 6)
+    }
     # the slowest device has 1 of 2, 1 of 5 and 2 of 6 rows; without a forward of its own
     assert {rows: cut.slowest_seconds for rows, cut in one_stage.items()} == pytest.approx(
         {2: 6 / 2, 5: 6 / 5, 6: 6 * 2 / 6}

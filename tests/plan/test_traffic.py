@@ -15,7 +15,7 @@ from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.plan.compile import compile_step, described_devices, figures
+from shardtrain.plan.compile import compile_step, describe_devices, figures
 from shardtrain.plan.traffic import Key, StepSizes, step_traffic, weights
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -46,7 +46,7 @@ class Program:
     def __init__(self, config, mesh, microbatches=1, rows=ROWS, **layout):
         self.layout = Layout(mesh=dict(mesh), **layout)
         self.microbatches = microbatches
-        jax_mesh = make_mesh(self.layout, described_devices("cpu", math.prod(self.layout.mesh.values())))
+        jax_mesh = make_mesh(self.layout, describe_devices("cpu", math.prod(self.layout.mesh.values())))
         self.sizes = dict(jax_mesh.shape)
         seq = getattr(config, "seq", SEQ)
         batch = {
@@ -279,11 +279,11 @@ def test_a_batch_that_cannot_be_split():
 )
 def test_unavailable_devices_are_refused(kind, num_devices, text):
     with pytest.raises(ValueError) as error:
-        described_devices(kind, num_devices)
+        describe_devices(kind, num_devices)
     assert str(error.value) == text
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch):
     monkeypatch.setattr("shardtrain.plan.compile.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install 'shardtrain\\[ahead-of-time\\]'"):
-        described_devices("h100", 8)
+        describe_devices("h100", 8)

@@ -18,7 +18,7 @@ from local_sgd import local_sgd
 from tiny_language_model import TinyConfig
 
 from shardtrain.combine import CODECS, COMBINERS, make_combiner, mean
-from shardtrain.combine.fragments import by_path
+from shardtrain.combine.fragments import group_by_path
 from shardtrain.combine.synchronisation import Outer, Synchronisation
 from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss, next_token_loss
@@ -37,7 +37,7 @@ from shardtrain.train_step.initial_state import init_state, restorable_state
 from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_step import make_island_step
 from shardtrain.train_step.placement import make_placement
-from shardtrain.train_step.replica_state import fragments_of
+from shardtrain.train_step.replica_state import split_fragments
 from shardtrain.train_step.step import make_step
 
 FULL = "full" in sys.argv[1:]
@@ -342,7 +342,7 @@ def local_steps(comm, transfer, layout, mesh) -> None:
             model, next_token_loss, optimizer, placement, transfer, synchronisation=way, **rows_and_end
         )
         state = step.begin(first_state(model, optimizer, placement), batches[0])
-        fragments = fragments_of(way, placement.specs)
+        fragments = split_fragments(way, placement.specs)
         params = jax.tree.map(jnp.asarray, jax.device_get(state.params))
         reference = functools.partial(
             local_sgd, plain, params, shares, num_steps, way, rate, fragments, meets=moved_3_percent
@@ -354,7 +354,7 @@ def local_steps(comm, transfer, layout, mesh) -> None:
             saved.append(jax.device_get(state))
             state, metrics = step(state, batch)
             counted += float(metrics["count"])
-            for path, x in by_path(jax.device_get(state.params)).items():
+            for path, x in group_by_path(jax.device_get(state.params)).items():
                 case = f"{name}, step {number + 1}: {path}"
                 np.testing.assert_allclose(x, expected[number][path], 1e-5, 2e-6, err_msg=case)
         # the loss of a step is told once, with the merge that ends its round

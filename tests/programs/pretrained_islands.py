@@ -12,7 +12,7 @@ from fine_tuning import close, run_of
 from flax import nnx
 from rich.console import Console
 
-from shardtrain import pretrained
+from shardtrain import read_pretrained
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
 from shardtrain.report.sinks.json_lines import read_jsonl
@@ -25,7 +25,7 @@ BASE, FOLDER = Path(sys.argv[1]), Path(sys.argv[2])
 ISLANDS = join()
 assert ISLANDS is not None
 RUN = run_of(
-    pretrained(BASE, lora="rank=2,on=q+v"), start_from=StartFrom(checkpoint=BASE), log_every=1, steps=2
+    read_pretrained(BASE, lora="rank=2,on=q+v"), start_from=StartFrom(checkpoint=BASE), log_every=1, steps=2
 )
 STRATEGIES = {
     "replicas": Strategy(),
@@ -48,7 +48,7 @@ assert ("embedding" in rest) == (rank == 0)
 if rank == 0:
     np.testing.assert_allclose(losses["stages"], losses["replicas"], rtol=1e-5)
 # what is frozen is that of the folder, bit by bit
-model = nnx.to_pure_dict(nnx.state(load(BASE, pretrained(BASE)), nnx.Param))
+model = nnx.to_pure_dict(nnx.state(load(BASE, read_pretrained(BASE)), nnx.Param))
 for path, x in jax.tree.leaves_with_path(model):
     found = functools.reduce(lambda node, key: node[key.key], path, whole)
     np.testing.assert_array_equal(found, x, err_msg=str(path))

@@ -194,7 +194,7 @@ def lay(strategy: Strategy, stack: ExitStack) -> Laid:
     if ISLANDS is None:
         number = math.prod(strategy.layout.mesh.values())
         setup_module.make_mesh = lambda layout: make_mesh(layout, jax.devices()[:number])  # type: ignore[assignment]
-        batch = setup_module.microbatch_of(run, RUN.data)
+        batch = setup_module.make_microbatch(run, RUN.data)
         batch.pop("number")
         setup = setup_module.make_setup(run, microbatch=batch)
         coordination = Coordination()

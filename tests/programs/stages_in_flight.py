@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from tiny_language_model import TinyConfig
 
-from shardtrain.combine.fragments import by_path
+from shardtrain.combine.fragments import group_by_path
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import place
 from shardtrain.functional.loss import next_token_loss
@@ -94,7 +94,7 @@ def make_stage_step(meetings):
     traced = trace_parts(MODEL, next_token_loss, microbatch)
     (stages,) = make_partitions(traced, Pipeline(), STAGES, 1)
     stage_model = StageModel(model=MODEL, stages=stages, traced=traced, stage=SEATS.stage)
-    placement = make_placement(stage_model.as_model(), optimizer, layout, mesh)
+    placement = make_placement(stage_model.make_stage_model(), optimizer, layout, mesh)
     control, way = Control(COMM), Synchronisation(on="deltas", every=EVERY, distance=0)
     peers = COMM.Split(SEATS.stage, SEATS.replica)
     transfer = Transfer(mesh, [MpiGroup(peers)])
@@ -134,7 +134,7 @@ def make_stage_step(meetings):
         meetings=meetings,
         make_waves=make_waves,
     )
-    state = init_state(stage_model.as_model(), optimizer, placement, 7)
+    state = init_state(stage_model.make_stage_model(), optimizer, placement, 7)
     return step, state, lambda number: place(batch_of(SEATS.replica, number), mesh, ("data",), MICROBATCHES)
 
 
@@ -173,8 +173,8 @@ def main():
 
 
 def compare(step, state, params, case):
-    reference = by_path(step.stage_model.own(params))
-    for path, x in by_path(jax.device_get(state.params)).items():
+    reference = group_by_path(step.stage_model.own(params))
+    for path, x in group_by_path(jax.device_get(state.params)).items():
         np.testing.assert_allclose(x, reference[path], 1e-5, 1e-6, err_msg=f"{case}: {path}")
 
 

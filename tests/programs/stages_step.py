@@ -14,7 +14,7 @@ from flax import nnx
 from local_sgd import local_sgd
 from tiny_language_model import TinyConfig
 
-from shardtrain.combine.fragments import Fragment, by_path, like_paths
+from shardtrain.combine.fragments import Fragment, group_by_path, restore_paths
 from shardtrain.combine.synchronisation import Outer, Synchronisation
 from shardtrain.data import place
 from shardtrain.functional.loss import classification_loss, next_token_loss, translation_loss
@@ -35,7 +35,7 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.owner_transfers import OwnerTransfers
 from shardtrain.train_step.placement import make_placement
-from shardtrain.train_step.replica_state import fragments_of
+from shardtrain.train_step.replica_state import split_fragments
 from shardtrain.train_step.seats import Seats
 from shardtrain.train_step.stage_executor import StageExecutor
 from shardtrain.train_step.stage_step import StageStep
@@ -228,7 +228,7 @@ def make(
     partitions = make_partitions(traced, pipeline, num_stages, seats.num_replicas)
     stages = partitions[seats.replica]
     stage_model = StageModel(model=model(name), stages=stages, traced=traced, stage=seats.stage)
-    placement = make_placement(stage_model.as_model(), optimizer, layout, mesh)
+    placement = make_placement(stage_model.make_stage_model(), optimizer, layout, mesh)
     owned = []
     for group in owner_groups(partitions):
         joins = group.stages[seats.replica] == seats.stage
@@ -254,7 +254,7 @@ def make(
         start_row=start,
         last_step=last_step,
     )
-    state = init_state(stage_model.as_model(), optimizer, placement, 7)
+    state = init_state(stage_model.make_stage_model(), optimizer, placement, 7)
     batch = place(rows, mesh, layout.batch_axes, microbatches)
     return step, step.begin(state, batch), batch
 
@@ -355,7 +355,7 @@ def adasum_of_pipelines(comm, num_stages) -> None:
         alone = jax.device_get(plain(own, rows)[0].opt_state)
     means = comm.allgather(alone)[:2]
     for path, leaf in jax.tree.leaves_with_path(jax.device_get(state.opt_state)):
-        a, b = (np.asarray(by_path(step.stage_model.own(mean))[path_text(path)]) for mean in means)
+        a, b = (np.asarray(group_by_path(step.stage_model.own(mean))[path_text(path)]) for mean in means)
         layers = zip(a, b, leaf, strict=True) if path_text(path).startswith("blocks/") else [(a, b, leaf)]
         for x, y, got in layers:
             dot, xx, yy = (float((p.astype(np.float64) * q).sum()) for p, q in ((x, y), (x, x), (y, y)))
@@ -369,7 +369,7 @@ def whole_fragments(comm, step, way):
     blocks = np.array(step.stage_model.block_numbers)
     own = [
         {path: rows if rows is None else tuple(blocks[list(rows)]) for path, rows in each.rows.items()}
-        for each in fragments_of(way, step.placement.specs)
+        for each in split_fragments(way, step.placement.specs)
     ]
     by_rank = comm.allgather(own)[: step.seats.num_stages]
     found = []
@@ -409,14 +409,14 @@ def local_steps_of_pipelines(comm, num_stages) -> None:
     if not comm.rank:  # one rank compiles and computes it for all
         whole = make_alone("plain", 0, ROWS)[1].params
         found = local_sgd(plain, whole, counts, 4, way, rate, fragments, last_step=4)
-        found = [like_paths(whole, params) for params in found]
+        found = [restore_paths(whole, params) for params in found]
     expected = comm.bcast(found)
     seen = 0
     for number in range(4):
         state, metrics = step(state, batch)
         seen += metrics["count"]
-        reference = by_path(step.stage_model.own(expected[number]))
-        for path, x in by_path(jax.device_get(state.params)).items():
+        reference = group_by_path(step.stage_model.own(expected[number]))
+        for path, x in group_by_path(jax.device_get(state.params)).items():
             np.testing.assert_allclose(x, reference[path], 2e-5, 5e-6, err_msg=f"step {number + 1}: {path}")
     # every example of both pipelines once, in the merges that end a round
     assert seen == 4 * sum(counts) * SEQ

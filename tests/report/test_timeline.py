@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from shardtrain.pipeline.schedule import allowed_chunks, forward_only, make_table
+from shardtrain.pipeline.schedule import forward_only, list_allowed_chunks, make_table
 from shardtrain.report.plots.timeline import TASK_COLOURS, timeline
 from shardtrain.report.timeline import timeline_text
 
@@ -93,7 +93,7 @@ def test_a_png_has_boxes_as_long_as_their_tasks(tmp_path):
     ("name", "lockstep"), [("interleaved", False), ("zero_bubble", True), ("zb_v", False)]
 )
 def test_an_svg_names_every_task(name, lockstep, tmp_path):
-    table = make_table(name, 3, 4, allowed_chunks(name)[0], lockstep)
+    table = make_table(name, 3, 4, list_allowed_chunks(name)[0], lockstep)
     text = timeline(table, tmp_path / "a.svg").read_text()
     found = re.findall("<!-- ([FBW][0-9]+[ab]?) -->", text)
     assert len(found) == len(table.tasks)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from shardtrain.report.trace import kind_of, operations, read_trace, summarise, summary_text
+from shardtrain.report.trace import find_kind, operations, read_trace, summarise, summary_text
 from shardtrain.report.trace_programs import Source, fields, sources
 
 
@@ -102,7 +102,7 @@ def test_kernels_of_a_cuda_graph_have_their_own_names_and_sources():
     ],
 )
 def test_kinds(name, source, kind):
-    assert kind_of(name, source) == kind
+    assert find_kind(name, source) == kind
 
 
 def test_a_damaged_trace_is_named(tmp_path):

@@ -10,7 +10,7 @@ from shardtrain import axes
 from shardtrain.sharding.array_dims import Named, dims_by_pattern
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.placement_problems import fitting_rules, naming_text
-from shardtrain.sharding.resolve import completed, resolve, unplaced_text
+from shardtrain.sharding.resolve import complete_layout, format_unplaced, resolve
 from shardtrain.sharding.rules import PARAMETER_RULES
 
 SIZES = {"data": 2, "fsdp": 4, "tensor": 8}
@@ -77,7 +77,7 @@ ODD = {
 
 def test_one_device_needs_no_names():
     one = dict.fromkeys(SIZES, 1)
-    layout = completed(Layout(), ODD, one)
+    layout = complete_layout(Layout(), ODD, one)
     replicated = ((), ())
     assert resolve(ODD, layout.sharded_rules, one) == {
         **dict.fromkeys(["nameless", "long", "twice"], replicated),
@@ -85,7 +85,7 @@ def test_one_device_needs_no_names():
         "good": (("fsdp",), ("tensor",)),
     }
     assert layout.unnamed == "replicate"
-    assert unplaced_text(Layout(), ODD, one) == (
+    assert format_unplaced(Layout(), ODD, one) == (
         "no names for the dims of nameless; no rule for the dims 'embd':"
         " on several devices they need them, or --unnamed replicate"
     )
@@ -95,14 +95,14 @@ def test_replicate_applies_to_names_without_a_rule():
     arrays = {name: ODD[name] for name in ("nameless", "good")} | {
         "kv": Named(dims=("embed", "kv", None), shape=(8, 3, 5))
     }
-    layout = completed(Layout(unnamed="replicate"), arrays, SIZES)
+    layout = complete_layout(Layout(unnamed="replicate"), arrays, SIZES)
     specs = resolve(arrays, layout.sharded_rules, SIZES, unnamed="replicate")
     assert specs["kv"] == (("fsdp",), (), ())
     assert specs["nameless"] == ((), ())
     assert layout.activation_rules["kv"] == ()
-    text = unplaced_text(Layout(unnamed="replicate"), arrays, SIZES)
+    text = format_unplaced(Layout(unnamed="replicate"), arrays, SIZES)
     assert text == "no names for the dims of nameless; no rule for the dims 'kv': replicated on every device"
-    assert unplaced_text(Layout(), {"good": ODD["good"]}, SIZES) is None
+    assert format_unplaced(Layout(), {"good": ODD["good"]}, SIZES) is None
 
 
 def test_names_of_mesh_axes_are_sharded_over_them():
@@ -111,18 +111,18 @@ def test_names_of_mesh_axes_are_sharded_over_them():
         "table": Named(dims=("data+fsdp", "embed+tensor"), shape=(16, 32)),
     }
     table = Named(dims=("data+fsdp", None), shape=(16, 32))
-    layout = completed(Layout(), {**arrays, "table": table}, SIZES)
+    layout = complete_layout(Layout(), {**arrays, "table": table}, SIZES)
     assert resolve({**arrays, "table": table}, layout.sharded_rules, SIZES) == {
         "q": (("tensor",), ("fsdp",), ()),
         "table": (("data", "fsdp"), ()),
     }
     assert layout.replica_axes == ()  # each index of data has a part of a parameter only
-    assert completed(Layout(), {"q": arrays["q"]}, SIZES).replica_axes == ("data",)
-    assert completed(Layout(zero=1), {"q": arrays["q"]}, SIZES).parameter_rules["fsdp"] == ()
-    assert completed(Layout(), arrays, SIZES).parameters["embed+tensor"] == ("fsdp", "tensor")
+    assert complete_layout(Layout(), {"q": arrays["q"]}, SIZES).replica_axes == ("data",)
+    assert complete_layout(Layout(zero=1), {"q": arrays["q"]}, SIZES).parameter_rules["fsdp"] == ()
+    assert complete_layout(Layout(), arrays, SIZES).parameters["embed+tensor"] == ("fsdp", "tensor")
     own = Layout(parameters={"fsdp": (), "tensor": ("data",)})
-    assert completed(own, arrays, SIZES).parameters["data+fsdp"] == ("data",)
-    assert completed(own, arrays, SIZES).parameters["tensor"] == ("data",)
+    assert complete_layout(own, arrays, SIZES).parameters["data+fsdp"] == ("data",)
+    assert complete_layout(own, arrays, SIZES).parameters["tensor"] == ("data",)
 
 
 def test_the_rules_suggested_by_an_error_fit():

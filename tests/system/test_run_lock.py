@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from shardtrain.system.run_lock import LOCK, Locked, locked
+from shardtrain.system.run_lock import LOCK, Locked, hold_lock
 
 
 @pytest.fixture(params=[errno.EACCES, errno.EPERM, errno.EROFS])
@@ -35,13 +35,13 @@ def test_a_lock_that_can_only_be_read_holds(on_nfs, readable_only, tmp_path, mon
         lock(file, fcntl.LOCK_EX)
         if on_nfs:
             monkeypatch.setattr(fcntl, "flock", nfs)
-        with pytest.raises(Locked), locked(tmp_path):
+        with pytest.raises(Locked), hold_lock(tmp_path):
             pass
         lock(file, fcntl.LOCK_UN)
-        with locked(tmp_path):
+        with hold_lock(tmp_path):
             pass
 
 
 def test_without_a_lock_that_can_be_read_there_is_none(readable_only, tmp_path):
-    with locked(tmp_path):
+    with hold_lock(tmp_path):
         assert list(tmp_path.iterdir()) == []

@@ -15,14 +15,14 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.islands.rank_facts import flags
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.system.xla_flags import PRESETS, preset_text, quick_options, with_preset
+from shardtrain.system.xla_flags import PRESETS, apply_preset, preset_text, quick_options
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.placement import make_placement
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_flag_is_added_before_those_of_the_user(preset):
-    found = with_preset(preset, {"XLA_FLAGS": "--xla_dump_to=d"}, "0.10.2")
+    found = apply_preset(preset, {"XLA_FLAGS": "--xla_dump_to=d"}, "0.10.2")
     assert found.xla_flags.split() == [
         *(f"--{flag.name}={flag.value}" for flag in PRESETS[preset]),
         "--xla_dump_to=d",
@@ -32,19 +32,19 @@ def test_every_flag_is_added_before_those_of_the_user(preset):
 
 
 def test_a_device_with_flags_of_the_user_is_left_alone():
-    found = with_preset("latency-hiding", {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}, "0.10.2")
+    found = apply_preset("latency-hiding", {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}, "0.10.2")
     assert {flag.device for flag in found.added} == {"cpu"}
     assert preset_text("latency-hiding", found).endswith("; XLA flags for the gpu are as XLA_FLAGS has them")
 
 
 def test_a_file_of_flags_stays_alone():
-    found = with_preset("auto", {"XLA_FLAGS": "flags.txt"}, "0.10.2")
+    found = apply_preset("auto", {"XLA_FLAGS": "flags.txt"}, "0.10.2")
     assert (found.xla_flags, found.added) == ("flags.txt", ())
     assert "XLA flags are as the file of XLA_FLAGS has them" in preset_text("auto", found)
 
 
 def test_another_jaxlib_gets_no_flags():
-    found = with_preset("auto", {}, "0.13.1")
+    found = apply_preset("auto", {}, "0.13.1")
     assert (found.xla_flags, found.added) == ("", ())
     assert preset_text("auto", found) == (
         "XLA flags of the preset 'auto' are not set: they were checked with jaxlib 0.10.x, 0.11.x, 0.12.x,"

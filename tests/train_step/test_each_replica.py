@@ -8,14 +8,14 @@ import numpy as np
 import optax
 import pytest
 
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.each_replica import each_replica
 from shardtrain.train_step.placement import make_placement
 
-MODEL = as_model(MlpConfig(features=4, mlp=4, num_layers=1, classes=2))
+MODEL = convert_model(MlpConfig(features=4, mlp=4, num_layers=1, classes=2))
 
 
 def placed(num_replicas):

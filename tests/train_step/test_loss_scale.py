@@ -9,20 +9,20 @@ from tiny_language_model import TinyConfig
 
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import place
-from shardtrain.functional.compute_dtype import with_compute_dtype
+from shardtrain.functional.compute_dtype import set_compute_dtype
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.loss_scale import FIRST, GOOD_STEPS, LARGEST, SMALLEST, LossScale, adjusted
+from shardtrain.train_step.loss_scale import FIRST, GOOD_STEPS, LARGEST, SMALLEST, LossScale, adjust
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
 
 
 def after(scale, good_steps, finite):
-    found = adjusted(LossScale(jnp.float32(scale), jnp.int32(good_steps)), jnp.bool(finite))
+    found = adjust(LossScale(jnp.float32(scale), jnp.int32(good_steps)), jnp.bool(finite))
     return found.scale.item(), found.good_steps.item()
 
 
@@ -32,7 +32,7 @@ def test_it_is_halved_by_an_overflow_and_doubled_after_many_good_steps():
     assert after(8, GOOD_STEPS - 1, True) == (16, 0)
     assert after(LARGEST, GOOD_STEPS - 1, True) == (LARGEST, 0)
     assert after(SMALLEST, 0, False) == (SMALLEST, 0)
-    assert adjusted((), jnp.bool(False)) == ()
+    assert adjust((), jnp.bool(False)) == ()
 
 
 def test_gradients_that_vanish_in_float16_are_those_of_float32():
@@ -46,7 +46,7 @@ def test_gradients_that_vanish_in_float16_are_those_of_float32():
         return 1e-7 * total, count
 
     def gradient(dtype, scale):
-        model = with_compute_dtype(config, dtype)
+        model = set_compute_dtype(config, dtype)
         placement = make_placement(model, optax.identity(), layout, mesh)
         params = init_state(model, optax.identity(), placement).params
         gradients = jax.jit(make_gradients(model, small_loss, placement))

@@ -17,7 +17,7 @@ from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.offload import on_host
+from shardtrain.train_step.offload import shard_on_host
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
 from shardtrain.trainer.setup import make_setup
@@ -98,7 +98,7 @@ class OfNoHost:
 def test_what_cannot_keep_it_there_is_refused(tmp_path):
     mesh = type("Mesh", (), {"devices": np.array([OfNoHost()])})
     with pytest.raises(ValueError, match="memory pinned_host of the host, and toaster has device; use --off"):
-        on_host((), (), mesh)  # type: ignore[arg-type]
+        shard_on_host((), (), mesh)  # type: ignore[arg-type]
     run = run_of(tmp_path, "run", 1, offload="optimizer", synchronisation=PRESETS["local-sgd"])
     with pytest.raises(ValueError, match="offload is 'optimizer', which is there for islands that combine"):
         make_setup(run, num_islands=2)

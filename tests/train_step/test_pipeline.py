@@ -22,14 +22,14 @@ from shardtrain.pipeline import mesh_tasks
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.schedule import (
     SCHEDULES,
-    allowed_chunks,
+    find_placement,
+    list_allowed_chunks,
     make_table,
-    placement_of,
     read_table,
     write_table,
 )
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.plan.hlo.rendezvous import permutes_in_branches, unordered
+from shardtrain.plan.hlo.rendezvous import find_unordered, permutes_in_branches
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
@@ -49,10 +49,10 @@ class Block(nnx.Module):
             values = 0.3 * jax.random.normal(rngs.params(), shape)
             return nnx.Param(values, out_sharding=("layers", *dims), eager_sharding=False)
 
-        self.up, self.down, self.gain = drawn("embed", "mlp"), drawn("mlp", "embed"), drawn("embed")
+        self.send_up, self.send_down, self.gain = drawn("embed", "mlp"), drawn("mlp", "embed"), drawn("embed")
 
     def __call__(self, stream):
-        up, down, gain = (x[...].astype(stream["x"].dtype) for x in (self.up, self.down, self.gain))
+        up, down, gain = (x[...].astype(stream["x"].dtype) for x in (self.send_up, self.send_down, self.gain))
         h = jnp.tanh(jnp.tensordot(stream["x"], up, 1))
         h = with_logical_constraint(h, ("batch", "seq", "mlp"))
         more = jnp.tensordot(h, down, 1) + gain * stream["start"]
@@ -122,8 +122,8 @@ def cut_in(model, num_stages, schedule, by="equal") -> Partition | None:
     if num_stages == 1:
         return None
     if schedule in SCHEDULES:
-        chunks = {"gpipe": 1}.get(schedule) or allowed_chunks(schedule)[0]
-        placement = placement_of(schedule, chunks)
+        chunks = {"gpipe": 1}.get(schedule) or list_allowed_chunks(schedule)[0]
+        placement = find_placement(schedule, chunks)
     else:
         found = read_table(schedule, lockstep=True)
         chunks, placement = found.num_chunks, found.placement
@@ -148,7 +148,7 @@ def on_mesh(batch, placement, microbatches):
 
 def stored(placement, params):
     if placement.stages is not None:
-        blocks = jax.tree.map(lambda x: np.asarray(placement.stages.stored(x)), params[BLOCKS])
+        blocks = jax.tree.map(lambda x: np.asarray(placement.stages.store_blocks(x)), params[BLOCKS])
         params = {**params, BLOCKS: blocks}
     return jax.device_put(params, placement.state.params)
 
@@ -165,11 +165,11 @@ def gradients(model, mesh, microbatches=1, loss=words_loss, batch=None, **option
     function = make_gradients(model, loss, placement)
     compiled = jax.jit(function, compiler_options=placement.compiler_options).lower(*arguments).compile()
     text = compiled.as_text() or ""
-    assert (permutes_in_branches(text), unordered(text)) == ([], [])  # or it could wait for ever
+    assert (permutes_in_branches(text), find_unordered(text)) == ([], [])  # or it could wait for ever
     found = compiled(*arguments)
     grads = dict(found.grads)
     if placement.stages is not None:
-        grads[BLOCKS] = jax.tree.map(placement.stages.in_order, grads[BLOCKS])
+        grads[BLOCKS] = jax.tree.map(placement.stages.restore_order, grads[BLOCKS])
     metrics = {name: total / count for name, (total, count) in found.metrics.items()}
     return jax.tree.map(
         np.asarray, {"loss": found.loss_sum / found.count, "count": found.count, **metrics, **grads}
@@ -272,7 +272,7 @@ class Looking(Words):
 
     def run(self, blocks, stream, keys):
         def step(stream, block):
-            return {**block(stream), "start": stream["start"] + block.down[...][stream["mask"]]}, None
+            return {**block(stream), "start": stream["start"] + block.send_down[...][stream["mask"]]}, None
 
         return jax.lax.scan(step, stream, blocks)[0]
 
@@ -367,7 +367,7 @@ def test_it_computes_in_bfloat16():
 def in_order(placement, tree):
     """Parameters on the host, blocks in the model's own order."""
     if placement.stages is not None:
-        tree = {**tree, BLOCKS: jax.tree.map(placement.stages.in_order, tree[BLOCKS])}
+        tree = {**tree, BLOCKS: jax.tree.map(placement.stages.restore_order, tree[BLOCKS])}
     return jax.tree.map(np.asarray, tree)
 
 
@@ -410,7 +410,7 @@ class TestStep:
         batch = on_mesh(rows(), placement, 4)
         for program in (step, jax.jit(evaluate)):
             text = program.lower(state, batch).compile().as_text() or ""
-            assert (permutes_in_branches(text), unordered(text)) == ([], [])
+            assert (permutes_in_branches(text), find_unordered(text)) == ([], [])
 
     def test_a_gradient_that_is_not_finite_changes_nothing(self, both):
         _, (placement, step, _, state) = both

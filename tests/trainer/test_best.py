@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from tiny_language_model import TinyConfig
 
-from shardtrain.checkpoints.evaluations import best_saved
-from shardtrain.checkpoints.paths import finished
+from shardtrain.checkpoints.evaluations import find_best_saved
+from shardtrain.checkpoints.paths import find_finished_steps
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer import session
@@ -92,8 +92,8 @@ def test_a_source_that_grew_is_other_data():
 
 def kept(folder: Path) -> tuple[list[int], int | None]:
     """The steps that are there, and the best of them."""
-    steps = list(finished(folder / "checkpoints"))
-    best = best_saved(folder / "checkpoints", steps)
+    steps = list(find_finished_steps(folder / "checkpoints"))
+    best = find_best_saved(folder / "checkpoints", steps)
     return steps, best and best.step
 
 

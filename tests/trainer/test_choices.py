@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from shardtrain.data.tokenizer import Bytes
-from shardtrain.trainer.evaluation import Question, accuracy_of, log_likelihoods, read_questions, requests_of
+from shardtrain.trainer.evaluation import (
+    Question,
+    compute_accuracy,
+    log_likelihoods,
+    make_requests,
+    read_questions,
+)
 
 QUESTIONS = [
     Question("The sky is", ("blue", "made of many small stones", "red"), 0),
@@ -40,7 +46,7 @@ def by_hand(question, seq):
 
 @pytest.mark.parametrize(("seq", "rows"), [(64, 16), (12, 2)])
 def test_scores_and_accuracies_are_those_of_a_loop_by_hand(seq, rows):
-    requests = requests_of(QUESTIONS, Bytes(), " ", seq)
+    requests = make_requests(QUESTIONS, Bytes(), " ", seq)
     scores = log_likelihoods(jax.tree_util.Partial(apply), requests, rows, seq)
     expected = [by_hand(question, seq) for question in QUESTIONS]
     np.testing.assert_allclose(scores, np.concatenate(expected), rtol=1e-5)
@@ -50,24 +56,24 @@ def test_scores_and_accuracies_are_those_of_a_loop_by_hand(seq, rows):
         np.argmax(np.array(own) / length) == q.answer
         for own, length, q in zip(expected, lengths, QUESTIONS, strict=True)
     ]
-    assert accuracy_of(QUESTIONS, scores) == (np.mean(right), np.mean(norm), 3)
+    assert compute_accuracy(QUESTIONS, scores) == (np.mean(right), np.mean(norm), 3)
 
 
 def test_tokens_of_a_choice_are_those_behind_the_context():
-    first, _, _, empty, _, spaced, _ = requests_of(QUESTIONS, Bytes(), " ", 64)
+    first, _, _, empty, _, spaced, _ = make_requests(QUESTIONS, Bytes(), " ", 64)
     assert (bytes(first.tokens.tolist()), first.num_choice) == (b"The sky is blue", 5)
     # an empty context is the separator, and spaces behind a context belong to the choice
     assert (bytes(empty.tokens.tolist()), empty.num_choice) == (b"\0 yes", 4)
     assert (bytes(spaced.tokens.tolist()), spaced.num_choice) == (b"Two and two are  five", 6)
-    (cut, *_) = requests_of(QUESTIONS, Bytes(), "", 7)
+    (cut, *_) = make_requests(QUESTIONS, Bytes(), "", 7)
     assert (bytes(cut.tokens.tolist()), cut.num_choice) == (b"ky isblue"[-8:], 4)
 
 
 def test_length_matters_in_bytes():
     questions = [Question("a", ("é", "bb", "c"), 0)]
-    assert accuracy_of(questions, np.array([-4.0, -4.5, -2.1])) == (0.0, 1.0, 1)
+    assert compute_accuracy(questions, np.array([-4.0, -4.5, -2.1])) == (0.0, 1.0, 1)
     with pytest.raises(ValueError, match=r"no number \(NaN\) for 1 of 3 choices"):
-        accuracy_of(questions, np.array([-4.0, np.nan, -2.1]))
+        compute_accuracy(questions, np.array([-4.0, np.nan, -2.1]))
 
 
 def test_reads_questions_and_lists_lines_that_are_none(tmp_path):

@@ -26,7 +26,7 @@ def test_a_run_of_one_island_answers_by_itself():
     coordination = Coordination()
     assert coordination.any_rank("a bad step", True)
     assert not coordination.any_rank("a bad step", False)
-    assert coordination.in_turn("data", lambda: 7) == 7
+    assert coordination.run_in_turn("data", lambda: 7) == 7
     assert coordination.sum_over_islands("evaluation", {"loss": (3.0, 2.0)}) == {"loss": (3.0, 2.0)}
     state: Any = object()
     assert broadcast_state(coordination, state, own_optimizers=False) is state
@@ -38,7 +38,7 @@ def test_a_folder_that_is_ahead_is_taken_back(tmp_path):
         for step in (2, 4, 6):
             checkpoints.save(step, {"x": jnp.full(3, step, jnp.float32)}, {})
         checkpoints.wait()
-        checkpoints.forget_after(4)
+        checkpoints.resume_after(4)
         assert checkpoints.latest() == 4
         restored = checkpoints.restore({"x": jnp.zeros(3)}, newest=4)
         assert restored is not None
@@ -46,7 +46,7 @@ def test_a_folder_that_is_ahead_is_taken_back(tmp_path):
         checkpoints.save(6, {"x": jnp.full(3, 60, jnp.float32)}, {})
         checkpoints.wait()
         assert checkpoints.restore({"x": jnp.zeros(3)}).state["x"][0] == 60.0  # type: ignore[union-attr]
-        checkpoints.forget_after(-1)
+        checkpoints.resume_after(-1)
         assert checkpoints.latest() is None
         checkpoints.save(1, {"x": jnp.zeros(3)}, {})
 

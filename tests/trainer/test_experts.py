@@ -90,7 +90,7 @@ def exported(folder, model, seed):
 def test_experts_of_a_folder_are_read_one_by_one(tmp_path, monkeypatch):
     params = exported(tmp_path / "mixtral", MIXTRAL, 5)
     assert len(list((tmp_path / "mixtral").glob("*.safetensors"))) > 3
-    model = pretrained.pretrained(tmp_path / "mixtral")
+    model = pretrained.read_pretrained(tmp_path / "mixtral")
     monkeypatch.setattr(pretrained, "MOST_KEPT_BYTES", 0)
     start = StartFrom(checkpoint=tmp_path / "mixtral")
     run = run_of(model, tmp_path, steps=1, strategy=EXPERTS, start_from=start, freeze=("*", "!final_norm/*"))
@@ -193,7 +193,7 @@ def test_an_upcycled_model_has_the_loss_of_the_dense_one(
 def test_what_cannot_be_upcycled_is_refused(changes, problem, dense):
     reader = pretrained.open_pretrained(dense / "folder")
     with pytest.raises(ValueError, match="a model with experts from a dense one") as error:
-        pretrained.upcycled(reader, replace(MIXTRAL, **changes))
+        pretrained.upcycle(reader, replace(MIXTRAL, **changes))
     assert problem in str(error.value)
 
 

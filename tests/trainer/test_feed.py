@@ -20,7 +20,7 @@ def test_the_rows_change_between_two_batches_and_each_batch_knows_its_loader():
     )
     whole = Batches(source=SOURCE, batch=8, seed=3)
     expected = [batch["x"] for batch, _ in zip((b for b, _ in whole.iterate()), range(4), strict=False)]
-    feed = Feed(Loader(whole, {}, mesh, layout.batch_axes, 1).with_shards({8: first}))
+    feed = Feed(Loader(whole, {}, mesh, layout.batch_axes, 1).replace_shards({8: first}))
     found = []
     with feed.reading(Position(epoch=0, index=0)):
         for number in range(4):

@@ -14,17 +14,17 @@ from fine_tuning import CONSTANT, by_hand, close, initial, paths, run_of
 from saved_decoder import save
 from tiny_language_model import TinyConfig
 
-from shardtrain.functional.frozen import without
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.frozen import drop_paths
+from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.files import export_model, import_model
 from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, make_optimizer
-from shardtrain.optim.optimizer_state import stored
-from shardtrain.pipeline.stage_model import nested
+from shardtrain.optim.optimizer_state import make_storable
+from shardtrain.pipeline.stage_model import nest
 from shardtrain.report.sharding import sharding_text
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
-from shardtrain.trainer.config import StartFrom, model_of
+from shardtrain.trainer.config import StartFrom, make_model
 from shardtrain.trainer.setup import make_setup
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
@@ -100,11 +100,11 @@ def test_an_adapter_is_the_same_as_its_merged_kernel(tmp_path):
     plain = import_model(tmp_path / "out")
     assert plain.config == replace(MODEL, head_dim=4)
     tokens = np.arange(8)[None]
-    found = as_model(MODEL).apply(nested(dict(plain.arrays)), {}, jax.random.key(0), False, tokens)[0]
-    wanted = as_model(LORA).apply(params, {}, jax.random.key(0), False, tokens)[0]
+    found = convert_model(MODEL).apply(nest(dict(plain.arrays)), {}, jax.random.key(0), False, tokens)[0]
+    wanted = convert_model(LORA).apply(params, {}, jax.random.key(0), False, tokens)[0]
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
-    base = as_model(MODEL).apply(
-        without(params, model_of(run_of(LORA)).frozen ^ set(flat)), {}, jax.random.key(0), False, tokens
+    base = convert_model(MODEL).apply(
+        drop_paths(params, make_model(run_of(LORA)).frozen ^ set(flat)), {}, jax.random.key(0), False, tokens
     )[0]
     assert np.abs(found - base).max() > 1e-3
 
@@ -131,7 +131,7 @@ def test_a_run_with_adapters_starts_from_parameters_without_them(tmp_path, one_d
     base, _ = save(tmp_path / "base", MODEL)
     start = StartFrom(checkpoint=tmp_path / "base")
     tuned = params_after(run_of(LORA, tmp_path / "tuned", start_from=start, steps=1))
-    kept = without(tuned, set(paths(tuned)) - set(paths(base)))
+    kept = drop_paths(tuned, set(paths(tuned)) - set(paths(base)))
     jax.tree.map(np.testing.assert_array_equal, kept, base)
     assert np.abs(tuned["blocks"]["attention"]["q"]["lora_b"]).max() > 0
 
@@ -164,7 +164,7 @@ def test_adapters_need_at_most_two_percent_of_the_optimizers_memory():
 
     def state_bytes(model):
         run = run_of(model)
-        pure = model_of(run)
+        pure = make_model(run)
         optimizer, _ = make_optimizer(run.optimizer, run.steps, pure.dims, frozen=pure.frozen)
         params, _ = jax.eval_shape(pure.init, jax.random.key(0))
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(optimizer.init, params)))
@@ -174,13 +174,13 @@ def test_adapters_need_at_most_two_percent_of_the_optimizers_memory():
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adafactor"])
 def test_a_momentum_in_bfloat16_takes_half_the_memory(name):
-    dims = as_model(TinyConfig(num_layers=2)).dims
+    dims = convert_model(TinyConfig(num_layers=2)).dims
     params = initial(run_of(TinyConfig(num_layers=2)))
 
     def sizes(dtype):
         optimizer, _ = make_optimizer(Optimizer(name=name, momentum_dtype=dtype), 10, dims)
-        state = stored(optimizer).init(params)
-        updates, state = stored(optimizer).update(params, state, params)
+        state = make_storable(optimizer).init(params)
+        updates, state = make_storable(optimizer).update(params, state, params)
         return updates, sum(x.nbytes for x in jax.tree.leaves(state))
 
     (exact, whole), (found, narrow) = sizes("float32"), sizes("bfloat16")
@@ -227,7 +227,7 @@ def test_an_average_of_trained_parameters_is_evaluated_with_the_frozen_ones(tmp_
     state = train(run, None).state
     loaded = load(tmp_path, run.model)
     np.testing.assert_array_equal(loaded.embedding[...], state.params["embedding"])
-    assert not np.array_equal(loaded.blocks.up[...], state.params["blocks"]["up"])
+    assert not np.array_equal(loaded.blocks.send_up[...], state.params["blocks"]["up"])
 
 
 @pytest.mark.full

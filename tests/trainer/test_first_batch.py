@@ -26,7 +26,7 @@ from shardtrain.functional.loss import (
     next_token_loss,
     translation_loss,
 )
-from shardtrain.functional.loss_checks import guarded
+from shardtrain.functional.loss_checks import guard_loss
 from shardtrain.functional.model import Model
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.trainer import prepared_run, session
@@ -105,7 +105,7 @@ MEAN, COUNT = (
     ],
 )
 def test_a_loss_that_returns_a_mean_is_refused(loss, problem):
-    found = loss_problems(make_expected(IMAGES, guarded(loss), LABELS))
+    found = loss_problems(make_expected(IMAGES, guard_loss(loss), LABELS))
     assert bool(found) == (problem is not None)
     assert problem is None or problem in "; ".join(found)
 
@@ -122,7 +122,7 @@ def test_a_model_that_computes_its_loss_is_left_to_itself(loss):
         ),
         dims={"w": ("embed", "vocab")},
     )
-    assert loss_problems(make_expected(model, guarded(loss), LABELS)) == []
+    assert loss_problems(make_expected(model, guard_loss(loss), LABELS)) == []
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Smoothed:
 
 
 def test_a_loss_without_a_hash():
-    assert class_problems(make_expected(IMAGES, guarded(Smoothed()), LABELS), LABELS) == []
+    assert class_problems(make_expected(IMAGES, guard_loss(Smoothed()), LABELS), LABELS) == []
 
 
 def test_counts_that_weights_and_masks_make_small_are_right():
@@ -173,7 +173,7 @@ def test_a_great_vocabulary_costs_no_outputs(monkeypatch):
 )  # fmt: skip
 def test_classes_outside_are_named_with_row_and_value(loss, model, changes, problem):
     good = TOKENS if model is TABLE else LABELS
-    expected = make_expected(model, guarded(loss), good)
+    expected = make_expected(model, guard_loss(loss), good)
     batch = {**good, **{name: np.asarray(value) for name, value in changes.items()}}
     assert class_problems(expected, batch) == ([] if problem is None else [problem])
 
@@ -203,7 +203,7 @@ def test_the_vocabulary_of_a_model_limits_the_tokens_of_any_loss():
 def test_samples_that_are_batches_are_refused(loss, batch, problem):
     rows = {name: np.zeros(shape, np.int32) for name, shape in {"weights": (2,), **batch}.items()}
     with pytest.raises(ValueError) as error:
-        make_expected(TABLE, guarded(loss), rows)
+        make_expected(TABLE, guard_loss(loss), rows)
     assert problem in str(error.value)
 
 
@@ -381,13 +381,13 @@ def test_a_model_with_constraints_of_its_own(axis, mesh, code, tmp_path, capsys,
 def test_own_mistakes_stay_what_they_are():
     """What shardtrain refuses inside of a loss is no failure of the user's code."""
     with pytest.raises(ValueError, match="seems to be a batch already"):
-        guarded(next_token_loss)(
+        guard_loss(next_token_loss)(
             lambda x: x, {"tokens": jnp.zeros((2, 3, 4), jnp.int32), "weights": jnp.ones(2)}
         )
     with pytest.raises(
         UserCodeFailed, match=r"the loss next_token_loss, given a batch of .* KeyError: 'tokens'"
     ):
-        guarded(next_token_loss)(lambda x: x, {"image": jnp.zeros((2, 3)), "weights": jnp.ones(2)})
+        guard_loss(next_token_loss)(lambda x: x, {"image": jnp.zeros((2, 3)), "weights": jnp.ones(2)})
     assert jax.tree.map(float, next_token_loss(lambda x: jnp.zeros((*x.shape, 4)), {
         "tokens": jnp.zeros((1, 3), jnp.int32), "weights": jnp.array([[9.0, 1.0, 0.0]])
     })) == pytest.approx((np.log(4), 1.0))  # fmt: skip

@@ -46,9 +46,9 @@ def test_inspect_shows_what_each_needs(monkeypatch):
         return replace(of, temp_bytes=1024) if run.strategy.remat == "full" else of
 
     monkeypatch.setattr(planned, "compiled_figures", compiled)
-    text = inspect._compiled(RUN, inspect.InspectOptions(compile="cpu", memory=True), {"data": 1})
+    text = inspect._compile(RUN, inspect.InspectOptions(compile="cpu", memory=True), {"data": 1})
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert "as given 1.0 KiB 3.0 KiB 4.0 KiB 100%" in rows
     assert "--remat full 1.0 KiB 1.0 KiB 2.0 KiB 50%" in rows
     assert "--accumulate 2 refused: 2 microbatches: too many" in rows
-    assert "option" not in inspect._compiled(RUN, inspect.InspectOptions(compile="cpu"), {"data": 1})
+    assert "option" not in inspect._compile(RUN, inspect.InspectOptions(compile="cpu"), {"data": 1})

@@ -9,11 +9,11 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from shardtrain.functional.model import named_arrays
+from shardtrain.functional.model import name_arrays
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.sharding.array_dims import Named
 from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.moved_names import moved_names
+from shardtrain.sharding.moved_names import warn_moved_names
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
@@ -25,7 +25,7 @@ class Block(nnx.Module):
     def __init__(self, rngs):
         kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
         bias = nnx.with_partitioning(nnx.initializers.zeros, ("mlp",))
-        self.up = nnx.Linear(8, 16, kernel_init=kernel, bias_init=bias, rngs=rngs)
+        self.send_up = nnx.Linear(8, 16, kernel_init=kernel, bias_init=bias, rngs=rngs)
 
 
 class Stack(nnx.Module):
@@ -34,7 +34,7 @@ class Stack(nnx.Module):
         self.blocks = nnx.split_rngs(splits=3)(make)(rngs)
 
     def __call__(self, x):
-        return x * self.blocks.up.kernel[...].sum()
+        return x * self.blocks.send_up.kernel[...].sum()
 
 
 class Ones:
@@ -51,7 +51,7 @@ def loss(apply, batch):
 
 def found(**metadata):
     model = from_nnx(lambda rngs: Stack(rngs, **metadata))
-    return moved_names(named_arrays(model, jax.eval_shape(model.init, jax.random.key(0))[0]))
+    return warn_moved_names(name_arrays(model, jax.eval_shape(model.init, jax.random.key(0))[0]))
 
 
 def test_a_stack_without_the_name_of_its_layers():
@@ -67,7 +67,7 @@ def test_a_stack_without_the_name_of_its_layers():
 def test_two_sizes_that_moving_would_not_cure_are_fine(last):
     """The widths of a pyramid, say."""
     arrays = {str(i): Named(dims=("embed", last), shape=(8 * i, 5 * i)) for i in (1, 2, 4)}
-    assert moved_names(arrays) is None
+    assert warn_moved_names(arrays) is None
 
 
 def test_a_run_says_so(tmp_path, one_device):

@@ -15,7 +15,7 @@ from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.restore_state import VALUES, initial_values, with_new_values
+from shardtrain.trainer.restore_state import VALUES, apply_new_values, initial_values
 from shardtrain.trainer.train import train
 
 
@@ -68,7 +68,7 @@ def test_numbers_of_parameters_and_of_schedules_are_no_values():
 def test_a_value_that_steps_have_changed_is_kept(old):
     notes: list[str] = []
     state = {"opt_state": {"scale": jax.device_put(jnp.float32(3))}}
-    found: Any = with_new_values(state, old, {VALUES: {"opt_state/scale": 4.0}}, notes.append)  # type: ignore[arg-type]
+    found: Any = apply_new_values(state, old, {VALUES: {"opt_state/scale": 4.0}}, notes.append)  # type: ignore[arg-type]
     assert float(found["opt_state"]["scale"]) == 3
     assert notes == [
         "WARNING: opt_state/scale is 4 in the code, and was 2; steps have made it 3 since, which is used"

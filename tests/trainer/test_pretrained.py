@@ -13,21 +13,21 @@ import pytest
 from fine_tuning import initial, paths, run_of
 from safetensors.numpy import load_file, save_file
 
-from shardtrain import Corpus, pretrained
+from shardtrain import Corpus, read_pretrained
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.cli.checkpoint_files import Export, Import, export_checkpoint, import_checkpoint
 from shardtrain.cli.run_file import load_run
 from shardtrain.cli.run_options import parse_run
 from shardtrain.data import write_tokens
-from shardtrain.functional.frozen import without
+from shardtrain.functional.frozen import drop_paths
 from shardtrain.functional.model import path_text
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.files import export_model
 from shardtrain.models.lora import read_lora
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import StartFrom
-from shardtrain.trainer.pretrained import open_pretrained, with_adapters
+from shardtrain.trainer.pretrained import add_adapters, open_pretrained
 from shardtrain.trainer.resume import find_parameters
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
@@ -58,12 +58,12 @@ def base(tmp_path_factory):
 @pytest.mark.full
 def test_parameters_in_a_pipeline_are_those_of_the_folder_and_new_adapters_are_trained(base, tmp_path):
     folder, params = base
-    model = pretrained(folder, lora="rank=2,on=q+v")
+    model = read_pretrained(folder, lora="rank=2,on=q+v")
     assert model == replace(MODEL, lora="rank=2,on=q+v")
     start = StartFrom(checkpoint=folder)
     run = run_of(model, tmp_path, steps=1, strategy=PIPELINE, start_from=start)
     found = jax.device_get(train(run, None).state.params)
-    kept = without(found, set(paths(found)) - set(paths(params)))
+    kept = drop_paths(found, set(paths(found)) - set(paths(params)))
     jax.tree.map(np.testing.assert_array_equal, kept, params)
     assert np.abs(found["blocks"]["attention"]["q"]["lora_b"]).max() > 0
 
@@ -76,7 +76,7 @@ def test_islands_and_stages_start_from_a_folder(base, mpiexec, tmp_path):
 
 def test_a_folder_is_loaded_as_a_model(base):
     folder, params = base
-    model = load(folder, pretrained(folder))
+    model = load(folder, read_pretrained(folder))
     np.testing.assert_array_equal(
         model.blocks.mlp.gate.kernel[...], params["blocks"]["mlp"]["gate"]["kernel"]
     )
@@ -156,7 +156,7 @@ def tuned(base, tmp_path_factory):
     """(folder of adapters, their parameters by path, the option of the model)."""
     model = replace(MODEL, lora="rank=3,alpha=6,on=q+o+down")
     random = np.random.default_rng(0)
-    shapes = jax.eval_shape(as_model(model).init, jax.random.key(0))[0]
+    shapes = jax.eval_shape(convert_model(model).init, jax.random.key(0))[0]
     arrays = {
         path_text(path): random.normal(size=x.shape).astype(np.float32)
         for path, x in jax.tree.leaves_with_path(shapes)
@@ -188,9 +188,9 @@ def test_adapters_of_peft_come_back_bitwise_beside_their_model(base, tuned, tmp_
         "auto_mapping": None,
     }
     adapter = changed(adapter, tmp_path / "peft", as_peft_writes)
-    config = pretrained(folder, adapter)
+    config = read_pretrained(folder, adapter)
     assert read_lora(config.lora) == read_lora(model.lora)
-    reader = with_adapters(open_pretrained(folder), adapter, config)
+    reader = add_adapters(open_pretrained(folder), adapter, config)
     for path, x in arrays.items():
         np.testing.assert_array_equal(reader.read(f"params/{path}"), x)
     np.testing.assert_array_equal(reader.read("params/embedding"), params["embedding"])
@@ -246,25 +246,25 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 )
 def test_other_adapters_are_refused(entries, arrays, text, base, tuned, tmp_path):
     with pytest.raises(ValueError, match=re.escape(text)):
-        pretrained(base[0], changed(tuned[0], tmp_path / "other", entries, arrays))
+        read_pretrained(base[0], changed(tuned[0], tmp_path / "other", entries, arrays))
 
 
 def test_adapters_that_do_not_fit_the_run_are_refused(base, tuned, tmp_path, monkeypatch):
     folder, adapter = base[0], tuned[0]
-    other = pretrained(folder, lora="rank=3,on=q+o+down")
+    other = read_pretrained(folder, lora="rank=3,on=q+o+down")
     with pytest.raises(ValueError, match=r"lora 'rank=3,on=q\+o\+down', and the adapters in .*alpha=6\.0"):
-        with_adapters(open_pretrained(folder), adapter, other)
+        add_adapters(open_pretrained(folder), adapter, other)
     with pytest.raises(ValueError, match="adapter is a of no model; give its folder as checkpoint too"):
         StartFrom(adapter=Path("a"))
     with pytest.raises(ValueError, match="beside the parameters of a folder of Hugging Face"):
-        with_adapters(CheckpointReader(step=0, folders={}, num_parts=1), adapter, MODEL)
+        add_adapters(CheckpointReader(step=0, folders={}, num_parts=1), adapter, MODEL)
     monkeypatch.chdir(tmp_path)
     Path("my_run.py").write_text(
         "from shardtrain import *\nfrom shardtrain.models.mlp import MlpConfig\n"
         "def run(): return Run(model=MlpConfig(features=2, mlp=2, num_layers=1, classes=2), data=Chat())\n"
     )
     words = ["--start-from", str(folder), "--start-from.adapter", str(adapter)]
-    assert parse_run("train", ["my_run.py", *words])[0].model == pretrained(folder, adapter)
+    assert parse_run("train", ["my_run.py", *words])[0].model == read_pretrained(folder, adapter)
 
 
 def test_the_example_tunes_a_folder_and_writes_one_with_the_same_logits(tmp_path, one_device):

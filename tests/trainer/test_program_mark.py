@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from shardtrain.system.run_lock import locked
+from shardtrain.system.run_lock import hold_lock
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.trainer.program_mark import MARK, ProgramMark, remove_mark, take_mark
 
@@ -87,7 +87,7 @@ def test_a_mark_of_somebody_else_is_removed(content, tmp_path):
 
 
 def test_a_mark_of_a_run_that_goes_on_is_left(tmp_path):
-    with locked(tmp_path), ProgramMark(tmp_path, "").running("the step"):
+    with hold_lock(tmp_path), ProgramMark(tmp_path, "").running("the step"):
         assert take_mark(tmp_path) is None
         assert (tmp_path / MARK).exists()
 

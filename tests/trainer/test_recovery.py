@@ -168,15 +168,15 @@ def test_a_steady_fall_is_no_spike_and_a_nan_neither():
 
 def test_rollbacks_go_further_back_only_if_the_fault_comes_again_soon():
     rollbacks = Rollbacks(9)
-    assert rollbacks.newest_allowed(RollBack(57, "x")) == 56
+    assert rollbacks.find_newest_allowed(RollBack(57, "x")) == 56
     rollbacks.restored(50)
-    assert rollbacks.newest_allowed(RollBack(64, "x")) == 49
+    assert rollbacks.find_newest_allowed(RollBack(64, "x")) == 49
     rollbacks.restored(40)
-    assert rollbacks.newest_allowed(RollBack(500, "x")) == 499
+    assert rollbacks.find_newest_allowed(RollBack(500, "x")) == 499
     with pytest.raises(
         FloatingPointError, match=r"^x; look for the cause.*set recovery.rollbacks to 1 in the run file$"
     ):
-        Rollbacks(0).newest_allowed(RollBack(5, "x"))
+        Rollbacks(0).find_newest_allowed(RollBack(5, "x"))
 
 
 def test_wrong_numbers_are_all_named():

@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from shardtrain.system.atomic_write import _part_of
+from shardtrain.system.atomic_write import _create_part
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.run_folder import check_folder, write_run_files
 
@@ -11,7 +11,7 @@ from shardtrain.trainer.run_folder import check_folder, write_run_files
 def test_temporary_files_of_killed_processes_are_deleted_and_those_of_living_ones_stay(tmp_path):
     abandoned = tmp_path / f".strategy.toml.{'0' * 16}.part"
     abandoned.write_text("every = ")
-    living, handle = _part_of(tmp_path / "metrics.jsonl", 0o644)
+    living, handle = _create_part(tmp_path / "metrics.jsonl", 0o644)
     with handle:
         write_run_files(
             tmp_path, {"run.txt": "batch = 8\n", "strategy.toml": "every = 2\n"}, RunConsole(Console(), None)

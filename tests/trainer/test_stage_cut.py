@@ -18,10 +18,10 @@ from shardtrain.pipeline.partition import parse_cuts
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stage_costs import BlockCost, ModelCosts, StageCosts, StageDevices
 from shardtrain.pipeline.stage_cut import best_cut
-from shardtrain.plan.devices import known_device
+from shardtrain.plan.devices import find_device
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.trainer.stage_checks import sharded_blocks_problems
+from shardtrain.trainer.stage_checks import find_sharded_block_problems
 from shardtrain.trainer.stage_cut import IslandDevices, cut_text, devices_of_stages, island_devices
 from shardtrain.trainer.traced_cut import flops_per_second
 
@@ -34,7 +34,7 @@ def islands(*kinds, number=1):
 
 def test_a_stage_is_as_fast_as_the_slowest_of_its_islands():
     found, counted = devices_of_stages(Pipeline(), [islands(FAST, SLOW), islands(FAST, FAST, number=2)])
-    fast, slow = known_device(FAST), known_device(SLOW)
+    fast, slow = find_device(FAST), find_device(SLOW)
     assert fast is not None
     assert slow is not None
     assert [each.flops_per_second for each in found] == [
@@ -135,9 +135,9 @@ def test_blocks_that_are_sharded_inside_an_island_have_no_owners():
     layout = Layout(mesh={"fsdp": 2}, parameters={"layers": ("fsdp",)})
     devices = jax.devices()[:2]
     told = "the dim 'layers' is sharded over ['fsdp']; use the rule layers = [], or one cut for all"
-    assert sharded_blocks_problems(layout, make_mesh(layout, devices)) == [told]
+    assert find_sharded_block_problems(layout, make_mesh(layout, devices)) == [told]
     plain = Layout(mesh={"fsdp": 2})
-    assert sharded_blocks_problems(plain, make_mesh(plain, devices)) == []
+    assert find_sharded_block_problems(plain, make_mesh(plain, devices)) == []
 
 
 def test_what_a_layout_shards():

@@ -65,8 +65,8 @@ def test_each_island_has_its_sections_the_later_ones_over_the_earlier():
     strategy = Strategy(layout=layout, compute_dtype="bfloat16", islands=sections)
     assert strategy.scales_loss
     old, new = "Tesla V100-SXM2-32GB", "NVIDIA H100"
-    assert strategy.of_island(0, new) == strategy
-    found = [strategy.of_island(*each) for each in ((0, old), (3, old), (4, old))]
+    assert strategy.select_island(0, new) == strategy
+    found = [strategy.select_island(*each) for each in ((0, old), (3, old), (4, old))]
     assert [each.compute_dtype for each in found] == ["float16", "float16", "float32"]
     assert [each.layout.zero for each in found] == [1, 1, 1]
     assert [dict(each.layout.mesh) for each in found] == [{"data": -1}, {"fsdp": 2}, {"fsdp": 2}]

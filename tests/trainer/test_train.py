@@ -29,7 +29,7 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.trainer import session
 from shardtrain.trainer.config import Run, StartFrom
-from shardtrain.trainer.setup import make_setup, microbatch_of
+from shardtrain.trainer.setup import make_microbatch, make_setup
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
 
@@ -436,4 +436,4 @@ def test_an_optimizer_that_reads_the_order_of_layers_is_refused_in_stage_order(t
     noisy = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1))
     run = make_run(text, tmp_path, model=TinyConfig(num_layers=3), strategy=strategy, optimizer=noisy)
     with pytest.raises(ValueError, match="the mesh stores blocks in the order of its stages"):
-        make_setup(run, microbatch=microbatch_of(run, run.data.train(tmp_path)))
+        make_setup(run, microbatch=make_microbatch(run, run.data.train(tmp_path)))

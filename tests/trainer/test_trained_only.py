@@ -11,17 +11,17 @@ from fine_tuning import run_of
 from safetensors.numpy import load_file
 from tiny_language_model import TinyConfig
 
-from shardtrain import pretrained
+from shardtrain import read_pretrained
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.reader import find_readers
 from shardtrain.cli.checkpoint_files import Export, export_checkpoint
 from shardtrain.functional.model import path_text
-from shardtrain.functional.nnx_model import as_model
+from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.files import export_model
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import StartFrom
-from shardtrain.trainer.pretrained import open_pretrained, with_base
+from shardtrain.trainer.pretrained import add_base, open_pretrained
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
 from shardtrain.trainer.trained_model import load
@@ -34,7 +34,7 @@ POLICY = CheckpointPolicy(every_steps=2, trained_only=True)
 
 
 def base_folder(folder, seed):
-    params = jax.jit(as_model(MODEL).init)(jax.random.key(seed))[0]
+    params = jax.jit(convert_model(MODEL).init)(jax.random.key(seed))[0]
     arrays = {path_text(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(params)}
     export_model(folder, vars(MODEL), {path: x.shape for path, x in arrays.items()}, arrays.__getitem__)
     return folder
@@ -46,7 +46,7 @@ def base(tmp_path_factory):
 
 
 def run(base, folder, **options):
-    model = pretrained(base, lora="rank=2,on=q+v", remat="none")
+    model = read_pretrained(base, lora="rank=2,on=q+v", remat="none")
     options = {"start_from": StartFrom(checkpoint=base), "checkpoints": POLICY, "steps": 4, **options}
     return run_of(model, folder, **options)
 
@@ -113,11 +113,11 @@ def test_it_is_loaded_and_exported_with_what_it_started_from(base, whole, interr
 
 def test_another_base_is_refused(base, interrupted, tmp_path):
     reader = find_readers(interrupted / "checkpoints")[0]
-    assert with_base(reader, open_pretrained(base), "").leaves.keys() > reader.leaves.keys()
+    assert add_base(reader, open_pretrained(base), "").leaves.keys() > reader.leaves.keys()
     with pytest.raises(ValueError, match=r"give what the run started from, then .*base': so"):
-        with_base(reader, open_pretrained(base_folder(tmp_path / "other", 6)), "so")
+        add_base(reader, open_pretrained(base_folder(tmp_path / "other", 6)), "so")
     with pytest.raises(ValueError, match=r"its other 12 parameters are in .*, where the run started: so"):
-        with_base(reader, None, "so")
+        add_base(reader, None, "so")
 
 
 @pytest.mark.full
@@ -153,6 +153,6 @@ def test_a_run_of_this_library_is_a_base_too(tmp_path, one_device):
 def test_what_has_nothing_to_leave_out_is_refused(options, problem, base, tmp_path, one_device):
     given = run(base, tmp_path, **options)
     if "freeze" in options:
-        given = replace(given, model=pretrained(base))
+        given = replace(given, model=read_pretrained(base))
     with pytest.raises(ValueError, match=re.escape(problem)):
         train(given, None)

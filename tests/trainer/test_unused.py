@@ -20,7 +20,7 @@ from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, make_optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.setup import make_setup, unused_text
+from shardtrain.trainer.setup import format_unused, make_setup
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
 
@@ -113,10 +113,10 @@ def test_every_optimizer_leaves_it_as_it_is_and_keeps_the_same_state(name):
 
 
 def test_of_many_the_first_are_named():
-    text = unused_text([f"layer{i}" for i in range(10)], Optimizer(weight_decay=0.0))
+    text = format_unused([f"layer{i}" for i in range(10)], Optimizer(weight_decay=0.0))
     assert text.startswith("10 parameters cannot change the loss, their gradient is always zero: layer0, ")
     assert text.endswith("layer7, ...")
-    decayed = unused_text(["a"], Optimizer(weight_decay=0.1))
+    decayed = format_unused(["a"], Optimizer(weight_decay=0.1))
     assert decayed == (
         "1 parameter cannot change the loss, its gradient is always zero: a; weight decay shrinks matrices"
         " all the same (not with decay_unused=False of the optimizer)"

@@ -18,10 +18,10 @@ from shardtrain.data.sources.decoded_size import (
     SIZE,
     TooLarge,
     arrow_blocks,
+    check_column,
     check_decoded,
-    checked,
-    decoded_message,
-    most_decoded,
+    limit_decoded,
+    measure_decoded_message,
     row_bytes,
 )
 from shardtrain.data.sources.format import BadData, Format, Record, Rows
@@ -100,7 +100,7 @@ class Columns(Rows):
         kept = self._last.__dict__
         if name not in kept or kept[name][0] != group:
             try:
-                column = checked(self._load(group, name))
+                column = check_column(self._load(group, name))
                 is_large = SHARING.search(str(column.type)) and row_bytes(column) > LEAST_BYTES
                 kept[name] = group, column, is_large
             except Exception as error:
@@ -136,7 +136,7 @@ class _Row(Mapping[str, Any]):
 def open_parquet(path: Path, folder: Path | None = None) -> Columns:
     """Open a Parquet file by its footer."""
     parquet = import_module("pyarrow.parquet")
-    most = most_decoded(path.stat().st_size)
+    most = limit_decoded(path.stat().st_size)
 
     def opened(texts: list[str] | None = None) -> tuple[CheckedColumns, Any]:
         # not mapped into memory: a mapped file that is truncated ends the process
@@ -208,8 +208,8 @@ def open_arrow(path: Path, folder: Path | None = None) -> Columns:
         column.validate()
         # before every byte is checked of texts that are shared
         if "_view" in str(column.type):
-            check_decoded(row_bytes(column), most_decoded(num_bytes), name)
-        column = checked(column)
+            check_decoded(row_bytes(column), limit_decoded(num_bytes), name)
+        column = check_column(column)
         # two arrays are copied into one, which does not change with the file
         return pyarrow.concat_arrays([column, column[:0]])
 
@@ -231,9 +231,11 @@ def _check_messages(messages: Iterable[Any], num_bytes: int, *, together: bool) 
     Raises:
       ValueError: it is too much for a file of so many bytes.
     """
-    most, kept = most_decoded(num_bytes), 0
+    most, kept = limit_decoded(num_bytes), 0
     for message in messages:
-        decoded, num_values = decoded_message(memoryview(message.metadata), memoryview(message.body or b""))
+        decoded, num_values = measure_decoded_message(
+            memoryview(message.metadata), memoryview(message.body or b"")
+        )
         check_decoded(kept + max(decoded, num_values * SIZE), most, "its batches" if together else "a batch")
         kept += decoded if together or message.type == "dictionary" else 0
 

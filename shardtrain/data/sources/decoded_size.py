@@ -30,7 +30,7 @@ LEGACY_COMPRESSION = b"ARROW:experimental_compression"
 HOW = "write smaller row groups or shorter rows, of texts without DELTA_BYTE_ARRAY"
 
 
-def most_decoded(num_bytes: int) -> int:
+def limit_decoded(num_bytes: int) -> int:
     """Return the largest size to which a column of a file of so many bytes may decode."""
     return LEAST_BYTES + BYTES_OF_A_BYTE * num_bytes
 
@@ -49,7 +49,7 @@ def check_decoded(num_bytes: int, most: int, what: str) -> None:
         raise TooLarge(f"{what} would take {num_bytes:,} bytes; at most {most:,} are read; {HOW}")
 
 
-def checked(column: Any) -> Any:
+def check_column(column: Any) -> Any:
     """Check that all values of a column are inside its buffers; its rows report texts that are no UTF-8.
 
     Raises:
@@ -60,17 +60,17 @@ def checked(column: Any) -> Any:
         try:
             chunk.validate(full=True)
         except ValueError:
-            chunk.view(_stored(chunk.type)).validate(full=True)
+            chunk.view(_find_stored_type(chunk.type)).validate(full=True)
     return column
 
 
-def _stored(kind: Any) -> Any:
+def _find_stored_type(kind: Any) -> Any:
     """Return the type of the same buffers in which any text and date is valid."""
     pyarrow = import_module("pyarrow")
     types = pyarrow.types
 
     def field(each: Any) -> Any:
-        return each.with_type(_stored(each.type))
+        return each.with_type(_find_stored_type(each.type))
 
     if types.is_struct(kind):
         return pyarrow.struct([field(kind.field(i)) for i in range(kind.num_fields)])
@@ -81,7 +81,7 @@ def _stored(kind: Any) -> Any:
     if types.is_list(kind) or types.is_large_list(kind):
         return (pyarrow.list_ if types.is_list(kind) else pyarrow.large_list)(field(kind.value_field))
     if types.is_dictionary(kind):
-        return pyarrow.dictionary(kind.index_type, _stored(kind.value_type))
+        return pyarrow.dictionary(kind.index_type, _find_stored_type(kind.value_type))
     plain = {
         "string": pyarrow.binary(),
         "large_string": pyarrow.large_binary(),
@@ -118,7 +118,7 @@ def row_bytes(array: Any) -> int:
     return array.nbytes + SIZE * len(array)
 
 
-def decoded_message(metadata: memoryview, body: memoryview) -> tuple[int, int]:
+def measure_decoded_message(metadata: memoryview, body: memoryview) -> tuple[int, int]:
     """Return (bytes of the buffers of an Arrow message once they are decompressed, most values of an array).
 
     Args:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.format import BadData
-from shardtrain.data.sources.unread_files import compressed_head, unread_problem
+from shardtrain.data.sources.unread_files import read_compressed_head, unread_problem
 from shardtrain.errors.messages import near, needs_library, problems_error
 from shardtrain.system.excerpts import some
 from shardtrain.system.plain_text import MARK
@@ -72,7 +72,9 @@ def find_files(patterns: Sequence[Path | str], format_name: str | None = None) -
         files: list[SourceFile] = []
         for path in paths:
             try:
-                files += _in_folder(path, format_name) if path.is_dir() else [_recognised(path, format_name)]
+                files += (
+                    _find_in_folder(path, format_name) if path.is_dir() else [_recognise(path, format_name)]
+                )
             except (OSError, ValueError) as error:
                 problems.append(str(error))
                 break
@@ -98,7 +100,7 @@ def matching(pattern: str) -> list[Path]:
     found = [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
     *folders, last = Path(pattern).parts
     files_alone = last == "**" or (last == "*" and "**" in folders)
-    return [path for path in found if not (_beside(path.name) or (files_alone and path.is_dir()))]
+    return [path for path in found if not (_is_beside(path.name) or (files_alone and path.is_dir()))]
 
 
 def once(files: Sequence[SourceFile]) -> list[SourceFile]:
@@ -129,7 +131,7 @@ def recognise(path: Path) -> str | None:
         return None
     found = next((key for key, each in FORMATS.items() if each.magic and head.startswith(each.magic)), None)
     # what is compressed may be anything; of a damaged file nothing is known
-    inside = compressed_head(path).lstrip(MARK.encode()).lstrip() if found else b""
+    inside = read_compressed_head(path).lstrip(MARK.encode()).lstrip() if found else b""
     return None if inside and not inside.startswith(b"{") else found
 
 
@@ -143,7 +145,7 @@ def missing_libraries(names: set[str]) -> list[str]:
     return lines
 
 
-def _recognised(path: Path, format_name: str | None) -> SourceFile:
+def _recognise(path: Path, format_name: str | None) -> SourceFile:
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path.absolute()}")
     if not path.is_file():
@@ -159,7 +161,7 @@ def _recognised(path: Path, format_name: str | None) -> SourceFile:
     return SourceFile(path, name)
 
 
-def _in_folder(folder: Path, format_name: str | None) -> list[SourceFile]:
+def _find_in_folder(folder: Path, format_name: str | None) -> list[SourceFile]:
     if (folder / DATASET_SPLITS).is_file():
         splits = sorted(path.parent.name for path in folder.glob(f"*/{DATASET_STATE}"))
         raise ValueError(f"{folder.absolute()} has the splits {', '.join(splits)}; name one of these folders")
@@ -171,15 +173,15 @@ def _in_folder(folder: Path, format_name: str | None) -> list[SourceFile]:
     with_images = False
     for root, folders, files in walk_files(folder, left_out.append, lambda name: not name.startswith("_")):
         if root != folder and any((root / name).is_file() for name in (DATASET_STATE, DATASET_SPLITS)):
-            found += _in_folder(root, format_name)
+            found += _find_in_folder(root, format_name)
             folders.clear()
             continue
         for path in files:
             # beside a shard of tokens is its record
-            if path.name.startswith("_") or _beside(path.name) or RECORD.fullmatch(path.name):
+            if path.name.startswith("_") or _is_beside(path.name) or RECORD.fullmatch(path.name):
                 continue
             key = format_name or recognise(path)
-            if key is None and compressed_head(path):
+            if key is None and read_compressed_head(path):
                 unread.append(f"{path}: {unread_problem(path)}")
             with_images |= key == "images"
             if key is not None and key != "images":
@@ -198,7 +200,7 @@ def _in_folder(folder: Path, format_name: str | None) -> list[SourceFile]:
     return [SourceFile(folder, "images")] if with_images and not found else found
 
 
-def _beside(name: str) -> bool:
+def _is_beside(name: str) -> bool:
     return name in BESIDE or name.endswith(".ends")
 
 

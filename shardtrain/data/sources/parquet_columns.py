@@ -59,7 +59,7 @@ class CheckedColumns:
         while len(content) < num_bytes and (read := self._read(num_bytes - len(content))):
             content += read
         if self._value_bytes is not None:
-            self._total += decoded_column(content, self._value_bytes)[0 if self._kept_once else 1]
+            self._total += measure_decoded_column(content, self._value_bytes)[0 if self._kept_once else 1]
             check_decoded(self._total, self._most, "the column")
         return content
 
@@ -69,7 +69,7 @@ class CheckedColumns:
         return read
 
 
-def decoded_column(content: bytes, value_bytes: int) -> tuple[int, int]:
+def measure_decoded_column(content: bytes, value_bytes: int) -> tuple[int, int]:
     """Return what a column of a row group decodes to, by the headers of its pages.
 
     Args:

@@ -41,7 +41,7 @@ message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MES
 """The message `tf.train.Example`, whose map is a list of entries on the wire."""
 
 
-def kind_of(record: bytes) -> Kind:
+def recognise_kind(record: bytes) -> Kind:
     r"""Recognise what a record is; the first one decides for its file.
 
     >>> kind_of(b'{"text": "a"}'), kind_of(b"\n\r\n\x0b\n\x01a\x12\x06\n\x04\n\x02hi"), kind_of(b"plain")
@@ -99,7 +99,7 @@ class PayloadRows(Rows):
 
     @cached_property
     def _kind(self) -> Kind:
-        return kind_of(self.payload(0))
+        return recognise_kind(self.payload(0))
 
 
 def parse_example(message: bytes) -> dict[str, Any]:

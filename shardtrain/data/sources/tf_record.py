@@ -48,7 +48,7 @@ def record_offsets(path: Path) -> np.ndarray:
             head = file.read(HEAD_BYTES)
             size = int.from_bytes(head[:8], "little")
             next_position = position + HEAD_BYTES + size + TAIL_BYTES
-            damaged = masked_crc32c(head[:8]) != int.from_bytes(head[8:], "little")
+            damaged = compute_masked_crc32c(head[:8]) != int.from_bytes(head[8:], "little")
             if next_position > end or damaged:
                 if not found:
                     why = content_problem(head) or "it is no TFRecord file, or damaged"
@@ -60,7 +60,7 @@ def record_offsets(path: Path) -> np.ndarray:
     return np.array(found, np.int64).reshape(-1, 2)
 
 
-def masked_crc32c(data: bytes) -> int:
+def compute_masked_crc32c(data: bytes) -> int:
     """Return the masked CRC-32C (polynomial 0x1EDC6F41, RFC 3720, section 12.1) of a few bytes.
 
     >>> hex(masked_crc32c(b"123456789"))  # of 0xe3069283

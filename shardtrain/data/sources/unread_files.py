@@ -71,23 +71,23 @@ def content_problem(head: bytes) -> str:
     >>> content_problem(b"PK\x03\x04"), content_problem(b"a text")
     ('it is a zip archive; unpack it: unzip FILE', '')
     """
-    kind = _kind_of(head)
+    kind = _recognise_kind(head)
     return "" if kind is None else f"it is {kind.what}; {_change(kind, 'FILE')}"
 
 
 def unread_problem(path: Path) -> str:
     """Return what a file is that is read in no format, and what to do, if content or name say it; else ""."""
-    kind = _kind_of(_head(open_regular, path)) or BY_ENDING.get(path.suffix.lower())
+    kind = _recognise_kind(_head(open_regular, path)) or BY_ENDING.get(path.suffix.lower())
     if kind is None:
         return ""
-    inside = _kind_of(compressed_head(path))
+    inside = _recognise_kind(read_compressed_head(path))
     what = kind.what if inside is None else f"{inside.what} {kind.what}, and read uncompressed alone"
     return f"it is {what}; {_change(kind, path)}"
 
 
-def compressed_head(path: Path) -> bytes:
+def read_compressed_head(path: Path) -> bytes:
     """Return the first bytes in a compressed file; b"" of one that is none, or damaged."""
-    kind = _kind_of(_head(open_regular, path))
+    kind = _recognise_kind(_head(open_regular, path))
     return b"" if kind is None or kind.open_file is None else _head(kind.open_file, path)
 
 
@@ -99,7 +99,7 @@ def _head(open_file: Callable[[Path], Any], path: Path) -> bytes:
         return b""
 
 
-def _kind_of(head: bytes) -> Kind | None:
+def _recognise_kind(head: bytes) -> Kind | None:
     if head[TAR_PLACE:].startswith(TAR_MARK):
         return TAR
     return next((kind for mark, kind in BY_CONTENT.items() if head.startswith(mark)), None)

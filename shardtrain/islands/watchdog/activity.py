@@ -125,7 +125,7 @@ class ActivityRecord:
         return found
 
     @contextmanager
-    def on_bridge(self, operation: str) -> Iterator[None]:
+    def record_on_bridge(self, operation: str) -> Iterator[None]:
         """Record an operation of the MPI thread while the context is entered."""
         self.bridge = Activity(operation, time.monotonic(), waits=True)
         try:

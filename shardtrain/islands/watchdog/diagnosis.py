@@ -109,7 +109,7 @@ class Heartbeat(NamedTuple):
         return heartbeat._replace(waits_for=tuple(heartbeat.waits_for))
 
 
-def stalled(heartbeats: Mapping[int, Heartbeat], watch: Watch) -> list[int]:
+def find_stalled(heartbeats: Mapping[int, Heartbeat], watch: Watch) -> list[int]:
     """Return the ranks that stall the run; [] while all are within their limits.
 
     Whoever waits for others is not to blame while one of these is at work of its own, within the limit

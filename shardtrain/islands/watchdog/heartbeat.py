@@ -40,7 +40,7 @@ class HeartbeatChannel:
             self._comm.Recv(data, rank, tag)
             yield rank, tag, bytes(data)
 
-    def all_sent(self) -> bool:
+    def is_all_sent(self) -> bool:
         """Return whether no message is under way."""
         return all(request.Test() for request, _ in self._under_way.values())
 

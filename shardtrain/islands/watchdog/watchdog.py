@@ -21,10 +21,10 @@ from shardtrain.islands.watchdog.diagnosis import (
     Heartbeat,
     Watch,
     activity_text,
+    find_stalled,
     message,
     silence_text,
     stall_text,
-    stalled,
 )
 from shardtrain.islands.watchdog.peer import Peer, cause_text, is_at_work
 from shardtrain.system.atomic_write import open_own
@@ -80,7 +80,7 @@ class Watchdog:
             peers,
             heartbeats,
         )
-        self._write = write or _to_stderr
+        self._write = write or _write_stderr
         self._rank = 0 if heartbeats is None else heartbeats.rank
         self._partners = [] if heartbeats is None else heartbeats.partners
         self._every_seconds = min(BEAT_SECONDS, watch.silence_seconds / 5 or BEAT_SECONDS)
@@ -107,7 +107,7 @@ class Watchdog:
         deadline = time.monotonic() + 1
         for rank in self._partners:
             self._heartbeats.send(rank, LEAVE)
-        while not self._heartbeats.all_sent() and time.monotonic() < deadline:
+        while not self._heartbeats.is_all_sent() and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def _run(self) -> None:
@@ -162,7 +162,7 @@ class Watchdog:
             causes = {rank: cause_text(self._peers[rank], self._peers[self._rank].host) for rank in silent}
             then = {**here, **{rank: self._last[rank][0] for rank in silent if rank in self._last}}
             self._end(silence_text(silent, causes, then, names, self._watch))
-        elif (self._rank == 0 or 0 in self._left) and (culprits := stalled(here, self._watch)):
+        elif (self._rank == 0 or 0 in self._left) and (culprits := find_stalled(here, self._watch)):
             self._end(stall_text(culprits, here, names, self._watch))
 
     def _current_heartbeats(self, now: float) -> dict[int, Heartbeat]:
@@ -245,7 +245,7 @@ class Watchdog:
         deadline = time.monotonic() + OTHERS_SECONDS
         while others and time.monotonic() < deadline:
             others -= {rank for rank, tag, _ in heartbeats.received() if tag == WRITTEN}
-            heartbeats.all_sent()
+            heartbeats.is_all_sent()
             time.sleep(0.02)
 
     def _write_stacks(self) -> None:
@@ -275,7 +275,7 @@ def _exit_after(seconds: float) -> None:
     os._exit(COME_AGAIN)
 
 
-def _to_stderr(text: str) -> None:
+def _write_stderr(text: str) -> None:
     # not through sys.stderr: another thread may hold the lock of sys.stderr, and hang
     with contextlib.suppress(OSError):
         os.write(2, text.encode())

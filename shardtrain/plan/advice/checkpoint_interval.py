@@ -42,7 +42,7 @@ def daly_interval(save_seconds: float, failure_seconds: float) -> float:
     return first * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
 
 
-def expected_seconds(
+def estimate_seconds(
     work_seconds: float,
     interval_seconds: float,
     save_seconds: float,

@@ -16,7 +16,7 @@ from shardtrain.plan.search import Ranked, search
 from shardtrain.plan.space import REMATS, Space
 from shardtrain.plan.step_times import step_times
 from shardtrain.plan.subject import Subject
-from shardtrain.plan.traffic import sent_bytes
+from shardtrain.plan.traffic import count_sent_bytes
 
 
 def speedup(overhead_ratio: float, devices: int) -> float:
@@ -107,7 +107,7 @@ def bandwidth_to_hide(parameter_bytes: float, members: int, compute_seconds: flo
     >>> bandwidth_to_hide(400e6, 4, 0.5)
     1200000000.0
     """
-    return sent_bytes(ALL_REDUCE, members, parameter_bytes) / compute_seconds
+    return count_sent_bytes(ALL_REDUCE, members, parameter_bytes) / compute_seconds
 
 
 class Scaling(NamedTuple):
@@ -162,7 +162,7 @@ def _latency_seconds(subject: Subject, each: KindPlan, best: Ranked) -> float:
     return found + (between * link.latency_seconds / times.hop if times.num_stages > 1 and times.hop else 0.0)
 
 
-def by_remat(subject: Subject, each: KindPlan, best: Ranked) -> list[Ranked]:
+def rank_by_remat(subject: Subject, each: KindPlan, best: Ranked) -> list[Ranked]:
     """Return the best number of microbatches for each way to recompute, on the mesh of a plan's best way.
 
     Args:

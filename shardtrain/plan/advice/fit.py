@@ -195,7 +195,7 @@ def fits(quantity: Quantity, rows: Sequence[MeasuredRow]) -> dict[str, Fit]:
     return {kind: fit(*zip(*pairs, strict=True)) for kind, pairs in kinds.items()}
 
 
-def predicted(quantity: Quantity, found: Mapping[str, Fit], row: MeasuredRow) -> float | None:
+def predict(quantity: Quantity, found: Mapping[str, Fit], row: MeasuredRow) -> float | None:
     """Return the predicted seconds of a row; None where there is no fit for it, or a column is missing."""
     of_kind = found.get(row.device if quantity.by_device else "")
     terms = quantity.terms(row)
@@ -208,9 +208,7 @@ def error_by_model(quantity: Quantity, rows: Sequence[MeasuredRow]) -> dict[str,
     for model in dict.fromkeys(row.model for row in rows):
         found = fits(quantity, [row for row in rows if row.model != model])
         pairs = [
-            (predicted(quantity, found, row), getattr(row, quantity.name))
-            for row in rows
-            if row.model == model
+            (predict(quantity, found, row), getattr(row, quantity.name)) for row in rows if row.model == model
         ]
         wrong = [abs(guess / real - 1) for guess, real in pairs if guess is not None and real is not None]
         if wrong:

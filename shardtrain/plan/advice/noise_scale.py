@@ -31,7 +31,7 @@ class GradientNoise(NamedTuple):
         """
         return self.trace / self.gradient_square if self.gradient_square > 0 else math.inf
 
-    def smoothed(self, newer: "GradientNoise") -> "GradientNoise":
+    def smooth(self, newer: "GradientNoise") -> "GradientNoise":
         """Return the moving averages with the estimate of one more step; `NO_NOISE` begins them.
 
         Both begin at zero, which cancels in their ratio.
@@ -76,7 +76,7 @@ def gradient_noise(
     return GradientNoise(square, trace)
 
 
-def logged_noise(lines: Sequence[Mapping[str, float]], name: str) -> tuple[GradientNoise, float]:
+def read_logged_noise(lines: Sequence[Mapping[str, float]], name: str) -> tuple[GradientNoise, float]:
     """Average what a run with `gradient_noise_scale` logged, over the newer half of its steps.
 
     Args:

@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from shardtrain.plan.advice.checkpoint_interval import expected_seconds
+from shardtrain.plan.advice.checkpoint_interval import estimate_seconds
 
 MOST_EVENTS = 2_000_000
 """Most revocations that are simulated, in all runs: a second or two."""
@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
     cost: float
 
 
-def expected_outcome(run: RevocableRun) -> Outcome:
+def compute_outcome(run: RevocableRun) -> Outcome:
     """Return the mean time, revocations and cost.
 
     Where the others wait, the run is one machine that fails as often as any of its hosts (Daly 2006). Where
@@ -77,7 +77,7 @@ def expected_outcome(run: RevocableRun) -> Outcome:
     """
     if run.others == "wait":
         failure_seconds = run.host_life_seconds / run.hosts
-        seconds = expected_seconds(
+        seconds = estimate_seconds(
             run.work_seconds, run.interval_seconds, run.save_seconds, failure_seconds, run.replace_seconds
         )
         # the run ends with its work, so it fails as often as its busy time and its restarts allow
@@ -93,7 +93,7 @@ def expected_outcome(run: RevocableRun) -> Outcome:
     return Outcome(seconds, revocations, paid / 3600 * run.price_per_hour)
 
 
-def simulated_outcome(run: RevocableRun, runs: int = 200, seed: int = 0) -> Outcome:
+def simulate_outcome(run: RevocableRun, runs: int = 200, seed: int = 0) -> Outcome:
     """Return the same as a mean over simulated runs, from the events themselves.
 
     Args:
@@ -104,19 +104,19 @@ def simulated_outcome(run: RevocableRun, runs: int = 200, seed: int = 0) -> Outc
     Raises:
       ValueError: too many revocations are expected.
     """
-    events = runs * expected_outcome(run).revocations
+    events = runs * compute_outcome(run).revocations
     if events > MOST_EVENTS:
         raise ValueError(
             f"a simulation of {runs} runs was asked for: {events:.2g} revocations are expected; use at most"
             f" {MOST_EVENTS}, by fewer runs or hosts, or save more often"
         )
     draw = random.Random(seed)
-    one = _simulated_waiting if run.others == "wait" else _simulated_continuing
+    one = _simulate_waiting if run.others == "wait" else _simulate_continuing
     outcomes = [one(run, draw) for _ in range(runs)]
     return Outcome(*(sum(values) / runs for values in zip(*outcomes, strict=True)))
 
 
-def _simulated_waiting(run: RevocableRun, draw: random.Random) -> Outcome:
+def _simulate_waiting(run: RevocableRun, draw: random.Random) -> Outcome:
     """Simulate hosts of which every one must be there: a loss costs the work since the last save."""
     rate = run.hosts / run.host_life_seconds
     now, revocations, left, outages = 0.0, 0, run.work_seconds, 0.0
@@ -143,7 +143,7 @@ def _simulated_waiting(run: RevocableRun, draw: random.Random) -> Outcome:
     return Outcome(now, revocations, paid / 3600 * run.price_per_hour)
 
 
-def _simulated_continuing(run: RevocableRun, draw: random.Random) -> Outcome:
+def _simulate_continuing(run: RevocableRun, draw: random.Random) -> Outcome:
     """Simulate hosts that come and go: the speed is that of the hosts that are there."""
     events = [(draw.expovariate(1 / run.host_life_seconds), True) for _ in range(run.hosts)]
     heapq.heapify(events)
@@ -171,6 +171,6 @@ def best_hosts(run: RevocableRun, counts: list[int]) -> list[tuple[int, Outcome]
     """
     host_seconds = run.work_seconds * run.hosts
     return [
-        (count, expected_outcome(replace(run, hosts=count, work_seconds=host_seconds / count)))
+        (count, compute_outcome(replace(run, hosts=count, work_seconds=host_seconds / count)))
         for count in counts
     ]

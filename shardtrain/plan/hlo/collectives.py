@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shardtrain.plan.hlo.dataflow import COPIES, Frame, trip_count, values
-from shardtrain.plan.hlo.replica_groups import Groups, axes_of, device_groups, listed
+from shardtrain.plan.hlo.replica_groups import Groups, device_groups, find_axes, parse_list
 from shardtrain.plan.hlo.text import Array, Instruction, parse
 
 ALL_REDUCE = "all-reduce"
@@ -92,7 +92,7 @@ def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collectiv
     return tuple(_Reader(axis_sizes=axis_sizes).read(frame))
 
 
-def by_axis(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
+def sum_by_axis(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
     """Sum collectives of one kind over the same axes.
 
     Args:
@@ -125,7 +125,7 @@ class _Reader:
                 if not (is_fused and self._continues(instruction)):
                     yield from self._split_parts(frame, instruction)
             elif instruction.opcode == "while":
-                yield from self._repeated(frame, instruction)
+                yield from self._repeat(frame, instruction)
             elif instruction.opcode == "conditional":
                 yield from self._most_expensive(frame, instruction)
             elif inner is not None:
@@ -141,7 +141,7 @@ class _Reader:
         self.fused_channels.add(channel)
         return False
 
-    def _repeated(self, frame: Frame, loop: Instruction) -> Iterator[Collective]:
+    def _repeat(self, frame: Frame, loop: Instruction) -> Iterator[Collective]:
         """Yield the collectives of a loop, multiplied by its trip count."""
         # a loop without collectives may have any trip count
         body = tuple(self.read(frame.body(loop)))
@@ -166,7 +166,7 @@ class _Reader:
         """Yield, for each kind and axes, the collectives of the branch that sends most."""
         branches = [tuple(self.read(branch)) for branch in frame.branches(conditional)]
         # which branch runs is known only at run time: take the most expensive, as an upper bound
-        sums = [by_axis(branch) for branch in branches]
+        sums = [sum_by_axis(branch) for branch in branches]
         for key in dict.fromkeys(key for branch in sums for key in branch):
             branch = max(range(len(branches)), key=lambda index: sums[index].get(key, (0, 0.0))[1])
             yield from (found for found in branches[branch] if (found.kind, found.axes) == key)
@@ -176,7 +176,7 @@ class _Reader:
         kind = instruction.opcode.removesuffix("-start")
         # which devices communicate, as mesh axes; a group of one device sends nothing
         groups = device_groups(instruction, frame.module.num_devices)
-        axes = axes_of(groups, self.axis_sizes)
+        axes = find_axes(groups, self.axis_sizes)
         if not axes:
             return
         group_size = max(len(group) for group in groups)
@@ -218,9 +218,9 @@ def _operand_arrays(frame: Frame, instruction: Instruction) -> list[Array]:
     """Return the arrays that a device contributes, without buffers that are only written."""
     instructions = frame.computation.instructions
     first = instructions[instruction.operands[0]].arrays
-    slices = instruction.braced("slice_sizes")
+    slices = instruction.find_braced("slice_sizes")
     if slices is not None:
-        return [Array(dtype=first[0].dtype, sizes=sizes) for sizes in listed(slices)]
+        return [Array(dtype=first[0].dtype, sizes=sizes) for sizes in parse_list(slices)]
     if instruction.opcode.startswith(RAGGED_ALL_TO_ALL):
         return list(first)
     return [array for operand in instruction.operands for array in instructions[operand].arrays]
@@ -273,10 +273,10 @@ def is_scattered(frame: Frame, all_reduce: Instruction, part: int, array: Array,
         device of a group; False also if the text does not determine it.
     """
     element = part if len(all_reduce.operands) > 1 else None
-    return _only_sliced(frame, all_reduce.name, element, array, groups)
+    return _is_only_sliced(frame, all_reduce.name, element, array, groups)
 
 
-def _only_sliced(frame: Frame, name: str, element: int | None, array: Array, groups: Groups) -> bool:
+def _is_only_sliced(frame: Frame, name: str, element: int | None, array: Array, groups: Groups) -> bool:
     """Return whether all uses of a value are such slices; `element` is None unless the value is a tuple."""
     # every use must be such a slice, and the value may not leave the computation otherwise
     uses = [
@@ -293,7 +293,7 @@ def _only_sliced_outside(frame: Frame, element: int | None, array: Array, groups
     """Return the same for the result of a fusion or call; False for results of loops and branches."""
     if frame.parent is None or frame.caller is None or frame.parent.callee(frame.caller) is None:
         return False
-    return _only_sliced(frame.parent, frame.caller.name, element, array, groups)
+    return _is_only_sliced(frame.parent, frame.caller.name, element, array, groups)
 
 
 def _slices(
@@ -301,9 +301,9 @@ def _slices(
 ) -> bool:
     """Return whether one use takes such a slice, directly or after passing the value on."""
     if user.opcode == "get-tuple-element":
-        return _only_sliced(frame, user.name, None, array, groups)
+        return _is_only_sliced(frame, user.name, None, array, groups)
     if user.opcode in _PASS_ON:
-        return _only_sliced(frame, user.name, element, array, groups)
+        return _is_only_sliced(frame, user.name, element, array, groups)
     if user.opcode == "dynamic-slice":
         return _slices_differ(frame, user, array, groups)
     # a fusion or call: look at the uses of the parameters that it gets the value by
@@ -312,7 +312,7 @@ def _slices(
         return False
     parameters = inner.computation.parameters
     return all(
-        _only_sliced(inner, parameters[number].name, element, array, groups)
+        _is_only_sliced(inner, parameters[number].name, element, array, groups)
         for number, operand in enumerate(user.operands)
         if operand == name
     )

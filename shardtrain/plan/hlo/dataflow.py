@@ -67,7 +67,7 @@ class Frame:
 
     def branches(self, conditional: Instruction) -> tuple["Frame", ...]:
         """Return the frames of the branches of a conditional, of which a device runs one."""
-        listed = conditional.braced("branch_computations")
+        listed = conditional.find_braced("branch_computations")
         if listed is None:
             names = [conditional.attribute(f"{side}_computation") for side in ("true", "false")]
         else:
@@ -174,7 +174,7 @@ def value(frame: Frame, name: str, elements: tuple[int, ...] = ()) -> np.ndarray
         table = _table(made.instruction, num_devices)
         return np.full(num_devices, table[0]) if table is not None and len(table) == 1 else None
     if opcode == "dynamic-slice":
-        return _looked_up(made)
+        return _look_up(made)
     direction = made.instruction.attribute("direction") or ""
     function = _COMPARISONS.get(direction) if opcode == "compare" else _ARITHMETIC.get(opcode)
     inputs = values(made.frame, operands) if function is not None else None
@@ -188,7 +188,7 @@ def values(frame: Frame, names: Sequence[str]) -> list[np.ndarray] | None:
     return known if len(known) == len(found) else None
 
 
-def _looked_up(made: Origin) -> np.ndarray | None:
+def _look_up(made: Origin) -> np.ndarray | None:
     """Return one number of a constant table per device, at an index that may differ between devices."""
     of_table, *indices = made.instruction.operands
     source = origin(made.frame, of_table).instruction

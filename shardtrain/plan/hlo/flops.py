@@ -31,9 +31,9 @@ def _flops(frame: Frame) -> float:
     for instruction in frame.computation.instructions.values():
         inner = frame.callee(instruction)
         if instruction.opcode == "dot" or (instruction.opcode == "custom-call" and _is_gemm(instruction)):
-            total += _of_dot(frame, instruction)
+            total += _count_dot(frame, instruction)
         elif instruction.opcode == "convolution":
-            total += _of_convolution(frame, instruction)
+            total += _count_convolution(frame, instruction)
         elif instruction.opcode == "while":
             body = _flops(frame.body(instruction))
             total += body * (trip_count(frame, instruction) or 1) if body else 0.0
@@ -49,8 +49,8 @@ def _is_gemm(instruction: Instruction) -> bool:
     return _GEMM_DIMS.search(instruction.attributes) is not None
 
 
-def _of_dot(frame: Frame, instruction: Instruction) -> float:
-    listed = instruction.braced("lhs_contracting_dims")
+def _count_dot(frame: Frame, instruction: Instruction) -> float:
+    listed = instruction.find_braced("lhs_contracting_dims")
     if listed is None:
         found = _GEMM_DIMS.search(instruction.attributes)
         listed = found[1] if found else ""
@@ -59,7 +59,7 @@ def _of_dot(frame: Frame, instruction: Instruction) -> float:
     return 2.0 * instruction.arrays[0].num_elements * summed
 
 
-def _of_convolution(frame: Frame, instruction: Instruction) -> float:
+def _count_convolution(frame: Frame, instruction: Instruction) -> float:
     """Count the products of real elements: those with padding, or between dilated elements, are none.
 
     The compiler of TPUs writes batched matrix products as convolutions that are mostly padding.
@@ -70,7 +70,7 @@ def _of_convolution(frame: Frame, instruction: Instruction) -> float:
     assert labels is not None
     arrays = zip(labels.groups(), (*operands, instruction.arrays[0].sizes), strict=True)
     left, kernel, out = (dict(zip(names, sizes, strict=True)) for names, sizes in arrays)
-    window = dict(re.findall(r"(\w+)=(\S+)", instruction.braced("window") or ""))
+    window = dict(re.findall(r"(\w+)=(\S+)", instruction.find_braced("window") or ""))
     total = 2.0 * out["b"] * out["f"] * kernel["i"]
     for dim in filter(str.isdigit, out):
         along = {key: values.split("x")[int(dim)] for key, values in window.items()}

@@ -46,7 +46,7 @@ def _inner(frame: Frame, instruction: Instruction) -> tuple[Frame, ...]:
     return () if called is None else (called,)
 
 
-def unordered(hlo_text: str) -> list[tuple[str, str]]:
+def find_unordered(hlo_text: str) -> list[tuple[str, str]]:
     """Return pairs of communicating operations of which the second does not depend on the first.
 
     XLA's runtime for CPUs starts collectives in program order. But a loop or conditional starts before the
@@ -63,10 +63,10 @@ def unordered(hlo_text: str) -> list[tuple[str, str]]:
       ValueError: the text is not HLO.
     """
     module = parse(hlo_text)
-    return list(dict.fromkeys(_unordered(Frame(module=module, computation=module.entry))))
+    return list(dict.fromkeys(_find_unordered(Frame(module=module, computation=module.entry))))
 
 
-def _unordered(frame: Frame) -> Iterator[tuple[str, str]]:
+def _find_unordered(frame: Frame) -> Iterator[tuple[str, str]]:
     instructions = frame.computation.instructions
     # name -> all names that its value depends on
     needed: dict[str, set[str]] = {}
@@ -77,7 +77,7 @@ def _unordered(frame: Frame) -> Iterator[tuple[str, str]]:
         needed[name] = {*operands}.union(*(needed[operand] for operand in operands))
         inner = _inner(frame, instruction)
         for child in inner:
-            yield from _unordered(child)
+            yield from _find_unordered(child)
         # a loop or conditional with collectives inside must be a dependency of every collective after it
         communicates = any(map(_communicates, inner))
         if communicates or instruction.opcode.removesuffix("-start") in KINDS:

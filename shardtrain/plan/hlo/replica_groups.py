@@ -35,25 +35,25 @@ def device_groups(instruction: Instruction, num_devices: int) -> Groups:
     Raises:
         ValueError: the groups have an unknown spelling.
     """
-    pairs = instruction.braced("source_target_pairs")
+    pairs = instruction.find_braced("source_target_pairs")
     if pairs is not None:
-        return listed(pairs)
-    groups = instruction.braced("replica_groups")
+        return parse_list(pairs)
+    groups = instruction.find_braced("replica_groups")
     if groups is not None:
-        return listed(groups) or (tuple(range(num_devices)),)
+        return parse_list(groups) or (tuple(range(num_devices)),)
     start = instruction.attributes.find("replica_groups=")
     if start < 0:
         return (tuple(range(num_devices)),)
     text = instruction.attributes[start + len("replica_groups=") :]
     arranged, mesh = _ARRANGED.match(text), _MESH.match(text)
     if arranged:
-        return _as_groups(_arrange(arranged))
+        return _make_groups(_arrange(arranged))
     if mesh:
-        return _as_groups(_over_mesh(mesh))
+        return _make_groups(_parse_over_mesh(mesh))
     raise ValueError(_unknown_spelling(instruction.name, text))
 
 
-def axes_of(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
+def find_axes(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Return the mesh axes along which members of a group differ, in the order of the mesh.
 
     Args:
@@ -75,7 +75,7 @@ def axes_of(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(name for name, differs in zip(axis_sizes, varies, strict=True) if differs)
 
 
-def listed(text: str) -> Groups:
+def parse_list(text: str) -> Groups:
     """Parse groups of numbers in braces.
 
     Args:
@@ -102,7 +102,7 @@ def _arrange(match: re.Match[str]) -> np.ndarray:
     return devices.reshape(_integers(left)) if right else devices
 
 
-def _over_mesh(match: re.Match[str]) -> np.ndarray:
+def _parse_over_mesh(match: re.Match[str]) -> np.ndarray:
     """Parse the third spelling, `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2,'b'}`."""
     axes_text, ids_text, joined = match.groups()
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes_text)}
@@ -129,7 +129,7 @@ def _device_order(ids_text: str | None, num_devices: int) -> np.ndarray:
     return _arrange(arranged).reshape(-1) if arranged else np.array(_integers(ids_text))
 
 
-def _as_groups(devices: np.ndarray) -> Groups:
+def _make_groups(devices: np.ndarray) -> Groups:
     return tuple(tuple(int(device) for device in group) for group in devices)
 
 

@@ -65,7 +65,7 @@ class Instruction:
         found = re.search(rf"(?:^|[ ,]){key}=%?([\w.\-]+)", self.attributes)
         return found.group(1) if found else None
 
-    def braced(self, key: str) -> str | None:
+    def find_braced(self, key: str) -> str | None:
         """Return the text between the braces of attribute `key={...}`, None if it is absent."""
         start = self.attributes.find(f"{key}={{")
         if start < 0:

@@ -17,7 +17,7 @@ from shardtrain.plan.layers.partition import (
     Group,
     Sides,
     Split,
-    computed,
+    count_flops,
     exchange_seconds,
     own_seconds,
     parts,
@@ -137,7 +137,7 @@ def least(layers: Layers, sides: Sides, choices: Sequence[Sequence[Split]]) -> t
     return tuple(of_layer[number] for of_layer, number in zip(choices, numbers, strict=True))
 
 
-def exchanged_seconds(layers: Layers, chosen: Sequence[Split], sides: Sides) -> float:
+def estimate_exchange(layers: Layers, chosen: Sequence[Split], sides: Sides) -> float:
     """Return the seconds of all that two groups exchange in a step."""
     between = sum(
         exchange_seconds(source.num_bytes, chosen[source.layer], split, sides)
@@ -152,14 +152,14 @@ def exchanged_seconds(layers: Layers, chosen: Sequence[Split], sides: Sides) -> 
 
 def step_seconds(layers: Layers, chosen: Sequence[Split], sides: Sides) -> float:
     """Return the seconds of a step on two groups: what the search minimises."""
-    return exchanged_seconds(layers, chosen, sides) + sum(
+    return estimate_exchange(layers, chosen, sides) + sum(
         _compute_seconds(layer, split, sides) for layer, split in zip(layers, chosen, strict=True)
     )
 
 
 def _compute_seconds(layer: Layer, split: Split, sides: Sides) -> float:
     return max(
-        flops / side.flops_per_second for side, flops in zip(sides, computed(layer, split), strict=True)
+        flops / side.flops_per_second for side, flops in zip(sides, count_flops(layer, split), strict=True)
     )
 
 
@@ -242,6 +242,6 @@ class Hierarchy:
             group=group,
             chosen=chosen,
             halves=halves,
-            exchange=exchanged_seconds(layers, chosen, group.sides),
+            exchange=estimate_exchange(layers, chosen, group.sides),
             compute=tuple(map(max, zip(*(half.compute for half in halves), strict=True))),
         )

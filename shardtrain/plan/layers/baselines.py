@@ -19,7 +19,7 @@ from shardtrain.plan.layers.partition import (
 )
 
 
-def by_speed(sides: Sides) -> float:
+def find_speed_part(sides: Sides) -> float:
     """Return the first group's part of the flops per second."""
     first, second = (side.flops_per_second for side in sides)
     return first / (first + second)
@@ -28,7 +28,7 @@ def by_speed(sides: Sides) -> float:
 def data_parallel(layers: Layers, sides: Sides, level: int = 0) -> tuple[Split, ...]:
     """Every layer by the batch, in proportion to speed; see `Chooser`."""
     ways = [TYPE_I if layer.has_weights else ROWS for layer in layers]
-    return _fitting(layers, sides, ways, by_speed(sides))
+    return _fitting(layers, sides, ways, find_speed_part(sides))
 
 
 def one_weird_trick(layers: Layers, sides: Sides, level: int = 0) -> tuple[Split, ...]:
@@ -52,14 +52,14 @@ def hypar(layers: Layers, sides: Sides, level: int = 0) -> tuple[Split, ...]:
     return least(layers, sides, choices)
 
 
-def by_dims(layers: Layers, sides: Sides, level: int = 0, *, dims: frozenset[str]) -> tuple[Split, ...]:
+def split_by_dims(layers: Layers, sides: Sides, level: int = 0, *, dims: frozenset[str]) -> tuple[Split, ...]:
     """The types that rules for dims give, if one mesh axis shards these: what a tensor axis runs.
 
     Args:
       layers, sides, level: as `Chooser`.
       dims: the names of the dims.
     """
-    return _fitting(layers, sides, [tensor_way(layer, dims) for layer in layers], by_speed(sides))
+    return _fitting(layers, sides, [tensor_way(layer, dims) for layer in layers], find_speed_part(sides))
 
 
 def tensor_way(layer: Layer, dims: frozenset[str]) -> str:
@@ -85,7 +85,7 @@ def mesh_levels(data_levels: int, dims: frozenset[str]) -> Chooser:
     def choose(layers: Layers, sides: Sides, level: int) -> tuple[Split, ...]:
         if level < data_levels:
             return data_parallel(layers, sides, level)
-        return by_dims(layers, sides, level, dims=dims)
+        return split_by_dims(layers, sides, level, dims=dims)
 
     return choose
 

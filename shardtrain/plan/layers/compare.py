@@ -13,7 +13,16 @@ from shardtrain.plan.islands import ClusterPlan
 from shardtrain.plan.layers.assignment import Hierarchy, Layers, Partitioned
 from shardtrain.plan.layers.baselines import BASELINES, mesh_levels, tensor_way
 from shardtrain.plan.layers.layer_graph import Layer
-from shardtrain.plan.layers.partition import TYPE_I, TYPE_II, TYPE_III, WHOLE, Group, Split, group_of, joined
+from shardtrain.plan.layers.partition import (
+    TYPE_I,
+    TYPE_II,
+    TYPE_III,
+    WHOLE,
+    Group,
+    Split,
+    group_of,
+    join_groups,
+)
 from shardtrain.plan.machine import Link
 from shardtrain.sharding.rules import PARAMETER_RULES
 
@@ -45,7 +54,7 @@ class AsMesh:
         return self.tensor == 1 or self.dims == TENSOR_DIMS
 
 
-def as_mesh(layers: Layers, found: Partitioned) -> AsMesh:
+def find_mesh(layers: Layers, found: Partitioned) -> AsMesh:
     """Return the mesh that runs a partition.
 
     A mesh axis shards the batch, or dims by their names; so each level has to be one of both for all layers,
@@ -142,7 +151,7 @@ def cluster_group(plan: ClusterPlan, link_gb_per_second: float | None) -> Group:
         for each in plan.kinds
         for _ in range(each.kind.count)
     ]
-    return joined(islands, link)
+    return join_groups(islands, link)
 
 
 def plan_layers(layers: Sequence[Layer], group: Group, devices_per_node: int) -> LayerPlan:

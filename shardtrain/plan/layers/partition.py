@@ -142,12 +142,12 @@ def exchange_seconds(num_bytes: float, producer: Split, consumer: Split, sides: 
 
 def own_seconds(layer: Layer, split: Split, sides: Sides) -> float:
     """Return the seconds of a layer by itself: its slower group computes and gets partial sums."""
-    compute = zip(sides, computed(layer, split), strict=True)
+    compute = zip(sides, count_flops(layer, split), strict=True)
     sums = partial_sum_bytes(layer, split.way)
     return max(flops / side.flops_per_second + side.receive_seconds(sums) for side, flops in compute)
 
 
-def computed(layer: Layer, split: Split) -> tuple[float, float]:
+def count_flops(layer: Layer, split: Split) -> tuple[float, float]:
     """Return the flops of both groups in a step."""
     first, second = (1.0, 1.0) if split.way == WHOLE else split.parts
     return first * layer.step_flops, second * layer.step_flops
@@ -291,7 +291,7 @@ def group_of(machine: Machine, devices: int, name: str = "device") -> Group:
     )
 
 
-def joined(groups: Sequence[Group], link: Link) -> Group:
+def join_groups(groups: Sequence[Group], link: Link) -> Group:
     """Return islands as one tree: kinds are separated first, then equal islands are halved.
 
     Args:
@@ -310,6 +310,6 @@ def joined(groups: Sequence[Group], link: Link) -> Group:
         devices=sum(group.devices for group in groups),
         flops_per_second=sum(group.flops_per_second for group in groups),
         link=Link(bytes_per_second=number * link.bytes_per_second, latency_seconds=link.latency_seconds),
-        halves=(joined(groups[:at], link), joined(groups[at:], link)),
+        halves=(join_groups(groups[:at], link), join_groups(groups[at:], link)),
         name="+".join(names),
     )

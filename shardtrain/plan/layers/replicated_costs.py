@@ -81,7 +81,7 @@ class PipelineDevices:
         """Return the number of devices of each stage, where several stand as one."""
         return tuple(self.number(*group) for group in pairwise(accumulate(devices, initial=0)))
 
-    def mixed_stages(self, devices: Sequence[int]) -> list[int]:
+    def list_mixed_stages(self, devices: Sequence[int]) -> list[int]:
         """Return the stages that have devices of different speed or memory."""
         groups = pairwise(accumulate(devices, initial=0))
         kinds = [{(d.flops_per_second, d.memory_bytes) for d in self.devices[a:b]} for a, b in groups]

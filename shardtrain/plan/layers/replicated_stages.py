@@ -14,7 +14,7 @@ import numpy as np
 from shardtrain.plan.layers.replicated_costs import MOST_ENTRIES, ReplicatedCosts, ReplicatedCut
 
 
-def replicated_cuts(costs: ReplicatedCosts) -> list[ReplicatedCut]:
+def find_replicated_cuts(costs: ReplicatedCosts) -> list[ReplicatedCut]:
     """Return, for each number of stages, the cut and devices with the least slowest stage or link.
 
     Exact, by dynamic programming from the last stage: over the first block and the first device of a stage.
@@ -48,7 +48,7 @@ def replicated_cuts(costs: ReplicatedCosts) -> list[ReplicatedCut]:
         least = np.full_like(least, math.inf)
         least[:blocks, :devices] = flat.min(axis=-1)
         if math.isfinite(least[0, 0]):
-            found.append(costs.judged(*_traced_back(chosen, (blocks + 1, devices + 1))))
+            found.append(costs.judged(*_trace_back(chosen, (blocks + 1, devices + 1))))
     return found
 
 
@@ -58,7 +58,7 @@ def best_replicated_cut(costs: ReplicatedCosts) -> ReplicatedCut:
     Raises:
       ValueError: no cut fits the memory, or there are too many blocks and devices.
     """
-    found = replicated_cuts(costs)
+    found = find_replicated_cuts(costs)
     if not found:
         devices = len(costs.pipeline.devices)
         raise ValueError(
@@ -68,7 +68,7 @@ def best_replicated_cut(costs: ReplicatedCosts) -> ReplicatedCut:
     return min(found, key=lambda cut: cut.step_seconds)
 
 
-def _traced_back(chosen: Sequence[np.ndarray], shape: tuple[int, int]) -> tuple[list[int], list[int]]:
+def _trace_back(chosen: Sequence[np.ndarray], shape: tuple[int, int]) -> tuple[list[int], list[int]]:
     """Return blocks and devices of each stage, from the choices of what is behind each stage."""
     counts, devices, at = [], [], (0, 0)
     for choices in reversed(chosen):

@@ -25,10 +25,10 @@ from shardtrain.plan.layers.layer_graph import (
     Layer,
     Source,
 )
-from shardtrain.plan.named_dims import Operands, names_of
+from shardtrain.plan.named_dims import Operands, find_names
 from shardtrain.plan.program import Dims
 from shardtrain.plan.subject import Subject
-from shardtrain.plan.trace import loss_of
+from shardtrain.plan.trace import make_loss
 
 MULTIPLIES = {"dot_general": PRODUCT, "ragged_dot_general": PRODUCT, "conv_general_dilated": CONVOLUTION}
 SAME_TENSOR = ALIASES | {"convert_element_type", "transpose"}
@@ -61,7 +61,7 @@ class Value:
         return self.first or self
 
 
-def layers_of(subject: Subject) -> tuple[Layer, ...]:
+def trace_layers(subject: Subject) -> tuple[Layer, ...]:
     """Return the layers of a model in training, for the whole batch, in order.
 
     Stacked blocks are taken one by one; matrix products that read one tensor, such as the query, key and
@@ -70,10 +70,12 @@ def layers_of(subject: Subject) -> tuple[Layer, ...]:
     Args:
       subject: the model, its loss and its batch.
     """
-    model, rows = subject.model_of(None), subject.batch_rows
+    model, rows = subject.find_model(None), subject.batch_rows
     params, model_state = jax.eval_shape(model.init, new_key(0))
     key = jax.eval_shape(lambda: new_key(0))
-    traced = jax.make_jaxpr(loss_of(model, subject.loss, rows))(params, model_state, key, dict(subject.batch))
+    traced = jax.make_jaxpr(make_loss(model, subject.loss, rows))(
+        params, model_state, key, dict(subject.batch)
+    )
     names = jax.tree.leaves(model.dims, is_leaf=lambda leaf: leaf is None or isinstance(leaf, tuple))
     inputs = [
         Value(path=path_text(path), dims=dims or (None,) * len(leaf.shape), item_bytes=leaf.dtype.itemsize)
@@ -120,16 +122,16 @@ class _Walk:
             return self._scan(equation, reads)
         if primitive == "while":
             # nobody knows how often it runs: counted once
-            return self._inlined(params["body_jaxpr"], reads[params["cond_nconsts"] :])
+            return self._inline(params["body_jaxpr"], reads[params["cond_nconsts"] :])
         if primitive == "cond":
             # the branch with the most operations stands for all
-            return self._inlined(max(params["branches"], key=lambda each: len(each.jaxpr.eqns)), reads[1:])
+            return self._inline(max(params["branches"], key=lambda each: len(each.jaxpr.eqns)), reads[1:])
         inner = next((params[key] for key in CALLED if key in params), None)
         if inner is not None and primitive not in OPAQUE:
-            return self._inlined(inner, reads)
+            return self._inline(inner, reads)
         return self._operation(equation, reads)
 
-    def _inlined(self, inner: Any, reads: Sequence[Value]) -> list[Value]:
+    def _inline(self, inner: Any, reads: Sequence[Value]) -> list[Value]:
         jaxpr = getattr(inner, "jaxpr", inner)
         return self.run(jaxpr, reads[len(reads) - len(jaxpr.invars) :])
 
@@ -155,12 +157,12 @@ class _Walk:
             (value, atom.aval) for value, atom in zip(reads, equation.invars, strict=True) if value.active
         ]
         if not active:
-            return self._of_parameters(equation, reads)
+            return self._follow_parameters(equation, reads)
         layers = dict.fromkeys(value.layer for value, _ in active if value.layer is not None)
         weight = next((value for value in reads if value.path is not None), None)
         if primitive in MULTIPLIES:
             has_weight = len(active) == 1 and weight is not None
-            number = self._weighted(equation, reads) if has_weight else self._product(equation, active)
+            number = self._count_weighted(equation, reads) if has_weight else self._product(equation, active)
         elif primitive == "gather" and not reads[0].active and reads[0].path is not None:
             number = self._lookup(equation, reads[0])
         elif len(layers) > 1:
@@ -171,12 +173,12 @@ class _Walk:
             return [Value(active=True, layer=number, first=first) for _ in equation.outvars]
         return [Value(active=True, layer=number) for _ in equation.outvars]
 
-    def _of_parameters(self, equation: Any, reads: list[Value]) -> list[Value]:
+    def _follow_parameters(self, equation: Any, reads: list[Value]) -> list[Value]:
         """What is computed from one parameter is a form of it; its dims are named by `named_dims`."""
         source = next((value for value in reads if value.path is not None), None)
         if source is None:
             return [Value() for _ in equation.outvars]
-        dims = names_of(
+        dims = find_names(
             equation.primitive.name,
             Operands(
                 [
@@ -221,7 +223,7 @@ class _Walk:
             shared = math.prod(equation.invars[0].aval.shape[i] for i in batch) // self.rows
         return self._add(replace(layer, flops=self.trips * _flops(equation), size_out=max(shared, 1)))
 
-    def _weighted(self, equation: Any, reads: list[Value]) -> int:
+    def _count_weighted(self, equation: Any, reads: list[Value]) -> int:
         at = next(i for i, value in enumerate(reads[:2]) if value.path is not None)
         weight, aval = reads[at], equation.invars[at].aval
         value, other = reads[1 - at], equation.invars[1 - at].aval
@@ -291,7 +293,7 @@ def _features(equation: Any, at: int) -> tuple[Sequence[int], Sequence[int]]:
 def _flops(equation: Any) -> float:
     operands = [atom.aval.shape for atom in equation.invars]
     named = Operands([(None,) * len(shape) for shape in operands], operands, equation.params, [])
-    return names_of(
+    return find_names(
         equation.primitive.name, named._replace(out_shapes=[equation.outvars[0].aval.shape])
     ).flops
 

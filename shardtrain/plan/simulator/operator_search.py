@@ -15,7 +15,7 @@ from shardtrain import axes
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.simulator.operator_shardings import ShardedOperators, Sharding, Transfers
-from shardtrain.plan.simulator.operators import SAME_DIM, Operator, Operators, operators_of
+from shardtrain.plan.simulator.operators import SAME_DIM, Operator, Operators, trace_operators
 from shardtrain.plan.simulator.task_graph import Key, Task, simulate
 from shardtrain.plan.space import layouts, mesh_text
 from shardtrain.plan.subject import Subject
@@ -243,10 +243,10 @@ def plan_operators(
     """
     if num_devices == 1:
         raise ValueError("one device has no operators to shard; give 2 devices or more")
-    graph = graph_of(subject, num_devices, remat)
+    graph = trace_whole_step(subject, num_devices, remat)
     space, rules, by_rules = _best_by_rules(subject, machine, num_devices, layout, graph)
     starts = {
-        "data parallel": _by_rules(space, Layout(mesh={axes.DATA: -1}), None),
+        "data parallel": _shard_by_rules(space, Layout(mesh={axes.DATA: -1}), None),
         f"rules: {rules}": by_rules,
         "random": random_shardings(space, seed),
     }
@@ -256,14 +256,14 @@ def plan_operators(
     return OperatorPlan(space=space, rules=rules, by_rules=by_rules, searched=searched)
 
 
-def graph_of(subject: Subject, num_devices: int, remat: str | None) -> Operators:
+def trace_whole_step(subject: Subject, num_devices: int, remat: str | None) -> Operators:
     """Return the operators of a step of all examples at once."""
     one = subject.state(Choice(layout=Layout(mesh={axes.DATA: num_devices})), num_devices).figures
     ratio = one.optimizer / one.parameters
-    return operators_of(subject.program(remat), subject.num_parameter_arrays, ratio)
+    return trace_operators(subject.program(remat), subject.num_parameter_arrays, ratio)
 
 
-def sharded_by_rules(
+def shard_by_rules(
     graph: Operators, machine: Machine, sizes: Mapping[str, int], layout: Layout
 ) -> tuple[ShardedOperators, tuple[Sharding, ...]]:
     """Return operators on the mesh of a layout, and how its rules shard each.
@@ -275,7 +275,7 @@ def sharded_by_rules(
       layout: completed for the model.
     """
     space = ShardedOperators(graph=graph, machine=machine, sizes=_prime_axes(sizes))
-    return space, _by_rules(space, layout, [axis.split()[0] for axis in space.sizes])
+    return space, _shard_by_rules(space, layout, [axis.split()[0] for axis in space.sizes])
 
 
 def _best_by_rules(
@@ -292,7 +292,7 @@ def _best_by_rules(
             completed = subject.state(Choice(layout=each), num_devices).layout
         except ValueError:
             continue
-        space, shardings = sharded_by_rules(graph, machine, sizes, completed)
+        space, shardings = shard_by_rules(graph, machine, sizes, completed)
         found.append(
             (ShardedStep.of(space, shardings).judged.cost, len(found), space, mesh_text(each), shardings)
         )
@@ -321,7 +321,7 @@ def _prime_axes(sizes: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def _by_rules(
+def _shard_by_rules(
     space: ShardedOperators, layout: Layout, mesh_axes: Sequence[str] | None
 ) -> tuple[Sharding, ...]:
     """Return how rules shard each operator; None: the examples of a batch over all axes."""
@@ -329,7 +329,7 @@ def _by_rules(
     for number, operator in enumerate(space.graph.operators):
         sharding: Sharding = (None,) * len(space.sizes)
         for position in range(len(sharding)):
-            dims = [axes.BATCH] if mesh_axes is None else _ruled(operator, layout, mesh_axes[position])
+            dims = [axes.BATCH] if mesh_axes is None else _list_ruled(operator, layout, mesh_axes[position])
             for dim in dims:
                 tried = (*sharding[:position], dim, *sharding[position + 1 :])
                 if sharding[position] is None and space.fits(number, tried):
@@ -338,7 +338,7 @@ def _by_rules(
     return tuple(found)
 
 
-def _ruled(operator: Operator, layout: Layout, axis: str) -> list[str]:
+def _list_ruled(operator: Operator, layout: Layout, axis: str) -> list[str]:
     """Return the dims of an operator that rules shard over an axis."""
     rules = layout.sharded_rules if operator.kind == "update" else layout.activation_rules
     rules = {**rules, axes.BATCH: layout.batch_axes}

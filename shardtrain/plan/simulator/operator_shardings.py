@@ -87,8 +87,8 @@ class ShardedOperators:
         return self._seconds[number, sharding]
 
     def _kernel_seconds(self, flops: Part, arrays: Sequence[Part], sharding: Sharding) -> float:
-        moved = sum(self._of_device(each, sharding) for each in arrays)
-        return float(self.machine.rates.seconds(self._of_device(flops, sharding), moved))
+        moved = sum(self._select_device(each, sharding) for each in arrays)
+        return float(self.machine.rates.seconds(self._select_device(flops, sharding), moved))
 
     def memory_bytes(self, shardings: Sequence[Sharding]) -> float:
         """Return the bytes of parameters, gradients and state, and of what a backward reads again."""
@@ -116,7 +116,7 @@ class ShardedOperators:
         needs: list[Key] = []
         for i in self.read_by.get(number, ()):
             value = self.graph.values[i]
-            if tasks := sent[i][_required(value, sharding)]:
+            if tasks := sent[i][_find_required(value, sharding)]:
                 needs.append(tasks[-1].key)
             elif not value.is_parameter:
                 needs.append((value.source, 0))
@@ -137,14 +137,14 @@ class ShardedOperators:
         made = tuple(dim if dim is None or dim in value.dims else PARTIAL for dim in shardings[value.source])
         uses = defaultdict(list)
         for use in value.uses:
-            uses[_required(value, shardings[use.operator])].append(use)
+            uses[_find_required(value, shardings[use.operator])].append(use)
         found = {}
         for required, of_required in uses.items():
             messages = max(use.messages for use in of_required)
             num_bytes = max(use.num_bytes for use in of_required)
             moves = (made, required, messages, num_bytes)
             if moves not in self._moves:
-                self._moves[moves] = list(self._moved(*moves))
+                self._moves[moves] = list(self._move(*moves))
             code = tuple(0 if dim is None else 1 + self.dims.index(dim) for dim in required)
             first, needs = (value.source, 1), ((value.source, 0),)
             if value.is_parameter:
@@ -160,7 +160,7 @@ class ShardedOperators:
             found[required] = tasks
         return found
 
-    def _moved(self, made: Sharding, required: Sharding, messages: float, num_bytes: float) -> Iterator[Move]:
+    def _move(self, made: Sharding, required: Sharding, messages: float, num_bytes: float) -> Iterator[Move]:
         """Yield the collectives from one sharding to another, those of small arrays first."""
         pairs = list(zip(self.sizes, made, required, strict=True))
         # what every device has is cut without sending anything
@@ -186,7 +186,7 @@ class ShardedOperators:
     def _link(self, over: tuple[str, ...]) -> str:
         return INSIDE if self.machine.link(over, self.sizes) == self.machine.device_link else BETWEEN
 
-    def _of_device(self, part: Part, sharding: Sharding) -> float:
+    def _select_device(self, part: Part, sharding: Sharding) -> float:
         return part.amount / self._parts(sharding, part.dims)
 
     def _parts(self, sharding: Sharding, dims: frozenset[str] | set[str]) -> int:
@@ -194,6 +194,6 @@ class ShardedOperators:
         return math.prod(size for size, dim in zip(sizes, sharding, strict=True) if dim in dims)
 
 
-def _required(value: Value, sharding: Sharding) -> Sharding:
+def _find_required(value: Value, sharding: Sharding) -> Sharding:
     """Return how an operator that is sharded like this needs a value."""
     return tuple(dim if dim in value.dims else None for dim in sharding)

@@ -104,7 +104,7 @@ class Operators:
     values: tuple[Value, ...]
 
 
-def dims_of(names: Iterable[str | None]) -> list[str]:
+def find_dims(names: Iterable[str | None]) -> list[str]:
     """Return the dims of these names that something can be split over.
 
     >>> dims_of(("layers", "batch", "residual_seq", None))
@@ -126,7 +126,7 @@ REARRANGING = frozenset(("copy", "reduce_sum", "transpose"))
 """Kernels that, where no element is added to another, move elements alone."""
 
 
-def operators_of(program: Program, num_parameters: int, state_ratio: float) -> Operators:
+def trace_operators(program: Program, num_parameters: int, state_ratio: float) -> Operators:
     """Return the operators of the program of a loss and its gradient.
 
     Args:
@@ -192,7 +192,7 @@ class _Walk:
             use = Use(operator=len(self.operators), messages=trips, num_bytes=trips * arrays[i].num_bytes)
             self.uses[scope, i].append(use)
         for i in kernel.writes:
-            self.source[scope, i] = (len(self.operators), frozenset(dims_of(arrays[i].dims)))
+            self.source[scope, i] = (len(self.operators), frozenset(find_dims(arrays[i].dims)))
         self.operators.append(
             Operator(
                 name=f"{'block: ' if scope else ''}{kernel.name} ({', '.join(dims)})",
@@ -247,7 +247,7 @@ class _Walk:
         gradients = program.outputs[len(program.outputs) - num_parameters :]
         for i, gradient in zip(program.inputs[:num_parameters], gradients, strict=True):
             array, number = arrays[i], len(self.operators)
-            dims = frozenset(dims_of(array.dims))
+            dims = frozenset(find_dims(array.dims))
             # gradients of all parameters and blocks are added up together
             use = Use(operator=number, messages=1 / num_parameters, num_bytes=arrays[gradient].num_bytes)
             self.uses[(), gradient].append(use)
@@ -273,9 +273,9 @@ class _Walk:
         for before, inside, made, trips in self.carried:
             # the first trip reads what was there before the loop, the others what a trip made
             for use in uses[self._root(inside)]:
-                uses[self._root(before)].append(_of_trips(use, 1, trips))
+                uses[self._root(before)].append(_repeat_trips(use, 1, trips))
                 if trips > 1:
-                    uses[self._root(made)].append(_of_trips(use, trips - 1, trips))
+                    uses[self._root(made)].append(_repeat_trips(use, trips - 1, trips))
         for name, (number, dims) in self.source.items():
             if uses[name]:
                 is_parameter = self.operators[number].kind == "update"
@@ -292,7 +292,7 @@ class _Walk:
         return name
 
 
-def _of_trips(use: Use, trips: float, all_trips: float) -> Use:
+def _repeat_trips(use: Use, trips: float, all_trips: float) -> Use:
     """Return a use in some of the trips of a loop."""
     part = trips / all_trips
     return replace(use, messages=part * use.messages, num_bytes=part * use.num_bytes)
@@ -305,10 +305,10 @@ def _work(program: Program, kernel: Kernel, times: float) -> Iterator[Work]:
             yield from _work(kernel.body, each, times * kernel.trips)
         return
     moved = tuple(
-        Part(program.arrays[i].num_bytes, frozenset(dims_of(program.arrays[i].dims)))
+        Part(program.arrays[i].num_bytes, frozenset(find_dims(program.arrays[i].dims)))
         for i in (*kernel.reads, *kernel.writes)
     )
-    yield Part(_flops(program, kernel), frozenset(dims_of(kernel.dims))), moved, times
+    yield Part(_flops(program, kernel), frozenset(find_dims(kernel.dims))), moved, times
 
 
 def _flops(program: Program, kernel: Kernel) -> float:

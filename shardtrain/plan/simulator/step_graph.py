@@ -73,19 +73,19 @@ class _Building:
         return (key,)
 
     def compute(self, stage: int, name: str, kind: str, seconds: float) -> None:
-        queue = _of_stage("compute", stage, self.times.num_stages)
+        queue = _format_stage("compute", stage, self.times.num_stages)
         self.last[stage] = self.add(name, kind, queue, seconds, self.last[stage])
 
     def send(self, each: Collective, stage: int, seconds: float, needs: Sequence[Key]) -> tuple[Key, ...]:
         """Add a collective of a stage."""
-        queue = _of_stage(each.link, stage, self.times.num_stages)
+        queue = _format_stage(each.link, stage, self.times.num_stages)
         name = f"{each.kind} over {'+'.join(each.axes)}, {each.phase}"
         return self.add(name, "collective", queue, seconds, needs)
 
     def before(self) -> None:
         """Add what comes before the first microbatch."""
         for each in self._of(START):
-            self._on_all_stages(each, each.seconds)
+            self._add_on_all_stages(each, each.seconds)
 
     def tick(self, tasks: Sequence[TableTask]) -> None:
         """Add the tasks of a tick; the next tick waits for all stages, and for what they send."""
@@ -150,14 +150,14 @@ class _Building:
         for each in self._of(GRADIENT):
             rest = 1 - each.of_blocks if self.overlap and self.times.forward else 1.0
             if rest:
-                self._on_all_stages(each, rest * each.sent_seconds + each.latency_seconds)
+                self._add_on_all_stages(each, rest * each.sent_seconds + each.latency_seconds)
         for stage in range(self.times.num_stages):
             self.last[stage] += tuple(self.open[stage])
             self.compute(stage, "optimizer", "update", self.times.update)
         for each in self._of(UPDATED):
-            self._on_all_stages(each, each.seconds)
+            self._add_on_all_stages(each, each.seconds)
 
-    def _on_all_stages(self, each: Collective, seconds: float) -> None:
+    def _add_on_all_stages(self, each: Collective, seconds: float) -> None:
         for stage in range(self.times.num_stages):
             self.last[stage] = self.send(each, stage, seconds, self.last[stage])
 
@@ -165,5 +165,5 @@ class _Building:
         return [each for each in self.times.collectives if each.phase in phases]
 
 
-def _of_stage(what: str, stage: int, num_stages: int) -> str:
+def _format_stage(what: str, stage: int, num_stages: int) -> str:
     return f"stage {stage}: {what}" if num_stages > 1 else what

@@ -12,7 +12,7 @@ import pytest
 from shardtrain.data.sources import columns, decoded_size
 from shardtrain.data.sources.columns import open_arrow, open_parquet
 from shardtrain.data.sources.format import BadData
-from shardtrain.data.sources.parquet_columns import decoded_column
+from shardtrain.data.sources.parquet_columns import measure_decoded_column
 
 MANY = 300_000
 
@@ -166,4 +166,4 @@ def test_a_list_in_a_header_has_no_values_behind_the_end(kind):
     """Of 2**49 doubles, or of texts of so many bytes."""
     many = bytes([0xFF] * 6 + [0x7F])
     with pytest.raises(ValueError, match="the file ends in a header of a page"):
-        decoded_column(bytes([0x19, 0xF0 | kind, *many, *many]) + bytes(200), 0)
+        measure_decoded_column(bytes([0x19, 0xF0 | kind, *many, *many]) + bytes(200), 0)

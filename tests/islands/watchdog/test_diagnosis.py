@@ -3,7 +3,7 @@
 import pytest
 
 from shardtrain.islands.watchdog.activity import ActivityRecord
-from shardtrain.islands.watchdog.diagnosis import Heartbeat, Watch, silence_text, stall_text, stalled
+from shardtrain.islands.watchdog.diagnosis import Heartbeat, Watch, find_stalled, silence_text, stall_text
 
 WATCH = Watch(silence_seconds=20, stall_seconds=100, long_seconds=1000)
 NAMES = ["island 0 (host a)", "island 1 (host b)", "island 2 (host c)"]
@@ -42,12 +42,12 @@ def waits(seconds, *waits_for, num_collectives=6, operation="combine gradients")
     ],
 )
 def test_who_is_to_blame(heartbeats, culprits):
-    assert stalled(dict(enumerate(heartbeats)), WATCH) == culprits
+    assert find_stalled(dict(enumerate(heartbeats)), WATCH) == culprits
 
 
 def test_nothing_is_too_long_where_it_is_switched_off():
     heartbeats = {0: at("reading a batch", 1e9), 1: waits(1e9, 0)}
-    assert stalled(heartbeats, Watch(stall_seconds=0, long_seconds=0)) == []
+    assert find_stalled(heartbeats, Watch(stall_seconds=0, long_seconds=0)) == []
 
 
 def test_the_sentence_about_a_stall():
@@ -103,10 +103,10 @@ def test_a_beat_travels_as_bytes_and_says_where_its_process_is():
         assert heartbeat == Heartbeat(3, 0, "the step", 5.0, True, True, ())
         activity.awaits((1, 2))
         assert Heartbeat.decode(Heartbeat.of(activity, began).encode()).waits_for == (1, 2)
-        with activity.on_bridge("bucket 4 (combine)"):
+        with activity.record_on_bridge("bucket 4 (combine)"):
             assert activity.now().operation == "bucket 4 (combine)"
         assert activity.last_collective == "bucket 4 (combine)"
-        with activity.at("saving"), activity.on_bridge("bucket 5"):
+        with activity.at("saving"), activity.record_on_bridge("bucket 5"):
             # at work of its own
             assert activity.now().operation == "saving"
         # it has come a step further

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from shardtrain import cli
-from shardtrain.plan.advice.checkpoint_interval import daly_interval, expected_seconds, young_interval
+from shardtrain.plan.advice.checkpoint_interval import daly_interval, estimate_seconds, young_interval
 from shardtrain.plan.advice.efficiency import most_devices, most_overhead, servers_to_hide, speedup
 from shardtrain.plan.advice.noise_scale import gradient_noise, rate_factor, steps_factor
-from shardtrain.plan.advice.revocable import RevocableRun, best_hosts, expected_outcome, simulated_outcome
+from shardtrain.plan.advice.revocable import RevocableRun, best_hosts, compute_outcome, simulate_outcome
 
 RUN = RevocableRun(
     hosts=4,
@@ -74,9 +74,9 @@ def test_one_step_gets_nearest_to_the_least_loss_with_the_advised_rate():
 @pytest.mark.parametrize(("save", "failure"), [(300, 86400), (60, 21600), (30, 3600), (300, 900)])
 def test_dalys_interval_is_the_best(save, failure):
     intervals = np.geomspace(save / 5, 20 * failure, 4000)
-    least = min(expected_seconds(1e7, float(each), save, failure, 600) for each in intervals)
-    daly = expected_seconds(1e7, daly_interval(save, failure), save, failure, 600)
-    young = expected_seconds(1e7, young_interval(save, failure), save, failure, 600)
+    least = min(estimate_seconds(1e7, float(each), save, failure, 600) for each in intervals)
+    daly = estimate_seconds(1e7, daly_interval(save, failure), save, failure, 600)
+    young = estimate_seconds(1e7, young_interval(save, failure), save, failure, 600)
     assert daly <= least * 1.002
     assert daly <= young <= least * 1.25
 
@@ -85,11 +85,11 @@ def test_dalys_interval_is_the_best(save, failure):
 @pytest.mark.parametrize("hosts", [1, 3, 8])
 def test_expected_outcomes_are_those_of_simulated_runs(others, hosts):
     run = replace(RUN, others=others, hosts=hosts, work_seconds=144000 / hosts)
-    expected, simulated = expected_outcome(run), simulated_outcome(run, 1500, seed=hosts)
+    expected, simulated = compute_outcome(run), simulate_outcome(run, 1500, seed=hosts)
     assert simulated.seconds == pytest.approx(expected.seconds, rel=0.02)
     assert simulated.revocations == pytest.approx(expected.revocations, rel=0.06)
     assert simulated.cost == pytest.approx(expected.cost, rel=0.02)
-    assert simulated_outcome(run, 20, seed=1) == simulated_outcome(run, 20, seed=1)
+    assert simulate_outcome(run, 20, seed=1) == simulate_outcome(run, 20, seed=1)
 
 
 @pytest.mark.parametrize(("hosts", "replace_seconds"), [(1, 600.0), (4, 1500.0), (2, 900.0)])
@@ -105,7 +105,7 @@ def test_long_outages_cost_what_is_simulated(hosts, replace_seconds):
         replace_seconds=replace_seconds,
         price_per_hour=1.0,
     )
-    expected, simulated = expected_outcome(run), simulated_outcome(run, 1500, seed=1)
+    expected, simulated = compute_outcome(run), simulate_outcome(run, 1500, seed=1)
     assert simulated.seconds == pytest.approx(expected.seconds, rel=0.03)
     assert simulated.cost == pytest.approx(expected.cost, rel=0.03)
     assert expected.cost > (hosts - 1) * expected.seconds / 3600 >= 0
@@ -127,11 +127,11 @@ def test_a_short_run_is_saved_once_and_a_long_step_is_said(capsys):
 def test_without_revocations_a_run_takes_its_work_and_its_saves():
     run = replace(RUN, host_life_seconds=1e15)
     for others in ("wait", "continue"):
-        found = expected_outcome(replace(run, others=others))
+        found = compute_outcome(replace(run, others=others))
         assert found.seconds == pytest.approx(36000 + 20 * 60, rel=1e-6)
         assert found.cost == pytest.approx(4 * 2.0 * 37200 / 3600, rel=1e-6)
     # the others work on: that is never slower than waiting for a new host and working again
-    waits, continues = (expected_outcome(replace(RUN, others=others)) for others in ("wait", "continue"))
+    waits, continues = (compute_outcome(replace(RUN, others=others)) for others in ("wait", "continue"))
     assert continues.seconds < waits.seconds
     assert [count for count, _ in best_hosts(RUN, [2, 8])] == [2, 8]
 
@@ -184,9 +184,9 @@ def test_wrong_numbers_are_refused(words, problem, capsys):
 
 def test_a_run_that_makes_no_progress_never_ends(capsys):
     run = replace(RUN, hosts=1000, host_life_seconds=1000, save_seconds=1e5)
-    assert expected_outcome(run).seconds == math.inf
+    assert compute_outcome(run).seconds == math.inf
     with pytest.raises(ValueError, match="a simulation of 200 runs was asked for: inf revocations"):
-        simulated_outcome(run)
+        simulate_outcome(run)
     words = "revocable --hosts 9 --work-hours 1e6 --save-minutes 1e6 --save-seconds 9 --life-hours 0.1"
     assert cli.main(["advise", *words.split()]) == 0
     assert "never ends" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardtrain import axes
-from shardtrain.plan.hlo.collectives import Collective, by_axis, collectives
+from shardtrain.plan.hlo.collectives import Collective, collectives, sum_by_axis
 
 FLOAT_BYTES = 4
 
@@ -71,8 +71,8 @@ class TestLayouts:
         arguments = [((num_layers, 64, 64), spec), ((32, 64), P("fsdp"))]
         found = read(jax.grad(loss), make_mesh(**sizes), arguments, spec)
         wire_bytes = (sizes["fsdp"] - 1) / sizes["fsdp"] * num_layers * 64 * 64 * FLOAT_BYTES
-        assert by_axis(found)["reduce-scatter", ("fsdp",)] == (num_layers, wire_bytes)
-        assert by_axis(found)["all-gather", ("fsdp",)][0] == num_layers
+        assert sum_by_axis(found)["reduce-scatter", ("fsdp",)] == (num_layers, wire_bytes)
+        assert sum_by_axis(found)["all-gather", ("fsdp",)][0] == num_layers
         assert all([loop.trip_count for loop in c.loops] == [num_layers] for c in found)
 
     def test_no_collective(self):
@@ -329,7 +329,7 @@ def test_the_most_expensive_branch_counts_for_each_kind():
         return lax.cond(x[0, 0] > 0, cheap, dear, x)
 
     found = read_shard(body_shard, make_mesh(data=4, tensor=2), (8, 16))
-    assert by_axis(found) == {
+    assert sum_by_axis(found) == {
         ("collective-permute", ("data",)): (2, 2 * ROWS_BYTES),
         ("all-reduce", ("tensor",)): (1, ROWS_BYTES),
     }

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from shardtrain.plan.hlo.rendezvous import permutes_in_branches, unordered
+from shardtrain.plan.hlo.rendezvous import find_unordered, permutes_in_branches
 
 RING = [(0, 1), (1, 0)]
 
@@ -61,25 +61,26 @@ class TestOrder:
             # XLA puts what ends last at the end
             return jnp.tanh(here), handed_on(jnp.tanh(jnp.cos(x) @ jnp.sin(x)))
 
-        [(first, second)] = unordered(text(body))
+        [(first, second)] = find_unordered(text(body))
         assert first.startswith("cond")
         assert "permute" in second
 
     def test_two_branches_are_found_in_a_loop_too(self):
         body = in_rounds(lambda x: on_first(summed, x) + on_first(lambda x: summed(2 * x), jnp.cos(x)))
-        assert len(unordered(text(body))) == 1
+        assert len(find_unordered(text(body))) == 1
 
     def test_dependent_operations_are_ordered(self):
-        assert unordered(text(lambda x: handed_on(on_first(summed, x)))) == []
+        assert find_unordered(text(lambda x: handed_on(on_first(summed, x)))) == []
         assert (
-            unordered(text(in_rounds(lambda x: on_first(lambda x: summed(2 * x), on_first(summed, x))))) == []
+            find_unordered(text(in_rounds(lambda x: on_first(lambda x: summed(2 * x), on_first(summed, x)))))
+            == []
         )
 
     def test_consecutive_collectives_are_ordered(self):
-        assert unordered(text(lambda x: summed(x) + handed_on(x))) == []
+        assert find_unordered(text(lambda x: summed(x) + handed_on(x))) == []
 
 
 def test_text_that_is_not_hlo_is_refused():
-    for check in (permutes_in_branches, unordered):
+    for check in (permutes_in_branches, find_unordered):
         with pytest.raises(ValueError, match="no entry computation"):
             check("nothing")

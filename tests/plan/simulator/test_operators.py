@@ -13,11 +13,11 @@ from shardtrain.plan.prediction import Choice
 from shardtrain.plan.simulator.operator_search import (
     OperatorPlan,
     ShardedStep,
-    graph_of,
     plan_operators,
     random_shardings,
     search_shardings,
-    sharded_by_rules,
+    shard_by_rules,
+    trace_whole_step,
 )
 from shardtrain.plan.simulator.operator_shardings import ShardedOperators
 from shardtrain.plan.simulator.operators import Operator, Operators, Part, Use, Value
@@ -54,8 +54,8 @@ def test_rules_take_what_the_planner_predicts(subject, mesh, extra):
     choice = Choice(layout=Layout(mesh=mesh), remat="none")
     (predicted,) = predictions(subject, MACHINE, number, [choice])
     completed = subject.state(choice, number).layout
-    graph = graph_of(subject, number, "none")
-    step = ShardedStep.of(*sharded_by_rules(graph, MACHINE, axis_sizes(mesh, number), completed))
+    graph = trace_whole_step(subject, number, "none")
+    step = ShardedStep.of(*shard_by_rules(graph, MACHINE, axis_sizes(mesh, number), completed))
     tasks = step.tasks.values()
     computed = sum(task.seconds for task in tasks if task.kind in ("forward", "backward"))
     assert computed == pytest.approx(predicted.seconds.compute, rel=0.01)
