@@ -161,7 +161,7 @@ def without_few_rows(request, monkeypatch):
     """Runs of tests compute no few rows, which takes half a second; test_row_coupling.py does."""
     loss_trace = sys.modules.get("shardtrain.trainer.loss_trace")
     if loss_trace is not None and request.path.name != "test_row_coupling.py":
-        monkeypatch.setattr(loss_trace, "_unexplained_difference", lambda *_: "")
+        monkeypatch.setattr(loss_trace, "_find_unexplained_difference", lambda *_: "")
 
 
 RTOL, ATOL = 1e-5, 1e-6

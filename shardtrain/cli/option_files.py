@@ -100,7 +100,7 @@ def _replace_tokenizer(data: Any, tokenizer: str, name: str, changes: Collection
         return dataclasses.replace(data, parts=parts)
     if f"{name}.tokenizer" in changes or getattr(data, "tokenizer", None) != BYTES:
         return data
-    return data.replace_tokenizer(tokenizer) if hasattr(data, "with_tokenizer") else data
+    return data.replace_tokenizer(tokenizer) if hasattr(data, "replace_tokenizer") else data
 
 
 def _apply_strategy(run: Run, words: Sequence[str]) -> Run:

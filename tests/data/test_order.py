@@ -35,7 +35,7 @@ def test_the_sources_of_a_large_mixture_keep_their_orders(monkeypatch):
         found.append(positions)
         return find_samples(positions, *arguments)
 
-    monkeypatch.setattr("shardtrain.data.order.samples_of", counted)
+    monkeypatch.setattr("shardtrain.data.order.find_samples", counted)
     for position in range(3):
         for seed in range(100):
             epoch_order(7, seed + 10**6, 0)(position)

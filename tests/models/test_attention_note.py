@@ -110,7 +110,7 @@ def test_inspect_prints_the_lines_of_the_compiled_step(monkeypatch):
             jax.eval_shape(lambda x: attend(x, x, x, "xla"), jax.ShapeDtypeStruct((1, 4, 2, 8), jnp.float32))
         return Figures(argument_bytes=1, output_bytes=0, alias_bytes=0, temp_bytes=3, collectives=())
 
-    monkeypatch.setattr(planned, "compiled_figures", compiled)
+    monkeypatch.setattr(planned, "compile_figures", compiled)
     run = st.Run(model=CONFIG, data=st.Text(seq=8))
     text = inspect._compile(run, inspect.InspectOptions(compile="cpu"), {"data": 1})
     assert text.startswith("attention: xla, as asked for: float32 on cpu\ncompiled for cpu: ")

@@ -336,11 +336,11 @@ def test_rates_are_those_of_the_device_and_a_cluster_file_may_say_others():
 def test_calibrate_names_a_known_device(capsys, monkeypatch):
     monkeypatch.setattr(
         calibrate,
-        "measured_machine",
+        "measure_machine",
         lambda dtype: make_machine(ClusterDevice(name=H100), 1, in_float32=False),
     )
     assert cli.main(["calibrate"]) == 0
     assert "name = " not in capsys.readouterr().out
-    monkeypatch.setattr(calibrate, "known_device", lambda kind: find_device(H100))
+    monkeypatch.setattr(calibrate, "find_device", lambda kind: find_device(H100))
     assert cli.main(["calibrate"]) == 0
     assert '[islands.device]\nname = "cpu"\nteraflops = ' in capsys.readouterr().out

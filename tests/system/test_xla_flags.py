@@ -53,7 +53,7 @@ def test_another_jaxlib_gets_no_flags():
 
 
 def test_a_command_sets_them(monkeypatch):
-    monkeypatch.setattr(compilation, "jax_has_started", lambda: False)
+    monkeypatch.setattr(compilation, "has_jax_started", lambda: False)
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     assert set_xla_flags(["run.py", "--xla-preset", "none"]) == ""
     assert set_xla_flags(["run.py", "--xla-preset", "no such"]) == ""

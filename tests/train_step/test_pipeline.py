@@ -262,7 +262,7 @@ def test_on_gpus_sums_are_stored_in_the_order_of_their_dims_and_stay_the_plain_o
         return str(traced).count("layout_constraint")
 
     assert num_constraints() == 0
-    monkeypatch.setattr(mesh_tasks, "_on_gpus", lambda: True)
+    monkeypatch.setattr(mesh_tasks, "_is_on_gpus", lambda: True)
     assert num_constraints() > 0
     assert_same(gradients(words(), mesh, 5), plain())
 

@@ -45,7 +45,7 @@ def test_inspect_shows_what_each_needs(monkeypatch):
         of = Figures(argument_bytes=1024, output_bytes=0, alias_bytes=0, temp_bytes=3072, collectives=())
         return replace(of, temp_bytes=1024) if run.strategy.remat == "full" else of
 
-    monkeypatch.setattr(planned, "compiled_figures", compiled)
+    monkeypatch.setattr(planned, "compile_figures", compiled)
     text = inspect._compile(RUN, inspect.InspectOptions(compile="cpu", memory=True), {"data": 1})
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert "as given 1.0 KiB 3.0 KiB 4.0 KiB 100%" in rows

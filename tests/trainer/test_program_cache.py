@@ -55,7 +55,7 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path):
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(program_cache, "kept_in", lambda: None)
+    monkeypatch.setattr(program_cache, "find_program_folder", lambda: None)
     owner = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     before = jax.config.values["jax_compilation_cache_dir"]
@@ -97,7 +97,7 @@ def test_without_a_home_directory_nothing_is_kept(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", no_home)
-    monkeypatch.setattr(program_cache, "kept_in", lambda: None)
+    monkeypatch.setattr(program_cache, "find_program_folder", lambda: None)
     before = jax.config.values["jax_compilation_cache_dir"]
     keep_programs({})
     assert jax.config.values["jax_compilation_cache_dir"] == before

@@ -136,7 +136,7 @@ def test_a_model_that_cannot_be_traced_for_a_device_of_no_kind_has_no_mfu():
 
 
 def test_a_run_writes_its_mfu(tmp_path, monkeypatch):
-    monkeypatch.setattr(usage, "known_device", lambda kind: CPU)
+    monkeypatch.setattr(usage, "find_device", lambda kind: CPU)
     model, output = TinyConfig(num_layers=2), io.StringIO()
     run = run_of(
         model,
