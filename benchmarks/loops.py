@@ -45,7 +45,7 @@ from shardtrain.trainer.loop import run_loop
 from shardtrain.trainer.metric_log import STEPS_LATE
 from shardtrain.trainer.resume import StartPoint
 from shardtrain.trainer.usage import RunTotals, Spent
-from shardtrain.trainer.waves import make_meetings
+from shardtrain.trainer.waves import make_barrier_schedule
 
 SCHEDULE_STEPS, PEAK, B1, B2, DECAY, CLIP = 100_000, 3e-4, 0.9, 0.95, 0.1, 1.0
 
@@ -152,7 +152,7 @@ class Toolkit:
             run=run,
             coordination=self.coordination,
             feed=_TickingFeed(self.feed, ticks),
-            meetings=make_meetings(run),
+            barriers=make_barrier_schedule(run),
             shares=SimpleNamespace(saved=dict),
             description={},
             labels=(),

@@ -24,8 +24,8 @@ class Block(nn.Module):
         self.qkv = nn.Linear(embed, 3 * embed, bias=False)
         self.o = nn.Linear(embed, embed, bias=False)
         self.mlp_norm = nn.LayerNorm(embed, bias=False)
-        self.send_up = nn.Linear(embed, 4 * embed, bias=False)
-        self.send_down = nn.Linear(4 * embed, embed, bias=False)
+        self.up = nn.Linear(embed, 4 * embed, bias=False)
+        self.down = nn.Linear(4 * embed, embed, bias=False)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         B, T, D = x_BTD.shape
@@ -33,7 +33,7 @@ class Block(nn.Module):
         q, k, v = (part.view(B, T, self.heads, -1).transpose(1, 2) for part in qkv)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BTD = x_BTD + self.o(y.transpose(1, 2).reshape(B, T, D))
-        return x_BTD + self.send_down(functional.gelu(self.send_up(self.mlp_norm(x_BTD))))
+        return x_BTD + self.down(functional.gelu(self.up(self.mlp_norm(x_BTD))))
 
 
 class Gpt(nn.Module):

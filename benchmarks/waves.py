@@ -232,7 +232,7 @@ def measure(name: str, way: Way, options: Options, islands: Any) -> Result:
     from shardtrain.report.sinks.json_lines import read_jsonl
 
     folder = Path(islands.broadcast("folder", mkdtemp() if islands.is_first else None))
-    num_islands, island = islands.seat.num_islands, islands.seat.island
+    num_islands, island = islands.placement.num_islands, islands.placement.island
     worker, stage = divmod(island, options.num_stages)
     # the loss, and with it the pauses, is computed by the last stage of each worker
     pauses = Pauses(options, worker, way.microbatches, islands.comm.Split(stage).Barrier)
@@ -286,7 +286,7 @@ def table(results: list[Result]) -> str:
 def main(options: Options) -> None:
     bind()
     islands = join_ranks()
-    ways = list_ways(options, islands.seat.num_islands)
+    ways = list_ways(options, islands.placement.num_islands)
     results = [measure(name, way, options, islands) for name, way in ways.items()]
     if islands.is_first:
         print(table(results))

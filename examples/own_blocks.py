@@ -21,14 +21,14 @@ class Block(nnx.Module):
     """Adds to each byte what it makes of the mean of those before it."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.send_up = weight(rngs, (EMBED, MLP), ("embed", "mlp"))
-        self.send_down = weight(rngs, (MLP, EMBED), ("mlp", "embed"))
+        self.up = weight(rngs, (EMBED, MLP), ("embed", "mlp"))
+        self.down = weight(rngs, (MLP, EMBED), ("mlp", "embed"))
         self.dropout = nnx.Dropout(0.1)
 
     def __call__(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
         means_BTD = jnp.cumsum(x_BTD, 1) / jnp.arange(1, x_BTD.shape[1] + 1)[:, None]
-        h_BTF = nnx.gelu((x_BTD + means_BTD) @ self.send_up[...])
-        return x_BTD + self.dropout(h_BTF @ self.send_down[...], rngs=key)
+        h_BTF = nnx.gelu((x_BTD + means_BTD) @ self.up[...])
+        return x_BTD + self.dropout(h_BTF @ self.down[...], rngs=key)
 
 
 class Tower(nnx.Module):

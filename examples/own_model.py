@@ -22,18 +22,18 @@ class Averages(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs):
         self.table = weight(rngs, (256, EMBED), ("vocab", "embed"))
-        self.send_up = weight(rngs, (5, EMBED, HIDDEN), ("layers", "embed", "mlp"))
-        self.send_down = weight(rngs, (HIDDEN, EMBED), ("mlp", "embed"))
+        self.up = weight(rngs, (5, EMBED, HIDDEN), ("layers", "embed", "mlp"))
+        self.down = weight(rngs, (HIDDEN, EMBED), ("mlp", "embed"))
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         table_VD = with_logical_constraint(self.table[...], ("vocab", "embed"))
         x_BTD = with_logical_constraint(table_VD[tokens_BT], ("batch", "seq", "embed"))
         means = [x_BTD, *(average(x_BTD, keep) for keep in (0.3, 0.6, 0.8, 0.95))]
-        up_LDF = with_logical_constraint(self.send_up[...], ("layers", "embed", "mlp"))
+        up_LDF = with_logical_constraint(self.up[...], ("layers", "embed", "mlp"))
         h_BTF = jnp.einsum("LBTD,LDF->BTF", jnp.stack(means), up_LDF)
         h_BTF = nnx.gelu(with_logical_constraint(h_BTF, ("batch", "seq", "mlp")))
-        down_FD = with_logical_constraint(self.send_down[...], ("mlp", "embed"))
+        down_FD = with_logical_constraint(self.down[...], ("mlp", "embed"))
         y_BTD = x_BTD + self.dropout(with_logical_constraint(h_BTF @ down_FD, ("batch", "seq", "embed")))
         return with_logical_constraint(y_BTD @ table_VD.T, ("batch", "seq", "vocab"))
 

@@ -43,12 +43,12 @@ class MixtureOfExperts(nnx.Module):
         router = 0.02 * jax.random.normal(rngs.params(), (config.embed, options.num), jnp.float32)
         self.router = parameter(router, (EMBED, None))
         self.router_bias = RouterBias(jnp.zeros(options.num, jnp.float32)) if options.bias else None
-        self.send_up = normal((EXPERTS, EMBED, MLP), sizes=sizes, std=0.02, rngs=rngs)
+        self.up = normal((EXPERTS, EMBED, MLP), sizes=sizes, std=0.02, rngs=rngs)
         gated = config.activation == "swiglu"
         self.gate = normal((EXPERTS, EMBED, MLP), sizes=sizes, std=0.02, rngs=rngs) if gated else None
         # smaller where it writes to the residual stream, as `transformer.linear_of`
         std = 0.02 / math.sqrt(2 * config.num_layers)
-        self.send_down = normal((EXPERTS, MLP, EMBED), sizes=sizes, std=std, rngs=rngs)
+        self.down = normal((EXPERTS, MLP, EMBED), sizes=sizes, std=std, rngs=rngs)
         wide = replace(config, mlp=max(options.shared, 1) * sizes[MLP])
         self.shared = FeedForward(wide, rngs=rngs) if options.shared else None
         gated_shared = options.shared_gate == "sigmoid"
@@ -94,10 +94,10 @@ class MixtureOfExperts(nnx.Module):
 
     def _kernels(self) -> tuple[jax.Array, jax.Array]:
         """Return the kernels in the compute dtype: (experts, embed, 1 or 2, mlp), with the gate; and back."""
-        both = self.send_up, self.gate
+        both = self.up, self.gate
         into = [kernel[...].astype(self.config.dtype) for kernel in both if kernel is not None]
         up = with_logical_constraint(jnp.stack(into, 2), (EXPERTS, EMBED, None, MLP))
-        return up, cast_and_constrain(self.send_down, (EXPERTS, MLP, EMBED), self.config.dtype)
+        return up, cast_and_constrain(self.down, (EXPERTS, MLP, EMBED), self.config.dtype)
 
 
 class OfDevice:

@@ -68,14 +68,14 @@ class MlpBlock(nnx.Module):
 
     def __init__(self, config: MlpConfig, *, rngs: nnx.Rngs):
         self.norm = Norm("layernorm", config.features, eps=1e-5, bias=True, dtype=config.dtype)
-        self.send_up = _linear(config, (EMBED,), (MLP,), rngs)
-        self.send_down = _linear(config, (MLP,), (EMBED,), rngs)
+        self.up = _linear(config, (EMBED,), (MLP,), rngs)
+        self.down = _linear(config, (MLP,), (EMBED,), rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
     def __call__(self, x_BD: jax.Array) -> jax.Array:
-        h_BF = with_logical_constraint(self.send_up(self.norm(x_BD)), (BATCH, MLP))
+        h_BF = with_logical_constraint(self.up(self.norm(x_BD)), (BATCH, MLP))
         h_BF = self.dropout(jax.nn.relu(h_BF))
-        return with_logical_constraint(x_BD + self.send_down(h_BF), (BATCH, EMBED))
+        return with_logical_constraint(x_BD + self.down(h_BF), (BATCH, EMBED))
 
 
 class Mlp(nnx.Module):

@@ -217,27 +217,27 @@ class FeedForward(nnx.Module):
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs):
         self.activation = ACTIVATIONS[config.activation]
-        self.send_up = make_linear(config, (EMBED,), (MLP,), rngs, name="up")
+        self.up = make_linear(config, (EMBED,), (MLP,), rngs, name="up")
         gated = config.activation in GATED
         self.gate = make_linear(config, (EMBED,), (MLP,), rngs, name="gate") if gated else None
-        self.send_down = make_linear(config, (MLP,), (EMBED,), rngs, name="down")
+        self.down = make_linear(config, (MLP,), (EMBED,), rngs, name="down")
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         # hidden features are split over devices, from here to the second projection
         if self.gate is None:
-            y_BTF = read_from_stream(x_BTD, self.send_up.cast(), (EMBED, MLP), self.send_up.products)
-            y_BTF = with_logical_constraint(self.send_up.adapted(y_BTF, x_BTD), (BATCH, SEQ, MLP))
-            h_BTF = recompute(self._activate)(y_BTF, self.send_up.cast_bias())
+            y_BTF = read_from_stream(x_BTD, self.up.cast(), (EMBED, MLP), self.up.products)
+            y_BTF = with_logical_constraint(self.up.adapted(y_BTF, x_BTD), (BATCH, SEQ, MLP))
+            h_BTF = recompute(self._activate)(y_BTF, self.up.cast_bias())
         else:
             # one product for both, as for queries, keys and values
-            kernel = jnp.stack([self.send_up.cast(), self.gate.cast()], 1)
-            y = read_from_stream(x_BTD, kernel, (EMBED, None, MLP), self.send_up.products)
+            kernel = jnp.stack([self.up.cast(), self.gate.cast()], 1)
+            y = read_from_stream(x_BTD, kernel, (EMBED, None, MLP), self.up.products)
             y = with_logical_constraint(y, (BATCH, SEQ, None, MLP))
-            linears = self.send_up, self.gate
+            linears = self.up, self.gate
             if any(linear.lora for linear in linears):
                 y = jnp.stack([linear.adapted(y[:, :, i], x_BTD) for i, linear in enumerate(linears)], 2)
             h_BTF = recompute(self._gate)(y, *(linear.cast_bias() for linear in linears))
-        return project_to_stream(self.send_down, h_BTF)
+        return project_to_stream(self.down, h_BTF)
 
     def _activate(self, y: jax.Array, bias: jax.Array | None) -> jax.Array:
         return self.activation(add_bias(y, bias))

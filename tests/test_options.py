@@ -203,14 +203,21 @@ def test_a_section_of_the_help_has_all_its_options(helps, monkeypatch, capsys):
 
 
 def test_a_field_without_an_option_is_refused_with_where_to_set_it(capsys):
-    words = ["--bridge-memory", "host", "--optimizer.learning_rate.power=2", "--no-outer-nesterov"]
+    words = [
+        "--bridge-memory",
+        "host",
+        "--optimizer.learning_rate.power=2",
+        "--no-outer-nesterov",
+        "--meet-when=moved:1",
+    ]
     assert cli.main(["train", str(ROOT / "examples/gpt_text.py"), *words]) == 2
     assert capsys.readouterr().err.startswith(
-        "shardtrain train: these fields have no option:\n"
+        "shardtrain train: these options do not exist:\n"
         "  - --bridge-memory: set strategy.across.memory in the run file, or memory in [across] of a strategy"
         " file\n  - --optimizer.learning_rate.power: set optimizer.learning_rate.power in the run file\n"
         "  - --no-outer-nesterov: set strategy.synchronisation.outer.nesterov in the run file, or nesterov in"
         " [synchronisation.outer] of a strategy file\n"
+        "  - --meet-when: it is --sync-when (moved:0.1 is drift:0.1) now\n"
     )
 
 

@@ -7,12 +7,12 @@ Writes `manifest.json`, reads it, and verifies a folder against it. Its entries 
 import json
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardtrain.checkpoints import paths
-from shardtrain.checkpoints.manifest_entries import File, Manifest, format_manifest, parse_manifest
+from shardtrain.checkpoints.manifest_entries import File, Manifest, parse_manifest
 from shardtrain.checkpoints.paths import MANIFEST, sync
 from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_files import open_inside, parse_json, special_files, stat_inside
@@ -42,7 +42,7 @@ def write_manifest(step_folder: Path, manifest: Manifest) -> None:
         path.relative_to(step_folder).as_posix(): file for path, file in zip(written, files, strict=True)
     }
     manifest = replace(manifest, files=by_name)
-    (step_folder / MANIFEST).write_text(_text({"schema": SCHEMA, **format_manifest(manifest)}))
+    (step_folder / MANIFEST).write_text(_text({"schema": SCHEMA, **asdict(manifest)}))
     for path in (*step_folder.rglob("*"), step_folder):
         sync(path)
 

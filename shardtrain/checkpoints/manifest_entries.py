@@ -6,7 +6,7 @@ counted or allocated by them. Who writes and reads the file is `manifest.py`.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardtrain.system.excerpts import short
@@ -144,16 +144,8 @@ class Manifest:
     save_id: str = ""
 
 
-def format_manifest(manifest: Manifest) -> dict[str, Any]:
-    """Return the JSON of a manifest; on disk the key of an array's origin is `lie`."""
-    body = asdict(manifest)
-    for leaf in body["leaves"].values():
-        leaf["lie"] = leaf.pop("origin")
-    return body
-
-
 def parse_manifest(body: Mapping[str, Any]) -> Manifest:
-    """Parse the JSON of a manifest.
+    """Parse the JSON of a manifest; earlier manifests call the origin of an array `lie`.
 
     Args:
         body: the parsed JSON, see `system.untrusted_files.parse_json`.
@@ -214,13 +206,17 @@ def _leaf(path: str, entry: Any) -> Leaf:
     if entry.get("dtype") not in tuple(DTYPE_BYTES):
         raise ValueError(f"the dtype of {what} is {short(entry.get('dtype'))}, which no array of a state has")
     shape = tuple(check_whole_number(size, f"a size of {what}", MOST_SIZE, 1) for size in shape)
-    return Leaf(shape=shape, dtype=entry["dtype"], origin=_origin(what, shape, entry.get("lie", {})))
+    return Leaf(
+        shape=shape,
+        dtype=entry["dtype"],
+        origin=_origin(what, shape, entry.get("origin", entry.get("lie", {}))),
+    )
 
 
 def _origin(what: str, shape: tuple[int, ...], entry: Any) -> ArrayOrigin:
-    entry = check_kind(entry, dict, f"the lie of {what}")
+    entry = check_kind(entry, dict, f"the origin of {what}")
     if unknown := set(entry) - {"rows", "num_rows", "replica", "num_replicas"}:
-        raise ValueError(f"the lie of {what} has {short(sorted(unknown))}, which it has not")
+        raise ValueError(f"the origin of {what} has unknown keys {short(sorted(unknown))}")
     ranges = {"num_rows": MOST_BLOCKS, "replica": MOST_PARTS, "num_replicas": MOST_PARTS}
     numbers = {name: entry.get(name) for name in ranges}
     for name, value in numbers.items():

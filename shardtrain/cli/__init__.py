@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardtrain.cli.typed_words import check_words
-from shardtrain.errors.exit_codes import COME_AGAIN, DONE, FAILED, MISTAKE
+from shardtrain.errors.exit_codes import DONE, FAILED, TEMPORARY_FAILURE, USAGE_ERROR
 from shardtrain.system import terminal
 from shardtrain.system.standard_streams import close_quietly, escape_unencodable, fill_closed
 from shardtrain.system.stop_signals import StopSignals, write_raw
@@ -50,7 +50,7 @@ group, and keep XLA's number, one thread a core, with which they compute fastest
 """
 
 HELP = ("--help", "-h")
-USER_ERROR = MISTAKE
+USER_ERROR = USAGE_ERROR
 TRACEBACK = "SHARDTRAIN_TRACEBACK"
 
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     with stop:
         code = _run(command, rest, stop) or (DONE if arguments else USER_ERROR)
-    fine = (DONE, COME_AGAIN, *(128 + number for number in signal.Signals))
+    fine = (DONE, TEMPORARY_FAILURE, *(128 + number for number in signal.Signals))
     if code not in fine and command not in END_TOGETHER:
         _end_other_ranks(code)
     return code
@@ -207,13 +207,13 @@ def set_cpu_devices(arguments: list[str]) -> None:
 
 def _select_island_devices(word: str, numbers: Sequence[str]) -> str:
     from shardtrain.islands.rank_environment import find_rank_environment
-    from shardtrain.islands.seat import PROCESSES, find_seat, parse_processes
+    from shardtrain.islands.rank_placement import PROCESSES, find_placement, parse_processes
 
     place = find_rank_environment(os.environ)
-    seat = find_seat(place.rank, place.size, parse_processes(os.environ.get(PROCESSES, "1")))
-    if len(numbers) != seat.num_islands:
+    placement = find_placement(place.rank, place.size, parse_processes(os.environ.get(PROCESSES, "1")))
+    if len(numbers) != placement.num_islands:
         raise ValueError(
-            f"{word} {','.join(numbers)} is for {len(numbers)} islands, and there are {seat.num_islands};"
-            f" give {seat.num_islands} numbers, or one for all"
+            f"{word} {','.join(numbers)} is for {len(numbers)} islands, and there are"
+            f" {placement.num_islands}; give {placement.num_islands} numbers, or one for all"
         )
-    return numbers[seat.island]
+    return numbers[placement.island]

@@ -10,7 +10,7 @@ import tyro
 
 from shardtrain.cli.command_help import usage_text
 from shardtrain.cli.run_rows import read_measured_rows
-from shardtrain.errors.exit_codes import DONE, MISTAKE
+from shardtrain.errors.exit_codes import DONE, USAGE_ERROR
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.plan.advice.fit import MeasuredRow
 from shardtrain.plan.advice.noise_scale import gradient_noise, read_logged_noise
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str]) -> int:
     wants_help = bool({"-h", "--help"} & set(arguments))
     if not arguments or (wants_help and arguments[0] not in QUESTIONS):
         terminal.out(usage())
-        return DONE if wants_help else MISTAKE
+        return DONE if wants_help else USAGE_ERROR
     name, *rest = arguments
     if name in SUCCESSORS:
         raise ValueError(f"there is no question {name!r} any more; use {SUCCESSORS[name]}")

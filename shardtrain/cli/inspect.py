@@ -166,9 +166,9 @@ def _num_islands(run: Run, options: InspectOptions, sizes: Mapping[str, int]) ->
         return by_shares
     if given is not None:
         if is_pipeline and across.partitions:
-            from shardtrain.train_step.seats import Seats
+            from shardtrain.train_step.pipeline_grid import PipelineGrid
 
-            Seats(num_islands=given, num_stages=across.partitions, island=0)
+            PipelineGrid(num_islands=given, num_stages=across.partitions, island=0)
         return given
     if is_pipeline:
         return 2 * of_pipeline

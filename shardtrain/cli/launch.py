@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.cli import COMMANDS
-from shardtrain.errors.exit_codes import COME_AGAIN
+from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.islands.cluster import Cluster, read_cluster
-from shardtrain.islands.seat import parse_processes
+from shardtrain.islands.rank_placement import parse_processes
 from shardtrain.launch.duration import parse_time
 from shardtrain.launch.hosts import Host, hosts_of_cluster
 from shardtrain.launch.job import Job
@@ -247,7 +247,7 @@ def _run(launcher: Launcher, job: Job, special: Any, dry_run: bool) -> int:
         left = None if until is None else until - time.monotonic()
         if number and left is not None and left <= job.stop_seconds:
             terminal.err("launch: not started again: the time limit is near\n")
-            return Ended(code=COME_AGAIN, asked=True, step=0)
+            return Ended(code=TEMPORARY_FAILURE, asked=True, step=0)
         return supervise_once(launch, job.logs, os.environ, time_seconds=left, stop_seconds=job.stop_seconds)
 
     return run_again(start, restarts, terminal.err)

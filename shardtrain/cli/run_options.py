@@ -98,7 +98,7 @@ SHORT = {
     f"{SYNCHRONISATION}inside": "inside",
     f"{SYNCHRONISATION}fragments": "fragments",
     f"{SYNCHRONISATION}overlap": "overlap",
-    f"{SYNCHRONISATION}when": "meet_when",
+    f"{SYNCHRONISATION}when": "sync_when",
     f"{SYNCHRONISATION}distance": "clock_distance",
     f"{SYNCHRONISATION}synchronous_steps": "synchronous_steps",
     f"{SYNCHRONISATION}outer.learning_rate": "outer_rate",
@@ -123,6 +123,9 @@ SHORT = {
     f"{PIPELINE}in_flight": "in_flight",
 }
 """Path of a field -> the short name of its option; the path works too."""
+
+RENAMED = {"--meet-when": "--sync-when (moved:0.1 is drift:0.1)"}
+"""Earlier name of an option -> what to write."""
 
 GIVEN_IN_PYTHON = "given in Python"
 """The default of --combine if the run file defines its own combiner."""
@@ -185,7 +188,7 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
     if (page := help_page(f"{usage} {source}", options, words)) is not None:
         terminal.out(page)
         raise SystemExit(0)
-    refuse_rare(words, run.model)
+    refuse_options(words, run.model)
     changes = parse_options(options, words, f"{usage} {source}")
     for name in ("cpu_devices", "strategy", "synchronisation", "cluster"):  # these are applied already
         changes.pop(name, None)
@@ -217,8 +220,8 @@ def run_options(run: Run) -> Iterator[FieldOption]:
         yield dataclasses.replace(option, short=SHORT.get(option.path), help=text)
 
 
-def refuse_rare(words: Sequence[str], config: Any) -> None:
-    """Refuse options of fields that are set in the run file only.
+def refuse_options(words: Sequence[str], config: Any) -> None:
+    """Refuse renamed options, and options of fields that are set in the run file only.
 
     Args:
       words: the command line after RUN.
@@ -232,12 +235,14 @@ def refuse_rare(words: Sequence[str], config: Any) -> None:
     problems = []
     for word in words:
         name = re.sub(r"(?<=[-.])no-", "", word.partition("=")[0].replace("_", "-"))
+        if name in RENAMED:
+            problems.append(f"{name}: it is {RENAMED[name]} now")
         if path := flags.get(name):
             section, _, field = path.removeprefix("strategy.").rpartition(".")
             file = f", or {field} in [{section}] of a strategy file" if path.startswith("strategy.") else ""
             problems.append(f"{word.partition('=')[0]}: set {path} in the run file{file}")
     if problems:
-        raise problems_error("these fields have no option", problems)
+        raise problems_error("these options do not exist", problems)
 
 
 def _mesh_text(mesh: Mapping[str, int]) -> str:

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from shardtrain.cli.compilation import CompileOptions, set_xla_flags
 from shardtrain.cli.run_options import parse_run
-from shardtrain.errors.exit_codes import COME_AGAIN, DONE, FAILED
+from shardtrain.errors.exit_codes import DONE, FAILED, TEMPORARY_FAILURE
 from shardtrain.islands.binding import bind_cpus, device_environment
 from shardtrain.islands.rank_environment import find_rank_environment
 from shardtrain.islands.watchdog.activity import ActivityRecord, activity_record
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
         terminal.err(f"shardtrain train: {format_failure(activity, error)}\n")
         return FAILED
     if trained.time_over:
-        return COME_AGAIN
+        return TEMPORARY_FAILURE
     return DONE if trained.stopped_by is None else 128 + trained.stopped_by
 
 
@@ -154,7 +154,7 @@ def _end_for_timeout(timeout: Exception) -> NoReturn:
     from shardtrain.islands.bridge import end_all
 
     terminal.err(f"shardtrain train: {timeout}\n")
-    end_all(COME_AGAIN)
+    end_all(TEMPORARY_FAILURE)
 
 
 def _write_stderr(text: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import optax
 
 from shardtrain.combine import Combiner, make_combiner
-from shardtrain.combine.meeting import ALWAYS, MeetingRule, make_meeting_rule
+from shardtrain.combine.sync_trigger import ALWAYS, SyncTrigger, make_sync_trigger
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, problems_error
 
@@ -66,9 +66,9 @@ class Synchronisation:
         that fragments become equally large.
       overlap: number of steps that replicas go on while deltas are under way; the result is then added to
         what they have changed since. At most `every`.
-      when: whether replicas meet where `every` lets them: "always", or a rule with its number, such as
-        "moved:0.01": if one has moved from the common parameters by more than 1 % of their norm. After the
-        last step of a run they meet in any case.
+      when: when replicas synchronise, of the steps that `every` allows: "always", or a trigger such as
+        "drift:0.01": if one drifted from the common parameters by more than 1 % of their norm. After the
+        last step of a run they always do.
       distance: number of waves, of `every` steps each, that an island may be ahead of the slowest one: it
         pushes what it changed in a wave, and goes on from all that was pushed so far (wave-synchronous
         parallelism, HetPipe). None: all replicas merge together. It is for islands; the replicas of a mesh
@@ -146,7 +146,7 @@ class Synchronisation:
             raise problems_error("replicas cannot be synchronised like this", problems)
         if isinstance(self.by, str):
             make_combiner(self.by)
-        make_meeting_rule(self.when)
+        make_sync_trigger(self.when)
 
     def _wave_problems(self) -> list[str]:
         """Return what does not go with waves: their updates are added as they come."""
@@ -206,9 +206,9 @@ class Synchronisation:
         return optax.sgd(self.outer.learning_rate, self.outer.momentum or None, self.outer.nesterov)
 
     @property
-    def rule(self) -> MeetingRule | None:
-        """The rule of `when`; None if replicas always meet."""
-        return make_meeting_rule(self.when)
+    def trigger(self) -> SyncTrigger | None:
+        """The trigger of `when`; None means always."""
+        return make_sync_trigger(self.when)
 
     @property
     def keeps_drift(self) -> bool:
@@ -259,7 +259,7 @@ PRESETS = {
 steps alone, then their changes are averaged (Stich 2019). "diloco": 30 steps alone, and Nesterov momentum
 over the averages (Douillard et al. 2023, which takes 500). "streaming-diloco": the same in 4 parts, one at a
 time (Douillard et al. 2025, without its overlap). "adasum-deltas": Horovod's Adasum, in each step.
-"hierarchical": for several islands, whose devices average in every step and which meet every 4 steps. "wsp":
+"hierarchical": for several islands: devices average in every step, islands synchronise every 4. "wsp":
 islands push their changes every 4 steps, and may be 4 such waves ahead (Park et al. 2020, HetPipe)."""
 
 

@@ -57,7 +57,7 @@ def collect(context: RankContext) -> Facts:
         "launcher": context.environment.launcher,
         "told": [context.environment.rank, context.environment.size],
         "problem": context.problem,
-        "seats_problem": context.islands_problem,
+        "placement_problem": context.islands_problem,
         "pmi": pmi_interface(context.environ),
         "strange": [n for n in OTHER_LAUNCHERS if n in context.environ]
         if context.environment.launcher == "none"
@@ -93,7 +93,7 @@ def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
         one for one in (ranks[0] for ranks in group_by_host(all_facts).values()) if "child" in one.facts
     ]
     rows = [_launcher(all_facts)]
-    if problem := all_facts[0].facts["seats_problem"]:
+    if problem := all_facts[0].facts["placement_problem"]:
         fix = "start as many ranks as the islands need, or change SHARDTRAIN_ISLAND_PROCESSES, as it says"
         rows.append(Row("islands", problem, "wrong", fix))
     if absent := [(one.host, ", ".join(one.facts["absent"])) for one in all_facts if "absent" in one.facts]:

@@ -14,7 +14,7 @@ from typing import Any
 from shardtrain.doctor.check import ControlChannel
 from shardtrain.doctor.child import launch_problem
 from shardtrain.islands.rank_environment import RankEnvironment
-from shardtrain.islands.seat import PROCESSES, find_seat, parse_processes, seat_problem
+from shardtrain.islands.rank_placement import PROCESSES, find_placement, parse_processes, placement_problem
 
 
 class SingleProcess:
@@ -87,12 +87,12 @@ def connect_ranks(
     problem, names = None, [f"rank {rank} (host {host})" for rank, host in enumerate(hosts)]
     try:
         processes = parse_processes(environ.get(PROCESSES, "1"))
-        problem = seat_problem(environment.size, processes)
+        problem = placement_problem(environment.size, processes)
     except ValueError as error:
         problem, processes = str(error), 1
     if problem is None:
-        seats = [find_seat(rank, environment.size, processes) for rank in range(environment.size)]
-        names = [rank_name(seat, host) for seat, host in zip(seats, hosts, strict=True)]
+        placements = [find_placement(rank, environment.size, processes) for rank in range(environment.size)]
+        names = [rank_name(placement, host) for placement, host in zip(placements, hosts, strict=True)]
     for control in controls:
         control.names = names
         control.patience_seconds = patience_seconds

@@ -55,7 +55,7 @@ def decide_device_memory(
       ValueError: "device" was asked for, and a probe failed.
     """
     # of several processes, two could start a gather of jax and a message of MPI in opposite orders
-    possible = wanted != "host" and platform == "gpu" and islands.seat.num_processes == 1
+    possible = wanted != "host" and platform == "gpu" and islands.placement.num_processes == 1
     able = possible and probe()
     all_able = islands.control.all_gather("device memory", able)
     if wanted == "device" and not all(all_able):

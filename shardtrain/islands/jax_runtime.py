@@ -8,34 +8,34 @@ import jax
 
 from shardtrain.islands.binding import runtime_device_ids
 from shardtrain.islands.network import listening_address, proxy_exceptions
-from shardtrain.islands.seat import Seat
+from shardtrain.islands.rank_placement import RankPlacement
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def join_processes(seat: Seat, comm: "MPI.Comm", host: str) -> None:
+def join_processes(placement: RankPlacement, comm: "MPI.Comm", host: str) -> None:
     """Start one JAX runtime for an island's processes; the first of them is the coordinator."""
-    island = comm.Split(seat.island, seat.process)
-    if seat.num_processes > 1:
+    island = comm.Split(placement.island, placement.process)
+    if placement.num_processes > 1:
         mine = listening_address(island.allgather(host), os.environ)
         with socket.socket() as free:
             free.bind((mine or "", 0))
             port = free.getsockname()[1]
         # by name: many hosts know their own name by an address of loopback, 127.0.1.1
         address = island.bcast(f"{mine or socket.gethostname()}:{port}", 0)
-        # ranks of one run meet without a proxy, which may not know their hosts
+        # ranks of one run connect without a proxy, which may not know their hosts
         hosts = [*island.allgather(host), address.rpartition(":")[0]]
         os.environ.update(proxy_exceptions(hosts, os.environ))
-        start_runtime(seat, address, mine)
+        start_runtime(placement, address, mine)
     island.Free()
 
 
-def start_runtime(seat: Seat, address: str, mine: str | None) -> None:
+def start_runtime(placement: RankPlacement, address: str, mine: str | None) -> None:
     """Join this process to its island's JAX runtime.
 
     Args:
-      seat: the island and index of this process.
+      placement: the island and index of this process.
       address: the address of the first process.
       mine: the address on which this process listens; None: all.
     """
@@ -45,8 +45,8 @@ def start_runtime(seat: Seat, address: str, mine: str | None) -> None:
         _keep_gloo_on(mine)
     jax.distributed.initialize(
         address,
-        seat.num_processes,
-        seat.process,
+        placement.num_processes,
+        placement.process,
         # every GPU that it sees: jax's own detection takes one, by its number on the host, which a process
         # with bound GPUs may not have
         runtime_device_ids(os.environ),

@@ -47,7 +47,7 @@ class Mailbox:
         self._names, self.patience_seconds, self._report = list(names), patience_seconds, report
         self._largest_tag = self._comm.Get_attr(MPI.TAG_UB) or 32767
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._report_failure: BaseException | None = None
+        self._failure: BaseException | None = None
         self.num_messages = 0
         self.num_bytes = 0
         self._thread = threading.Thread(target=self._send_all, name="mailbox", daemon=True)
@@ -118,10 +118,8 @@ class Mailbox:
         self._thread.join(timeout=5.0)
 
     def _check(self) -> None:
-        if self._report_failure is not None:
-            raise RuntimeError(
-                "an array could not be computed or sent to another stage"
-            ) from self._report_failure
+        if self._failure is not None:
+            raise RuntimeError("an array could not be computed or sent to another stage") from self._failure
 
     def _send_all(self) -> None:
         # requests of MPI, each with its buffer, which must live until the send is complete
@@ -142,12 +140,12 @@ class Mailbox:
                 try:
                     under_way = [(request, data) for request, data in under_way if not request.Test()]
                 except MPI.Exception as error:
-                    self._report_failure, under_way = error, []
+                    self._failure, under_way = error, []
                 time.sleep(nap)
                 nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
             except Exception as error:
                 # complete what is under way; the main thread raises this at its next call (`_check`)
-                self._report_failure = error
+                self._failure = error
 
 
 def _view_bytes(array: np.ndarray) -> np.ndarray:

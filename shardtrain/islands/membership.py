@@ -19,7 +19,7 @@ from shardtrain.islands.binding import bind_devices, visible_list
 from shardtrain.islands.jax_runtime import join_processes
 from shardtrain.islands.options import Across
 from shardtrain.islands.rank_environment import RankEnvironment, find_rank_environment
-from shardtrain.islands.seat import PROCESSES, Seat, find_seat, parse_processes
+from shardtrain.islands.rank_placement import PROCESSES, RankPlacement, find_placement, parse_processes
 from shardtrain.islands.transfer import Transfer
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.islands.watchdog.diagnosis import Watch
@@ -41,7 +41,7 @@ class Islands:
     """The islands of a run and the channels between them, for one of their processes.
 
     Args:
-      seat: the island and index of this process.
+      placement: the island and index of this process.
       environment: its rank, as the launcher set it.
       control: named messages between all ranks.
       comm: the MPI communicator of all ranks; messages are sent on duplicates of it.
@@ -50,7 +50,7 @@ class Islands:
       hosts: rank -> its host.
     """
 
-    seat: Seat
+    placement: RankPlacement
     environment: RankEnvironment
     control: "Control"
     comm: "MPI.Comm"
@@ -100,7 +100,7 @@ class Islands:
         groups: list[MpiGroup | None] = []
         for device in devices[:num_bucket_devices]:
             mine = device.process_index == jax.process_index()
-            comm = self.comm.Split(0 if mine and joins else MPI.UNDEFINED, self.seat.island)
+            comm = self.comm.Split(0 if mine and joins else MPI.UNDEFINED, self.placement.island)
             groups.append(MpiGroup(comm, across.reduce) if mine and joins else None)
         if not joins:
             return None
@@ -155,26 +155,26 @@ def join(
     comm = world()
     if (comm.rank, comm.size) != (environment.rank, environment.size):
         raise ValueError(format_other_mpi(environment, comm.rank, comm.size))
-    # 2. the seat of every rank: its island, and its process there
+    # 2. the placement of every rank: its island, and its process there
     processes = parse_processes(environ.get(PROCESSES, "1"))
-    seats = [find_seat(rank, environment.size, processes) for rank in range(environment.size)]
+    placements = [find_placement(rank, environment.size, processes) for rank in range(environment.size)]
     control = Control(comm, report=report or (lambda text: None), activity=activity)
     # 3. wait for all ranks; from now on messages name a rank by island and host
     facts = [environment.host, os.getpid(), visible_list(environ)]
     found = control.all_gather("start", facts, START_SECONDS)
     hosts, pids, lists = zip(*found, strict=True)
-    control.names = [rank_name(seat, host) for seat, host in zip(seats, hosts, strict=True)]
+    control.names = [rank_name(placement, host) for placement, host in zip(placements, hosts, strict=True)]
     unlink_shared_memory()
-    seat = seats[environment.rank]
+    placement = placements[environment.rank]
     # 4. the devices of this process, now that it is known what the others of its host see
     here = [rank for rank, host in enumerate(hosts) if host == environment.host]
     local = replace(environment, local_rank=here.index(environment.rank), local_size=len(here))
     bind_devices(local, environ, [lists[rank] for rank in here])
     # 5. one JAX runtime for each island
-    join_processes(seat, comm, environment.host)
-    first_ranks = tuple(rank for rank, other in enumerate(seats) if other.process == 0)
+    join_processes(placement, comm, environment.host)
+    first_ranks = tuple(rank for rank, other in enumerate(placements) if other.process == 0)
     return Islands(
-        seat=seat,
+        placement=placement,
         environment=environment,
         control=control,
         comm=comm,
@@ -213,16 +213,16 @@ def make_watchdog(watch: Watch, activity: ActivityRecord, stacks: Path, islands:
     return Watchdog(watch, activity, stacks, peers, HeartbeatChannel(islands.comm))
 
 
-def rank_name(seat: Seat, host: str) -> str:
+def rank_name(placement: RankPlacement, host: str) -> str:
     """Return the name of a rank in messages.
 
-    >>> rank_name(Seat(island=1, num_islands=2, process=0, num_processes=1), "b")
+    >>> rank_name(RankPlacement(island=1, num_islands=2, process=0, num_processes=1), "b")
     'island 1 (host b)'
-    >>> rank_name(Seat(island=1, num_islands=2, process=3, num_processes=4), "b")
+    >>> rank_name(RankPlacement(island=1, num_islands=2, process=3, num_processes=4), "b")
     'island 1.3 (host b)'
     """
-    process = f".{seat.process}" if seat.num_processes > 1 else ""
-    return f"island {seat.island}{process} (host {host})"
+    process = f".{placement.process}" if placement.num_processes > 1 else ""
+    return f"island {placement.island}{process} (host {host})"
 
 
 def format_other_mpi(environment: RankEnvironment, rank: int, size: int) -> str:
@@ -246,8 +246,8 @@ def binding(islands: Islands) -> list[dict[str, Any]]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     mine = {
         "rank": islands.environment.rank,
-        "island": islands.seat.island,
-        "process": islands.seat.process,
+        "island": islands.placement.island,
+        "process": islands.placement.process,
         "host": islands.environment.host,
         "pid": os.getpid(),
         "devices": f"{len(devices)} x {devices[0].device_kind}",

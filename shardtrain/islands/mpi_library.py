@@ -80,8 +80,9 @@ def check_started(is_started: bool, environ: Mapping[str, str]) -> None:
     """
     if not is_started:
         variable = environ.get("MPI4PY_RC_INITIALIZE")
-        told = "mpi4py.rc.initialize" if variable is None else f"MPI4PY_RC_INITIALIZE={variable}"
+        setting = "mpi4py.rc.initialize" if variable is None else f"MPI4PY_RC_INITIALIZE={variable}"
         raise ValueError(
-            f"mpi4py did not start MPI when it was imported, as {told} says, and ranks cannot meet without;"
+            f"mpi4py did not start MPI when it was imported, as {setting} says, and ranks cannot communicate"
+            " without it;"
             " use `unset MPI4PY_RC_INITIALIZE`, and set mpi4py.rc.initialize nowhere"
         )

@@ -103,7 +103,7 @@ class ParameterServer:
           RankTimeout: islands that are behind did not push in time.
         """
         requests = []
-        words = [push.step, push.least, push.calls_meeting, push.meets, push.update is not None]
+        words = [push.step, push.least, push.requests_barrier, push.at_barrier, push.update is not None]
         request = np.array(words, np.int64).tobytes() + push.totals.tobytes()
         for island in range(self.num_islands):
             requests.append(self._comm.Isend([request, MPI.BYTE], island, REQUEST))
@@ -197,7 +197,7 @@ class ParameterServer:
 
     def _send(self, island: int, answer: Answer) -> list[tuple[Any, Any]]:
         """Start to send an answer: its numbers, then its values."""
-        numbers = np.array([*answer.clocks, answer.meeting], np.int64).tobytes() + answer.totals.tobytes()
+        numbers = np.array([*answer.clocks, answer.barrier], np.int64).tobytes() + answer.totals.tobytes()
         self._count(answer.values, island)
         return [
             (self._comm.Isend([numbers, MPI.BYTE], island, ANSWER), numbers),
@@ -208,9 +208,9 @@ class ParameterServer:
         """Receive the numbers of a push; return it, and the request of its update, or None."""
         data = bytearray(status.Get_count(MPI.BYTE))
         self._comm.Recv([data, MPI.BYTE], status.source, REQUEST)
-        step, least, calls_meeting, meets, has_update = np.frombuffer(data, np.int64, 5).tolist()
+        step, least, requests_barrier, at_barrier, has_update = np.frombuffer(data, np.int64, 5).tolist()
         totals = np.frombuffer(data, np.float64, offset=5 * 8)
-        push = Push(step, least, bool(calls_meeting), totals, meets=bool(meets))
+        push = Push(step, least, bool(requests_barrier), totals, at_barrier=bool(at_barrier))
         if not has_update:
             return push, None
         own = self._part(self.island)

@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-NO_MEETING = -1
-"""The wave of a meeting where no island has asked for one."""
+NO_BARRIER = -1
+"""The wave of the next barrier if no island requested one."""
 
 
-Kind = Literal["push", "pull", "meeting"]
+Kind = Literal["push", "pull", "barrier"]
 """Of events."""
 
 
@@ -22,7 +22,7 @@ class Event(NamedTuple):
     """Something that changes a shard, or is read from it; their order decides the parameters.
 
     Args:
-      kind: "push": an update was added; "pull": an island was answered; "meeting": it was, where all meet.
+      kind: "push": an update was added; "pull": an island was answered; "barrier": it was, at a barrier.
       island: whose.
       step: the step that ended its wave.
     """
@@ -50,18 +50,18 @@ class Push(NamedTuple):
     Args:
       step: the step that ended the wave.
       least: it is answered once every island has pushed so many waves.
-      calls_meeting: it wants all islands to meet as soon as they can.
+      requests_barrier: it wants a barrier as soon as possible.
       totals: float64 (k,), added up for island 0.
       update: float32, what the island changed of this shard; None: it was pushed before.
-      meets: all islands meet after this wave.
+      at_barrier: there is a barrier after this wave.
     """
 
     step: int
     least: int
-    calls_meeting: bool = False
+    requests_barrier: bool = False
     totals: np.ndarray = np.zeros(0)
     update: np.ndarray | None = None
-    meets: bool = False
+    at_barrier: bool = False
 
 
 class Answer(NamedTuple):
@@ -69,13 +69,13 @@ class Answer(NamedTuple):
 
     Args:
       clocks: island -> the number of its waves in `values`.
-      meeting: the number of waves after which all islands meet; `NO_MEETING`: no island asked for it.
+      barrier: the number of waves after which the next barrier is; `NO_BARRIER`: none was requested.
       totals: float64 (k,): for island 0 the sum of what was pushed since its last answer, else zeros.
       values: float32, the shard: the values at the start plus all updates that were pushed.
     """
 
     clocks: tuple[int, ...]
-    meeting: int
+    barrier: int
     totals: np.ndarray
     values: np.ndarray
 
@@ -86,10 +86,10 @@ class ParameterShard:
     Args:
       num_islands: number of islands.
       log: gets every event, in order; None: nothing is written.
-      order: the events of an earlier run, which are repeated in this order; a meeting that it did not have
+      order: the events of an earlier run, which are repeated in this order; a barrier that it did not have
         ends that.
       report: receives a line when the order ends before its last event.
-      waves_ahead: how many waves an island may have started when it is told of a meeting.
+      waves_ahead: how many waves an island may have started when it hears of a barrier.
 
     Attributes:
       clocks: island -> the number of waves that it has pushed.
@@ -122,7 +122,7 @@ class ParameterShard:
         self._answered = [0] * self._num_islands
         self._waiting: dict[int, Push] = {}
         self._totals: np.ndarray | float = 0.0
-        self._meeting = NO_MEETING
+        self._barrier = NO_BARRIER
         self._order = [event for event in self._order if event.step > step]
         if self._log is not None:
             self._log.begin(step)
@@ -131,14 +131,14 @@ class ParameterShard:
         """Take a push; return the answers that can be given now, as (island, answer)."""
         assert island not in self._waiting, island
         self._waiting[island] = push
-        # a meeting that the earlier run did not have: the order ends at this message, on every shard
+        # a barrier that the earlier run did not have: the order ends at this message, on every shard
         if push.update is None and Event("pull", island, push.step) not in self._order:
             self._end_order(push.step)
         answers = []
         while (event := self._next_event()) is not None:
             if self._log is not None:
-                meets = event.kind == "pull" and self._waiting[event.island].meets
-                self._log.write(event._replace(kind="meeting") if meets else event)
+                at_barrier = event.kind == "pull" and self._waiting[event.island].at_barrier
+                self._log.write(event._replace(kind="barrier") if at_barrier else event)
             if event.kind == "push":
                 self._add(event.island)
             else:
@@ -166,7 +166,7 @@ class ParameterShard:
         """Go on in an order of its own."""
         if self._order:
             self._report(
-                f"WARNING: the replay ends at step {step}, as islands met there and not in the earlier"
+                f"WARNING: the replay ends at step {step}, with a barrier that was not in the earlier"
                 " run; its parameters are not repeated from here on"
             )
         self._order = []
@@ -178,11 +178,11 @@ class ParameterShard:
             self._values[part] = self._values[part].astype(dtype)
         self._totals = self._totals + push.totals
         self.clocks[island] += 1
-        if self.clocks[island] > self._meeting:
-            self._meeting = NO_MEETING
-        if push.calls_meeting and self._meeting == NO_MEETING:
+        if self.clocks[island] > self._barrier:
+            self._barrier = NO_BARRIER
+        if push.requests_barrier and self._barrier == NO_BARRIER:
             # nobody is beyond the wave that follows its last answer, but for those that it has in flight
-            self._meeting = max(self._answered) + 1 + self._waves_ahead
+            self._barrier = max(self._answered) + 1 + self._waves_ahead
         self._waiting[island] = push._replace(update=None)
 
     def _answer(self, island: int) -> Answer:
@@ -191,16 +191,16 @@ class ParameterShard:
         totals = np.zeros_like(push.totals)
         if island == 0:
             totals, self._totals = totals + self._totals, 0.0
-        return Answer(tuple(self.clocks), self._meeting, totals, self._values.copy())
+        return Answer(tuple(self.clocks), self._barrier, totals, self._values.copy())
 
 
 def last_pulls(events: Sequence[Event]) -> list[Event]:
-    """Return the pushes and pulls, without the pulls that an island repeated in the same step, at a meeting.
+    """Return the pushes and pulls, without the pulls that an island repeated in the same step, at a barrier.
 
-    >>> found = [Event("push", 0, 4), Event("pull", 0, 4), Event("push", 1, 4), Event("meeting", 0, 4)]
+    >>> found = [Event("push", 0, 4), Event("pull", 0, 4), Event("push", 1, 4), Event("barrier", 0, 4)]
     >>> last_pulls(found)[1:]
     [Event(kind='push', island=1, step=4), Event(kind='pull', island=0, step=4)]
     """
-    events = [event._replace(kind="pull") if event.kind == "meeting" else event for event in events]
+    events = [event._replace(kind="pull") if event.kind == "barrier" else event for event in events]
     last = {event: number for number, event in enumerate(events)}
     return [event for number, event in enumerate(events) if last[event] == number]

@@ -1,7 +1,7 @@
 """The rank of this process under any launcher, read from the environment alone: no jax and no MPI.
 
-The variables are in `launcher_variables.py`; the rank's island in `seat.py`, its share of the host's GPUs and
-cores in `binding.py`.
+The variables are in `launcher_variables.py`, the rank's island in `rank_placement.py`, its share of GPUs and
+cores of the host in `binding.py`.
 """
 
 import re

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardtrain.errors.messages import problems_error
 from shardtrain.islands.network import INTERFACE
-from shardtrain.islands.seat import PROCESSES
+from shardtrain.islands.rank_placement import PROCESSES
 from shardtrain.launch.hosts import Host, hosts_problem
 
 INTERFACES = (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain.errors.exit_codes import COME_AGAIN
+from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
 from shardtrain.islands.watchdog.step_file import NOTHING
 from shardtrain.launch.rank_end import RankEnd, abort_code, error_text, read_ranks
 from shardtrain.system import terminal
@@ -72,7 +72,7 @@ def launch_outcome(
     for what, chosen in _group_by_end(rest):
         text += f"\nthen: {_names(chosen)} {what}"
     text += f"\nwhole log: {first.log}" + (" (the others are beside it)" if rest else "")
-    code = COME_AGAIN if first.last.hung else first.code
+    code = TEMPORARY_FAILURE if first.last.hung else first.code
     return Outcome(code=code or abort_code(first.text) or abs(launcher_code) or 1, text=text + "\n")
 
 

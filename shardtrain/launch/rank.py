@@ -20,9 +20,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shardtrain.errors.exit_codes import COME_AGAIN
+from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
 from shardtrain.islands.rank_environment import RankEnvironment, find_rank_environment
-from shardtrain.islands.seat import PROCESSES, Seat, find_seat, parse_processes
+from shardtrain.islands.rank_placement import PROCESSES, RankPlacement, find_placement, parse_processes
 from shardtrain.islands.watchdog.step_file import STEP_FILE, read_step_file
 from shardtrain.launch.log_folder import ASKED
 from shardtrain.system import terminal
@@ -31,7 +31,7 @@ from shardtrain.system.stop_signals import write_raw
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LOOK_EVERY_SECONDS = 0.05
-MISTAKE, NOT_FOUND = 2, 127
+USAGE_ERROR, NOT_FOUND = 2, 127
 LOST = ".lost"
 """Suffix of a file beside a rank's record: the time at which the process that keeps its log was lost."""
 
@@ -53,18 +53,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         environment = find_rank_environment(os.environ)
         processes = parse_processes(os.environ.get(PROCESSES, "1"))
-        seat = find_seat(environment.rank, environment.size, processes)
+        placement = find_placement(environment.rank, environment.size, processes)
     except ValueError as mistake:
         terminal.err(f"shardtrain.launch.rank: {mistake}\n")
-        return MISTAKE
+        return USAGE_ERROR
     close_listeners()
     try:
-        keeper = Keeper(options.logs, environment, seat, signal.Signals[f"SIG{options.usr1}"])
+        keeper = Keeper(options.logs, environment, placement, signal.Signals[f"SIG{options.usr1}"])
     except OSError as error:
         terminal.err(
             f"shardtrain.launch.rank: the log of rank {environment.rank} cannot be written: {error}\n"
         )
-        return MISTAKE
+        return USAGE_ERROR
     return keeper.run(program)
 
 
@@ -84,16 +84,16 @@ def _split(arguments: Sequence[str]) -> list:
     return [arguments[:at], *arguments[at + 1 :]]
 
 
-def prefix(environment: RankEnvironment, seat: Seat) -> str:
+def prefix(environment: RankEnvironment, placement: RankPlacement) -> str:
     """Return the prefix of a rank's lines; empty for the first rank, whose output is unchanged.
 
     >>> environment = RankEnvironment(launcher="none", rank=1, size=3, local_rank=1, local_size=3, host="a")
-    >>> prefix(environment, Seat(island=1, num_islands=2, process=0, num_processes=2))
+    >>> prefix(environment, RankPlacement(island=1, num_islands=2, process=0, num_processes=2))
     '[island 1.0] '
     """
     if environment.rank == 0:
         return ""
-    return f"[island {island_name(seat.island, seat.process, seat.num_processes)}] "
+    return f"[island {island_name(placement.island, placement.process, placement.num_processes)}] "
 
 
 def island_name(island: int, process: int, num_processes: int) -> str:
@@ -104,7 +104,9 @@ def island_name(island: int, process: int, num_processes: int) -> str:
 class Keeper:
     """Runs one program: writes its output to the log, forwards signals to it, and records how it ended."""
 
-    def __init__(self, logs: Path, environment: RankEnvironment, seat: Seat, usr1: signal.Signals) -> None:
+    def __init__(
+        self, logs: Path, environment: RankEnvironment, placement: RankPlacement, usr1: signal.Signals
+    ) -> None:
         self._environment, self._usr1 = environment, usr1
         logs.mkdir(parents=True, exist_ok=True)
         self._log = logs / f"rank-{environment.rank}.log"
@@ -115,10 +117,10 @@ class Keeper:
             of_an_earlier_start.unlink(missing_ok=True)
         open_own(self._log, append=True).close()
         names = ("rank", "size", "host")
-        self._record: dict[str, Any] = {name: getattr(environment, name) for name in names} | vars(seat)
+        self._record: dict[str, Any] = {name: getattr(environment, name) for name in names} | vars(placement)
         self._record |= dict.fromkeys(("asked", "code", "signal", "end_seconds"))
         self._record["log_from"] = self._log.stat().st_size
-        self._prefix = prefix(environment, seat)
+        self._prefix = prefix(environment, placement)
         self._asked: list[signal.Signals] = []
         self._asked_path = logs / ASKED
         self._child: subprocess.Popen | None = None
@@ -189,7 +191,7 @@ class Keeper:
         except OSError as error:
             write_raw(f"shardtrain.launch.rank: {self._record_path} cannot be written: {error}\n")
         # a stop that was asked for is a success, so that the launcher does not end the other ranks
-        at_time_limit = code == COME_AGAIN and not read_step_file(self._step_file).hung
+        at_time_limit = code == TEMPORARY_FAILURE and not read_step_file(self._step_file).hung
         return 0 if at_time_limit or code in {128 + number for number in self._asked} else code
 
     def _write_record(self, **news: Any) -> None:

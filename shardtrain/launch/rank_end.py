@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain.errors.exit_codes import COME_AGAIN
+from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
 from shardtrain.islands.watchdog.step_file import NOTHING, LastStep, read_step_file
 from shardtrain.launch.rank import LOST, island_name, step_file_path
 
@@ -18,7 +18,7 @@ AFTERWARDS = re.compile(
     r"application called MPI_Abort|Abort\(\d+\) on node|MPI_ABORT was invoked|Exception ignored in|[-=]{20}"
 )
 MOST_LINES, FIRST_LINES, TAIL_LINES = 60, 8, 15
-MISTAKE = re.compile(r"shardtrain[.\w]*( \w+)?: ")
+USAGE_ERROR = re.compile(r"shardtrain[.\w]*( \w+)?: ")
 MISTAKE_END = re.compile(r"\(the traceback: SHARDTRAIN_TRACEBACK=1\)$")
 """First and last line of the message of a user's mistake, see `cli.main`."""
 
@@ -55,7 +55,7 @@ def error_text(log: str) -> str:
 
 def _mistake(lines: Sequence[str]) -> list[str]:
     """Return the message of a user's mistake, without the lines that libraries print after it."""
-    return _between(lines, MISTAKE, MISTAKE_END)
+    return _between(lines, USAGE_ERROR, MISTAKE_END)
 
 
 def _between(lines: Sequence[str], first: re.Pattern, last: re.Pattern) -> list[str]:
@@ -82,7 +82,7 @@ class RankEnd:
 
     Args:
       rank: the rank, of `size` ranks.
-      island, process, num_processes: its seat.
+      island, process, num_processes: its placement.
       host: the host on which it ran.
       start_seconds: since the epoch, by its host's clock, as is `end_seconds`.
       end_seconds: None where the launcher killed it and its keeper.
@@ -210,7 +210,7 @@ def _is_stopped(code: int | None, asked: str | None, last: LastStep) -> bool:
     """Return whether the rank was asked to stop by a signal or by its time limit, and did."""
     if last.hung:
         return False
-    return code == COME_AGAIN or (asked is not None and code == 128 + signal.Signals[asked])
+    return code == TEMPORARY_FAILURE or (asked is not None and code == 128 + signal.Signals[asked])
 
 
 def abort_code(text: str) -> int:

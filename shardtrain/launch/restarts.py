@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardtrain.errors.exit_codes import DONE, MISTAKE
+from shardtrain.errors.exit_codes import DONE, USAGE_ERROR
 from shardtrain.errors.messages import problems_error
 
 LONGEST_SECONDS = 60.0
@@ -84,7 +84,7 @@ def run_again(
     while True:
         ended = start(done)
         # done, asked to stop, or a mistake of the user: another start does not help
-        if ended.code in (DONE, MISTAKE) or ended.asked or not restarts.most:
+        if ended.code in (DONE, USAGE_ERROR) or ended.asked or not restarts.most:
             return ended.code
         # the same step failed twice: it would fail again
         if ended.step == failed_at:

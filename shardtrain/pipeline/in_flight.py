@@ -22,8 +22,8 @@ def forwards_ahead(num_stages: int, in_flight: int) -> list[int]:
     return [min(in_flight - 1, longest - 1 - stage) for stage in range(num_stages - 1)] + [0]
 
 
-def waves_before_meeting(in_flight: int, every: int) -> int:
-    """Return how many waves after the next one a virtual worker can meet others, once it is told.
+def waves_before_barrier(in_flight: int, every: int) -> int:
+    """Return the smallest delay, in waves, between requesting a barrier and reaching it.
 
     It has started batches of later waves by then, and those are to be done, too.
 
@@ -31,7 +31,7 @@ def waves_before_meeting(in_flight: int, every: int) -> int:
       in_flight: batches in flight.
       every: steps of a wave.
 
-    >>> [waves_before_meeting(in_flight, 4) for in_flight in (1, 2, 4, 5, 8, 9)]
+    >>> [waves_before_barrier(in_flight, 4) for in_flight in (1, 2, 4, 5, 8, 9)]
     [0, 1, 1, 2, 2, 3]
     """
     return 0 if in_flight == 1 else (in_flight - 1) // every + 1

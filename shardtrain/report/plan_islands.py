@@ -2,7 +2,7 @@
 
 import math
 
-from shardtrain.combine.meeting import ALWAYS
+from shardtrain.combine.sync_trigger import ALWAYS
 from shardtrain.plan.island_exchange import EXTRA_SHARE, candidates, own_copies
 from shardtrain.plan.island_stages import StagesPlan
 from shardtrain.plan.islands import ClusterPlan

@@ -28,7 +28,7 @@ _NAMES = {
 """Kind -> pattern of the names of an operation, of its kernel, or of its source."""
 
 
-ASIDE = "aside of the steps"
+UNTIMED = "outside the steps"
 """The name of events that are around what is no part of the steps in a trace, such as an evaluation."""
 
 NO_SOURCE = Source("", "")
@@ -114,8 +114,8 @@ def operations(
     """Return the operations of each device.
 
     Of an accelerator these are its streams (GPU) or its line of operations (TPU); of a CPU all threads that
-    run compiled programs, as one device. What is done while an event `ASIDE` lasts is left out, and its time
-    too: later operations move forward by it.
+    run compiled programs, as one device. What is done during an event `UNTIMED` is left out with its
+    time: later operations move forward by it.
 
     Args:
       events: of the trace.
@@ -170,8 +170,8 @@ def _kernel(name: str) -> str:
 
 def _windows(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     """Return start and end of the time that is no part of the steps, in microseconds, in order."""
-    aside = [event for event in events if event.get("ph") == "X" and event["name"] == ASIDE]
-    return sorted((float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))) for event in aside)
+    untimed = [event for event in events if event.get("ph") == "X" and event["name"] == UNTIMED]
+    return sorted((float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))) for event in untimed)
 
 
 def _move(op: Operation, left_out: Sequence[tuple[float, float]]) -> Operation | None:

@@ -6,7 +6,7 @@ From `plan.traffic` (theory) or `plan.compile` (a compiled program).
 from collections import defaultdict
 from collections.abc import Sequence
 
-from shardtrain.combine.meeting import ALWAYS
+from shardtrain.combine.sync_trigger import ALWAYS
 from shardtrain.combine.synchronisation import Outer, Synchronisation
 from shardtrain.plan.compile import Figures
 from shardtrain.plan.hlo.collectives import Collective, sum_by_axis
@@ -55,12 +55,12 @@ def synchronisation_text(
       replicas: what they are: "islands", "pipelines" of islands, or "mesh": the indices of its axis data.
 
     >>> way = Synchronisation(
-    ...     on="deltas", every=4, fragments=2, overlap=2, when="moved:0.01", synchronous_steps=9
+    ...     on="deltas", every=4, fragments=2, overlap=2, when="drift:0.01", synchronous_steps=9
     ... )
     >>> text = synchronisation_text(way, MergeBytes(3, (1600, 1136), every=4, synchronous=2736))
     >>> print(text.replace(", each", "\\n  each").replace(", comb", "\\n  comb").replace(": a", ":\\n  a"))
     replicas: gradients by mean in the first 9 steps, then deltas by mean
-      each of 2 fragments every 4 steps at most, when moved:0.01
+      each of 2 fragments every 4 steps at most, when drift:0.01
       combined 2 steps later; outer optimizer: none
     each of 3 islands sends 1.6 KiB a merge at most, and at most 684 B a step on average:
       a merge is skipped where no replica has moved so far; in the first 9 steps 2.7 KiB each

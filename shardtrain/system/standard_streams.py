@@ -34,7 +34,7 @@ class SteadyStream:
     """
 
     def __init__(self, stream: Any, report: Callable[[OSError], object]) -> None:
-        self._stream, self._report, self._report_failure = stream, report, False
+        self._stream, self._report, self._has_failed = stream, report, False
 
     def write(self, text: str) -> int:
         self._attempt(lambda: self._stream.write(text))
@@ -54,7 +54,7 @@ class SteadyStream:
         try:
             work()
         except OSError as error:
-            failed_before, self._report_failure = self._report_failure, True
+            failed_before, self._has_failed = self._has_failed, True
             if not failed_before:
                 self._report(error)
 

@@ -42,7 +42,7 @@ def make_delta_update(
 ) -> Callable[[State, Batch], tuple[Callable[[State], State], Metrics]]:
     """Make the computation of a step in which each replica has an optimizer of its own: its update, metrics.
 
-    If replicas meet in every step, it combines their deltas too: with Adasum this is Horovod's
+    If replicas synchronise in every step, it combines their deltas too: with Adasum this is Horovod's
     `_DistributedAdasumOptimizer`. Else `make_merge` does that.
     """
     replica_means = make_replica_means(model, loss, placement, start_row)
@@ -96,7 +96,7 @@ def make_merge(placement: Placement, last_step: int) -> Callable[[State], tuple[
       last_step: see `step.make_step`.
     """
     specs, synchronisation = placement.specs, placement.synchronisation
-    fragments, rule = split_fragments(synchronisation, specs), synchronisation.rule
+    fragments, trigger = split_fragments(synchronisation, specs), synchronisation.trigger
     merge_fragment = _make_fragment_merge(placement, fragments)
 
     def merge_if(due: jax.Array, number: int, state: State, metrics: Metrics) -> tuple[State, Metrics]:
@@ -110,12 +110,12 @@ def make_merge(placement: Placement, last_step: int) -> Callable[[State], tuple[
 
     def is_sent(number: int, state: State) -> jax.Array:
         may = synchronisation.is_sent(number, state.step, last_step)
-        if rule is None:
+        if trigger is None:
             return may
         params = fragments[number].take(state.params)
         deltas = fragments[number].take(state.local.drift, lead=1)
-        values = jax.vmap(rule.measure, in_axes=(0, None))(deltas, params)
-        return may & (rule.is_due(values) | (state.step == last_step))
+        values = jax.vmap(trigger.measure, in_axes=(0, None))(deltas, params)
+        return may & (trigger.is_due(values) | (state.step == last_step))
 
     def merge(state: State) -> tuple[State, Metrics]:
         if not synchronisation.keeps_drift:

@@ -149,7 +149,7 @@ class IslandMerge:
         if not any(is_now(each, number, last_step) for each in fragments for is_now in does):
             self._last = (state.step, number)
             return state, {}
-        # own work is done before islands meet, so that a slow island is one that arrives late there
+        # own work is done before the exchange, so that a slow island is one that arrives late
         jax.block_until_ready(state.local)
         self._all_gather("merge", None)
         metrics: Metrics = {}
@@ -185,11 +185,11 @@ class IslandMerge:
 
     def _meets(self, fragment: int, state: State, is_last: bool) -> bool:
         """Return whether islands send the fragment's deltas now, where the synchronisation lets them."""
-        rule = self._synchronisation.rule
-        if rule is None or is_last:
+        trigger = self._synchronisation.trigger
+        if trigger is None or is_last:
             return True
         value = float(self._measure[fragment](state.local.drift, state.params))
-        return bool(rule.is_due(jnp.array(self._all_gather("whether to meet", value))))
+        return bool(trigger.is_due(jnp.array(self._all_gather("the sync trigger", value))))
 
     def _is_under_way(self, fragment: int, state: State) -> bool:
         return fragment in self._started or float(state.local.sent_count[fragment]) >= 0
@@ -258,5 +258,5 @@ def _merge(
 
 
 def _measure(fragment: Fragment, synchronisation: Synchronisation, drift: Any, params: Any) -> jax.Array:
-    assert synchronisation.rule is not None
-    return synchronisation.rule.measure(fragment.take(drift), fragment.take(params))
+    assert synchronisation.trigger is not None
+    return synchronisation.trigger.measure(fragment.take(drift), fragment.take(params))

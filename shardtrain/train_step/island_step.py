@@ -216,7 +216,7 @@ class GradientIslandStep:
         parts, started = [], []
         # all parts are started; each is sent when it is computed, while later ones compute
         for part in self._gradients(state, batch, self.first_row):
-            # computed before islands meet, so that a slow island is one that arrives late there
+            # computed before the exchange, so that a slow island is one that arrives late
             jax.block_until_ready((part.grads, part.others))
             self._all_gather("combine gradients", None)
             number = len(parts)

@@ -24,15 +24,15 @@ from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.in_flight import forwards_ahead
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.table import Table
+from shardtrain.train_step.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.borrowed_parameters import BorrowedParameters
 from shardtrain.train_step.compile_turns import CompileTurns
 from shardtrain.train_step.island_merge import AllGather, IslandMerge
 from shardtrain.train_step.island_totals import add_island_sums, shapes_of_sums
-from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.own_state import drop_local_fields, restore_local_fields
 from shardtrain.train_step.owner_transfers import OwnerCombiners, OwnerTransfers
+from shardtrain.train_step.pipeline_grid import PipelineGrid
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.seats import Seats
 from shardtrain.train_step.stage_executor import Observe, StageExecutor
 from shardtrain.train_step.stage_functions import StageFunctions
 from shardtrain.train_step.stage_programs import StagePrograms
@@ -59,14 +59,14 @@ class StageStep:
       clip: the largest norm of the whole gradient; None does not clip.
       placement: of the stage's own parameters on this island.
       transfer: to the same stage of the other pipelines.
-      seats: which island has which stage.
+      grid: which island has which stage.
       mailbox: to the other stages of this pipeline.
       all_gather: gathers a value of every rank, by name.
       synchronisation: how pipelines are synchronised, stage by stage.
       learning_rate: the optimizer's schedule, to have it among the metrics.
       start_row: the first row of this pipeline in the whole batch.
       last_step, observe: see `step.make_step` and `StageExecutor`.
-      in_flight, meetings: batches in the pipeline at the same time, and when it is drained of several.
+      in_flight, barriers: batches in the pipeline at the same time, and when it is drained of several.
       make_waves: makes what ends the waves of a synchronisation with a `distance`, for a virtual worker.
       owners: the owners of each block, where pipelines cut the model differently; None: `transfer` reaches
         those of all blocks of this stage.
@@ -84,7 +84,7 @@ class StageStep:
         clip: float | None,
         placement: Placement,
         transfer: Transfer,
-        seats: Seats,
+        grid: PipelineGrid,
         mailbox: "Mailbox",
         all_gather: AllGather,
         synchronisation: Synchronisation = Synchronisation(),
@@ -93,24 +93,24 @@ class StageStep:
         last_step: int = -1,
         observe: Observe | None = None,
         in_flight: int = 1,
-        meetings: Meetings | None = None,
+        barriers: BarrierSchedule | None = None,
         make_waves: Callable[[VirtualWorker], WaveMerge] | None = None,
         owners: OwnerTransfers | None = None,
         loads_programs: bool = False,
     ) -> None:
-        self.stage_model, self.placement, self.seats, self.mailbox = stage_model, placement, seats, mailbox
+        self.stage_model, self.placement, self.grid, self.mailbox = stage_model, placement, grid, mailbox
         self._all_gather, self._last_stage = all_gather, stage_model.stages.part_placement.last_stage
         # tags of sums and of borrowed parameters follow those of all values
         first_tag = 2 * (len(flow.shapes) + 1) * table.num_parts * table.num_microbatches
         sums_of = StagesInStep if in_flight == 1 else StagesInFlight
-        self._stage_sums = stages = sums_of(seats, mailbox, first_tag)
+        self._stage_sums = stages = sums_of(grid, mailbox, first_tag)
         self._borrowed = BorrowedParameters(stage_model, placement, mailbox, first_tag + 1)
         # training has dropout and backward tasks, evaluation forward tasks only: different programs
         functions = partial(StageFunctions, stage_model, flow, placement, self._borrowed.specs, start_row)
         self._train_programs = StagePrograms(functions(train=True))
         self._evaluation_programs = StagePrograms(functions(train=False))
         self._flow, self._observe = flow, observe
-        self._turns = CompileTurns(all_gather, seats.num_replicas, loads_programs)
+        self._turns = CompileTurns(all_gather, grid.num_replicas, loads_programs)
         self.follow(table)
         self._evaluation_executor = StageExecutor(evaluation_table, flow, mailbox)
         # gradients are combined in each step or in the first ones, then what pipelines changed in some
@@ -131,7 +131,7 @@ class StageStep:
         # one program for each stretch between two messages, in the order of `__call__`
         self._gradient_programs = make_gradient_programs(placement)
         self._update = make_update(optimizer, clip, placement, learning_rate)
-        self._unflushed = self._make_unflushed(stages, table, in_flight, meetings)
+        self._unflushed = self._make_unflushed(stages, table, in_flight, barriers)
 
     def _update_alone(
         self,
@@ -148,14 +148,18 @@ class StageStep:
         )
 
     def _make_unflushed(
-        self, stages: StagesInStep | StagesInFlight, table: Table, in_flight: int, meetings: Meetings | None
+        self,
+        stages: StagesInStep | StagesInFlight,
+        table: Table,
+        in_flight: int,
+        barriers: BarrierSchedule | None,
     ) -> UnflushedSteps | None:
         """Make the steps of several batches in the pipeline at the same time; None where it has one."""
         if not isinstance(stages, StagesInFlight):
             return None
         assert isinstance(self._merge, WaveMerge)
-        assert meetings is not None
-        ahead = forwards_ahead(self.seats.num_stages, in_flight)[self.seats.stage]
+        assert barriers is not None
+        ahead = forwards_ahead(self.grid.num_stages, in_flight)[self.grid.stage]
         return UnflushedSteps(
             in_flight=in_flight,
             ahead=ahead,
@@ -167,7 +171,7 @@ class StageStep:
             own_update=self._own_update,
             merge=self._merge,
             stages=stages,
-            meetings=meetings,
+            barriers=barriers,
             no_losses=self._no_losses,
             turns=self._turns,
         )
@@ -208,7 +212,7 @@ class StageStep:
 
     def _run(self, state: State, batch: Batch, *, is_local: bool = False) -> tuple[State, Metrics]:
         """Run the tasks of a batch and an update: of this pipeline's own parameters, or common to all."""
-        programs, seats = self._train_programs, self.seats
+        programs, grid = self._train_programs, self.grid
         # 1. the tasks of all microbatches, which exchange activations and cotangents with the other stages
         own, own_state = state.params, state.model_state
         if is_local:
@@ -231,7 +235,7 @@ class StageStep:
             return self._turns.call("own update", self._own_update, state, grads, model_state, *sums)
         # 4. or gradients combined with the owners of the same blocks in all pipelines, and one update
         combine_state, combine_metrics = state.combine_state, []
-        if seats.num_replicas > 1:
+        if grid.num_replicas > 1:
             found = self._combiners.combine(grads, combine_state, count, model_state)
             grads, combine_state, combine_metrics, model_state = found
         squares = self._gather_squares(grads)
@@ -253,7 +257,7 @@ class StageStep:
         self._turns.once("evaluation tasks", programs.compile)
         self._evaluation_executor.run(programs)
         own = self._gradient_programs.loss_sums(programs.take_sums())
-        found = gather_losses("held-out losses", own, self.seats, self._last_stage, self._all_gather)
+        found = gather_losses("held-out losses", own, self.grid, self._last_stage, self._all_gather)
         totals = sum_losses(found)
         return {**totals.pop("metrics"), **totals}
 
@@ -266,9 +270,9 @@ class StageStep:
     def _losses(self, loss_sums: dict[str, Any], is_local: bool) -> tuple[np.float32, dict[str, Any]]:
         """Return (the count of this pipeline, sums of the loss): its own, or those of all by gradients."""
         if not is_local:
-            losses = gather_losses("losses", loss_sums, self.seats, self._last_stage, self._all_gather)
-            return np.float32(losses[self.seats.replica]["count"]), sum_losses(losses)
-        own = jax.device_get(loss_sums) if self.seats.stage == self._last_stage else self._no_losses
+            losses = gather_losses("losses", loss_sums, self.grid, self._last_stage, self._all_gather)
+            return np.float32(losses[self.grid.replica]["count"]), sum_losses(losses)
+        own = jax.device_get(loss_sums) if self.grid.stage == self._last_stage else self._no_losses
         totals = jax.tree.map(np.float32, self._stage_sums.add("losses", own))
         return totals["count"], totals
 
@@ -284,7 +288,7 @@ class StageStep:
         rounded otherwise: so all take that of the first pipeline.
         """
         squares = self._all_gather("gradient norms", float(self._gradient_programs.squares(grads)))
-        return np.float32(np.sum(self.seats.select_replica(squares, 0)))
+        return np.float32(np.sum(self.grid.select_replica(squares, 0)))
 
     def _merge_state(self, model_state: Tree, batch: Batch) -> Tree:
         """Average the model state over this island's own replicas, weighted by their numbers of real rows."""

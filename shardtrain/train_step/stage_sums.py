@@ -6,24 +6,24 @@ import jax
 import numpy as np
 
 from shardtrain.train_step.island_merge import AllGather
-from shardtrain.train_step.seats import Seats
+from shardtrain.train_step.pipeline_grid import PipelineGrid
 
 
 def gather_losses(
-    name: str, loss_sums: dict[str, Any], seats: Seats, last_stage: int, all_gather: AllGather
+    name: str, loss_sums: dict[str, Any], grid: PipelineGrid, last_stage: int, all_gather: AllGather
 ) -> list[dict[str, Any]]:
     """Return the sums of the loss of each pipeline, on every rank.
 
     Args:
       name: the name of the all-gather.
       loss_sums: those of this pipeline, on its last stage.
-      seats: which island has which stage.
+      grid: which island has which stage.
       last_stage: the stage that computes the loss.
       all_gather: gathers a value of every rank, by name.
     """
-    own = jax.tree.map(float, jax.device_get(loss_sums)) if seats.stage == last_stage else None
+    own = jax.tree.map(float, jax.device_get(loss_sums)) if grid.stage == last_stage else None
     found = all_gather(name, own)
-    return [seats.select_replica(found, replica)[last_stage] for replica in range(seats.num_replicas)]
+    return [grid.select_replica(found, replica)[last_stage] for replica in range(grid.num_replicas)]
 
 
 def sum_losses(by_replica: list[dict[str, Any]]) -> dict[str, Any]:
@@ -40,18 +40,18 @@ class StageSums:
     """Sums over the stages of one pipeline: added up from the last stage to the first, and passed on to all.
 
     Args:
-      seats: which island has which stage.
+      grid: which island has which stage.
       mailbox: to the other stages of this pipeline.
       tag: MPI tag of the messages.
     """
 
-    def __init__(self, seats: Seats, mailbox: "Mailbox", tag: int) -> None:
-        self._seats, self._mailbox, self._tag = seats, mailbox, tag
+    def __init__(self, grid: PipelineGrid, mailbox: "Mailbox", tag: int) -> None:
+        self._grid, self._mailbox, self._tag = grid, mailbox, tag
 
     @property
     def is_last(self) -> bool:
         """Whether this is the stage with the highest number."""
-        return self._seats.stage == self._seats.num_stages - 1
+        return self._grid.stage == self._grid.num_stages - 1
 
     def send_up(self, name: str, tree: Any) -> Any:
         """Add numbers to those of later stages, send the sums to the stage before, and return them.
@@ -61,7 +61,7 @@ class StageSums:
           tree: numbers, the same structure on all stages; sums are in float64.
         """
         leaves, structure = jax.tree.flatten(tree)
-        values, stage = np.array(leaves, np.float64), self._seats.stage
+        values, stage = np.array(leaves, np.float64), self._grid.stage
         if not self.is_last:
             values = values + self._receive(name, values, stage + 1)
         if stage > 0:
@@ -76,7 +76,7 @@ class StageSums:
           tree: numbers, the same structure on all stages; only those of the first stage matter.
         """
         leaves, structure = jax.tree.flatten(tree)
-        values, stage = np.array(leaves, np.float64), self._seats.stage
+        values, stage = np.array(leaves, np.float64), self._grid.stage
         if stage > 0:
             values = self._receive(name, values, stage - 1)
         if not self.is_last:
@@ -94,28 +94,28 @@ class StageSums:
 class StagesInStep(StageSums):
     """A virtual worker whose stages are all at the end of the same step (`wave_merge.VirtualWorker`)."""
 
-    def any_wants_meeting(self, own: bool) -> bool:
+    def any_requests_barrier(self, own: bool) -> bool:
         """Ask all stages."""
-        return self.add("the wish to meet", float(own)) > 0
+        return self.add("the request of a barrier", float(own)) > 0
 
-    def meeting(self, answered: int) -> int:
+    def find_barrier(self, answered: int) -> int:
         """Return the answer of the first stage."""
-        return int(self.send_down("the next meeting", float(answered)))
+        return int(self.send_down("the next barrier", float(answered)))
 
 
 class StagesInFlight(StageSums):
     """A virtual worker whose stages are at different batches (`wave_merge.VirtualWorker`).
 
     Attributes:
-      wants_meeting: whether a stage wanted a meeting at its backward of the batch that is updated.
+      requests_barrier: whether a stage requested a barrier at its backward of the batch that is updated.
     """
 
-    wants_meeting = False
+    requests_barrier = False
 
-    def any_wants_meeting(self, own: bool) -> bool:
+    def any_requests_barrier(self, own: bool) -> bool:
         """Return what came with the cotangents."""
-        return self.wants_meeting
+        return self.requests_barrier
 
-    def meeting(self, answered: int) -> int:
+    def find_barrier(self, answered: int) -> int:
         """Return the answer of the first stage."""
-        return int(self.send_down("the next meeting", float(answered)))
+        return int(self.send_down("the next barrier", float(answered)))

@@ -17,10 +17,10 @@ import numpy as np
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree
 from shardtrain.functional.rng import step_key
+from shardtrain.train_step.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.borrowed_parameters import BorrowedParameters
 from shardtrain.train_step.compile_turns import CompileTurns
 from shardtrain.train_step.island_totals import add_island_sums
-from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.stage_executor import StageExecutor
 from shardtrain.train_step.stage_programs import StagePrograms
 from shardtrain.train_step.stage_sums import StagesInFlight
@@ -49,7 +49,7 @@ class Done(NamedTuple):
     Args:
       number: its step, from 1.
       grads: of the mean loss.
-      sums: of this and later stages: of the loss, of the gradient's squares, and who wants a meeting.
+      sums: of this and later stages: of the loss, of the gradient's squares, and who requests a barrier.
     """
 
     number: int
@@ -58,7 +58,7 @@ class Done(NamedTuple):
 
 
 class UnflushedSteps:
-    """Steps that overlap; between two meetings of all islands the pipeline does not run empty.
+    """Steps that overlap; between two barriers of all islands the pipeline does not run empty.
 
     Args:
       in_flight: batches between the forward of the first stage and the update.
@@ -71,7 +71,7 @@ class UnflushedSteps:
       own_update: the update of its own optimizer.
       merge: the end of waves, whose virtual worker is `stages`.
       stages: to the other stages of this pipeline.
-      meetings: says after which steps the pipeline is drained.
+      barriers: says after which steps the pipeline is drained.
       no_losses: sums of the loss of no batch.
       turns: when programs are compiled.
     """
@@ -89,7 +89,7 @@ class UnflushedSteps:
         own_update: Callable[..., tuple[State, Metrics]],
         merge: WaveMerge,
         stages: StagesInFlight,
-        meetings: Meetings,
+        barriers: BarrierSchedule,
         no_losses: dict[str, Any],
         turns: CompileTurns,
     ) -> None:
@@ -101,7 +101,7 @@ class UnflushedSteps:
             own_params,
             own_update,
         )
-        self._merge, self._stages, self._meetings = merge, stages, meetings
+        self._merge, self._stages, self._barriers = merge, stages, barriers
         self._no_losses, self._turns = no_losses, turns
         self._forwarded: deque[Forwarded] = deque()
         self._done: deque[Done] = deque()
@@ -111,7 +111,7 @@ class UnflushedSteps:
         self._updates = 0
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Start a step, and end the one that leaves the pipeline; at a meeting end all."""
+        """Start a step, and end the one that leaves the pipeline; end all at a barrier."""
         number = self._count_started(state) + 1
         found: list[Metrics] = []
         # 1. the update of the batch that has left the pipeline, which this one has to see
@@ -122,8 +122,8 @@ class UnflushedSteps:
         self._forward(state, batch, number)
         if len(self._forwarded) > self._ahead:
             self._backward()
-        # 3. before all islands meet nothing stays in flight
-        if self._meetings.at(number):
+        # 3. before a barrier nothing stays in flight
+        if self._barriers.is_due(number):
             while self._forwarded:
                 self._backward()
             while self._done:
@@ -173,7 +173,7 @@ class UnflushedSteps:
         grads = self._gradient_programs.scaled(grads, self._borrowed.receive_gradients(), count)
         rest = {
             "squares": float(self._gradient_programs.squares(grads)),
-            "wants": float(self._meetings.is_wanted),
+            "wants": float(self._barriers.is_requested),
         }
         rest = self._stages.send_up(f"the gradient norm of step {number}", rest)
         self._done.append(Done(number, grads, {"losses": losses, **rest}))
@@ -187,9 +187,9 @@ class UnflushedSteps:
         squares = np.float32(sums["squares"])
         state, own = self._own_update(state, grads, state.local.model_state, losses, squares, losses["count"])
         self._updates, self._weights = number, None
-        self._stages.wants_meeting = sums["wants"] > 0
+        self._stages.requests_barrier = sums["wants"] > 0
         state, found = self._merge.merge(state, number)
-        # a meeting is called for a step that was not started yet, so that the pipeline can be drained there
-        assert self._meetings.called <= number or self._meetings.called > self._last[1]
+        # the step of a requested barrier was not started yet, so that the pipeline can be drained there
+        assert self._barriers.requested_step <= number or self._barriers.requested_step > self._last[1]
         metrics.append({**own, **found})
         return state

@@ -15,9 +15,9 @@ import numpy as np
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.parameter_shard import Answer, Push
 from shardtrain.islands.transfer import Transfer
+from shardtrain.train_step.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.island_merge import AllGather
 from shardtrain.train_step.island_totals import average_model_state
-from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.own_state import OwnState
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.replica_state import split_fragments
@@ -47,23 +47,23 @@ class Parameters(Protocol):
 class VirtualWorker(Protocol):
     """The islands that train one replica in waves: one, or the stages of a pipeline."""
 
-    def any_wants_meeting(self, own: bool) -> bool:
-        """Return whether any of its islands wants all islands to meet."""
+    def any_requests_barrier(self, own: bool) -> bool:
+        """Return whether any of its islands requests a barrier."""
         ...
 
-    def meeting(self, answered: int) -> int:
-        """Return the wave of the meeting that the shards answered to its first island."""
+    def find_barrier(self, answered: int) -> int:
+        """Return the wave of the barrier that the shards answered to its first island."""
         ...
 
 
 class OneIsland:
     """A virtual worker of one island."""
 
-    def any_wants_meeting(self, own: bool) -> bool:
+    def any_requests_barrier(self, own: bool) -> bool:
         """Return what this island wants."""
         return own
 
-    def meeting(self, answered: int) -> int:
+    def find_barrier(self, answered: int) -> int:
         """Return what this island was answered."""
         return answered
 
@@ -72,15 +72,15 @@ class WaveMerge:
     """The end of an island's waves; as `IslandMerge`, but islands do not wait for each other's steps.
 
     Where islands are stages of pipelines, this is the end of those of a stage, whose parameters all
-    pipelines push to. All stages of a pipeline meet after the same wave.
+    pipelines push to. All stages of a pipeline have barriers after the same wave.
 
     Args:
       synchronisation: how many steps a wave has, and how many waves an island may be ahead.
       placement: the placement of the parameters on this island, which is one process.
       parameters: to which all islands push.
-      meetings: says where all islands meet, with equal parameters then.
+      barriers: the waves after which all islands have equal parameters.
       share: returns the part of the rows of a batch that this island has.
-      transfer: to the other islands, for the model's state at meetings.
+      transfer: to the other islands, for the model's state at barriers.
       all_gather: called with a name when this island reaches the end of a wave alone (`None`) or with all.
       last_step: the last step of the run, which ends the last wave.
       worker: the virtual worker of which this island is a stage; None: it is one itself.
@@ -95,7 +95,7 @@ class WaveMerge:
         placement: Placement,
         *,
         parameters: Parameters,
-        meetings: Meetings,
+        barriers: BarrierSchedule,
         share: Callable[[], float],
         transfer: Transfer,
         all_gather: AllGather,
@@ -105,7 +105,7 @@ class WaveMerge:
     ) -> None:
         assert synchronisation.distance is not None
         self._synchronisation, self._distance = synchronisation, synchronisation.distance
-        self._parameters, self._meetings, self._share = parameters, meetings, share
+        self._parameters, self._barriers, self._share = parameters, barriers, share
         self._transfer, self._all_gather, self._end_work = transfer, all_gather, end_work
         self._last_step, self._worker = last_step, worker or OneIsland()
         self._own = OwnState(synchronisation, placement, split_fragments(synchronisation, placement.specs))
@@ -125,7 +125,7 @@ class WaveMerge:
         # nobody pushes before all serve
         self._all_gather("the first wave", None)
         self._clock, self._least_clock, self._in_wave = 0, 0, 0
-        self._meetings.called = -1
+        self._barriers.requested_step = -1
         return number
 
     def merge(self, state: State, number: int) -> tuple[State, Metrics]:
@@ -158,38 +158,42 @@ class WaveMerge:
         return float(waves * self._synchronisation.every + self._in_wave + in_flight)
 
     def _end_wave(self, state: State, number: int) -> tuple[State, Metrics]:
-        local, meetings = state.local, self._meetings
+        local, barriers = state.local, self._barriers
         jax.block_until_ready(local)
         self._end_work()
         drift, _ = flat(local.drift)
         drift *= np.float32(self._share())
         sums, structure = jax.tree.flatten(jax.device_get(local.sums))
-        clock, is_met = self._clock + 1, meetings.at(number)
+        clock, is_due = self._clock + 1, barriers.is_due(number)
         push = Push(
             step=number,
-            least=clock if is_met else clock - self._distance,
-            calls_meeting=self._worker.any_wants_meeting(meetings.is_wanted),
+            least=clock if is_due else clock - self._distance,
+            requests_barrier=self._worker.any_requests_barrier(barriers.is_requested),
             totals=np.array(sums, np.float64),
             update=drift,
-            meets=is_met,
+            at_barrier=is_due,
         )
         answer = self._parameters.push(push)
-        meeting = self._worker.meeting(answer.meeting)
-        if meeting == clock and not is_met:
-            # another island called for a meeting here: wait for the waves of all
-            is_met, totals = True, answer.totals
+        barrier = self._worker.find_barrier(answer.barrier)
+        if barrier == clock and not is_due:
+            # another island requested a barrier here: wait for the waves of all
+            is_due, totals = True, answer.totals
             again = push._replace(
-                least=clock, calls_meeting=False, totals=np.zeros_like(totals), update=None, meets=True
+                least=clock,
+                requests_barrier=False,
+                totals=np.zeros_like(totals),
+                update=None,
+                at_barrier=True,
             )
             answer = self._parameters.push(again)
             answer = answer._replace(totals=answer.totals + totals)
-        if meeting >= clock:
-            meetings.called = number + (meeting - clock) * self._synchronisation.every
+        if barrier >= clock:
+            barriers.requested_step = number + (barrier - clock) * self._synchronisation.every
         self._clock, self._least_clock, self._in_wave = clock, min(answer.clocks), 0
         self._transfer.num_bytes += self._parameters.take_bytes()
         params = jax.device_put(unflat(answer.values, state.params), self._param_shardings)
-        state = state._replace(params=params, local=_next_wave(local, is_met))
-        if is_met:
+        state = state._replace(params=params, local=_next_wave(local, is_due))
+        if is_due:
             model_state = average_model_state(self._transfer, local.model_state, local.count[0])
             own = jax.tree.map(jnp.copy, model_state)
             state = state._replace(model_state=model_state, local=state.local._replace(model_state=own))
@@ -226,9 +230,9 @@ def unflat(values: np.ndarray, like: Any) -> Any:
     return jax.tree.unflatten(structure, arrays)
 
 
-def _next_wave(local: Local, is_met: bool) -> Local:
+def _next_wave(local: Local, is_due: bool) -> Local:
     """Return the `Local` of an island that has changed nothing since its parameters came."""
     drift, sums = jax.tree.map(jnp.zeros_like, (local.drift, local.sums))
-    # the examples since the last meeting weigh the model's state
-    count = jnp.zeros_like(local.count) if is_met else local.count
+    # the examples since the last barrier weigh the model's state
+    count = jnp.zeros_like(local.count) if is_due else local.count
     return local._replace(drift=drift, sums=sums, count=count)

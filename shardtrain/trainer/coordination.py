@@ -22,7 +22,7 @@ from shardtrain.islands.watchdog.stragglers import StepTimer, Stragglers
 from shardtrain.pipeline.block_owners import owner_groups
 from shardtrain.plan.devices import find_device
 from shardtrain.train_step.owner_transfers import OwnerTransfers
-from shardtrain.train_step.seats import Seats
+from shardtrain.train_step.pipeline_grid import PipelineGrid
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.setup import RunSetup
 
@@ -59,14 +59,14 @@ class StepVote(NamedTuple):
       save: a checkpoint is due.
       saved: the newest step saved by this process; after the vote, by all processes.
       bad: a step that was found to be bad, or 0.
-      met: whether islands voted after this step; a single one always does.
+      at_barrier: whether islands voted after this step; a single one always does.
     """
 
     stop: int
     save: bool
     saved: int | None = None
     bad: int = 0
-    met: bool = True
+    at_barrier: bool = True
 
 
 class Voted(NamedTuple):
@@ -94,7 +94,7 @@ class Coordination:
       islands: None for a run of one island.
       transfer: to the other islands, None likewise; where islands hold stages, to those that own the first
         blocks of this one's.
-      seats: the stage and replica of each island; None without stages.
+      grid: the stage and replica of each island; None without stages.
       stragglers: receives the step time of every rank; None disables it.
       timer: measures this rank's own work in a step.
       owners: the transfers to the owners of all blocks of this stage; None without stages.
@@ -102,7 +102,7 @@ class Coordination:
 
     islands: Islands | None = None
     transfer: Transfer | None = None
-    seats: Seats | None = None
+    grid: PipelineGrid | None = None
     stragglers: Stragglers | None = None
     timer: StepTimer = field(default_factory=StepTimer)
     owners: OwnerTransfers | None = None
@@ -131,9 +131,9 @@ class Coordination:
     @property
     def writes(self) -> bool:
         """Whether this island saves: what all have in common, or what its stage has."""
-        if self.seats is not None:
-            return self.seats.replica == 0
-        return self.islands is None or self.islands.seat.island == 0
+        if self.grid is not None:
+            return self.grid.replica == 0
+        return self.islands is None or self.islands.placement.island == 0
 
     def split(
         self,
@@ -166,16 +166,16 @@ class Coordination:
         found = self.islands.all_gather_islands("rows", [mesh.devices.size, unit, rate])
         rates_known = all(rate for _, _, rate in found)
         found = [[n * rate if rates_known else n, unit] for n, unit, rate in found]
-        replica = self.islands.seat.island
-        if (seats := self.seats) is not None:
+        replica = self.islands.placement.island
+        if (grid := self.grid) is not None:
             # all stages of a pipeline work on the same rows
-            pipelines = [seats.select_replica(found, i) for i in range(seats.num_replicas)]
+            pipelines = [grid.select_replica(found, i) for i in range(grid.num_replicas)]
             found = [[sum(n for n, _ in each), math.lcm(*(unit for _, unit in each))] for each in pipelines]
-            replica, unit = seats.replica, found[seats.replica][1]
+            replica, unit = grid.replica, found[grid.replica][1]
         if weights is not None and len(weights) != len(found):
             raise ValueError(
                 f"shares has {len(weights)} weights, and there are {len(found)}"
-                f" {'islands' if self.seats is None else 'pipelines'}; give one each"
+                f" {'islands' if self.grid is None else 'pipelines'}; give one each"
             )
         return BatchSplit(weights or [n for n, _ in found], [unit for _, unit in found], replica)
 
@@ -197,8 +197,8 @@ class Coordination:
         """
         if self.islands is None:
             return gather_alone(name, find)
-        seat = self.islands.seat
-        found = find(seat.island) if seat.process == 0 else None
+        placement = self.islands.placement
+        found = find(placement.island) if placement.process == 0 else None
         values = self.islands.control.all_gather(name, found, LONG_SECONDS)
         return [values[rank] for rank in self.islands.first_ranks]
 
@@ -213,7 +213,7 @@ class Coordination:
             return answer
         return any(self.islands.control.all_gather(question, answer, LONG_SECONDS))
 
-    def meet(self, name: str, value: Any = None) -> list[Any]:
+    def gather_after_work(self, name: str, value: Any = None) -> list[Any]:
         """Gather the values of all ranks when each has done its own work of a step.
 
         It is called before a compiled program with MPI, which could not name a missing rank.
@@ -233,19 +233,19 @@ class Coordination:
             control = self.islands.control
             check_agreement(control.all_gather, control.names[control.rank], facts, AGREEMENT_SECONDS)
 
-    def vote(self, step: int, own: StepVote, *, meets: bool = True) -> Voted:
+    def vote(self, step: int, own: StepVote, *, at_barrier: bool = True) -> Voted:
         """All-gather the votes of all ranks after a step.
 
         Args:
           step: steps done.
           own: vote of this rank.
-          meets: whether islands exchange anything after this step; one island votes after each.
+          at_barrier: whether islands exchange anything after this step; one island votes after each.
         """
         if self.islands is None:
             return Voted(own)
-        if not meets:
-            # saves and bad steps wait for the next step after which islands meet
-            return Voted(StepVote(stop=0, save=False, met=False))
+        if not at_barrier:
+            # saves and bad steps wait for the next barrier
+            return Voted(StepVote(stop=0, save=False, at_barrier=False))
         mine = [own, self.timer.take()]
         gathered = self.islands.control.all_gather(f"after step {step}", mine, LONG_SECONDS)
         votes = [StepVote(*vote) for vote, _ in gathered]
@@ -266,7 +266,7 @@ class Coordination:
         self, name: str, sums: Mapping[str, tuple[float, float]]
     ) -> dict[str, tuple[float, float]]:
         """Add up (sum, count) pairs, by name, over islands."""
-        if self.islands is None or self.seats is not None:
+        if self.islands is None or self.grid is not None:
             return dict(sums)  # the stages of a pipeline have added theirs up already
         by_island = self.islands.all_gather_islands(name, {key: list(pair) for key, pair in sums.items()})
         return {
@@ -308,11 +308,11 @@ def make_transfers(
     """
     across, platform = run.strategy.across, jax.devices()[0].platform
     on_device = decide_device_memory(across.memory, islands, platform, cuda_aware)
-    if setup.seats is None or setup.stage_model is None:
+    if setup.grid is None or setup.stage_model is None:
         return islands.transfer(setup.mesh, across, on_device), None
     found = []
     for group in owner_groups(setup.cuts):
-        joins = group.stages[setup.seats.replica] == setup.seats.stage
+        joins = group.stages[setup.grid.replica] == setup.grid.stage
         if transfer := islands.transfer(setup.mesh, across, on_device, joins=joins):
             found.append((group, transfer))
     groups, transfers = zip(*found, strict=True)

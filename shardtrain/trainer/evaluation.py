@@ -40,7 +40,7 @@ Evaluate = Callable[[State], dict[str, float]]
 
 
 def round_evaluation_interval(run: Run) -> int | None:
-    """Return the steps between evaluations, at which replicas meet: in between, nothing common changes."""
+    """Return the evaluation interval, rounded up to the synchronisation interval."""
     local_steps = run.strategy.synchronisation.every
     return run.evaluate_every and -(-run.evaluate_every // local_steps) * local_steps
 

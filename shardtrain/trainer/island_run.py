@@ -43,7 +43,7 @@ def _own_strategy(strategy: Strategy, islands: Islands | None, output: RunConsol
       ValueError: a section is for an island that there is not.
     """
     kind = jax.local_devices()[0].device_kind
-    own = (0, kind) if islands is None else (islands.seat.island, kind)
+    own = (0, kind) if islands is None else (islands.placement.island, kind)
     every = [own] if islands is None else islands.all_gather_islands("device kinds", own)
     for name in strategy.islands:
         numbers = island_numbers(name)
@@ -65,7 +65,7 @@ def _simplify(strategy: Strategy, islands: Islands | None, output: RunConsole) -
     # batches in flight do not see each other's updates, in waves of one step neither
     is_flushed = strategy.pipeline.in_flight == 1
     found = strategy.synchronisation.simplified if is_flushed else strategy.synchronisation
-    if found.distance is not None and (islands is None or islands.seat.num_islands == 1):
+    if found.distance is not None and (islands is None or islands.placement.num_islands == 1):
         output.note(
             f"WARNING: waves are of islands, and there is one: its replicas merge every {found.every}"
             " steps (launch several: shardtrain launch --islands N)"

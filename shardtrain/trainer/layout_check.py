@@ -76,7 +76,7 @@ def check_layout(run: Run, setup: RunSetup, batches: Any, note: Callable[[str], 
     sizes = {axis: size for axis, size in setup.mesh.shape.items() if size > 1}
     asked = run.check_layout != "auto"
     rows_of_device = parse_checked_rows(run.check_layout)
-    if not rows_of_device or len(sizes) < (1 if asked else 2) or setup.seats is not None:
+    if not rows_of_device or len(sizes) < (1 if asked else 2) or setup.grid is not None:
         return
     operations, float_bytes = _trace_operations(run, setup, load_first_rows(batches, 1))
     unusual = sorted(operations - COVERED)

@@ -101,7 +101,7 @@ class _Loop:
             if result.save and not (never_trained and not self._has_any_step_trained()):
                 self._save_and_continue()
             if evaluates:
-                with self.session.aside(), _evaluating(self.session):
+                with self.session.untimed(), _evaluating(self.session):
                     heldout = self.log.evaluate(self._evaluate, self.state)
                 self._save_if_best(heldout)
             if result.stop:
@@ -147,27 +147,27 @@ class _Loop:
             # all roll back before the same step, the first bad one of any island
             own = self.log.fault if bad == result.bad else None
             raise own or RollBack(result.bad, f"step {result.bad} was bad on another island")
-        # copies are compared where islands meet: between merges they differ
+        # copies are compared at barriers: between merges they differ
         self.check_is_due |= done % (self.run.recovery.fingerprint_every or 1) == 0
-        if session.check and result.met and (result.save or self.check_is_due):
+        if session.check and result.at_barrier and (result.save or self.check_is_due):
             self.check_is_due = False
-            with session.aside(), session.activity.at("comparing copies", waits=True):
+            with session.untimed(), session.activity.at("comparing copies", waits=True):
                 session.check(done, self.state)
         return result
 
     def _exchange_votes(self, own: StepVote) -> StepVote:
-        """Return the vote of all ranks, where they meet; report slow islands, or give them fewer rows."""
-        meetings, coordination, shares = (
-            self.prepared.meetings,
+        """Return the vote of all ranks at a barrier; report slow islands, or give them fewer rows."""
+        barriers, coordination, shares = (
+            self.prepared.barriers,
             self.prepared.coordination,
             self.prepared.shares,
         )
         feed, note = self.prepared.feed, self.session.output.note
-        met = meetings.at(self.done)
-        # a replay saves only where the earlier run met too, as planned
+        at_barrier = barriers.is_due(self.done)
+        # a replay saves only where the earlier run had a barrier too, as planned
         wants_save = own.save and coordination.is_first and self.run.replay is None
-        meetings.is_wanted = bool(own.stop or own.bad or wants_save) and not met
-        voted = coordination.vote(self.done, own, meets=met)
+        barriers.is_requested = bool(own.stop or own.bad or wants_save) and not at_barrier
+        voted = coordination.vote(self.done, own, at_barrier=at_barrier)
         changed = voted.seconds and shares.add(voted.seconds, feed.num_rows, voted.rest_seconds)
         if changed:
             feed.change(shares.shards())
@@ -180,7 +180,7 @@ class _Loop:
 
     def _save_and_continue(self) -> None:
         self.saved_seconds, self.save_is_due = time.monotonic(), False
-        with self.session.aside(), self.session.activity.at("saving", long=True, kind="save"):
+        with self.session.untimed(), self.session.activity.at("saving", long=True, kind="save"):
             self._synchronise()
             self._save(self.log.unlogged)
 

@@ -52,7 +52,7 @@ class MetricLog:
         self._means: dict[str, Mean] = {}
         self._rate, self._updates, self._at_peak, self._clipped = Rate(), Rate(), Rate(), Mean()
         self._noise = NO_NOISE
-        self._count_skipped = 0
+        self._num_skipped = 0
         self.trained, self.why_skipped = False, ""
         self.fault: RollBack | None = None
         self.unlogged: dict[str, float] | None = None
@@ -116,7 +116,7 @@ class MetricLog:
         if skipped:
             self._handle_skipped(step, loss.value, values, of_many)
         elif updated:
-            self._count_skipped, self.trained = 0, True
+            self._num_skipped, self.trained = 0, True
             self._detect_spike(step, loss.value)
             self._count_update(float(values["grad_norm"]))
         if of_many or not skipped:
@@ -191,8 +191,8 @@ class MetricLog:
             )
 
     def _handle_skipped(self, step: int, loss: float | None, values: Metrics, of_many: bool) -> None:
-        self._count_skipped += 1
-        if values.get("overflowed", 0) and self._count_skipped < MOST_SKIPPED:
+        self._num_skipped += 1
+        if values.get("overflowed", 0) and self._num_skipped < MOST_SKIPPED:
             # a smaller scale of the loss mends it: that is no fault of the run
             text = f"step {step} was skipped: gradients in float16 overflowed at their loss scale, now halved"
             self.why_skipped = self.why_skipped or text
@@ -201,10 +201,10 @@ class MetricLog:
         found = f"loss {loss}, gradient norm {float(values['grad_norm'])}"
         text = f"step {step} was skipped: {'loss or gradient norm' if of_many else found} not finite"
         # only the first of a row is explained: that loads its batch again
-        if self._count_skipped == 1 and (why := self._explain(step)):
+        if self._num_skipped == 1 and (why := self._explain(step)):
             text = f"{text}; {why}"
         self.why_skipped = self.why_skipped or text
-        if self._count_skipped >= MOST_SKIPPED:
+        if self._num_skipped >= MOST_SKIPPED:
             raise FloatingPointError(
                 f"{text}; these were {MOST_SKIPPED} steps in a row, so the run ends. The first of all:"
                 f" {self.why_skipped}"

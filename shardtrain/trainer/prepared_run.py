@@ -29,10 +29,10 @@ from shardtrain.pipeline.traced_cut import TracedModel
 from shardtrain.report.islands import binding_text
 from shardtrain.report.sharding import totals_text
 from shardtrain.report.sinks import check_installed
-from shardtrain.sharding.moved_names import warn_moved_names
+from shardtrain.sharding.shifted_names import warn_moved_names
+from shardtrain.train_step.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_step import IslandStep
-from shardtrain.train_step.meetings import Meetings
 from shardtrain.train_step.replica_state import split_fragments
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Step, list_combined_labels
@@ -146,7 +146,7 @@ class PreparedRun(NamedTuple):
       shares: the rows of each island.
       feed: the batches of this process's rows, larger ones where the batch has grown.
       heldout: name -> samples held out; a single set has the name "", {} without any.
-      step, island_step, meetings, wanted: see `make_checked_step`.
+      step, island_step, barriers, wanted: see `make_checked_step`.
       init: makes the state before the first step.
       description: the description of the run, see `config.describe`.
       expected: what batches should look like.
@@ -164,7 +164,7 @@ class PreparedRun(NamedTuple):
     heldout: dict[str, Any]
     step: Step
     island_step: IslandStep | None
-    meetings: Meetings
+    barriers: BarrierSchedule
     init: Callable[[], State]
     wanted: State
     description: dict[str, Any]
@@ -219,12 +219,12 @@ def prepare_run(
     # Check the first batch: one that cannot be split or learned from is refused before anything compiles.
     mark = make_mark(run.strategy, folder, coordination)
     with mark.running("the check of the first batch"):
-        parts = num_parts(run, setup.mesh, 1 if islands is None else islands.seat.num_islands)
+        parts = num_parts(run, setup.mesh, 1 if islands is None else islands.placement.num_islands)
         first, batch, expected = _place_first_batch(run, setup, heldout, loader, parts, output)
     _show(run, folder, setup, output)
     with mark.running("the check of the layout"):
         check_layout(run, setup, batches, output.note)
-    step, island_step, meetings, wanted = make_checked_step(
+    step, island_step, barriers, wanted = make_checked_step(
         run, folder, setup, coordination, loader, batch, shares, output, stack
     )
     if text := bridge_text(coordination, island_step, run.strategy.across.num_gradient_programs):
@@ -249,7 +249,7 @@ def prepare_run(
         heldout=heldout,
         step=step,
         island_step=island_step,
-        meetings=meetings,
+        barriers=barriers,
         init=init,
         wanted=wanted,
         description=description,
@@ -288,7 +288,9 @@ def _agree_setup(
 
 def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConsole) -> RunSetup:
     """Make the setup of this island; report unused parameters, and batch statistics that stay apart."""
-    num_islands, island = (1, 0) if islands is None else (islands.seat.num_islands, islands.seat.island)
+    num_islands, island = (
+        (1, 0) if islands is None else (islands.placement.num_islands, islands.placement.island)
+    )
     microbatch = make_microbatch(run, source)
     of_lengths = getattr(make_batches(run, source), "rows_by_length", ())
     setup = make_setup(run, num_islands, microbatch, island, shapes=of_lengths)
@@ -386,9 +388,9 @@ def _make_coordination(run: Run, setup: RunSetup, islands: Islands | None) -> Co
     """Connect this island to the others."""
     if islands is None:
         return Coordination()
-    if islands.seat.num_islands == 1:
+    if islands.placement.num_islands == 1:
         return Coordination(islands)
     transfer, owners = make_transfers(run, setup, islands)
     # the stages of a pipeline take different times by nature, so they are not compared
-    stragglers = None if setup.seats else Stragglers(islands.control.names, run.recovery.straggler)
-    return Coordination(islands, transfer, setup.seats, stragglers, owners=owners)
+    stragglers = None if setup.grid else Stragglers(islands.control.names, run.recovery.straggler)
+    return Coordination(islands, transfer, setup.grid, stragglers, owners=owners)

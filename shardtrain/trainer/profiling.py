@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from shardtrain.report.trace import ASIDE, operations, read_trace, summarise, summary_text
+from shardtrain.report.trace import UNTIMED, operations, read_trace, summarise, summary_text
 from shardtrain.report.trace_programs import sources
 from shardtrain.train_step.step import Step
 
@@ -54,7 +54,7 @@ class ProfiledStep:
     """A step that records a trace when its turn comes, once.
 
     Before the first step it waits for the device, and after the last one, so that the trace has these steps
-    alone. Between them nothing waits, except around what is done `aside`. The first step of a start, which
+    alone. Between them nothing waits, except around what is done `untimed`. The first step of a start, which
     compiles, is not recorded. Steps that do not follow each other, as after a rollback, are not of one trace:
     it ends before them.
 
@@ -106,13 +106,13 @@ class ProfiledStep:
         self._begun_at = number
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def untimed(self) -> Iterator[None]:
         """Leave what is done inside out of the summary: an evaluation, a save, a comparison of copies."""
         if self._last is None:
             yield
             return
         jax.block_until_ready(self._last)
-        with jax.profiler.TraceAnnotation(ASIDE):
+        with jax.profiler.TraceAnnotation(UNTIMED):
             yield
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ def read_arrays(
         )
     ignored = [path for path in reader.stored_arrays if not extra and not path.startswith(PARAMETERS)]
     unused = (*run.allow.unused, *(f"{name}*" for name in OF_LAYOUT), *ignored)
-    if coordination.seats is not None:
+    if coordination.grid is not None:
         shapes = [_find_whole_shapes(leaves, origins), _find_whole_shapes(reader.leaves, {})]
         _check_stages(coordination, reader, shapes, Allow(missing=missing, unused=unused))
         unused = ("*",)

@@ -130,7 +130,7 @@ def _discover(checkpoints: RunCheckpoints, newest: int | None) -> Discovered:
     coordination, store = checkpoints.coordination, checkpoints.checkpoints
     # all ranks must finish their saves before any rank lists the checkpoints
     checkpoints.settle()
-    coordination.meet("saves are finished")
+    coordination.gather_after_work("saves are finished")
     store.save_id = coordination.gather_islands("save", lambda island: uuid.uuid4().hex)[0]
     found = store.discover(newest, coordination.gather_islands)
     if newest is not None and found.step is not None:

@@ -70,19 +70,19 @@ class RunCheckpoints:
         )
         self.own_optimizers = run.strategy.synchronisation.on_deltas and island_step is not None
         self.coordination, self.placement, self.note = coordination, setup.placement, note
-        seat = None if coordination.islands is None else coordination.islands.seat
-        self.island = (0, 1) if seat is None else (seat.island, seat.num_islands)
+        placement = None if coordination.islands is None else coordination.islands.placement
+        self.island = (0, 1) if placement is None else (placement.island, placement.num_islands)
         self._part = self._find_part()
         self.checkpoints = Checkpoints(
             folder / CHECKPOINTS, run.checkpoints, self._part or WHOLE, report=note
         )
-        seats = setup.seats
+        grid = setup.grid
         self.origins = array_origins(
             setup.placement,
             setup.stage_model,
             self.island,
             self.own_optimizers,
-            None if seats is None else (seats.replica, seats.num_replicas),
+            None if grid is None else (grid.replica, grid.num_replicas),
         )
         self.layout = _layout_facts(run, setup.placement, self.island[1])
         self._latest: int | None = None
@@ -114,11 +114,11 @@ class RunCheckpoints:
 
     def _find_part(self) -> WriterPart | None:
         """Return which part of a step this island saves; None where another island saves all."""
-        seats = self.coordination.seats
+        grid = self.coordination.grid
         if self.has_own:
             return WriterPart(*self.island)
         if self.coordination.writes:
-            return WHOLE if seats is None else WriterPart(seats.stage, seats.num_stages)
+            return WHOLE if grid is None else WriterPart(grid.stage, grid.num_stages)
         return None
 
     def latest(self) -> int | None:

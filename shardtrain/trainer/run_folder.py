@@ -148,7 +148,7 @@ def rank_environment(islands: Islands | None) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return {
         "rank": 0 if islands is None else islands.environment.rank,
-        "island": 0 if islands is None else islands.seat.island,
+        "island": 0 if islands is None else islands.placement.island,
         "process": jax.process_index(),
         "host": host,
         "pid": os.getpid(),

@@ -25,11 +25,11 @@ from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.traced_cut import TracedModel
 from shardtrain.report.islands import buckets_text, parts_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
+from shardtrain.train_step.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.delta_island_step import DeltaIslandStep
 from shardtrain.train_step.initial_state import restorable_state
 from shardtrain.train_step.island_step import GradientIslandStep, IslandStep, make_island_step
-from shardtrain.train_step.meetings import Meetings
-from shardtrain.train_step.seats import Seats
+from shardtrain.train_step.pipeline_grid import PipelineGrid
 from shardtrain.train_step.stage_step import StageStep
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Step, make_step
@@ -43,7 +43,7 @@ from shardtrain.trainer.program_mark import make_mark
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.setup import RunSetup
 from shardtrain.trainer.traced_cut import format_traced_cut
-from shardtrain.trainer.waves import WaveLog, make_meetings, make_waves
+from shardtrain.trainer.waves import WaveLog, make_barrier_schedule, make_waves
 
 
 def make_checked_step(
@@ -56,7 +56,7 @@ def make_checked_step(
     shares: RowShares,
     output: RunConsole,
     stack: ExitStack,
-) -> tuple[Step, IslandStep | None, Meetings, State]:
+) -> tuple[Step, IslandStep | None, BarrierSchedule, State]:
     """Make the step of a run, and check that islands of the same mesh and rows have the same programs.
 
     Args:
@@ -72,16 +72,16 @@ def make_checked_step(
 
     Returns:
       (the step, which is compiled when it is first called; the same of several islands, None for a run of one
-      island; after which steps all islands meet; the shapes, dtypes and shardings of the step's state).
+      island; the schedule of barriers; the shapes, dtypes and shardings of the step's state).
 
     Raises:
       ValueError: islands differ; or see `check_permutes` and `make_multi_island_step`.
     """
-    meetings, islands = make_meetings(run), coordination.islands
-    wave_log = WaveLog(folder, 0 if islands is None else islands.seat.island, output.note)
+    barriers, islands = make_barrier_schedule(run), coordination.islands
+    wave_log = WaveLog(folder, 0 if islands is None else islands.placement.island, output.note)
     stack.callback(wave_log.close)
     island_step = make_multi_island_step(
-        run, setup, coordination, loader, batch, shares=shares, meetings=meetings, wave_log=wave_log
+        run, setup, coordination, loader, batch, shares=shares, barriers=barriers, wave_log=wave_log
     )
     step, wanted = island_step, restorable_state(setup.placement)
     if island_step is not None:
@@ -93,7 +93,7 @@ def make_checked_step(
     # the program of a pipeline is compiled for its check, where XLA may end the process already
     with make_mark(run.strategy, folder, coordination).running("the training step"):
         _check_programs(run, setup, coordination, step, wanted, batch)
-    return step, island_step, meetings, wanted
+    return step, island_step, barriers, wanted
 
 
 def _check_programs(
@@ -165,8 +165,8 @@ def bridge_text(coordination: Coordination, step: IslandStep | None, num_parts: 
       step: the step of this island.
       num_parts: number of programs in which gradients are to be computed, at most.
     """
-    seats, transfer = coordination.seats, coordination.transfer
-    if transfer is None or (seats is not None and seats.num_replicas == 1):
+    grid, transfer = coordination.grid, coordination.transfer
+    if transfer is None or (grid is not None and grid.num_replicas == 1):
         return None
     sizes_bytes = [size for each in coordination.transfers for size in each.bucket_times.sizes_bytes]
     if not sizes_bytes:
@@ -185,7 +185,7 @@ def make_multi_island_step(
     batch: Batch,
     *,
     shares: RowShares,
-    meetings: Meetings,
+    barriers: BarrierSchedule,
     wave_log: WaveLog,
 ) -> IslandStep | None:
     """Make the step of several islands, replicas or stages; None for a run of one island.
@@ -197,7 +197,7 @@ def make_multi_island_step(
       loader: the loader of this island's rows.
       batch: the first batch of this island, on its mesh.
       shares: the rows of each island.
-      meetings: after which steps islands meet.
+      barriers: the steps after which islands synchronise.
       wave_log: where the events of waves are written.
 
     Raises:
@@ -207,9 +207,9 @@ def make_multi_island_step(
         return None
     waves = None
     if run.strategy.synchronisation.distance is not None:
-        waves = partial(make_waves, run, setup, coordination, shares, meetings, wave_log)
+        waves = partial(make_waves, run, setup, coordination, shares, barriers, wave_log)
     if setup.stage_model is not None:
-        return _make_stage_step(run, setup, setup.stage_model, coordination, loader, meetings, waves)
+        return _make_stage_step(run, setup, setup.stage_model, coordination, loader, barriers, waves)
     return make_island_step(
         setup.model,
         run.loss,
@@ -221,7 +221,7 @@ def make_multi_island_step(
         learning_rate=setup.learning_rate,
         start_row=loader.shard().start,
         last_step=run.steps,
-        all_gather=coordination.meet,
+        all_gather=coordination.gather_after_work,
         waves=None if waves is None else waves(),
         num_parts=run.strategy.across.num_gradient_programs,
         batch=batch,
@@ -234,15 +234,15 @@ def _make_stage_step(
     stage_model: StageModel,
     coordination: Coordination,
     loader: Loader,
-    meetings: Meetings,
+    barriers: BarrierSchedule,
     waves: Callable[[VirtualWorker], WaveMerge] | None,
 ) -> StageStep:
-    islands, seats, transfer = coordination.islands, setup.seats, coordination.transfer
+    islands, grid, transfer = coordination.islands, setup.grid, coordination.transfer
     assert islands is not None
-    assert seats is not None
+    assert grid is not None
     assert transfer is not None
     microbatches, pipeline = run.strategy.accumulate, run.strategy.pipeline
-    sizes = (seats.num_stages, microbatches, pipeline.virtual_stages)
+    sizes = (grid.num_stages, microbatches, pipeline.virtual_stages)
     # the shapes that stages exchange are those of this pipeline's rows, with padding
     rows = loader.shard().num_rows // microbatches
     shapes = {
@@ -260,22 +260,22 @@ def _make_stage_step(
         clip=run.optimizer.clip if isinstance(run.optimizer, Optimizer) else None,
         placement=setup.placement,
         transfer=transfer,
-        seats=seats,
+        grid=grid,
         owners=coordination.owners,
         in_flight=pipeline.in_flight,
-        meetings=meetings,
+        barriers=barriers,
         make_waves=waves,
-        mailbox=islands.mailbox(seats.replica, seats.stage, LONG_SECONDS),
+        mailbox=islands.mailbox(grid.replica, grid.stage, LONG_SECONDS),
         all_gather=lambda name, value: islands.control.all_gather(name, value, LONG_SECONDS),
         synchronisation=run.strategy.synchronisation,
         learning_rate=setup.learning_rate,
         start_row=loader.shard().start,
         last_step=run.steps,
-        loads_programs=_shares_programs(islands, seats),
+        loads_programs=_shares_programs(islands, grid),
     )
 
 
-def _shares_programs(islands: Islands, seats: Seats) -> bool:
+def _shares_programs(islands: Islands, grid: PipelineGrid) -> bool:
     """Return whether the same stage of the first pipeline keeps its compiled programs where this one does."""
-    of_first = islands.hosts[islands.first_ranks[seats.stage]]
-    return seats.replica > 0 and find_program_folder() is not None and of_first == islands.environment.host
+    of_first = islands.hosts[islands.first_ranks[grid.stage]]
+    return grid.replica > 0 and find_program_folder() is not None and of_first == islands.environment.host

@@ -43,7 +43,7 @@ class Session:
       step: (state, batch) -> (state, metrics), compiled.
       evaluate: state -> held-out values by name; {} where there is no held-out data.
       check: (step, state) -> None; raises `RollBack` where copies of the state differ. None disables it.
-      aside: entered around what is no part of a step: evaluations, saves, comparisons of copies.
+      untimed: context for work outside the step: evaluations, saves, comparisons of copies.
       hooks: functions of the user, called at the events of the run.
       totals: the wall time of the run, and the updates of this start.
       spent: on what time was spent, and what was sent.
@@ -56,7 +56,7 @@ class Session:
     step: Step
     evaluate: Evaluate
     check: Callable[[int, State], None] | None
-    aside: Callable[[], AbstractContextManager[None]]
+    untimed: Callable[[], AbstractContextManager[None]]
     hooks: Hooks
     totals: RunTotals
     spent: Spent
@@ -80,11 +80,11 @@ def make_session(
     """
     run, coordination = prepared.run, prepared.coordination
     mark = make_mark(run.strategy, prepared.folder, coordination)
-    step, aside = mark.first_run("the training step", _make_step(prepared)), nullcontext
+    step, untimed = mark.first_run("the training step", _make_step(prepared)), nullcontext
     if profile is not None and coordination.is_first:
         step = ProfiledStep(step, profile, lambda: activity.step, prepared.folder, output.note)
         stack.callback(step.close)
-        aside = step.aside
+        untimed = step.untimed
     evaluate = make_evaluation(
         run,
         prepared.setup,
@@ -102,7 +102,7 @@ def make_session(
         step=step,
         evaluate=mark.first_run("the evaluation", evaluate),
         check=None if run.recovery.fingerprint_every is None else _make_check(prepared),
-        aside=aside,
+        untimed=untimed,
         hooks=Hooks(run.hooks, run.hook_errors, output.note, activity, coordination.is_first),
         totals=totals,
         spent=_make_spent(prepared, activity),

@@ -30,8 +30,8 @@ from shardtrain.pipeline.cuts import make_partition, make_partitions, trace_part
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.pipeline_grid import PipelineGrid
 from shardtrain.train_step.placement import Placement, make_placement
-from shardtrain.train_step.seats import Seats
 from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.sources import make_batches
 from shardtrain.trainer.stage_checks import (
@@ -59,7 +59,7 @@ class RunSetup(NamedTuple):
       mesh: the mesh of this island.
       placement: the placement of the state on the mesh.
       stage_model: the stage that this island holds; None where it holds the whole model.
-      seats: the stage and replica of each island; None if each has the whole model.
+      grid: the stage and replica of each island; None if each has the whole model.
       unused: paths of the parameters of the whole model that the loss does not depend on.
       cuts: the partition of each pipeline, where islands are stages.
     """
@@ -70,7 +70,7 @@ class RunSetup(NamedTuple):
     mesh: Mesh
     placement: Placement
     stage_model: StageModel | None = None
-    seats: Seats | None = None
+    grid: PipelineGrid | None = None
     unused: tuple[str, ...] = ()
     cuts: tuple[Partition, ...] = ()
 
@@ -116,7 +116,7 @@ def make_setup(
         return setup._replace(unused=unused)
     if run.strategy.across.axis == "pipeline":
         # a single island: refuse partitions that need several
-        Seats(num_islands=1, num_stages=run.strategy.across.partitions or 1, island=0)
+        PipelineGrid(num_islands=1, num_stages=run.strategy.across.partitions or 1, island=0)
     optimizer, learning_rate = make_optimizer(run.optimizer, run.steps, model.dims, unused, model.frozen)
     synchronisation = run.strategy.synchronisation if num_islands == 1 else Synchronisation()
     stages = _make_mesh_partition(run, model, mesh, microbatch)
@@ -195,12 +195,12 @@ def _make_stage_setup(
     check_stage_islands(run, mesh)
     # cut the model: from here on the model of this island is that of its stage
     num_stages = strategy.across.partitions or num_islands
-    seats = Seats(num_islands=num_islands, num_stages=num_stages, island=island)
+    grid = PipelineGrid(num_islands=num_islands, num_stages=num_stages, island=island)
     traced = trace_parts(model, run.loss, microbatch)
-    cuts = make_partitions(traced, strategy.pipeline, num_stages, seats.num_replicas)
+    cuts = make_partitions(traced, strategy.pipeline, num_stages, grid.num_replicas)
     check_cuts(run, traced, cuts, mesh, has_blocks=model.chain is not None)
-    stages = cuts[seats.replica]
-    stage_model = StageModel(model=model, stages=stages, traced=traced, stage=seats.stage)
+    stages = cuts[grid.replica]
+    stage_model = StageModel(model=model, stages=stages, traced=traced, stage=grid.stage)
     stage = stage_model.make_stage_model()
     named = run.optimizer
     if isinstance(named, Optimizer):
@@ -213,7 +213,7 @@ def _make_stage_setup(
     _check_arguments(optimizer, stage, line_search=False)
     placement = make_placement(stage, optimizer, strategy.layout, mesh)
     _check_evaluated(run, placement)
-    setup = RunSetup(stage, optimizer, learning_rate, mesh, placement, stage_model, seats)
+    setup = RunSetup(stage, optimizer, learning_rate, mesh, placement, stage_model, grid)
     return setup._replace(cuts=tuple(cuts))
 
 

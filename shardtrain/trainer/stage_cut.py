@@ -23,7 +23,7 @@ from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
-from shardtrain.train_step.seats import Seats
+from shardtrain.train_step.pipeline_grid import PipelineGrid
 from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
@@ -62,21 +62,23 @@ def apply_stage_cut(run: Run, source: Any, islands: Islands | None, output: RunC
       ValueError: the options do not fit the number of stages, or no cut fits the memory.
     """
     strategy = run.strategy
-    if islands is None or islands.seat.num_islands == 1 or not cuts_by_time(run):
+    if islands is None or islands.placement.num_islands == 1 or not cuts_by_time(run):
         return run
     devices = jax.local_devices()
-    number = islands.seat.num_processes * len(devices)
+    number = islands.placement.num_processes * len(devices)
     own = island_devices(strategy.layout, devices[0].device_kind, number)
     if strategy.pipeline.stage_speeds == "measured":
         # ranks of one host take turns, as they share it
-        num_pipelines = islands.seat.num_islands // (strategy.across.partitions or islands.seat.num_islands)
+        num_pipelines = islands.placement.num_islands // (
+            strategy.across.partitions or islands.placement.num_islands
+        )
         traced = trace(run, source, num_pipelines, own.row_shards)
         measured = Coordination(islands).run_in_turn("speeds of stages", lambda: flops_per_second(traced))
         own = own._replace(flops_per_second=measured)
     every = [IslandDevices(*each) for each in islands.all_gather_islands("devices of stages", list(own))]
     num_stages = strategy.across.partitions or len(every)
-    seats = Seats(num_islands=len(every), num_stages=num_stages, island=islands.seat.island)
-    replicas = [seats.select_replica(every, replica) for replica in range(seats.num_replicas)]
+    grid = PipelineGrid(num_islands=len(every), num_stages=num_stages, island=islands.placement.island)
+    replicas = [grid.select_replica(every, replica) for replica in range(grid.num_replicas)]
     text, cuts = _cut(run, source, replicas)
     output.note(text)
     return replace(run, strategy=replace(strategy, pipeline=replace(strategy.pipeline, stages=cuts)))

@@ -171,7 +171,7 @@ def differing_arrays(coordination: Coordination, state: State, own_optimizers: b
     if coordination.transfer is None:
         return []
     assert coordination.islands is not None
-    common, owners, seats = _common(state, own_optimizers), coordination.owners, coordination.seats
+    common, owners, grid = _common(state, own_optimizers), coordination.owners, coordination.grid
     parts = {"": group_by_path(common)}
     if owners is not None:
         keys = (",".join(map(str, group.stages)) for group in owners.groups)
@@ -185,9 +185,9 @@ def differing_arrays(coordination: Coordination, state: State, own_optimizers: b
     differing: set[str] = set()
     for key in {key for each in prints for key in each}:
         copies = [each[key] for each in prints if key in each]
-        if seats is not None:
+        if grid is not None:
             stages = enumerate(map(int, key.split(",")))
-            copies = [seats.select_replica(prints, replica)[stage][key] for replica, stage in stages]
+            copies = [grid.select_replica(prints, replica)[stage][key] for replica, stage in stages]
         differing |= {path for path in copies[0] if len({copy[path] for copy in copies}) > 1}
     return sorted(differing)
 

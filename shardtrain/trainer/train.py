@@ -147,8 +147,8 @@ def _summarise(session: Session, step: int, programs: str) -> None:
     if programs:
         output.say(programs)
     _compare_speed(prepared, output)
-    peaks = prepared.coordination.meet("peak memory", list(peak_memory()))
-    output.say(memory_text(peaks, prepared.coordination.seats))
+    peaks = prepared.coordination.gather_after_work("peak memory", list(peak_memory()))
+    output.say(memory_text(peaks, prepared.coordination.grid))
 
 
 def _compare_speed(prepared: PreparedRun, output: RunConsole) -> None:
@@ -219,7 +219,7 @@ def _find_skipped_data(prepared: PreparedRun, note: Callable[[str], None]) -> Sk
     run, islands = prepared.run, prepared.coordination.islands
     if islands is None or run.strategy.synchronisation.distance is None:
         return None
-    return SkippedData(prepared.folder, islands.seat.island, run.replay, note)
+    return SkippedData(prepared.folder, islands.placement.island, run.replay, note)
 
 
 def _train_segment(

@@ -19,7 +19,7 @@ from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.plan.devices import TERA, Device, find_device
 from shardtrain.report.quantities import bytes_text, count_text, duration_text
 from shardtrain.system.host import peak_resident_bytes
-from shardtrain.train_step.seats import Seats
+from shardtrain.train_step.pipeline_grid import PipelineGrid
 from shardtrain.trainer.config import Run, make_model
 
 MOST_RANKS = 16
@@ -192,22 +192,23 @@ def peak_memory(devices: Sequence[Any] | None = None) -> Peak:
     return Peak(max(known), True) if known else Peak(peak_resident_bytes(), False)
 
 
-def memory_text(peaks: Iterable[Sequence[int]], seats: Seats | None = None) -> str:
+def memory_text(peaks: Iterable[Sequence[int]], grid: PipelineGrid | None = None) -> str:
     """Return the line about the peak memory of ranks, in their order.
 
     Args:
       peaks: a `Peak` of each rank.
-      seats: the stage of each, where ranks are stages.
+      grid: the stage of each, where ranks are stages.
 
     >>> memory_text([Peak(3 << 20, False)])
     'peak memory of the process: 3.0 MiB'
-    >>> memory_text([Peak(3 << 20, True), Peak(5 << 20, True)], Seats(num_islands=2, num_stages=2, island=0))
+    >>> grid = PipelineGrid(num_islands=2, num_stages=2, island=0)
+    >>> memory_text([Peak(3 << 20, True), Peak(5 << 20, True)], grid)
     'peak memory of a device: stage 0 3.0 MiB, stage 1 5.0 MiB'
     """
     peaks = [Peak(num_bytes, bool(of_device)) for num_bytes, of_device in peaks]
     of = "a device" if all(peak.of_device for peak in peaks) else "the process"
     texts = [bytes_text(peak.num_bytes) for peak in peaks]
-    names = [_rank_name(rank, seats) for rank in range(len(peaks))]
+    names = [_rank_name(rank, grid) for rank in range(len(peaks))]
     if len(peaks) == 1:
         return f"peak memory of {of}: {texts[0]}"
     if len(peaks) > MOST_RANKS:
@@ -216,11 +217,11 @@ def memory_text(peaks: Iterable[Sequence[int]], seats: Seats | None = None) -> s
     return f"peak memory of {of}: {', '.join(map(' '.join, zip(names, texts, strict=True)))}"
 
 
-def _rank_name(rank: int, seats: Seats | None) -> str:
-    if seats is None:
+def _rank_name(rank: int, grid: PipelineGrid | None) -> str:
+    if grid is None:
         return f"rank {rank}"
-    stage, replica = rank % seats.num_stages, rank // seats.num_stages
-    return f"stage {stage}" if seats.num_replicas == 1 else f"stage {stage} of pipeline {replica}"
+    stage, replica = rank % grid.num_stages, rank // grid.num_stages
+    return f"stage {stage}" if grid.num_replicas == 1 else f"stage {stage} of pipeline {replica}"
 
 
 def row_seconds_at_peak(

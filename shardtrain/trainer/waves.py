@@ -1,6 +1,6 @@
 """The waves of islands: their end, and the events and skipped data that a replay repeats, in `waves/`.
 
-Next: `train_step/wave_merge.py`, `train_step/meetings.py`.
+Next: `train_step/wave_merge.py`, `train_step/barrier_schedule.py`.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from pathlib import Path
 from shardtrain.data import Position
 from shardtrain.imported import select_kept_tokens
 from shardtrain.islands.parameter_shard import Event, Kind, ParameterShard
-from shardtrain.pipeline.in_flight import waves_before_meeting
+from shardtrain.pipeline.in_flight import waves_before_barrier
 from shardtrain.report.sinks.json_lines import JsonLines, read_jsonl
 from shardtrain.system.untrusted_files import check_whole_number
-from shardtrain.train_step.meetings import Meetings
+from shardtrain.train_step.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.state import State
 from shardtrain.train_step.wave_merge import VirtualWorker, WaveMerge
 from shardtrain.trainer.config import Run
@@ -26,7 +26,7 @@ from shardtrain.trainer.setup import RunSetup
 WAVES = "waves"
 """Folder in that of a run; each island writes a file there."""
 
-KINDS: tuple[Kind, ...] = ("push", "pull", "meeting")
+KINDS: tuple[Kind, ...] = ("push", "pull", "barrier")
 
 MOST_ISLANDS = 1 << 20
 """A larger number in a file of events is no island."""
@@ -195,16 +195,16 @@ def train_as_repeated(
     return train(start, last_step)
 
 
-def make_meetings(run: Run) -> Meetings:
-    """Say after which steps all islands meet."""
+def make_barrier_schedule(run: Run) -> BarrierSchedule:
+    """Make the schedule of barriers of a run."""
     synchronisation = run.strategy.synchronisation
     others = [
         each for each in (round_evaluation_interval(run), run.recovery.fingerprint_every) if each is not None
     ]
     if run.strategy.across.shares == "auto" and synchronisation.distance is not None:
-        # speeds are exchanged at meetings: once in as many waves as an island may be ahead
+        # speeds are exchanged at barriers: once in as many waves as an island may be ahead
         others.append(synchronisation.every * (synchronisation.distance + 1))
-    return Meetings(synchronisation, run.steps, run.checkpoints.every_steps, others)
+    return BarrierSchedule(synchronisation, run.steps, run.checkpoints.every_steps, others)
 
 
 def make_waves(
@@ -212,14 +212,14 @@ def make_waves(
     setup: RunSetup,
     coordination: Coordination,
     shares: RowShares,
-    meetings: Meetings,
+    barriers: BarrierSchedule,
     wave_log: WaveLog,
     worker: VirtualWorker | None = None,
 ) -> WaveMerge:
     """Make what ends the waves of an island; a collective call of all ranks.
 
     Args:
-      run, setup, coordination, shares, meetings, wave_log: see `make_multi_island_step`.
+      run, setup, coordination, shares, barriers, wave_log: see `make_multi_island_step`.
       worker: the virtual worker of which this island is a stage; None: it is one itself.
 
     Raises:
@@ -228,23 +228,23 @@ def make_waves(
     islands, transfer = coordination.islands, coordination.transfer
     assert islands is not None
     assert transfer is not None
-    seat, control = islands.seat, islands.control
-    if seat.num_islands < control.size:
+    placement, control = islands.placement, islands.control
+    if placement.num_islands < control.size:
         raise ValueError(
-            f"waves (--clock-distance) need islands of one process each, and these {seat.num_islands} have"
-            f" {control.size}: start one process for all devices of an island (--processes-per-island 1), or"
-            " use --synchronisation local-sgd"
+            f"waves (--clock-distance) need islands of one process each, and these"
+            f" {placement.num_islands} have {control.size}: start one process for all devices of an island"
+            " (--processes-per-island 1), or use --synchronisation local-sgd"
         )
     from shardtrain.islands.parameter_server import ParameterServer  # importing it starts MPI
 
     # islands that are stages push to those of the same stage
-    stage, replica = (0, seat.island) if setup.seats is None else (setup.seats.stage, setup.seats.replica)
+    stage, replica = (0, placement.island) if setup.grid is None else (setup.grid.stage, setup.grid.replica)
     comm = islands.comm.Split(stage, replica)
     ranks = comm.allgather(control.rank)
-    order = [] if run.replay is None else read_wave_log(run.replay, seat.island, len(ranks))
-    meetings.repeated = frozenset(event.step for event in order if event.kind == "meeting")
+    order = [] if run.replay is None else read_wave_log(run.replay, placement.island, len(ranks))
+    barriers.replayed = frozenset(event.step for event in order if event.kind == "barrier")
     synchronisation = run.strategy.synchronisation
-    ahead = waves_before_meeting(run.strategy.pipeline.in_flight, synchronisation.every)
+    ahead = waves_before_barrier(run.strategy.pipeline.in_flight, synchronisation.every)
     shard = ParameterShard(len(ranks), wave_log, order, wave_log.report, waves_ahead=ahead)
     names = [control.names[rank] for rank in ranks]
     server = ParameterServer(comm, shard, names, ranks, control.activity, patience_seconds=LONG_SECONDS)
@@ -252,10 +252,10 @@ def make_waves(
         synchronisation,
         setup.placement,
         parameters=server,
-        meetings=meetings,
+        barriers=barriers,
         share=shares.own_share,
         transfer=transfer,
-        all_gather=coordination.meet,
+        all_gather=coordination.gather_after_work,
         end_work=coordination.timer.end,
         last_step=run.steps,
         worker=worker,

@@ -76,7 +76,7 @@ LEAF = {"shape": [4, 4], "dtype": "float32"}
             lambda b: b["leaves"].update(w={**LEAF, "lie": {"rows": [9] * 4, "num_rows": 9}}),
             "a row of w is 9",
         ),
-        (lambda b: b["leaves"].update(w={**LEAF, "lie": {"place": 1}}), "has ['place'], which it has not"),
+        (lambda b: b["leaves"].update(w={**LEAF, "origin": {"place": 1}}), "has unknown keys ['place']"),
         (
             lambda b: b["leaves"].update(w={**LEAF, "lie": {"replica": 3, "num_replicas": 2}}),
             "replica 3 of 2",

@@ -84,7 +84,7 @@ def sent_bytes(text):
 
 @pytest.mark.full
 def test_what_replicas_send_is_counted_by_their_combiner(inspected):
-    words = ("--synchronisation", "local-sgd", "--meet-when", "moved:0.1")
+    words = ("--synchronisation", "local-sgd", "--sync-when", "drift:0.1")
     text = inspected(*TINY, *words, "--islands", "3", "--combine", "int8+mean")
     num_parameters = int(text.partition("parameters: ")[2].partition(", ")[0].replace(",", ""))
     # a byte of each parameter, to two others; a rule may skip merges

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardtrain import cli
-from shardtrain.errors.exit_codes import COME_AGAIN
+from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
 from shardtrain.report.sinks.json_lines import read_jsonl
 
 RUN = """
@@ -148,7 +148,7 @@ def test_the_time_limit_stops_all_at_one_step_and_asks_to_come_again(folder, sta
     """It is over when the first step is done. These ranks start as a user's do."""
     plain = [sys.executable, "-m", "shardtrain"]
     code, out, err = ended(start("--time-limit", "0:2", "--time-margin", "1", shardtrain=plain))
-    assert code == COME_AGAIN, err
+    assert code == TEMPORARY_FAILURE, err
     assert err.endswith("stopped by the time limit: islands 0, 1\n")
     (saved,) = Path("run/checkpoints").glob("step_*")
     step = int(saved.name.removeprefix("step_"))

@@ -40,12 +40,12 @@ class Net(nnx.Module):
     """Two matrices: an array to combine costs more to trace than all of this."""
 
     def __init__(self, rngs):
-        self.send_up = drawn(rngs, "embed", "mlp")
+        self.up = drawn(rngs, "embed", "mlp")
         self.head = drawn(rngs, "mlp", None)
 
     def __call__(self, image):
         x = with_logical_constraint(image.reshape(len(image), -1), ("batch", "embed"))
-        x = with_logical_constraint(jax.nn.relu(x @ self.send_up[...]), ("batch", "mlp"))
+        x = with_logical_constraint(jax.nn.relu(x @ self.up[...]), ("batch", "mlp"))
         return with_logical_constraint(x @ self.head[...], ("batch", None))
 
 

@@ -24,7 +24,7 @@ MPIEXEC = {"path": "/env/mpiexec", "flavour": "hydra", "version": "5.0.2"}
 
 def facts(child=None, **changes):
     child = {name: value for name, value in {**CHILD, **(child or {})}.items() if value != "missing"}
-    start = {"launcher": "hydra", "told": [0, 2], "problem": None, "seats_problem": None, "pmi": "PMI"}
+    start = {"launcher": "hydra", "told": [0, 2], "problem": None, "placement_problem": None, "pmi": "PMI"}
     return {**start, "strange": [], "tasks_of_job": 1, "child": child, "mpiexec": MPIEXEC, **changes}
 
 
@@ -44,7 +44,13 @@ ALONE = "the launcher (openmpi) says rank 0 of 2, but MPI says rank 0 of 1"
     ("changes", "what", "verdict", "found", "do"),
     [
         ({"problem": ALONE}, "launcher", "wrong", ALONE, "use the mpiexec installed beside this Python"),
-        ({"seats_problem": "3 ranks cannot"}, "islands", "wrong", "3 ranks cannot", "start as many ranks"),
+        (
+            {"placement_problem": "3 ranks cannot"},
+            "islands",
+            "wrong",
+            "3 ranks cannot",
+            "start as many ranks",
+        ),
         (
             {"launcher": "none", "strange": ["FLUX_TASK_RANK"]},
             "launcher",

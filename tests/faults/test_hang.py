@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.errors.exit_codes import COME_AGAIN
+from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
 from shardtrain.report.sinks.json_lines import read_jsonl
 
 TRAIN = ["train", "tiny.py", "--cpu-devices", "1"]
@@ -31,7 +31,7 @@ def test_of_three_ranks_one_is_stopped(folder, mpirun, started, until):
     process = started([*mpirun(3), *TRAIN, *options], HURT="stop", HURT_RANK="1")
     until(lambda: Path("hurt").exists() and hurt(), process)
     pid = hurt()
-    assert process.wait(GONE_SECONDS) == COME_AGAIN
+    assert process.wait(GONE_SECONDS) == TEMPORARY_FAILURE
     err = Path("err").read_text()
     named = r"shardtrain watchdog: island 1 \(host \S+\) has sent no heartbeat for \d+ s: its process "
     assert len(re.findall(named, err)) == 1, err
@@ -69,7 +69,7 @@ def test_a_rank_that_reads_for_ever_is_to_blame(folder, mpirun, started):
     """And not the one that waits for it."""
     options = ["--watch.stall-seconds", "4"]
     process = started([*mpirun(2), *TRAIN, *options], HURT="sleep", HURT_RANK="1")
-    assert process.wait(900) == COME_AGAIN
+    assert process.wait(900) == TEMPORARY_FAILURE
     err = Path("err").read_text()
     text = r"watchdog: island 1 \(host \S+\) makes no progress: at step \d+, in 'reading a batch' for"
     assert re.search(text, err), err
@@ -83,7 +83,7 @@ def test_a_rank_that_reads_for_ever_is_to_blame(folder, mpirun, started):
 @pytest.mark.full
 def test_a_run_that_is_alone_is_watched(folder, started, warm_python):
     words = [*warm_python, "-m", "shardtrain", *TRAIN, "--watch.stall-seconds", "4"]
-    assert started(words, HURT="sleep", HURT_RANK="0").wait(900) == COME_AGAIN
+    assert started(words, HURT="sleep", HURT_RANK="0").wait(900) == TEMPORARY_FAILURE
     text = r"watchdog: the run on host \S+ makes no progress: at step \d+, in 'reading a batch' for"
     assert re.search(text, Path("err").read_text())
     assert "in __getitem__" in Path("run/stacks.txt").read_text()

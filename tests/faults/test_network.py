@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.errors.exit_codes import COME_AGAIN
+from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
 from shardtrain.report.sinks.json_lines import read_jsonl
 
 GONE_SECONDS = 300  # ends what would hang for ever
@@ -58,7 +58,7 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(hosts, folder, started, u
     until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 3, process)
     assert len(of_this_test(folder)) > 2
     hosts.turn(1, "down")
-    assert process.wait(GONE_SECONDS) == COME_AGAIN
+    assert process.wait(GONE_SECONDS) == TEMPORARY_FAILURE
     until(lambda: not of_this_test(folder), seconds=GONE_SECONDS)
     assert [line["step"] for line in read_jsonl(metrics)][:3] == [1, 2, 3]
     for mine, other in ((0, 1), (1, 0)):

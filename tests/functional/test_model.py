@@ -28,7 +28,7 @@ class Net(nnx.Module):
     """A bit of everything: running statistics, dropout, a list, stacked layers, a shared parameter."""
 
     def __init__(self, rngs):
-        self.send_up = nnx.Linear(EMBED, MLP, kernel_init=named("embed", "mlp"), rngs=rngs)
+        self.up = nnx.Linear(EMBED, MLP, kernel_init=named("embed", "mlp"), rngs=rngs)
         self.norm = nnx.BatchNorm(MLP, momentum=0.75, rngs=rngs)
         self.dropout = nnx.Dropout(0.0, rngs=rngs)
         # eleven, for the order of their names; constant, as random ones are long to compile
@@ -41,17 +41,17 @@ class Net(nnx.Module):
             return Block(rngs)
 
         self.blocks = stack(rngs)
-        self.send_down = nnx.Param(
+        self.down = nnx.Param(
             0.3 * jax.random.normal(rngs.params(), (MLP, EMBED)), out_sharding=("mlp", "embed")
         )
-        self.tied = self.send_down
+        self.tied = self.down
 
     def __call__(self, x):
-        x = self.dropout(self.norm(self.send_up(x)))
+        x = self.dropout(self.norm(self.up(x)))
         for layer in self.layers[9:]:
             x = x + jnp.tanh(layer(x))
         x = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
-        return x @ self.send_down[...] @ self.tied[...].T
+        return x @ self.down[...] @ self.tied[...].T
 
 
 class Block(nnx.Module):

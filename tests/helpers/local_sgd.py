@@ -15,7 +15,7 @@ def local_sgd(
     rate,
     fragments,
     last_step=-1,
-    meets=lambda deltas, common: True,
+    synchronises=lambda deltas, common: True,
 ):
     """The common parameters after each step, path -> float64; replicas are averaged by their counts.
 
@@ -28,7 +28,7 @@ def local_sgd(
       rate: of the replicas' own plain SGD.
       fragments: which rows of which array are merged together.
       last_step: in which all that was changed is combined.
-      meets: (path -> each replica's deltas, path -> common parameters) -> whether a fragment is sent.
+      synchronises: (path -> each replica's deltas, path -> common parameters) -> whether a fragment is sent.
     """
     every, overlap, outer = synchronisation.every, synchronisation.overlap, synchronisation.outer
     common = {path: np.asarray(x, np.float64) for path, x in group_by_path(params).items()}
@@ -78,7 +78,7 @@ def local_sgd(
                 continue
             rows = rows_of(fragment).items()
             deltas = {path: [x[path][at] - common[path][at] for x in own] for path, at in rows}
-            if is_last or meets(deltas, {path: common[path][at] for path, at in rows}):
+            if is_last or synchronises(deltas, {path: common[path][at] for path, at in rows}):
                 under_way[number] = deltas
                 if is_last or not overlap:
                     arrive(number, fragment)

@@ -37,8 +37,8 @@ class Blocks(nnx.Module):
     """The parameters of all blocks, stacked."""
 
     def __init__(self, sizes, rngs):
-        self.send_up = normal((LAYERS, EMBED, MLP), sizes=sizes, std=sizes[EMBED] ** -0.5, rngs=rngs)
-        self.send_down = normal((LAYERS, MLP, EMBED), sizes=sizes, std=0.5 * sizes[MLP] ** -0.5, rngs=rngs)
+        self.up = normal((LAYERS, EMBED, MLP), sizes=sizes, std=sizes[EMBED] ** -0.5, rngs=rngs)
+        self.down = normal((LAYERS, MLP, EMBED), sizes=sizes, std=0.5 * sizes[MLP] ** -0.5, rngs=rngs)
 
 
 class TinyModel(nnx.Module):
@@ -71,7 +71,7 @@ class TinyModel(nnx.Module):
             h = with_logical_constraint(jax.nn.relu(x @ up), (BATCH, SEQ, MLP))
             return with_logical_constraint(x + self.dropout(h @ down, rngs=key), (BATCH, SEQ, EMBED)), None
 
-        return jax.lax.scan(block, x, (blocks.send_up[...], blocks.send_down[...], keys))[0]
+        return jax.lax.scan(block, x, (blocks.up[...], blocks.down[...], keys))[0]
 
     def last(self, x: jax.Array) -> jax.Array:
         head = self.embedding[...].T if self.head is None else self.head[...]

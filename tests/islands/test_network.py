@@ -20,7 +20,7 @@ from shardtrain.islands.binding import (
 from shardtrain.islands.mpi_library import check_started
 from shardtrain.islands.network import find_address, listening_address
 from shardtrain.islands.rank_environment import RankEnvironment
-from shardtrain.islands.seat import Seat
+from shardtrain.islands.rank_placement import RankPlacement
 
 
 def test_on_one_host_loopback_on_several_the_interface_of_the_job():
@@ -55,9 +55,9 @@ def test_ranks_of_an_island_meet_without_a_proxy(proxy, monkeypatch):
         monkeypatch.setenv(proxy, "http://127.0.0.1:9")
     met = []
     monkeypatch.setattr(jax_runtime, "start_runtime", lambda *_: met.append(os.environ["no_proxy"]))
-    seat: Any = types.SimpleNamespace(island=0, process=0, num_processes=2)
+    placement: Any = types.SimpleNamespace(island=0, process=0, num_processes=2)
     comm: Any = Two()
-    jax_runtime.join_processes(seat, comm, "a")
+    jax_runtime.join_processes(placement, comm, "a")
     assert met == [f"localhost,a,b,{socket.gethostname()}" if proxy else "localhost"]
 
 
@@ -72,8 +72,8 @@ def test_jax_is_told_everything_and_asked_to_find_nothing(mine, bind, monkeypatc
     monkeypatch.setattr(jax.config, "update", lambda name, value: told.update({name: value}))
     made: dict[str, Any] = {}
     monkeypatch.setattr(_jax, "make_gloo_tcp_collectives", made.update)
-    seat = Seat(island=0, num_islands=2, process=1, num_processes=2)
-    jax_runtime.start_runtime(seat, "127.0.0.1:77" if mine else "a:77", mine)
+    placement = RankPlacement(island=0, num_islands=2, process=1, num_processes=2)
+    jax_runtime.start_runtime(placement, "127.0.0.1:77" if mine else "a:77", mine)
     # all four that the process sees, by their numbers among these
     assert told["words"] == ("127.0.0.1:77" if mine else "a:77", 2, 1, [0, 1, 2, 3])
     assert told["cluster_detection_method"] == "deactivate"

@@ -1,4 +1,4 @@
-"""Shards of the parameters, whatever the order of messages: bounds of waves, sums, meetings, replays."""
+"""Shards of the parameters, whatever the order of messages: bounds of waves, sums, barriers, replays."""
 
 import numpy as np
 from hypothesis import given
@@ -36,7 +36,7 @@ class Simulation:
             shard.begin(0, np.array([number], np.float32), ())
         self.clock = [0] * num_islands
         self.pulled = [[] for _ in range(num_islands)]
-        self.met: list[tuple[int, int]] = []
+        self.at_barrier: list[tuple[int, int]] = []
         self.at_vote: list[int] = []
         self.on_the_way: list[tuple[int, int, Push]] = []
         self.answers: list[dict] = [{} for _ in range(num_islands)]
@@ -51,7 +51,7 @@ class Simulation:
         push = Push(
             step=clock * EVERY,
             least=clock if is_last else clock - self.distance,
-            calls_meeting=(island, clock) in self.calls,
+            requests_barrier=(island, clock) in self.calls,
             totals=np.ones(1),
         )
         self.send(island, push, self.updates[island, clock].astype(np.float32))
@@ -75,16 +75,16 @@ class Simulation:
         """What an island does with the answers of all shards, as `WaveMerge` does."""
         answers = [self.answers[island][shard] for shard in range(self.num_islands)]
         clock = self.clock[island]
-        waits_for_all = (island, clock) in self.met
-        if answers[0].meeting == clock and clock < self.num_waves and not waits_for_all:
-            self.met.append((island, clock))
+        waits_for_all = (island, clock) in self.at_barrier
+        if answers[0].barrier == clock and clock < self.num_waves and not waits_for_all:
+            self.at_barrier.append((island, clock))
             self.send(island, Push(step=clock * EVERY, least=clock, totals=np.zeros(1)), None)
             return
         clocks = np.min([answer.clocks for answer in answers], axis=0)
         values = np.concatenate([answer.values for answer in answers])
         self.pulled[island].append((clock, clocks, [answer.clocks for answer in answers], values))
-        # after a meeting they vote: nobody pushes before all have come
-        if (island, clock) not in self.met:
+        # after a barrier they vote: nobody pushes before all have come
+        if (island, clock) not in self.at_barrier:
             if clock < self.num_waves:
                 self.push(island)
             return
@@ -121,17 +121,17 @@ def test_islands_run_ahead_by_the_distance_at_most_and_no_update_is_lost_or_coun
 
 
 @given(sizes, st.data())
-def test_a_called_meeting_is_at_one_wave_of_all_islands_with_equal_parameters(size, data):
+def test_a_called_barrier_is_at_one_wave_of_all_islands_with_equal_parameters(size, data):
     num_islands, distance, num_waves = size
     caller = (data.draw(st.integers(0, num_islands - 1)), data.draw(st.integers(1, num_waves)))
     choose = data.draw(st.randoms(use_true_random=False)).randrange
     simulation = Simulation(num_islands, distance, num_waves, calls=[caller]).run(choose)
-    waves = {clock for _, clock in simulation.met}
+    waves = {clock for _, clock in simulation.at_barrier}
     assert all(len(pulled) == num_waves for pulled in simulation.pulled)
-    # unless the call came in the last wave, or was for it, where they meet anyway
+    # unless the call came in the last wave, or was for it, where there is one anyway
     if waves:
         assert len(waves) == 1
-        assert sorted(island for island, _ in simulation.met) == list(range(num_islands))
+        assert sorted(island for island, _ in simulation.at_barrier) == list(range(num_islands))
         (wave,) = waves
         assert caller[1] <= wave <= caller[1] + distance
         values = {tuple(pulled[wave - 1][-1].tolist()) for pulled in simulation.pulled}

@@ -8,7 +8,7 @@ import pytest
 from shardtrain.islands import binding
 from shardtrain.islands.binding import bind_cpus, device_environment
 from shardtrain.islands.rank_environment import RankEnvironment, find_rank_environment
-from shardtrain.islands.seat import Seat, find_seat, parse_processes
+from shardtrain.islands.rank_placement import RankPlacement, find_placement, parse_processes
 
 HERE = socket.gethostname()
 HYDRA = {
@@ -160,8 +160,8 @@ def test_a_local_rank_of_slurm_that_fits_no_node_is_left_to_mpi(wrong):
 )
 def test_ranks_fill_the_islands_in_order(size, processes, expected):
     names = ("island", "num_islands", "process", "num_processes")
-    seats = [Seat(**dict(zip(names, values, strict=True))) for values in expected]
-    assert [find_seat(rank, size, processes) for rank in range(size)] == seats
+    grid = [RankPlacement(**dict(zip(names, values, strict=True))) for values in expected]
+    assert [find_placement(rank, size, processes) for rank in range(size)] == grid
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_ranks_fill_the_islands_in_order(size, processes, expected):
 )
 def test_ranks_that_do_not_fill_the_islands_are_refused_with_the_fix(size, processes, text):
     with pytest.raises(ValueError) as error:
-        find_seat(0, size, processes)
+        find_placement(0, size, processes)
     assert text in str(error.value)
 
 

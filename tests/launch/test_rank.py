@@ -107,7 +107,7 @@ def test_a_signal_that_ends_the_program_is_told(tmp_path):
         ({"PMIX_RANK": "0"}, "and no number of ranks"),
     ],
 )
-def test_a_rank_without_a_seat_starts_nothing(environ, text, tmp_path):
+def test_a_rank_without_a_placement_starts_nothing(environ, text, tmp_path):
     done = kept(tmp_path, "print('started')", **environ)
     assert done.returncode == 2
     assert text in done.stderr

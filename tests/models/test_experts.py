@@ -43,10 +43,10 @@ def dense(moe, x_BTD):
     choice, _ = choose(moe.options, x_BTD @ moe.router[...], bias)
     total = 0 if moe.shared is None else moe.shared(x_BTD)
     for e in range(moe.options.num):
-        h = x_BTD @ moe.send_up[...][e]
+        h = x_BTD @ moe.up[...][e]
         h = jax.nn.gelu(h) if moe.gate is None else h * jax.nn.silu(x_BTD @ moe.gate[...][e])
         weight_BT = jnp.where(choice.experts_BTK == e, choice.weights_BTK, 0).sum(-1)
-        total += weight_BT[..., None] * (h @ moe.send_down[...][e])
+        total += weight_BT[..., None] * (h @ moe.down[...][e])
     return total
 
 

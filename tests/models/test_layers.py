@@ -204,8 +204,8 @@ def test_linear_contracts_its_dims_in_the_compute_dtype():
 def test_a_gated_feed_forward_has_a_bias_of_each_projection():
     options = BlockOptions(vocab=4, seq=4, embed=6, num_heads=2, num_layers=1, mlp=8, activation="swiglu")
     layer: Any = FeedForward(options, rngs=nnx.Rngs(0))
-    for number, linear in enumerate((layer.send_up, layer.gate, layer.send_down), 1):
+    for number, linear in enumerate((layer.up, layer.gate, layer.down), 1):
         linear.bias[...] += number * jnp.arange(len(linear.bias[...]))
     x = jnp.asarray(normal(2, 4, 6))
-    hidden = layer.send_up(x) * jax.nn.silu(layer.gate(x))
-    np.testing.assert_allclose(layer(x), layer.send_down(hidden), rtol=1e-5, atol=1e-6)
+    hidden = layer.up(x) * jax.nn.silu(layer.gate(x))
+    np.testing.assert_allclose(layer(x), layer.down(hidden), rtol=1e-5, atol=1e-6)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtrain.pipeline.in_flight import forwards_ahead, waves_before_meeting
+from shardtrain.pipeline.in_flight import forwards_ahead, waves_before_barrier
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.trainer.strategy import Strategy
 
@@ -49,12 +49,12 @@ def test_stages_wait_for_each_other_in_no_circle_and_keep_what_is_in_flight(
 
 
 @given(st.integers(2, 9), st.integers(1, 5), st.integers(0, 4))
-def test_a_meeting_is_called_for_a_step_that_no_virtual_worker_has_ended(in_flight, every, answered):
+def test_a_barrier_is_requested_for_a_step_that_no_virtual_worker_has_ended(in_flight, every, answered):
     # told when the next wave is pushed, which is while the batch `in_flight` steps later starts
     told_at = (answered + 1) * every + in_flight
-    meeting = (answered + 1 + waves_before_meeting(in_flight, every)) * every
-    assert meeting >= told_at
-    assert meeting - told_at < every
+    barrier = (answered + 1 + waves_before_barrier(in_flight, every)) * every
+    assert barrier >= told_at
+    assert barrier - told_at < every
 
 
 def test_what_cannot_be_in_flight_is_refused():

@@ -291,20 +291,20 @@ WAYS = {
     "overlap": Synchronisation(
         on="deltas", every=2, overlap=1, fragments=2, outer=Outer(learning_rate=0.5), synchronous_steps=2
     ),
-    "rule": Synchronisation(on="deltas", when="moved:0.03"),
+    "rule": Synchronisation(on="deltas", when="drift:0.03"),
 }
 OF_NUM_ISLANDS = {2: ("overlap", "rule"), 3: ("every step, momentum", "nesterov, fragments")}
 """Of two islands of two devices, and of three, one of them without rows; with "full" both have every way."""
 
 
-def meets_at(part):
+def synchronises_at(part):
     """The rule "moved", in float64."""
 
-    def meets(deltas, common):
+    def synchronises(deltas, common):
         far = np.sqrt(sum((np.stack(x) ** 2).reshape(len(x), -1).sum(1) for x in deltas.values())).max()
         return far > part * np.sqrt(sum((x**2).sum() for x in common.values()))
 
-    return meets
+    return synchronises
 
 
 def local_steps(comm, transfer, layout, mesh) -> None:
@@ -337,7 +337,7 @@ def local_steps(comm, transfer, layout, mesh) -> None:
     rows_and_end = {"start_row": first, "last_step": num_steps, "all_gather": gather}
     for name in WAYS if FULL else OF_NUM_ISLANDS[comm.size]:
         way = WAYS[name]
-        moved_3_percent = meets_at(0.03) if way.when != "always" else lambda deltas, common: True
+        moved_3_percent = synchronises_at(0.03) if way.when != "always" else lambda deltas, common: True
         step = make_island_step(
             model, next_token_loss, optimizer, placement, transfer, synchronisation=way, **rows_and_end
         )
@@ -345,7 +345,7 @@ def local_steps(comm, transfer, layout, mesh) -> None:
         fragments = split_fragments(way, placement.specs)
         params = jax.tree.map(jnp.asarray, jax.device_get(state.params))
         reference = functools.partial(
-            local_sgd, plain, params, shares, num_steps, way, rate, fragments, meets=moved_3_percent
+            local_sgd, plain, params, shares, num_steps, way, rate, fragments, synchronises=moved_3_percent
         )
         # one rank compiles and computes it for all
         expected = comm.bcast(None if comm.rank else reference(last_step=num_steps))

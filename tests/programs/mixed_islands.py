@@ -27,7 +27,7 @@ from shardtrain.trainer.train import train
 FOLDER, TEXT = Path(sys.argv[1]), Path(sys.argv[2])
 ISLANDS = join()
 assert ISLANDS is not None
-ME = ISLANDS.seat.island
+ME = ISLANDS.placement.island
 SECTIONS = {
     "*CPU*": {"compute_dtype": "bfloat16"},
     "0": {"compute_dtype": "float32", "remat": "dots"},

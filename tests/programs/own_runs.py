@@ -45,10 +45,10 @@ class Data:
 
 class Net(nnx.Module):
     def __init__(self, *, rngs):
-        self.send_up, self.send_down = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
+        self.up, self.down = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
 
     def __call__(self, x):
-        return self.send_down(nnx.relu(self.send_up(x)))
+        return self.down(nnx.relu(self.up(x)))
 
 
 def weigh(losses, batch):
@@ -330,7 +330,7 @@ def no_module():
 def no_call():
     class Own(nnx.Module):
         def __init__(self, rngs):
-            self.send_up = nnx.Linear(4, 1, rngs=rngs)
+            self.up = nnx.Linear(4, 1, rngs=rngs)
 
     return make(Own)
 
@@ -338,7 +338,7 @@ def no_call():
 def broken_constructor():
     class Own(nnx.Module):
         def __init__(self, rngs):
-            self.send_up = nnx.Linear(4, rngs=rngs)
+            self.up = nnx.Linear(4, rngs=rngs)
 
     return make(Own)
 
@@ -363,7 +363,7 @@ def whole_number_parameters():
 def sets_a_parameter():
     class Own(Net):
         def __call__(self, x):
-            self.send_up.bias[...] = self.send_up.bias[...] * 0.9
+            self.up.bias[...] = self.up.bias[...] * 0.9
             return super().__call__(x)
 
     return make(Own)
@@ -373,7 +373,7 @@ def spectral_norm():
     class Own(Net):
         def __init__(self, rngs):
             super().__init__(rngs=rngs)
-            self.send_up = nnx.SpectralNorm(self.send_up, rngs=rngs)
+            self.up = nnx.SpectralNorm(self.up, rngs=rngs)
 
     return make(Own)
 
@@ -438,8 +438,8 @@ def linen_key():
 def shardings_of_outputs():
     class Own(Net):
         def __call__(self, x):
-            x = nnx.relu(self.send_up(x, out_sharding=PartitionSpec("data", "tensor")))
-            return self.send_down(x, PartitionSpec("data", None))
+            x = nnx.relu(self.up(x, out_sharding=PartitionSpec("data", "tensor")))
+            return self.down(x, PartitionSpec("data", None))
 
     return make(Own)
 

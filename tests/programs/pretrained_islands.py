@@ -32,7 +32,7 @@ STRATEGIES = {
     "stages": Strategy(across=Across(axis="pipeline"), accumulate=2),
 }
 
-rank = ISLANDS.seat.island
+rank = ISLANDS.placement.island
 losses, trained = {}, {}
 for name, strategy in STRATEGIES.items():
     run = replace(RUN, strategy=strategy, run_dir=FOLDER / name)

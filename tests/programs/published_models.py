@@ -173,8 +173,8 @@ class GemmaBlock(nnx.Module):
         self.norms = nnx.List([GemmaNorm(c.embed, shd.rms_norm_weight, rngs) for _ in range(2)])
         linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
         into, back = ({"out_sharding": spec} for spec in (shd.ffw_weight_df, shd.ffw_weight_fd))
-        self.gate, self.send_up = (linear(c.embed, c.hidden, kernel_metadata=into) for _ in range(2))
-        self.send_down = linear(c.hidden, c.embed, kernel_metadata=back)
+        self.gate, self.up = (linear(c.embed, c.hidden, kernel_metadata=into) for _ in range(2))
+        self.down = linear(c.hidden, c.embed, kernel_metadata=back)
 
     def attend(self, x: jax.Array, positions: jax.Array, mask: jax.Array) -> jax.Array:
         q_BTNH, (k_BSKH, v_BSKH) = self.q(x), self.kv(x)
@@ -196,7 +196,7 @@ class GemmaBlock(nnx.Module):
             this = nnx.merge(graph, state)
             x = x + this.attend(this.norms[0](x), positions, mask)
             hidden = this.norms[1](x)
-            return x + this.send_down(nnx.gelu(this.gate(hidden)) * this.send_up(hidden))
+            return x + this.down(nnx.gelu(this.gate(hidden)) * this.up(hidden))
 
         return cache, block(state, x, positions, mask)
 
@@ -358,14 +358,14 @@ class Plain(nnx.Module):
         self.embed = nnx.Embed(VOCAB, 16, rngs=rngs)
         self.norm = nnx.LayerNorm(16, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
-        self.send_up = nnx.Linear(16, 32, rngs=rngs)
-        self.send_down = nnx.Linear(32, 16, rngs=rngs)
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.down = nnx.Linear(32, 16, rngs=rngs)
         self.dropout = nnx.Dropout(0.0, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
         x = self.embed(tokens)
         x = x + self.attention(self.norm(x), mask=nnx.make_causal_mask(tokens), deterministic=deterministic)
-        x = x + self.dropout(self.send_down(nnx.gelu(self.send_up(x))), deterministic=deterministic)
+        x = x + self.dropout(self.down(nnx.gelu(self.up(x))), deterministic=deterministic)
         return self.embed.attend(x)
 
 

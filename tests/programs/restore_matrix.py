@@ -215,13 +215,13 @@ def save(name: str, laid: Laid) -> None:
     with checkpoints:
         checkpoints.save(STEPS, state, {"run": run, "position": position})
         checkpoints.wait()
-    laid.coordination.meet("saved")
+    laid.coordination.gather_after_work("saved")
     bits = laid.bits(state)
     _, _, losses = laid.go(state, position, MORE)
     expected = {"bits": bits, "losses": losses, "ahead": laid.ahead(position)}
     if ISLANDS is None or ISLANDS.is_first:
         (FOLDER / name / "expected.json").write_text(json.dumps(expected))
-    laid.coordination.meet("written")
+    laid.coordination.gather_after_work("written")
 
 
 def restored(source: Path, name: str, laid: Laid) -> list[str]:
@@ -248,7 +248,7 @@ def restored(source: Path, name: str, laid: Laid) -> list[str]:
 
 
 with ExitStack() as stack:
-    num_islands = 1 if ISLANDS is None else ISLANDS.seat.num_islands
+    num_islands = 1 if ISLANDS is None else ISLANDS.placement.num_islands
     layouts = {name: lay(strategy, stack) for name, strategy in LAYOUTS[num_islands].items()}
     if not any(FOLDER.iterdir()):
         for name, laid in layouts.items():

@@ -25,16 +25,16 @@ from shardtrain.islands.parameter_shard import ParameterShard
 from shardtrain.islands.transfer import Transfer
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.pipeline.cuts import make_partitions, trace_parts
-from shardtrain.pipeline.in_flight import forwards_ahead, waves_before_meeting
+from shardtrain.pipeline.in_flight import forwards_ahead, waves_before_barrier
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.meetings import Meetings
+from shardtrain.train_step.pipeline_grid import PipelineGrid
 from shardtrain.train_step.placement import make_placement
-from shardtrain.train_step.seats import Seats
 from shardtrain.train_step.stage_step import StageStep
 from shardtrain.train_step.wave_merge import WaveMerge
 
@@ -44,7 +44,7 @@ ROWS, SHARES, RATE, CLIP = 4, (0.75, 0.25), 2.0, 0.1
 # a table that the last stage borrows, so that its gradient comes from two stages
 CONFIG = TinyConfig(vocab=16, num_layers=3, tied=True)
 COMM = world()
-SEATS = Seats(num_islands=COMM.size, num_stages=STAGES, island=COMM.rank)
+GRID = PipelineGrid(num_islands=COMM.size, num_stages=STAGES, island=COMM.rank)
 MODEL = from_nnx(CONFIG)
 
 
@@ -69,10 +69,10 @@ def gradient(params, rows):
 
 def expected(start):
     """Return the last parameters, those after each update, and norms: each batch with its own weights."""
-    replica, found = SEATS.replica, {0: start}
+    replica, found = GRID.replica, {0: start}
     drift, common, norms = jax.tree.map(np.zeros_like, start), start, []
     for number in range(1, STEPS + 1):
-        # the updates of all batches up to the one that has left the pipeline, or all after a meeting
+        # the updates of all batches up to the one that has left the pipeline, or all after a barrier
         seen = max(number - IN_FLIGHT, DRAINED if number > DRAINED else 0)
         grads, norm = jax.device_get(gradient(found[seen], batch_of(replica, number)))
         norms.append(float(norm))
@@ -87,28 +87,28 @@ def expected(start):
     return common, found, norms
 
 
-def make_stage_step(meetings):
+def make_stage_step(barriers):
     mesh = make_mesh(Layout(mesh={"data": 1}), jax.local_devices()[:1])
     layout, optimizer = Layout(mesh={"data": 1}), optax.sgd(RATE)
     microbatch = {name: x[: ROWS // MICROBATCHES] for name, x in batch_of(0, 1).items()}
     traced = trace_parts(MODEL, next_token_loss, microbatch)
     (stages,) = make_partitions(traced, Pipeline(), STAGES, 1)
-    stage_model = StageModel(model=MODEL, stages=stages, traced=traced, stage=SEATS.stage)
+    stage_model = StageModel(model=MODEL, stages=stages, traced=traced, stage=GRID.stage)
     placement = make_placement(stage_model.make_stage_model(), optimizer, layout, mesh)
     control, way = Control(COMM), Synchronisation(on="deltas", every=EVERY, distance=0)
-    peers = COMM.Split(SEATS.stage, SEATS.replica)
+    peers = COMM.Split(GRID.stage, GRID.replica)
     transfer = Transfer(mesh, [MpiGroup(peers)])
-    shard = ParameterShard(peers.size, waves_ahead=waves_before_meeting(IN_FLIGHT, EVERY))
+    shard = ParameterShard(peers.size, waves_ahead=waves_before_barrier(IN_FLIGHT, EVERY))
 
     def make_waves(worker):
         names = [f"worker {i}" for i in range(peers.size)]
-        ranks = list(range(SEATS.stage, COMM.size, STAGES))
+        ranks = list(range(GRID.stage, COMM.size, STAGES))
         return WaveMerge(
             way,
             placement,
             parameters=ParameterServer(peers, shard, names, ranks, ActivityRecord(), patience_seconds=60),
-            meetings=meetings,
-            share=lambda: SHARES[SEATS.replica],
+            barriers=barriers,
+            share=lambda: SHARES[GRID.replica],
             transfer=transfer,
             all_gather=control.all_gather,
             end_work=lambda: None,
@@ -125,17 +125,17 @@ def make_stage_step(meetings):
         clip=CLIP,
         placement=placement,
         transfer=transfer,
-        seats=SEATS,
-        mailbox=Mailbox(COMM.Split(SEATS.replica, SEATS.stage), ["stage 0", "stage 1"], 60),
+        grid=GRID,
+        mailbox=Mailbox(COMM.Split(GRID.replica, GRID.stage), ["stage 0", "stage 1"], 60),
         all_gather=control.all_gather,
         synchronisation=way,
         last_step=STEPS,
         in_flight=IN_FLIGHT,
-        meetings=meetings,
+        barriers=barriers,
         make_waves=make_waves,
     )
     state = init_state(stage_model.make_stage_model(), optimizer, placement, 7)
-    return step, state, lambda number: place(batch_of(SEATS.replica, number), mesh, ("data",), MICROBATCHES)
+    return step, state, lambda number: place(batch_of(GRID.replica, number), mesh, ("data",), MICROBATCHES)
 
 
 def whole_params():
@@ -146,9 +146,9 @@ def whole_params():
 
 
 def main():
-    # nothing is in flight at the planned meeting after step 8, and after the last step
-    meetings = Meetings(Synchronisation(on="deltas", every=EVERY, distance=0), STEPS, DRAINED)
-    step, state, batch = make_stage_step(meetings)
+    # nothing is in flight at the planned barrier after step 8, and after the last step
+    barriers = BarrierSchedule(Synchronisation(on="deltas", every=EVERY, distance=0), STEPS, DRAINED)
+    step, state, batch = make_stage_step(barriers)
     state = step.begin(state, batch(1))
     common, found, norms = expected(whole_params())
     assert min(norms) < CLIP < max(norms), norms  # some are clipped
@@ -157,11 +157,11 @@ def main():
         state, metrics = step(state, batch(number))
         for name in ("loss_sum", "count"):
             seen[name] += float(metrics[name])
-        updates = number if meetings.at(number) else max(number - IN_FLIGHT, DRAINED * (number > DRAINED))
+        updates = number if barriers.is_due(number) else max(number - IN_FLIGHT, DRAINED * (number > DRAINED))
         # the update that is due at the beginning of a step was done in it
         assert int(state.step) == updates, (number, int(state.step))
         if number == DRAINED:
-            compare(step, state, found[DRAINED], "at the meeting")
+            compare(step, state, found[DRAINED], "at the barrier")
     compare(step, state, common, "at the end")
     # the losses of all batches of both virtual workers are in the metrics of the first, once
     examples = sum(batch_of(r, n)["weights"].sum() for r in (0, 1) for n in range(1, STEPS + 1))

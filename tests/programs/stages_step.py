@@ -34,9 +34,9 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.owner_transfers import OwnerTransfers
+from shardtrain.train_step.pipeline_grid import PipelineGrid
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.replica_state import split_fragments
-from shardtrain.train_step.seats import Seats
 from shardtrain.train_step.stage_executor import StageExecutor
 from shardtrain.train_step.stage_step import StageStep
 from shardtrain.train_step.step import make_evaluate, make_step
@@ -208,15 +208,15 @@ def make(
 ):
     """(step, state, batch) of this rank."""
     optimizer = optimizer or gradients_as_state()
-    seats = Seats(num_islands=comm.size, num_stages=num_stages, island=comm.rank)
-    sizes, zero = LAYOUTS[seats.stage]
+    grid = PipelineGrid(num_islands=comm.size, num_stages=num_stages, island=comm.rank)
+    sizes, zero = LAYOUTS[grid.stage]
     if name == "skips" and "data" in sizes:
-        sizes = {"tensor": seats.stage + 1}  # a batch norm is of the rows of each replica of an island
+        sizes = {"tensor": grid.stage + 1}  # a batch norm is of the rows of each replica of an island
     layout = Layout(mesh=sizes, zero=zero, unnamed="replicate")
     mesh = make_mesh(layout, jax.local_devices()[: max(sizes.values())])
     loss, rows = data(name)
-    shares = shares or [ROWS // seats.num_replicas] * seats.num_replicas
-    start, number = sum(shares[: seats.replica]), shares[seats.replica]
+    shares = shares or [ROWS // grid.num_replicas] * grid.num_replicas
+    start, number = sum(shares[: grid.replica]), shares[grid.replica]
     unit = microbatches if name == "skips" else 2 * microbatches
     padded = -(-number // unit) * unit
     mine = np.resize(np.arange(start, start + number), padded)
@@ -225,13 +225,13 @@ def make(
     microbatch = {key: value[: padded // microbatches] for key, value in rows.items()}
     pipeline = Pipeline(schedule=schedule, virtual_stages=chunks, stages=cuts)
     traced = trace_parts(model(name), loss, microbatch)
-    partitions = make_partitions(traced, pipeline, num_stages, seats.num_replicas)
-    stages = partitions[seats.replica]
-    stage_model = StageModel(model=model(name), stages=stages, traced=traced, stage=seats.stage)
+    partitions = make_partitions(traced, pipeline, num_stages, grid.num_replicas)
+    stages = partitions[grid.replica]
+    stage_model = StageModel(model=model(name), stages=stages, traced=traced, stage=grid.stage)
     placement = make_placement(stage_model.make_stage_model(), optimizer, layout, mesh)
     owned = []
     for group in owner_groups(partitions):
-        joins = group.stages[seats.replica] == seats.stage
+        joins = group.stages[grid.replica] == grid.stage
         owners = comm.Split(0 if joins else MPI.UNDEFINED, comm.rank)
         owned += [(group, Transfer(mesh, [MpiGroup(owners)]))] if joins else []
     groups, transfers = zip(*owned, strict=True)
@@ -245,10 +245,8 @@ def make(
         placement=placement,
         transfer=transfers[0],
         owners=OwnerTransfers(stage_model, groups, transfers),
-        seats=seats,
-        mailbox=Mailbox(
-            comm.Split(seats.replica, seats.stage), [f"stage {i}" for i in range(num_stages)], 60
-        ),
+        grid=grid,
+        mailbox=Mailbox(comm.Split(grid.replica, grid.stage), [f"stage {i}" for i in range(num_stages)], 60),
         all_gather=Control(comm).all_gather,
         synchronisation=synchronisation,
         start_row=start,
@@ -327,7 +325,7 @@ def the_plain_step(comm, num_stages, name, chunks, microbatches, schedules, shar
 
 def traffic(step, sent, microbatches, case) -> None:
     """Activations x microbatches x boundaries, each way; and what is borrowed goes there and back."""
-    stage_model, seats = step.stage_model, step.seats
+    stage_model, grid = step.stage_model, step.grid
     placement = stage_model.stages.part_placement
     others = [
         part + by for part in stage_model.parts for by in (-1, 1) if 0 <= part + by <= stage_model.last_part
@@ -335,7 +333,7 @@ def traffic(step, sent, microbatches, case) -> None:
     boundaries = sum(placement.stage(part) != stage_model.stage for part in others)
     rows = step.stage_model.traced.batch["tokens"].shape[0]
     table = VOCAB * 32 * 4
-    borrows = (seats.stage in (0, seats.num_stages - 1)) and bool(stage_model.lent or stage_model.borrowed)
+    borrows = (grid.stage in (0, grid.num_stages - 1)) and bool(stage_model.lent or stage_model.borrowed)
     expected = (
         boundaries * microbatches + borrows,
         boundaries * microbatches * rows * SEQ * 32 * 4 + borrows * table,
@@ -371,7 +369,7 @@ def whole_fragments(comm, step, way):
         {path: rows if rows is None else tuple(blocks[list(rows)]) for path, rows in each.rows.items()}
         for each in split_fragments(way, step.placement.specs)
     ]
-    by_rank = comm.allgather(own)[: step.seats.num_stages]
+    by_rank = comm.allgather(own)[: step.grid.num_stages]
     found = []
     for number in range(way.fragments):
         whole = {}
@@ -383,7 +381,7 @@ def whole_fragments(comm, step, way):
 
 
 def local_steps_of_pipelines(comm, num_stages) -> None:
-    """Pipelines that meet every second step: what each changes alone, in float64, merged stage by stage."""
+    """Pipelines with two local steps: what each changes alone, in float64, merged stage by stage."""
     shares, rate = [24, 16], 0.5
     outer = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
     way = Synchronisation(on="deltas", every=2, fragments=2, overlap=1, outer=outer, synchronous_steps=1)

@@ -92,7 +92,7 @@ class ConvNeXtBlock(nnx.Module):
     def __init__(self, dim, drop_path, *, rngs):
         self.depthwise = nnx.Conv(dim, dim, (3, 3), feature_group_count=dim, rngs=rngs)
         self.norm = nnx.LayerNorm(dim, rngs=rngs)
-        self.send_up, self.send_down = (
+        self.up, self.down = (
             nnx.Linear(dim, 4 * dim, rngs=rngs),
             nnx.Linear(4 * dim, dim, rngs=rngs),
         )
@@ -100,7 +100,7 @@ class ConvNeXtBlock(nnx.Module):
         self.drop_path = nnx.Dropout(drop_path, broadcast_dims=(1, 2, 3), rngs=rngs)
 
     def __call__(self, x):
-        y = self.send_down(nnx.gelu(self.send_up(self.norm(self.depthwise(x)))))
+        y = self.down(nnx.gelu(self.up(self.norm(self.depthwise(x)))))
         return x + self.drop_path(self.gamma * y)
 
 
@@ -141,18 +141,18 @@ class MobileNet(nnx.Module):
 
 class UNet(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.enter, self.send_down = (
+        self.enter, self.down = (
             nnx.Conv(3, 4, (3, 3), rngs=rngs),
             nnx.Conv(4, 8, (3, 3), strides=(2, 2), rngs=rngs),
         )
         self.middle = nnx.Conv(8, 8, (3, 3), rngs=rngs)
-        self.send_up = nnx.ConvTranspose(8, 4, (2, 2), strides=(2, 2), rngs=rngs)
+        self.up = nnx.ConvTranspose(8, 4, (2, 2), strides=(2, 2), rngs=rngs)
         self.leave = nnx.Conv(8, 3, (3, 3), rngs=rngs)
 
     def __call__(self, x):
         skip = nnx.relu(self.enter(x))
-        x = nnx.relu(self.middle(nnx.relu(self.send_down(skip))))
-        return self.leave(jnp.concatenate([skip, nnx.relu(self.send_up(x))], axis=-1))
+        x = nnx.relu(self.middle(nnx.relu(self.down(skip))))
+        return self.leave(jnp.concatenate([skip, nnx.relu(self.up(x))], axis=-1))
 
 
 class Denoiser(UNet):

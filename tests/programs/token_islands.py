@@ -97,7 +97,7 @@ def barrier(name: str) -> bool:
 if AUTO:
     # by a clock that only this moves, each token of an island takes a time of its own, those of padding too
     assert ISLANDS is not None
-    seconds_per_token = (0.0004, 0.0012)[ISLANDS.seat.island]
+    seconds_per_token = (0.0004, 0.0012)[ISLANDS.placement.island]
     fast, now = island_step.GradientIslandStep.__call__, [0.0]
     StepTimer.__init__.__defaults__ = (lambda: now[0],)
 

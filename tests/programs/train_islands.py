@@ -80,7 +80,7 @@ def interrupted(name: str, synchronisation: Synchronisation):
     return whole.state
 
 
-if ISLANDS is not None and ISLANDS.seat.island:
+if ISLANDS is not None and ISLANDS.placement.island:
     # islands that begin with other parameters are made equal to island 0 by the broadcast at the start
     same_everywhere = prepared_run.init_state
 

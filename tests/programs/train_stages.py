@@ -27,7 +27,7 @@ from shardtrain.trainer.train import train
 TEXT, FOLDER, NUM_STAGES = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 ISLANDS = join()
 SEQ = 8
-SHARES = (1.0,) if ISLANDS is None or ISLANDS.seat.num_islands == NUM_STAGES else (3.0, 1.0)
+SHARES = (1.0,) if ISLANDS is None or ISLANDS.placement.num_islands == NUM_STAGES else (3.0, 1.0)
 # two pipelines cut the model differently: the second block has other stages in each
 STAGES = "params" if SHARES == (1.0,) else "1,2;2,1"
 RUN = Run(
@@ -105,7 +105,7 @@ if ISLANDS is not None:
             strategy=three
         )
         # islands that differ in what decides the communicators are told so, and make none
-        own = STAGES if ISLANDS.seat.island == 0 else "1,2"
+        own = STAGES if ISLANDS.placement.island == 0 else "1,2"
         told = refused(strategy=dataclasses.replace(RUN.strategy, pipeline=Pipeline(stages=own)))
         assert "islands do not agree" in told, told
         assert "strategy.pipeline.stages: 1,2 on island 1" in told, told

@@ -32,8 +32,8 @@ from shardtrain.trainer.waves import skips_file
 TEXT, FOLDER = Path(sys.argv[1]), Path(sys.argv[2])
 ISLANDS = join()
 assert ISLANDS is not None
-ISLAND = ISLANDS.seat.island
-seconds, steps_to_signal = [0.0] * ISLANDS.seat.num_islands, [0]
+ISLAND = ISLANDS.placement.island
+seconds, steps_to_signal = [0.0] * ISLANDS.placement.num_islands, [0]
 
 
 def slow_loss(apply, batch):

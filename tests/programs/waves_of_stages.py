@@ -35,7 +35,7 @@ from shardtrain.trainer.train import train
 TEXT, FOLDER, IN_FLIGHT = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 ISLANDS = join()
 assert ISLANDS is not None
-ISLAND = ISLANDS.seat.island
+ISLAND = ISLANDS.placement.island
 STAGE, WORKER = ISLAND % 2, ISLAND // 2
 seconds, steps_to_signal = [0.0, 0.0], [0]
 

@@ -49,10 +49,10 @@ class Block(nnx.Module):
             values = 0.3 * jax.random.normal(rngs.params(), shape)
             return nnx.Param(values, out_sharding=("layers", *dims), eager_sharding=False)
 
-        self.send_up, self.send_down, self.gain = drawn("embed", "mlp"), drawn("mlp", "embed"), drawn("embed")
+        self.up, self.down, self.gain = drawn("embed", "mlp"), drawn("mlp", "embed"), drawn("embed")
 
     def __call__(self, stream):
-        up, down, gain = (x[...].astype(stream["x"].dtype) for x in (self.send_up, self.send_down, self.gain))
+        up, down, gain = (x[...].astype(stream["x"].dtype) for x in (self.up, self.down, self.gain))
         h = jnp.tanh(jnp.tensordot(stream["x"], up, 1))
         h = with_logical_constraint(h, ("batch", "seq", "mlp"))
         more = jnp.tensordot(h, down, 1) + gain * stream["start"]
@@ -272,7 +272,7 @@ class Looking(Words):
 
     def run(self, blocks, stream, keys):
         def step(stream, block):
-            return {**block(stream), "start": stream["start"] + block.send_down[...][stream["mask"]]}, None
+            return {**block(stream), "start": stream["start"] + block.down[...][stream["mask"]]}, None
 
         return jax.lax.scan(step, stream, blocks)[0]
 

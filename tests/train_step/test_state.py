@@ -70,7 +70,7 @@ def assert_shards(leaf, spec, mesh):
 def test_a_parameter_without_elements_is_refused():
     class Model(nnx.Module):
         def __init__(self, rngs):
-            self.send_up = nnx.Param(jnp.ones((4, 8)), out_sharding=("embed", "mlp"))
+            self.up = nnx.Param(jnp.ones((4, 8)), out_sharding=("embed", "mlp"))
             self.head = nnx.Param(jnp.ones((8, 0)), out_sharding=("mlp", "vocab"))
 
     text = (

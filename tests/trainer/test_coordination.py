@@ -62,7 +62,7 @@ def test_device_memory_is_used_where_every_rank_can():
         control = SimpleNamespace(
             all_gather=lambda name, able: [able, *others], names=["island 0", "island 1"]
         )
-        return SimpleNamespace(control=control, seat=SimpleNamespace(num_processes=num_processes))
+        return SimpleNamespace(control=control, placement=SimpleNamespace(num_processes=num_processes))
 
     assert decide_device_memory("auto", islands([True]), "gpu", lambda: True)
     assert not decide_device_memory("auto", islands([False]), "gpu", lambda: True)

@@ -227,7 +227,7 @@ def test_an_average_of_trained_parameters_is_evaluated_with_the_frozen_ones(tmp_
     state = train(run, None).state
     loaded = load(tmp_path, run.model)
     np.testing.assert_array_equal(loaded.embedding[...], state.params["embedding"])
-    assert not np.array_equal(loaded.blocks.send_up[...], state.params["blocks"]["up"])
+    assert not np.array_equal(loaded.blocks.up[...], state.params["blocks"]["up"])
 
 
 @pytest.mark.full

@@ -27,7 +27,7 @@ def across_of(run: Run, other: IslandDevices) -> tuple[Across, str]:
         return [own, list(other)] if name == "devices of islands" else [own, own]
 
     islands: Any = SimpleNamespace(
-        seat=SimpleNamespace(island=0, num_islands=2), all_gather_islands=all_gather_islands
+        placement=SimpleNamespace(island=0, num_islands=2), all_gather_islands=all_gather_islands
     )
     printed = io.StringIO()
     console = Console(file=printed, width=400)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from shardtrain.train_step.seats import Seats
+from shardtrain.train_step.pipeline_grid import PipelineGrid
 from shardtrain.trainer.usage import Peak, memory_text, peak_memory
 
 MIB = 1 << 20
@@ -74,6 +74,8 @@ def test_the_memory_of_the_program_that_started_a_process_is_not_counted():
     ],
 )
 def test_the_line_names_every_rank_or_the_one_with_most(num_islands, num_stages, text):
-    seats = None if num_stages is None else Seats(num_islands=num_islands, num_stages=num_stages, island=0)
+    grid = (
+        None if num_stages is None else PipelineGrid(num_islands=num_islands, num_stages=num_stages, island=0)
+    )
     peaks = [[(rank + 1) * MIB, False] for rank in range(num_islands)]
-    assert memory_text(peaks, seats) == f"peak memory of the process: {text}"
+    assert memory_text(peaks, grid) == f"peak memory of the process: {text}"

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardtrain.report.trace import ASIDE, operations, read_trace
+from shardtrain.report.trace import UNTIMED, operations, read_trace
 from shardtrain.report.trace_programs import sources
 from shardtrain.trainer import profiling
 from shardtrain.trainer.profiling import ProfiledStep, parse_steps
@@ -34,7 +34,7 @@ def test_the_steps_asked_for_are_traced(tmp_path):
     for _ in range(6):
         state, _ = step(state, batch)
         # an evaluation, which is no part of the steps
-        with step.aside():
+        with step.untimed():
             jax.block_until_ready(batch @ batch)
     step.close()
     (text,) = reports
@@ -49,11 +49,11 @@ def test_the_steps_asked_for_are_traced(tmp_path):
     products = [op for op in found if op.kind == "matmul"]
     assert len(products) == 2 * len({op.name for op in products})
     # without the time of the evaluation between them
-    (aside,) = [event for event in events if event.get("name") == ASIDE]
-    (whole,) = operations([event for event in events if event.get("name") != ASIDE], origin).values()
+    (untimed,) = [event for event in events if event.get("name") == UNTIMED]
+    (whole,) = operations([event for event in events if event.get("name") != UNTIMED], origin).values()
     assert len(whole) > len(found)
     left_out = (whole[-1].end - whole[0].start) - (found[-1].end - found[0].start)
-    assert left_out == pytest.approx(aside["dur"])
+    assert left_out == pytest.approx(untimed["dur"])
 
 
 def test_a_rollback_ends_the_trace(tmp_path, monkeypatch):

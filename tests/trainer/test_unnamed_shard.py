@@ -23,12 +23,12 @@ class Plain(nnx.Module):
 
     def __init__(self, rngs):
         self.table = nnx.Embed(64, 32, rngs=rngs)
-        self.send_up = nnx.Linear(32, 128, rngs=rngs)
+        self.up = nnx.Linear(32, 128, rngs=rngs)
         self.head = nnx.Linear(128, 64, rngs=rngs)
         self.odd = nnx.Param(np.ones(3, np.float32))
 
     def __call__(self, tokens):
-        return self.head(jax.nn.relu(self.send_up(self.table(tokens)))) * self.odd.sum()
+        return self.head(jax.nn.relu(self.up(self.table(tokens)))) * self.odd.sum()
 
 
 def make_run(folder: Path, zero: int = 3):

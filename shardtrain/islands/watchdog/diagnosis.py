@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from shardtrain.errors.exit_codes import COME_AGAIN
+from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.islands.watchdog.activity import ActivityRecord
@@ -213,7 +213,7 @@ def message(lines: Sequence[str]) -> str:
     """Format the lines of a diagnosis, with what happens next."""
     first, *rest = lines
     again = (
-        f"-> all ranks end with exit code {COME_AGAIN}; the same command resumes from the last checkpoint"
-        " (launch --restarts N gives it again by itself)"
+        f"-> all ranks end with exit code {TEMPORARY_FAILURE}; the same command resumes from the last"
+        " checkpoint (launch --restarts N gives it again by itself)"
     )
     return "\n".join([f"shardtrain watchdog: {first}", *(f"  {line}" for line in [*rest, again])]) + "\n"

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Self
 
-from shardtrain.errors.exit_codes import COME_AGAIN
+from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.islands.watchdog.diagnosis import (
     Heartbeat,
@@ -53,7 +53,7 @@ LAST_SECONDS = 15.0
 class Watchdog:
     """The watchdog of this rank, which with the others watches the whole run while it is entered.
 
-    It does not warn: a hang that it finds ends all ranks with `exit_codes.COME_AGAIN`.
+    It does not warn: a hang that it finds ends all ranks with `exit_codes.TEMPORARY_FAILURE`.
 
     Args:
       watch: the limits.
@@ -197,7 +197,7 @@ class Watchdog:
         self._end(message([text]))
         # the watchdog's thread was first, and ends this process
         time.sleep(LAST_SECONDS)
-        os._exit(COME_AGAIN)
+        os._exit(TEMPORARY_FAILURE)
 
     def _end(self, text: str | None, sender: int | None = None) -> None:
         """Write the diagnosis and the stacks, and end all ranks.
@@ -225,8 +225,8 @@ class Watchdog:
         if self._heartbeats is not None:
             with contextlib.suppress(Exception):
                 self._wait_for_stacks(self._heartbeats, others, sender)
-            self._heartbeats.end_all(COME_AGAIN)
-        os._exit(COME_AGAIN)
+            self._heartbeats.end_all(TEMPORARY_FAILURE)
+        os._exit(TEMPORARY_FAILURE)
 
     def _send_diagnosis(self) -> set[int]:
         """Announce the diagnosis to the other ranks that still answer; return these."""
@@ -272,7 +272,7 @@ def stacks_text() -> bytes:
 
 def _exit_after(seconds: float) -> None:
     time.sleep(seconds)
-    os._exit(COME_AGAIN)
+    os._exit(TEMPORARY_FAILURE)
 
 
 def _write_stderr(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Replicas with local steps meet where a rule says so, and every registered rule keeps its contract."""
+"""Replicas with local steps synchronise where a trigger says so; each registered one keeps its contract."""
 
 import jax
 import jax.numpy as jnp
@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from mesh_local_sgd import MESHES, NESTEROV, STEPS, expected, same, steps
 
-from shardtrain.combine.meeting import MEETING_RULES, make_meeting_rule
+from shardtrain.combine.sync_trigger import SYNC_TRIGGERS, make_sync_trigger
 from shardtrain.combine.synchronisation import Synchronisation
 
 
-@pytest.mark.parametrize("name", MEETING_RULES)
+@pytest.mark.parametrize("name", SYNC_TRIGGERS)
 def test_a_rule_finds_a_finite_number_also_without_changes_and_parameters(name):
-    rule = make_meeting_rule(f"{name}:0.5")
+    rule = make_sync_trigger(f"{name}:0.5")
     assert rule is not None
     for deltas, params in ((0.0, 0.0), (0.0, 1.0), (2.0, 0.0)):
         found = jax.jit(rule.measure)({"a": jnp.full(3, deltas)}, {"a": jnp.full(3, params)})
@@ -25,20 +25,22 @@ def test_a_rule_finds_a_finite_number_also_without_changes_and_parameters(name):
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_replicas_meet_when_one_has_moved_far_enough(overlap):
     synchronisation = Synchronisation(
-        on="deltas", every=1, overlap=overlap, when="moved:0.03", outer=NESTEROV
+        on="deltas", every=1, overlap=overlap, when="drift:0.03", outer=NESTEROV
     )
     states, placement = steps(synchronisation, MESHES["data"], last_step=STEPS)
-    met = []
+    synced = []
 
-    def meets(deltas, common):
+    def synchronises(deltas, common):
         whole = np.sqrt(sum((x**2).sum() for x in common.values()))
         far = max(np.sqrt(sum((x[r] ** 2).sum() for x in deltas.values())) for r in range(4))
-        met.append(far > 0.03 * whole)
-        return met[-1]
+        synced.append(far > 0.03 * whole)
+        return synced[-1]
 
-    reference = expected(synchronisation, 4, states[0].params, placement, last_step=STEPS, meets=meets)
+    reference = expected(
+        synchronisation, 4, states[0].params, placement, last_step=STEPS, synchronises=synchronises
+    )
     # at some steps, not at all
-    assert 0 < sum(met) < len(met)
+    assert 0 < sum(synced) < len(synced)
     for number, (state, params) in enumerate(zip(states[1:], reference, strict=True), 1):
         same(state.params, params, f"step {number}")
 
@@ -46,18 +48,18 @@ def test_replicas_meet_when_one_has_moved_far_enough(overlap):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("moved", "write a number after a colon, such as 'moved:0.01'"),
-        ("moved:far", "write a number after a colon"),
+        ("moved", "write a number after a colon, such as 'drift:0.01'"),
+        ("drift:far", "write a number after a colon"),
         ("moved:-1", "moved has the number -1.0; use a part of the norm, 0 or more"),
-        ("moved:nan", "use a part of the norm"),
+        ("drift:nan", "use a part of the norm"),
         ("never", "known: always, moved"),
     ],
 )
 def test_rules_that_are_not_there_or_cannot_use_their_number_are_refused(text, expected):
     with pytest.raises(ValueError) as error:
-        make_meeting_rule(text)
+        make_sync_trigger(text)
     assert expected in str(error.value)
 
 
 def test_always_asks_nothing():
-    assert make_meeting_rule("always") is None
+    assert make_sync_trigger("always") is None

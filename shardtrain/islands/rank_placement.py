@@ -11,7 +11,7 @@ PROCESSES = "SHARDTRAIN_ISLAND_PROCESSES"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class RankPlacement:
     """The island of a rank, and the index of its process there.
 
     Args:
@@ -46,7 +46,7 @@ def parse_processes(text: str) -> int | tuple[int, ...]:
     return tuple(numbers) if len(numbers) > 1 else numbers[0]
 
 
-def find_seat(rank: int, size: int, processes: Sequence[int] | int = 1) -> Seat:
+def find_placement(rank: int, size: int, processes: Sequence[int] | int = 1) -> RankPlacement:
     """Return the island and process of a rank: ranks in order fill the islands.
 
     Args:
@@ -57,27 +57,29 @@ def find_seat(rank: int, size: int, processes: Sequence[int] | int = 1) -> Seat:
     Raises:
       ValueError: the ranks do not fill the islands exactly; the message computes what would.
 
-    >>> find_seat(2, 4, [1, 3])
-    Seat(island=1, num_islands=2, process=1, num_processes=3)
+    >>> find_placement(2, 4, [1, 3])
+    RankPlacement(island=1, num_islands=2, process=1, num_processes=3)
     """
     assert 0 <= rank < size, (rank, size)
-    if problem := seat_problem(size, processes):
+    if problem := placement_problem(size, processes):
         raise ValueError(problem)
     each = [processes] * (size // processes) if isinstance(processes, int) else list(processes)
     first = 0
     for island, number in enumerate(each):
         if rank < first + number:
-            return Seat(island=island, num_islands=len(each), process=rank - first, num_processes=number)
+            return RankPlacement(
+                island=island, num_islands=len(each), process=rank - first, num_processes=number
+            )
         first += number
     raise AssertionError("the ranks fill the islands")
 
 
-def seat_problem(size: int, processes: Sequence[int] | int) -> str | None:
+def placement_problem(size: int, processes: Sequence[int] | int) -> str | None:
     """Return why this number of ranks cannot fill the islands; None if it does.
 
-    >>> seat_problem(6, 4)
+    >>> placement_problem(6, 4)
     '6 ranks cannot fill islands of 4 processes: 6 % 4 = 2. Start 4 or 8 ranks, or give islands 6, 3, 2 or 1'
-    >>> seat_problem(5, [1, 3])
+    >>> placement_problem(5, [1, 3])
     'islands of 1,3 processes need 4 ranks, and there are 5. Start 4 ranks, or give the last 4: 1,4'
     """
     numbers = [processes] if isinstance(processes, int) else list(processes)

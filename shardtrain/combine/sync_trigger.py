@@ -1,6 +1,6 @@
-"""Rules by which replicas with local steps decide whether to meet, where the synchronisation lets them.
+"""Triggers: whether replicas with local steps synchronise now, of the steps that `every` allows.
 
-A new one is a function here and an entry of `MEETING_RULES`, which tests/combine/test_meeting.py checks.
+A new one is a function here and an entry of `SYNC_TRIGGERS`, which tests/combine/test_sync_trigger.py checks.
 """
 
 import math
@@ -14,8 +14,8 @@ import optax
 from shardtrain.errors.messages import near
 
 
-class MeetingRule(NamedTuple):
-    """A number that each replica finds, and the decision that all make of these numbers, both inside jit.
+class SyncTrigger(NamedTuple):
+    """A statistic of each replica, and a decision over those of all, both inside jit.
 
     Args:
       measure: (deltas, params) -> float32 scalar. Both are path -> array of a fragment: what this replica
@@ -28,29 +28,29 @@ class MeetingRule(NamedTuple):
     is_due: Callable[[jax.Array], jax.Array]
 
 
-def drift(most: float) -> MeetingRule:
-    """Meet when a replica's parameters differ from the common ones by more than a part of their norm.
+def drift(most: float) -> SyncTrigger:
+    """Synchronise when the parameters of a replica drifted from the common ones by a fraction of their norm.
 
     Args:
       most: the norm of what a replica changed over the norm of the common parameters, up to which replicas
-        go on alone.
+        do not synchronise.
 
     Raises:
       ValueError: `most` is not a finite number of 0 or more.
 
     >>> import jax.numpy as jnp
-    >>> rule = moved(0.1)
-    >>> values = [rule.measure({"a": jnp.array([x])}, {"a": jnp.array([2.0])}) for x in (0.1, 0.3)]
-    >>> bool(rule.is_due(jnp.stack(values))), bool(rule.is_due(jnp.stack(values[:1])))
+    >>> trigger = drift(0.1)
+    >>> values = [trigger.measure({"a": jnp.array([x])}, {"a": jnp.array([2.0])}) for x in (0.1, 0.3)]
+    >>> bool(trigger.is_due(jnp.stack(values))), bool(trigger.is_due(jnp.stack(values[:1])))
     (True, False)
 
     Source: Kamp et al. 2018, Efficient decentralized deep learning by dynamic model averaging, section 3,
     with the distance relative to the norm.
     """
     if not (math.isfinite(most) and most >= 0):
-        raise ValueError(f"moved has the number {most}; use a part of the norm, 0 or more, such as 0.01")
-    # parameters may all be 0; a NaN meets
-    return MeetingRule(
+        raise ValueError(f"drift has the number {most}; use a fraction of the norm, 0 or more, such as 0.01")
+    # parameters may all be 0; a NaN synchronises
+    return SyncTrigger(
         measure=lambda deltas, params: optax.tree.norm(deltas) / (optax.tree.norm(params) + 1e-12),
         is_due=lambda values: ~(jnp.max(values) <= most),
     )
@@ -58,26 +58,26 @@ def drift(most: float) -> MeetingRule:
 
 ALWAYS = "always"
 
-MEETING_RULES: dict[str, Callable[[float], MeetingRule]] = {"moved": drift}
-"""Name -> function that makes the rule of its number, which is written after a colon."""
+SYNC_TRIGGERS: dict[str, Callable[[float], SyncTrigger]] = {"drift": drift}
+"""Name -> function that makes the trigger of its number, which is written after a colon."""
 
 
-def make_meeting_rule(text: str) -> MeetingRule | None:
-    """Make a rule by name; None is "always", which asks nothing.
+def make_sync_trigger(text: str) -> SyncTrigger | None:
+    """Make a trigger by name; None means "always".
 
     Args:
-      text: "always", or a name of `MEETING_RULES` with its number, such as "moved:0.01".
+      text: "always", or a name of `SYNC_TRIGGERS` with its number, such as "drift:0.01".
 
     Raises:
-      ValueError: there is no such rule, or it cannot use the number.
+      ValueError: there is no such trigger, or it cannot use the number.
     """
     if text == ALWAYS:
         return None
     name, _, number = (part.strip() for part in text.partition(":"))
-    if name not in MEETING_RULES:
-        raise ValueError(f"when is {text!r}: {near(name, [ALWAYS, *MEETING_RULES])}")
+    if name not in SYNC_TRIGGERS:
+        raise ValueError(f"when is {text!r}: {near(name, [ALWAYS, *SYNC_TRIGGERS])}")
     try:
         value = float(number)
     except ValueError:
         raise ValueError(f"when is {text!r}; write a number after a colon, such as '{name}:0.01'") from None
-    return MEETING_RULES[name](value)
+    return SYNC_TRIGGERS[name](value)

@@ -11,14 +11,14 @@ def warn_moved_names(arrays: Mapping[str, Named]) -> str | None:
     Args:
       arrays: path -> names and shape of each parameter.
 
-    >>> found = moved_names({
+    >>> found = shifted_names({
     ...     "blocks/bias": Named(dims=("mlp", None), shape=(4, 64)),
     ...     "blocks/kernel": Named(dims=("embed", "mlp", None), shape=(4, 16, 64)),
     ...     "embedding": Named(dims=("vocab", "embed"), shape=(32, 16)),
     ... })
     >>> print(found[: found.index(": mlp")])
     WARNING: names of dims seem to have moved by one dim in blocks/bias, blocks/kernel
-    >>> print(moved_names({"up": Named(dims=("embed", "mlp"), shape=(16, 64))}))
+    >>> print(shifted_names({"up": Named(dims=("embed", "mlp"), shape=(16, 64))}))
     None
     """
     named = {path: _fill_dims(each) for path, each in arrays.items() if each.dims and any(each.dims)}

@@ -5,7 +5,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seats:
+class PipelineGrid:
     """The stage and replica of each island: i % stages and i // stages for island i, as in HyPar-Flow.
 
     Args:

@@ -13,7 +13,7 @@ from shardtrain.functional.model import name_arrays
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.sharding.array_dims import Named
 from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.moved_names import warn_moved_names
+from shardtrain.sharding.shifted_names import warn_moved_names
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
@@ -25,7 +25,7 @@ class Block(nnx.Module):
     def __init__(self, rngs):
         kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
         bias = nnx.with_partitioning(nnx.initializers.zeros, ("mlp",))
-        self.send_up = nnx.Linear(8, 16, kernel_init=kernel, bias_init=bias, rngs=rngs)
+        self.up = nnx.Linear(8, 16, kernel_init=kernel, bias_init=bias, rngs=rngs)
 
 
 class Stack(nnx.Module):
@@ -34,7 +34,7 @@ class Stack(nnx.Module):
         self.blocks = nnx.split_rngs(splits=3)(make)(rngs)
 
     def __call__(self, x):
-        return x * self.blocks.send_up.kernel[...].sum()
+        return x * self.blocks.up.kernel[...].sum()
 
 
 class Ones:
