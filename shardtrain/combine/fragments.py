@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardtrain.functional.model import path_text
+from shardtrain.functional.model import group_by_path, path_text
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,6 @@ def make_fragments(
 
     # the same order on every rank
     return tuple(Fragment({path: rows(path, own[path]) for path in leaves if path in own}) for own in layers)
-
-
-def group_by_path(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a tree of arrays, shapes or PartitionSpecs by their paths."""
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return {path_text(path): leaf for path, leaf in leaves}
 
 
 def restore_paths(tree: Any, found: Mapping[str, Any]) -> Any:

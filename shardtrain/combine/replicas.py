@@ -29,7 +29,7 @@ def find_stacked_paths(arrays: Mapping[str, Named], specs: Any) -> frozenset[str
       arrays: path -> dims and shape, in the order of the leaves of `specs`.
       specs: the PartitionSpec of each.
     """
-    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    leaves = jax.tree.leaves(specs)
     return frozenset(
         path
         for (path, named), spec in zip(arrays.items(), leaves, strict=True)
@@ -185,7 +185,7 @@ def combine_replicas(
     num_stages = mesh.shape.get(axes.PIPELINE, 1)
     leaf_axes = {
         path_text(path): tuple(axis for axis in spec_axes(spec) if axis in own_axes)
-        for path, spec in jax.tree.leaves_with_path(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        for path, spec in jax.tree.leaves_with_path(specs)
     }
 
     def combine_shard(tree: Any, counts: jax.Array, state: Any) -> Any:

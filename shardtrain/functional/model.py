@@ -210,3 +210,8 @@ def name_arrays(model: Model, shapes: Tree) -> dict[str, Named]:
 def path_text(path: Any) -> str:
     """Format a jax key path: `blocks/attention/q`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def group_by_path(tree: Any) -> dict[str, Any]:
+    """Return path -> leaf of a tree of arrays, shapes or PartitionSpecs."""
+    return {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}

@@ -11,9 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 
 from shardtrain.functional.loss import Batch
-from shardtrain.functional.model import BLOCKS, Model, Tree, path_text
+from shardtrain.functional.model import BLOCKS, Model, Tree, group_by_path, path_text
 from shardtrain.pipeline.costs import STATE
 from shardtrain.pipeline.cuts import Parts
 from shardtrain.pipeline.flow import Flow
@@ -74,8 +75,7 @@ class StageModel:
         return self.traced.stacked
 
     def _paths(self) -> list[str]:
-        params = [path_text(path) for path, _ in jax.tree.leaves_with_path(self.traced.params)]
-        state = [path_text(path) for path, _ in jax.tree.leaves_with_path(self.traced.model_state)]
+        params, state = group_by_path(self.traced.params), group_by_path(self.traced.model_state)
         found = [path for path in params if not self.is_block(path)]
         return found + [f"{STATE}{path}" for path in state if not self.is_block(path)]
 
@@ -106,8 +106,7 @@ class StageModel:
     def own(self, tree: Tree, prefix: str = "") -> Tree:
         """Return the leaves that this stage owns, of a tree like params or (with `STATE`) the model state."""
         found = {}
-        for path, leaf in jax.tree.leaves_with_path(tree):
-            name = path_text(path)
+        for name, leaf in group_by_path(tree).items():
             # outside the blocks the first stage that uses a leaf owns it; of stacked blocks a stage has some
             # rows, of others those with its numbers
             if not self.is_block(name):
@@ -117,7 +116,7 @@ class StageModel:
                 found[name] = self._own_blocks(leaf)
             elif int(name.split("/")[1]) in self.block_numbers:
                 found[name] = leaf
-        return nest(found)
+        return unflatten_dict(found, sep="/")
 
     def _own_blocks(self, leaf: Any) -> Any:
         if isinstance(leaf, _Names):
@@ -143,8 +142,8 @@ class StageModel:
     def part_params(self, params: Tree, part: int) -> Tree:
         """Select the parameters that a part uses, from those of its stage (borrowed ones among them)."""
         uses = self.traced.part_paths(self.stages, part)
-        rest = {path_text(p): leaf for p, leaf in jax.tree.leaves_with_path(params)}
-        found = nest({path: leaf for path, leaf in rest.items() if path in uses})
+        found = {path: leaf for path, leaf in group_by_path(params).items() if path in uses}
+        found = unflatten_dict(found, sep="/")
         if self.model.chain is None:
             return found
         return {**found, BLOCKS: self._blocks(params.get(BLOCKS, {}), part)}
@@ -159,7 +158,7 @@ class StageModel:
 
     def add_grads(self, grads: Tree, part: int, found: Tree) -> Tree:
         """Add the gradients of a part's parameters (see `part_params`) to those of its stage, in float32."""
-        by_path = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(found)}
+        by_path = group_by_path(found)
         offset = self.block_numbers.index(self.stages.starts[part])
 
         def add(path: Any, total: jax.Array) -> jax.Array:
@@ -214,19 +213,3 @@ class _Names:
 
 def _is_names(x: Any) -> bool:
     return x is None or isinstance(x, tuple)
-
-
-def nest(by_path: Mapping[str, Any]) -> Tree:
-    """Return the nested dict of a dict by paths.
-
-    >>> nested({"a/b": 1, "c": 2})
-    {'a': {'b': 1}, 'c': 2}
-    """
-    tree: Tree = {}
-    for path, leaf in by_path.items():
-        *parents, name = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = leaf
-    return tree

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.combine.fragments import group_by_path
 from shardtrain.functional.model import Tree, path_text
-from shardtrain.pipeline.stage_model import StageModel, nest
-from shardtrain.sharding.array_dims import Named
+from shardtrain.pipeline.stage_model import StageModel
+from shardtrain.sharding.array_dims import Named, is_dims
 from shardtrain.sharding.resolve import complete_layout
 from shardtrain.sharding.specs import partition_specs
 from shardtrain.train_step.placement import Placement
@@ -52,7 +53,7 @@ class BorrowedParameters:
             what = f"parameter {path} from stage {owner}"
             array = self._mailbox.receive(shape.shape, shape.dtype, owner, self._tag(path), what)
             found[path] = jax.device_put(array, NamedSharding(self._mesh, self.specs[path]))
-        return nest(found)
+        return unflatten_dict(found, sep="/")
 
     def return_gradients(self, grads: Mapping[str, jax.Array]) -> None:
         """Send the gradients of borrowed parameters, by path, to their owners."""
@@ -77,10 +78,7 @@ class BorrowedParameters:
 def _find_borrowed_specs(stage_model: StageModel, placement: Placement) -> dict[str, PartitionSpec]:
     """Return the specs of borrowed parameters: as if this stage owned them."""
     whole, dims = group_by_path(stage_model.traced.params), stage_model.model.dims
-    names = {
-        path_text(path): leaf
-        for path, leaf in jax.tree.leaves_with_path(dims, is_leaf=lambda x: x is None or isinstance(x, tuple))
-    }
+    names = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(dims, is_leaf=is_dims)}
     arrays = {path: Named(dims=names[path], shape=whole[path].shape) for path in stage_model.borrowed}
     sizes = dict(placement.mesh.shape)
     layout = complete_layout(placement.layout, arrays, sizes)

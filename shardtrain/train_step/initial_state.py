@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from shardtrain.functional.model import Model, path_text
 from shardtrain.sharding.specs import move_pipeline
@@ -33,12 +33,7 @@ def init_state(
     """
     specs, synchronisation, sizes = placement.specs, placement.synchronisation, dict(placement.mesh.shape)
 
-    by_path = {
-        path_text(path): spec
-        for path, spec in jax.tree.leaves_with_path(
-            specs.params, is_leaf=lambda x: isinstance(x, PartitionSpec)
-        )
-    }
+    by_path = {path_text(path): spec for path, spec in jax.tree.leaves_with_path(specs.params)}
 
     # random numbers must not depend on the number of stages: draw blocks before they are split over stages
     def whole(path: Any, x: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
-"""An island's own gradients as they are sent: the program, and the combiners that send.
+"""Compute an island's own gradients in one program or in parts, and make the combiners that send them.
 
-In one program, or in parts that are sent one after the other. Next: `gradient_parts.py`, `island_step.py`.
+Next: `gradient_parts.py`, the parts; `island_step.py`, which runs them.
 """
 
 import math
@@ -40,26 +40,27 @@ Gradients = Callable[..., Sums]
 
 
 def contributions(grads: Any, count: jax.Array) -> Any:
-    """Return gradients, or zeros without examples, see `combiner.contribution`."""
+    """Return gradients, or zeros if this island has no examples."""
     return jax.tree.map(lambda g: contribution(g, count), grads)
 
 
 class IslandGradients:
-    """The program of an island's gradients, and the combiners of what each part of it sends.
+    """The program of an island's gradients, and a combiner for the gradients of each of its parts.
 
     Args:
-      gradients: of `make_gradients`: sums over examples for a mean, else the mean.
+      gradients: returns sums over examples for a mean, else the mean, see `make_gradients`.
       placement: the placement of this island.
       transfer: to the other islands.
       synchronisation: how islands are synchronised.
-      dtype: of what is sent.
-      num_parts: programs in which a mean is computed, at most.
-      batch: an example, arrays or shapes; several parts need it.
-      all_gather: gathers a value of every rank, by name: all take the pieces of the first.
+      dtype: the dtype of what is sent.
+      num_parts: the largest number of programs that compute a mean.
+      batch: an example, arrays or shapes; only needed for several parts.
+      all_gather: gathers a value of every rank, by name: all ranks use the pieces of rank 0.
 
     Attributes:
-      combiners: of each part.
-      shardings: of what each part sends, by name.
+      combiners: the combiner of each part.
+      shardings: for each part, name -> sharding of what it sends.
+      are_sums: whether gradients are sums over examples, which are divided after they are combined.
     """
 
     def __init__(
@@ -75,9 +76,9 @@ class IslandGradients:
     ) -> None:
         mesh, specs = placement.mesh, placement.specs
         local = _make_local(gradients, placement, synchronisation, dtype)
-        # a mean sends sums over examples: they are weighted already, and divided where they are used
-        self._of_sums = synchronisation.is_mean
-        assert num_parts == 1 or self._of_sums
+        # a mean sends sums over examples: they are already weighted, and divided where they are used
+        self.are_sums = synchronisation.is_mean
+        assert num_parts == 1 or self.are_sums
         self._plan: PiecePlan = []
         if num_parts > 1:
             assert batch is not None
@@ -89,14 +90,14 @@ class IslandGradients:
             synchronisation.combiner,
             placement,
             transfer,
-            of_sums=self._of_sums,
+            of_sums=self.are_sums,
             dtype=dtype,
         )
         self.combiners = [make_combiner(sent) for sent in self._shapes(group_by_path(specs.abstract.params))]
         whole = NamedSharding(mesh, PartitionSpec())
         # an island without examples adds nothing, whatever its gradients are
         packs: list[Pack] = [
-            partial(each.packing.pack, whole=whole) if self._of_sums else contributions
+            partial(each.packing.pack, whole=whole) if self.are_sums else contributions
             for each in self.combiners
         ]
 
@@ -108,7 +109,7 @@ class IslandGradients:
         by_name = self._specs(group_by_path(drop_paths(specs.sharded, specs.frozen)))
         sharded = {name: NamedSharding(mesh, spec) for name, spec in by_name.items()}
         self.shardings = [
-            each.packing.shardings(sharded, whole) if self._of_sums else sharded for each in self.combiners
+            each.packing.shardings(sharded, whole) if self.are_sums else sharded for each in self.combiners
         ]
         is_one = len(self.combiners) == 1
         returned = Sums._make([whole, whole, whole, self.shardings[0] if is_one else whole, whole, whole])
@@ -123,7 +124,7 @@ class IslandGradients:
             self._parts = GradientParts(self._whole_program, self._plan, packs, self.shardings[-1], whole)
 
     def __call__(self, state: State, batch: Batch, first_row: Any) -> Iterator[SentPart]:
-        """Start the program, and yield what each part of it sends; nothing is waited for."""
+        """Start the program, and yield what each part of it sends, without waiting."""
         if self._parts is not None:
             yield from self._parts(state, batch, first_row)
         else:
@@ -134,7 +135,7 @@ class IslandGradients:
         """Return path -> combined gradient, float32, in a jit, from what was combined of each part."""
         grads: dict[str, jax.Array] = {}
         for combiner, part in zip(self.combiners, combined, strict=True):
-            grads |= combiner.packing.unpack(part) if self._of_sums else part
+            grads |= combiner.packing.unpack(part) if self.are_sums else part
         grads = join_pieces(self._plan, grads) if self._plan else grads
         return {path: g.astype(jnp.float32) for path, g in grads.items()}
 
@@ -152,7 +153,7 @@ class IslandGradients:
         ]
 
     def _specs(self, by_path: dict[str, PartitionSpec]) -> dict[str, PartitionSpec]:
-        """Return name -> PartitionSpec of what is sent, from those of gradients by path."""
+        """Return name -> PartitionSpec of what is sent, given path -> PartitionSpec of gradients."""
         pieces = [piece for part in self._plan for piece in part]
         return {**by_path, **{piece.name: piece.spec(by_path[piece.path]) for piece in pieces}}
 
@@ -165,16 +166,16 @@ def plan_parts(
     num_parts: int,
     batch: Mapping[str, Any],
 ) -> PlannedParts:
-    """Return what an island sends of its gradients after each program that computes some of them, and when.
+    """Plan the gradients that an island sends after each of the programs that compute them, and when.
 
-    Nothing is computed, so the mesh of the placement may be an abstract one.
+    Nothing is computed, so the mesh of the placement may be abstract.
 
     Args:
-      gradients: of `make_gradients`, sums over examples.
+      gradients: returns sums over examples, see `make_gradients`.
       placement: the placement of this island.
       synchronisation: how islands are synchronised.
-      dtype: of what is sent.
-      num_parts: programs, at most.
+      dtype: the dtype of what is sent.
+      num_parts: the largest number of programs.
       batch: an example, arrays or shapes (microbatches, rows, ...).
     """
     local = _make_local(gradients, placement, synchronisation, dtype)
@@ -188,7 +189,7 @@ def _num_replicas(placement: Placement) -> int:
 def _make_local(
     gradients: Gradients, placement: Placement, synchronisation: Synchronisation, dtype: str
 ) -> Callable[..., Any]:
-    """Return the whole program, before anything is packed, see `gradient_pieces.Local`."""
+    """Return the whole program, before packing, see `gradient_pieces.Local`."""
     # with inside "sum" an island sends the sum over its replicas: their mean times their number
     factor = _num_replicas(placement) if synchronisation.inside == "sum" else 1
 

@@ -159,9 +159,7 @@ def make_placement(
     """
     check_stages(model, layout, dict(mesh.shape), synchronisation, stages)
     specs = state_specs(model, optimizer, layout, dict(mesh.shape), synchronisation, stages, scales_loss)
-    state = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), specs.state, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
+    state = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs.state)
     if offload == "optimizer":
         state = state._replace(opt_state=shard_on_host(specs.abstract.opt_state, state.opt_state, mesh))
     return Placement(
@@ -271,7 +269,7 @@ def _specs_like_params(opt_state: Any, params: Tree, specs: Any) -> Any:
         path_text(path): (leaf.shape, spec)
         for (path, leaf), spec in zip(
             jax.tree.leaves_with_path(params),
-            jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)),
+            jax.tree.leaves(specs),
             strict=True,
         )
     }

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from shardtrain import axes
 from shardtrain.combine.synchronisation import Synchronisation
@@ -116,7 +115,7 @@ def check_data_axis(sharded: Any) -> None:
     Raises:
       ValueError: parameters are sharded over the data axis.
     """
-    specs = jax.tree.leaves_with_path(sharded, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    specs = jax.tree.leaves_with_path(sharded)
     if wrong := [path_text(path) for path, spec in specs if axes.DATA in spec_axes(spec)]:
         raise problems_error(
             "a combiner joins whole replicas over the data axis, but the layout shards parameters over it;"
@@ -131,7 +130,7 @@ def check_layers(sharded: Any, stacked: frozenset[str]) -> None:
     Raises:
       ValueError: layers are sharded over another axis too, or not over the axis pipeline.
     """
-    specs = jax.tree.leaves_with_path(sharded, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    specs = jax.tree.leaves_with_path(sharded)
     of_stages = {path_text(path) for path, spec in specs if axes.PIPELINE in spec_axes(spec)}
     if wrong := sorted(of_stages ^ stacked):
         raise problems_error(

@@ -20,7 +20,7 @@ from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.deferred_outputs import Deferred, defer
 from shardtrain.functional.float_gradients import vjp
 from shardtrain.functional.loss import Batch
-from shardtrain.functional.model import Tree, path_text
+from shardtrain.functional.model import Tree, group_by_path, path_text
 from shardtrain.functional.rng import row_key
 from shardtrain.functional.sums import Sums, add_loss
 from shardtrain.pipeline.flow import Flow
@@ -251,7 +251,7 @@ class StageFunctions:
 
     def _constrain_grads(self, grads: Tree) -> Tree:
         specs = add_leading_dim(self.placement.specs.params, self.replica_axes)
-        known = {path_text(path): spec for path, spec in jax.tree.leaves_with_path(specs, is_leaf=_is_spec)}
+        known = group_by_path(specs)
         known |= add_leading_dim(dict(self._borrowed), self.replica_axes)
 
         def constrain(path: Any, x: jax.Array) -> jax.Array:
@@ -264,7 +264,3 @@ class StageFunctions:
         """Shard sums (R,) as rows are: always alike, else a program would be compiled for each sharding."""
         sharding = NamedSharding(self.placement.mesh, PartitionSpec(self.replica_axes))
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), tree)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)

@@ -14,8 +14,9 @@ from shardtrain.pipeline.in_flight import waves_before_barrier
 from shardtrain.report.sinks.json_lines import JsonLines, read_jsonl
 from shardtrain.system.untrusted_files import check_whole_number
 from shardtrain.train_step.barrier_schedule import BarrierSchedule
+from shardtrain.train_step.stage_sums import StageSums
 from shardtrain.train_step.state import State
-from shardtrain.train_step.wave_merge import VirtualWorker, WaveMerge
+from shardtrain.train_step.wave_merge import WaveMerge
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.evaluation import round_evaluation_interval
@@ -214,7 +215,7 @@ def make_waves(
     shares: RowShares,
     barriers: BarrierSchedule,
     wave_log: WaveLog,
-    worker: VirtualWorker | None = None,
+    worker: StageSums | None = None,
 ) -> WaveMerge:
     """Make what ends the waves of an island; a collective call of all ranks.
 

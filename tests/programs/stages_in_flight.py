@@ -24,6 +24,7 @@ from shardtrain.islands.parameter_server import ParameterServer
 from shardtrain.islands.parameter_shard import ParameterShard
 from shardtrain.islands.transfer import Transfer
 from shardtrain.islands.watchdog.activity import ActivityRecord
+from shardtrain.pipeline.block_owners import owner_groups
 from shardtrain.pipeline.cuts import make_partitions, trace_parts
 from shardtrain.pipeline.in_flight import forwards_ahead, waves_before_barrier
 from shardtrain.pipeline.options import Pipeline
@@ -33,6 +34,7 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.owner_transfers import OwnerTransfers
 from shardtrain.train_step.pipeline_grid import PipelineGrid
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.stage_step import StageStep
@@ -124,7 +126,7 @@ def make_stage_step(barriers):
         optimizer=optimizer,
         clip=CLIP,
         placement=placement,
-        transfer=transfer,
+        owners=OwnerTransfers(stage_model, owner_groups([stages])[GRID.stage : GRID.stage + 1], [transfer]),
         grid=GRID,
         mailbox=Mailbox(COMM.Split(GRID.replica, GRID.stage), ["stage 0", "stage 1"], 60),
         all_gather=control.all_gather,

@@ -243,7 +243,6 @@ def make(
         optimizer=optimizer,
         clip=None,
         placement=placement,
-        transfer=transfers[0],
         owners=OwnerTransfers(stage_model, groups, transfers),
         grid=grid,
         mailbox=Mailbox(comm.Split(grid.replica, grid.stage), [f"stage {i}" for i in range(num_stages)], 60),
