@@ -19,9 +19,10 @@ from shardtrain.pipeline.task_order import (
     empty_table,
     forwards,
     units,
+    v_in_lockstep,
     zero_bubble_order,
+    zero_bubble_v_order,
 )
-from shardtrain.pipeline.zero_bubble_v import v_in_lockstep, zero_bubble_v
 
 __all__ = [
     "KINDS",
@@ -166,6 +167,42 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int = 1, loc
     return earliest(table, [zero_bubble_order(table, stage) for stage in range(num_stages)])
 
 
+def zero_bubble_v(
+    num_stages: int, num_microbatches: int, num_chunks: int = 2, lockstep: bool = False
+) -> Table:
+    """ZB-V (Qi et al. 2024, Zero Bubble Pipeline Parallelism, section 6), in the memory of 1F1B.
+
+    One task a tick, each of half a stage: max(6 M + S - 1, 4 M + 4 S - 2) ticks, so that with enough
+    microbatches a stage waits S - 1 ticks in all. Every stage keeps at most min(2 M, 2 S) inputs of parts.
+    Lock-step: 2 M + 4 S - 3 ticks, and at most min(2 M, 5 S / 2).
+
+    Args:
+      num_stages: S, 1 or more.
+      num_microbatches: M, 1 or more.
+      num_chunks: 2.
+      lockstep: the form, see `Table`.
+
+    Raises:
+      ValueError: a number below 1, or other than two chunks.
+
+    >>> zero_bubble_v(4, 8).num_ticks
+    51
+    """
+    sizes = (num_stages, num_microbatches, num_chunks, lockstep)
+    table = empty_table(
+        "zb_v",
+        *sizes,
+        KINDS,
+        live=lambda stage: 5 * num_stages // 2 if lockstep else 2 * num_stages,
+        least_chunks=2,
+        most_chunks=2,
+        placement="v",
+    )
+    if lockstep:
+        return v_in_lockstep(table)
+    return earliest(table, [zero_bubble_v_order(table, stage) for stage in range(num_stages)])
+
+
 def forward_only(
     num_stages: int,
     num_microbatches: int,
@@ -211,7 +248,7 @@ SCHEDULES: dict[str, Callable[[int, int, int, bool], Table]] = {
 def list_allowed_chunks(name: str, most: int = 4) -> list[int]:
     """Return the numbers of chunks per stage that a schedule supports, up to `most`.
 
-    >>> allowed_chunks("interleaved"), allowed_chunks("zb_v")
+    >>> list_allowed_chunks("interleaved"), list_allowed_chunks("zb_v")
     ([2, 3, 4], [2])
     """
     allowed = []
@@ -232,7 +269,7 @@ def find_placement(name_or_path: str | Path, num_chunks: int) -> str:
     Raises:
       ValueError: the schedule does not support so many chunks, or the file cannot be read.
 
-    >>> placement_of("1f1b", 1), placement_of("zb_v", 2)
+    >>> find_placement("1f1b", 1), find_placement("zb_v", 2)
     ('loop', 'v')
     """
     if str(name_or_path).endswith(".csv"):

@@ -5,9 +5,9 @@ programming); Park et al. 2020, HetPipe (memory by the number of microbatches in
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, combinations, pairwise, permutations
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations, pairwise
 from operator import add
 
 from shardtrain.errors.messages import problems_error
@@ -21,9 +21,6 @@ MOST_CUTS = 3000
 
 SLACKS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5)
 """How much longer than can be the slowest stage may take, for a shorter way through all stages."""
-
-MOST_ORDERS = 5040
-"""So many orders of the devices are searched: those of 7 that are all different."""
 
 GB = 10**9
 
@@ -41,14 +38,12 @@ class StageCut:
       simulated: the simulation of a step.
       busy_seconds: of each stage, for one microbatch.
       memory_bytes: of each device of each stage.
-      order: the number, among the devices that were given, of the devices of each stage.
     """
 
     counts: tuple[int, ...]
     simulated: Simulated
     busy_seconds: tuple[float, ...]
     memory_bytes: tuple[float, ...]
-    order: tuple[int, ...]
 
 
 def best_cut(costs: StageCosts) -> StageCut:
@@ -83,62 +78,6 @@ def best_cut(costs: StageCosts) -> StageCut:
     return shortest_cut(costs, found)
 
 
-def best_order(
-    costs: StageCosts,
-    link: Callable[[int, int], float] | None = None,
-    names: Sequence[Hashable] | None = None,
-) -> StageCut:
-    """Return the best cut over all orders of the devices on the stages.
-
-    Args:
-      costs: with the devices in any order.
-      link: bytes per second between two of the devices, by their numbers; None: the links of `costs`.
-      names: of the devices: orders that only swap devices of one name are tried once. By default equal
-        devices have one name where links do not differ, and else each its own.
-
-    Raises:
-      ValueError: there are more than `MOST_ORDERS` orders.
-      NoCut: no order has a cut that fits.
-    """
-    if names is None:
-        names = costs.devices if link is None else range(costs.num_stages)
-    orders = _orders([list(names).index(name) for name in names])
-    best, problem = None, None
-    for order in orders:
-        devices = [costs.devices[number] for number in order]
-        links = costs.link_bytes_per_second if link is None else [link(a, b) for a, b in pairwise(order)]
-        try:
-            found = best_cut(replace(costs, devices=devices, link_bytes_per_second=links))
-        except NoCut as error:
-            problem = problem or error
-            continue
-        if best is None or found.simulated.makespan < best.simulated.makespan:
-            best = replace(found, order=order)
-    if best is None:
-        raise problem or AssertionError("there is an order")
-    return best
-
-
-def _orders(names: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the orders to try, the given one first."""
-    number = math.factorial(len(names))
-    for name in set(names):
-        number //= math.factorial(names.count(name))
-    if number > MOST_ORDERS:
-        raise ValueError(
-            f"{len(names)} devices on {len(names)} stages have {number:,} orders; at most {MOST_ORDERS:,} are"
-            " searched: give the order yourself, the fastest devices first, or fewer stages"
-        )
-    seen: set[tuple[int, ...]] = set()
-    found = []
-    for order in permutations(range(len(names))):
-        kind = tuple(names[device] for device in order)
-        if kind not in seen:
-            seen.add(kind)
-            found.append(order)
-    return found
-
-
 def shortest_cut(costs: StageCosts, cuts: Iterable[tuple[int, ...]]) -> StageCut:
     """Return the one of these cuts with the shortest simulated step, whether it fits the memory or not."""
     best: tuple[float, Simulated, tuple[int, ...]] | None = None
@@ -157,7 +96,6 @@ def shortest_cut(costs: StageCosts, cuts: Iterable[tuple[int, ...]]) -> StageCut
         simulated=simulated,
         busy_seconds=tuple(costs.busy_seconds(*group) for group in groups),
         memory_bytes=tuple(costs.memory_bytes(*group) for group in groups),
-        order=tuple(range(costs.num_stages)),
     )
 
 
