@@ -1,6 +1,5 @@
-"""Optimizers as a step uses them: state in float32 that can be saved, and updates that receive the loss.
+"""Make the state of optimizers storable, and find in it the parameters that a run evaluates.
 
-Also the parameters that a run evaluates, such as an average in the state of its optimizer.
 Next: `train_step/state.py`, `train_step/step.py`.
 """
 
@@ -21,7 +20,7 @@ Choose = Callable[[Any, Any], Any]
 
 
 def float32(tree: Any) -> Any:
-    """Return the tree with narrower floats as float32; other arrays are unchanged."""
+    """Convert narrower floats to float32; other arrays are unchanged."""
 
     def wide(x: Any) -> Any:
         is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
@@ -35,10 +34,10 @@ def _is_key(x: Any) -> bool:
 
 
 def make_storable(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer with a state that is float32 and can be saved.
+    """Return the optimizer with a float32 state that can be saved.
 
     Parameters and gradients of narrower floats are passed as float32, so that moments and averages are
-    float32; typed keys (of `optax.noisy_sgd`, `optax.add_noise`) are stored as their data.
+    float32; typed keys (of `optax.noisy_sgd`, `optax.add_noise`) are stored as raw data.
 
     Args:
       optimizer: any optax transformation; extra arguments such as `value` and `grad` are passed on.
@@ -99,7 +98,7 @@ def value_function(compute: Callable[[Any], tuple[jax.Array, Any]], like: Any) -
 def missing_arguments(
     optimizer: optax.GradientTransformation, params: Any, *, line_search: bool
 ) -> list[str]:
-    """Return the arguments that the update of an optimizer requires and a step does not pass.
+    """Return the arguments that an optimizer's update requires and a step does not pass.
 
     Args:
       optimizer: any optax transformation.
@@ -107,8 +106,8 @@ def missing_arguments(
       line_search: whether the step can compute the loss at other parameters.
 
     Raises:
-      ValueError: its updates are not like the parameters.
-      UserCodeFailed: it raised.
+      ValueError: its updates do not have the shapes of the parameters.
+      UserCodeFailed: the optimizer raised an error.
     """
     extra: dict[str, Any] = {"value_fn": lambda params: jnp.float32(0)} if line_search else {}
     used = make_storable(optimizer)
@@ -136,7 +135,7 @@ class AverageState(NamedTuple):
 
     Args:
       count: int32 scalar, number of updates.
-      ema: like params, float32.
+      ema: the average, like params, float32.
     """
 
     count: Any
@@ -147,7 +146,7 @@ def parameter_average(decay: float) -> optax.GradientTransformation:
     """Keep an exponential moving average of the parameters, for evaluation; use it last in a chain.
 
     At update n, ema = d * ema + (1 - d) * params with d = min(decay, (1 + n) / (10 + n)), so that the initial
-    parameters are soon forgotten.
+    parameters soon lose their weight.
 
     Args:
       decay: from 0 to 1, such as 0.999.
@@ -180,12 +179,11 @@ EVALUATED_PARAMS: dict[str, tuple[type, Choose, str]] = {
         "optax.contrib.schedule_free(...)",
     ),
 }
-"""Value of `Run.evaluate_with` -> type of the state that has the parameters, how to read them, what makes
-it."""
+"""Value of `Run.evaluate_with` -> (type of the state with the parameters, how to read them, their source)."""
 
 
 def find_evaluated_params(how: str | Choose | None, opt_state: Any, params: Any) -> Any:
-    """Return the parameters that a run evaluates, samples and exports.
+    """Return the parameters that a run evaluates, samples from and exports.
 
     Args:
       how: see `config.Run.evaluate_with`.
@@ -193,7 +191,7 @@ def find_evaluated_params(how: str | Choose | None, opt_state: Any, params: Any)
       params: the trained parameters.
 
     Raises:
-      ValueError: the state of the optimizer does not have them.
+      ValueError: the state of the optimizer does not contain them.
     """
     if how is None:
         return params
@@ -211,6 +209,6 @@ def find_evaluated_params(how: str | Choose | None, opt_state: Any, params: Any)
     assert callable(choose)
     with user_code(lambda error: "evaluate_with"):
         chosen = choose(opt_state, float32(params))
-    # an optimizer has only the parameters that are trained
+    # an optimizer only has trained parameters
     chosen = merge_trees(chosen, params)
     return jax.tree.map(lambda x, p: x.astype(p.dtype), chosen, params)

@@ -15,14 +15,14 @@ from shardtrain.sharding.array_dims import is_dims
 
 
 def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.GradientTransformation:
-    """Return an optimizer that treats each layer of a stacked array as an array of its own.
+    """Return an optimizer that treats each layer of a stacked array as a separate array.
 
-    It is vmapped over the first dim of arrays whose dims begin with `layers`; other arrays are not split. The
-    paths of its state do not change.
+    It is vmapped over the first dim of arrays whose dims begin with `layers`. The paths of its state do not
+    change.
 
     Args:
-      optimizer: one that updates each array separately, such as `optax.lars(0.1)`. One that mixes arrays,
-        such as clipping by the global norm, belongs before it in an `optax.chain`.
+      optimizer: an optimizer that updates each array separately, such as `optax.lars(0.1)`. What mixes
+        arrays, such as clipping by the global norm, belongs before it in an `optax.chain`.
       dims: the dim names of the model, `from_nnx(...).dims`.
 
     >>> import numpy as np
@@ -71,7 +71,7 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
 
 
 def _merge(results: list[tuple[Any, Any]]) -> Any:
-    """Return for each array the result of the vmap over its own number of layers."""
+    """Select for each array the result of the vmap over its own number of layers."""
     first, _ = results[0]
     for other, other_dims in results[1:]:
         flat_dims = jax.tree.leaves(other_dims, is_leaf=lambda x: x is None)
@@ -81,7 +81,7 @@ def _merge(results: list[tuple[Any, Any]]) -> Any:
 
 
 def _stacks(params: Any, dims: Tree) -> dict[str, int]:
-    """Return path -> number of layers of each array, 0 if it is not stacked."""
+    """Return path -> number of stacked layers of each array, 0 if it is not stacked."""
     names = jax.tree.leaves(dims, is_leaf=is_dims)
     leaves = jax.tree.leaves_with_path(params)
     return {

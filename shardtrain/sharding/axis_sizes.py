@@ -1,4 +1,4 @@
-"""Sizes of mesh axes: parsed from text, checked, and completed for a number of devices. No jax.
+"""Parse, check and complete the sizes of mesh axes. No jax.
 
 Next: `layout.py`.
 """
@@ -75,7 +75,7 @@ def axis_sizes(mesh: Mapping[str, int], num_devices: int) -> dict[str, int]:
 
 
 def is_one_device(sizes: Mapping[str, int]) -> bool:
-    """Return whether all axes have size 1, so that no dim needs a name."""
+    """Return whether all axes have size 1; then no dim needs a name."""
     return all(size == 1 for size in sizes.values())
 
 

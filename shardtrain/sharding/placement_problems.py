@@ -1,7 +1,4 @@
-"""Problems that keep arrays from being placed, and rules or names that would solve them. No jax.
-
-Used by `resolve.py`.
-"""
+"""Find why a layout cannot shard some arrays, and rules or names that would fix it. No jax."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +12,7 @@ from shardtrain.sharding.rules import Rules, find_repeated
 def array_problems(
     path: str, named: Named, rules: Rules, sizes: Mapping[str, int], unnamed: str = "refuse"
 ) -> list[str]:
-    """List the problems that keep one array from being placed, one sentence each."""
+    """List why one array cannot be sharded by the rules, one sentence each."""
     if named.dims is None:
         is_refused = unnamed == "refuse" and named.shape
         return [f"{path} has shape {named.shape} but its dims have no names"] if is_refused else []
@@ -93,7 +90,7 @@ def rules_text(table: str, rules: Rules) -> str:
 
 
 def fitting_rules(arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int]) -> Rules:
-    """Return a rule for each name without one: tensor or fsdp if all its arrays allow it, else replicated.
+    """Return a rule for each name that has none: tensor or fsdp if all its arrays allow it, else replicated.
 
     >>> arrays = {"q": Named(dims=("embed", "kv", "odd"), shape=(8, 4, 3))}
     >>> fitting_rules(arrays, {"embed": ("fsdp",)}, {"fsdp": 2, "tensor": 2})
@@ -113,7 +110,6 @@ def fitting_rules(arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str,
 
 
 def _unplaceable(named: Named, rules: Rules, sizes: Mapping[str, int]) -> list[str]:
-    """List the problems of an array, ignoring names that have no rule yet."""
     known = tuple(dim if dim in rules else None for dim in named.dims or ())
     return array_problems("", Named(dims=known, shape=named.shape), rules, sizes)
 

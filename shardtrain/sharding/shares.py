@@ -1,4 +1,4 @@
-"""Split a whole number into integer shares in proportion to weights, exactly. No jax.
+"""Split a whole number into whole shares in proportion to weights. No jax.
 
 Used for the rows of a batch over islands (in multiples that each island can shard) and for layers over
 stages (at least one each). The arithmetic is exact, so every host computes the same shares.
@@ -23,14 +23,14 @@ def shares(
 ) -> list[int]:
     """Split a whole number in proportion to weights.
 
-    By largest remainder (Hamilton's method): each share is its proportional part rounded down, and the
-    remaining units go one by one to the largest remainders, ties to the lower index. This minimises the
-    squared distance from the proportional parts, which is also the criterion for unequal multiples.
+    Uses largest remainders (Hamilton's method): each share is its proportional part rounded down, and the
+    remaining units go one by one to the largest remainders, with ties to the lower index. This minimises the
+    squared distance from the proportional parts, which is also minimised for unequal multiples.
 
     Args:
       total: the number to split, 0 or more.
       weights: one per part, 0 or more; a part of weight 0 gets 0.
-      minimum: least share of each part of positive weight; the others stay in proportion.
+      minimum: smallest share of each part of positive weight; the other shares stay in proportion.
       multiples: each share is a multiple of this; one number for all parts, or one per part.
       what: what is counted, for error messages.
 
@@ -38,8 +38,8 @@ def shares(
       One whole number per part; their sum is `total`.
 
     Raises:
-      ValueError: lists all values out of range; or no such split exists, with the nearest totals that have
-        one.
+      ValueError: lists all values out of range; or there is no such split, and it gives the nearest totals
+        that can be split.
 
     >>> shares(32, [3, 1])
     [24, 8]
@@ -76,7 +76,7 @@ def parse_weights(text: str, num_parts: int | None = None, what: str = "islands"
     """Read weights such as `3,1`.
 
     Args:
-      text: numbers from 0, with commas.
+      text: numbers from 0, separated by commas.
       num_parts: required number of weights; None allows any.
       what: what the parts are, for error messages.
 
@@ -121,7 +121,7 @@ def weight_problems(weights: Sequence[float]) -> list[str]:
 
 
 def _split(total: int, weights: Sequence[float], minimum: int, multiples: Sequence[int]) -> list[int] | None:
-    """Return the nearest split, None if there is none."""
+    """Return the nearest split; None if there is none."""
     least = [-(-minimum // m) * m if w else 0 for w, m in zip(weights, multiples, strict=True)]
     if sum(least) > total:
         return None
@@ -136,7 +136,7 @@ def _split(total: int, weights: Sequence[float], minimum: int, multiples: Sequen
 
 
 def _proportional(total: int, weights: Sequence[float], least: Sequence[int]) -> list[Fraction]:
-    """Return exact proportional parts; parts below their minimum get it, the others split the remainder."""
+    """Return exact proportional parts; small parts get their minimum, the others split the remainder."""
     exact = [Fraction(weight) for weight in weights]
     fixed = {index for index, weight in enumerate(exact) if not weight}
     while True:
