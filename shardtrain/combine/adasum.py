@@ -1,6 +1,6 @@
-"""Adasum adds the parts of gradients that are orthogonal and averages those that are parallel.
+"""Adasum: add gradients that are orthogonal, and average gradients that are parallel.
 
-It sends what an all-reduce sends, plus scalars, for any number of ranks (Maleki et al. 2021; Horovod's).
+It sends the bytes of an all-reduce plus scalars, for any number of ranks (Maleki et al. 2021; Horovod).
 Next: `slices.py` (slices of leaves), `exponents.py` (range of dot products).
 """
 
@@ -79,7 +79,7 @@ def scatter(stacks: Stacks, radix: int, distance: int, group: Group) -> list[lis
 def rows_in_order(
     stacks: Stacks, received: list[list[jax.Array]], radix: int, distance: int, group: Group
 ) -> list[list[jax.Array]]:
-    """Return this rank's part of the rows of each rank of its block, by the position of that rank."""
+    """Return this rank's part of the rows of each rank of its block, ordered by the position of that rank."""
     position = group.index // distance % radix
     own = [part(x, position, radix) for x in stacks]
     turns = [own, *(unpack_messages(messages, own) for messages in received)]
@@ -118,23 +118,24 @@ def adasum(per: Per = "leaf") -> Combiner:
     """The adaptive sum of gradients or deltas, which adds orthogonal ones and averages parallel ones.
 
     Ranks are combined by a tree of consecutive pairs. A pair makes (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2)
-    b: a + b where they are orthogonal, their mean where they are parallel. The odd rank of a round waits for
-    the next. A rank's count does not weigh it, but with count 0 it contributes nothing. Each slice is
-    computed on one rank and gathered by the
-    others: the result has the same bits on all ranks. A single rank keeps its tree.
+    b: a + b if they are orthogonal, their mean if they are parallel. The odd rank of a round waits for the
+    next. Ranks are not weighted by their counts, but a rank with count 0 contributes nothing. Each slice is
+    computed on one rank and gathered by the others, so the result has the same bits on all ranks. A single
+    rank keeps its tree.
 
     Bytes sent per rank for n bytes of leaves, L of them, on P = 2^m odd ranks: 2 n (P - 1) / P in messages,
     besides one all-gather of 4 L bytes, per level one all-reduce of 12 L bytes (the last level, of radix
     `odd`, has one in each round of its tree, of 12 L bytes per pair), and one of 8 L at the end.
 
-    Numbers: leaves of 16 bits are sent as such, and rounded to their dtype after each level; all arithmetic
+    Numbers: leaves of 16 bits are sent as they are, and rounded to their dtype after each level; all
+      arithmetic
     is float32. Each rank's leaf is scaled by a power of two for the dot products, so that any
     normal magnitude works; what is 2^-124 of its leaf's greatest element may be flushed to zero, and a
     sum that cancels to below 1e-19 of the pair that made it counts as zero.
 
     Args:
-      per: whose dot products decide: "leaf", "whole" (all leaves as one vector), or a function from a
-        leaf's path, such as "blocks/up", to the name of its group.
+      per: which vectors are compared: each "leaf", the "whole" tree as one vector, or groups of leaves, given
+        by a function from a leaf's path, such as "blocks/up", to the name of its group.
 
     Returns:
       A combiner; its metric "orthogonality" (L,) is ||Adasum(g)||^2 / sum_r ||g_r||^2 of each leaf, or of its
@@ -168,7 +169,7 @@ def adasum(per: Per = "leaf") -> Combiner:
 
 
 class _Units(NamedTuple):
-    """The units, groups of leaves that share coefficients: leaf i belongs to unit `of_leaf[i]`."""
+    """Groups of leaves that share coefficients: leaf i belongs to unit `of_leaf[i]`."""
 
     of_leaf: tuple[int, ...]
     number: int
@@ -310,7 +311,7 @@ def _round(
     anyone: jax.Array,
     context: _Context,
 ) -> list[list[jax.Array]]:
-    """Return the rows of the next round's nodes: float32, but the last node's in the leaves' dtypes."""
+    """Return the rows of the next round's nodes: float32, but the last node has the leaves' dtypes."""
 
     @jax.jit  # traced once for the three who ask
     def compute() -> list[list[jax.Array]]:

@@ -1,6 +1,6 @@
-"""Fragments: parts of the parameters that replicas combine in turn, so that less is sent at a time.
+"""Divide the parameters into fragments that replicas combine in turn, so that less is sent at a time.
 
-Each layer of each array is dealt out on its own, the largest first, so that fragments become equally large.
+Each layer of each array is assigned separately, the largest first, so that fragments have similar sizes.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class Fragment:
     """A part of a tree of arrays.
 
     Args:
-      rows: path of each array of the fragment -> the rows of its first dim, None for the whole array.
+      rows: path of each array of the fragment -> rows of its first dim; None means the whole array.
     """
 
     rows: Mapping[str, tuple[int, ...] | None]
@@ -29,8 +29,8 @@ class Fragment:
         """Return path -> this fragment's part of each of its arrays.
 
         Args:
-          tree: the whole tree, of arrays or shapes.
-          lead: number of dims before the arrays' own, such as one of replicas.
+          tree: the whole tree of arrays or shapes.
+          lead: number of leading dims before the arrays' own, such as a dim of replicas.
         """
         found = group_by_path(tree)
         return {
@@ -39,7 +39,7 @@ class Fragment:
         }
 
     def select(self, specs: Any) -> dict[str, PartitionSpec]:
-        """Return path -> the PartitionSpec of this fragment's part, which is that of the whole array."""
+        """Return path -> the PartitionSpec of each array of this fragment."""
         found = group_by_path(specs)
         return {path: found[path] for path in self.rows}
 
@@ -69,9 +69,10 @@ def make_fragments(
 
     Args:
       tree: arrays or shapes.
-      stacked: paths of the arrays whose first dim counts layers, see `replicas.stacked_paths`.
-      number: of fragments; 1 is the whole tree.
-      num_stages: of a pipeline in the mesh: each has as many consecutive layers, and deals out its own.
+      stacked: paths of the arrays whose first dim counts layers, see `replicas.find_stacked_paths`.
+      number: number of fragments; 1 is the whole tree.
+      num_stages: stages of a pipeline in the mesh, each with equally many consecutive layers; every fragment
+        has the same layers of each stage.
 
     Raises:
       ValueError: there are fewer layers and other arrays than fragments.
@@ -83,7 +84,7 @@ def make_fragments(
     leaves = group_by_path(tree)
     if number == 1:
         return (Fragment(dict.fromkeys(leaves)),)
-    # what is dealt out: (number of elements, path, layer of each stage); layer is None for a whole array
+    # what is assigned: (number of elements, path, layer of each stage); layer is None for a whole array
     parts: list[tuple[int, str, int | None]] = [
         (leaves[path].size, path, None) for path in leaves.keys() - stacked
     ]
@@ -114,5 +115,5 @@ def make_fragments(
 
 
 def restore_paths(tree: Any, found: Mapping[str, Any]) -> Any:
-    """Return a tree of the same structure with the leaves found at its paths."""
+    """Return a tree of the same structure with leaves given by path."""
     return jax.tree.map_with_path(lambda path, _: found[path_text(path)], tree)

@@ -1,6 +1,6 @@
-"""Groups of ranks: the indices of a mesh axis, or arrays of all ranks that were gathered.
+"""Groups of ranks that combiners communicate in: the indices of a mesh axis, or gathered arrays of all ranks.
 
-A combiner is written once over `Group`, and runs on a mesh, on gathered arrays and over MPI
+A combiner uses only the methods of `Group`, so it runs on a mesh, on gathered arrays and over MPI
 (`islands/bridge.py`). Next: `combiner.py`.
 """
 
@@ -16,7 +16,7 @@ Op = Literal["sum", "max"]
 
 
 class Group(Protocol):
-    """Ranks 0 to size - 1, each with arrays of the same shapes. All of them call the same methods."""
+    """Ranks 0 to size - 1, each with arrays of the same shapes. All ranks make the same calls."""
 
     @property
     def size(self) -> int:
@@ -29,11 +29,11 @@ class Group(Protocol):
         ...
 
     def all_reduce(self, x: jax.Array, span: int | None = None) -> jax.Array:
-        """Sum over each block of `span` consecutive ranks (None: all), with the same bits on all of them.
+        """Sum over each block of `span` consecutive ranks, with the same bits on all of them.
 
         Args:
           x: float32 or int32.
-          span: a divisor of the size.
+          span: a divisor of the size; None means all ranks.
         """
         ...
 
@@ -56,8 +56,8 @@ class Group(Protocol):
         Args:
           x: (..., L), the last dim counts the leaves in the order of the tree.
           op: how the values of shards are reduced.
-          stages: reduce the values of all stages of a pipeline too, whose leaves of one name are different
-            layers: for what is then reduced over all leaves. Leaves that all stages have count once.
+          stages: whether to reduce over the stages of a pipeline too, whose leaves of one name are different
+            layers; leaves that all stages have count once.
         """
         ...
 
@@ -71,9 +71,9 @@ class MeshGroup:
     Args:
       axis: the mesh axis, or the axis_name of the vmap.
       size: the size of the axis.
-      leaf_axes: for each leaf the axes that shard it; () where no leaf is sharded.
-      shard_axes: axis -> size, of all axes that shard any leaf.
-      stage_axes: axis -> size, of those that shard layers: each index has other layers of the same names.
+      leaf_axes: the axes that shard each leaf; () if no leaf is sharded.
+      shard_axes: axis -> size, for all axes that shard any leaf.
+      stage_axes: axis -> size, for axes that shard layers: each index has other layers of the same names.
 
     >>> group = MeshGroup("data", 4)
     >>> jax.vmap(group.all_reduce, axis_name="data")(jnp.arange(4.0)).tolist()
@@ -130,10 +130,10 @@ class MeshGroup:
 
 @dataclass(frozen=True)
 class StackGroup:
-    """The ranks of another group after their arrays were gathered: the dim of a vmap over `axis`.
+    """The ranks of another group whose arrays were gathered: the dim of a vmap over `axis`.
 
     Args:
-      axis: the vmap's axis_name.
+      axis: the axis_name of the vmap.
       outer: the group that was gathered; it reduces values of shards.
     """
 

@@ -1,6 +1,6 @@
-"""Codecs that send leaves as 16-bit floats, which the combiner after them works on.
+"""Codecs that convert leaves to 16-bit floats, which are sent and combined.
 
-Each rank adds what it rounded off to its next round, also what `mean` rounded off the slice that it summed.
+Each rank adds its rounding errors in its next round, including those of the slice that it summed in `mean`.
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ FLOAT16_EXPONENT = 14
 def bfloat16() -> Codec:
     """Send leaves as bfloat16, half of float32's bytes: 8 bits of precision, float32's range.
 
-    Before `mean`, `sum` or `adasum`: 2 n' (P - 1) / P bytes per rank for n' = 2 bytes per element. What
-    `adasum` rounds after each level is not added to the next round.
+    Before `mean`, `sum` or `adasum`: 2 n' (P - 1) / P bytes per rank for n' = 2 bytes per element. Rounding
+    errors of `adasum` after each level are not added in the next round.
 
     Source: Seide et al. 2014, 1-bit stochastic gradient descent, section 2 (error feedback).
     """

@@ -36,12 +36,11 @@ class Factors(NamedTuple):
 
 
 def power_sgd(rank: int = 4) -> Codec:
-    """Send each leaf of two and more dims as factors of low rank, by one power iteration per round.
+    """Send each leaf of two or more dims as factors of low rank, by one power iteration per round.
 
-    The dims after the first are flattened. Leaves whose factors would not be smaller are sent as they
-    are. The next round starts from the right factors of this one. Before `mean` and `sum` these are equal
-    on all ranks, so they change even on a rank without examples. Of a sharded leaf each device factors
-    its shard.
+    The dims after the first are flattened. Leaves whose factors would not be smaller are sent unchanged. The
+    next round starts from the right factors of this one. Before `mean` and `sum` these are equal on all
+    ranks, so they change even on a rank without examples. Each device factors its own shard of a leaf.
 
     Before `mean` and `sum` these are called twice, on the left factors (with the leaves that are not
     factored) and on the right ones: a ring sends 2 n' (P - 1) / P bytes per rank, n' = 4 rank (rows +

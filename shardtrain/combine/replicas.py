@@ -1,7 +1,6 @@
-"""A combiner run over the data axis of a mesh.
+"""Run a combiner over the data axis of a mesh.
 
-Stacked layers are split first, so that "per leaf" means per layer.
-Next: `train_step/state.py` (what a replica keeps for itself), `train_step/step.py`.
+Stacked layers are split first, so that "per leaf" means per layer. Next: `train_step/step.py`.
 """
 
 import math
@@ -23,7 +22,7 @@ from shardtrain.sharding.specs import add_leading_dim, spec_axes
 def find_stacked_paths(arrays: Mapping[str, Named], specs: Any) -> frozenset[str]:
     """Return the paths of arrays that stack layers along their first dim.
 
-    Along it they are unsharded, or sharded over the axis pipeline alone: then each stage has whole layers.
+    That dim is unsharded, or sharded over only the axis pipeline, so that each stage has whole layers.
 
     Args:
       arrays: path -> dims and shape, in the order of the leaves of `specs`.
@@ -40,7 +39,7 @@ def find_stacked_paths(arrays: Mapping[str, Named], specs: Any) -> frozenset[str
 
 
 def split_layers(tree: Any, stacked: frozenset[str]) -> dict[str, Any]:
-    """Return a tree as path -> array, with stacked layers split: blocks/up becomes blocks/up/0, blocks/up/1.
+    """Return path -> array with stacked layers split: blocks/up becomes blocks/up/0, blocks/up/1.
 
     Args:
       tree: a tree of arrays or shapes.
@@ -62,11 +61,11 @@ def split_layers(tree: Any, stacked: frozenset[str]) -> dict[str, Any]:
 
 
 def stack_layers(layers: Mapping[str, Any], like: Any, stacked: frozenset[str]) -> Any:
-    """Return the tree that `split_layers` split.
+    """Stack layers again, the reverse of `split_layers`.
 
     Args:
       layers: path -> array.
-      like: a tree of the paths and shapes of that tree.
+      like: a tree with the paths and shapes of the result.
       stacked: as for `split_layers`.
     """
 
@@ -87,12 +86,12 @@ def _layers(name: str, number: int) -> list[str]:
 def stage_entries(
     params: Any, stacked: frozenset[str], num_stages: int, stored_blocks: Sequence[int]
 ) -> dict[str, int]:
-    """Return label -> its place in a metric (L,) that `combine_replicas` has of a pipeline, by label.
+    """Return label -> index in the metric (L,) of a pipeline in a mesh, sorted by label.
 
     Args:
       params: arrays or shapes, with blocks as the mesh stores them.
       stacked: see `split_layers`.
-      num_stages: of the pipeline.
+      num_stages: number of stages.
       stored_blocks: the block at each stored position, -1 for padding, which has no label.
 
     >>> table = {"up": jnp.ones((4, 8)), "wte": jnp.ones(4)}
@@ -131,7 +130,7 @@ def list_combined_entries(specs: Any) -> tuple[list[str], list[int] | None]:
 
 
 def shard_shapes(abstract: Any, specs: Any, sizes: Mapping[str, int]) -> Any:
-    """Return the shapes of the shards that one device holds.
+    """Return the shapes of one device's shards.
 
     Args:
       abstract: a tree of shapes.
@@ -161,24 +160,24 @@ def combine_replicas(
     """Combine over the data axis of a mesh, inside jit; each device combines its own shards.
 
     Args:
-      combiner: any.
+      combiner: any combiner.
       tree: each leaf (data, ...), the mean of each replica over its own examples.
-      counts: float32 (data,), their numbers of examples.
-      state: the combiner's, each leaf (devices, ...).
+      counts: float32 (data,), the replicas' numbers of examples.
+      state: the combiner's state, each leaf (devices, ...).
       specs: the PartitionSpec of each leaf without its first dim; it may not name the data axis.
       stacked: see `split_layers`.
-      mesh: the mesh. On its axis pipeline each stage combines its own layers, and what all stages have, all
-        of them combine alike.
-      entries: of a pipeline: which entries of metrics (L,) are returned, see `stage_entries`.
+      mesh: the mesh. On its axis pipeline each stage combines its own layers, and all stages combine in the
+        same way what they share.
+      entries: indices of the entries of metrics (L,) to return, see `stage_entries`; None returns all.
 
     Returns:
       (the combined tree, without the first dim; the new state; the combiner's metrics, arrays (L,) in the
-      order of `sorted(split_layers(tree))`, or of a pipeline those at `entries`).
+      order of `sorted(split_layers(tree))`, or the given entries of them).
     """
     replica_specs = add_leading_dim(specs, axes.DATA)
     by_device = PartitionSpec(mesh.axis_names)
-    # the axes over which a replica's own arrays are sharded: sums over a whole array go over these, too; over
-    # stages, which have other layers or the same array, only where all arrays are one vector
+    # the axes over which a replica's own arrays are sharded: sums over a whole array go over these too; over
+    # stages, which have other layers or the same array, only if all arrays are one vector
     own_axes = {a: n for a, n in mesh.shape.items() if a != axes.DATA and n > 1}
     shard_axes = {a: n for a, n in own_axes.items() if a != axes.PIPELINE}
     stage_axes = {a: n for a, n in own_axes.items() if a == axes.PIPELINE}
