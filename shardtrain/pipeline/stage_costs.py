@@ -71,13 +71,13 @@ class StageDevices:
 class StageCosts:
     """The costs of blocks on the stages of a pipeline, under a schedule.
 
+    A stage keeps only the input of each live microbatch, and recomputes its forward in the backward.
+
     Args:
       model: the costs of its blocks.
       devices: the devices of each stage, in order.
       table: the schedule, with one part a stage, not in lock-step.
       link_bytes_per_second: bandwidth between each stage and the next, or one number for all.
-      recomputes: whether a stage keeps only the input of each live microbatch, and recomputes its forward in
-        the backward, as the stages of this package do; otherwise it keeps everything that the backward reads.
 
     Raises:
       ValueError: the schedule has several parts a stage, there are fewer blocks than stages, or a stage has
@@ -88,7 +88,6 @@ class StageCosts:
     devices: Sequence[StageDevices]
     table: Table
     link_bytes_per_second: float | Sequence[float] = math.inf
-    recomputes: bool = True
 
     def __post_init__(self) -> None:
         stages, table, links = len(self.devices), self.table, self.link_bytes_per_second
@@ -159,10 +158,6 @@ class StageCosts:
         forward = self._sum("forward_flops", stage, begin, end) / speed
         backward = self._sum("backward_flops", stage, begin, end) / speed
         first, last = stage == 0, stage == self.num_stages - 1
-        if not self.recomputes:
-            if not self.table.has_weight:
-                return {"forward": forward, "backward": backward}
-            return {"forward": forward, "backward": backward / 2, "weight": backward / 2}
         # every backward computes the forward again, so the last stage needs no forward of its own
         ahead = 0.0 if last else forward
         if not self.table.has_weight:
@@ -197,11 +192,8 @@ class StageCosts:
         """
         devices = self.devices[stage]
         saved = self._sum("saved_bytes", stage, begin, end)
-        if self.recomputes:
-            before = self.model.blocks[begin - 1] if begin else BlockCost()
-            activations = self.live[stage] * before.output_bytes + saved
-        else:
-            activations = self.live[stage] * saved
+        before = self.model.blocks[begin - 1] if begin else BlockCost()
+        activations = self.live[stage] * before.output_bytes + saved
         if stage < self.num_stages - 1:
             activations += self.delayed_weights[stage] * self.model.blocks[end - 1].output_bytes
         if stage > 0:

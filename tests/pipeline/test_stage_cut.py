@@ -38,7 +38,6 @@ def problems(draw, most_blocks=12, most_stages=4, memory=(math.inf,)):
         devices=devices,
         table=table,
         link_bytes_per_second=draw(st.sampled_from([0.5, 4.0, math.inf])),
-        recomputes=draw(st.booleans()),
     )
 
 
@@ -132,9 +131,6 @@ def test_seconds_and_bytes_by_hand():
     # state, the inputs of the microbatches in flight (3, 2, 1), and what one backward reads
     assert costs.live == (3, 2, 1)
     assert [costs.memory_bytes(*group) for group in groups((2, 2, 2))] == [8 + 12, 8 + 2 + 12, 8 + 1 + 12]
-    kept = even(6, (2.0, 1.0, 1.0), recomputes=False)
-    assert kept.seconds(2, 4, 6) == {"forward": 2.0, "backward": 4.0}
-    assert [kept.memory_bytes(*group) for group in groups((2, 2, 2))] == [8 + 36, 8 + 24, 8 + 12]
 
 
 def test_what_waits_for_weight_tasks():
@@ -156,14 +152,6 @@ def test_what_waits_for_weight_tasks():
         (1, 2, 1),
         (0, 2, 1),
     ]
-
-
-def test_fewer_microbatches_in_flight_let_a_small_stage_have_more():
-    """With the same memory everywhere the last stages, which have fewer in flight, get more blocks."""
-    costs = even(6, (1.0, 1.0, 1.0), recomputes=False)
-    devices = [StageDevices(flops_per_second=1, memory_bytes=32) for _ in range(3)]
-    costs = StageCosts(model=costs.model, devices=devices, table=costs.table, recomputes=False)
-    assert best_cut(costs).counts == (1, 2, 3)
 
 
 def test_what_does_not_fit_together_is_told():
