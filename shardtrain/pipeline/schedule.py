@@ -5,7 +5,6 @@ their own, and lock-step, for a mesh, where a tick waits for all. Next: `simulat
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from shardtrain.errors.messages import near, problems_error
@@ -243,20 +242,6 @@ SCHEDULES: dict[str, Callable[[int, int, int, bool], Table]] = {
     "zb_v": zero_bubble_v,
 }
 """Name -> table of (num_stages, num_microbatches, num_chunks, lockstep), for training."""
-
-
-def list_allowed_chunks(name: str, most: int = 4) -> list[int]:
-    """Return the numbers of chunks per stage that a schedule supports, up to `most`.
-
-    >>> list_allowed_chunks("interleaved"), list_allowed_chunks("zb_v")
-    ([2, 3, 4], [2])
-    """
-    allowed = []
-    for num_chunks in range(1, most + 1):
-        with suppress(ValueError):
-            SCHEDULES[name](1, 1, num_chunks, False)
-            allowed.append(num_chunks)
-    return allowed
 
 
 def find_placement(name_or_path: str | Path, num_chunks: int) -> str:

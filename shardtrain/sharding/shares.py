@@ -72,18 +72,13 @@ def starts(shares: Sequence[int]) -> list[int]:
     return [end - share for end, share in zip(accumulate(shares), shares, strict=True)]
 
 
-def parse_weights(text: str, num_parts: int | None = None, what: str = "islands") -> tuple[float, ...]:
+def parse_weights(text: str) -> tuple[float, ...]:
     """Read weights such as `3,1`.
 
-    Args:
-      text: numbers from 0, separated by commas.
-      num_parts: required number of weights; None allows any.
-      what: what the parts are, for error messages.
-
     Raises:
-      ValueError: lists every weight that is not a number, and a wrong count with a corrected text.
+      ValueError: lists every weight that is not a number from 0.
 
-    >>> parse_weights("3, 1.5", num_parts=2)
+    >>> parse_weights("3, 1.5")
     (3.0, 1.5)
     """
     words = [word.strip() for word in text.split(",")]
@@ -93,12 +88,6 @@ def parse_weights(text: str, num_parts: int | None = None, what: str = "islands"
     problems = [f"{word!r} is not a number from 0, as in 3,1" for word in wrong]
     if not wrong:
         problems += weight_problems([float(word) for word in words])
-    if num_parts is not None and len(words) != num_parts:
-        filled = [*(word for word in words if word not in wrong), *["1"] * num_parts][:num_parts]
-        problems.append(
-            f"{_format_count(len(words), 'weight')} for {num_parts} {what};"
-            f" give {num_parts}, as {','.join(filled)}"
-        )
     if problems:
         raise problems_error(f"weights {text!r} cannot be used", problems)
     return tuple(float(word) for word in words)
@@ -211,9 +200,5 @@ def _no_split_text(
     use = f"use {' or '.join(str(n) for n in fits if n is not None)} {what}"
     if minimum and total < least and set(used) == {1}:
         use += f", or a minimum of {total // len(used)}"
-    parts = _format_count(len(used), "part")
+    parts = f"{len(used)} part{'' if len(used) == 1 else 's'}"
     return f"{total} {what} cannot be split into {parts}, {' and '.join(asked)}; {use}"
-
-
-def _format_count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

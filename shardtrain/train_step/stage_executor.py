@@ -3,8 +3,6 @@
 It receives what a task needs and sends what it computed. Next: `stage_programs.py`, the computations.
 """
 
-import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardtrain.pipeline.flow import Flow, Value
@@ -15,8 +13,6 @@ if TYPE_CHECKING:
     from shardtrain.islands.mailbox import Mailbox  # importing it starts MPI
 
 Direction = Literal["activations", "cotangents"]
-Observe = Callable[[Task, float, float], None]
-"""(task, seconds at its start, seconds at its end), by `time.perf_counter`."""
 
 
 class _Message(NamedTuple):
@@ -45,11 +41,10 @@ class StageExecutor:
       table: the tasks of all stages; not in lock-step.
       flow: the values between the parts of the model.
       mailbox: to the other stages.
-      observe: called after each task, with its times; tasks then run one after the other, without overlap.
     """
 
-    def __init__(self, table: Table, flow: Flow, mailbox: "Mailbox", observe: Observe | None = None) -> None:
-        self._table, self._flow, self._mailbox, self._observe = table, flow, mailbox, observe
+    def __init__(self, table: Table, flow: Flow, mailbox: "Mailbox") -> None:
+        self._table, self._flow, self._mailbox = table, flow, mailbox
         self._order = table.order(mailbox.stage)
         self._values = sorted(flow.shapes)
         # arrays between two parts that are both on this stage
@@ -70,16 +65,11 @@ class StageExecutor:
             part = self._table.part(task)
             # the only wait: all stages follow the same table, so what a task needs is sent before it
             arrived = self._receive_all(programs, task, part)
-            start = time.perf_counter()
             if task.kind == "weight":
                 programs.weight(part, task.microbatch)
             else:
                 run = self._forward if task.kind == "forward" else self._backward
                 run(programs, part, task.microbatch, arrived)
-            if self._observe is not None:
-                # jax computes in the background: a task ends when its arrays are computed
-                programs.wait()
-                self._observe(task, start, time.perf_counter())
         # whatever is left was computed for a task that the table does not have
         assert kind == "forward" or not self._local
         assert kind == "forward" or not self._inputs

@@ -65,7 +65,6 @@ class StagePrograms:
         self._state_before: dict[tuple[int, int], Tree] = {}
         # gradients that weight tasks will compute from what a backward has kept
         self._deferred: dict[tuple[int, int], Deferred] = {}
-        self._outputs: Any = ()
         self._sums: Sums | None = None
 
     def compile(self) -> None:
@@ -120,7 +119,6 @@ class StagePrograms:
             return {}  # its backward recomputes it, and no other part needs its output
         self._state_before[part, microbatch] = self.model_state
         found, self.model_state = self._forwards[part](self._inputs(part, microbatch, inputs, {}))
-        self._outputs = found
         if not self._train:
             del self._state_before[part, microbatch]
         if part == self._last_part:
@@ -165,10 +163,6 @@ class StagePrograms:
     def add(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """Return the sum of several cotangents of a value."""
         return self._add(list(arrays))
-
-    def wait(self) -> None:
-        """Wait until everything so far is computed."""
-        jax.block_until_ready((self._outputs, self._sums, self.model_state))
 
 
 def _shape(like: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -30,7 +30,7 @@ from shardtrain.train_step.merge import Merge
 from shardtrain.train_step.owner_transfers import OwnerCombiners, OwnerTransfers
 from shardtrain.train_step.pipeline_grid import PipelineGrid
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.stage_executor import Observe, StageExecutor
+from shardtrain.train_step.stage_executor import StageExecutor
 from shardtrain.train_step.stage_functions import StageFunctions
 from shardtrain.train_step.stage_programs import CompileTurns, StagePrograms
 from shardtrain.train_step.stage_sums import StageSums, gather_losses, sum_losses
@@ -62,7 +62,7 @@ class StageStep:
       synchronisation: how pipelines are synchronised, stage by stage.
       learning_rate: the optimizer's schedule, to add the rate to the metrics; None adds none.
       start_row: the first row of this pipeline in the whole batch.
-      last_step, observe: see `step.make_step` and `StageExecutor`.
+      last_step: the last step of the run, see `step.make_step`.
       in_flight: batches in the pipeline at the same time; 1 flushes it after each step.
       barriers: says after which steps the pipeline is drained, if several batches are in flight.
       make_waves: makes the merge of a synchronisation with a `distance`, given the sums over the stages.
@@ -87,7 +87,6 @@ class StageStep:
         learning_rate: optax.Schedule | None = None,
         start_row: int = 0,
         last_step: int = -1,
-        observe: Observe | None = None,
         in_flight: int = 1,
         barriers: BarrierSchedule | None = None,
         make_waves: Callable[[StageSums], WaveMerge] | None = None,
@@ -103,7 +102,7 @@ class StageStep:
         functions = partial(StageFunctions, stage_model, flow, placement, self.borrowed.specs, start_row)
         self.programs = StagePrograms(functions(train=True))
         self._evaluation_programs = StagePrograms(functions(train=False))
-        self._flow, self._observe = flow, observe
+        self._flow = flow
         self.turns = CompileTurns(all_gather, grid.num_replicas, loads_programs)
         self.follow(table)
         self._evaluation_executor = StageExecutor(evaluation_table, flow, mailbox)
@@ -132,7 +131,7 @@ class StageStep:
             self._unflushed = UnflushedSteps(self, in_flight, barriers, self._make_executor)
 
     def _make_executor(self) -> StageExecutor:
-        return StageExecutor(self._table, self._flow, self.mailbox, self._observe)
+        return StageExecutor(self._table, self._flow, self.mailbox)
 
     def begin(self, state: State, batch: Batch) -> State:
         """Return the state with what this stage needs for the exchange, see `IslandStep`."""

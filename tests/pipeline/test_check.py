@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from allowed_chunks import list_allowed_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain.pipeline.schedule import (
     SCHEDULES,
     gpipe,
-    list_allowed_chunks,
     one_forward_one_backward,
     zero_bubble,
 )

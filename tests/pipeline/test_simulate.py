@@ -1,6 +1,7 @@
 """Tables on a clock: cases worked by hand, and the law that each task starts as soon as it can."""
 
 import pytest
+from allowed_chunks import list_allowed_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,7 +11,6 @@ from shardtrain.pipeline.schedule import (
     forward_only,
     gpipe,
     interleaved,
-    list_allowed_chunks,
 )
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.table import needs
