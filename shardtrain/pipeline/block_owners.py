@@ -1,7 +1,7 @@
-"""The owners of each block where replicas of a pipeline cut a model each in its own way. Values only, no jax.
+"""Group blocks by the stages that own them, if the replicas of a pipeline cut a model differently. No jax.
 
-Blocks with the same owners, one stage of each replica, are a group. Next: `train_step/owner_transfers.py`,
-which joins the gradients of a group among its owners.
+Each block has one owner in each replica. Next: `train_step/owner_transfers.py`, which combines the gradients
+of a group among its owners.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class OwnerGroup:
 
     Args:
       stages: for each replica, the stage that owns the blocks.
-      blocks: their numbers, in order.
+      blocks: the numbers of the blocks, in order.
     """
 
     stages: tuple[int, ...]
@@ -26,11 +26,11 @@ class OwnerGroup:
 def owner_groups(cuts: Sequence[Partition]) -> tuple[OwnerGroup, ...]:
     """Return the groups of owners, in the order of their first blocks.
 
-    Where all replicas cut alike there is one group for each stage. All islands go through their groups in
-    this order, so that none waits for another in a ring.
+    If all replicas cut alike there is one group for each stage. All islands go through their groups in this
+    order, so that none waits for another in a ring.
 
     Args:
-      cuts: for each replica, its partition; all of the same blocks.
+      cuts: the partition of each replica.
 
     >>> cuts = [Partition(num_stages=2, counts=counts) for counts in ((1, 3), (3, 1))]
     >>> [(group.stages, group.blocks) for group in owner_groups(cuts)]

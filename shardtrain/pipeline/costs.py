@@ -1,6 +1,7 @@
-"""Trace a model that says its blocks: their costs, the parameters of its ends, and the parts of a cut.
+"""Trace a model that defines its blocks: their costs, the parameters of its ends, and the parts of a cut.
 
-Next: `traced_cut.py`, the same of a model that does not say them; `cuts.py`, which chooses the cut."""
+Next: `traced_cut.py`, which traces a model without blocks; `cuts.py`, which chooses the cut.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
@@ -26,15 +27,15 @@ NO_BLOCKS = (
 )
 
 STATE = "model_state/"
-"""Prefix of the paths of model state, where they are listed with those of parameters."""
+"""Prefix of the paths of model state if they are listed together with paths of parameters."""
 
 
 class Traced:
     """The functions of a chain (first, run, last), traced by shapes without computing anything.
 
     Args:
-      model: with a chain.
-      loss: what calls the model.
+      model: a model with a chain.
+      loss: the function that calls the model.
       microbatch: name -> array or shape (rows, ...).
     """
 
@@ -80,17 +81,17 @@ class Traced:
         return self.chain.first(params, state, new_key(0), True, *inputs)[0]
 
     def enter(self, params: Any, model_state: Any, rng: Any, train: bool, batch: Any) -> tuple[Any, Any]:
-        """Return (activations that enter the blocks, model state) for the inputs that the loss selects."""
+        """Return (activations that enter the blocks, model state), for the inputs that the loss selects."""
         return self.chain.first(params, model_state, rng, train, *model_inputs(self.loss, batch, rng))
 
     def run(self, start: int, blocks: Any, activations: Any, number: int = 1) -> Any:
-        """Return the activations behind `number` blocks, from block `start` on."""
+        """Return the activations after `number` blocks, starting at block `start`."""
         return self.chain.run(
             {BLOCKS: blocks}, self.model_zeros(), new_key(0), True, start, number, activations
         )[0]
 
     def last(self, params: Any, activations: Any, batch: Any, model_state: Any = None) -> Any:
-        """Return the loss sum of the activations that leave the blocks."""
+        """Return the loss sum, given the activations that leave the blocks."""
         return self._loss(params, activations, batch, model_state)[0]
 
     def _loss(self, params: Any, activations: Any, batch: Any, model_state: Any = None) -> Any:
@@ -120,7 +121,7 @@ class Traced:
 
     @cached_property
     def last_paths(self) -> frozenset[str]:
-        """Paths of the parameters and model state that are used after the blocks, the loss among it."""
+        """Paths of the parameters and model state that are used after the blocks, including the loss."""
         activations, batch = self.zeros(self.leaving), self.zeros(self.batch)
         return _find_used(
             lambda params, state: self.last(params, activations, batch, state), self.params, self.model_state
@@ -152,7 +153,7 @@ class Traced:
         activations, model_state = chain.run(blocks, model_state, rng, train, start, count, activations)
         if part < len(stages.counts) - 1:
             return activations, model_state
-        # after the blocks: the loss calls the rest of the model, whose model state is kept beside its result
+        # after the blocks: the loss calls the rest of the model, whose model state is stored in `left`
         left = []
 
         def apply(*inputs: Any) -> Any:
@@ -192,11 +193,11 @@ class Traced:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     def costs(self, by: str) -> Costs:
-        """Return the costs of what comes before the blocks, of each block, and of what comes after them.
+        """Return the costs of each block, and of the layers before and after the blocks.
 
         Args:
-          by: "params", numbers of parameters; or "flops", those of a forward pass of these rows, counted in
-            the program as it is before XLA optimises it.
+          by: "params", numbers of parameters; or "flops", operations of a forward pass of these rows, counted
+            before XLA optimises the program.
         """
         if by == "params":
             sizes = {path_text(path): leaf.size for path, leaf in jax.tree.leaves_with_path(self.params)}
@@ -209,7 +210,7 @@ class Traced:
                 first=float(sum(size for path, size in sizes.items() if path in first)),
                 last=float(sum(size for path, size in sizes.items() if path in last)),
             )
-        # stacked blocks are equal: one of them is counted for all
+        # stacked blocks are equal: count one for all
         blocks, activations = [], self.entering
         for block in range(1 if self.chain.stacked else self.chain.num_blocks):
             flops, activations = _flops(partial(self.run, block), self.block(block), activations)

@@ -1,15 +1,15 @@
-"""Batches that follow each other through a pipeline without a flush: how far each stage runs ahead. No jax.
+"""Compute how far stages run ahead if several batches are in a pipeline at the same time. No jax.
 
-Next: `train_step/unflushed_steps.py`, which runs them.
+Next: `train_step/unflushed_steps.py`, which runs these batches.
 """
 
 
 def forwards_ahead(num_stages: int, in_flight: int) -> list[int]:
-    """Return for each stage how many batches its forwards are ahead of its backwards.
+    """Return the number of batches by which each stage's forwards are ahead of its backwards.
 
-    One forward and one backward take turns, as in 1F1B (PipeDream, Narayanan et al. 2019, section 3.2). The
-    first stage is ahead by all batches in flight but one. The last stage computes the backward of a batch
-    together with its forward. With fewer batches than stages the limit holds for the stages between, too.
+    Forwards and backwards alternate, as in 1F1B (PipeDream, Narayanan et al. 2019, section 3.2). The first
+    stage is ahead by all batches in flight except one. The last stage computes the backward of a batch
+    directly after its forward. With fewer batches than stages the middle stages have the same limit.
 
     Args:
       num_stages: S, 1 or more.
@@ -25,11 +25,11 @@ def forwards_ahead(num_stages: int, in_flight: int) -> list[int]:
 def waves_before_barrier(in_flight: int, every: int) -> int:
     """Return the smallest delay, in waves, between requesting a barrier and reaching it.
 
-    It has started batches of later waves by then, and those are to be done, too.
+    Until then batches of later waves have been started, which must be finished too.
 
     Args:
-      in_flight: batches in flight.
-      every: steps of a wave.
+      in_flight: number of batches in flight.
+      every: number of steps of a wave.
 
     >>> [waves_before_barrier(in_flight, 4) for in_flight in (1, 2, 4, 5, 8, 9)]
     [0, 1, 1, 2, 2, 3]
@@ -38,7 +38,7 @@ def waves_before_barrier(in_flight: int, every: int) -> int:
 
 
 def format_in_flight(num_stages: int, in_flight: int) -> str:
-    """Return what stages hold: weights until the backward of a batch, gradients until its update.
+    """Format how many versions of weights and gradients the stages hold.
 
     >>> print(format_in_flight(2, 4))
     up to 4 batches in flight, without a flush; stages keep 4, 1 versions of their weights, and 1, 4 gradients

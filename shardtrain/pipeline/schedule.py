@@ -1,7 +1,8 @@
-"""The named schedules, each a pure function from sizes to a table. No jax.
+"""The named schedules, pure functions from sizes to a table of tasks. No jax.
 
-S stages, M microbatches, V chunks a stage. Each has two forms: one task a tick, for stages that run on
-their own, and lock-step, for a mesh, where a tick waits for all. Next: `simulate.py`, `mesh_pipeline.py`.
+S stages, M microbatches, V chunks a stage. Each has two forms: one task a tick, for stages that run
+independently, and lock-step, for a mesh, where each tick waits for all stages. Next: `simulate.py`,
+`mesh_pipeline.py`.
 """
 
 from collections.abc import Callable
@@ -71,8 +72,8 @@ def one_forward_one_backward(
     """1F1B: backwards as early as possible (Narayanan et al. 2021, Megatron-LM, section 2.2.1; PipeDream).
 
     So memory does not grow with M. One task a tick: 2 (M + S - 1) ticks; stage s holds min(M, S - s).
-    Lock-step, a forward and a backward a tick: M + 2 (S - 1) ticks; stage s holds min(M, 2 (S - s) - 1), for
-    an error comes back in as many ticks as the activation went.
+    Lock-step, a forward and a backward a tick: M + 2 (S - 1) ticks; stage s holds min(M, 2 (S - s) - 1), as
+    cotangents take as many ticks back as activations took forward.
 
     Args:
       num_stages: S, 1 or more.
@@ -104,8 +105,8 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, loc
     """1F1B over several chunks a stage, depth first: a bubble V times smaller, for V times the messages.
 
     Groups of S microbatches pass chunk after chunk (Narayanan et al. 2021, Megatron-LM, section 2.2.2). For M
-    a multiple of S: one task a tick 2 (V M + S - 1) ticks, lock-step V M + V S + S - 2. For another M the
-    order is that of the next multiple, without the microbatches that are not there. In both forms stage s
+    a multiple of S: one task a tick 2 (V M + S - 1) ticks, lock-step V M + V S + S - 2. For any other M the
+    order is the order of the next multiple, without the extra microbatches. In both forms stage s
     holds at most min(V M, V S + S - 2 s - 1) inputs of parts.
 
     Args:
@@ -137,7 +138,7 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int = 1, loc
     """1F1B whose gradients of weights fill the bubble: ZB-H1 (Qi et al. 2024, Zero Bubble, section 2.1).
 
     One task a tick: 3 M + 2 S - 1 - min(M, S) ticks, so 3 M + S - 1 from M = S on. No table whose first stage
-    holds at most S is shorter: that stage waits until tick 2 S - 1 for its first error, with at most
+    holds at most S is shorter: that stage waits until tick 2 S - 1 for its first cotangent, with at most
     min(M, S) forwards to do. Stage s is s weight tasks late, and each stage holds min(M, S). Lock-step, the
     weight tasks of a microbatch on all stages in one tick: M + 2 (S - 1) ticks, min(M, 2 S - 1 - s) held.
 
@@ -209,7 +210,7 @@ def forward_only(
     lockstep: bool = False,
     placement: str = "loop",
 ) -> Table:
-    """Return a table of forward tasks alone, for evaluation.
+    """Return a table of forward tasks only, for evaluation.
 
     V M + S - 1 ticks in the placement "loop" (for M a multiple of S, or V = 1); 2 (M + S - 1) in "v", where a
     microbatch starts every second tick, so that those on their way down and back up alternate on each stage.
@@ -222,7 +223,7 @@ def forward_only(
       placement: which part each chunk of a stage is, see `PartPlacement`.
 
     Raises:
-      ValueError: a number below 1, or chunks that the placement does not have.
+      ValueError: a number below 1, or a number of chunks that the placement does not support.
 
     >>> forward_only(4, 8).num_ticks
     11
@@ -245,7 +246,7 @@ SCHEDULES: dict[str, Callable[[int, int, int, bool], Table]] = {
 
 
 def find_placement(name_or_path: str | Path, num_chunks: int) -> str:
-    """Return the placement that a schedule, or a table of your own, needs.
+    """Return the placement that a named schedule, or a user's table, needs.
 
     Args:
       name_or_path: as in `make_table`.
@@ -258,14 +259,14 @@ def find_placement(name_or_path: str | Path, num_chunks: int) -> str:
     ('loop', 'v')
     """
     if str(name_or_path).endswith(".csv"):
-        return read_table(name_or_path, lockstep=True).placement  # what runs otherwise runs in lock-step too
+        return read_table(name_or_path, lockstep=True).placement  # every table can be read in lock-step
     return SCHEDULES[str(name_or_path)](1, 1, num_chunks, False).placement
 
 
 def make_table(
     name_or_path: str | Path, stages: int, microbatches: int, chunks: int = 1, lockstep: bool = False
 ) -> Table:
-    """Return the table of a schedule by name, or read a user's own from a file; both are checked.
+    """Make the table of a named schedule, or read a user's table from a file, and check it.
 
     Args:
       name_or_path: a name of `SCHEDULES`, or a path that ends in .csv, see `read_table`.
@@ -275,7 +276,8 @@ def make_table(
       lockstep: the form, see `Table`.
 
     Raises:
-      ValueError: no such name or file, sizes that the schedule has not, or a table that cannot run.
+      ValueError: there is no such name or file, the schedule does not support the sizes, or the table cannot
+        run.
 
     >>> make_table("1f1b", 4, 8).num_ticks
     22

@@ -1,4 +1,4 @@
-"""Cut a model for stages of unequal speed and memory, so that a step is as short as can be. No jax.
+"""Cut a model for stages of unequal speed and memory, with the shortest possible step. No jax.
 
 Sources: Narayanan et al. 2019, PipeDream, section 3.1 (the slowest stage or link decides, by dynamic
 programming); Park et al. 2020, HetPipe (memory by the number of microbatches in flight).
@@ -17,27 +17,27 @@ from shardtrain.pipeline.simulate import Simulated
 from shardtrain.pipeline.stage_costs import StageCosts
 
 MOST_CUTS = 3000
-"""So many cuts are all judged; of more those that dynamic programming finds."""
+"""Up to this number all cuts are simulated; of more cuts only those that dynamic programming finds."""
 
 SLACKS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5)
-"""How much longer than can be the slowest stage may take, for a shorter way through all stages."""
+"""Factors by which the slowest stage may exceed the least possible time, for less time through all stages."""
 
 GB = 10**9
 
 
 class NoCut(ValueError):
-    """No cut fits the memory of the stages; the text has the numbers of the one that comes nearest."""
+    """No cut fits the memory of the stages; the message has the numbers of the nearest cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageCut:
-    """A cut and what is predicted of it.
+    """A cut and its predicted costs.
 
     Args:
       counts: blocks of each stage.
       simulated: the simulation of a step.
-      busy_seconds: of each stage, for one microbatch.
-      memory_bytes: of each device of each stage.
+      busy_seconds: seconds of work of each stage, for one microbatch.
+      memory_bytes: bytes of each device of each stage.
     """
 
     counts: tuple[int, ...]
@@ -47,17 +47,17 @@ class StageCut:
 
 
 def best_cut(costs: StageCosts) -> StageCut:
-    """Return the cut whose step is the shortest in the simulation, of those that fit the memory.
+    """Return the cut with the shortest simulated step, among cuts that fit the memory.
 
-    Up to `MOST_CUTS` cuts: of all. Of more: of the equal cut, if it fits, and those with the least time of
-    one microbatch through all stages among the cuts whose slowest stage or link is at most so much (see
-    `SLACKS`) above the least possible; so it is never worse than the equal cut where that fits.
+    Up to `MOST_CUTS` cuts are all compared. Of more it compares the equal cut, and for each factor of
+    `SLACKS` the cut with the least time of one microbatch through all stages, among cuts whose slowest stage
+    or link takes at most this factor of the least possible time.
 
     Args:
-      costs: of the blocks on these stages.
+      costs: the costs of blocks on these stages.
 
     Raises:
-      NoCut: no cut fits the memory; the message has the numbers of the one that comes nearest.
+      NoCut: no cut fits the memory; the message has the numbers of the nearest cut.
 
     >>> from shardtrain.pipeline.schedule import make_table
     >>> from shardtrain.pipeline.stage_costs import BlockCost, ModelCosts, StageDevices
@@ -79,9 +79,9 @@ def best_cut(costs: StageCosts) -> StageCut:
 
 
 def shortest_cut(costs: StageCosts, cuts: Iterable[tuple[int, ...]]) -> StageCut:
-    """Return the one of these cuts with the shortest simulated step, whether it fits the memory or not."""
+    """Return the cut with the shortest simulated step, whether it fits the memory or not."""
     best: tuple[float, Simulated, tuple[int, ...]] | None = None
-    # the least bounds first, which end the search
+    # the smallest bounds first, which end the search early
     for bound, counts in sorted((least_seconds(costs, counts), counts) for counts in set(cuts)):
         if best is not None and bound >= best[0]:
             break
@@ -102,15 +102,15 @@ def shortest_cut(costs: StageCosts, cuts: Iterable[tuple[int, ...]]) -> StageCut
 def least_seconds(costs: StageCosts, counts: Sequence[int]) -> float:
     """Return a lower bound of a step's seconds.
 
-    A stage does not begin before a microbatch has come through those before it, and after its last backward
-    they have theirs to do.
+    A stage begins after a microbatch has passed all earlier stages, which do their backwards after its last
+    one.
     """
     bound = ahead = 0.0
     for stage, begin, end in _groups(counts):
         times = costs.seconds(stage, begin, end)
         ahead += 2 * costs.transfer_seconds(begin, stage)
         own = costs.table.num_microbatches * sum(times.values())
-        # weight tasks of a stage may all come before its last backward: only the backward surely follows it
+        # all weight tasks of a stage may come before its last backward
         own -= (costs.table.num_microbatches * times["weight"]) if costs.table.has_weight else 0.0
         bound = max(bound, ahead + own)
         ahead += times["forward"] + times["backward"]
@@ -136,9 +136,9 @@ def fits(costs: StageCosts, counts: Sequence[int]) -> bool:
 
 
 def front(costs: StageCosts) -> list[tuple[int, ...]]:
-    """Return cuts between the least slowest stage and the least time through all, that fit the memory.
+    """Return cuts that fit the memory, with a slower slowest stage but less time through all stages each.
 
-    The first one has the least possible slowest stage or link, by dynamic programming.
+    The first cut has the fastest possible slowest stage or link, by dynamic programming.
     """
 
     def slowest(stage: int, begin: int, end: int) -> float:
@@ -162,7 +162,7 @@ def front(costs: StageCosts) -> list[tuple[int, ...]]:
 
 
 def _no_fit(costs: StageCosts) -> NoCut:
-    """Return the error that says by how much the cut that comes nearest to fitting does not fit."""
+    """Return the error for the cut that comes nearest to fitting the memory."""
 
     def ratio(stage: int, begin: int, end: int) -> float:
         return costs.memory_bytes(stage, begin, end) / costs.devices[stage].memory_bytes

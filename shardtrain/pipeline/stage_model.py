@@ -1,7 +1,7 @@
-"""The part of a model that one stage across islands owns and computes.
+"""Select the part of a model that one stage across islands owns and computes.
 
-Every parameter belongs to one stage, the first that uses it; a later one that uses it too (a head tied to
-the embedding) borrows it for the step. So the stages split a model, its optimizer state and its checkpoint.
+Every parameter belongs to the first stage that uses it; a later stage that uses it too (a head tied to the
+embedding) borrows it in each step. So the stages split a model, its optimizer state and its checkpoint.
 """
 
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ from shardtrain.pipeline.stacking import Partition
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageModel:
-    """The parts of a model on one stage, their parameters, and how to run them.
+    """The parts of a model on one stage: their parameters, and functions that run them.
 
     Args:
       model: the whole model.
       stages: the partition of its blocks.
-      traced: the model, traced.
+      traced: the traced model.
       stage: the number of this stage.
     """
 
@@ -49,13 +49,13 @@ class StageModel:
 
     @cached_property
     def users(self) -> dict[str, list[int]]:
-        """Path of a parameter outside the blocks, or of a model state (`model_state/...`) -> its stages."""
+        """Path of a parameter outside the blocks, or of a model state -> the stages that use it."""
         parts = range(len(self.stages.counts))
         found: dict[str, set[int]] = {}
         for part in parts:
             for path in self.traced.part_paths(self.stages, part):
                 found.setdefault(path, set()).add(self.stages.part_placement.stage(part))
-        # what no part reads is the first stage's
+        # what no part reads belongs to the first stage
         users = {path: sorted(found.get(path, {0})) for path in self._paths()}
         for path, stages in users.items():
             if path.startswith(STATE) and len(stages) > 1:
@@ -66,7 +66,7 @@ class StageModel:
         return users
 
     def is_block(self, path: str) -> bool:
-        """Whether a parameter or model state belongs to a block, which one stage has."""
+        """Return whether a parameter or model state belongs to a block, which one stage has."""
         return self.traced.is_block(path)
 
     @property
@@ -104,7 +104,7 @@ class StageModel:
         return [i for part in self.parts for i in range(starts[part], starts[part] + counts[part])]
 
     def own(self, tree: Tree, prefix: str = "") -> Tree:
-        """Return the leaves that this stage owns, of a tree like params or (with `STATE`) the model state."""
+        """Select the leaves that this stage owns, from params or (with prefix `STATE`) the model state."""
         found = {}
         for name, leaf in group_by_path(tree).items():
             # outside the blocks the first stage that uses a leaf owns it; of stacked blocks a stage has some
@@ -126,7 +126,7 @@ class StageModel:
         return jnp.concatenate([leaf[number : number + 1] for number in self.block_numbers])
 
     def make_stage_model(self) -> Model:
-        """Return a model of the parameters that this stage owns; it can be initialised, not applied."""
+        """Return a model of the parameters that this stage owns; it can be initialised but not applied."""
 
         def init(key: jax.Array) -> tuple[Tree, Tree]:
             params, model_state = self.model.init(key)
@@ -140,7 +140,7 @@ class StageModel:
         return Model(init=init, apply=apply, dims=dims, frozen=self.model.frozen)
 
     def part_params(self, params: Tree, part: int) -> Tree:
-        """Select the parameters that a part uses, from those of its stage (borrowed ones among them)."""
+        """Select the parameters that a part uses, from the parameters of its stage and borrowed ones."""
         uses = self.traced.part_paths(self.stages, part)
         found = {path: leaf for path, leaf in group_by_path(params).items() if path in uses}
         found = unflatten_dict(found, sep="/")
@@ -157,7 +157,7 @@ class StageModel:
         return jax.tree.map(lambda x: x[offset : offset + count], blocks)
 
     def add_grads(self, grads: Tree, part: int, found: Tree) -> Tree:
-        """Add the gradients of a part's parameters (see `part_params`) to those of its stage, in float32."""
+        """Add the gradients of a part's parameters to the gradients of its stage, in float32."""
         by_path = group_by_path(found)
         offset = self.block_numbers.index(self.stages.starts[part])
 

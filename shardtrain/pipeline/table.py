@@ -1,7 +1,7 @@
-"""A schedule as a table of tasks: which stage does what in which tick. No jax.
+"""A schedule as a table of tasks: which stage does which task in which tick. No jax.
 
-Everything that runs, simulates or draws a schedule reads a table. Next: `part_placement.py` (which part of
-the model a chunk of a stage is), `schedule.py` (the named schedules).
+Executors, the simulator and plots read tables. Next: `part_placement.py` (the part of the model of each chunk
+of a stage), `schedule.py` (the named schedules).
 """
 
 from collections import Counter
@@ -14,8 +14,8 @@ from shardtrain.errors.messages import near, problems_error
 from shardtrain.pipeline.part_placement import PartPlacement, placement_problem
 
 KINDS = ("forward", "backward", "weight")
-"""Kinds of tasks, in the order in which a lock-step tick does them. A backward computes the gradients of a
-part's input and weights; in a table with weight tasks only those of its input."""
+"""Kinds of tasks, in their order in a lock-step tick. A backward computes the gradients of a part's input and
+weights; in a table with weight tasks only of its input."""
 
 
 class Task(NamedTuple):
@@ -30,19 +30,20 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A schedule as data; `check` verifies that it can run.
+    """A schedule as data; `check` checks that it can run.
 
     Args:
       num_stages: S, stages that compute at the same time.
       num_microbatches: M, microbatches of a batch.
       num_chunks: V, parts of the model on each stage.
-      placement: which part each chunk of a stage is, a name of `part_placement.PLACEMENTS`.
-      lockstep: every tick waits for all stages, as in a mesh: a stage does one task of each kind in a tick,
-        in the order of `KINDS`. Otherwise it does one task a tick, and only the order of its tasks counts.
+      placement: name of the placement of parts on stages, see `part_placement.PLACEMENTS`.
+      lockstep: whether every tick waits for all stages, as in a mesh: a stage does one task of each kind in a
+        tick, in the order of `KINDS`. Otherwise it does one task a tick, and only their order matters.
       tasks: in any order; kept sorted by tick, stage and kind.
       name: the name of the schedule, or of the file that the table was read from.
       kinds: kinds of tasks of each part and microbatch; by default all kinds among the tasks.
-      live_bound: for each stage, the most (chunk, microbatch) that it may keep at once; None: any number.
+      live_bound: for each stage, the largest number of (chunk, microbatch) that it may keep at once; None
+        means no limit.
 
     >>> Table(num_stages=1, num_microbatches=1, tasks=(Task(0, 0, 0, 0, "forward"),), name="mine").kinds
     ('forward',)
@@ -66,7 +67,7 @@ class Table:
 
     @property
     def num_ticks(self) -> int:
-        """Ticks from 0 to the last one with a task."""
+        """Number of ticks up to the last one with a task."""
         return 1 + max((task.tick for task in self.tasks), default=-1)
 
     @cached_property
@@ -142,14 +143,14 @@ def _position(task: Task) -> tuple[int, int, int]:
 
 
 def check(table: Table) -> None:
-    """Raise an error that lists everything because of which a table cannot run.
+    """Check that a table can run.
 
     Args:
-      table: any table; it need not be checked yet.
+      table: any table.
 
     Raises:
-      ValueError: lists every task that is missing, duplicate, out of range, in the tick of another or before
-        a dependency, and every stage that keeps more than `table.live_bound`.
+      ValueError: lists every task that is missing, duplicate, out of range, in the same tick as another or
+        before a dependency, and every stage that keeps more than `table.live_bound`.
 
     >>> check(Table(num_stages=1, num_microbatches=1, tasks=(Task(0, 0, 0, 0, "forward"),), name="mine"))
     """

@@ -1,4 +1,4 @@
-"""Read and write tables as CSV files: a user's own schedule, or a named one to change. No jax."""
+"""Read and write schedule tables as CSV files. No jax."""
 
 import csv
 import io
@@ -21,25 +21,26 @@ IDLE = 8
 
 COLUMNS = ("tick", "stage", "chunk", "microbatch", "kind")
 OPTIONAL = ("chunk", "part")
-"""Columns that a file may leave out, `part` after the others: then the parts go round the stages ("loop")."""
+"""Columns that a file may leave out; without `part`, parts are placed round-robin ("loop")."""
 
 
 def read_table(path: Path | str, *, lockstep: bool = False) -> Table:
     """Read a table from a CSV file with the columns of `COLUMNS`; the chunk may be left out.
 
-    The numbers of stages, microbatches and chunks are those that the tasks use. A column `part` names the
-    part of the model that each (stage, chunk) is; without it, the placement is "loop". A table of one task
-    per stage and tick is also one for lock-step.
+    The tasks determine the numbers of stages, microbatches and chunks. A column `part` has the part of the
+    model of each (stage, chunk); without it, the placement is "loop". A table of one task per stage and tick
+    can also run in lock-step.
 
     Args:
-      path: the file; lines in any order.
+      path: the file; lines may be in any order.
       lockstep: how it will run, see `Table`.
 
     Returns:
-      The table, checked; in the placement that its parts are in.
+      The checked table, with the placement of its parts.
 
     Raises:
-      ValueError: no such file, or lists every column and line that cannot be read; or `check` refuses it.
+      ValueError: there is no such file, or lists every column and line that cannot be read; or `check`
+        refuses it.
     """
     try:
         header, rows = read_csv(read_text(Path(path), MOST_FILE_BYTES), skipinitialspace=True)
@@ -67,9 +68,9 @@ def read_table(path: Path | str, *, lockstep: bool = False) -> Table:
 
 
 def write_table(table: Table, path: Path | str) -> None:
-    """Write a table as a CSV file that `read_table` reads, and make its folder.
+    """Write a table as a CSV file that `read_table` reads, and create its folder.
 
-    The column `part` is written where the placement is not the default.
+    The column `part` is written if the placement is not the default.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     text = io.StringIO(newline="")

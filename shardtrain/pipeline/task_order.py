@@ -1,6 +1,6 @@
-"""Orders of tasks and their ticks: the building blocks of schedules. No jax.
+"""Build schedules: order the tasks of each stage, and assign ticks to them. No jax.
 
-An order has no ticks yet: `earliest` assigns them, `assign_lockstep` directly. Next: `schedule.py`.
+`earliest` assigns ticks to an order; `assign_lockstep` makes ticks directly. Next: `schedule.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ Step = tuple[str, int, int]
 def units(table: Table) -> Iterator[tuple[int, int, int]]:
     """Yield unit, chunk and microbatch, depth first: groups of S microbatches pass chunk after chunk.
 
-    Units are numbered as for the next multiple of S; those of microbatches beyond M are left out.
+    Units are numbered for the next multiple of S; units of microbatches beyond M are left out.
     """
     # the last group may be incomplete: number its missing microbatches too, and leave them out below
     num_groups = -(-table.num_microbatches // table.num_stages)
@@ -43,7 +43,7 @@ def alternating(table: Table, ahead: Iterable[int]) -> list[list[Step]]:
     """Return the order of each stage: some forwards, then a forward and a backward in turn, then the rest.
 
     Args:
-      table: for its sizes.
+      table: a table with the sizes.
       ahead: for each stage, the number of forwards before the first pair.
     """
     # build the order for whole groups, then drop the microbatches beyond M: all stages drop the same
@@ -62,7 +62,7 @@ def alternating(table: Table, ahead: Iterable[int]) -> list[list[Step]]:
 
 
 def zero_bubble_order(table: Table, stage: int) -> list[Step]:
-    """Return the order of a stage in ZB-H1: 1F1B, with a weight task behind each backward from `stage` on."""
+    """Return the order of a stage in ZB-H1: 1F1B, and a weight task after each backward, `stage` late."""
     end = table.num_microbatches
     # warm-up: as many forwards as in 1F1B
     ahead = min(end, table.num_stages - stage)
@@ -163,7 +163,7 @@ def v_in_lockstep(table: Table) -> Table:
 
 
 def earliest(table: Table, orders: Sequence[Sequence[Step]]) -> Table:
-    """Assign to the steps of each stage, in their order, the first ticks in which their inputs are there."""
+    """Assign to the steps of each stage, in order, the first ticks in which their inputs are available."""
     # the steps that each stage has still to do, the next one last
     rests = [list(reversed(order)) for order in orders]
     done: set[tuple[str, int, int]] = set()
@@ -199,7 +199,7 @@ def empty_table(
     most_chunks: int | None = None,
     placement: str = "loop",
 ) -> Table:
-    """Return a table without tasks; refuse sizes that the schedule does not support.
+    """Return a table without tasks, after checking that the schedule supports its sizes.
 
     Args:
       name: the name of the schedule.
@@ -208,9 +208,9 @@ def empty_table(
       num_chunks: V.
       lockstep: the form, see `Table`.
       kinds: the kinds of tasks.
-      live: stage -> the most (chunk, microbatch) that it may keep at once.
+      live: stage -> largest number of (chunk, microbatch) that it may keep at once.
       least_chunks: the smallest V of the schedule.
-      most_chunks: the largest V, None without a limit.
+      most_chunks: the largest V; None means no limit.
       placement: the placement of the parts on the stages.
 
     Raises:

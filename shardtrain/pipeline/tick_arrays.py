@@ -1,7 +1,7 @@
-"""A lock-step table as arrays that a mesh scans over, one row per tick: what to compute, in which slots.
+"""Convert a lock-step table to arrays that a mesh scans over, one row per tick, with a slot for each value.
 
-Values wait in slots: the input of a part from its arrival until its last task, and the cotangent of its
-output likewise. There are as many slots as values live at once. Next: `mesh_pipeline.py`.
+Slots store the input of a part from its arrival until its last task, and the cotangent of its output in the
+same way. There are as many slots as values are live at once. Next: `mesh_pipeline.py`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,7 +34,7 @@ class Ticks:
 
 
 LiveRanges = dict[tuple[int, int], tuple[int, int]]
-"""(part, microbatch) -> first and last tick in which a value is needed."""
+"""(part, microbatch) -> (first tick, last tick) in which a value is needed."""
 
 
 def make_ticks(table: Table) -> Ticks:
@@ -99,7 +99,7 @@ def _live_ranges(table: Table) -> tuple[LiveRanges, LiveRanges]:
 
 
 def _slots(ranges: LiveRanges, placement: PartPlacement) -> tuple[dict[tuple[int, int], int], int]:
-    """Give each value a slot that no other live value of its stage has; also return how many that takes."""
+    """Give each value a slot that no other live value of its stage has; also return the number of slots."""
     found: dict[tuple[int, int], int] = {}
     for stage in range(placement.num_stages):
         # take the values of a stage in the order of their arrival, as a memory allocator sees them
