@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardtrain.combine.combiner import Codec, Combined, Combiner, contribution, flatten
-from shardtrain.combine.group import Group, StackGroup
+from shardtrain.combine.group import Group, MeshGroup
 
 Leaves = list[jax.Array]
 
@@ -102,7 +102,7 @@ def gathered(encoding: Encoding) -> Codec:
                 return inner.combine(tree, count, state, stack)
 
             # the gathered payloads are a leading dim; vmap over it lets the combiner run as on P ranks
-            stack = StackGroup(f"{getattr(group, 'axis', 'ranks')}_gathered", group)
+            stack = MeshGroup(f"{getattr(group, 'axis', 'ranks')}_gathered", group.size, outer=group)
             gathered_inputs = gather((payload, count, state.inner), group)
             found = jax.vmap(combine_rank, axis_name=stack.axis)(*gathered_inputs)
 

@@ -74,6 +74,8 @@ class MeshGroup:
       leaf_axes: the axes that shard each leaf; () if no leaf is sharded.
       shard_axes: axis -> size, for all axes that shard any leaf.
       stage_axes: axis -> size, for axes that shard layers: each index has other layers of the same names.
+      outer: the group whose arrays were gathered into the dim of a vmap over `axis`; it reduces values of
+        shards. None if no arrays were gathered.
 
     >>> group = MeshGroup("data", 4)
     >>> jax.vmap(group.all_reduce, axis_name="data")(jnp.arange(4.0)).tolist()
@@ -85,6 +87,7 @@ class MeshGroup:
     leaf_axes: Sequence[tuple[str, ...]] = ()
     shard_axes: Mapping[str, int] | None = None
     stage_axes: Mapping[str, int] | None = None
+    outer: Group | None = None
 
     @property
     def index(self) -> int | jax.Array:
@@ -114,6 +117,8 @@ class MeshGroup:
 
     def whole(self, x: jax.Array, op: Op = "sum", *, stages: bool = False) -> jax.Array:
         """Reduce values of shards to values of whole leaves, see `Group`."""
+        if self.outer is not None:
+            return self.outer.whole(x, op, stages=stages)
         over = (*(self.shard_axes or ()), *((self.stage_axes or ()) if stages else ()))
         if not over:
             return x
@@ -126,45 +131,6 @@ class MeshGroup:
             for sharded in self.leaf_axes
         ]
         return lax.psum(jnp.where(jnp.stack(counted), x, 0), over) if counted else x
-
-
-@dataclass(frozen=True)
-class StackGroup:
-    """The ranks of another group whose arrays were gathered: the dim of a vmap over `axis`.
-
-    Args:
-      axis: the axis_name of the vmap.
-      outer: the group that was gathered; it reduces values of shards.
-    """
-
-    axis: str
-    outer: Group
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.outer.size
-
-    @property
-    def index(self) -> int | jax.Array:
-        """The index of this rank."""
-        return MeshGroup(self.axis, self.size).index
-
-    def all_reduce(self, x: jax.Array, span: int | None = None) -> jax.Array:
-        """Sum over blocks of `span` ranks, see `Group`."""
-        return MeshGroup(self.axis, self.size).all_reduce(x, span)
-
-    def exchange(self, x: jax.Array, sources: Sequence[int]) -> jax.Array:
-        """Permute arrays over ranks, see `Group`."""
-        return MeshGroup(self.axis, self.size).exchange(x, sources)
-
-    def all_gather(self, x: jax.Array) -> jax.Array:
-        """Gather the arrays of all ranks, see `Group`."""
-        return MeshGroup(self.axis, self.size).all_gather(x)
-
-    def whole(self, x: jax.Array, op: Op = "sum", *, stages: bool = False) -> jax.Array:
-        """Reduce values of shards to values of whole leaves, see `Group`."""
-        return self.outer.whole(x, op, stages=stages)
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -109,20 +109,10 @@ class Synchronisation:
             for name, number in (("every (--local-steps)", self.every), ("fragments", self.fragments))
             if number < 1
         ]
-        if self.every > 1 and self.on == "gradients":
-            problems.append(
-                f"every (--local-steps) is {self.every}, but gradients are combined in every step; use deltas"
-                " (--combine-on deltas)"
-            )
         if self.fragments > self.every >= 1:
             problems.append(
                 f"fragments is {self.fragments}, one combined at a time, and every is {self.every};"
                 f" use {self.every} fragments or fewer"
-            )
-        if self.outer != Outer() and self.on == "gradients":
-            problems.append(
-                "an outer optimizer takes combined deltas, and gradients are combined; use deltas"
-                " (--combine-on deltas)"
             )
         if not 0 <= self.overlap <= self.every:
             problems.append(
@@ -130,10 +120,13 @@ class Synchronisation:
                 f" {self.every}, as deltas must have arrived when the next ones are sent"
             )
         problems += [
-            f"{name} is {value!r}, and gradients are combined in every step; use deltas (--combine-on deltas)"
+            f"{name} is {value!r}, but gradients are combined in every step; use deltas (--combine-on deltas)"
             for name, value, plain in (
+                ("every (--local-steps)", max(self.every, 1), 1),
+                ("outer", self.outer, Outer()),
                 ("overlap", self.overlap, 0),
                 ("when", self.when, ALWAYS),
+                ("distance (--clock-distance)", self.distance, None),
                 ("synchronous_steps", self.synchronous_steps, 0),
             )
             if value != plain and self.on == "gradients"
@@ -156,11 +149,6 @@ class Synchronisation:
         problems = []
         if self.distance < 0:
             problems.append(f"distance is {self.distance} waves; use 0 or more, or None for no waves")
-        if self.on == "gradients":
-            problems.append(
-                f"distance is {self.distance} waves, which are of deltas, and gradients are combined in every"
-                " step; use deltas (--combine-on deltas)"
-            )
         plain = {
             "by": "mean",
             "outer": Outer(),

@@ -11,7 +11,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from shardtrain.functional.model import Model, path_text
+from shardtrain.functional.model import Model, group_by_path, path_text
 from shardtrain.sharding.specs import move_pipeline
 from shardtrain.system.xla_flags import quick_options
 from shardtrain.train_step.loss_scale import first_loss_scale
@@ -33,7 +33,7 @@ def init_state(
     """
     specs, synchronisation, sizes = placement.specs, placement.synchronisation, dict(placement.mesh.shape)
 
-    by_path = {path_text(path): spec for path, spec in jax.tree.leaves_with_path(specs.params)}
+    by_path = group_by_path(specs.params)
 
     # random numbers must not depend on the number of stages: draw blocks before they are split over stages
     def whole(path: Any, x: jax.Array) -> jax.Array:

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from shardtrain.combine.fragments import Fragment
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.island_combiner import IslandCombiner, join_metrics
 from shardtrain.train_step.island_totals import all_reduce_totals, average_model_state
-from shardtrain.train_step.local_steps import apply_delta, next_round, select_combined, send
+from shardtrain.train_step.local_steps import merge_fragment, select_combined, send
 from shardtrain.train_step.merge import Merge
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.replica_state import split_fragments
@@ -79,7 +78,7 @@ class IslandMerge(Merge):
         ]
         self._merged = [
             jax.jit(
-                partial(_merge, each, number, synchronisation.outer_optimizer),
+                partial(merge_fragment, each, number, synchronisation.outer_optimizer),
                 out_shardings=(found.params, found.local, found.outer_state),
             )
             for number, each in numbered
@@ -186,22 +185,6 @@ def _drop_unneeded(local: Local) -> Local:
 
 def _restore_local(state: State, local: Local) -> State:
     return state._replace(local=local._replace(sums=state.local.sums, model_state=state.local.model_state))
-
-
-def _merge(
-    fragment: Fragment,
-    number: int,
-    outer: optax.GradientTransformation | None,
-    params: Any,
-    local: Local,
-    outer_state: Any,
-    combined: Any,
-) -> tuple[Any, Local, Any]:
-    own = outer_state[number] if outer is not None else ()
-    params, own = apply_delta(fragment, outer, params, combined, own)
-    if outer is not None:
-        outer_state = (*outer_state[:number], own, *outer_state[number + 1 :])
-    return params, next_round(fragment, number, local), outer_state
 
 
 def _measure(fragment: Fragment, synchronisation: Synchronisation, drift: Any, params: Any) -> jax.Array:

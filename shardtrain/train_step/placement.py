@@ -18,7 +18,7 @@ from shardtrain.combine.replicas import find_stacked_paths
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.functional.frozen import drop_paths
-from shardtrain.functional.model import Model, Tree, name_arrays, path_text
+from shardtrain.functional.model import Model, Tree, group_by_path, name_arrays, path_text
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.array_dims import Named
 from shardtrain.sharding.layout import Layout
@@ -226,7 +226,6 @@ def state_specs(
 
     # 3. the whole state; what each replica has of its own gets a leading dim over data
     specs = Specs(abstract, arrays, params, sharded, abstract, layout, unplaced, stages, model.frozen)
-    fragments = split_fragments(synchronisation, specs)
     if not synchronisation.is_mean:
         abstract = jax.eval_shape(lambda s: add_replicas(s, synchronisation, sizes, specs), abstract)
     state = State(
@@ -239,48 +238,34 @@ def state_specs(
         local=local_layout(synchronisation, add_leading_dim(sharded, axes.DATA), by_replica)
         if abstract.local
         else (),
-        outer_state=_outer_specs(fragments, synchronisation, abstract.params, sharded),
+        outer_state=outer_specs(split_fragments(synchronisation, specs), synchronisation, specs),
         loss_scale=jax.tree.map(lambda _: whole, abstract.loss_scale),
     )
     return specs._replace(abstract=abstract, state=state)
 
 
-def outer_specs(fragments: Sequence[Fragment], synchronisation: Synchronisation, specs: "Specs") -> Any:
-    """Return the specs of the outer optimizer's state: each array has that of its parameter."""
-    return _outer_specs(fragments, synchronisation, specs.abstract.params, specs.sharded)
-
-
-def _outer_specs(
-    fragments: Sequence[Fragment], synchronisation: Synchronisation, params: Any, sharded: Any
-) -> Any:
-    outer = synchronisation.outer_optimizer
-    if outer is None:
-        return ()
+def outer_specs(fragments: Sequence[Fragment], synchronisation: Synchronisation, specs: Specs) -> Any:
+    """Return the specs of the outer optimizer's state: each array is sharded like its parameter."""
+    outer, params = synchronisation.outer_optimizer, specs.abstract.params
     state = jax.eval_shape(lambda params: init_outer(fragments, outer, params), params)
     return tuple(
-        _specs_like_params(own, each.take(params), each.select(sharded))
+        _specs_like_params(own, each.take(params), each.select(specs.sharded))
         for each, own in zip(fragments, state, strict=False)
     )
 
 
 def _specs_like_params(opt_state: Any, params: Tree, specs: Any) -> Any:
-    """Return the spec of each array of an optimizer's state: that of its parameter, if it has one."""
-    by_path = {
-        path_text(path): (leaf.shape, spec)
-        for (path, leaf), spec in zip(
-            jax.tree.leaves_with_path(params),
-            jax.tree.leaves(specs),
-            strict=True,
-        )
-    }
+    """Return the spec of each array of an optimizer's state: arrays are sharded like their parameters."""
+    by_path, shapes = group_by_path(specs), group_by_path(params)
 
     def spec(path: Any, leaf: Any) -> PartitionSpec:
-        # an array of the optimizer has the path of its parameter at the end of its own, and its shape
+        # an array of the optimizer that belongs to a parameter has its shape, and a path that ends in its
+        # path
         keys = path_text(path).split("/")
         for start in range(len(keys)):
-            shape, found = by_path.get("/".join(keys[start:]), (None, None))
-            if found is not None and shape == leaf.shape:
-                return found
+            name = "/".join(keys[start:])
+            if name in shapes and shapes[name].shape == leaf.shape:
+                return by_path[name]
         return PartitionSpec()
 
     return jax.tree.map_with_path(spec, opt_state)
