@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardtrain.combine.combiner import Codec, Combined, Combiner, contribution, flatten
+from shardtrain.combine.combiner import Codec, Combined, Combiner, flatten, mask_without_examples
 from shardtrain.combine.group import Group, MeshGroup
 
 Leaves = list[jax.Array]
@@ -48,14 +48,16 @@ class Encoding:
     decode: Callable[[Any, Sequence[jax.ShapeDtypeStruct]], Leaves]
 
 
-def zeros_like(leaves: Sequence[Any]) -> Leaves:
+def make_zero_residual(leaves: Sequence[Any]) -> Leaves:
     """Return the residual before the first round, float32 zeros."""
     return [jnp.zeros(leaf.shape, jnp.float32) for leaf in leaves]
 
 
-def targets(leaves: Leaves, residual: Leaves, count: jax.Array) -> Leaves:
+def add_residual(leaves: Leaves, residual: Leaves, count: jax.Array) -> Leaves:
     """Return what a rank would send without a codec: float32 leaves plus the residual."""
-    return [contribution(x.astype(jnp.float32), count) + r for x, r in zip(leaves, residual, strict=True)]
+    return [
+        mask_without_examples(x.astype(jnp.float32), count) + r for x, r in zip(leaves, residual, strict=True)
+    ]
 
 
 def all_finite(value: Any, group: Group) -> jax.Array:
@@ -70,7 +72,7 @@ def all_finite(value: Any, group: Group) -> jax.Array:
     return group.whole(wrong, "max").max() == 0
 
 
-def where(condition: jax.Array, new: Any, old: Any) -> Any:
+def select(condition: jax.Array, new: Any, old: Any) -> Any:
     """Return the tree `new` where a scalar condition holds, else `old`."""
     return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
 
@@ -86,14 +88,14 @@ def gathered(encoding: Encoding) -> Codec:
     def codec(inner: Combiner) -> Combiner:
         def init(tree: Any) -> Feedback:
             leaves = jax.tree.leaves(tree)
-            return Feedback(zeros_like(leaves), encoding.init(leaves), inner.init(tree))
+            return Feedback(make_zero_residual(leaves), encoding.init(leaves), inner.init(tree))
 
         def combine(tree: Any, count: Any, state: Feedback, group: Group) -> Combined:
             leaves, structure = flatten(tree)
             count = jnp.asarray(count, jnp.float32)
             shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in leaves]
             # encode the gradient plus what earlier rounds could not send
-            target = targets(leaves, state.residual, count)
+            target = add_residual(leaves, state.residual, count)
             payload, codec_state = encoding.encode(target, state.codec, group)
             sent = encoding.decode(payload, shapes)
 
@@ -114,7 +116,7 @@ def gathered(encoding: Encoding) -> Codec:
             # the next round adds what this one did not send; an invalid round changes no state
             residual = [t - s for t, s in zip(target, sent, strict=True)]
             is_valid = (count != 0) & all_finite(value, group)
-            next_state = where(is_valid, Feedback(residual, codec_state, inner_state), state)
+            next_state = select(is_valid, Feedback(residual, codec_state, inner_state), state)
             return Combined(value, next_state, jax.tree.map(lambda x: x[0], found.metrics))
 
         return Combiner(init, combine, across_leaves=inner.across_leaves, is_one_vector=inner.is_one_vector)

@@ -119,6 +119,6 @@ def flatten(tree: Any) -> tuple[list[jax.Array], Any]:
     return [leaf for _, leaf in with_paths], structure
 
 
-def contribution(x: jax.Array, count: jax.Array) -> jax.Array:
+def mask_without_examples(x: jax.Array, count: jax.Array) -> jax.Array:
     """Replace a leaf by zeros if this rank has no examples; a NaN count does not change it."""
     return jnp.where(count != 0, x, 0)

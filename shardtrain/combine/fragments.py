@@ -34,7 +34,7 @@ class Fragment:
         """
         found = group_by_path(tree)
         return {
-            path: found[path] if rows is None else _rows(found[path], rows, lead)
+            path: found[path] if rows is None else _take_rows(found[path], rows, lead)
             for path, rows in self.rows.items()
         }
 
@@ -56,7 +56,7 @@ class Fragment:
         return jax.tree.map_with_path(leaf, tree)
 
 
-def _rows(x: Any, rows: tuple[int, ...], lead: int) -> Any:
+def _take_rows(x: Any, rows: tuple[int, ...], lead: int) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((*x.shape[:lead], len(rows), *x.shape[lead + 1 :]), x.dtype)
     return jnp.take(x, np.array(rows), axis=lead)

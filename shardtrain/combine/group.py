@@ -109,11 +109,11 @@ class MeshGroup:
     def exchange(self, x: jax.Array, sources: Sequence[int]) -> jax.Array:
         """Permute arrays over ranks, see `Group`."""
         pairs = [(source, rank) for rank, source in enumerate(sources)]
-        return _floats(lax.ppermute(_bits(x), self.axis, pairs), x.dtype)
+        return _from_bits(lax.ppermute(_to_bits(x), self.axis, pairs), x.dtype)
 
     def all_gather(self, x: jax.Array) -> jax.Array:
         """Gather the arrays of all ranks, see `Group`."""
-        return _floats(lax.all_gather(_bits(x), self.axis), x.dtype)
+        return _from_bits(lax.all_gather(_to_bits(x), self.axis), x.dtype)
 
     def whole(self, x: jax.Array, op: Op = "sum", *, stages: bool = False) -> jax.Array:
         """Reduce values of shards to values of whole leaves, see `Group`."""
@@ -133,10 +133,10 @@ class MeshGroup:
         return lax.psum(jnp.where(jnp.stack(counted), x, 0), over) if counted else x
 
 
-def _bits(x: jax.Array) -> jax.Array:
+def _to_bits(x: jax.Array) -> jax.Array:
     # compilers may send 16-bit floats as 32 bits, never 16-bit integers
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
-def _floats(x: jax.Array, dtype: Any) -> jax.Array:
+def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(x, dtype) if x.dtype != dtype else x

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardtrain.combine.combiner import Combined, Combiner, contribution, flatten
+from shardtrain.combine.combiner import Combined, Combiner, flatten, mask_without_examples
 from shardtrain.combine.group import Group
 from shardtrain.combine.slices import (
-    block_sources,
     join_slices,
+    list_block_sources,
     pack_messages,
-    part,
     split_into_slices,
+    take_part,
     unpack_messages,
 )
 
@@ -90,7 +90,7 @@ def _combine(tree: Any, count: Any, state: Any, group: Group, *, summed: bool) -
         by_dtype.setdefault(leaf.dtype, []).append(i)
     wide = by_dtype.pop(jnp.dtype(jnp.float32), [])
     packed = [i for i in wide if leaves[i].size < LARGE]
-    sums, counts = _sums([leaves[i] for i in packed], count, group)
+    sums, counts = _sum_weighted([leaves[i] for i in packed], count, group)
     # the weighted mean, or that times the number of replicas with examples
     num_means = jnp.where(summed, jnp.sum(counts != 0), 1)
     total = jnp.where(counts.sum() == 0, 1, counts.sum())
@@ -101,7 +101,7 @@ def _combine(tree: Any, count: Any, state: Any, group: Group, *, summed: bool) -
         values[i] = x * factor
     # the counts are known by now, so a large leaf is weighted once, and its sum is the result
     for i in (i for i in wide if leaves[i].size >= LARGE):
-        values[i] = group.all_reduce(contribution(leaves[i], count) * (num_means * count / total))
+        values[i] = group.all_reduce(mask_without_examples(leaves[i], count) * (num_means * count / total))
     for which in by_dtype.values():
         found, rounded_off = _combine_narrow([leaves[i] for i in which], counts, factor, group)
         for i, x, off in zip(which, found, rounded_off, strict=True):
@@ -110,12 +110,14 @@ def _combine(tree: Any, count: Any, state: Any, group: Group, *, summed: bool) -
     return Combined(jax.tree.unflatten(structure, values), state, {}, jax.tree.unflatten(structure, residual))
 
 
-def _sums(leaves: list[jax.Array], count: jax.Array, group: Group) -> tuple[list[jax.Array], jax.Array]:
+def _sum_weighted(
+    leaves: list[jax.Array], count: jax.Array, group: Group
+) -> tuple[list[jax.Array], jax.Array]:
     """Return the weighted sums of float32 leaves over all ranks, and the ranks' counts."""
     mark = (jnp.arange(group.size) == group.index).astype(jnp.float32)
     # packed before it is weighted: a bare concatenation copies memory, one with arithmetic works by elements
     packed = lax.optimization_barrier(jnp.concatenate([*(x.reshape(-1) for x in leaves), mark]))
-    reduced = group.all_reduce(contribution(packed, count) * count)
+    reduced = group.all_reduce(mask_without_examples(packed, count) * count)
     num_values = reduced.size - group.size
     return unpack(reduced[:num_values], leaves), reduced[num_values:]
 
@@ -145,11 +147,13 @@ def _combine_narrow(
     exact: list[Any] = [0.0] * len(stacks)
     for turn in range(size):
         # send the slice of the rank that receives from this one
-        messages = pack_messages([part(stack, (index - turn) % size, size) for stack in stacks])
+        messages = pack_messages([take_part(stack, (index - turn) % size, size) for stack in stacks])
         if turn:
-            messages = [group.exchange(x, block_sources(size, 1, size, turn)) for x in messages]
+            messages = [group.exchange(x, list_block_sources(size, 1, size, turn)) for x in messages]
         count = counts[(index + turn) % size]
-        received = [contribution(x.astype(jnp.float32), count) for x in unpack_messages(messages, stacks)]
+        received = [
+            mask_without_examples(x.astype(jnp.float32), count) for x in unpack_messages(messages, stacks)
+        ]
         exact = [e + x * (count * factor) for e, x in zip(exact, received, strict=True)]
     rounded = [x.astype(leaves[0].dtype) for x in exact]
     mine = (jnp.arange(size) == index)[:, None, None]

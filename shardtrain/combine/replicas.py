@@ -54,7 +54,7 @@ def split_layers(tree: Any, stacked: frozenset[str]) -> dict[str, Any]:
         if name not in stacked:
             layers[name] = leaf
             continue
-        for i, label in enumerate(_layers(name, leaf.shape[0])):
+        for i, label in enumerate(_list_layers(name, leaf.shape[0])):
             abstract = isinstance(leaf, jax.ShapeDtypeStruct)
             layers[label] = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) if abstract else leaf[i]
     return layers
@@ -73,17 +73,17 @@ def stack_layers(layers: Mapping[str, Any], like: Any, stacked: frozenset[str]) 
         name = path_text(path)
         if name not in stacked:
             return layers[name]
-        return jnp.stack([layers[label] for label in _layers(name, leaf.shape[0])])
+        return jnp.stack([layers[label] for label in _list_layers(name, leaf.shape[0])])
 
     return jax.tree.map_with_path(leaf, like)
 
 
-def _layers(name: str, number: int) -> list[str]:
+def _list_layers(name: str, number: int) -> list[str]:
     # of one width, so that their order as text, which is jax's of a dict, is their order as numbers
     return [f"{name}/{i:0{len(str(max(number - 1, 0)))}d}" for i in range(number)]
 
 
-def stage_entries(
+def list_stage_entries(
     params: Any, stacked: frozenset[str], num_stages: int, stored_blocks: Sequence[int]
 ) -> dict[str, int]:
     """Return label -> index in the metric (L,) of a pipeline in a mesh, sorted by label.
@@ -95,7 +95,7 @@ def stage_entries(
       stored_blocks: the block at each stored position, -1 for padding, which has no label.
 
     >>> table = {"up": jnp.ones((4, 8)), "wte": jnp.ones(4)}
-    >>> stage_entries(table, frozenset({"up"}), 2, (0, -1, 1, 2))
+    >>> list_stage_entries(table, frozenset({"up"}), 2, (0, -1, 1, 2))
     {'up/0': 0, 'up/1': 3, 'up/2': 4, 'wte': 2}
     """
     # label on a stage -> the array, and the row of the stage
@@ -103,7 +103,7 @@ def stage_entries(
     depth = len(stored_blocks) // num_stages
     for path, _ in jax.tree.leaves_with_path(params):
         name = path_text(path)
-        rows = enumerate(_layers(name, depth)) if name in stacked else [(None, name)]
+        rows = enumerate(_list_layers(name, depth)) if name in stacked else [(None, name)]
         places |= {label: (name, row) for row, label in rows}
     found = {}
     for stage in range(num_stages):
@@ -112,7 +112,7 @@ def stage_entries(
             if row is None:
                 found.setdefault(name, number)
             elif (block := stored_blocks[stage * depth + row]) >= 0:
-                found[_layers(name, max(stored_blocks) + 1)[block]] = number
+                found[_list_layers(name, max(stored_blocks) + 1)[block]] = number
     return dict(sorted(found.items()))
 
 
@@ -125,7 +125,7 @@ def list_combined_entries(specs: Any) -> tuple[list[str], list[int] | None]:
     stacked, stages = find_stacked_paths(specs.arrays, specs.sharded), specs.stages
     if stages is None:
         return sorted(split_layers(specs.trained, stacked)), None
-    found = stage_entries(specs.trained, stacked, stages.num_stages, stages.stored_blocks)
+    found = list_stage_entries(specs.trained, stacked, stages.num_stages, stages.stored_blocks)
     return [*found], [*found.values()]
 
 
@@ -168,7 +168,7 @@ def combine_replicas(
       stacked: see `split_layers`.
       mesh: the mesh. On its axis pipeline each stage combines its own layers, and all stages combine in the
         same way what they share.
-      entries: indices of the entries of metrics (L,) to return, see `stage_entries`; None returns all.
+      entries: indices of the entries of metrics (L,) to return, see `list_stage_entries`; None returns all.
 
     Returns:
       (the combined tree, without the first dim; the new state; the combiner's metrics, arrays (L,) in the

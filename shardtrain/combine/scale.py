@@ -38,10 +38,10 @@ def scale(factors: float | str = 1.0) -> Codec:
 
     def codec(inner: Combiner) -> Combiner:
         def combine(tree: Any, count: Any, state: Any, group: Group) -> Combined:
-            found = inner.combine(_times(tree, before), count, state, group)
+            found = inner.combine(_scale_tree(tree, before), count, state, group)
             # what was rounded off is of the scaled tree
-            residual = None if found.residual is None else _times(found.residual, 1 / before)
-            return found._replace(value=_times(found.value, after), residual=residual)
+            residual = None if found.residual is None else _scale_tree(found.residual, 1 / before)
+            return found._replace(value=_scale_tree(found.value, after), residual=residual)
 
         return Combiner(inner.init, combine, inner.linear, inner.across_leaves, inner.is_one_vector)
 
@@ -61,6 +61,6 @@ def _parse(factors: Any) -> tuple[float, float]:
     )
 
 
-def _times(tree: Any, factor: float) -> Any:
+def _scale_tree(tree: Any, factor: float) -> Any:
     """Multiply in float32; leaves keep their dtypes."""
     return jax.tree.map(lambda x: (x.astype(jnp.float32) * factor).astype(x.dtype), tree)

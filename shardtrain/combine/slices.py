@@ -63,7 +63,7 @@ def join_slices(
     return [x[: leaf.size].reshape(leaf.shape) for x, leaf in zip(flat, leaves, strict=True)]
 
 
-def part(stack: jax.Array, position: int | jax.Array, parts: int) -> jax.Array:
+def take_part(stack: jax.Array, position: int | jax.Array, parts: int) -> jax.Array:
     """Return the rows at `position` of `parts` equal blocks of rows."""
     rows = stack.shape[0] // parts
     if isinstance(position, int):
@@ -107,14 +107,14 @@ def _group_by_message(stacks: Sequence[Any]) -> list[list[int]]:
     return list(messages.values())
 
 
-def block_sources(size: int, distance: int, radix: int, turn: int) -> list[int]:
+def list_block_sources(size: int, distance: int, radix: int, turn: int) -> list[int]:
     """Return the partner that each rank receives from in a turn.
 
     Ranks fall into blocks of `distance * radix`; the partners of a rank are `distance` apart in its block.
 
-    >>> block_sources(4, 2, 2, 1)
+    >>> list_block_sources(4, 2, 2, 1)
     [2, 3, 0, 1]
-    >>> block_sources(3, 1, 3, 1)
+    >>> list_block_sources(3, 1, 3, 1)
     [1, 2, 0]
     """
     positions = [rank // distance % radix for rank in range(size)]

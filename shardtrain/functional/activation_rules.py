@@ -27,7 +27,7 @@ from shardtrain.functional.collective_matmul import CollectiveMatmul
 from shardtrain.functional.context_attention import ContextAttention
 from shardtrain.functional.expert_exchange import ExpertExchange
 from shardtrain.sharding.axis_sizes import is_one_device
-from shardtrain.sharding.placement_problems import rules_text, ways_text
+from shardtrain.sharding.placement_problems import format_rules, format_ways
 from shardtrain.sharding.rules import Rules, find_repeated
 
 
@@ -218,8 +218,8 @@ def constraints_text(problems: list[str], unruled: list[str]) -> str:
     text = str(problems_error("constraints on activations cannot be followed", problems))
     if not unruled:
         return text
-    rules = rules_text("activations", dict.fromkeys(unruled, ()))
-    return text + ways_text([f"rules for them, as {rules}"])
+    rules = format_rules("activations", dict.fromkeys(unruled, ()))
+    return text + format_ways([f"rules for them, as {rules}"])
 
 
 _OVER_REPLICAS = (

@@ -21,7 +21,7 @@ from shardtrain.functional.model import Tree, path_text
 from shardtrain.optim.clip import TakesNorm, clip_by_norm
 from shardtrain.optim.optimizer_state import parameter_average
 from shardtrain.optim.per_layer import per_layer
-from shardtrain.optim.schedules import Schedule, make_schedule, multiply_rates, rate_problem
+from shardtrain.optim.schedules import Schedule, find_rate_problem, make_schedule, multiply_rates
 from shardtrain.sharding.array_dims import is_dims
 
 
@@ -55,18 +55,18 @@ def train_only(
             extra["value_fn"] = lambda trained: value(merge_trees(trained, params))
         trained = None if params is None else drop_paths(params, frozen)
         found, state = inner.update(drop_paths(updates, frozen), state, trained, **extra)
-        return merge_trees(found, jax.tree.map(_nothing, updates if params is None else params)), state
+        return merge_trees(found, jax.tree.map(_make_no_update, updates if params is None else params)), state
 
     made = optax.GradientTransformationExtraArgs(init, update)
     return TakesNorm(*made) if isinstance(optimizer, TakesNorm) else made
 
 
-def _nothing(x: Any) -> jax.Array:
+def _make_no_update(x: Any) -> jax.Array:
     """Return an update that changes no bit of an array: -0.0, as adding 0.0 changes -0.0."""
     return jnp.full_like(x, -0.0) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros_like(x)
 
 
-def _features(names: tuple[str | None, ...]) -> list[int]:
+def _list_features(names: tuple[str | None, ...]) -> list[int]:
     """Return the dims that make an array a matrix: no stacked dims; heads and head_dim count as one."""
     has_heads = {axes.HEADS, axes.KV_HEADS} & set(names)
     skipped = {axes.LAYERS, axes.EXPERTS, *([axes.HEAD_DIM] if has_heads else [])}
@@ -87,12 +87,12 @@ def select_decayed(dims: Tree, params: Any) -> Any:
     """
 
     def is_decayed(names: tuple[str | None, ...] | None, param: Any) -> bool:
-        return (param.ndim if names is None else len(_features(names))) >= 2
+        return (param.ndim if names is None else len(_list_features(names))) >= 2
 
     return jax.tree.map(is_decayed, dims, params, is_leaf=is_dims)
 
 
-def muon_dims(dims: Tree) -> Any:
+def find_muon_dims(dims: Tree) -> Any:
     """Return the dims of the rows and columns of each matrix for Muon; None for what AdamW updates.
 
     If the first dim is `embed`, it is the rows and all other dims are the columns; otherwise the last dim is
@@ -101,7 +101,7 @@ def muon_dims(dims: Tree) -> Any:
     """
 
     def numbers(names: tuple[str | None, ...] | None) -> MuonDimensionNumbers | None:
-        if names is None or len(_features(names)) < 2 or {axes.VOCAB, axes.SEQ} & set(names):
+        if names is None or len(_list_features(names)) < 2 or {axes.VOCAB, axes.SEQ} & set(names):
             return None
         kept = [i for i, name in enumerate(names) if name not in (axes.LAYERS, axes.EXPERTS)]
         split = 1 if names[kept[0]] == axes.EMBED else -1
@@ -162,7 +162,7 @@ def _muon(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTra
         mu_dtype=o.momentum_dtype,
         adam_b1=o.b1,
         adam_b2=o.b2,
-        muon_weight_dimension_numbers=lambda _: muon_dims(dims),
+        muon_weight_dimension_numbers=lambda _: find_muon_dims(dims),
         consistent_rms=0.2,
     )
     # a decay of our own: optax's has no mask for the parameters that AdamW updates
@@ -245,7 +245,7 @@ class Optimizer:
             problems.append(f"eps is {self.eps}; it must be a number above 0, for it keeps 0 from dividing 0")
         if not self.weight_decay >= 0:
             problems.append(f"weight_decay is {self.weight_decay}; it must be a number, 0 or more")
-        problems += [text for each in self.rates if (text := rate_problem(each))]
+        problems += [text for each in self.rates if (text := find_rate_problem(each))]
         if self.momentum_dtype != "float32" and self.name == "adafactor":
             problems.append(
                 f"momentum_dtype is {self.momentum_dtype!r}, and adafactor keeps no first moment; use float32"

@@ -19,7 +19,7 @@ Choose = Callable[[Any, Any], Any]
 """(optimizer state, parameters) -> the parameters to evaluate."""
 
 
-def float32(tree: Any) -> Any:
+def to_float32(tree: Any) -> Any:
     """Convert narrower floats to float32; other arrays are unchanged."""
 
     def wide(x: Any) -> Any:
@@ -45,7 +45,7 @@ def make_storable(optimizer: optax.GradientTransformation) -> optax.GradientTran
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> Any:
-        state = inner.init(float32(params))
+        state = inner.init(to_float32(params))
         return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, state)
 
     def with_keys(state: Any, params: Any) -> Any:
@@ -66,14 +66,16 @@ def make_storable(optimizer: optax.GradientTransformation) -> optax.GradientTran
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         # compute in float32, with typed keys; what is stored has raw keys, which can be saved
-        params = float32(params)
-        updates, state = inner.update(float32(updates), with_keys(state, params), params, **extra)
+        params = to_float32(params)
+        updates, state = inner.update(to_float32(updates), with_keys(state, params), params, **extra)
         return updates, jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def value_function(compute: Callable[[Any], tuple[jax.Array, Any]], like: Any) -> Callable[[Any], jax.Array]:
+def make_value_function(
+    compute: Callable[[Any], tuple[jax.Array, Any]], like: Any
+) -> Callable[[Any], jax.Array]:
     """Return the function that line searches call: parameters -> mean loss, with its gradient.
 
     Args:
@@ -95,7 +97,7 @@ def value_function(compute: Callable[[Any], tuple[jax.Array, Any]], like: Any) -
     return lambda params: value(params)
 
 
-def missing_arguments(
+def find_missing_arguments(
     optimizer: optax.GradientTransformation, params: Any, *, line_search: bool
 ) -> list[str]:
     """Return the arguments that an optimizer's update requires and a step does not pass.
@@ -208,7 +210,7 @@ def find_evaluated_params(how: str | Choose | None, opt_state: Any, params: Any)
         opt_state, choose = found[0], from_state
     assert callable(choose)
     with user_code(lambda error: "evaluate_with"):
-        chosen = choose(opt_state, float32(params))
+        chosen = choose(opt_state, to_float32(params))
     # an optimizer only has trained parameters
     chosen = merge_trees(chosen, params)
     return jax.tree.map(lambda x, p: x.astype(p.dtype), chosen, params)

@@ -35,7 +35,7 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
 
     def find_mapped_axes(tree: Any, params: Any, size: int) -> Any:
         """Return in_axes for vmap: 0 for arrays stacked from this number of layers, None for others."""
-        stacks = _stacks(params, dims)
+        stacks = _count_layers(params, dims)
 
         def dim(path: Any, _: Any) -> int | None:
             keys = path_text(path).split("/")
@@ -48,7 +48,7 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
     # one vmap for each number of layers among the stacks; its results for other arrays are discarded
     def init(params: Any) -> Any:
         results = []
-        for size in sorted(set(_stacks(params, dims).values()) - {0}) or [0]:
+        for size in sorted(set(_count_layers(params, dims).values()) - {0}) or [0]:
             in_dims = find_mapped_axes(params, params, size)
             alone = jax.tree.map(lambda x, d: x if d is None else x[0], params, in_dims)
             out_dims = find_mapped_axes(jax.eval_shape(optimizer.init, alone), params, size)
@@ -58,7 +58,7 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         results = []
-        for size in sorted(set(_stacks(updates, dims).values()) - {0}):
+        for size in sorted(set(_count_layers(updates, dims).values()) - {0}):
             of_params, of_state = (
                 find_mapped_axes(updates, updates, size),
                 find_mapped_axes(state, updates, size),
@@ -80,7 +80,7 @@ def _merge(results: list[tuple[Any, Any]]) -> Any:
     return first
 
 
-def _stacks(params: Any, dims: Tree) -> dict[str, int]:
+def _count_layers(params: Any, dims: Tree) -> dict[str, int]:
     """Return path -> number of stacked layers of each array, 0 if it is not stacked."""
     names = jax.tree.leaves(dims, is_leaf=is_dims)
     leaves = jax.tree.leaves_with_path(params)

@@ -96,17 +96,17 @@ steps from 0.1'
         return run, ()
     steps = max(run.steps // replicas, 1) if scaling.steps else run.steps
     batch = run.batch * replicas if scaling.batch else run.batch
-    optimizer = _optimizer(run.optimizer, scaling, replicas)
+    optimizer = _scale_optimizer(run.optimizer, scaling, replicas)
     result = dataclasses.replace(run, optimizer=optimizer, batch=batch, steps=steps)
     return result, (
-        _summary(run, result, scaling, replicas),
-        *_budget_notes(run, scaling, replicas),
-        *_rate_notes(result, scaling, replicas, combiner),
-        *_combiner_notes(run, scaling, replicas, combiner, replicas_averaged),
+        _format_summary(run, result, scaling, replicas),
+        *_list_budget_notes(run, scaling, replicas),
+        *_list_rate_notes(result, scaling, replicas, combiner),
+        *_list_combiner_notes(run, scaling, replicas, combiner, replicas_averaged),
     )
 
 
-def _optimizer(optimizer: Any, scaling: Scaling, replicas: int) -> Any:
+def _scale_optimizer(optimizer: Any, scaling: Scaling, replicas: int) -> Any:
     factor = RATES[scaling.rate](replicas)
     if not isinstance(optimizer, Optimizer):
         return _make_unscaled(optimizer, "the optimizer", scaling, replicas)
@@ -135,7 +135,7 @@ def _make_unscaled(optimizer: Any, what: str, scaling: Scaling, replicas: int) -
     )
 
 
-def _summary(run: Any, result: Any, scaling: Scaling, replicas: int) -> str:
+def _format_summary(run: Any, result: Any, scaling: Scaling, replicas: int) -> str:
     """Format what changed as one line."""
     parts = [
         f"{name} {before} -> {after}"
@@ -145,7 +145,7 @@ def _summary(run: Any, result: Any, scaling: Scaling, replicas: int) -> str:
         )
         if before != after
     ]
-    before, after = _schedule(run), _schedule(result)
+    before, after = _find_schedule(run), _find_schedule(result)
     if before is not None and after is not None:
         if before.peak != after.peak:
             parts.append(f"peak rate {before.peak:.4g} -> {after.peak:.4g} ({scaling.rate})")
@@ -155,13 +155,13 @@ def _summary(run: Any, result: Any, scaling: Scaling, replicas: int) -> str:
     return f"scaled to {replicas} replicas: {', '.join(parts) or 'nothing to change'}"
 
 
-def _schedule(run: Any) -> Schedule | None:
+def _find_schedule(run: Any) -> Schedule | None:
     """Return the schedule of the run's optimizer, None if it is given in Python."""
     schedule = run.optimizer.learning_rate if isinstance(run.optimizer, Optimizer) else None
     return None if schedule is None or schedule.function is not None else schedule
 
 
-def _budget_notes(run: Any, scaling: Scaling, replicas: int) -> list[str]:
+def _list_budget_notes(run: Any, scaling: Scaling, replicas: int) -> list[str]:
     """Note settings of batch, steps and rate that do not fit each other."""
     notes = []
     if scaling.steps and not scaling.batch:
@@ -174,7 +174,7 @@ def _budget_notes(run: Any, scaling: Scaling, replicas: int) -> list[str]:
             f"the rate is raised ({scaling.rate}), but the batch of {run.batch} is not: the {scaling.rate}"
             f" rule is for {run.batch * replicas} examples in a step; use scaling.batch, or rate none"
         )
-    if scaling.steps and _schedule(run) is None:
+    if scaling.steps and _find_schedule(run) is None:
         notes.append(
             "steps are divided, but a schedule inside the optimizer, which is given in Python, is not:"
             f" let it end after {max(run.steps // replicas, 1)} steps"
@@ -182,9 +182,9 @@ def _budget_notes(run: Any, scaling: Scaling, replicas: int) -> list[str]:
     return notes
 
 
-def _rate_notes(result: Any, scaling: Scaling, replicas: int, combiner: str) -> list[str]:
+def _list_rate_notes(result: Any, scaling: Scaling, replicas: int, combiner: str) -> list[str]:
     """Note doubtful uses of the linear rule, and a warmup that is too long."""
-    schedule, notes = _schedule(result), []
+    schedule, notes = _find_schedule(result), []
     if schedule is None:
         return []
     if scaling.rate == "linear" and not schedule.warmup:
@@ -194,7 +194,7 @@ def _rate_notes(result: Any, scaling: Scaling, replicas: int, combiner: str) -> 
             f" rise over 5 of 90 epochs: scaling.warmup={rise}"
         )
     name = result.optimizer.name
-    if scaling.rate == "linear" and name != "sgd" and _kind(combiner) == "mean":
+    if scaling.rate == "linear" and name != "sgd" and _find_kind(combiner) == "mean":
         root = schedule.peak / math.sqrt(replicas)
         notes.append(
             f"the linear rule is that of SGD; for {name} theory has the square root (Malladi et al. 2022),"
@@ -209,16 +209,18 @@ def _rate_notes(result: Any, scaling: Scaling, replicas: int, combiner: str) -> 
     return notes
 
 
-def _kind(combiner: str) -> str:
+def _find_kind(combiner: str) -> str:
     """Return the name of a combiner without its codecs and options."""
     return combiner.split("+")[-1].partition(":")[0]
 
 
-def _combiner_notes(run: Any, scaling: Scaling, replicas: int, combiner: str, averaged: int) -> list[str]:
+def _list_combiner_notes(
+    run: Any, scaling: Scaling, replicas: int, combiner: str, averaged: int
+) -> list[str]:
     """Note rates that do not fit a combiner which scales the step itself."""
-    kind = _kind(combiner)
+    kind = _find_kind(combiner)
     factor = RATES[scaling.rate](replicas)
-    schedule = _schedule(run)
+    schedule = _find_schedule(run)
     if kind == "sum" and factor != 1:
         return [
             f"the sum of {replicas} gradients is already {replicas} times their mean; with SGD, rate"

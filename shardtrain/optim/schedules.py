@@ -19,12 +19,12 @@ from shardtrain.functional.model import path_text
 from shardtrain.system.excerpts import some
 
 
-def rate_problem(text: str) -> str | None:
+def find_rate_problem(text: str) -> str | None:
     """Return what is wrong with a PATTERN=FACTOR of learning rates; None if nothing is.
 
-    >>> rate_problem("blocks/*=0.5") is None
+    >>> find_rate_problem("blocks/*=0.5") is None
     True
-    >>> rate_problem("blocks/*=-1")
+    >>> find_rate_problem("blocks/*=-1")
     "rates has 'blocks/*=-1'; write PATTERN=FACTOR with a factor of 0 or more, as in 'blocks/*=0.1'"
     """
     pattern, found, factor = text.rpartition("=")
@@ -43,7 +43,7 @@ def check_rates(rates: Sequence[str], paths: Sequence[str]) -> None:
     Raises:
       ValueError: lists every pattern that is not.
     """
-    chosen = {_first(path, rates) for path in paths}
+    chosen = {_find_first(path, rates) for path in paths}
     if idle := [each for each in rates if each not in chosen]:
         raise problems_error(
             "rates does not fit the parameters that are trained",
@@ -69,7 +69,7 @@ def multiply_rates(
     inner = optax.with_extra_args_support(update)
 
     def scaled(path: Any, x: jax.Array) -> jax.Array:
-        found = _first(path_text(path), rates)
+        found = _find_first(path_text(path), rates)
         return x if found is None else float(found.rpartition("=")[2]) * x
 
     def apply(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -79,7 +79,7 @@ def multiply_rates(
     return optax.GradientTransformationExtraArgs(inner.init, apply)
 
 
-def _first(path: str, rates: Sequence[str]) -> str | None:
+def _find_first(path: str, rates: Sequence[str]) -> str | None:
     return next((each for each in rates if fnmatchcase(path, each.rpartition("=")[0])), None)
 
 

@@ -75,7 +75,7 @@ def coupling_problems(optimizer: optax.GradientTransformation, dims: Tree, param
         (4, *[2] * (x.ndim - 1)) if is_stacked else (2,) * x.ndim
         for x, is_stacked in zip(leaves, stacked, strict=True)
     ]
-    update = _second_update(optimizer, structure)
+    update = _make_second_update(optimizer, structure)
     random = np.random.default_rng(0)
     inputs = [[random.normal(size=shape).astype(np.float32) for shape in shapes] for _ in range(3)]
     traced = jax.make_jaxpr(update)(*inputs).jaxpr
@@ -130,15 +130,15 @@ def order_problems(
 
         return {key: of_stack(x) if key in stacked else x for key, x in tree.items()}
 
-    stacked, trees = _random_trees(dims, params)
+    stacked, trees = _make_random_trees(dims, params)
     try:
-        whole = _updates(optimizer, trees)
+        whole = _compute_updates(optimizer, trees)
     except Exception:  # it needs more than gradients, such as a line search, or is wrong: the step says so
         return []
     places = [list(order).index(layer) for layer in range(LAYERS)]
     found = [
         {key: x[places] if key in stacked else x for key, x in each.items()}
-        for each in _updates(optimizer, [in_mesh(tree) for tree in trees])
+        for each in _compute_updates(optimizer, [in_mesh(tree) for tree in trees])
     ]
     return [] if _are_same(found, whole) else [MIXED_ORDER]
 
@@ -153,9 +153,9 @@ def share_problems(optimizer: optax.GradientTransformation, dims: Tree, params: 
       dims: the dim names of the model.
       params: arrays or shapes.
     """
-    stacked, trees = _random_trees(dims, params)
+    stacked, trees = _make_random_trees(dims, params)
     others = [path for path in trees[0] if path not in stacked]
-    whole = _updates(optimizer, trees)
+    whole = _compute_updates(optimizer, trees)
     for layers, kept in (
         (slice(LAYERS // 2), others[: len(others) // 2]),
         (slice(LAYERS // 2, None), others[len(others) // 2 :]),
@@ -169,7 +169,7 @@ def share_problems(optimizer: optax.GradientTransformation, dims: Tree, params: 
         if not share(trees[0]):
             continue
         try:
-            found = _updates(optimizer, [share(tree) for tree in trees])
+            found = _compute_updates(optimizer, [share(tree) for tree in trees])
         except Exception as error:
             return [f"{FAILS}{str(error).splitlines()[0]}"]
         if not _are_same(found, [share(each) for each in whole]):
@@ -185,7 +185,7 @@ def _are_same(found: Sequence[Arrays], expected: Sequence[Arrays]) -> bool:
     )
 
 
-def _random_trees(dims: Tree, params: Any) -> tuple[set[tuple[Any, ...]], Sequence[Arrays]]:
+def _make_random_trees(dims: Tree, params: Any) -> tuple[set[tuple[Any, ...]], Sequence[Arrays]]:
     """Return the paths of stacked arrays, and random weights and gradients like small parameters."""
     names = jax.tree.leaves(dims, is_leaf=is_dims)
     shapes, stacked = {}, set()
@@ -204,7 +204,7 @@ def _random_trees(dims: Tree, params: Any) -> tuple[set[tuple[Any, ...]], Sequen
     return stacked, trees
 
 
-def _updates(optimizer: optax.GradientTransformation, trees: Sequence[Arrays]) -> list[Arrays]:
+def _compute_updates(optimizer: optax.GradientTransformation, trees: Sequence[Arrays]) -> list[Arrays]:
     """Return the updates of weights, the first of these trees, by the gradients in the other trees."""
     used, loss = make_storable(optimizer), jnp.float32(1)
     options = quick_options(jax.default_backend())
@@ -217,18 +217,18 @@ def _updates(optimizer: optax.GradientTransformation, trees: Sequence[Arrays]) -
     state, found = init(weights), []
     for number, grad in enumerate(grads, 1):
         if number == NUM_UPDATES:
-            state = jax.tree.map(_later, state)
+            state = jax.tree.map(_add_later, state)
         updates, state = update(grad, state, weights)
         found.append(flatten_dict(jax.tree.map(np.asarray, updates)))
     return found
 
 
-def _later(x: Any) -> Any:
+def _add_later(x: Any) -> Any:
     """Add `LATER` to an array of an optimizer's state if it counts steps."""
     return np.asarray(x) + np.int32(LATER) if jnp.issubdtype(x.dtype, jnp.signedinteger) else x
 
 
-def _second_update(optimizer: optax.GradientTransformation, structure: Any) -> Callable[..., Any]:
+def _make_second_update(optimizer: optax.GradientTransformation, structure: Any) -> Callable[..., Any]:
     """Return a function: leaves of weights, first and second gradients -> leaves of the second update.
 
     The second, because the first update of some optimizers does not depend on the size of a gradient.

@@ -84,7 +84,7 @@ def put(slots: Any, values: Any, slot: jax.Array) -> Any:
     return jax.tree.map(changed, slots, values)
 
 
-def activation_changes(before: Any, after: Any) -> str:
+def describe_activation_changes(before: Any, after: Any) -> str:
     """Describe how blocks change the shapes and dtypes of their activations; "" if they do not."""
     old, new = (
         {jax.tree_util.keystr(path) or "the activations": f"{x.dtype}{list(x.shape)}" for path, x in leaves}

@@ -37,12 +37,12 @@ def owner_groups(cuts: Sequence[Partition]) -> tuple[OwnerGroup, ...]:
     [((0, 0), (0,)), ((1, 0), (1, 2)), ((1, 1), (3,))]
     """
     by_stages: dict[tuple[int, ...], list[int]] = {}
-    owners = [_stage_of_block(cut) for cut in cuts]
+    owners = [_list_block_stages(cut) for cut in cuts]
     for block, stages in enumerate(zip(*owners, strict=True)):
         by_stages.setdefault(stages, []).append(block)
     return tuple(OwnerGroup(stages=stages, blocks=tuple(blocks)) for stages, blocks in by_stages.items())
 
 
-def _stage_of_block(cut: Partition) -> list[int]:
+def _list_block_stages(cut: Partition) -> list[int]:
     placement = cut.part_placement
     return [placement.stage(part) for part, count in enumerate(cut.counts) for _ in range(count)]

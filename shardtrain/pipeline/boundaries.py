@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from shardtrain.pipeline.program import Program, Signature, array
+from shardtrain.pipeline.program import Program, Signature, get_aval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +69,14 @@ class Boundaries:
 
     def _find(self) -> list[Boundary]:
         by_use: dict[int, list[str]] = {}
-        for path, number in self._first_uses(self._program).items():
+        for path, number in self._find_first_uses(self._program).items():
             by_use.setdefault(number, []).append(path)
         found, before = [], list[str]()
         for earlier, later in pairwise(sorted(by_use)):
             before += by_use[earlier]
-            if _same_layer(by_use[earlier], by_use[later]):
+            if _share_layer(by_use[earlier], by_use[later]):
                 continue
-            boundary = self._best(range(later, earlier, -1), frozenset(before))
+            boundary = self._find_best(range(later, earlier, -1), frozenset(before))
             if boundary is not None:
                 found.append(boundary)
             else:
@@ -84,7 +84,7 @@ class Boundaries:
                 self.problems.append(f"between {by_use[earlier][-1]} and {by_use[later][0]} {problem}")
         return found
 
-    def _best(self, positions: Iterable[int], params: frozenset[str]) -> Boundary | None:
+    def _find_best(self, positions: Iterable[int], params: frozenset[str]) -> Boundary | None:
         """Return the place at which the fewest bytes cross, among some positions; None if there is none."""
         program = self._program
         for position in sorted(positions, key=lambda p: program.num_bytes[p]):
@@ -92,7 +92,7 @@ class Boundaries:
                 continue
             states = frozenset(s for s, (_, end) in program.state_spans.items() if end < position)
             boundary = Boundary(params=params, states=states, sent=program.signature(position))
-            again = self._again(self._evaluation, boundary)
+            again = self._locate(self._evaluation, boundary)
             if again is not None:
                 # states that training does not use are placed where evaluation uses them
                 spans = self._evaluation.state_spans
@@ -105,9 +105,9 @@ class Boundaries:
         found = {}
         for ours, theirs in zip(self._program.equations, wide.equations, strict=True):
             for v, other in zip(ours.outvars, theirs.outvars, strict=True):
-                sizes = zip(array(v).shape, array(other).shape, strict=True)
+                sizes = zip(get_aval(v).shape, get_aval(other).shape, strict=True)
                 rows = [dim for dim, (size, wide_size) in enumerate(sizes) if size != wide_size]
-                if rows != [0] or array(v).shape[0] != self._num_rows:
+                if rows != [0] or get_aval(v).shape[0] != self._num_rows:
                     found[v] = v.aval.str_short()
         return found
 
@@ -127,7 +127,7 @@ class Boundaries:
         Raises:
           ValueError: the trace has no such place.
         """
-        found = self._again(program, boundary)
+        found = self._locate(program, boundary)
         if found is not None:
             return found
         values = ", ".join(map(str, boundary.sent))
@@ -136,9 +136,9 @@ class Boundaries:
             " for other rows; let it do the same for any number, or give it `blocks` (docs/pipeline.md)"
         )
 
-    def _again(self, program: Program, boundary: Boundary) -> int | None:
+    def _locate(self, program: Program, boundary: Boundary) -> int | None:
         """Return the last position between the same parameters that the same values cross, if any."""
-        uses = self._first_uses(program)
+        uses = self._find_first_uses(program)
         earliest = max((number for path, number in uses.items() if path in boundary.params), default=-1)
         latest = min((number for path, number in uses.items() if path not in boundary.params), default=-1)
         known = self._program.state_spans.keys() | boundary.states
@@ -153,21 +153,21 @@ class Boundaries:
                 return position
         return None
 
-    def _first_uses(self, program: Program) -> dict[str, int]:
+    def _find_first_uses(self, program: Program) -> dict[str, int]:
         """Return the first equation that reads each parameter."""
         uses = program.first_use.items()
         return {self._params[weight]: number for weight, number in uses if weight < len(self._params)}
 
 
-def _same_layer(earlier: Sequence[str], later: Sequence[str]) -> bool:
+def _share_layer(earlier: Sequence[str], later: Sequence[str]) -> bool:
     """Return whether some parameters belong to one layer, such as its kernel and bias."""
-    return bool({_layer(path) for path in earlier} & {_layer(path) for path in later} - {""})
+    return bool({_find_layer(path) for path in earlier} & {_find_layer(path) for path in later} - {""})
 
 
-def _layer(path: str) -> str:
+def _find_layer(path: str) -> str:
     """Return the path of a parameter's layer; each parameter of a list is a layer.
 
-    >>> _layer("down/kernel"), _layer("weights/0"), _layer("table")
+    >>> _find_layer("down/kernel"), _find_layer("weights/0"), _find_layer("table")
     ('down', 'weights/0', '')
     """
     parent, _, name = path.rpartition("/")

@@ -7,7 +7,7 @@ from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.pipeline.costs import NO_BLOCKS, Traced
 from shardtrain.pipeline.options import Pipeline
-from shardtrain.pipeline.partition import counts, narrow_cut, parse_cuts
+from shardtrain.pipeline.partition import counts, cut_narrowly, parse_cuts
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.traced_cut import TracedModel
 
@@ -74,4 +74,4 @@ def _counts(traced: Parts, by: str | tuple[int, ...], num_parts: int) -> list[in
         return counts(by, traced.num_blocks, num_parts)
     # pieces are of unlike size: an equal cut has equal work
     costs = traced.costs("flops" if by == "equal" else by)
-    return narrow_cut(costs.blocks, num_parts, traced.sent_bytes)
+    return cut_narrowly(costs.blocks, num_parts, traced.sent_bytes)

@@ -26,7 +26,7 @@ from shardtrain.pipeline.table import KINDS, Table
 from shardtrain.pipeline.tick_arrays import NONE, make_ticks
 
 
-def pipeline_sums(
+def run_pipeline(
     params: Any,
     rng: Callable[[Any], jax.Array],
     batch: Batch,

@@ -67,7 +67,7 @@ class Pipeline:
         for name, words in (("stage_speeds", SPEEDS), ("stage_memory", MEMORY)):
             parts = getattr(self, name).split(";")
             for part in parts:
-                problems += _list_refused(partial(numbers_of_stages, name, part, words))
+                problems += _list_refused(partial(parse_stage_numbers, name, part, words))
             if len(parts) > 1 and "measured" in parts:
                 problems.append(
                     f"{name} is {getattr(self, name)!r}; give 'measured' alone, which measures the islands of"
@@ -105,13 +105,13 @@ class Pipeline:
         return find_placement(self.schedule, self.virtual_stages)
 
 
-def numbers_of_stages(name: str, text: str, words: Sequence[str]) -> tuple[float, ...] | None:
+def parse_stage_numbers(name: str, text: str, words: Sequence[str]) -> tuple[float, ...] | None:
     """Read numbers such as "1,0.5,2", one for each stage; return None if the text is one of these words.
 
     Raises:
       ValueError: something is not a number above 0.
 
-    >>> numbers_of_stages("stage_speeds", "1, 0.5", ("auto",))
+    >>> parse_stage_numbers("stage_speeds", "1, 0.5", ("auto",))
     (1.0, 0.5)
     """
     if text in words:

@@ -53,7 +53,7 @@ class PartPlacement:
     name: str = "loop"
 
     def __post_init__(self) -> None:
-        if problem := placement_problem(self.name, self.num_chunks):
+        if problem := check_placement(self.name, self.num_chunks):
             raise ValueError(problem)
 
     @cached_property
@@ -115,7 +115,7 @@ class PartPlacement:
         return {hop: tuple(sorted(found[hop])) for hop in sorted(found)}
 
 
-def placement_problem(name: str, num_chunks: int) -> str:
+def check_placement(name: str, num_chunks: int) -> str:
     """Return why there is no placement of this name with so many chunks; "" if there is one."""
     if name not in PLACEMENTS:
         return f"placement {near(name, PLACEMENTS)}"
@@ -127,10 +127,10 @@ def placement_problem(name: str, num_chunks: int) -> str:
     return ""
 
 
-def placements(num_stages: int, num_chunks: int) -> list[PartPlacement]:
+def list_placements(num_stages: int, num_chunks: int) -> list[PartPlacement]:
     """Return all placements with these numbers of stages and chunks.
 
-    >>> [placement.name for placement in placements(3, 2)]
+    >>> [placement.name for placement in list_placements(3, 2)]
     ['loop', 'v']
     """
     names = [name for name in PLACEMENTS if num_chunks <= MOST_CHUNKS.get(name, num_chunks)]

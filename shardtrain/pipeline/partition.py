@@ -60,7 +60,7 @@ def cut(
     [4, 3, 1]
     """
     assert all(0 <= cost < math.inf for cost in (*costs, first_cost, last_cost))
-    if problems := _part_problems(len(costs), num_parts):
+    if problems := _check_parts(len(costs), num_parts):
         raise problems_error(f"{len(costs)} blocks cannot be cut into {num_parts} parts", problems)
     sums = list(accumulate(costs, initial=0))
 
@@ -77,7 +77,7 @@ def cut(
     return list(join_least(len(costs), num_parts, square, add)[1])
 
 
-def narrow_cut(
+def cut_narrowly(
     costs: Sequence[float], num_parts: int, sent_bytes: Sequence[float], slack: float = 1.1
 ) -> list[int]:
     """Cut pieces into parts of about equal cost, where little is sent between them.
@@ -97,9 +97,9 @@ def narrow_cut(
     Raises:
       ValueError: see `cut`.
 
-    >>> narrow_cut([10, 10, 10, 10, 10, 10], 2, [1, 8, 8, 8, 1])
+    >>> cut_narrowly([10, 10, 10, 10, 10, 10], 2, [1, 8, 8, 8, 1])
     [3, 3]
-    >>> narrow_cut([10, 10, 10, 1, 10, 10, 10], 2, [1, 8, 8, 2, 8, 1])
+    >>> cut_narrowly([10, 10, 10, 1, 10, 10, 10], 2, [1, 8, 8, 2, 8, 1])
     [4, 3]
     """
     sums = list(accumulate(costs, initial=0.0))
@@ -211,7 +211,7 @@ def counts(by: str | Sequence[int], num_blocks: int, num_parts: int, costs: Cost
     >>> counts("params", 4, 2, Costs(blocks=[9, 3, 3, 3], last=3))
     [2, 2]
     """
-    problems = _part_problems(num_blocks, num_parts)
+    problems = _check_parts(num_blocks, num_parts)
     if not problems and not isinstance(by, str):
         problems = _list_problems(by, num_blocks, num_parts)
     elif by == "time":
@@ -221,12 +221,12 @@ def counts(by: str | Sequence[int], num_blocks: int, num_parts: int, costs: Cost
     if not isinstance(by, str):
         return list(by)
     if by == "equal":
-        return _equal(num_blocks, num_parts)
+        return _cut_equally(num_blocks, num_parts)
     assert costs is not None
     return cut(costs.blocks, num_parts, first_cost=costs.first, last_cost=costs.last)
 
 
-def _equal(num_blocks: int, num_parts: int) -> list[int]:
+def _cut_equally(num_blocks: int, num_parts: int) -> list[int]:
     least, rest = divmod(num_blocks, num_parts)
     middle = (num_parts - 1) / 2
     # the blocks that are left over go to the parts nearest to the middle
@@ -234,7 +234,7 @@ def _equal(num_blocks: int, num_parts: int) -> list[int]:
     return [least + (part in wider) for part in range(num_parts)]
 
 
-def _part_problems(num_blocks: int, num_parts: int) -> list[str]:
+def _check_parts(num_blocks: int, num_parts: int) -> list[str]:
     if num_parts < 1:
         return [f"parts is {num_parts}; use 1 or more"]
     if num_blocks < num_parts:
@@ -247,7 +247,7 @@ def _list_problems(numbers: Sequence[int], num_blocks: int, num_parts: int) -> l
     """Return the problem of a list of numbers of blocks, with the nearest list that fits."""
     text = ",".join(map(str, numbers))
     if len(numbers) != num_parts:
-        use = ",".join(map(str, _equal(num_blocks, num_parts)))
+        use = ",".join(map(str, _cut_equally(num_blocks, num_parts)))
         return [f"{text} is {len(numbers)} numbers; give {num_parts}, as {use}"]
     if min(numbers) < 1 or sum(numbers) != num_blocks:
         weights = [max(number, 1) for number in numbers]

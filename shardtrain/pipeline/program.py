@@ -257,7 +257,7 @@ class Program:
     @cached_property
     def num_bytes(self) -> list[int]:
         """The bytes that would be sent at each position: before each equation, and after the last one."""
-        return self._sum_crossing(lambda v: array(v).size * array(v).dtype.itemsize)
+        return self._sum_crossing(lambda v: get_aval(v).size * get_aval(v).dtype.itemsize)
 
     def _sum_crossing(self, weight: Callable[[Var], int]) -> list[int]:
         """Return for each position the sum of the weights of the values that cross it."""
@@ -273,7 +273,9 @@ class Program:
 
     def signature(self, position: int) -> tuple[Signature, ...]:
         """Return the dtypes and shapes of the values that cross a position."""
-        return tuple(Signature(str(array(v).dtype), array(v).shape[1:]) for v in self.crossing(position))
+        return tuple(
+            Signature(str(get_aval(v).dtype), get_aval(v).shape[1:]) for v in self.crossing(position)
+        )
 
     def part(self, begin: int, end: int, states: Sequence[int]) -> PartProgram:
         """Return the part between two positions, which has some of the model states."""
@@ -308,10 +310,10 @@ class Program:
         return PartProgram(closed=closed, weights=weights, rest=rest, received=received, sent=sent)
 
 
-def array(v: Any) -> Any:
+def get_aval(v: Any) -> Any:
     """Return the shape and dtype of a value of a program."""
     return v.aval
 
 
 def _is_key(v: Var) -> bool:
-    return jnp.issubdtype(array(v).dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(get_aval(v).dtype, jax.dtypes.prng_key)

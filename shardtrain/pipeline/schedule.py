@@ -12,16 +12,16 @@ from shardtrain.errors.messages import near, problems_error
 from shardtrain.pipeline.table import KINDS, Table, check
 from shardtrain.pipeline.table_file import read_table, write_table
 from shardtrain.pipeline.task_order import (
-    alternating,
+    alternate,
+    assign_earliest,
     assign_lockstep,
-    backwards,
-    earliest,
-    empty_table,
-    forwards,
-    units,
-    v_in_lockstep,
-    zero_bubble_order,
-    zero_bubble_v_order,
+    assign_v_lockstep,
+    list_backwards,
+    list_forwards,
+    list_units,
+    make_empty_table,
+    order_zero_bubble,
+    order_zero_bubble_v,
 )
 
 __all__ = [
@@ -59,11 +59,11 @@ def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1, lockstep:
     (22, 8)
     """
     sizes = (num_stages, num_microbatches, num_chunks, lockstep)
-    table = empty_table("gpipe", *sizes, live=lambda stage: num_chunks * num_microbatches)
+    table = make_empty_table("gpipe", *sizes, live=lambda stage: num_chunks * num_microbatches)
     if lockstep:
-        last = max(unit for unit, _, _ in units(table))
+        last = max(unit for unit, _, _ in list_units(table))
         return assign_lockstep(table, turn=last + num_stages)
-    return earliest(table, [[*forwards(table), *backwards(table)]] * num_stages)
+    return assign_earliest(table, [[*list_forwards(table), *list_backwards(table)]] * num_stages)
 
 
 def one_forward_one_backward(
@@ -90,7 +90,7 @@ def one_forward_one_backward(
     [7, 5, 3, 1]
     """
     sizes = (num_stages, num_microbatches, num_chunks, lockstep)
-    table = empty_table(
+    table = make_empty_table(
         "1f1b",
         *sizes,
         live=lambda stage: 2 * (num_stages - stage) - 1 if lockstep else num_stages - stage,
@@ -98,7 +98,7 @@ def one_forward_one_backward(
     )
     if lockstep:
         return assign_lockstep(table, turn=num_stages - 1)
-    return earliest(table, alternating(table, [num_stages - 1 - stage for stage in range(num_stages)]))
+    return assign_earliest(table, alternate(table, [num_stages - 1 - stage for stage in range(num_stages)]))
 
 
 def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, lockstep: bool = False) -> Table:
@@ -122,7 +122,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, loc
     (38, 26)
     """
     sizes = (num_stages, num_microbatches, num_chunks, lockstep)
-    table = empty_table(
+    table = make_empty_table(
         "interleaved",
         *sizes,
         live=lambda stage: (num_chunks + 1) * num_stages - 2 * stage - 1,
@@ -131,7 +131,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, loc
     if lockstep:
         return assign_lockstep(table, turn=table.num_parts - 1)
     ahead = [table.num_parts - 1 + num_stages - 1 - 2 * stage for stage in range(num_stages)]
-    return earliest(table, alternating(table, ahead))
+    return assign_earliest(table, alternate(table, ahead))
 
 
 def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int = 1, lockstep: bool = False) -> Table:
@@ -155,7 +155,7 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int = 1, loc
     (27, 9)
     """
     sizes = (num_stages, num_microbatches, num_chunks, lockstep)
-    table = empty_table(
+    table = make_empty_table(
         "zero_bubble",
         *sizes,
         KINDS,
@@ -164,7 +164,7 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int = 1, loc
     )
     if lockstep:
         return assign_lockstep(table, turn=num_stages - 1)
-    return earliest(table, [zero_bubble_order(table, stage) for stage in range(num_stages)])
+    return assign_earliest(table, [order_zero_bubble(table, stage) for stage in range(num_stages)])
 
 
 def zero_bubble_v(
@@ -189,7 +189,7 @@ def zero_bubble_v(
     51
     """
     sizes = (num_stages, num_microbatches, num_chunks, lockstep)
-    table = empty_table(
+    table = make_empty_table(
         "zb_v",
         *sizes,
         KINDS,
@@ -199,8 +199,8 @@ def zero_bubble_v(
         placement="v",
     )
     if lockstep:
-        return v_in_lockstep(table)
-    return earliest(table, [zero_bubble_v_order(table, stage) for stage in range(num_stages)])
+        return assign_v_lockstep(table)
+    return assign_earliest(table, [order_zero_bubble_v(table, stage) for stage in range(num_stages)])
 
 
 def forward_only(
@@ -229,10 +229,14 @@ def forward_only(
     11
     """
     sizes = (num_stages, num_microbatches, num_chunks, lockstep)
-    table = empty_table("forward_only", *sizes, KINDS[:1], live=lambda stage: 1, placement=placement)
+    table = make_empty_table("forward_only", *sizes, KINDS[:1], live=lambda stage: 1, placement=placement)
     if placement == "v" and num_chunks == 2:
-        return v_in_lockstep(table)
-    return assign_lockstep(table, turn=0) if lockstep else earliest(table, [[*forwards(table)]] * num_stages)
+        return assign_v_lockstep(table)
+    return (
+        assign_lockstep(table, turn=0)
+        if lockstep
+        else assign_earliest(table, [[*list_forwards(table)]] * num_stages)
+    )
 
 
 SCHEDULES: dict[str, Callable[[int, int, int, bool], Table]] = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from shardtrain.pipeline.table import Table, Task, needs
+from shardtrain.pipeline.table import Table, Task, list_needs
 
 Seconds = Mapping[tuple[int, int, str], float] | Mapping[str, float] | Callable[[int, int, str], float]
 """Seconds of a task by (stage, chunk, kind), or by kind if all stages are equal."""
@@ -117,7 +117,7 @@ def _simulate_by_arrival(table: Table, work: Times, hops: Times) -> Run:
     free = [0.0] * table.num_stages
     # the tasks are sorted by tick, so everything that a task needs was visited before it
     for task in table.tasks:
-        inputs = [made[*need, task.microbatch] for need in needs(table, task)]
+        inputs = [made[*need, task.microbatch] for need in list_needs(table, task)]
         # a result of another stage arrives after its transfer; one of this stage is there at its end
         arrivals = [end[i] + hops[_key(i)] * (i.stage != task.stage) for i in inputs]
         start[task] = max([free[task.stage], *arrivals])

@@ -89,10 +89,10 @@ class Partition:
 
     def restore_order(self, x: Any, dim: int = 0) -> Any:
         """Convert a stored array to the order of the model, the reverse of `store_blocks`."""
-        return x if self.is_plain else jnp.take(x, _positions(self.stored_blocks), axis=dim)
+        return x if self.is_plain else jnp.take(x, _find_positions(self.stored_blocks), axis=dim)
 
 
-def _positions(stored_blocks: Sequence[int]) -> np.ndarray:
+def _find_positions(stored_blocks: Sequence[int]) -> np.ndarray:
     """Return the position of each block."""
     numbers = range(max(stored_blocks) + 1)
     return np.asarray([stored_blocks.index(number) for number in numbers], np.int32)

@@ -18,7 +18,7 @@ from shardtrain.functional.constrained_specs import find_constrained_specs
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Chain
 from shardtrain.functional.model_calls import model_inputs, once
-from shardtrain.pipeline.activations import Activations, ActivationTree, activation_changes
+from shardtrain.pipeline.activations import Activations, ActivationTree, describe_activation_changes
 from shardtrain.pipeline.stacking import Partition
 
 
@@ -65,7 +65,7 @@ class StageCompute:
         blocks = self.block_params(size, 0)
         run = jax.make_jaxpr(lambda tree: self._run(size, blocks, 0, 0, tree), return_shape=True)
         program, after = run(before)
-        if changed := activation_changes(before, after):
+        if changed := describe_activation_changes(before, after):
             raise ValueError(changed)
         # between stages activations stay sharded as the blocks say, such as a sequence over context
         specs = [

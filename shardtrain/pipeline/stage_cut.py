@@ -69,12 +69,12 @@ def best_cut(costs: StageCosts) -> StageCut:
     """
     sizes = (costs.num_blocks, costs.num_stages)
     if math.comb(sizes[0] - 1, sizes[1] - 1) <= MOST_CUTS:
-        found = [counts for counts in _all_cuts(*sizes) if fits(costs, counts)]
+        found = [counts for counts in _list_cuts(*sizes) if fits(costs, counts)]
     else:
         equal = tuple(cut_by("equal", *sizes))
-        found = [*front(costs), *([equal] if fits(costs, equal) else [])]
+        found = [*list_front_cuts(costs), *([equal] if fits(costs, equal) else [])]
     if not found:
-        raise _no_fit(costs)
+        raise _make_no_fit_error(costs)
     return shortest_cut(costs, found)
 
 
@@ -82,7 +82,7 @@ def shortest_cut(costs: StageCosts, cuts: Iterable[tuple[int, ...]]) -> StageCut
     """Return the cut with the shortest simulated step, whether it fits the memory or not."""
     best: tuple[float, Simulated, tuple[int, ...]] | None = None
     # the smallest bounds first, which end the search early
-    for bound, counts in sorted((least_seconds(costs, counts), counts) for counts in set(cuts)):
+    for bound, counts in sorted((bound_seconds(costs, counts), counts) for counts in set(cuts)):
         if best is not None and bound >= best[0]:
             break
         found = costs.simulated(counts)
@@ -90,7 +90,7 @@ def shortest_cut(costs: StageCosts, cuts: Iterable[tuple[int, ...]]) -> StageCut
             best = found.makespan, found, counts
     assert best is not None
     _, simulated, counts = best
-    groups = list(_groups(counts))
+    groups = list(_iterate_groups(counts))
     return StageCut(
         counts=counts,
         simulated=simulated,
@@ -99,14 +99,14 @@ def shortest_cut(costs: StageCosts, cuts: Iterable[tuple[int, ...]]) -> StageCut
     )
 
 
-def least_seconds(costs: StageCosts, counts: Sequence[int]) -> float:
+def bound_seconds(costs: StageCosts, counts: Sequence[int]) -> float:
     """Return a lower bound of a step's seconds.
 
     A stage begins after a microbatch has passed all earlier stages, which do their backwards after its last
     one.
     """
     bound = ahead = 0.0
-    for stage, begin, end in _groups(counts):
+    for stage, begin, end in _iterate_groups(counts):
         times = costs.seconds(stage, begin, end)
         ahead += 2 * costs.transfer_seconds(begin, stage)
         own = costs.table.num_microbatches * sum(times.values())
@@ -117,13 +117,13 @@ def least_seconds(costs: StageCosts, counts: Sequence[int]) -> float:
     return bound * (1 - 1e-12)
 
 
-def _groups(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _iterate_groups(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yield (stage, begin, end)."""
     ends = accumulate(counts, initial=0)
     return ((stage, begin, end) for stage, (begin, end) in enumerate(pairwise(ends)))
 
 
-def _all_cuts(num_blocks: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+def _list_cuts(num_blocks: int, num_stages: int) -> Iterator[tuple[int, ...]]:
     for inner in combinations(range(1, num_blocks), num_stages - 1):
         yield tuple(end - begin for begin, end in pairwise((0, *inner, num_blocks)))
 
@@ -131,11 +131,12 @@ def _all_cuts(num_blocks: int, num_stages: int) -> Iterator[tuple[int, ...]]:
 def fits(costs: StageCosts, counts: Sequence[int]) -> bool:
     """Return whether a cut fits the memory of all stages."""
     return all(
-        costs.memory_bytes(*group) <= costs.devices[group[0]].memory_bytes for group in _groups(counts)
+        costs.memory_bytes(*group) <= costs.devices[group[0]].memory_bytes
+        for group in _iterate_groups(counts)
     )
 
 
-def front(costs: StageCosts) -> list[tuple[int, ...]]:
+def list_front_cuts(costs: StageCosts) -> list[tuple[int, ...]]:
     """Return cuts that fit the memory, with a slower slowest stage but less time through all stages each.
 
     The first cut has the fastest possible slowest stage or link, by dynamic programming.
@@ -161,7 +162,7 @@ def front(costs: StageCosts) -> list[tuple[int, ...]]:
     return [join_least(*sizes, through(least * slack), add)[1] for slack in SLACKS]
 
 
-def _no_fit(costs: StageCosts) -> NoCut:
+def _make_no_fit_error(costs: StageCosts) -> NoCut:
     """Return the error for the cut that comes nearest to fitting the memory."""
 
     def ratio(stage: int, begin: int, end: int) -> float:
@@ -169,7 +170,7 @@ def _no_fit(costs: StageCosts) -> NoCut:
 
     most, counts = join_least(costs.num_blocks, costs.num_stages, ratio, max)
     problems = []
-    for stage, begin, end in _groups(counts):
+    for stage, begin, end in _iterate_groups(counts):
         needs, has = costs.memory_bytes(stage, begin, end), costs.devices[stage].memory_bytes
         if needs > has:
             problems.append(

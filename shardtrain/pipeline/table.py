@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardtrain.errors.messages import near, problems_error
-from shardtrain.pipeline.part_placement import PartPlacement, placement_problem
+from shardtrain.pipeline.part_placement import PartPlacement, check_placement
 
 KINDS = ("forward", "backward", "weight")
 """Kinds of tasks, in their order in a lock-step tick. A backward computes the gradients of a part's input and
@@ -63,7 +63,7 @@ class Table:
         found = {task.kind for task in self.tasks}
         if not self.kinds:
             object.__setattr__(self, "kinds", tuple(kind for kind in KINDS if kind in found))
-        object.__setattr__(self, "tasks", tuple(sorted(self.tasks, key=_position)))
+        object.__setattr__(self, "tasks", tuple(sorted(self.tasks, key=_make_sort_key)))
 
     @property
     def num_ticks(self) -> int:
@@ -120,14 +120,14 @@ class Table:
         return most
 
 
-def needs(table: Table, task: Task) -> list[tuple[str, int]]:
+def list_needs(table: Table, task: Task) -> list[tuple[str, int]]:
     """Return the dependencies of a task among those of its microbatch: (kind, part) of each.
 
     Results of another part are sent between ticks, so that part must be done in an earlier tick. Results of
     the part itself must be earlier too, but a lock-step tick may do both.
 
     >>> table = Table(num_stages=4, num_microbatches=1, tasks=(), name="mine")
-    >>> needs(table, Task(5, 2, 0, 0, "backward"))
+    >>> list_needs(table, Task(5, 2, 0, 0, "backward"))
     [('forward', 2), ('backward', 3)]
     """
     part = table.part(task)
@@ -138,7 +138,7 @@ def needs(table: Table, task: Task) -> list[tuple[str, int]]:
     return [("forward", part), *([("backward", part + 1)] if part < table.num_parts - 1 else [])]
 
 
-def _position(task: Task) -> tuple[int, int, int]:
+def _make_sort_key(task: Task) -> tuple[int, int, int]:
     return task.tick, task.stage, KINDS.index(task.kind) if task.kind in KINDS else len(KINDS)
 
 
@@ -164,7 +164,7 @@ def check(table: Table) -> None:
         raise problems_error(f"schedule {table.name!r} cannot run", problems)
 
 
-def _text(task: Task, num_chunks: int) -> str:
+def _format_task(task: Task, num_chunks: int) -> str:
     chunk = f" of chunk {task.chunk}" if num_chunks > 1 else ""
     return f"the {task.kind}{chunk} of microbatch {task.microbatch} on stage {task.stage}"
 
@@ -177,7 +177,7 @@ def _size_problems(table: Table) -> list[str]:
         problems.append(
             f"its kinds are {list(table.kinds)}; use ['forward'], ['forward', 'backward'] or all three"
         )
-    if problem := placement_problem(table.placement, table.num_chunks):
+    if problem := check_placement(table.placement, table.num_chunks):
         problems.append(problem)
     return problems
 
@@ -185,7 +185,7 @@ def _size_problems(table: Table) -> list[str]:
 def _range_problems(table: Table, task: Task) -> list[str]:
     """Return one problem for each field of a task that is out of range."""
     ends = {"stage": table.num_stages, "chunk": table.num_chunks, "microbatch": table.num_microbatches}
-    where = f"in tick {task.tick}, {_text(task, table.num_chunks)}"
+    where = f"in tick {task.tick}, {_format_task(task, table.num_chunks)}"
     problems = [
         f"{where}: {what} is {getattr(task, what)}; there are {end}, 0 to {end - 1}"
         for what, end in ends.items()
@@ -205,10 +205,12 @@ def _count_problems(table: Table) -> list[str]:
         for kind in table.kinds
     ]
     missing = [
-        f"{_text(task, table.num_chunks)} is missing; add it" for task in wanted if not counts[task[1:]]
+        f"{_format_task(task, table.num_chunks)} is missing; add it"
+        for task in wanted
+        if not counts[task[1:]]
     ]
     return missing + [
-        f"{_text(Task(0, *rest), table.num_chunks)} occurs {count} times; remove {count - 1}"
+        f"{_format_task(Task(0, *rest), table.num_chunks)} occurs {count} times; remove {count - 1}"
         for rest, count in counts.items()
         if count > 1
     ]
@@ -239,15 +241,15 @@ def _order_problems(table: Table) -> list[str]:
     ticks = {(task.kind, table.part(task), task.microbatch): task.tick for task in tasks}
     problems = []
     for task in tasks:
-        for kind, part in needs(table, task):
+        for kind, part in list_needs(table, task):
             made = ticks.get((kind, part, task.microbatch))
             same_tick = table.lockstep and part == table.part(task)
             if made is None or made < task.tick or (same_tick and made == task.tick):
                 continue
             stage, chunk = table.part_placement.stage(part), table.part_placement.chunk(part)
-            source = _text(Task(made, stage, chunk, task.microbatch, kind), table.num_chunks)
+            source = _format_task(Task(made, stage, chunk, task.microbatch, kind), table.num_chunks)
             problems.append(
-                f"{_text(task, table.num_chunks)} is in tick {task.tick}, but needs {source},"
+                f"{_format_task(task, table.num_chunks)} is in tick {task.tick}, but needs {source},"
                 f" which is in tick {made}; move it to tick {made + (not same_tick)} or later"
             )
     return problems

@@ -1,6 +1,6 @@
 """Build schedules: order the tasks of each stage, and assign ticks to them. No jax.
 
-`earliest` assigns ticks to an order; `assign_lockstep` makes ticks directly. Next: `schedule.py`.
+`assign_earliest` assigns ticks to an order; `assign_lockstep` makes ticks directly. Next: `schedule.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,13 +8,13 @@ from dataclasses import replace
 from itertools import chain
 
 from shardtrain.errors.messages import problems_error
-from shardtrain.pipeline.table import KINDS, Table, Task, needs
+from shardtrain.pipeline.table import KINDS, Table, Task, list_needs
 
 Step = tuple[str, int, int]
 """Kind, chunk and microbatch: a task without a tick."""
 
 
-def units(table: Table) -> Iterator[tuple[int, int, int]]:
+def list_units(table: Table) -> Iterator[tuple[int, int, int]]:
     """Yield unit, chunk and microbatch, depth first: groups of S microbatches pass chunk after chunk.
 
     Units are numbered for the next multiple of S; units of microbatches beyond M are left out.
@@ -28,18 +28,18 @@ def units(table: Table) -> Iterator[tuple[int, int, int]]:
             yield unit, chunk, group * table.num_stages + index
 
 
-def forwards(table: Table) -> Iterator[Step]:
+def list_forwards(table: Table) -> Iterator[Step]:
     """Return the forwards of any stage in the order of units."""
-    return (("forward", chunk, microbatch) for _, chunk, microbatch in units(table))
+    return (("forward", chunk, microbatch) for _, chunk, microbatch in list_units(table))
 
 
-def backwards(table: Table) -> Iterator[Step]:
+def list_backwards(table: Table) -> Iterator[Step]:
     """Return the backwards of any stage in the order of units, chunks reversed."""
     last = table.num_chunks - 1
-    return (("backward", last - chunk, microbatch) for _, chunk, microbatch in units(table))
+    return (("backward", last - chunk, microbatch) for _, chunk, microbatch in list_units(table))
 
 
-def alternating(table: Table, ahead: Iterable[int]) -> list[list[Step]]:
+def alternate(table: Table, ahead: Iterable[int]) -> list[list[Step]]:
     """Return the order of each stage: some forwards, then a forward and a backward in turn, then the rest.
 
     Args:
@@ -49,7 +49,7 @@ def alternating(table: Table, ahead: Iterable[int]) -> list[list[Step]]:
     # build the order for whole groups, then drop the microbatches beyond M: all stages drop the same
     whole = -(-table.num_microbatches // table.num_stages) * table.num_stages
     full = replace(table, num_microbatches=whole)
-    begin, end = list(forwards(full)), list(backwards(full))
+    begin, end = list(list_forwards(full)), list(list_backwards(full))
     orders = []
     for num_ahead in ahead:
         # steady state: after the forwards of the warm-up each forward is followed by a backward
@@ -61,7 +61,7 @@ def alternating(table: Table, ahead: Iterable[int]) -> list[list[Step]]:
     return orders
 
 
-def zero_bubble_order(table: Table, stage: int) -> list[Step]:
+def order_zero_bubble(table: Table, stage: int) -> list[Step]:
     """Return the order of a stage in ZB-H1: 1F1B, and a weight task after each backward, `stage` late."""
     end = table.num_microbatches
     # warm-up: as many forwards as in 1F1B
@@ -78,7 +78,7 @@ def zero_bubble_order(table: Table, stage: int) -> list[Step]:
     return [*order, *(("weight", 0, index) for index in range(max(0, end - stage), end))]
 
 
-def zero_bubble_v_order(table: Table, stage: int) -> list[Step]:
+def order_zero_bubble_v(table: Table, stage: int) -> list[Step]:
     """Return the order of a stage in ZB-V.
 
     It is the order for at least 2 S - 1 microbatches, which fill the pipeline, without those beyond M.
@@ -128,7 +128,7 @@ def assign_lockstep(table: Table, turn: int) -> Table:
     all stages in the same tick, so that they lengthen only one.
     """
     tasks = []
-    for unit, chunk, microbatch in units(table):
+    for unit, chunk, microbatch in list_units(table):
         # the tick of this unit's last backward, on stage 0
         end = unit + turn + table.num_stages - 1
         for stage in range(table.num_stages):
@@ -139,7 +139,7 @@ def assign_lockstep(table: Table, turn: int) -> Table:
     return replace(table, tasks=tuple(task for task in tasks if task.kind in table.kinds))
 
 
-def v_in_lockstep(table: Table) -> Table:
+def assign_v_lockstep(table: Table) -> Table:
     """Assign lock-step ticks to the tasks of a table in the placement "v" with two chunks.
 
     The forward of part p and microbatch m is in tick 2 m + p, and its backward in tick 2 m + 2 (P - 1) - p,
@@ -162,7 +162,7 @@ def v_in_lockstep(table: Table) -> Table:
     return replace(table, tasks=tuple(task for task in tasks if task.kind in table.kinds))
 
 
-def earliest(table: Table, orders: Sequence[Sequence[Step]]) -> Table:
+def assign_earliest(table: Table, orders: Sequence[Sequence[Step]]) -> Table:
     """Assign to the steps of each stage, in order, the first ticks in which their inputs are available."""
     # the steps that each stage has still to do, the next one last
     rests = [list(reversed(order)) for order in orders]
@@ -175,7 +175,7 @@ def earliest(table: Table, orders: Sequence[Sequence[Step]]) -> Table:
         for stage, rest in enumerate(rests):
             kind, chunk, microbatch = rest[-1] if rest else ("", 0, 0)
             task = Task(tick, stage, chunk, microbatch, kind)
-            if rest and all((*need, microbatch) in done for need in needs(table, task)):
+            if rest and all((*need, microbatch) in done for need in list_needs(table, task)):
                 placed.append(task)
                 rest.pop()
         assert placed, f"{table.name}: the orders of the stages wait for each other"
@@ -186,7 +186,7 @@ def earliest(table: Table, orders: Sequence[Sequence[Step]]) -> Table:
     return replace(table, tasks=tuple(tasks))
 
 
-def empty_table(
+def make_empty_table(
     name: str,
     num_stages: int,
     num_microbatches: int,

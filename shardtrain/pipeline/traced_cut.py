@@ -22,7 +22,7 @@ from shardtrain.pipeline.boundaries import Boundaries, Boundary
 from shardtrain.pipeline.costs import STATE
 from shardtrain.pipeline.flow import Flow, Value
 from shardtrain.pipeline.partition import Costs
-from shardtrain.pipeline.program import PartProgram, Program, array
+from shardtrain.pipeline.program import PartProgram, Program, get_aval
 from shardtrain.pipeline.stacking import Partition
 
 MOST_PROBLEMS = 6
@@ -79,7 +79,7 @@ class TracedModel:
     @property
     def losses(self) -> Any:
         """Shapes of what the loss returns: (sum, count, metrics)."""
-        shapes = [jax.ShapeDtypeStruct(array(v).shape, array(v).dtype) for v in self._program.results]
+        shapes = [_shape(get_aval(v)) for v in self._program.results]
         return jax.tree.unflatten(self._program.result_structure, shapes)
 
     def own_params(self) -> dict[str, Any]:
@@ -216,7 +216,7 @@ class TracedModel:
         values = {
             v: Value(part, crossing[part + 1].index(v)) for part, each in enumerate(parts) for v in each.sent
         }
-        shapes = {value: jax.ShapeDtypeStruct(array(v).shape, array(v).dtype) for v, value in values.items()}
+        shapes = {value: _shape(get_aval(v)) for v, value in values.items()}
         reads = tuple(tuple(dict.fromkeys(values[v] for v in each.received)) for each in parts)
         read = sorted({value for each in reads for value in each})
         return Flow(
@@ -274,7 +274,7 @@ def _flops(part: PartProgram, known: dict[str, float]) -> float:
     """Return the flops of a part, counted once for parts of the same equations."""
     text = str(part.closed.jaxpr)
     if text not in known:
-        shapes = [jax.ShapeDtypeStruct(array(v).shape, array(v).dtype) for v in part.closed.jaxpr.invars]
+        shapes = [_shape(get_aval(v)) for v in part.closed.jaxpr.invars]
         found = jax.jit(jaxpr_as_fun(part.closed)).lower(*shapes).cost_analysis() or {}
         known[text] = float(found.get("flops", 0.0))
     return known[text]

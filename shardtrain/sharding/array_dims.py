@@ -74,7 +74,7 @@ def dims_by_pattern(
         first = next((pattern for pattern in names if fnmatchcase(path, pattern)), None)
         if first is not None:
             found[path] = first
-    problems = [_idle_text(pattern, shapes, found) for pattern in names if pattern not in found.values()]
+    problems = [_format_idle(pattern, shapes, found) for pattern in names if pattern not in found.values()]
     for pattern, dims in names.items():
         named = [path for path, by in found.items() if by == pattern]
         wrong = [f"{path} {tuple(shapes[path])}" for path in named if len(shapes[path]) != len(dims)]
@@ -88,7 +88,7 @@ def dims_by_pattern(
     return {path: tuple(names[pattern]) for path, pattern in found.items()}
 
 
-def _idle_text(pattern: str, shapes: Mapping[str, Sequence[int]], found: Mapping[str, str]) -> str:
+def _format_idle(pattern: str, shapes: Mapping[str, Sequence[int]], found: Mapping[str, str]) -> str:
     taken = [path for path in shapes if fnmatchcase(path, pattern)]
     if taken:
         return f"{pattern!r} matches only what {found[taken[0]]!r} before it has named; put it first"

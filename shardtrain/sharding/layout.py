@@ -10,7 +10,7 @@ from typing import Literal
 from shardtrain import axes
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, problems_error
-from shardtrain.sharding.axis_sizes import mesh_problems, parse_mesh
+from shardtrain.sharding.axis_sizes import find_mesh_problems, parse_mesh
 from shardtrain.sharding.rules import ACTIVATION_RULES, PARAMETER_RULES, Rules, find_repeated
 
 ContextAttentions = Literal["ring", "all-gather", "all-to-all"]
@@ -70,7 +70,7 @@ class Layout:
         return {"mesh": value} if isinstance(value, Mapping) else None
 
     def __post_init__(self) -> None:
-        problems = [*wrong_types(self), *mesh_problems(self.mesh)]
+        problems = [*wrong_types(self), *find_mesh_problems(self.mesh)]
         for table in ("parameters", "activations"):
             given = getattr(self, table)
             problems += [

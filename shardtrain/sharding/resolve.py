@@ -12,7 +12,7 @@ from shardtrain.errors.messages import problems_error
 from shardtrain.sharding.array_dims import JOINT, Named, list_unnamed_paths, list_unruled_names
 from shardtrain.sharding.axis_sizes import is_one_device
 from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.placement_problems import array_problems, naming_text
+from shardtrain.sharding.placement_problems import find_array_problems, format_naming
 from shardtrain.sharding.rules import Rules
 from shardtrain.system.excerpts import some
 
@@ -87,18 +87,18 @@ def resolve(
     """
     specs, problems = {}, []
     for path, named in arrays.items():
-        found = array_problems(path, named, rules, sizes, unnamed)
+        found = find_array_problems(path, named, rules, sizes, unnamed)
         if named.dims is None and not found and unnamed == "shard":
             specs[path] = shard_largest_dim(named.shape, rules, sizes)
         elif named.dims is None or found:
             specs[path] = ((),) * len(named.shape)
         else:
-            specs[path] = _spec(named, rules)
+            specs[path] = _make_spec(named, rules)
         problems += found
     if problems and not is_one_device(sizes):
         counted = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
         error = str(problems_error(f"the layout does not fit the model ({counted})", problems))
-        raise ValueError(error + naming_text(arrays, rules, sizes, unnamed))
+        raise ValueError(error + format_naming(arrays, rules, sizes, unnamed))
     return specs
 
 
@@ -118,7 +118,7 @@ def shard_largest_dim(shape: Sequence[int], rules: Rules, sizes: Mapping[str, in
     return tuple((axes.FSDP,) if i == largest else () for i in range(len(shape)))
 
 
-def _spec(named: Named, rules: Rules) -> Spec:
+def _make_spec(named: Named, rules: Rules) -> Spec:
     dims = named.dims or ()
     missing = len(named.shape) - len(dims)
     return (*(() if dim is None else tuple(rules[dim]) for dim in dims), *((),) * missing)

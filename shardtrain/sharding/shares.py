@@ -49,7 +49,7 @@ def shares(
     [16, 14]
     """
     multiples = [multiples] * len(weights) if isinstance(multiples, int) else list(multiples)
-    problems = weight_problems(weights)
+    problems = find_weight_problems(weights)
     if total < 0 or minimum < 0:
         problems.append(f"{total} {what} with a minimum of {minimum}; use 0 or more for both")
     if len(multiples) != len(weights) or any(multiple < 1 for multiple in multiples):
@@ -59,7 +59,7 @@ def shares(
     # as near to the proportions as minimum and multiples allow
     found = _split(total, weights, minimum, multiples)
     if found is None:
-        raise ValueError(_no_split_text(total, weights, minimum, multiples, what))
+        raise ValueError(_format_no_split(total, weights, minimum, multiples, what))
     return found
 
 
@@ -87,16 +87,16 @@ def parse_weights(text: str) -> tuple[float, ...]:
     ]
     problems = [f"{word!r} is not a number from 0, as in 3,1" for word in wrong]
     if not wrong:
-        problems += weight_problems([float(word) for word in words])
+        problems += find_weight_problems([float(word) for word in words])
     if problems:
         raise problems_error(f"weights {text!r} cannot be used", problems)
     return tuple(float(word) for word in words)
 
 
-def weight_problems(weights: Sequence[float]) -> list[str]:
+def find_weight_problems(weights: Sequence[float]) -> list[str]:
     """List the problems of these weights, one sentence each.
 
-    >>> weight_problems([1, -2.5, 0])
+    >>> find_weight_problems([1, -2.5, 0])
     ['weight 1 is -2.5; use a number from 0']
     """
     problems = [
@@ -114,17 +114,17 @@ def _split(total: int, weights: Sequence[float], minimum: int, multiples: Sequen
     least = [-(-minimum // m) * m if w else 0 for w, m in zip(weights, multiples, strict=True)]
     if sum(least) > total:
         return None
-    wanted = _proportional(total, weights, least)
+    wanted = _find_proportional(total, weights, least)
     used = [m for w, m in zip(weights, multiples, strict=True) if w]
     if len(set(used)) > 1:
-        return _nearest(total, wanted, least, multiples)
+        return _find_nearest(total, wanted, least, multiples)
     if total % used[0]:
         return None
-    units = _largest_remainder(total // used[0], [want / used[0] for want in wanted])
+    units = _round_by_remainder(total // used[0], [want / used[0] for want in wanted])
     return [unit * used[0] for unit in units]
 
 
-def _proportional(total: int, weights: Sequence[float], least: Sequence[int]) -> list[Fraction]:
+def _find_proportional(total: int, weights: Sequence[float], least: Sequence[int]) -> list[Fraction]:
     """Return exact proportional parts; small parts get their minimum, the others split the remainder."""
     exact = [Fraction(weight) for weight in weights]
     fixed = {index for index, weight in enumerate(exact) if not weight}
@@ -140,7 +140,7 @@ def _proportional(total: int, weights: Sequence[float], least: Sequence[int]) ->
         fixed |= small
 
 
-def _largest_remainder(total: int, wanted: Sequence[Fraction]) -> list[int]:
+def _round_by_remainder(total: int, wanted: Sequence[Fraction]) -> list[int]:
     found = [math.floor(want) for want in wanted]
     by_remainder = sorted(range(len(wanted)), key=lambda index: found[index] - wanted[index])
     for index in by_remainder[: total - sum(found)]:
@@ -148,7 +148,7 @@ def _largest_remainder(total: int, wanted: Sequence[Fraction]) -> list[int]:
     return found
 
 
-def _nearest(
+def _find_nearest(
     total: int, wanted: Sequence[Fraction], least: Sequence[int], multiples: Sequence[int]
 ) -> list[int] | None:
     """Return the split into multiples of least squared distance, by dynamic programming.
@@ -181,7 +181,7 @@ def _nearest(
     return found
 
 
-def _no_split_text(
+def _format_no_split(
     total: int, weights: Sequence[float], minimum: int, multiples: Sequence[int], what: str
 ) -> str:
     """Format the error for a total that cannot be split, with the nearest totals that can."""

@@ -22,7 +22,7 @@ def warn_moved_names(arrays: Mapping[str, Named]) -> str | None:
     None
     """
     named = {path: _fill_dims(each) for path, each in arrays.items() if each.dims and any(each.dims)}
-    sizes = _sizes(named.values())
+    sizes = _find_sizes(named.values())
     # a stack has one name too few, so its last dim has none
     moved = {
         path: Named(dims=(None, *dims[:-1]), shape=each.shape)
@@ -30,7 +30,7 @@ def warn_moved_names(arrays: Mapping[str, Named]) -> str | None:
         if (dims := each.dims) and len(dims) > 1 and dims[0] and not dims[-1]
         if any(len(sizes[name]) > 1 for name in dims if name)
     }
-    after = _sizes((named | moved).values())
+    after = _find_sizes((named | moved).values())
     cured = [name for name in sizes if len(sizes[name]) > 1 and len(after[name]) == 1]
     if not cured:
         return None
@@ -48,7 +48,7 @@ def _fill_dims(array: Named) -> Named:
     return Named(dims=(*dims, *(None,) * (len(array.shape) - len(dims))), shape=array.shape)
 
 
-def _sizes(arrays: Iterable[Named]) -> dict[str, set[int]]:
+def _find_sizes(arrays: Iterable[Named]) -> dict[str, set[int]]:
     found: dict[str, set[int]] = {}
     for array in arrays:
         for name, size in zip(array.dims or (), array.shape, strict=False):

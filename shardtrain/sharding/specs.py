@@ -121,12 +121,12 @@ def sharding_rows(
     leaves = jax.tree.leaves(like)
     spec_leaves = jax.tree.leaves(specs)
     return tuple(
-        _row(path, named, leaf, spec, sizes)
+        _make_row(path, named, leaf, spec, sizes)
         for (path, named), leaf, spec in zip(arrays.items(), leaves, spec_leaves, strict=True)
     )
 
 
-def _row(path: str, named: Named, leaf: Any, spec: PartitionSpec, sizes: Mapping[str, int]) -> Row:
+def _make_row(path: str, named: Named, leaf: Any, spec: PartitionSpec, sizes: Mapping[str, int]) -> Row:
     num_bytes = math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
     shards = math.prod(sizes[axis] for axis in spec_axes(spec))
     return Row(

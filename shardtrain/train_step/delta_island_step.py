@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
-from shardtrain.train_step.island_totals import shapes_of_sums, step_sums
-from shardtrain.train_step.local_steps import make_local_update, own_params
-from shardtrain.train_step.loss_scale import scale_of
+from shardtrain.train_step.island_totals import find_sum_shapes, make_step_sums
+from shardtrain.train_step.local_steps import make_local_update, make_own_params
+from shardtrain.train_step.loss_scale import get_scale
 from shardtrain.train_step.merge import Merge
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.state import State
@@ -57,7 +57,7 @@ def make_own_update(
 
         metrics = {**found.logged, "grad_norm": norm}
         new, metrics = keep_unless_skipped(updated, placement, state, metrics, learning_rate)
-        sums = jax.tree.map(jnp.add, state.local.sums, step_sums(metrics))
+        sums = jax.tree.map(jnp.add, state.local.sums, make_step_sums(metrics))
         return new._replace(local=new.local._replace(sums=sums)), metrics
 
     return update
@@ -92,8 +92,8 @@ class DeltaIslandStep:
         update = make_own_update(optimizer, placement, learning_rate)
 
         def step(state: State, batch: Batch, first_row: jax.Array) -> tuple[State, Metrics]:
-            own = constrain(own_params(state.params, state.local.drift), specs.params, mesh)
-            key, scale = step_key(state.seed, state.step), scale_of(state.loss_scale)
+            own = constrain(make_own_params(state.params, state.local.drift), specs.params, mesh)
+            key, scale = step_key(state.seed, state.step), get_scale(state.loss_scale)
             found = gradients(own, state.local.model_state, key, batch, first_row, scale)
             new, metrics = update(state, found, optax.tree.norm(found.grads))
             shardings = merge.shardings(placement.state, new.local.sums)._replace(combine_state=())
@@ -119,7 +119,7 @@ class DeltaIslandStep:
         found = jax.eval_shape(
             self._gradients, state.params, state.model_state, step_key(jnp.uint32(0), jnp.int32(0)), batch
         )
-        return shapes_of_sums(found.metrics)
+        return find_sum_shapes(found.metrics)
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step."""

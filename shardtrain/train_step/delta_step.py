@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from shardtrain import axes
-from shardtrain.combine.combiner import contribution
+from shardtrain.combine.combiner import mask_without_examples
 from shardtrain.combine.fragments import Fragment
 from shardtrain.combine.replicas import combine_replicas, find_stacked_paths, list_combined_entries
 from shardtrain.functional.loss import Batch, Loss
@@ -22,8 +22,8 @@ from shardtrain.sharding.specs import add_leading_dim
 from shardtrain.train_step.gradients import expand_dims_like, make_replica_means
 from shardtrain.train_step.local_steps import (
     make_local_update,
+    make_own_params,
     merge_fragment,
-    own_params,
     replace_item,
     select_combined,
     send,
@@ -122,7 +122,9 @@ def make_merge(placement: Placement, last_step: int) -> Callable[[State], tuple[
             return combine_fragment(0, state)
         if synchronisation.synchronous_steps:
             is_synchronous = synchronisation.is_synchronous(state.step)
-            state = jax.lax.cond(is_synchronous, partial(_take_over, placement), lambda state: state, state)
+            state = jax.lax.cond(
+                is_synchronous, partial(_add_common_drift, placement), lambda state: state, state
+            )
         metrics = jax.tree.map(
             lambda x: jnp.full(x.shape, jnp.nan, x.dtype),
             jax.eval_shape(partial(combine_fragment, 0), state)[1],
@@ -187,10 +189,10 @@ def _make_fragment_merge(
     return combine_fragment
 
 
-def _take_over(placement: Placement, state: State) -> State:
+def _add_common_drift(placement: Placement, state: State) -> State:
     """Add the drift, which all replicas share after a synchronous step, to the common parameters."""
     drift = jax.tree.map(lambda x: x[0], state.local.drift)
-    params = constrain(own_params(state.params, drift), placement.specs.sharded, placement.mesh)
+    params = constrain(make_own_params(state.params, drift), placement.specs.sharded, placement.mesh)
     rest, count = jax.tree.map(jnp.zeros_like, (state.local.drift, state.local.count))
     return state._replace(params=params, local=state.local._replace(drift=rest, count=count))
 
@@ -207,7 +209,7 @@ def _average(means: Any, counts: jax.Array, values: jax.Array) -> tuple[Any, jax
     shares = jnp.where(total > 0, counts / jnp.where(total > 0, total, 1), 0)
 
     def averaged(x: jax.Array) -> jax.Array:
-        own = contribution(x, expand_dims_like(counts, x))
+        own = mask_without_examples(x, expand_dims_like(counts, x))
         return jnp.broadcast_to(jnp.tensordot(shares, own, 1), x.shape)
 
     return jax.tree.map(averaged, means), jnp.full_like(counts, total), averaged(values)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.combine.combiner import contribution
+from shardtrain.combine.combiner import mask_without_examples
 from shardtrain.combine.fragments import group_by_path
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.frozen import drop_paths
@@ -21,7 +21,7 @@ from shardtrain.functional.loss import Batch
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
 from shardtrain.islands.transfer import Transfer
-from shardtrain.train_step.gradient_parts import GradientParts, Pack, SentPart
+from shardtrain.train_step.gradient_parts import GradientPart, GradientParts, Pack
 from shardtrain.train_step.gradient_pieces import (
     GradientPiece,
     PiecePlan,
@@ -31,7 +31,7 @@ from shardtrain.train_step.gradient_pieces import (
 )
 from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_merge import AllGather
-from shardtrain.train_step.loss_scale import is_overflow, scale_of
+from shardtrain.train_step.loss_scale import get_scale, is_overflow
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
 
@@ -39,9 +39,9 @@ Gradients = Callable[..., Sums]
 """See `gradients.make_gradients`."""
 
 
-def contributions(grads: Any, count: jax.Array) -> Any:
+def mask_gradients(grads: Any, count: jax.Array) -> Any:
     """Return gradients, or zeros if this island has no examples."""
-    return jax.tree.map(lambda g: contribution(g, count), grads)
+    return jax.tree.map(lambda g: mask_without_examples(g, count), grads)
 
 
 class IslandGradients:
@@ -97,7 +97,7 @@ class IslandGradients:
         whole = NamedSharding(mesh, PartitionSpec())
         # an island without examples adds nothing, whatever its gradients are
         packs: list[Pack] = [
-            partial(each.packing.pack, whole=whole) if self.are_sums else contributions
+            partial(each.packing.pack, whole=whole) if self.are_sums else mask_gradients
             for each in self.combiners
         ]
 
@@ -123,13 +123,13 @@ class IslandGradients:
         if not is_one:
             self._parts = GradientParts(self._whole_program, self._plan, packs, self.shardings[-1], whole)
 
-    def __call__(self, state: State, batch: Batch, first_row: Any) -> Iterator[SentPart]:
+    def __call__(self, state: State, batch: Batch, first_row: Any) -> Iterator[GradientPart]:
         """Start the program, and yield what each part of it sends, without waiting."""
         if self._parts is not None:
             yield from self._parts(state, batch, first_row)
         else:
             found, own = self._whole_program(state, batch, first_row)
-            yield SentPart(found.grads, found.count, (found._replace(grads={}), own))
+            yield GradientPart(found.grads, found.count, (found._replace(grads={}), own))
 
     def joined(self, combined: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
         """Return path -> combined gradient, float32, in a jit, from what was combined of each part."""
@@ -179,10 +179,10 @@ def plan_parts(
       batch: an example, arrays or shapes (microbatches, rows, ...).
     """
     local = _make_local(gradients, placement, synchronisation, dtype)
-    return plan_pieces(local, num_parts, placement.specs.abstract, batch, _num_replicas(placement))
+    return plan_pieces(local, num_parts, placement.specs.abstract, batch, _count_replicas(placement))
 
 
-def _num_replicas(placement: Placement) -> int:
+def _count_replicas(placement: Placement) -> int:
     return math.prod(placement.mesh.shape[axis] for axis in placement.layout.batch_axes)
 
 
@@ -191,16 +191,16 @@ def _make_local(
 ) -> Callable[..., Any]:
     """Return the whole program, before packing, see `gradient_pieces.Local`."""
     # with inside "sum" an island sends the sum over its replicas: their mean times their number
-    factor = _num_replicas(placement) if synchronisation.inside == "sum" else 1
+    factor = _count_replicas(placement) if synchronisation.inside == "sum" else 1
 
     def local(state: State, batch: Batch, first_row: jax.Array) -> tuple[Sums, dict[str, jax.Array]]:
-        key, scale = step_key(state.seed, state.step), scale_of(state.loss_scale)
+        key, scale = step_key(state.seed, state.step), get_scale(state.loss_scale)
         found = gradients(state.params, state.model_state, key, batch, first_row, scale)
         grads = drop_paths(found.grads, placement.specs.frozen)
         grads = jax.tree.map(lambda g: g * factor, grads)
         own = {}
         if state.loss_scale:
-            own["finite"] = jnp.isfinite(optax.tree.norm(contributions(grads, found.count)))
+            own["finite"] = jnp.isfinite(optax.tree.norm(mask_gradients(grads, found.count)))
             over = placement.in_float16 & is_overflow(state.loss_scale, found.loss_sum, own["finite"])
             own["overflowed"] = jnp.float32(over)
         # what is sent is rounded here, so that 32 bits of it are never written

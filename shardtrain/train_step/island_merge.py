@@ -34,7 +34,7 @@ def gather_alone(name: str, value: Any = None) -> list[Any]:
     return [value]
 
 
-class _Started(NamedTuple):
+class _PendingMerge(NamedTuple):
     """A merge whose buckets are under way: path -> sent deltas, examples, and a future for each bucket."""
 
     deltas: dict[str, jax.Array]
@@ -85,7 +85,7 @@ class IslandMerge(Merge):
         ]
         self._measure = [jax.jit(partial(_measure, each, synchronisation)) for each in fragments]
         # a cache: what is under way is in the state, and can be sent again from there
-        self._started: dict[int, _Started] = {}
+        self._started: dict[int, _PendingMerge] = {}
 
     def _restart(self, state: State, number: int) -> None:
         self._started.clear()
@@ -107,7 +107,7 @@ class IslandMerge(Merge):
         metrics: Metrics = {}
         ends_round = synchronisation.is_due(fragments[-1], number, last_step)
         if ends_round:
-            metrics, state = self._round_totals(state)
+            metrics, state = self._reduce_round_totals(state)
         found: Metrics = {}
         for fragment in fragments:
             is_sent = synchronisation.is_sent(fragment, number, last_step)
@@ -143,16 +143,16 @@ class IslandMerge(Merge):
     def _is_under_way(self, fragment: int, state: State) -> bool:
         return fragment in self._started or float(state.local.sent_count[fragment]) >= 0
 
-    def _start(self, fragment: int, state: State) -> _Started:
+    def _start(self, fragment: int, state: State) -> _PendingMerge:
         """Start to send deltas in the background."""
         deltas, count = self._to_combine[fragment](_drop_unneeded(state.local))
         if self._synchronisation.overlap:
             # the next step takes the memory of the state over, so what is under way needs its own
             deltas, count = jax.tree.map(jnp.copy, (deltas, count))
         started = self._combiners[fragment].start(deltas, count, state.combine_state[fragment])
-        return _Started(deltas, count, started)
+        return _PendingMerge(deltas, count, started)
 
-    def _finish(self, fragment: int, state: State, started: _Started) -> tuple[State, Metrics]:
+    def _finish(self, fragment: int, state: State, started: _PendingMerge) -> tuple[State, Metrics]:
         """Wait for the combined deltas, and give them to the outer optimizer: (state, combiner's metrics)."""
         combined = self._combiners[fragment].finish(started.deltas, started.buckets)
         combine_state = [*state.combine_state]
@@ -169,7 +169,7 @@ class IslandMerge(Merge):
             state = state._replace(model_state=found, local=state.local._replace(model_state=own))
         return state, join_metrics(combined.metrics)
 
-    def _round_totals(self, state: State) -> tuple[Metrics, State]:
+    def _reduce_round_totals(self, state: State) -> tuple[Metrics, State]:
         """Add up the sums of all islands, and begin them anew."""
         local = state.local
         if not jax.tree.leaves(local.sums):

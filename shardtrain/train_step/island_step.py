@@ -21,16 +21,16 @@ from shardtrain.functional.model import Model
 from shardtrain.functional.sums import Sums
 from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.delta_island_step import DeltaIslandStep
-from shardtrain.train_step.gradient_parts import SentPart
+from shardtrain.train_step.gradient_parts import GradientPart
 from shardtrain.train_step.gradients import make_gradients
-from shardtrain.train_step.island_combiner import CombinedIslands, join_metrics
+from shardtrain.train_step.island_combiner import CombinedTree, join_metrics
 from shardtrain.train_step.island_gradients import IslandGradients
 from shardtrain.train_step.island_merge import AllGather, IslandMerge, gather_alone
 from shardtrain.train_step.island_totals import average_model_state
 from shardtrain.train_step.offload import offload_optimizer
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
-from shardtrain.train_step.step import Metrics, apply_gradients, gradient_metrics, keep_unless_skipped
+from shardtrain.train_step.step import Metrics, apply_gradients, compute_gradient_metrics, keep_unless_skipped
 from shardtrain.train_step.wave_merge import WaveMerge
 
 
@@ -174,7 +174,7 @@ class GradientIslandStep:
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), placement.specs.abstract.params)
             found = found._replace(grads=restore_paths(zeros, {**group_by_path(zeros), **grads}))
             found = found.of_mean_loss if gradients.are_sums else found
-            metrics = {**gradient_metrics(found), **join_metrics(extra), **own}
+            metrics = {**compute_gradient_metrics(found), **join_metrics(extra), **own}
             finite = metrics.pop("finite", None)
 
             def update_state(state: State) -> State:
@@ -226,7 +226,7 @@ class GradientIslandStep:
         metrics = [bucket for each in combined for bucket in each.metrics]
         return self._update(state, found, [each.state for each in combined], metrics, own)
 
-    def _finish(self, number: int, part: SentPart, started: Any) -> CombinedIslands:
+    def _finish(self, number: int, part: GradientPart, started: Any) -> CombinedTree:
         """Wait for a part that was started, and put it on the mesh in the shardings of the update."""
         like = self._find_landed(number, part.grads)
         return self._combiners[number].finish(like, started, _list_sums(part))
@@ -259,7 +259,7 @@ class GradientIslandStep:
         """Do nothing: this step has no threads."""
 
 
-def _list_sums(part: SentPart) -> Any:
+def _list_sums(part: GradientPart) -> Any:
     """Return the sums that are sent with the last part; () for the others."""
     if part.others is None:
         return ()

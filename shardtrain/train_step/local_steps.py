@@ -27,7 +27,7 @@ def add_drift(params: Any, drift: Any) -> Any:
     return jax.tree.map(add, params, drift)
 
 
-def own_params(params: Any, drift: Any) -> Any:
+def make_own_params(params: Any, drift: Any) -> Any:
     """Return a replica's own parameters: the common ones plus its drift, in the dtypes of the parameters."""
     return jax.tree.map(lambda x, p: x.astype(p.dtype), add_drift(params, drift), params)
 
@@ -44,7 +44,7 @@ def make_local_update(optimizer: optax.GradientTransformation) -> Callable[..., 
     def update(
         params: Any, drift: Any, opt_state: Any, grads: Any, count: jax.Array, value: jax.Array
     ) -> tuple[Any, Any]:
-        own = own_params(params, drift)
+        own = make_own_params(params, drift)
         updates, new = used.update(grads, opt_state, own, value=value, grad=grads)
         moved = jax.tree.map(lambda d, u: d + u.astype(d.dtype), drift, updates)
         return jax.tree.map(

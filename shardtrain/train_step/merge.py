@@ -15,8 +15,8 @@ from shardtrain.combine.fragments import Fragment
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_totals import add_island_sums
-from shardtrain.train_step.placement import Placement, outer_specs
-from shardtrain.train_step.replica_state import init_local, init_outer, local_layout
+from shardtrain.train_step.placement import Placement, make_outer_specs
+from shardtrain.train_step.replica_state import init_local, init_outer, make_local_layout
 from shardtrain.train_step.state import Local, Metrics, State
 
 RunStep = Callable[[State], tuple[State, Metrics]]
@@ -80,9 +80,9 @@ class Merge(ABC):
         whole = NamedSharding(mesh, PartitionSpec())
         drift, outer = jax.tree.map(
             lambda spec: NamedSharding(mesh, spec),
-            (specs.sharded, outer_specs(self._fragments, self._synchronisation, specs)),
+            (specs.sharded, make_outer_specs(self._fragments, self._synchronisation, specs)),
         )
-        local = local_layout(self._synchronisation, drift, whole, jax.tree.map(lambda _: whole, sums))
+        local = make_local_layout(self._synchronisation, drift, whole, jax.tree.map(lambda _: whole, sums))
         local = local._replace(model_state=jax.tree.map(lambda _: whole, state.model_state))
         return state._replace(combine_state=whole, local=local, outer_state=outer)
 

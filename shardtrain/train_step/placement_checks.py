@@ -1,4 +1,4 @@
-"""Checks that a mesh, a model and the way to combine replicas fit together.
+"""Check that a mesh, a model and the combiner of replicas fit together.
 
 Next: `placement.py`, which calls them.
 """
@@ -21,7 +21,7 @@ from shardtrain.sharding.specs import spec_axes
 
 
 def check_elements(arrays: Mapping[str, Named]) -> None:
-    """Check that every parameter has elements: without any there is nothing to train, shard or save.
+    """Check that every parameter has elements, so that there is something to train, shard and save.
 
     Raises:
       ValueError: lists every parameter without elements, with its shape.
@@ -44,7 +44,7 @@ def check_stages(
     """Check that a pipeline inside the mesh can run this model, attention and combiner.
 
     Raises:
-      ValueError: the partition does not fit the mesh; or everything that such a pipeline cannot do.
+      ValueError: the partition does not fit the mesh; or lists everything that such a pipeline cannot do.
     """
     # the mesh and the partition must be of the same number of stages
     num_stages = sizes[axes.PIPELINE]
@@ -95,10 +95,10 @@ def check_stages(
 
 
 def check_experts(arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int]) -> None:
-    """Check that a model has what the axis expert shards.
+    """Check that a model has experts if the mesh has an axis expert.
 
     Raises:
-      ValueError: it has not, so each device of the axis would have a replica.
+      ValueError: it has none, so each device of the axis would have a replica.
     """
     number = sizes.get(axes.EXPERT, 1)
     dims = {dim for named in arrays.values() for dim in named.dims or () if dim is not None}
@@ -125,7 +125,7 @@ def check_data_axis(sharded: Any) -> None:
 
 
 def check_layers(sharded: Any, stacked: frozenset[str]) -> None:
-    """Check that each stage has whole layers, its own, of all arrays that stack layers.
+    """Check that each stage has its own whole layers of all arrays that stack layers.
 
     Raises:
       ValueError: layers are sharded over another axis too, or not over the axis pipeline.

@@ -25,7 +25,7 @@ from shardtrain.pipeline.table import Table
 from shardtrain.train_step.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.borrowed_parameters import BorrowedParameters
 from shardtrain.train_step.island_merge import AllGather, IslandMerge
-from shardtrain.train_step.island_totals import shapes_of_sums
+from shardtrain.train_step.island_totals import find_sum_shapes
 from shardtrain.train_step.merge import Merge
 from shardtrain.train_step.owner_transfers import OwnerCombiners, OwnerTransfers
 from shardtrain.train_step.pipeline_grid import PipelineGrid
@@ -118,7 +118,7 @@ class StageStep:
                 merge = IslandMerge(synchronisation, placement, owners.transfers[0], all_gather, last_step)
             else:
                 merge = make_waves(self.sums)
-            self.merge, self._own_sums = merge, shapes_of_sums(stage_model.traced.losses[2])
+            self.merge, self._own_sums = merge, find_sum_shapes(stage_model.traced.losses[2])
             shardings = merge.shardings(placement.state, self._own_sums)._replace(combine_state=())
             self.own_params, self.own_update = make_stage_own_update(
                 optimizer, clip, placement, learning_rate, shardings

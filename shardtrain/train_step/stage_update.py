@@ -19,10 +19,10 @@ from shardtrain.optim.clip import clip_gradients
 from shardtrain.train_step.delta_island_step import make_own_update
 from shardtrain.train_step.gradients import merge_replicas, sum_replicas
 from shardtrain.train_step.island_combiner import join_metrics
-from shardtrain.train_step.local_steps import own_params
+from shardtrain.train_step.local_steps import make_own_params
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
-from shardtrain.train_step.step import Metrics, apply_gradients, gradient_metrics, keep_unless_skipped
+from shardtrain.train_step.step import Metrics, apply_gradients, compute_gradient_metrics, keep_unless_skipped
 
 
 class GradientPrograms(NamedTuple):
@@ -51,7 +51,7 @@ def make_gradient_programs(placement: Placement) -> GradientPrograms:
     """
     mesh, specs = placement.mesh, placement.specs
     replica_axes = placement.layout.replica_axes
-    whole, sharded = _shardings(placement)
+    whole, sharded = _make_shardings(placement)
     # the sums have gradients of borrowed parameters, too, which are returned to their owners
     owned = group_by_path(specs.abstract.params)
 
@@ -60,7 +60,7 @@ def make_gradient_programs(placement: Placement) -> GradientPrograms:
         own = unflatten_dict({path: g for path, g in found.items() if path in owned}, sep="/")
         own = jax.tree.map(lambda g, spec: sum_replicas(g, spec, replica_axes, mesh), own, specs.sharded)
         borrowed = {path: g.sum(0) for path, g in found.items() if path not in owned}
-        return own, borrowed, _loss_sums(sums)
+        return own, borrowed, _sum_losses(sums)
 
     def scaled(grads: Tree, returned: list[dict[str, jax.Array]], count: jax.Array) -> Tree:
         def scale(path: Any, g: jax.Array) -> jax.Array:
@@ -73,7 +73,7 @@ def make_gradient_programs(placement: Placement) -> GradientPrograms:
         reduced=jax.jit(reduced, out_shardings=(sharded, whole, whole)),
         scaled=jax.jit(scaled, out_shardings=sharded, donate_argnums=0),
         squares=jax.jit(lambda grads: optax.tree.norm(grads, squared=True)),
-        loss_sums=jax.jit(_loss_sums),
+        loss_sums=jax.jit(_sum_losses),
         merged_state=jax.jit(
             lambda state, weights: jax.tree.map(lambda x: merge_replicas(x, weights), state),
             out_shardings=whole,
@@ -108,7 +108,7 @@ def make_update(
         norm = jnp.sqrt(squares)
         found = Sums(grads=_clip(grads, norm, clip), model_state=model_state, **totals)
         # the norm is over all stages
-        metrics = {**gradient_metrics(found), "grad_norm": norm, **join_metrics(combine_metrics)}
+        metrics = {**compute_gradient_metrics(found), "grad_norm": norm, **join_metrics(combine_metrics)}
 
         def updated(state: State) -> State:
             new = apply_gradients(optimizer, placement, state, found)
@@ -117,7 +117,7 @@ def make_update(
         return keep_unless_skipped(updated, placement, state, metrics, learning_rate)
 
     # the state is donated: parameters and optimizer state are updated in place
-    whole, sharded = _shardings(placement)
+    whole, sharded = _make_shardings(placement)
     state = placement.state._replace(combine_state=whole)
     return jax.jit(
         update,
@@ -150,8 +150,10 @@ def make_stage_own_update(
             state, Sums(grads=_clip(grads, norm, clip), model_state=model_state, **totals), norm
         )
 
-    whole, sharded = _shardings(placement)
-    own = jax.jit(lambda state: own_params(state.params, state.local.drift), out_shardings=shardings.params)
+    whole, sharded = _make_shardings(placement)
+    own = jax.jit(
+        lambda state: make_own_params(state.params, state.local.drift), out_shardings=shardings.params
+    )
     return own, jax.jit(
         update,
         in_shardings=(shardings, sharded, whole, whole, whole),
@@ -160,13 +162,13 @@ def make_stage_own_update(
     )
 
 
-def _shardings(placement: Placement) -> tuple[NamedSharding, Any]:
+def _make_shardings(placement: Placement) -> tuple[NamedSharding, Any]:
     """Return the sharding of replicated arrays, and the shardings of gradients."""
     sharded = jax.tree.map(lambda spec: NamedSharding(placement.mesh, spec), placement.specs.sharded)
     return NamedSharding(placement.mesh, PartitionSpec()), sharded
 
 
-def _loss_sums(sums: Sums) -> dict[str, Any]:
+def _sum_losses(sums: Sums) -> dict[str, Any]:
     return jax.tree.map(lambda x: x.sum(0), sums.of_loss)
 
 

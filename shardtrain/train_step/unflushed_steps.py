@@ -17,7 +17,7 @@ import numpy as np
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree
 from shardtrain.functional.rng import step_key
-from shardtrain.pipeline.in_flight import forwards_ahead
+from shardtrain.pipeline.in_flight import count_forwards_ahead
 from shardtrain.train_step.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.island_totals import add_island_sums
 from shardtrain.train_step.stage_executor import StageExecutor
@@ -76,7 +76,7 @@ class UnflushedSteps:
     ) -> None:
         assert isinstance(stage.merge, WaveMerge)
         self._stage, self._merge, self._in_flight, self._barriers = stage, stage.merge, in_flight, barriers
-        self._ahead = forwards_ahead(stage.grid.num_stages, in_flight)[stage.grid.stage]
+        self._ahead = count_forwards_ahead(stage.grid.num_stages, in_flight)[stage.grid.stage]
         self._executors = [make_executor() for _ in range(self._ahead + 1)]
         self._forwarded: deque[PendingBackward] = deque()
         self._done: deque[PendingUpdate] = deque()

@@ -70,7 +70,7 @@ class WaveMerge(Merge):
         self._clock, self._least_clock, self._in_wave = 0, 0, 0
 
     def _restart(self, state: State, number: int) -> None:
-        values, dtypes = flat(state.params)
+        values, dtypes = concatenate_arrays(state.params)
         self._parameters.begin(number, values, dtypes)
         # nobody pushes before all serve
         self._all_gather("the first wave", None)
@@ -104,7 +104,7 @@ class WaveMerge(Merge):
         local, barriers = state.local, self._barriers
         jax.block_until_ready(local)
         self._end_work()
-        drift, _ = flat(local.drift)
+        drift, _ = concatenate_arrays(local.drift)
         drift *= np.float32(self._share())
         sums, structure = jax.tree.flatten(jax.device_get(local.sums))
         clock, is_due, worker = self._clock + 1, barriers.is_due(number), self._worker
@@ -137,7 +137,7 @@ class WaveMerge(Merge):
             barriers.requested_step = number + (barrier - clock) * self._synchronisation.every
         self._clock, self._least_clock, self._in_wave = clock, min(answer.clocks), 0
         self._transfer.num_bytes += self._parameters.take_bytes()
-        params = jax.device_put(unflat(answer.values, state.params), self._placement.state.params)
+        params = jax.device_put(split_arrays(answer.values, state.params), self._placement.state.params)
         state = state._replace(params=params, local=_next_wave(local, is_due))
         if is_due:
             model_state = average_model_state(self._transfer, local.model_state, local.count[0])
@@ -151,10 +151,10 @@ class WaveMerge(Merge):
         self._parameters.close()
 
 
-def flat(tree: Any) -> tuple[np.ndarray, list[tuple[slice, Any]]]:
+def concatenate_arrays(tree: Any) -> tuple[np.ndarray, list[tuple[slice, Any]]]:
     """Concatenate the arrays of a tree as float32 (n,); also return the slices of narrower dtypes.
 
-    >>> values, dtypes = flat({"a": jnp.ones((2, 2)), "b": jnp.zeros(1, jnp.bfloat16)})
+    >>> values, dtypes = concatenate_arrays({"a": jnp.ones((2, 2)), "b": jnp.zeros(1, jnp.bfloat16)})
     >>> values.tolist(), [(part, str(dtype)) for part, dtype in dtypes]
     ([1.0, 1.0, 1.0, 1.0, 0.0], [(slice(4, 5, None), 'bfloat16')])
     """
@@ -168,8 +168,8 @@ def flat(tree: Any) -> tuple[np.ndarray, list[tuple[slice, Any]]]:
     return np.concatenate([leaf.ravel().astype(np.float32) for leaf in leaves]), parts
 
 
-def unflat(values: np.ndarray, like: Any) -> Any:
-    """Return the tree that `flat` concatenated, with the structure, shapes and dtypes of `like`."""
+def split_arrays(values: np.ndarray, like: Any) -> Any:
+    """Split a concatenation into arrays with the structure, shapes and dtypes of `like`."""
     leaves, structure = jax.tree.flatten(like)
     parts = np.split(values, np.cumsum([leaf.size for leaf in leaves])[:-1])
     arrays = [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)]

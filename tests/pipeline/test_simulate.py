@@ -13,7 +13,7 @@ from shardtrain.pipeline.schedule import (
     interleaved,
 )
 from shardtrain.pipeline.simulate import simulate
-from shardtrain.pipeline.table import needs
+from shardtrain.pipeline.table import list_needs
 
 UNEQUAL = {(0, 0, "forward"): 1.0, (1, 0, "forward"): 3.0, (0, 0, "backward"): 2.0, (1, 0, "backward"): 1.0}
 
@@ -94,7 +94,7 @@ def timed(draw):
 
 def inputs(table: Table, task):
     made = {(other.kind, table.part(other), other.microbatch): other for other in table.tasks}
-    return [made[*need, task.microbatch] for need in needs(table, task)]
+    return [made[*need, task.microbatch] for need in list_needs(table, task)]
 
 
 @settings(max_examples=80, deadline=None)

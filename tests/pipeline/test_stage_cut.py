@@ -11,7 +11,7 @@ from shardtrain.pipeline import stage_cut
 from shardtrain.pipeline.partition import counts as cut_by
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stage_costs import BlockCost, ModelCosts, StageCosts, StageDevices
-from shardtrain.pipeline.stage_cut import best_cut, front, least_seconds
+from shardtrain.pipeline.stage_cut import best_cut, bound_seconds, list_front_cuts
 
 NUMBERS = st.integers(1, 9)
 FIELDS = ("forward_flops", "backward_flops", "state_bytes", "saved_bytes", "output_bytes")
@@ -72,14 +72,14 @@ def test_no_cut_has_a_shorter_step_up_to_12_blocks_on_4_stages(costs):
     assert found.simulated.makespan == steps[found.counts] == min(steps.values())
     assert steps[found.counts] <= steps[tuple(cut_by("equal", costs.num_blocks, costs.num_stages))]
     # what ends the search early never lies above the step
-    assert all(least_seconds(costs, counts) <= step for counts, step in steps.items())
+    assert all(bound_seconds(costs, counts) <= step for counts, step in steps.items())
 
 
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_dynamic_programming_finds_the_least_slowest_stage(costs):
     least = min(slowest(costs, counts) for counts in all_cuts(costs))
-    assert slowest(costs, front(costs)[0]) == pytest.approx(least, rel=1e-12)
+    assert slowest(costs, list_front_cuts(costs)[0]) == pytest.approx(least, rel=1e-12)
 
 
 @settings(max_examples=60, deadline=None)
@@ -88,9 +88,9 @@ def test_memory_is_kept_and_where_it_cannot_be_the_numbers_are_told(costs):
     possible = [counts for counts in all_cuts(costs) if fits(costs, counts)]
     if possible:
         assert best_cut(costs).counts in possible
-        assert all(counts in possible for counts in front(costs))
+        assert all(counts in possible for counts in list_front_cuts(costs))
         return
-    assert front(costs) == []
+    assert list_front_cuts(costs) == []
     with pytest.raises(ValueError, match=r"no cut of .* fits .* stages") as error:
         best_cut(costs)
     nearest = min(
@@ -112,7 +112,7 @@ def test_many_blocks_are_never_cut_worse_than_evenly(monkeypatch):
         link_bytes_per_second=4.0,
     )
     found = best_cut(costs)
-    judged = [costs.simulated(counts).makespan for counts in (*front(costs), (7, 8, 8, 7))]
+    judged = [costs.simulated(counts).makespan for counts in (*list_front_cuts(costs), (7, 8, 8, 7))]
     assert found.simulated.makespan == min(judged)
 
 
