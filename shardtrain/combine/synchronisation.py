@@ -221,14 +221,15 @@ class Synchronisation:
         >>> [[f for f in (0, 1) if is_sent(f, step)] for step in range(1, 9)]
         [[], [0], [], [1], [], [0], [], [1]]
         """
-        # fragments are distributed evenly over the steps of a round, and the last one ends it
-        phase = (fragment + 1) * self.every // self.fragments
-        is_now = ((step - phase) % self.every == 0) | (step == last_step)
-        return is_now & (step > self.synchronous_steps)
+        return self._is_now(fragment, step, last_step, 0)
 
     def is_due(self, fragment: int, step: Any, last_step: int = -1) -> Any:
         """Return whether the sent deltas of a fragment are combined at the end of a step, see `is_sent`."""
-        phase = (fragment + 1) * self.every // self.fragments + self.overlap
+        return self._is_now(fragment, step, last_step, self.overlap)
+
+    def _is_now(self, fragment: int, step: Any, last_step: int, delay: int) -> Any:
+        # fragments are distributed evenly over the steps of a round, and the last one ends it
+        phase = (fragment + 1) * self.every // self.fragments + delay
         is_now = ((step - phase) % self.every == 0) | (step == last_step)
         return is_now & (step > self.synchronous_steps)
 

@@ -17,11 +17,11 @@ from shardtrain import axes
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.frozen import drop_paths, merge_trees
-from shardtrain.functional.model import Tree, path_text
+from shardtrain.functional.model import Tree
 from shardtrain.optim.clip import TakesNorm, clip_by_norm
 from shardtrain.optim.optimizer_state import parameter_average
 from shardtrain.optim.per_layer import per_layer
-from shardtrain.optim.schedules import Schedule, find_rate_problem, make_schedule, multiply_rates
+from shardtrain.optim.schedules import Schedule, find_rate_problem, make_schedule, map_updates, multiply_rates
 from shardtrain.sharding.array_dims import is_dims
 
 
@@ -285,28 +285,10 @@ def make_optimizer(
     if optimizer.rates:
         update = multiply_rates(update, optimizer.rates)
     if unused and not optimizer.decay_unused:
-        update = _leave_unchanged(update, frozenset(unused))
+        # without a gradient only weight decay would change them
+        update = map_updates(update, lambda path, x: jnp.zeros_like(x) if path in unused else x)
     average = () if optimizer.ema is None else (parameter_average(optimizer.ema),)
     if optimizer.clip is None:
         # an identity in its place: the paths of the state in a checkpoint stay the same
         return optax.chain(optax.identity(), update, *average), rate
     return TakesNorm(*optax.chain(clip_by_norm(optimizer.clip), update, *average)), rate
-
-
-def _leave_unchanged(
-    update: optax.GradientTransformation, paths: Collection[str]
-) -> optax.GradientTransformation:
-    """Return a transformation that does not change the parameters of some paths; its state is the same.
-
-    Without a gradient only weight decay would change them.
-    """
-    inner = optax.with_extra_args_support(update)
-
-    def apply(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        found, state = inner.update(updates, state, params, **extra)
-        found = jax.tree.map_with_path(
-            lambda path, x: jnp.zeros_like(x) if path_text(path) in paths else x, found
-        )
-        return found, state
-
-    return optax.GradientTransformationExtraArgs(inner.init, apply)

@@ -51,6 +51,19 @@ def check_rates(rates: Sequence[str], paths: Sequence[str]) -> None:
         )
 
 
+def map_updates(
+    update: optax.GradientTransformation, change: Callable[[str, jax.Array], jax.Array]
+) -> optax.GradientTransformationExtraArgs:
+    """Change the updates of a transformation by a function (path of a parameter, its update) -> update."""
+    inner = optax.with_extra_args_support(update)
+
+    def apply(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        found, state = inner.update(updates, state, params, **extra)
+        return jax.tree.map_with_path(lambda path, x: change(path_text(path), x), found), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, apply)
+
+
 def multiply_rates(
     update: optax.GradientTransformation, rates: Sequence[str]
 ) -> optax.GradientTransformationExtraArgs:
@@ -66,17 +79,12 @@ def multiply_rates(
     >>> {name: float(x) for name, x in updates.items()}
     {'head': -0.0, 'hidden': -0.5, 'last': -1.0}
     """
-    inner = optax.with_extra_args_support(update)
 
-    def scaled(path: Any, x: jax.Array) -> jax.Array:
-        found = _find_first(path_text(path), rates)
+    def scale(path: str, x: jax.Array) -> jax.Array:
+        found = _find_first(path, rates)
         return x if found is None else float(found.rpartition("=")[2]) * x
 
-    def apply(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        found, state = inner.update(updates, state, params, **extra)
-        return jax.tree.map_with_path(scaled, found), state
-
-    return optax.GradientTransformationExtraArgs(inner.init, apply)
+    return map_updates(update, scale)
 
 
 def _find_first(path: str, rates: Sequence[str]) -> str | None:

@@ -76,9 +76,8 @@ class Traced:
 
     def first(self, params: Any, batch: Any, model_state: Any = None) -> Any:
         """Return the activations that enter the blocks."""
-        inputs = model_inputs(self.loss, batch)
-        state = self.model_zeros() if model_state is None else model_state
-        return self.chain.first(params, state, new_key(0), True, *inputs)[0]
+        state = self.zeros(self.model_state) if model_state is None else model_state
+        return self.enter(params, state, new_key(0), True, batch)[0]
 
     def enter(self, params: Any, model_state: Any, rng: Any, train: bool, batch: Any) -> tuple[Any, Any]:
         """Return (activations that enter the blocks, model state), for the inputs that the loss selects."""
@@ -86,30 +85,36 @@ class Traced:
 
     def run(self, start: int, blocks: Any, activations: Any, number: int = 1) -> Any:
         """Return the activations after `number` blocks, starting at block `start`."""
-        return self.chain.run(
-            {BLOCKS: blocks}, self.model_zeros(), new_key(0), True, start, number, activations
-        )[0]
+        state, key = self.zeros(self.model_state), new_key(0)
+        return self.chain.run({BLOCKS: blocks}, state, key, True, start, number, activations)[0]
 
     def last(self, params: Any, activations: Any, batch: Any, model_state: Any = None) -> Any:
         """Return the loss sum, given the activations that leave the blocks."""
-        return self._loss(params, activations, batch, model_state)[0]
+        state = self.zeros(self.model_state) if model_state is None else model_state
+        return self.leave(params, state, new_key(0), True, batch, activations)[0][0]
 
-    def _loss(self, params: Any, activations: Any, batch: Any, model_state: Any = None) -> Any:
-        state = self.model_zeros() if model_state is None else model_state
+    def leave(
+        self, params: Any, model_state: Any, rng: Any, train: bool, batch: Any, activations: Any
+    ) -> tuple[Any, Any]:
+        """Return ((loss sum, count, metrics), model state), given the activations that leave the blocks."""
+        left = []
 
+        # the loss calls the rest of the model, whose model state is stored in `left`
         def apply(*inputs: Any) -> Any:
-            return self.chain.last(params, state, new_key(0), True, activations)[0]
+            outputs, changed = self.chain.last(params, model_state, rng, train, activations)
+            left.append(changed)
+            return outputs
 
-        return sum_loss(self.loss, once(apply), batch)
+        return sum_loss(self.loss, once(apply), batch, train, rng), left[0]
 
     @cached_property
     def losses(self) -> Any:
         """Shapes of what the loss returns: (sum, count, metrics)."""
-        return jax.eval_shape(self._loss, self.params, self.leaving, self.batch)
 
-    def model_zeros(self) -> Any:
-        """Return a model state of zeros to trace with."""
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.model_state)
+        def run(params: Any, model_state: Any, batch: Any, leaving: Any) -> Any:
+            return self.leave(params, model_state, new_key(0), True, batch, leaving)[0]
+
+        return jax.eval_shape(run, self.params, self.model_state, self.batch, self.leaving)
 
     @cached_property
     def first_paths(self) -> frozenset[str]:
@@ -153,34 +158,27 @@ class Traced:
         activations, model_state = chain.run(blocks, model_state, rng, train, start, count, activations)
         if part < len(stages.counts) - 1:
             return activations, model_state
-        # after the blocks: the loss calls the rest of the model, whose model state is stored in `left`
-        left = []
+        # after the blocks: the rest of the model and the loss
+        found, model_state = self.leave(params, model_state, rng, train, batch, activations)
+        loss_sum, *counted = found
+        return (loss_sum, tuple(counted)), model_state
 
-        def apply(*inputs: Any) -> Any:
-            outputs, changed = chain.last(params, model_state, rng, train, activations)
-            left.append(changed)
-            return outputs
-
-        loss_sum, count, metrics = sum_loss(self.loss, once(apply), batch, train, rng)
-        return (loss_sum, (count, metrics)), left[0]
+    def select_blocks(self, blocks: Any, stages: Partition, part: int, offset: int) -> Any:
+        """Select the parameters of a part's blocks; `offset` is the row of its first block if stacked."""
+        start, count = stages.starts[part], stages.counts[part]
+        if self.stacked:
+            return jax.tree.map(lambda x: x[offset : offset + count], blocks)
+        numbers = map(str, range(start, start + count))
+        return {number: blocks[number] for number in numbers if number in blocks}
 
     def flow(self, stages: Partition, microbatch: Mapping[str, Any]) -> Flow:
         """Return the values between all parts, see `StageModel.flow`."""
-        batch, state = self.zeros(microbatch), self.model_zeros()
+        batch, state = self.zeros(microbatch), self.zeros(self.model_state)
 
         def part(number: int) -> Callable[[Any, Any], Any]:
-            start, count = stages.starts[number], stages.counts[number]
-
             def run(params: Any, activations: Any) -> Any:
-                # the blocks that a stage gives the part
-                blocks = params.get(BLOCKS, {})
-                if self.stacked:
-                    blocks = jax.tree.map(lambda x: x[start : start + count], blocks)
-                else:
-                    numbers = map(str, range(start, start + count))
-                    blocks = {name: blocks[name] for name in numbers if name in blocks}
-                key = new_key(0)
-                params = {**params, BLOCKS: blocks}
+                blocks = self.select_blocks(params.get(BLOCKS, {}), stages, number, stages.starts[number])
+                params, key = {**params, BLOCKS: blocks}, new_key(0)
                 return self.run_part(stages, number, params, state, key, True, batch, activations)[0]
 
             return run

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from shardtrain.functional.jaxpr_split import bind
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 """Primitive that only calls a program -> the name of its parameter that is the program."""
@@ -59,7 +61,7 @@ class Inliner:
             if called is not None:
                 outputs, sources = self._run(called, [read(v) for v in equation.invars], found)
             else:
-                outputs = _evaluate(jaxpr, equation, [read(v) for v in equation.invars])
+                outputs = bind(equation, [read(v) for v in equation.invars])
                 alone = [each for each in found if each is not None]
                 joined = None if len(alone) < len(found) else frozenset[int]().union(*alone)
                 sources = [joined] * len(outputs)
@@ -77,19 +79,6 @@ class Inliner:
         if name in REMATS and 2 * sum(self._sizes_bytes[n] for n in read) > sum(self._sizes_bytes):
             return ClosedJaxpr(equation.params["jaxpr"], ())
         return None
-
-
-def _evaluate(jaxpr: Jaxpr, equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluate one equation of a program, keeping its own derivative rule if it has one."""
-    given = [Var(v.aval) for v in equation.invars]
-    alone = jaxpr.replace(
-        constvars=[],
-        invars=given,
-        outvars=equation.outvars,
-        eqns=[equation.replace(invars=[*given])],
-        effects=equation.effects,
-    )
-    return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*inputs)
 
 
 class Signature(NamedTuple):
@@ -257,14 +246,11 @@ class Program:
     @cached_property
     def num_bytes(self) -> list[int]:
         """The bytes that would be sent at each position: before each equation, and after the last one."""
-        return self._sum_crossing(lambda v: get_aval(v).size * get_aval(v).dtype.itemsize)
-
-    def _sum_crossing(self, weight: Callable[[Var], int]) -> list[int]:
-        """Return for each position the sum of the weights of the values that cross it."""
         steps = [0] * (len(self.equations) + 2)
         for v, end in self.last_use.items():
-            steps[self.defined[v] + 1] += weight(v)
-            steps[min(end, len(self.equations)) + 1] -= weight(v)
+            num_bytes = get_aval(v).size * get_aval(v).dtype.itemsize
+            steps[self.defined[v] + 1] += num_bytes
+            steps[min(end, len(self.equations)) + 1] -= num_bytes
         return list(accumulate(steps))[: len(self.equations) + 1]
 
     def crossing(self, position: int) -> list[Var]:

@@ -15,7 +15,7 @@ from flax.traverse_util import unflatten_dict
 
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import BLOCKS, Model, Tree, group_by_path, path_text
-from shardtrain.pipeline.costs import STATE
+from shardtrain.pipeline.costs import STATE, Traced
 from shardtrain.pipeline.cuts import Parts
 from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.stacking import Partition
@@ -144,17 +144,11 @@ class StageModel:
         uses = self.traced.part_paths(self.stages, part)
         found = {path: leaf for path, leaf in group_by_path(params).items() if path in uses}
         found = unflatten_dict(found, sep="/")
-        if self.model.chain is None:
+        if not isinstance(self.traced, Traced):
             return found
-        return {**found, BLOCKS: self._blocks(params.get(BLOCKS, {}), part)}
-
-    def _blocks(self, blocks: Tree, part: int) -> Tree:
-        start, count = self.stages.starts[part], self.stages.counts[part]
-        if not self.stacked:
-            numbers = [str(i) for i in range(start, start + count)]
-            return {number: blocks[number] for number in numbers if number in blocks}
-        offset = self.block_numbers.index(start)
-        return jax.tree.map(lambda x: x[offset : offset + count], blocks)
+        offset = self.block_numbers.index(self.stages.starts[part])
+        blocks = self.traced.select_blocks(params.get(BLOCKS, {}), self.stages, part, offset)
+        return {**found, BLOCKS: blocks}
 
     def add_grads(self, grads: Tree, part: int, found: Tree) -> Tree:
         """Add the gradients of a part's parameters to the gradients of its stage, in float32."""

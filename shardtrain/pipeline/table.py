@@ -98,25 +98,21 @@ class Table:
 
         Each counts from the start of its forward to the end of its last task.
         """
-        live = most = 0
-        for task in self.order(stage):
-            live += task.kind == "forward"
-            most = max(most, live)
-            live -= task.kind == self.kinds[-1]
-        return most
+        return self._count_most(stage, "forward", self.kinds[-1])
 
     def delayed_weights(self, stage: int) -> int:
         """Return the largest number of (chunk, microbatch) on a stage between backward and weight task.
 
         Each counts from the start of its backward to the end of its weight task; 0 without weight tasks.
         """
-        if not self.has_weight:
-            return 0
-        delayed = most = 0
+        return self._count_most(stage, "backward", "weight") if self.has_weight else 0
+
+    def _count_most(self, stage: int, begin: str, end: str) -> int:
+        now = most = 0
         for task in self.order(stage):
-            delayed += task.kind == "backward"
-            most = max(most, delayed)
-            delayed -= task.kind == "weight"
+            now += task.kind == begin
+            most = max(most, now)
+            now -= task.kind == end
         return most
 
 

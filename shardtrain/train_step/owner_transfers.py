@@ -52,17 +52,7 @@ class OwnerTransfers:
 
     def shapes(self, params: Any) -> list[dict[str, jax.ShapeDtypeStruct]]:
         """Return path -> shape of each group's part of a tree like the stage's parameters."""
-        if len(self.groups) == 1:
-            return [group_by_path(params)]
-        return [
-            {
-                path: jax.ShapeDtypeStruct(
-                    x.shape if isinstance(rows, str) else (len(rows), *x.shape[1:]), x.dtype
-                )
-                for path, x, rows in self._list_group(number, group_by_path(params))
-            }
-            for number in range(len(self.groups))
-        ]
+        return jax.eval_shape(self._split, group_by_path(params))
 
     def split(self, tree: Any) -> list[dict[str, jax.Array]]:
         """Return path -> array of each group's part; arrays of no parameter are in every group.
@@ -73,21 +63,20 @@ class OwnerTransfers:
         leaves = group_by_path(tree)
         if len(self.groups) == 1:
             return [leaves]
-
-        def split(leaves: Mapping[str, jax.Array]) -> list[dict[str, jax.Array]]:
-            return [
-                {
-                    path: x if isinstance(rows, str) else jnp.take(x, jnp.asarray(rows), axis=0)
-                    for path, x, rows in self._list_group(number, leaves)
-                }
-                for number in range(len(self.groups))
-            ]
-
         shardings = [
             {path: x.sharding for path, x, _ in self._list_group(number, leaves)}
             for number in range(len(self.groups))
         ]
-        return self._compile("split", split, leaves, shardings)(leaves)
+        return self._compile("split", self._split, leaves, shardings)(leaves)
+
+    def _split(self, leaves: Mapping[str, jax.Array]) -> list[dict[str, jax.Array]]:
+        return [
+            {
+                path: x if isinstance(rows, str) else jnp.take(x, jnp.asarray(rows), axis=0)
+                for path, x, rows in self._list_group(number, leaves)
+            }
+            for number in range(len(self.groups))
+        ]
 
     def join(self, tree: Any, parts: Sequence[Mapping[str, jax.Array]]) -> Any:
         """Join the parts of all groups, the reverse of `split`.
