@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardtrain import axes
 from shardtrain.sharding.axis_sizes import axis_sizes, parse_mesh
 from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.layout_file import read_layout
+from shardtrain.sharding.layout_file import layout_text, read_layout
 from shardtrain.sharding.rules import ACTIVATION_RULES, PARAMETER_RULES
 
 TABLES = sorted(Path(__file__).parents[2].glob("meshes/*.toml"))
@@ -207,8 +209,11 @@ def test_rules_of_a_replica_have_no_replica_axis():
 
 
 @pytest.mark.parametrize("path", MESHES, ids=lambda path: path.stem)
-def test_the_layouts_of_meshes_are_read(path):
-    axis_sizes(read_layout(path).mesh, 8)
+def test_the_layouts_of_meshes_are_read_and_written(path, tmp_path):
+    layout = read_layout(path)
+    axis_sizes(layout.mesh, 8)
+    (tmp_path / "copy.toml").write_text(layout_text(layout))
+    assert read_layout(tmp_path / "copy.toml") == layout
 
 
 def test_a_cluster_file_is_no_layout():
@@ -220,6 +225,49 @@ def test_a_cluster_file_is_no_layout():
             ValueError, match="is a cluster file, as it has islands; a layout has none: give it to"
         ):
             read_layout(cluster)
+
+
+rules = st.dictionaries(
+    st.sampled_from([*axes.DIMS, "my dim", 'a "quoted" one', "dotted.name", "größe"]),
+    st.lists(st.sampled_from(axes.AXES), unique=True).map(tuple),
+    max_size=4,
+)
+layouts = st.builds(
+    Layout,
+    mesh=st.dictionaries(st.sampled_from(axes.AXES), st.integers(1, 4096), max_size=3),
+    zero=st.integers(1, 3),
+    sequence_sharded=st.booleans(),
+    context_attention=st.sampled_from(["ring", "all-gather", "all-to-all"]),
+    parameters=rules,
+    activations=rules,
+    unnamed=st.sampled_from(["refuse", "replicate"]),
+).flatmap(lambda found: st.sampled_from([found, replace(found, collective_matmul=found.sequence_sharded)]))
+
+
+@given(layout=layouts)
+def test_a_layout_as_text_is_read_back(layout, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "layout.toml"
+    path.write_text(layout_text(layout), encoding="utf-8")
+    assert read_layout(path) == layout
+
+
+def test_a_layout_as_text():
+    layout = Layout(mesh={"data": 2, "fsdp": -1}, parameters={"embed": ("data", "fsdp"), "vocab": ()})
+    assert layout_text(layout) == (
+        "zero = 3\n"
+        "sequence_sharded = false\n"
+        "collective_matmul = false\n"
+        'context_attention = "ring"\n'
+        'unnamed = "refuse"\n'
+        "\n"
+        "[mesh]\n"
+        "data = 2\n"
+        "fsdp = -1\n"
+        "\n"
+        "[parameters]\n"
+        'embed = ["data", "fsdp"]\n'
+        "vocab = []\n"
+    )
 
 
 @pytest.mark.parametrize(
