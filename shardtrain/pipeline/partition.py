@@ -52,15 +52,18 @@ def cut(
       The number of blocks of each part.
 
     Raises:
-      ValueError: there are fewer blocks than parts.
+      ValueError: lists every cost that is not a number from 0; or there are fewer blocks than parts.
 
     >>> cut([1, 1, 1, 1, 1, 1, 1, 1], 3)
     [3, 3, 2]
     >>> cut([1, 1, 1, 1, 1, 1, 1, 1], 3, last_cost=2)
     [4, 3, 1]
     """
-    assert all(0 <= cost < math.inf for cost in (*costs, first_cost, last_cost))
-    if problems := _check_parts(len(costs), num_parts):
+    named = {**{f"block {i}": c for i, c in enumerate(costs)}, "first": first_cost, "last": last_cost}
+    problems = [
+        f"{what} costs {c}; give a number from 0" for what, c in named.items() if not 0 <= c < math.inf
+    ]
+    if problems := problems + _check_parts(len(costs), num_parts):
         raise problems_error(f"{len(costs)} blocks cannot be cut into {num_parts} parts", problems)
     sums = list(accumulate(costs, initial=0))
 
@@ -212,10 +215,12 @@ def counts(by: str | Sequence[int], num_blocks: int, num_parts: int, costs: Cost
     [2, 2]
     """
     problems = _check_parts(num_blocks, num_parts)
-    if not problems and not isinstance(by, str):
-        problems = _list_problems(by, num_blocks, num_parts)
+    if not isinstance(by, str):
+        problems = problems or _list_problems(by, num_blocks, num_parts)
     elif by == "time":
         problems.append(BY_TIME)
+    elif by != "equal" and costs is None:
+        problems.append(f"by {by!r} needs the costs of each block; give them, or cut by 'equal'")
     if problems:
         raise problems_error(f"{num_blocks} blocks cannot be cut into {num_parts} parts", problems)
     if not isinstance(by, str):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from shardtrain.errors.messages import problems_error
 from shardtrain.pipeline.table import Table, Task, list_needs
 
 Seconds = Mapping[tuple[int, int, str], float] | Mapping[str, float] | Callable[[int, int, str], float]
@@ -54,6 +55,9 @@ def simulate(table: Table, seconds: Seconds, transfer_seconds: Transfer = 0.0) -
     Returns:
       The start and end of each task, makespan, bubble and live inputs.
 
+    Raises:
+      ValueError: lists every stage, chunk and kind that has no time or a negative one.
+
     >>> from shardtrain.pipeline.schedule import make_table
     >>> found = simulate(make_table("1f1b", 4, 8), {"forward": 1.0, "backward": 2.0})
     >>> found.makespan, round(found.bubble, 3)
@@ -82,14 +86,25 @@ def _times(table: Table, seconds: Seconds, transfer: Transfer) -> tuple[Times, T
     """Return the seconds of work, and of sending the result, of each (stage, chunk, kind)."""
     chunks = [(stage, chunk) for stage in range(table.num_stages) for chunk in range(table.num_chunks)]
     keys = [(*chunk, kind) for chunk in chunks for kind in table.kinds]
-    if isinstance(seconds, Mapping):
-        given: Mapping[Any, float] = seconds
-        work = {key: given[key] if key in given else given[key[2]] for key in keys}
-    else:
-        work = {key: seconds(*key) for key in keys}
+    work = {key: _work_seconds(seconds, key) for key in keys}
     hops = {key: hop_seconds(table, transfer, key) for key in keys}
-    assert all(0 <= found < math.inf for found in (*work.values(), *hops.values())), (work, hops)
+    problems = [
+        f"{what} of stage {key[0]}, chunk {key[1]}, kind {key[2]!r} takes {found} s; give a number from 0"
+        for what, times in (("work", work), ("transfer", hops))
+        for key, found in times.items()
+        if not 0 <= found < math.inf
+    ]
+    if problems:
+        raise problems_error(f"schedule {table.name!r} cannot be simulated", problems)
     return work, hops
+
+
+def _work_seconds(seconds: Seconds, key: Key) -> float:
+    """Return the seconds of a task; NaN if they are not given."""
+    if not isinstance(seconds, Mapping):
+        return seconds(*key)
+    times: Mapping[Any, float] = seconds
+    return times.get(key, times.get(key[2], math.nan))
 
 
 def hop_seconds(table: Table, transfer: Transfer, key: Key) -> float:

@@ -60,9 +60,16 @@ def test_cuts_by_value(costs, num_parts, ends, expected):
     assert cut(costs, num_parts, **ends) == expected
 
 
-def test_more_parts_than_blocks_are_refused():
-    with pytest.raises(ValueError, match="each part has one block or more; use at most 3 parts, or 4 blocks"):
-        cut([1, 2, 3], 4)
+def test_what_cannot_be_cut_is_told():
+    with pytest.raises(ValueError) as error:
+        cut([1, -2, float("nan")], 4, last_cost=float("inf"))
+    assert str(error.value) == (
+        "3 blocks cannot be cut into 4 parts:\n"
+        "  - block 1 costs -2; give a number from 0\n"
+        "  - block 2 costs nan; give a number from 0\n"
+        "  - last costs inf; give a number from 0\n"
+        "  - each part has one block or more; use at most 3 parts, or 4 blocks"
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,6 +133,7 @@ def test_counts_by_cost_are_the_cut():
     [
         ("equal", 3, 4, "each part has one block or more; use at most 3 parts, or 4 blocks"),
         ("equal", 3, 0, "parts is 0; use 1 or more"),
+        ("flops", 4, 2, "by 'flops' needs the costs of each block; give them, or cut by 'equal'"),
         ("time", 4, 2, f"{BY_TIME}"),
         ((3, 4, 4), 12, 4, "3,4,4 is 3 numbers; give 4, as 3,3,3,3"),
         (

@@ -1,5 +1,7 @@
 """Tables on a clock: cases worked by hand, and the law that each task starts as soon as it can."""
 
+from typing import Any
+
 import pytest
 from allowed_chunks import list_allowed_chunks
 from hypothesis import given, settings
@@ -117,3 +119,17 @@ def test_no_task_starts_early_and_none_waits_in_vain(case):
     work = sum(seconds[task.stage, task.chunk, task.kind] for task in table.tasks)
     if found.makespan:
         assert found.bubble == pytest.approx(1 - work / (table.num_stages * found.makespan))
+
+
+def test_times_that_are_missing_or_negative_are_told():
+    times: Any = {(0, 0, "forward"): 1.0, "backward": -1.0}
+    with pytest.raises(ValueError) as error:
+        simulate(gpipe(2, 1), times, transfer_seconds=float("nan"))
+    assert str(error.value) == (
+        "schedule 'gpipe' cannot be simulated:\n"
+        "  - work of stage 0, chunk 0, kind 'backward' takes -1.0 s; give a number from 0\n"
+        "  - work of stage 1, chunk 0, kind 'forward' takes nan s; give a number from 0\n"
+        "  - work of stage 1, chunk 0, kind 'backward' takes -1.0 s; give a number from 0\n"
+        "  - transfer of stage 0, chunk 0, kind 'forward' takes nan s; give a number from 0\n"
+        "  - transfer of stage 1, chunk 0, kind 'backward' takes nan s; give a number from 0"
+    )
