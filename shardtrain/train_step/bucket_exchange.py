@@ -28,12 +28,15 @@ class PackedGradients:
 
     Args:
       buckets: for each bucket, path -> shape of what is sent; all of one dtype.
+      packed_below: elements from which a gradient is not packed.
     """
 
-    def __init__(self, buckets: Sequence[Mapping[str, jax.ShapeDtypeStruct]]) -> None:
+    def __init__(
+        self, buckets: Sequence[Mapping[str, jax.ShapeDtypeStruct]], packed_below: int = PACKED_BELOW
+    ) -> None:
         self._small = {
             f"small leaves of bucket {number}": {
-                path: leaf for path, leaf in bucket.items() if leaf.size < PACKED_BELOW
+                path: leaf for path, leaf in bucket.items() if leaf.size < packed_below
             }
             for number, bucket in enumerate(buckets)
         }
@@ -107,13 +110,12 @@ class BucketExchange:
       specs: the specs of the state of an island.
       assign: arrays -> buckets.
       params: path -> shape of what is combined; None means all parameters. Frozen ones are not sent.
-      of_sums: whether sums over examples are combined, for a mean, packed by `packing`; the result is their
-        total.
+      of_sums: whether sums over examples are combined, for a mean; the result is their total.
       dtype: the dtype of what is combined: float32, or 16 bits.
 
     Attributes:
       sizes_bytes: bytes of the arrays of each bucket, before a codec.
-      packing: packs sums over examples before they are sent.
+      packing: packs gradients before they are sent.
       labels: names of the entries of a metric (L,): the paths of parameters, or of layers of stacked ones.
       buckets: for each bucket, path -> shape of what is sent.
       program: (arrays, group) -> outputs, in a jit over one device: the arrays are (path -> array, count,
@@ -146,8 +148,9 @@ class BucketExchange:
         likes: list[Shapes] = [dict(leaves[i] for i in bucket) for bucket in assigned]
         self.sizes_bytes = [sum(x.dtype.itemsize * x.size for x in like.values()) for like in likes]
         self.labels = [label for like in likes for label in sorted(self.layers(like))]
-        self.packing = PackedGradients(likes)
-        self.buckets = self.packing.buckets if of_sums else likes
+        # other combiners need each gradient separately
+        self.packing = PackedGradients(likes, PACKED_BELOW if of_sums else 0)
+        self.buckets = self.packing.buckets
 
     def layers(self, like: Mapping[str, Any]) -> dict[str, Any]:
         """Split the stacked layers of a bucket, as the combiner receives them."""

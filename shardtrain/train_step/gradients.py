@@ -23,7 +23,7 @@ from shardtrain.train_step.state import State
 
 
 def make_gradients(
-    model: Model, loss: Loss, placement: Placement, start_row: int = 0, *, mean: bool = True
+    model: Model, loss: Loss, placement: Placement, *, mean: bool = True
 ) -> Callable[..., Sums]:
     """Make a function that computes the gradient of the mean loss of a batch, for use inside jit.
 
@@ -31,23 +31,23 @@ def make_gradients(
       model: the model.
       loss: returns (sum, count), see `loss.Loss`.
       placement: the sharding of every array.
-      start_row: the index of the batch's first row if it is a part of a larger batch.
       mean: whether to return the gradient of the mean loss; otherwise of its sum.
 
     Returns:
       (params, model_state, key, batch, first_row, scale) -> `Sums` of all replicas; every array of the batch
       has shape (microbatches, rows, ...). Gradients are sharded like `Specs.sharded`. `first_row`, a uint32
-      scalar, replaces `start_row`; `scale` is the scale of the loss, see `loss_scale.py`.
+      scalar, is the index of the batch's first row if it is a part of a larger batch; `scale` is the scale of
+      the loss, see `loss_scale.py`.
     """
     mesh, specs, replica_axes = placement.mesh, placement.specs, placement.layout.replica_axes
-    replica_sums = make_replica_sums(model, loss, placement, start_row)
+    replica_sums = make_replica_sums(model, loss, placement)
 
     def gradients(
         params: Any,
         model_state: Any,
         key: jax.Array,
         batch: Batch,
-        first_row: jax.Array | int = start_row,
+        first_row: jax.Array | int = 0,
         scale: jax.Array | int = 1,
     ) -> Sums:
         sums = replica_sums(params, model_state, key, batch, (), first_row, scale)
@@ -74,7 +74,7 @@ def make_replica_means(
       over `data`; counts and mean losses, float32 (data,)).
     """
     mesh, specs, replica_axes = placement.mesh, placement.specs, placement.layout.replica_axes
-    replica_sums = make_replica_sums(model, loss, placement, start_row)
+    replica_sums = make_replica_sums(model, loss, placement)
     num_replicas = mesh.shape[axes.DATA]
 
     def replica_means(state: State, batch: Batch) -> tuple[Sums, Any, jax.Array, jax.Array]:

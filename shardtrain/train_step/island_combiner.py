@@ -52,7 +52,7 @@ class IslandCombiner:
 
     Attributes:
       num_bytes: bytes of what is combined.
-      packing: packs sums over examples before they are sent.
+      packing: packs gradients before they are sent.
       labels: names of the entries of a metric (L,): the paths of parameters, or of layers of stacked ones.
     """
 

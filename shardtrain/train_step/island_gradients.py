@@ -93,24 +93,26 @@ class IslandGradients:
             of_sums=self.are_sums,
             dtype=dtype,
         )
-        self.combiners = [make_combiner(sent) for sent in self._shapes(group_by_path(specs.abstract.params))]
+        params = group_by_path(specs.abstract.params)
+        shapes: list[dict[str, jax.ShapeDtypeStruct] | None] = [
+            {p.name: jax.ShapeDtypeStruct(p.shape(params[p.path].shape), jnp.float32) for p in part}
+            for part in self._plan
+        ]
+        self.combiners = [make_combiner(sent) for sent in shapes or [None]]
         whole = NamedSharding(mesh, PartitionSpec())
         # an island without examples adds nothing, whatever its gradients are
-        packs: list[Pack] = [
-            partial(each.packing.pack, whole=whole) if self.are_sums else mask_gradients
-            for each in self.combiners
-        ]
+        packs: list[Pack] = [partial(each.packing.pack, whole=whole) for each in self.combiners]
 
         def packed(state: State, batch: Batch, first_row: jax.Array) -> Any:
             found, own = local(state, batch, first_row)
             return found._replace(grads=packs[0](found.grads, found.count)), own
 
         # gradients stay sharded until they are sent; everything else is replicated
-        by_name = self._specs(group_by_path(drop_paths(specs.sharded, specs.frozen)))
+        by_name = group_by_path(drop_paths(specs.sharded, specs.frozen))
+        pieces = [piece for part in self._plan for piece in part]
+        by_name |= {piece.name: piece.spec(by_name[piece.path]) for piece in pieces}
         sharded = {name: NamedSharding(mesh, spec) for name, spec in by_name.items()}
-        self.shardings = [
-            each.packing.shardings(sharded, whole) if self.are_sums else sharded for each in self.combiners
-        ]
+        self.shardings = [each.packing.shardings(sharded, whole) for each in self.combiners]
         is_one = len(self.combiners) == 1
         returned = Sums._make([whole, whole, whole, self.shardings[0] if is_one else whole, whole, whole])
         self._whole_program = jax.jit(
@@ -135,27 +137,13 @@ class IslandGradients:
         """Return path -> combined gradient, float32, in a jit, from what was combined of each part."""
         grads: dict[str, jax.Array] = {}
         for combiner, part in zip(self.combiners, combined, strict=True):
-            grads |= combiner.packing.unpack(part) if self.are_sums else part
+            grads |= combiner.packing.unpack(part)
         grads = join_pieces(self._plan, grads) if self._plan else grads
         return {path: g.astype(jnp.float32) for path, g in grads.items()}
 
     def lowered(self, state: State, batch: Batch, first_row: Any) -> jax.stages.Lowered:
         """Return the program as one, for arrays or shapes; its memory is about that of its parts."""
         return self._whole_program.lower(state, batch, first_row)
-
-    def _shapes(self, params: dict[str, Any]) -> list[dict[str, jax.ShapeDtypeStruct] | None]:
-        """Return name -> shape of what each part sends; None for all gradients."""
-        if not self._plan:
-            return [None]
-        return [
-            {p.name: jax.ShapeDtypeStruct(p.shape(params[p.path].shape), jnp.float32) for p in part}
-            for part in self._plan
-        ]
-
-    def _specs(self, by_path: dict[str, PartitionSpec]) -> dict[str, PartitionSpec]:
-        """Return name -> PartitionSpec of what is sent, given path -> PartitionSpec of gradients."""
-        pieces = [piece for part in self._plan for piece in part]
-        return {**by_path, **{piece.name: piece.spec(by_path[piece.path]) for piece in pieces}}
 
 
 def plan_parts(

@@ -59,21 +59,20 @@ class BoundModel:
         return outputs
 
 
-def make_replica_sums(model: Model, loss: Loss, placement: Placement, start_row: int) -> Callable[..., Sums]:
+def make_replica_sums(model: Model, loss: Loss, placement: Placement) -> Callable[..., Sums]:
     """Make a function that computes the sums of each replica, for use inside jit.
 
     Args:
       model: the model.
       loss: returns (sum, count), see `loss.Loss`.
       placement: the sharding of every array.
-      start_row: the index of the batch's first row if it is a part of a larger batch.
 
     Returns:
       (params, model_state, key, batch, drift, first_row, scale) -> `Sums` of each replica, without
       collectives over replicas. `drift` is each replica's difference from params, with a leading dim over
-      `data`; it is only read with local steps. `first_row` replaces `start_row`, so that all islands have one
-      program. `scale` is a factor of the loss in the backward pass, by which gradients are divided, see
-      `loss_scale.py`; a pipeline ignores it.
+      `data`; it is only read with local steps. `first_row` is the index of the batch's first row if it is a
+      part of a larger batch. `scale` is a factor of the loss in the backward pass, by which gradients are
+      divided, see `loss_scale.py`; a pipeline ignores it.
     """
     mesh, layout, specs = placement.mesh, placement.layout, placement.specs
     replica_axes = layout.replica_axes
@@ -92,8 +91,8 @@ def make_replica_sums(model: Model, loss: Loss, placement: Placement, start_row:
         key: jax.Array,
         batch: Batch,
         drift: Any,
-        first_row: jax.Array | int = start_row,
-        scale: jax.Array | int = 1,
+        first_row: jax.Array | int,
+        scale: jax.Array | int,
     ) -> Sums:
         if local_params:
             # replicas of the other axes start from the same parameters

@@ -191,7 +191,7 @@ def _make_gradient_update(
     """Make the computation of a step that combines gradients over replicas and updates once."""
     # a mean sums the gradients of replicas: the gradient of each replica is not needed
     if placement.synchronisation.is_mean:
-        gradients = make_gradients(model, loss, placement, start_row)
+        gradients = make_gradients(model, loss, placement)
 
         def summed(state: State, batch: Batch) -> tuple[Update, Metrics]:
             key = step_key(state.seed, state.step)
