@@ -85,7 +85,7 @@ def find_flow(parts: Sequence[Callable[[Any, Any], Any]], params: Any, num_rows:
         through = {id(v): source for source, v in zip(before, given, strict=True)}
         sources.append(tuple(through.get(id(v), Value(number, i)) for i, v in enumerate(jaxpr.outvars)))
         activations.append(shapes)
-        if problem := _check_activations(number, shapes, num_rows):
+        if problem := _find_activations_problem(number, shapes, num_rows):
             raise ValueError(problem)
     # only values that a later part reads are sent
     read = sorted({value for values in reads for value in values})
@@ -98,7 +98,7 @@ def find_flow(parts: Sequence[Callable[[Any, Any], Any]], params: Any, num_rows:
     )
 
 
-def _check_activations(part: int, activations: Any, num_rows: int) -> str:
+def _find_activations_problem(part: int, activations: Any, num_rows: int) -> str:
     """Describe why the activations of a part cannot be sent; "" if they can."""
     leaves = jax.tree.leaves_with_path(activations)
     if not leaves:

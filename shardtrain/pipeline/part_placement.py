@@ -53,7 +53,7 @@ class PartPlacement:
     name: str = "loop"
 
     def __post_init__(self) -> None:
-        if problem := check_placement(self.name, self.num_chunks):
+        if problem := find_placement_problem(self.name, self.num_chunks):
             raise ValueError(problem)
 
     @cached_property
@@ -115,7 +115,7 @@ class PartPlacement:
         return {hop: tuple(sorted(found[hop])) for hop in sorted(found)}
 
 
-def check_placement(name: str, num_chunks: int) -> str:
+def find_placement_problem(name: str, num_chunks: int) -> str:
     """Return why there is no placement of this name with so many chunks; "" if there is one."""
     if name not in PLACEMENTS:
         return f"placement {near(name, PLACEMENTS)}"

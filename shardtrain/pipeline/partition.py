@@ -63,7 +63,7 @@ def cut(
     problems = [
         f"{what} costs {c}; give a number from 0" for what, c in named.items() if not 0 <= c < math.inf
     ]
-    if problems := problems + _check_parts(len(costs), num_parts):
+    if problems := problems + _find_part_problems(len(costs), num_parts):
         raise problems_error(f"{len(costs)} blocks cannot be cut into {num_parts} parts", problems)
     sums = list(accumulate(costs, initial=0))
 
@@ -214,7 +214,7 @@ def counts(by: str | Sequence[int], num_blocks: int, num_parts: int, costs: Cost
     >>> counts("params", 4, 2, Costs(blocks=[9, 3, 3, 3], last=3))
     [2, 2]
     """
-    problems = _check_parts(num_blocks, num_parts)
+    problems = _find_part_problems(num_blocks, num_parts)
     if not isinstance(by, str):
         problems = problems or _list_problems(by, num_blocks, num_parts)
     elif by == "time":
@@ -239,7 +239,7 @@ def _cut_equally(num_blocks: int, num_parts: int) -> list[int]:
     return [least + (part in wider) for part in range(num_parts)]
 
 
-def _check_parts(num_blocks: int, num_parts: int) -> list[str]:
+def _find_part_problems(num_blocks: int, num_parts: int) -> list[str]:
     if num_parts < 1:
         return [f"parts is {num_parts}; use 1 or more"]
     if num_blocks < num_parts:

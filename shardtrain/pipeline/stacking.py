@@ -1,4 +1,4 @@
-"""Partition a model's blocks into parts, and convert stacked blocks to the order in which a mesh stores them.
+"""Partition a model's blocks into parts, find their owners, and reorder stacked blocks for a mesh.
 
 The blocks of a stage are stored next to each other, each part padded with zeros to the size of the
 largest: so one array, sharded over the axis pipeline, holds any partition. Checkpoints have the model's own
@@ -96,3 +96,41 @@ def _find_positions(stored_blocks: Sequence[int]) -> np.ndarray:
     """Return the position of each block."""
     numbers = range(max(stored_blocks) + 1)
     return np.asarray([stored_blocks.index(number) for number in numbers], np.int32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnerGroup:
+    """Blocks with the same owners.
+
+    Args:
+      stages: for each replica, the stage that owns the blocks.
+      blocks: the numbers of the blocks, in order.
+    """
+
+    stages: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+def owner_groups(cuts: Sequence[Partition]) -> tuple[OwnerGroup, ...]:
+    """Return the groups of owners, in the order of their first blocks.
+
+    If all replicas cut alike there is one group for each stage. All islands go through their groups in this
+    order, so that none waits for another in a ring.
+
+    Args:
+      cuts: the partition of each replica.
+
+    >>> cuts = [Partition(num_stages=2, counts=counts) for counts in ((1, 3), (3, 1))]
+    >>> [(group.stages, group.blocks) for group in owner_groups(cuts)]
+    [((0, 0), (0,)), ((1, 0), (1, 2)), ((1, 1), (3,))]
+    """
+    by_stages: dict[tuple[int, ...], list[int]] = {}
+    owners = [_list_block_stages(cut) for cut in cuts]
+    for block, stages in enumerate(zip(*owners, strict=True)):
+        by_stages.setdefault(stages, []).append(block)
+    return tuple(OwnerGroup(stages=stages, blocks=tuple(blocks)) for stages, blocks in by_stages.items())
+
+
+def _list_block_stages(cut: Partition) -> list[int]:
+    placement = cut.part_placement
+    return [placement.stage(part) for part, count in enumerate(cut.counts) for _ in range(count)]

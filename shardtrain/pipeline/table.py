@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardtrain.errors.messages import near, problems_error
-from shardtrain.pipeline.part_placement import PartPlacement, check_placement
+from shardtrain.pipeline.part_placement import PartPlacement, find_placement_problem
 
 KINDS = ("forward", "backward", "weight")
 """Kinds of tasks, in their order in a lock-step tick. A backward computes the gradients of a part's input and
@@ -173,7 +173,7 @@ def _size_problems(table: Table) -> list[str]:
         problems.append(
             f"its kinds are {list(table.kinds)}; use ['forward'], ['forward', 'backward'] or all three"
         )
-    if problem := check_placement(table.placement, table.num_chunks):
+    if problem := find_placement_problem(table.placement, table.num_chunks):
         problems.append(problem)
     return problems
 

@@ -16,7 +16,7 @@ from shardtrain.combine import Combiner
 from shardtrain.combine.fragments import group_by_path, restore_paths
 from shardtrain.functional.model import Tree
 from shardtrain.islands.transfer import Transfer
-from shardtrain.pipeline.block_owners import OwnerGroup
+from shardtrain.pipeline.stacking import OwnerGroup
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_totals import average_model_state

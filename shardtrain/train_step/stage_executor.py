@@ -99,7 +99,7 @@ class StageExecutor:
         for value in self._flow.writes[part]:
             # straight to every part that reads it, also across several stages
             for reader in self._flow.readers(value):
-                self._send(programs, outputs[value], _Message("activations", value, reader, microbatch))
+                self._send(outputs[value], _Message("activations", value, reader, microbatch))
         if "backward" in self._table.kinds:
             self._inputs[part, microbatch] = inputs
 
@@ -107,9 +107,9 @@ class StageExecutor:
         inputs = self._inputs.pop((part, microbatch))
         found = programs.backward(part, microbatch, inputs, cotangents)
         for value in filter(self._flow.has_cotangent, inputs):
-            self._send(programs, found[value], _Message("cotangents", value, part, microbatch))
+            self._send(found[value], _Message("cotangents", value, part, microbatch))
 
-    def _send(self, programs: StagePrograms, array: Any, message: _Message) -> None:
+    def _send(self, array: Any, message: _Message) -> None:
         """Send an array to the stage of its receiver; keep it here if that is this stage."""
         stage = self._table.part_placement.stage(message.receiver)
         if stage == self._mailbox.stage:

@@ -24,11 +24,11 @@ from shardtrain.islands.parameter_server import ParameterServer
 from shardtrain.islands.parameter_shard import ParameterShard
 from shardtrain.islands.transfer import Transfer
 from shardtrain.islands.watchdog.activity import ActivityRecord
-from shardtrain.pipeline.block_owners import owner_groups
 from shardtrain.pipeline.cuts import make_partitions, trace_parts
 from shardtrain.pipeline.in_flight import count_forwards_ahead, count_waves_before_barrier
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.schedule import forward_only, make_table
+from shardtrain.pipeline.stacking import owner_groups
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
