@@ -113,7 +113,7 @@ class Gpt(nnx.Module):
 
     def __init__(self, config: GptConfig, rngs: nnx.Rngs):
         self.config = config
-        self.tokens = init_weight(rngs, 0.02, {VOCAB: config.vocab, EMBED: config.embed})
+        self.tokens = init_weight(rngs, config.embed**-0.5, {VOCAB: config.vocab, EMBED: config.embed})
         self.positions = init_weight(rngs, 0.02, {SEQ: config.seq, EMBED: config.embed})
         # the parameters of all blocks are stacked along a first dim
         stack = nnx.vmap(Block, in_axes=(None, 0), transform_metadata={nnx.PARTITION_NAME: LAYERS})
