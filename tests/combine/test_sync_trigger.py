@@ -23,7 +23,7 @@ def test_a_rule_finds_a_finite_number_also_without_changes_and_parameters(name):
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_replicas_meet_when_one_has_moved_far_enough(overlap):
+def test_replicas_synchronise_when_one_has_drifted_far_enough(overlap):
     synchronisation = Synchronisation(
         on="deltas", every=1, overlap=overlap, when="drift:0.03", outer=NESTEROV
     )
