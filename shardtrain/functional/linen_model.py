@@ -1,4 +1,4 @@
-"""The pure functions of a linen module. Next: `model.py` (what they are)."""
+"""Convert a linen module to the pure functions of a `Model`. Next: `model.py`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,20 +25,20 @@ def from_linen(
     sync_batch_norm: bool = False,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Model:
-    """Return the pure functions of a linen module.
+    """Convert a linen module to a `Model`.
 
     Args:
       module: dims come from `nn.with_partitioning` and `nn.with_logical_partitioning`. Arguments of
         `__call__` that set the mode are passed (see `training_mode.mode_arguments`).
-      *inputs: arrays or jax.ShapeDtypeStruct of one batch, of any batch size; a random key and what is no
-        array as it is.
+      *inputs: arrays or jax.ShapeDtypeStruct of one batch, of any batch size; random keys and values that
+        are no arrays are passed unchanged.
       rng_streams: names of the module's rng streams; streams of other names share one key.
       evaluation: the same module constructed for evaluation, if its mode is a field and not an argument of
         its call: TransformerLM(config.replace(deterministic=True)).
       without: variable collections that are dropped after each call, such as sown values.
-      sync_batch_norm: every nn.BatchNorm takes the statistics of a microbatch over all replicas, like one
-        with an axis_name; otherwise each replica has its own.
-      options: arguments of `__call__` by name, given like the inputs.
+      sync_batch_norm: whether every nn.BatchNorm averages the statistics of a microbatch over all replicas,
+        like one with an axis_name; otherwise each replica has its own.
+      options: keyword arguments of `__call__`, given like the inputs.
 
     Raises:
       ValueError: the module would apply dropout or use batch statistics in evaluation too.
@@ -93,7 +93,7 @@ def _trace(variables: Callable[[jax.Array], dict[str, Tree]]) -> tuple[Tree, lis
 
 
 def _zeros(like: Any) -> Any:
-    """Return zeros of a shape and dtype; of a key's a key, and what has no shape as it is."""
+    """Return zeros of a shape and dtype, or a key for the dtype of keys; values without a shape unchanged."""
     if not hasattr(like, "shape"):
         return like
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
@@ -102,13 +102,13 @@ def _zeros(like: Any) -> Any:
 
 
 def _rngs(rng: jax.Array, streams: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Return a key for each rng stream; linen derives those of other streams from the key of `params`."""
+    """Return a key for each rng stream; linen derives other streams from the key of `params`."""
     names = dict.fromkeys((*streams, "params"))
     return {name: jax.random.fold_in(rng, i) for i, name in enumerate(names)}
 
 
 def _dims(boxed: Tree) -> Tree:
-    """Return the dims tree of parameters that are boxed in nn.Partitioned, or not."""
+    """Return the dim names of parameters; None for those that are not boxed in nn.Partitioned."""
 
     def is_boxed(leaf: Any) -> bool:
         return isinstance(leaf, nn.Partitioned)
@@ -121,7 +121,7 @@ def _dims(boxed: Tree) -> Tree:
 
 @contextmanager
 def _synchronise_norms(axis_name: str | None) -> Iterator[None]:
-    """Within this, give every nn.BatchNorm without an axis name this one; None changes nothing."""
+    """Within this context, give every nn.BatchNorm without an axis name this one; None changes nothing."""
 
     def intercept(call: Any, arguments: Any, options: Any, context: Any) -> Any:
         module = context.module

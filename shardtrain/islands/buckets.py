@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 
 CAP_BYTES = 25 << 20
 FIRST_BYTES = 1 << 20
@@ -153,5 +153,4 @@ def _check(leaves: Sequence[Leaf], cap_bytes: int, first_bytes: int) -> None:
         for index, leaf in enumerate(leaves)
         if leaf.num_bytes < 0
     ]
-    if problems:
-        raise problems_error("leaves cannot be put into buckets", problems)
+    refuse("leaves cannot be put into buckets", problems)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.islands.sections import OF_ISLANDS, range_text
 from shardtrain.system.excerpts import short
@@ -68,8 +68,7 @@ class IslandKind:
                 for key in self.strategy
                 if key not in OF_ISLANDS
             ]
-        if problems:
-            raise problems_error(f"islands of kind {self.kind!r}", problems)
+        refuse(f"islands of kind {self.kind!r}", problems)
 
     def _uneven(self) -> list[str]:
         problems = []
@@ -153,8 +152,7 @@ class Cluster:
             )
         if (total := sum(each.count for each in self.islands)) > MOST_ISLANDS:
             problems.append(f"there are {total} islands; use at most {MOST_ISLANDS}")
-        if problems:
-            raise problems_error("this cluster cannot be used", problems)
+        refuse("this cluster cannot be used", problems)
 
     @property
     def of_islands(self) -> tuple[IslandKind, ...]:
@@ -210,8 +208,7 @@ def read_cluster(path: Path) -> Cluster:
             kinds.append(_kind(table))
         except ValueError as error:
             problems.append(f"[[islands]] {number}: {error}")
-    if problems:
-        raise problems_error(f"{path} cannot be read", problems)
+    refuse(f"{path} cannot be read", problems)
     try:
         return Cluster(islands=tuple(kinds), **others)
     except ValueError as error:
@@ -229,6 +226,5 @@ def _kind(table: Mapping[str, Any]) -> IslandKind:
         problems += [f"unknown key device.{near(key, names)}" for key in device if key not in names]
     elif device is not None:
         problems.append(f"device is {device!r}; write a table, device = {{ name = ... }}")
-    if problems:
-        raise problems_error("this kind of islands cannot be read", problems)
+    refuse("this kind of islands cannot be read", problems)
     return IslandKind(**{**table, "device": None if device is None else ClusterDevice(**device)})

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,7 @@ class ClusterDevice:
                 problems.append(f"per_node is {self.per_node}; use 1 or more")
             if self.name is None and self.teraflops is None:
                 problems.append("there is no name and no teraflops; give a known name, or measured rates")
-        if problems:
-            raise problems_error("this device cannot be planned for", problems)
+        refuse("this device cannot be planned for", problems)
 
     def _not_above_zero(self, name: str) -> list[str]:
         value = getattr(self, name)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.islands.buckets import CAP_BYTES
 
 REDUCE = ("all_reduce", "root", "hierarchical")
@@ -93,8 +93,7 @@ class Across:
             )
         if isinstance(self.share_limits, tuple) and any(most < 1 for most in self.share_limits):
             problems.append(f"share_limits is {self.share_limits}; give each island a number from 1")
-        if problems:
-            raise problems_error("islands cannot be joined like this", problems)
+        refuse("islands cannot be joined like this", problems)
 
     @property
     def num_gradient_programs(self) -> int:

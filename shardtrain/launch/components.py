@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.islands.sections import island_numbers, range_text
 from shardtrain.launch import batch
 from shardtrain.launch.job import Job
@@ -208,8 +208,7 @@ def _nodes_of_islands(job: Job, nodes: int | None, given: tuple[int, ...] | None
         for island, (number, own) in enumerate(zip(job.processes, given, strict=True))
         if number % own
     ]
-    if uneven:
-        raise problems_error("ranks cannot be shared evenly by the nodes of their island", uneven)
+    refuse("ranks cannot be shared evenly by the nodes of their island", uneven)
     return given
 
 

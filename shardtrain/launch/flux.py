@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.launch import batch
 from shardtrain.launch.job import Job
 from shardtrain.launch.launcher import Launch, Launcher
@@ -67,8 +67,7 @@ def script(job: Job, options: Flux, environ: Mapping[str, str]) -> str:
       ValueError: lists everything that does not fit.
     """
     nodes = batch.num_nodes(job, options.nodes)
-    if problems := _problems(job, options, nodes):
-        raise problems_error("this batch job cannot be written", problems)
+    refuse("this batch job cannot be written", _problems(job, options, nodes))
     lines = ["#!/bin/bash", f"# {batch.headline(job, nodes)}", ""]
     lines += [f"# flux: {option}" for option in _directives(job, options, nodes)]
     lines += ["", *options.setup, *batch.exports(job, environ)]

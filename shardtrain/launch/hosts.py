@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.islands.cluster import Cluster
 from shardtrain.system.plain_text import text_lines
 from shardtrain.system.untrusted_files import read_text
@@ -60,8 +60,7 @@ def _hosts(words: Sequence[str], where: str) -> tuple[Host, ...]:
         for name in dict.fromkeys(names)
         if names.count(name) > 1
     ]
-    if problems:
-        raise problems_error(where, problems)
+    refuse(where, problems)
     return tuple(Host(name=m[1], slots=int(m[2]) if m[2] else None) for m in found if m)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.islands.network import INTERFACE
 from shardtrain.islands.rank_placement import PROCESSES
 from shardtrain.launch.hosts import Host, hosts_problem
@@ -92,8 +92,7 @@ class Job:
         # hosts can be judged only if the number of ranks is known
         if not problems and self.hosts and (problem := hosts_problem(self.num_ranks, self.hosts)):
             problems.append(problem)
-        if problems:
-            raise problems_error("this job cannot be launched", problems)
+        refuse("this job cannot be launched", problems)
 
     @property
     def processes(self) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardtrain.errors.exit_codes import DONE, USAGE_ERROR
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 
 LONGEST_SECONDS = 60.0
 """The most that is waited between two starts."""
@@ -33,8 +33,7 @@ class Restarts:
         problems = [f"restarts is {self.most}; use 0 or more"] if self.most < 0 else []
         if not 0 <= self.backoff_seconds <= LONGEST_SECONDS:
             problems.append(f"backoff is {self.backoff_seconds} s; use 0 to {LONGEST_SECONDS:g}")
-        if problems:
-            raise problems_error("a launch cannot be started again like this", problems)
+        refuse("a launch cannot be started again like this", problems)
 
     def pause_seconds(self, done: int) -> float:
         """Return the seconds to wait before the next restart.

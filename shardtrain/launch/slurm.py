@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.islands.cluster import Cluster
 from shardtrain.launch import batch
 from shardtrain.launch.components import (
@@ -80,8 +80,7 @@ def script(job: Job, options: Slurm, environ: Mapping[str, str]) -> str:
     """
     common, parts, problems = _components(job, options)
     problems += _problems(job, options)
-    if problems:
-        raise problems_error("this batch job cannot be written", problems)
+    refuse("this batch job cannot be written", problems)
     first = parts[0]
     lines = ["#!/bin/bash", f"# {_headline(job, parts)}", ""]
     lines += [f"#SBATCH {option}" for option in _directives(job, options, first, common)]

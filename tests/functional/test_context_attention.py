@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain.functional import ring_attention, score_blocks
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.ring import Ring
-from shardtrain.functional.ring_attention import Seen
+from shardtrain.functional.ring_attention import VisibleKeys
 from shardtrain.models.attention import attend, attend_whole
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -143,7 +143,9 @@ def test_a_ring_has_memory_for_the_keys_of_two_devices_and_not_of_all(in_pairs, 
         ring = Ring("context", num, "balanced", in_pairs=in_pairs)
 
         def both_directions(q, k, v):
-            out, gradients = jax.vjp(partial(ring_attention.ring_attention, seen=Seen(), ring=ring), q, k, v)
+            out, gradients = jax.vjp(
+                partial(ring_attention.ring_attention, seen=VisibleKeys(), ring=ring), q, k, v
+            )
             return out, *gradients(out)
 
         mesh = make_mesh(Layout(mesh={"context": num}), jax.devices()[:num])

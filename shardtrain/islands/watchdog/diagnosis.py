@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 
 from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.islands.watchdog.activity import ActivityRecord
 
 LEAST_SECONDS = 2.0
@@ -48,8 +48,7 @@ class Watch:
                 f"long_seconds is {self.long_seconds}, and stall_seconds, for what is shorter, is"
                 f" {self.stall_seconds}; use {self.stall_seconds} or more for long_seconds"
             )
-        if problems:
-            raise problems_error("a run cannot be watched like this", problems)
+        refuse("a run cannot be watched like this", problems)
 
     def limit(self, long: bool) -> float:
         """Return the time limit of an operation in seconds."""
