@@ -14,11 +14,11 @@ from shardtrain.doctor.check import (
     count_text,
     group_by_host,
     join_texts,
-    some,
 )
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system.cgroup import limits
-from shardtrain.system.host import memory_bytes, ranges_text
+from shardtrain.system.excerpts import some
+from shardtrain.system.host import memory_bytes, parse_ranges, ranges_text
 from shardtrain.system.untrusted_data import parse_count
 
 SHM_BYTES_PER_RANK = 64 * 2**20
@@ -63,19 +63,9 @@ def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> dict[str, lis
     """Return NUMA node -> its cores; nodes without cores (only memory) are left out."""
     nodes = {}
     for path in sorted(folder.glob("node[0-9]*/cpulist")):
-        if cores := read_ranges(path.read_text()):
+        if cores := parse_ranges(path.read_text()):
             nodes[path.parent.name.removeprefix("node")] = cores
     return nodes
-
-
-def read_ranges(text: str) -> list[int]:
-    """Parse a list of numbers and ranges, as in a cpulist file.
-
-    >>> read_ranges("0-2,8\\n")
-    [0, 1, 2, 8]
-    """
-    ranges = [part.partition("-") for part in text.strip().split(",") if part]
-    return [i for low, _, high in ranges for i in range(int(low), int(high or low) + 1)]
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:

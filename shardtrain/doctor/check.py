@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from shardtrain.islands.rank_environment import RankEnvironment
+from shardtrain.system.excerpts import some
 
 Status = Literal["ok", "note", "warning", "wrong"]
 
 STATUSES: tuple[Status, ...] = ("ok", "note", "warning", "wrong")
 """From best to worst: `note` needs no action, `warning` costs time, `wrong` stops or spoils a run."""
+
+MOST_NAMES = 4
+"""Names of ranks or hosts that a finding lists; the others are counted."""
 
 Facts = dict[str, Any]
 """Facts of a check on one rank: values that JSON can represent."""
@@ -138,7 +142,7 @@ def join_texts(texts: Iterable[tuple[str, str]]) -> str:
     Args:
       texts: (name, text).
 
-    >>> each([("a", "1 core"), ("b", "1 core")]), each([("a", "x"), ("b", "y"), ("c", "x")])
+    >>> join_texts([("a", "1 core"), ("b", "1 core")]), join_texts([("a", "x"), ("b", "y"), ("c", "x")])
     ('1 core', 'a, c: x; b: y')
     """
     groups: dict[str, list[str]] = {}
@@ -146,18 +150,7 @@ def join_texts(texts: Iterable[tuple[str, str]]) -> str:
         groups.setdefault(text, []).append(name)
     if len(groups) == 1:
         return next(iter(groups))
-    return "; ".join(f"{some(names)}: {text}" for text, names in groups.items())
-
-
-def some(names: Sequence[str], most: int = 4) -> str:
-    """Join names; only the first few if there are many.
-
-    >>> some("abc"), some("abcdefg")
-    ('a, b, c', 'a, b, c and 4 more')
-    """
-    if len(names) <= most:
-        return ", ".join(names)
-    return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} more"
+    return "; ".join(f"{some(names, MOST_NAMES)}: {text}" for text, names in groups.items())
 
 
 def group_by_host(all_facts: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:

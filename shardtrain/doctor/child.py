@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from shardtrain.doctor.check import Facts
 from shardtrain.islands.launcher_variables import LAUNCHERS, outside_launch
-from shardtrain.islands.mpi_library import library_environment, vendor
+from shardtrain.islands.mpi_library import find_vendor, library_environment
 from shardtrain.islands.rank_environment import RankEnvironment
 
 
@@ -82,7 +82,7 @@ def launch_problem(environment: RankEnvironment, environ: Mapping[str, str]) -> 
         return f"mpi4py does not start: {facts['died']}"
     # srun and flux start the ranks of any MPI
     launcher = LAUNCHERS[environment.launcher].mpi_vendor
-    if launcher is None or compatible(launcher, vendor(facts["library"])):
+    if launcher is None or compatible(launcher, find_vendor(facts["library"])):
         return None
     version = facts["library"].splitlines()[0]
     return (

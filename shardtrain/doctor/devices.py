@@ -9,13 +9,14 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from pathlib import Path
 
-from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, group_by_host, join_texts, some
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, group_by_host, join_texts
 from shardtrain.doctor.child import run_child
+from shardtrain.islands.binding import parse_devices
 from shardtrain.islands.launcher_variables import NODE_GPUS, STEP_GPUS
 from shardtrain.report.quantities import bytes_text
-from shardtrain.system.host import driver
+from shardtrain.system.excerpts import some
+from shardtrain.system.host import driver, list_gpu_files
 from shardtrain.system.untrusted_data import parse_count
 
 QUERY = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
@@ -31,7 +32,7 @@ def visible_gpu_facts(environ: Mapping[str, str]) -> Facts:
       many Slurm gave, None likewise; `driver`; `plugin`: the CUDA plugin of jax and its version;
       `smi_error`.
     """
-    files = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    files = list_gpu_files()
     openable = [path for path in files if os.access(path, os.R_OK | os.W_OK)]
     gpus, error = _nvidia_smi() if files else ([], None)
     return {
@@ -49,27 +50,14 @@ def visible_gpu_facts(environ: Mapping[str, str]) -> Facts:
 
 def wants_gpus(environ: Mapping[str, str]) -> bool:
     """Return whether there is a GPU, and jax is not set to use the CPU."""
-    has_gpu = num_device_files() > 0 and visible(environ) != []
+    has_gpu = bool(list_gpu_files()) and visible(environ) != []
     return has_gpu and environ.get("JAX_PLATFORMS", "").split(",")[0] != "cpu"
 
 
-def num_device_files() -> int:
-    """Return the number of GPUs with a device file."""
-    return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").glob("nvidia*"))
-
-
 def visible(environ: Mapping[str, str]) -> list[str] | None:
-    """Return the entries of `CUDA_VISIBLE_DEVICES`; CUDA ignores all entries after an invalid one.
-
-    >>> visible({"CUDA_VISIBLE_DEVICES": "0,2"}), visible({"CUDA_VISIBLE_DEVICES": ""}), visible({})
-    (['0', '2'], [], None)
-    """
+    """Return the valid entries of `CUDA_VISIBLE_DEVICES`; None if it is not set."""
     text = environ.get("CUDA_VISIBLE_DEVICES")
-    if text is None:
-        return None
-    words = [word.strip() for word in text.split(",")]
-    end = next((i for i, word in enumerate(words) if word in ("", "-1", "NoDevFiles")), len(words))
-    return words[:end]
+    return None if text is None else parse_devices(text)
 
 
 def slurm_gpus(environ: Mapping[str, str]) -> int | None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from shardtrain.doctor.check import Facts, Row, Status, join_texts, rate_text, some, time_text
+from shardtrain.doctor.check import Facts, Row, Status, join_texts, rate_text, time_text
+from shardtrain.system.excerpts import some
 
 NUM_SMALL, NUM_SYNCS = 16, 5
 LARGE_BYTES, BLOCK_BYTES = 64 * 2**20, 2**20

@@ -19,11 +19,11 @@ from shardtrain.doctor.check import (
     Row,
     group_by_host,
     join_texts,
-    some,
     time_text,
 )
 from shardtrain.doctor.file_probes import fix_for, is_locked, measure_all, probe_rows, result_or_error
 from shardtrain.report.quantities import bytes_text
+from shardtrain.system.excerpts import some
 
 SEEN_SECONDS = 10.0
 """Longest time until another host sees a new file; some file systems cache listings for 3 s."""
@@ -138,7 +138,7 @@ def find_mount(path: Path, mounts: str) -> Facts:
     Returns:
       Its `type`, `source`, and whether it is `read_only`.
 
-    >>> mount_of(Path("/data/x"), "d / ext4 rw 0 0\\nn:/d /data nfs4 ro,vers=4 0 0\\n")
+    >>> find_mount(Path("/data/x"), "d / ext4 rw 0 0\\nn:/d /data nfs4 ro,vers=4 0 0\\n")
     {'type': 'nfs4', 'source': 'n:/d', 'read_only': True}
     """
     mount = {"type": "unknown", "source": "", "read_only": False}

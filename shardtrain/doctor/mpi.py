@@ -20,7 +20,7 @@ from shardtrain.doctor.child import compatible, run_child
 from shardtrain.doctor.devices import wants_gpus
 from shardtrain.islands.device_memory import cuda_aware
 from shardtrain.islands.launcher_variables import JOB_ID, JOB_TASKS, OTHER_LAUNCHERS, pmi_interface
-from shardtrain.islands.mpi_library import library_environment, list_not_installed, vendor
+from shardtrain.islands.mpi_library import find_vendor, library_environment, list_not_installed
 from shardtrain.launch.mpi import find_mpiexec
 from shardtrain.system.untrusted_data import parse_count
 
@@ -229,10 +229,10 @@ def _launches(firsts: Sequence[RankFacts]) -> Row:
         )
         return Row("mpiexec", finding, "warning", fix)
     other = [
-        (one.host, vendor(one.facts["child"]["library"]))
+        (one.host, find_vendor(one.facts["child"]["library"]))
         for one in firsts
         if "library" in one.facts["child"]
-        and not compatible(one.facts["mpiexec"]["flavour"], vendor(one.facts["child"]["library"]))
+        and not compatible(one.facts["mpiexec"]["flavour"], find_vendor(one.facts["child"]["library"]))
     ]
     if other:
         fix = (

@@ -5,7 +5,8 @@ import socket
 import time
 from collections.abc import Sequence
 
-from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, group_by_host, some, time_text
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, group_by_host, time_text
+from shardtrain.system.excerpts import some
 
 CONNECT_SECONDS = 3.0
 MOST_PARTNERS = 16

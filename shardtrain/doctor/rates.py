@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any, TypeVar
 
-from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, rate_text, some
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, rate_text
 from shardtrain.plan.devices import find_device
+from shardtrain.system.excerpts import some
 
 SIZES = {"cpu": (1024, 2**24)}
 LARGE = (8192, 2**28)

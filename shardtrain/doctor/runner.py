@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardtrain.doctor import binding, devices, files, links, mpi, names, ports, rates, versions
-from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, Status, join_texts, some, worst
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, Status, join_texts, worst
 from shardtrain.islands.rank_timeout import RankTimeout
+from shardtrain.system.excerpts import some
 
 CHECKS: Mapping[str, Check] = {
     "names": names.CHECK,

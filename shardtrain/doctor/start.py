@@ -8,7 +8,7 @@ import select
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardtrain.doctor.check import ControlChannel
@@ -68,7 +68,7 @@ def connect_ranks(
         return alone
     # 1. find mistakes of the launch that need no MPI
     if problem := launch_problem(environment, environ):
-        return _add_problem(alone, problem)
+        return replace(alone, problem=problem)
     who = f"rank {environment.rank} of {environment.size} (host {environment.host})"
     # 2. start MPI, watched by a child process: it may end this process without a message
     with watch_mpi_start(who, 2 * patience_seconds):
@@ -78,9 +78,9 @@ def connect_ranks(
         try:
             comm = world()
         except ValueError as problem:
-            return _add_problem(alone, str(problem))
+            return replace(alone, problem=str(problem))
         if (comm.rank, comm.size) != (environment.rank, environment.size):
-            return _add_problem(alone, format_other_mpi(environment, comm.rank, comm.size))
+            return replace(alone, problem=format_other_mpi(environment, comm.rank, comm.size))
         controls = tuple(Control(comm) for _ in range(num_controls))
         hosts = controls[0].all_gather("start", environment.host, patience_seconds)
     # 3. assign ranks to islands; a mistake there must not keep the other checks from running
@@ -99,10 +99,6 @@ def connect_ranks(
     return Connection(controls=controls, hosts=tuple(hosts), comm=comm, islands_problem=problem)
 
 
-def _add_problem(alone: Connection, problem: str) -> Connection:
-    return Connection(controls=alone.controls, hosts=alone.hosts, comm=None, problem=problem)
-
-
 def late_text(who: str, after_seconds: float) -> str:
     """Return the message for a rank on which MPI does not start.
 
@@ -119,7 +115,7 @@ def late_text(who: str, after_seconds: float) -> str:
 def format_ended(who: str) -> str:
     """Return the message for a rank that ended while MPI started.
 
-    >>> ended_text("rank 1 of 2 (host a)")[:68]
+    >>> format_ended("rank 1 of 2 (host a)")[:68]
     'shardtrain doctor: rank 1 of 2 (host a): the process ended while MPI'
     """
     return (

@@ -3,10 +3,11 @@
 import sys
 from collections.abc import Sequence
 
-from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, join_texts, some
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, join_texts
 from shardtrain.islands.agreement import disagreement
 from shardtrain.islands.mpi_library import PACKAGES as OF_MPI
 from shardtrain.islands.rank_facts import flags, versions
+from shardtrain.system.excerpts import some
 from shardtrain.system.host import system_facts
 
 SHOWN = ("python", "jax", "jaxlib", "flax", "mpi4py", "mpi4jax", "shardtrain")

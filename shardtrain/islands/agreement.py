@@ -7,6 +7,8 @@ different programs would wait for each other without end. The facts are in `rank
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from shardtrain.system.excerpts import some
+
 CHANGES = {
     "versions": "install the same versions on every host, from one lock file",
     "flags": "give every island the same XLA_FLAGS and JAX_ variables",
@@ -115,20 +117,8 @@ def _groups_text(groups: Mapping[str, Sequence[str]]) -> str:
     bare = [value.strip("'") for value in values]
     values = bare if len(set(bare)) == len(values) else values
     return "; ".join(
-        f"{value} on {_names_text(names)}" for value, names in zip(values, groups.values(), strict=True)
+        f"{value} on {some(names, _MOST_NAMES)}" for value, names in zip(values, groups.values(), strict=True)
     )
-
-
-def _names_text(names: Sequence[str]) -> str:
-    """
-    >>> _names_text(["island 0 (host a)", "island 1 (host b)"])
-    'island 0 (host a), island 1 (host b)'
-    >>> _names_text("abcdef")
-    'a, b, c and 3 more'
-    """
-    if len(names) <= _MOST_NAMES:
-        return ", ".join(names)
-    return f"{', '.join(names[: _MOST_NAMES - 1])} and {len(names) - _MOST_NAMES + 1} more"
 
 
 def _cut(texts: Sequence[str]) -> list[str]:

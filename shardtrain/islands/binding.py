@@ -1,12 +1,12 @@
 """Divide the GPUs and cores of a host among its ranks, before jax starts. No jax, no MPI."""
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardtrain.islands.launcher_variables import LAUNCHERS
 from shardtrain.islands.rank_environment import RankEnvironment
+from shardtrain.system.host import list_gpu_files, parse_ranges
 
 BIND = "SHARDTRAIN_BIND"
 """`no`: leave devices and cores as the launcher gave them."""
@@ -104,9 +104,9 @@ def device_environment(
     assert size is not None
     variable = _visible_variable(environ)
     text = environ.get(variable)
-    gpus = _names(text)
+    gpus = parse_devices(text)
     if text is None:
-        gpus = [str(i) for i in range(_count_gpus() if num_gpus is None else num_gpus)]
+        gpus = [str(i) for i in range(len(list_gpu_files()) if num_gpus is None else num_gpus)]
     if not gpus or _is_declared_bound(environment, environ):
         return {}
     # before MPI one cannot know whether the others see the same: only a list for all of them is divided
@@ -155,7 +155,7 @@ def _lists_are_bound(host: str, lists: Sequence[str | None]) -> bool:
     """
     if len(set(lists)) == 1:
         return False
-    names = [name for text in lists for name in sorted(set(_names(text)))]
+    names = [name for text in lists for name in sorted(set(parse_devices(text)))]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice or None in lists:
         shown = "; ".join("all" if text is None else text or "none" for text in lists)
@@ -189,14 +189,18 @@ def runtime_device_ids(environ: Mapping[str, str]) -> list[int] | None:
     """
     if own := environ.get(OWN_IDS):
         return [int(word) for word in own.split(",")]
-    names = _names(visible_list(environ))
+    names = parse_devices(visible_list(environ))
     # CUDA shows a process one part of a GPU, however many are listed
     plain = names and not any(name.startswith("MIG") for name in names)
     return list(range(len(names))) if plain else None
 
 
-def _names(text: str | None) -> list[str]:
-    """Return the devices of a list; those after an invalid entry are not visible."""
+def parse_devices(text: str | None) -> list[str]:
+    """Parse a list of visible devices; CUDA ignores all entries after an invalid one.
+
+    >>> parse_devices("0,2"), parse_devices("1,-1,2"), parse_devices(None)
+    (['0', '2'], ['1'], [])
+    """
     words = [word.strip() for word in (text or "").split(",")]
     end = next((i for i, word in enumerate(words) if word in ("", "-1", "NoDevFiles")), len(words))
     return words[:end]
@@ -210,10 +214,6 @@ def _is_declared_bound(environment: RankEnvironment, environ: Mapping[str, str])
     names = LAUNCHERS[environment.launcher].gpu_binding if environment.launcher in LAUNCHERS else ()
     by_launcher = any(environ.get(name, "none") != "none" for name in names)
     return by_launcher or environ.get(BIND) == "no" or OWN_IDS in environ
-
-
-def _count_gpus() -> int:
-    return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").glob("nvidia*"))
 
 
 def bind_cpus(
@@ -263,8 +263,7 @@ def _usable() -> set[int]:
         text = Path(f"/sys/fs/cgroup{group}/cpuset.cpus.effective").read_text().strip()
     except OSError:
         return every
-    ranges = [part.partition("-") for part in text.split(",") if part]
-    return {i for low, _, high in ranges for i in range(int(low), int(high or low) + 1)} or every
+    return set(parse_ranges(text)) or every
 
 
 def _core(cpu: int) -> tuple[int, int, int]:

@@ -7,7 +7,6 @@ all-gathers small values. Next: `transfer.py`, which brings arrays of a mesh her
 import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -18,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardtrain.islands.malloc import tune_malloc
-from shardtrain.islands.mpi_library import check_started, library_environment, not_loaded_text, vendor
+from shardtrain.islands.mpi_library import check_started, find_vendor, library_environment, not_loaded_text
 from shardtrain.islands.options import REDUCE
-from shardtrain.islands.rank_timeout import RankTimeout, missing_text
+from shardtrain.islands.rank_timeout import RankTimeout, RankWait
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.system.standard_streams import wait_until_read
 from shardtrain.system.stop_signals import STOPPING, keep_handlers
@@ -44,7 +43,7 @@ def apply_in_chunks(
 
     >>> calls = []
     >>> double = lambda x: calls.append(x.shape) or 2 * x
-    >>> in_chunks(double, jnp.ones((2, 4)), 3).shape, calls
+    >>> apply_in_chunks(double, jnp.ones((2, 4)), 3).shape, calls
     ((2, 4), [(3,), (3,), (2,)])
     """
     if x.size <= most_elements:
@@ -195,11 +194,9 @@ class Control:
       comm: duplicated.
       names: rank -> its name in messages, such as "island 1 (host b)".
       patience_seconds: how long to wait for the others, unless a call says otherwise.
-      report: called once with a line when a wait takes longer than `REPORT_SECONDS`.
+      report: called once with a line when a wait takes longer than `RankWait.REPORT_SECONDS`.
       activity: the activity record of this process; every all-gather is recorded there.
     """
-
-    REPORT_SECONDS = 30.0
 
     def __init__(
         self,
@@ -262,28 +259,22 @@ class Control:
         return [found[rank][1] for rank in range(self.size)]
 
     def _receive(self, name: str, tag: int, found: dict[int, Any], patience: float) -> None:
-        start, nap, is_reported = time.monotonic(), 0.0, False
-        status = MPI.Status()
+        status, wait = (
+            MPI.Status(),
+            RankWait(name, self.names, patience, self.report, longest_nap_seconds=2e-3),
+        )
         # receive from whoever sends; record the missing ranks, report them once, and give up in the end
         while len(found) < self.size:
             if self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
                 buffer = bytearray(status.Get_count(MPI.BYTE))
                 self._comm.Recv(buffer, status.source, tag)
                 found[status.source] = json.loads(bytes(buffer))
-                nap = 0.0
+                wait.restart_naps()
                 continue
-            waited = time.monotonic() - start
             missing = [rank for rank in range(self.size) if rank not in found]
-            if waited > KNOWN_SECONDS:
+            if wait.seconds > KNOWN_SECONDS:
                 self.activity.awaits(tuple(missing))
-            if waited > patience:
-                text = missing_text(name, [self.names[rank] for rank in missing], waited)
-                raise RankTimeout(text, missing, _values(name, found))
-            if waited > self.REPORT_SECONDS and not is_reported:
-                is_reported = True
-                self.report(f"waiting: {missing_text(name, [self.names[rank] for rank in missing], waited)}")
-            time.sleep(nap)
-            nap = min(nap + 2e-5, 2e-3)
+            wait.nap(missing, _values(name, found))
 
 
 def _values(name: str, found: Mapping[int, Any]) -> dict[int, Any]:
@@ -313,7 +304,7 @@ def library_facts() -> dict[str, str]:
     library = MPI.Get_library_version().rstrip("\0")
     return {
         "library": library.splitlines()[0].strip(),
-        "vendor": vendor(library),
+        "vendor": find_vendor(library),
         "standard": ".".join(map(str, MPI.Get_version())),
         "threads": levels.get(MPI.Query_thread(), "multiple"),
     }

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardtrain.islands.bridge import MPI
-from shardtrain.islands.rank_timeout import RankTimeout, missing_text
+from shardtrain.islands.rank_timeout import RankWait
 from shardtrain.islands.watchdog.activity import ActivityRecord
 
 LONGEST_NAP_SECONDS = 2e-4
@@ -26,12 +26,10 @@ class Mailbox:
       comm: duplicated; rank s is stage s.
       names: rank -> its name in messages.
       patience_seconds: how long to wait for a message.
-      report: called with a line when a wait takes longer than `REPORT_SECONDS`.
+      report: called with a line when a wait takes longer than `RankWait.REPORT_SECONDS`.
       activity: the activity record of this process; every wait is recorded there.
       ranks: stage -> its rank among all, for the activity.
     """
-
-    REPORT_SECONDS = 30.0
 
     def __init__(
         self,
@@ -93,21 +91,11 @@ class Mailbox:
         self, shape: Sequence[int], dtype: Any, source: int, tag: int, what: str
     ) -> np.ndarray:
         found = np.empty(tuple(shape), dtype)
-        start, nap, is_reported = time.monotonic(), 0.0, False
-        status = MPI.Status()
+        status, wait = MPI.Status(), RankWait(what, self._names, self.patience_seconds, self._report)
         # poll: a blocking receive could neither report a missing stage nor give up
         while not self._comm.Iprobe(source, tag, status):
             self._check()
-            waited = time.monotonic() - start
-            text = missing_text(what, [self._names[source]], waited)
-            if waited > self.patience_seconds:
-                raise RankTimeout(text, [source])
-            if waited > self.REPORT_SECONDS and not is_reported:
-                is_reported = True
-                self._report(f"waiting: {text}")
-            time.sleep(nap)
-            # poll eagerly at first, then less often
-            nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
+            wait.nap([source])
         assert status.Get_count(MPI.BYTE) == found.nbytes, (what, status.Get_count(MPI.BYTE), found.nbytes)
         self._comm.Recv([_view_bytes(found), MPI.BYTE], source, tag)
         return found

@@ -221,15 +221,14 @@ def rank_name(placement: RankPlacement, host: str) -> str:
     >>> rank_name(RankPlacement(island=1, num_islands=2, process=3, num_processes=4), "b")
     'island 1.3 (host b)'
     """
-    process = f".{placement.process}" if placement.num_processes > 1 else ""
-    return f"island {placement.island}{process} (host {host})"
+    return f"island {placement.name} (host {host})"
 
 
 def format_other_mpi(environment: RankEnvironment, rank: int, size: int) -> str:
     """Return the message for a launcher and an mpi4py that belong to different MPIs.
 
     >>> numbers = {"rank": 1, "size": 4, "local_rank": 1, "local_size": 4}
-    >>> other_mpi_text(RankEnvironment(launcher="openmpi", host="a", **numbers), 0, 1)[:64]
+    >>> format_other_mpi(RankEnvironment(launcher="openmpi", host="a", **numbers), 0, 1)[:64]
     'the launcher (openmpi) says rank 1 of 4, but MPI says rank 0 of '
     """
     return (

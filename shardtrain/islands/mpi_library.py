@@ -45,17 +45,21 @@ def list_not_installed() -> list[str]:
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
 
-def vendor(library: str) -> str:
-    """Return the vendor of a library: a value of `launch.mpi.Mpiexec.vendor`, or "other".
+VENDORS = {
+    "openmpi": r"Open ?MPI|OpenRTE|PRRTE|prterun",
+    "intel": r"Intel\(R\) MPI",
+    "hydra": r"HYDRA|MPICH|MVAPICH",
+}
+"""Vendor -> pattern of the version text of its library or its mpiexec."""
 
-    >>> vendor("Open MPI v5.0.3, package: Open MPI"), vendor("MPICH Version: 5.0.2"), vendor("?")
+
+def find_vendor(version: str) -> str:
+    """Find the vendor of an MPI by the version text of its library or mpiexec; "other" if it is unknown.
+
+    >>> find_vendor("Open MPI v5.0.3, package"), find_vendor("MPICH Version: 5.0.2"), find_vendor("?")
     ('openmpi', 'hydra', 'other')
     """
-    if "Open MPI" in library:
-        return "openmpi"
-    if "Intel(R) MPI" in library:
-        return "intel"
-    return "hydra" if re.search(r"MPICH|MVAPICH", library) else "other"
+    return next((vendor for vendor, pattern in VENDORS.items() if re.search(pattern, version)), "other")
 
 
 def not_loaded_text(error: BaseException) -> str:

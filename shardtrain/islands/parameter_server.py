@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.islands.bridge import MPI, end_all
+from shardtrain.islands.bridge import KNOWN_SECONDS, MPI, end_all
 from shardtrain.islands.parameter_shard import Answer, ParameterShard, Push
-from shardtrain.islands.rank_timeout import RankTimeout, missing_text
+from shardtrain.islands.rank_timeout import RankWait
 from shardtrain.islands.watchdog.activity import ActivityRecord
 
 REQUEST, UPDATE, ANSWER, VALUES = 1, 2, 3, 4
@@ -134,20 +134,15 @@ class ParameterServer:
     def _receive(self, island: int, values: np.ndarray, push: Push) -> Answer:
         """Wait for the answer of a shard, and receive its values."""
         what = f"wave of step {push.step}"
-        start, nap, status = time.monotonic(), 0.0, MPI.Status()
+        status, wait = MPI.Status(), RankWait(what, self._names, self._patience_seconds)
         with self._activity.at(what, waits=True, kind="islands"):
             # poll: a blocking receive could neither tell who is behind nor give up
             while not self._comm.Iprobe(island, ANSWER, status):
-                waited = time.monotonic() - start
                 clocks = self._shard.clocks
                 behind = [i for i, clock in enumerate(clocks) if clock < push.least] or [island]
-                if waited > 1:
+                if wait.seconds > KNOWN_SECONDS:
                     self._activity.awaits(tuple(self._ranks[i] for i in behind))
-                if waited > self._patience_seconds:
-                    text = missing_text(what, [self._names[i] for i in behind], waited)
-                    raise RankTimeout(text, [self._ranks[i] for i in behind])
-                time.sleep(nap)
-                nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
+                wait.nap(behind)
             numbers = bytearray(status.Get_count(MPI.BYTE))
             self._comm.Recv([numbers, MPI.BYTE], island, ANSWER)
             self._comm.Recv(values[self._part(island)], island, VALUES)

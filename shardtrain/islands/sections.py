@@ -5,6 +5,8 @@ Values only: no jax, no MPI. Read by `cluster.py`, by strategy files and by the 
 
 import re
 
+from shardtrain.system.host import parse_ranges
+
 OF_ISLANDS = ("layout", "accumulate", "remat", "compute_dtype")
 """Fields of a strategy in which islands may differ."""
 
@@ -18,8 +20,7 @@ def island_numbers(name: str) -> set[int] | None:
     name = name.replace(" ", "")
     if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", name):
         return None
-    ends = [each.partition("-") for each in name.split(",")]
-    return {number for first, _, last in ends for number in range(int(first), int(last or first) + 1)}
+    return set(parse_ranges(name))
 
 
 def range_text(first: int, count: int) -> str:

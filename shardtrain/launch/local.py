@@ -1,4 +1,4 @@
-"""`launch local`: all ranks on this machine, by the mpiexec of this Python's environment."""
+"""`launch local`: start all ranks on this machine, by the mpiexec of this Python's environment."""
 
 from collections.abc import Mapping
 from dataclasses import replace

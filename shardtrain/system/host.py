@@ -100,6 +100,21 @@ def infiniband_links(folder: Path = Path("/sys/class/infiniband")) -> dict[str, 
     }
 
 
+def list_gpu_files() -> list[Path]:
+    """List the device files of NVIDIA GPUs."""
+    return [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+
+
+def parse_ranges(text: str) -> list[int]:
+    """Parse a list of numbers and ranges, as in a cpulist file.
+
+    >>> parse_ranges("0-2,8\\n")
+    [0, 1, 2, 8]
+    """
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return [number for low, _, high in ranges for number in range(int(low), int(high or low) + 1)]
+
+
 def ranges_text(numbers: Sequence[int]) -> str:
     """Format numbers as a list of ranges.
 

@@ -27,10 +27,10 @@ def job(**changes):
         ),
         (
             {"islands": 3, "hosts": parse_hosts("a,b")},
-            "3 ranks cannot be shared evenly by 2 hosts: 3 % 2 = 1. Use 2 or 4 ranks, or say how many each"
-            " gets: a:2,b:1",
+            "3 ranks cannot be shared evenly by 2 hosts: 3 % 2 = 1. Use 2 or 4 ranks, or give the number of"
+            " each host: a:2,b:1",
         ),
-        ({"islands": 1, "hosts": parse_hosts("a,b")}, "Use 2 ranks, or say how many each gets: a:1"),
+        ({"islands": 1, "hosts": parse_hosts("a,b")}, "Use 2 ranks, or give the number of each host: a:1"),
         ({"time_seconds": 60}, "the time limit of 60 s leaves nothing before the 120 s for stopping"),
     ],
 )

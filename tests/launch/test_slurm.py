@@ -54,7 +54,7 @@ def test_the_number_of_nodes_is_in_one_place(path):
             {"processes_per_island": (4, 4, 8, 8)},
             {"nodes": 2},
             "or islands that fill nodes; unequal nodes: launch --hosts a:4,b:8 in an allocation of your own;"
-            " say how many nodes each island has: --nodes-per-island 1,1,1,1",
+            " give the number of nodes of each island: --nodes-per-island 1,1,1,1",
         ),
         (
             {"processes_per_island": (4, 4, 8, 9)},
