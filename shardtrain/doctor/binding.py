@@ -22,7 +22,7 @@ from shardtrain.system.host import memory_bytes, parse_ranges, ranges_text
 from shardtrain.system.untrusted_data import parse_count
 
 SHM_BYTES_PER_RANK = 64 * 2**20
-"""Least space in /dev/shm per rank, for MPI's buffers; containers often have 64 MiB for all ranks."""
+"""Smallest space in /dev/shm per rank for MPI's buffers; containers often have 64 MiB for all ranks."""
 
 MEMLOCK_BYTES = 2**30
 FEW_FILES = 1024
@@ -60,7 +60,7 @@ def _soft(kind: int) -> int | None:
 
 
 def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> dict[str, list[int]]:
-    """Return NUMA node -> its cores; nodes without cores (only memory) are left out."""
+    """Return NUMA node -> its cores; nodes without cores are left out."""
     nodes = {}
     for path in sorted(folder.glob("node[0-9]*/cpulist")):
         if cores := parse_ranges(path.read_text()):
@@ -69,7 +69,7 @@ def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> dict[str, lis
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
-    """Return rows for cores, NUMA nodes, limits on cores and memory, /dev/shm and ulimits."""
+    """Return the rows for cores, NUMA nodes, limits on cores and memory, /dev/shm and ulimits."""
     hosts = group_by_host(all_facts)
     rows = [
         _cores(all_facts, hosts),

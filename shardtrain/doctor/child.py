@@ -1,4 +1,4 @@
-"""Child processes for what might crash or hang: any program, and the MPI of a launcher. No MPI, no jax."""
+"""Run programs that might crash or hang, such as the start of MPI, in child processes. No MPI, no jax."""
 
 import json
 import os
@@ -20,12 +20,12 @@ def run_child(
 
     Args:
       program: Python source code.
-      environ: environment of the parent; the child gets it without the variables of a launcher.
+      environ: environment of the parent; the child gets it without variables of a launcher.
       timeout_seconds: seconds until the child and its own children are killed.
       arguments: arguments of the program.
 
     Returns:
-      The facts that it printed, and `died`: None if it succeeded, else how it ended, as text.
+      The printed facts, and `died`: None if the program succeeded, else a text about its end.
 
     >>> run_child("print('{\\"a\\": 1}'); raise SystemExit('no b')", {}, 30.0)
     {'a': 1, 'died': 'no b'}
@@ -74,7 +74,7 @@ def compatible(launcher: str, library: str) -> bool:
 def launch_problem(environment: RankEnvironment, environ: Mapping[str, str]) -> str | None:
     """Return why MPI would not start or not find the other ranks; None if it should work.
 
-    A child process without launcher variables loads mpi4py: a rank of another MPI might end by it.
+    A child process without launcher variables loads mpi4py, because that might end a rank of another MPI.
     """
     program = "import json; from mpi4py import MPI; print(json.dumps({'library': MPI.Get_library_version()}))"
     facts = run_child(program, {**environ, **library_environment(environ)}, LIBRARY_SECONDS)

@@ -1,6 +1,6 @@
 """The check `devices`: whether jax sees the devices of the machine that this process may use.
 
-GPUs of the host are read from device files and nvidia-smi, in a process without jax.
+Device files and nvidia-smi show the GPUs of the host, in a process without jax.
 """
 
 import os
@@ -27,10 +27,9 @@ def visible_gpu_facts(environ: Mapping[str, str]) -> Facts:
     """Collect the GPUs that this process may use.
 
     Returns:
-      `nodes`: number of GPUs whose device file can be opened; `closed`: of those that cannot; `gpus`: as
-      nvidia-smi lists them; `visible`: by `CUDA_VISIBLE_DEVICES`, None where it is not set; `slurm`: how
-      many Slurm gave, None likewise; `driver`; `plugin`: the CUDA plugin of jax and its version;
-      `smi_error`.
+      `nodes` and `closed`: numbers of GPUs whose device file can and cannot be opened; `gpus`: the list of
+      nvidia-smi; `visible`: see `visible`; `slurm`: number of GPUs from Slurm, or None; `driver`; `plugin`:
+      the CUDA plugin of jax and its version; `smi_error`; `cpu_wanted`: whether jax is set to use the CPU.
     """
     files = list_gpu_files()
     openable = [path for path in files if os.access(path, os.R_OK | os.W_OK)]
@@ -61,7 +60,7 @@ def visible(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def slurm_gpus(environ: Mapping[str, str]) -> int | None:
-    """Return the number of GPUs that Slurm allocated on this host; None: not known.
+    """Return the number of GPUs that Slurm allocated on this host; None if unknown.
 
     >>> slurm_gpus({"SLURM_STEP_GPUS": "0,1"}), slurm_gpus({"SLURM_GPUS_ON_NODE": "4"}), slurm_gpus({})
     (2, 4, None)
@@ -107,7 +106,7 @@ def _nvidia_smi() -> tuple[list[Facts], str | None]:
 
 
 def plugin() -> str | None:
-    """Return the installed CUDA plugin of jax and its version; None for none."""
+    """Return the installed CUDA plugin of jax and its version; None without one."""
     for name in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
         try:
             return f"{name} {metadata.version(name)}"
@@ -117,7 +116,7 @@ def plugin() -> str | None:
 
 
 def uuids(facts: Mapping, names: Sequence[str] | None) -> list[str]:
-    """Return the UUIDs of the GPUs in `CUDA_VISIBLE_DEVICES`, which are the same in every container."""
+    """Return the UUIDs of visible GPUs, which are the same in every container."""
     gpus = facts["gpus"]
     if names is None:
         return [gpu["uuid"] for gpu in gpus]
@@ -131,7 +130,7 @@ def uuids(facts: Mapping, names: Sequence[str] | None) -> list[str]:
 
 CHILD_SECONDS = 90.0
 BUSY_SHARE = 0.1
-"""Fraction of a GPU's memory in use above which another process must be using it."""
+"""Used fraction of a GPU's memory above which another process must be using it."""
 
 PROGRAM = """
 import json, jax
@@ -154,7 +153,7 @@ def collect(context: RankContext) -> Facts:
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
-    """Return rows for the devices that jax sees, those that it should see, and shared GPUs."""
+    """Return the rows for devices that jax sees, devices that it should see, and shared GPUs."""
     rows = [_check_visible(all_facts)]
     if idle := [one for one in all_facts if _is_idle(one.facts)]:
         rows.append(_check_unused(idle))

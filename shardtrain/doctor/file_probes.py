@@ -1,6 +1,6 @@
-"""Probes of what checkpoints need of a file system: rename, fsync, lock, small files, one large file.
+"""Probe what checkpoints need from a file system: rename, fsync, lock, small files, one large file.
 
-A probe measures something in an empty folder, and judges the results of all hosts. Next: `files.py`.
+A probe measures in an empty folder, and judges the results of all hosts. Next: `files.py`.
 """
 
 import errno
@@ -57,17 +57,17 @@ def fix_for(errors: Sequence[str]) -> str:
 
 
 Results = Mapping[str, Mapping]
-"""Host -> what a probe measured there."""
+"""Host -> the measurements of a probe there."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Something that checkpoints need of a folder.
+    """A test of something that checkpoints need from a folder.
 
     Args:
       item: its name in the table.
-      measure: measures in an empty folder.
-      judge: results of all hosts -> (finding, fix); the fix is empty if all is well.
+      measure: measures in a folder.
+      judge: results of all hosts -> (finding, fix); the fix is empty if nothing is wrong.
       status: the status if there is something to fix.
       status_of_error: the status if measuring failed.
     """
@@ -79,7 +79,7 @@ class Probe:
     status_of_error: Status = "wrong"
 
     def row(self, results: Results) -> Row:
-        """Return the row for the results, or for the errors where it failed."""
+        """Return the row for the results, or for errors."""
         if errors := [(host, result["error"]) for host, result in results.items() if "error" in result]:
             fix = fix_for([error for _, error in errors])
             return Row(self.item, f"fails: {join_texts(errors)}", self.status_of_error, fix)
@@ -88,24 +88,24 @@ class Probe:
 
 
 def measure_all(folder: Path, *, with_large: bool) -> Facts:
-    """Return probe -> what it measured in a temporary folder, or its `error`: name and text of the system's.
+    """Run all probes in a folder; return probe -> its measurements, or its `error`.
 
     Args:
-      folder: the folder.
-      with_large: whether a large file is written too.
+      folder: a temporary folder.
+      with_large: whether to write a large file too.
     """
     chosen = {name: probe for name, probe in PROBES.items() if with_large or name != "large"}
     return {name: result_or_error(probe.measure, folder) for name, probe in chosen.items()}
 
 
 def probe_rows(probes: Mapping[str, Mapping[str, Mapping]]) -> list[Row]:
-    """Return a row for each probe that ran, of host -> probe -> what it measured, or its `error`."""
+    """Return a row for each probe that ran, from host -> probe -> its measurements, or its `error`."""
     results = {name: {host: ran[name] for host, ran in probes.items() if name in ran} for name in PROBES}
     return [PROBES[name].row(found) for name, found in results.items() if found]
 
 
 def result_or_error(probe: Callable[[Path], Facts], folder: Path) -> Facts:
-    """Return the result of a probe, or its error."""
+    """Return the result of a probe, or its `error`: the name and text of the system's error."""
     try:
         return probe(folder)
     except OSError as error:
@@ -243,4 +243,4 @@ PROBES: Mapping[str, Probe] = {
     "small": Probe("small files", small, _small),
     "large": Probe("write", large, _large),
 }
-"""Probe -> what it measures and how that is judged; each in a folder that the others use too."""
+"""Name -> probe; all probes use the same folder."""

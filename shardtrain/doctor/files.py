@@ -1,6 +1,6 @@
-"""The check `files`: whether the run folder does what checkpoints need, and all ranks see the same one.
+"""The check `files`: whether the run folder supports checkpoints, and all ranks see the same one.
 
-The probes are in `file_probes.py`. They run in a temporary folder, which is removed again.
+The probes of `file_probes.py` run in a temporary folder, which is removed again.
 """
 
 import fcntl
@@ -26,7 +26,7 @@ from shardtrain.report.quantities import bytes_text
 from shardtrain.system.excerpts import some
 
 SEEN_SECONDS = 10.0
-"""Longest time until another host sees a new file; some file systems cache listings for 3 s."""
+"""Longest wait until another host sees a new file; some file systems cache listings for 3 s."""
 
 FREE_BYTES, FREE_INODES = 2 * 2**30, 10_000
 TEMPORARY = {
@@ -68,7 +68,7 @@ def _make_probe_folder(context: RankContext) -> tuple[Facts, Path | None]:
 
 
 def _visibility(context: RankContext, folder: Path | None) -> Facts:
-    """Find out whether all ranks see a lock of rank 0, and rank 0 sees a file of every rank."""
+    """Test whether all ranks see a lock of rank 0, and rank 0 sees a file of every rank."""
     if context.control.size == 1:
         return {}
     first = context.rank == 0
@@ -136,7 +136,7 @@ def find_mount(path: Path, mounts: str) -> Facts:
       mounts: the text of /proc/mounts.
 
     Returns:
-      Its `type`, `source`, and whether it is `read_only`.
+      Its `type` and `source`, and whether it is `read_only`.
 
     >>> find_mount(Path("/data/x"), "d / ext4 rw 0 0\\nn:/d /data nfs4 ro,vers=4 0 0\\n")
     {'type': 'nfs4', 'source': 'n:/d', 'read_only': True}
@@ -174,7 +174,7 @@ def space(folder: Path) -> Facts:
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
-    """Return rows for the folder, its visibility on all ranks, its space, and each probe."""
+    """Return the rows for the folder, its visibility on all ranks, its space, and each probe."""
     hosts = {host: ranks[0] for host, ranks in group_by_host(all_facts).items()}
     refused = [(one.name, one.facts["error"]) for one in all_facts if one.facts["error"]]
     rows = [_check_refused(all_facts[0], refused) if refused else _folder(hosts)]

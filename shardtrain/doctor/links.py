@@ -1,6 +1,6 @@
 """The check `links`: bandwidth and latency between pairs of devices, and between pairs of ranks over MPI.
 
-Pairs that share no rank are measured at the same time, as they would be in a run.
+Pairs without a common rank are measured at the same time, as in a run.
 """
 
 import time
@@ -68,7 +68,7 @@ def sample_pairs(num_devices: int) -> list[tuple[int, int]]:
 
 
 def permute(devices: Sequence[Any], a: int, b: int, num_bytes: int) -> float:
-    """Return the bytes per second that each of two devices sends to the other."""
+    """Measure the bytes per second that each of two devices sends to the other."""
     import jax
 
     return num_bytes / best(
@@ -79,7 +79,7 @@ def permute(devices: Sequence[Any], a: int, b: int, num_bytes: int) -> float:
 
 
 def all_reduce(devices: Sequence[Any], num_bytes: int) -> float:
-    """Return the bytes per second of a sum over all devices, relative to the size of one device's array."""
+    """Measure the bytes per second of a sum over all devices, relative to one device's array."""
     import jax
 
     return num_bytes / best(_run_on_mesh(devices, num_bytes, lambda x: jax.lax.psum(x, "data")))
@@ -118,7 +118,7 @@ def rounds(size: int) -> list[list[tuple[int, int]]]:
 
 
 def _rank_pairs(context: RankContext) -> dict[str, list[float]]:
-    """Return partner -> (seconds of a small message one way, bytes per second of a large one)."""
+    """Measure partner -> (seconds of a small message one way, bytes per second of a large one)."""
     # a communicator of its own, so that no other message interferes
     comm = context.comm.Dup()
     measured = {}
@@ -146,7 +146,7 @@ def _exchange(comm: Any, other: int) -> list[float]:
 
 
 def _bridge_rate(context: RankContext) -> float:
-    """Return the bytes per second of an mpi4jax sum over all ranks, relative to one rank's array."""
+    """Measure the bytes per second of an mpi4jax sum over all ranks, relative to one rank's array."""
     import jax
     import numpy as np
 
@@ -166,7 +166,7 @@ def _bridge_rate(context: RankContext) -> float:
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
-    """Return rows for devices inside ranks, pairs of ranks, and the sum over all ranks."""
+    """Return the rows for devices inside ranks, pairs of ranks, and the sum over all ranks."""
     rows = _devices(all_facts)
     names = {one.rank: one for one in all_facts}
     pairs = {

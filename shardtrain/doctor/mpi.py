@@ -88,7 +88,7 @@ def _mpiexec() -> Facts:
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
-    """Return rows for the launcher, the libraries, the mpiexec, and the test message."""
+    """Return the rows for the launcher, the libraries, the mpiexec, and the test message."""
     firsts = [
         one for one in (ranks[0] for ranks in group_by_host(all_facts).values()) if "child" in one.facts
     ]

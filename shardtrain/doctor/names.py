@@ -20,10 +20,11 @@ from shardtrain.doctor.check import (
 from shardtrain.islands.network import PROXIES
 
 SLOW_SECONDS = 1.0
-"""Lookups of names that take longer are a warning; they take seconds if a name server does not answer."""
+"""Duration above which a lookup of a name is a warning; it takes seconds if a name server does not answer."""
 
 CLOCK_SECONDS, CLOCK_WRONG_SECONDS = 1.0, 60.0
-"""Clock differences that are a warning, and wrong: dates of checkpoints and log lines get out of order."""
+"""Clock differences above which the status is `warning` and `wrong`: dates of checkpoints and logs get out of
+order."""
 
 MOST_HOSTS = 64
 """Largest number of other hosts that a host looks up."""
@@ -72,7 +73,7 @@ def is_loopback(address: str) -> bool:
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
-    """Return rows for own names, other hosts' names, and clocks."""
+    """Return the rows for own names, other hosts' names, and clocks."""
     firsts = [ranks[0] for ranks in group_by_host(all_facts).values()]
     rows = [_own(firsts), *_doubles(firsts), *_slow(firsts), *_proxies(firsts)]
     if len(firsts) > 1:
@@ -117,7 +118,7 @@ def addresses_text(answer: Mapping) -> str:
 
 
 def _doubles(firsts: Sequence[RankFacts]) -> list[Row]:
-    """Return rows for machines with the same name, and hosts that the launcher names differently."""
+    """Return the rows for machines with the same name, and hosts that the launcher names differently."""
     machines: dict[str, set[str]] = {}
     for one in firsts:
         machines.setdefault(one.facts["name"], set()).add(one.facts["machine"])
@@ -166,7 +167,7 @@ def _proxies(firsts: Sequence[RankFacts]) -> list[Row]:
 
 
 def _others(firsts: Sequence[RankFacts]) -> Row:
-    """Return the row for how hosts resolve the names of other hosts."""
+    """Return the row for the lookup of other hosts' names."""
     wrong = [
         f"{one.host} finds {name} at {addresses_text(answer)}"
         for one in firsts

@@ -10,7 +10,7 @@ from shardtrain.system.excerpts import some
 
 CONNECT_SECONDS = 3.0
 MOST_PARTNERS = 16
-"""Number of next hosts in a ring that each host connects to; neighbours are tried in both directions."""
+"""Number of following hosts in a ring to which each host connects."""
 
 CAUSES = {
     "silent": "a firewall drops it",
@@ -18,7 +18,7 @@ CAUSES = {
     "no route": "there is no route between these networks",
     "no name": "the name does not resolve there, see names",
 }
-"""How a connection fails -> the usual cause."""
+"""Failure of a connection -> its usual cause."""
 
 
 def collect(context: RankContext) -> Facts:
@@ -48,7 +48,7 @@ def collect(context: RankContext) -> Facts:
 
 
 def partners(hosts: Sequence[str], mine: str) -> list[str]:
-    """Return the hosts that this one connects to: itself if it is alone, else the next ones.
+    """Return the hosts to which this one connects: itself if there is no other, else the next ones.
 
     >>> partners(["a"], "a"), partners(["a", "b", "c"], "b")
     (['a'], ['c', 'a'])
@@ -80,7 +80,7 @@ def connect(address: str, port: int) -> Facts:
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
-    """Return rows for listening and for connecting."""
+    """Return the rows for listening and for connecting."""
     firsts = [ranks[0] for ranks in group_by_host(all_facts).values()]
     if refused := [f"{one.host}: {one.facts['listens']}" for one in firsts if one.facts["listens"]]:
         fix = (

@@ -11,15 +11,16 @@ from shardtrain.system.excerpts import some
 
 SIZES = {"cpu": (1024, 2**24)}
 LARGE = (8192, 2**28)
-"""Rows of square matrices, and float32 elements that are moved: by platform, and for all others."""
+"""Sizes by platform, and for all others: rows of square matrices, and number of float32 elements to copy."""
 
 REPEATS, BUDGET_SECONDS = 5, 1.0
 OUTLIER = {"cpu": 0.5}
 OUTLIER_SHARE = 0.8
-"""Fraction of the median of its kind below which a device is slow; lower for CPUs, whose ranks interfere."""
+"""Fraction of the median rate of its kind below which a device is slow; CPUs, whose ranks interfere, have a
+lower one."""
 
 OF_PEAK = 0.4
-"""Fraction of the data sheet's rate below which a device is throttled, shared or misconfigured."""
+"""Fraction of the data sheet's rate below which a device counts as throttled, shared or misconfigured."""
 
 _Key = TypeVar("_Key")
 
@@ -63,7 +64,7 @@ def measure(device: Any) -> Facts:
 
 
 def product(device: Any, size: int, dtype: str) -> tuple[Callable[[], None], Callable[[], bool]]:
-    """Multiply two matrices of small integers, whose product every device must compute exactly."""
+    """Return a function that multiplies matrices of small integers, and one that checks the exact product."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -84,7 +85,7 @@ def product(device: Any, size: int, dtype: str) -> tuple[Callable[[], None], Cal
 
 
 def copy(device: Any, elements: int) -> Callable[[], None]:
-    """Add a constant to an array in place; writing to new memory would measure page faults instead."""
+    """Return a function that adds a constant to an array in place; new memory would measure page faults."""
     import jax
     import numpy as np
 
@@ -98,7 +99,7 @@ def copy(device: Any, elements: int) -> Callable[[], None]:
 
 
 def best(run: Callable[[], None]) -> float:
-    """Return the seconds of the fastest of several calls, after one that compiles and warms up."""
+    """Return the seconds of the fastest of several calls, after a first call that compiles."""
     run()
     began, seconds = time.monotonic(), []
     while len(seconds) < REPEATS and (not seconds or time.monotonic() - began < BUDGET_SECONDS):

@@ -1,4 +1,4 @@
-"""The registry of checks, and their execution on all ranks with a time limit for one.
+"""Run the registered checks on all ranks, each with a time limit.
 
 A check that fails or hangs becomes a row of the table. A missing rank becomes a row, and ends the checks.
 """
@@ -63,7 +63,7 @@ def run_checks(
 
     Args:
       checks: name -> check, in order.
-      contexts: the context for gathering results, then one for one check; one has its own control channel.
+      contexts: the context that gathers results, then one for each check, with its own control channel.
       slack_seconds: see `SLACK_SECONDS`.
 
     Returns:
@@ -93,7 +93,7 @@ def collect_in_thread(check: Check, context: RankContext) -> Facts:
     """Collect the facts of a check in a thread that is abandoned at its time limit.
 
     Returns:
-      The outcome: `facts` (None: the check failed), `failed` (the error as text, or None), `hung`, `seconds`.
+      The outcome: `facts` (None if the check failed), `failed` (the error text, or None), `hung`, `seconds`.
     """
     box: Facts = {"facts": None, "failed": None}
 

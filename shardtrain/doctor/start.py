@@ -1,7 +1,4 @@
-"""Connect the launched ranks for the checks, or report why MPI does not start.
-
-Next: `runner.py`.
-"""
+"""Connect the launched ranks for the checks, or report why MPI does not start. Next: `runner.py`."""
 
 import os
 import select
@@ -31,7 +28,7 @@ class SingleProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """The connected ranks, or why they cannot be connected.
+    """The connected ranks, or the reason why they cannot be connected.
 
     Args:
       controls: control channels: one to gather results, and one for each check.
@@ -127,9 +124,9 @@ def format_ended(who: str) -> str:
 
 @contextmanager
 def watch_mpi_start(who: str, after_seconds: float) -> Iterator[None]:
-    """Print a message if the enclosed code ends this process, or does not end in time.
+    """Print a message if the code in this context ends this process, or does not end in time.
 
-    A child process does so: MPI_Init holds Python's global lock, so no thread or signal handler would run.
+    A child process prints it: MPI_Init holds Python's global lock, so that no thread or signal handler runs.
     """
     read, write = os.pipe()
     parent = os.getpid()

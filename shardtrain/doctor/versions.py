@@ -24,7 +24,7 @@ def collect(context: RankContext) -> Facts:
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
-    """Return rows for packages and flags, which must agree, and for systems, which may differ."""
+    """Return the rows for packages and flags, which must be equal, and for systems, which may differ."""
     return [_packages(all_facts), _flags(all_facts), _python(all_facts), _system(all_facts)]
 
 

@@ -24,15 +24,15 @@ NEWLINE = "\n"
 
 
 class WrongType(ValueError):
-    """A value is not of the type that its field takes; the text says what to write instead."""
+    """A value has another type than its field; the text says what to write instead."""
 
 
 def wrong_types(value: Any) -> list[str]:
-    """List the fields of a dataclass whose values are of another type than their type hints say.
+    """List the fields of a dataclass whose values do not have the types of their hints.
 
-    Unambiguous values are converted in place: a numpy scalar, text for a path, a list for a tuple,
-    and what the dataclass of a field accepts as a short form (its static method `short`: value -> fields).
-    A wrong field gets its default, so that the caller can check the ranges of the others and raise.
+    Unambiguous values are converted in place: a numpy scalar, text for a path, a list for a tuple, and the
+    short form of a dataclass (its static method `short`: value -> fields). A wrong field gets its default, so
+    that the caller can check the ranges of other fields before it raises.
 
     Args:
       value: the dataclass, in its `__post_init__`.
@@ -55,7 +55,7 @@ def wrong_types(value: Any) -> list[str]:
 
 
 def too_small(value: Any, **least: int) -> list[str]:
-    """List the attributes that are numbers below the least one that is allowed.
+    """List the attributes that are below their smallest allowed numbers.
 
     >>> too_small(slice(0, -1), start=0, stop=1)
     ['stop is -1; use 1 or more']
@@ -77,7 +77,7 @@ def convert_kind(value: Any, hint: Any, name: str) -> Any:
     """Convert a value to its type hint.
 
     Raises:
-      WrongType: it is of another type; the text names the field, the value and what to write.
+      WrongType: it has another type; the text names the field, the value and what to write.
 
     >>> convert_kind("runs/a", Path | None, "run_dir")
     PosixPath('runs/a')
@@ -133,9 +133,9 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _wrong_items(value: Sequence[Any], hint: Any) -> list[int]:
-    """Return the indices of the items that are not what a `tuple[X, ...]` or `tuple[X, Y]` has there.
+    """Return the indices of items that do not fit a `tuple[X, ...]` or `tuple[X, Y]`.
 
-    Of a list of another length it is that of the first item too many, or missing.
+    For a list of another length this includes the first superfluous or missing index.
     """
     kinds = _kinds(hint, len(value))
     wrong = [i for i, (item, kind) in enumerate(zip(value, kinds, strict=False)) if not fits(item, kind)]
@@ -143,7 +143,7 @@ def _wrong_items(value: Sequence[Any], hint: Any) -> list[int]:
 
 
 def _kinds(hint: Any, num_items: int) -> tuple[Any, ...]:
-    """Return the type of each item of a tuple; of so many, where it may have any number.
+    """Return the type of each item of a tuple; `num_items` types for a tuple of any length.
 
     >>> _kinds(tuple[int, ...], 2), _kinds(tuple[int, str], 3)
     ((<class 'int'>, <class 'int'>), (<class 'int'>, <class 'str'>))

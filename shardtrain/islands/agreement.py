@@ -1,7 +1,7 @@
-"""Compare the facts of all ranks before the first step, and show a diff of those that are not equal.
+"""Compare the facts of all ranks before the first step, and show a diff of facts that differ.
 
-How facts reach the other ranks is the caller's (`all_gather`), so nothing here knows MPI. Islands that run
-different programs would wait for each other without end. The facts are in `rank_facts.py`.
+Islands that run different programs would wait for each other for ever. The caller passes an `all_gather`, so
+nothing here depends on MPI. The facts are in `rank_facts.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +16,15 @@ CHANGES = {
     "data": "give every island a copy of the same data",
     "program": "their code differs: bring the run file, the model and shardtrain to one version",
 }
-"""Kind of fact -> what to do about it; any other kind is a tree of arrays."""
+"""Kind of fact -> the change to make; any other kind is a tree of arrays."""
 
 _TREE_CHANGE = "they build different models: bring the model's file and its options to one version"
 
 _PLAIN_NAMES = ("versions", "flags", "run")
-"""Kinds whose facts are known by their names alone."""
+"""Kinds whose facts are shown without the kind."""
 
 _WHERE_PRESENT = ("program",)
-"""Kinds in which a fact is compared only between those that have it."""
+"""Kinds whose facts are compared only between the ranks that have them."""
 
 _MOST_NAMES, _MOST_CHARACTERS = 4, 60
 
@@ -60,7 +60,7 @@ def disagreement(
     Args:
       facts_by_rank: `kind/name` -> value, of each rank.
       names: the names of the ranks, in messages.
-      most_lines: facts of a kind that are shown; the others are counted.
+      most_lines: largest number of facts of a kind to show; the others are counted.
 
     >>> print(disagreement([{"run/batch": 32}, {"run/batch": 64}, {"run/batch": 32}], ["a", "b", "c"]))
     islands do not agree, so nothing was started:
@@ -104,7 +104,7 @@ def _entries(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def _groups(
     fact: str, by_rank: Sequence[Mapping[str, str]], names: Sequence[str], *, everywhere: bool
 ) -> dict[str, list[str]]:
-    """Group ranks by value: the largest group first, then that of the first rank."""
+    """Group ranks by value: the largest group first; of equal groups that of the first rank."""
     groups: dict[str, list[str]] = {}
     for facts, name in zip(by_rank, names, strict=True):
         if fact in facts or everywhere:

@@ -9,19 +9,19 @@ from shardtrain.islands.rank_environment import RankEnvironment
 from shardtrain.system.host import list_gpu_files, parse_ranges
 
 BIND = "SHARDTRAIN_BIND"
-"""`no`: leave devices and cores as the launcher gave them."""
+"""Variable: the value `no` leaves devices and cores as the launcher assigned them."""
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Variables with the devices that a process sees; the first that is set counts."""
+"""Variables with the visible devices of a process; the first one that is set counts."""
 
 OWN_IDS = "JAX_LOCAL_DEVICE_IDS"
-"""The user's own choice among the visible devices."""
+"""Variable with the user's selection of the visible devices."""
 
 MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def share(things: Sequence, index: int, parts: int) -> list:
-    """Return part `index` of `parts` consecutive parts; the first get one more if it does not divide.
+    """Return part `index` of `parts` consecutive parts; the first parts get one more item if uneven.
 
     >>> share("abcde", 0, 2), share("abcde", 1, 2)
     (['a', 'b', 'c'], ['d', 'e'])
@@ -34,9 +34,9 @@ def share(things: Sequence, index: int, parts: int) -> list:
 def local_device_ids(num_visible: int, local_rank: int, local_size: int, bound: bool) -> tuple[int, ...]:
     """Return the indices of the devices that a process uses, among those that it sees.
 
-    A process that is alone, or whose devices are bound to it, uses all of them. Ranks that see the same
-    devices use equal parts, in the order of their local ranks; if there are fewer devices than ranks, equal
-    numbers of ranks share each.
+    A process that is the only one, or whose devices are bound to it, uses all of them. Ranks that see the
+    same devices use equal parts, in the order of their local ranks; if there are fewer devices than ranks,
+    equal numbers of ranks share each device.
 
     Args:
       num_visible: number of devices that the process sees.
@@ -45,7 +45,7 @@ def local_device_ids(num_visible: int, local_rank: int, local_size: int, bound: 
       bound: whether no other process of the host uses these devices.
 
     Raises:
-      ValueError: the devices cannot be shared evenly; the message computes what can.
+      ValueError: the devices cannot be shared evenly; the message computes numbers that can.
 
     >>> local_device_ids(4, 0, 1, False), local_device_ids(4, 1, 2, False), local_device_ids(4, 1, 2, True)
     ((0, 1, 2, 3), (2, 3), (0, 1, 2, 3))
@@ -75,24 +75,23 @@ def device_environment(
 ) -> dict[str, str]:
     """Return the variables to set before jax starts, so that the ranks on one host share its GPUs.
 
-    None are set where jax is to use the CPU, there is no GPU, or a rank uses all that it sees: it is alone,
-    or they are bound to it: by the launcher (srun --gpus-per-task, --gpu-bind), by SHARDTRAIN_BIND=no, by
-    JAX_LOCAL_DEVICE_IDS, or as ranks of the host have different CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES,
-    ROCR_VISIBLE_DEVICES).
+    No variable is set if jax uses the CPU, if there is no GPU, or if a rank uses all GPUs that it sees: it is
+    the only rank, or GPUs are bound to it by the launcher (srun --gpus-per-task, --gpu-bind), by
+    SHARDTRAIN_BIND=no, by JAX_LOCAL_DEVICE_IDS, or by different CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES,
+    ROCR_VISIBLE_DEVICES) of the ranks of the host.
 
     Args:
       environment: the rank environment of this rank; nothing is set if its local rank is None.
-      environ: the environment, as the launcher gave it.
+      environ: the environment variables, as the launcher set them.
       num_gpus: number of GPUs on this host; None counts them.
-      neighbours: the lists of visible devices of all ranks on the host, see `visible_list`. None: not known
-        before MPI has started; then nothing is set that depends on them.
+      neighbours: the lists of visible devices of all ranks on the host, see `visible_list`. None before MPI
+        has started; then no variable that depends on them is set.
 
     Returns:
-      The variable with the devices, and the fraction of memory per process where ranks share a GPU.
+      The variable with the devices, and the fraction of memory per process if ranks share a GPU.
 
     Raises:
-      ValueError: ranks see some devices in common, or the same ones and cannot share them evenly; only where
-        neighbours are known.
+      ValueError: ranks see some devices in common, or cannot share the same devices evenly.
 
     >>> environment = RankEnvironment(launcher="hydra", rank=1, size=2, local_rank=1, local_size=2, host="a")
     >>> device_environment(environment, {}, num_gpus=4)
@@ -109,7 +108,7 @@ def device_environment(
         gpus = [str(i) for i in range(len(list_gpu_files()) if num_gpus is None else num_gpus)]
     if not gpus or _is_declared_bound(environment, environ):
         return {}
-    # before MPI one cannot know whether the others see the same: only a list for all of them is divided
+    # before MPI starts it is unknown whether the others see the same: divide only a list for all of them
     if neighbours is None and (len(gpus) % size or (text is not None and len(gpus) < size)):
         return {} if text is not None or size % len(gpus) else _sharing(variable, gpus, rank, size, environ)
     if neighbours is not None and _lists_are_bound(environment.host, neighbours):
@@ -120,11 +119,11 @@ def device_environment(
 def bind_devices(
     local: RankEnvironment, environ: Mapping[str, str], neighbours: Sequence[str | None]
 ) -> None:
-    """Set the variables of this process's devices before jax starts, whatever was set before MPI was.
+    """Set the variables of this process's devices before jax starts, in place of earlier ones.
 
     Args:
-      local: its rank environment, with its number among all ranks of the host.
-      environ: the environment, as the launcher gave it.
+      local: its rank environment, with its local rank.
+      environ: the environment variables, as the launcher set them.
       neighbours: the lists of visible devices of all ranks on the host, see `visible_list`.
 
     Raises:
@@ -148,10 +147,10 @@ def _sharing(
 
 
 def _lists_are_bound(host: str, lists: Sequence[str | None]) -> bool:
-    """Return whether ranks of a host see different devices: each has its own.
+    """Return whether each rank of a host sees devices of its own.
 
     Raises:
-      ValueError: they see some in common, and not the same.
+      ValueError: the ranks see different devices, and some in common.
     """
     if len(set(lists)) == 1:
         return False
@@ -169,18 +168,18 @@ def _lists_are_bound(host: str, lists: Sequence[str | None]) -> bool:
 
 
 def visible_list(environ: Mapping[str, str]) -> str | None:
-    """Return the list of devices that a launcher or a user made visible; None: all of the host."""
+    """Return the list of devices that a launcher or a user made visible; None means all of the host."""
     return environ.get(_visible_variable(environ))
 
 
 def runtime_device_ids(environ: Mapping[str, str]) -> list[int] | None:
-    """Return the devices for `jax.distributed.initialize`: all that the process sees, or what its user says.
+    """Return the device ids for `jax.distributed.initialize`: the user's selection, or all visible devices.
 
     Args:
-      environ: the environment, after `device_environment`.
+      environ: the environment variables, after `device_environment`.
 
     Returns:
-      None where no list says how many the process sees: jax then takes all.
+      None without a list of visible devices: jax then uses all.
 
     >>> runtime_device_ids({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}), runtime_device_ids({})
     ([0, 1, 2, 3], None)
@@ -219,19 +218,19 @@ def _is_declared_bound(environment: RankEnvironment, environ: Mapping[str, str])
 def bind_cpus(
     environment: RankEnvironment, environ: Mapping[str, str] | None = None, usable: set[int] | None = None
 ) -> set[int] | None:
-    """Return the cores for this rank: an even share, by local rank, of those that it may use.
+    """Return the cores for this rank: an even share of those that it may use, by local rank.
 
-    Sets nothing: the caller passes the result to `os.sched_setaffinity` before jax starts its threads.
-    Hardware threads of a core stay together.
+    The caller passes the result to `os.sched_setaffinity` before jax starts its threads. Hardware threads of
+    a core stay together.
 
     Args:
       environment: the rank environment of this rank.
-      environ: the environment; None: of this process.
-      usable: cores of the host or of its container; None asks the system.
+      environ: the environment variables; None means those of this process.
+      usable: cores of the host or of its container; None reads them.
 
     Returns:
-      None if the rank is alone on its host, its local rank is not known, the launcher has bound it, there
-      are fewer cores than ranks, or SHARDTRAIN_BIND=no.
+      None if the rank is the only one on its host, its local rank is unknown, the launcher has bound it,
+      there are fewer cores than ranks, or SHARDTRAIN_BIND=no.
     """
     environ = os.environ if environ is None else environ
     if environment.local_rank is None or environment.local_size in (None, 1) or environ.get(BIND) == "no":
@@ -240,7 +239,7 @@ def bind_cpus(
     if not hasattr(os, "sched_getaffinity"):
         return None
     mine = os.sched_getaffinity(0)
-    if _cores_are_bound(environment, environ, mine, _usable() if usable is None else usable):
+    if _cores_are_bound(environment, environ, mine, read_usable_cores() if usable is None else usable):
         return None
     cores = share(sorted(mine, key=_core), environment.local_rank, environment.local_size)
     return set(cores) if len(mine) >= environment.local_size else None
@@ -255,8 +254,8 @@ def _cores_are_bound(
     return mine < usable
 
 
-def _usable() -> set[int]:
-    """Return the cores that container and batch system allow; a rank with fewer was bound by its launcher."""
+def read_usable_cores() -> set[int]:
+    """Read the cores that container and batch system allow; the launcher has bound a rank with fewer."""
     every = set(range(os.cpu_count() or 1))
     try:
         group = Path("/proc/self/cgroup").read_text().splitlines()[-1].partition("::")[2]
@@ -267,7 +266,7 @@ def _usable() -> set[int]:
 
 
 def _core(cpu: int) -> tuple[int, int, int]:
-    """Return a sort key that keeps the hardware threads of a package and core together."""
+    """Return a sort key of a CPU that keeps the hardware threads of a core together."""
     folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
     try:
         package, core = (int((folder / name).read_text()) for name in ("physical_package_id", "core_id"))

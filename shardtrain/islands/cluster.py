@@ -1,7 +1,7 @@
-"""A cluster of unequal islands: its kinds of islands, in the order of their numbers, and their file.
+"""Describe a cluster of unequal islands, and read it from a file. Values only: no jax, no MPI.
 
-Values only: no jax, no MPI. `launch --cluster FILE` places the islands; `train --cluster FILE` takes the
-sections of the strategy. A file with the key `islands` is a cluster, others in `meshes/` are layouts.
+`launch --cluster FILE` places the islands; `train --cluster FILE` uses the sections of the strategy. A file
+with the key `islands` is a cluster; other files in `meshes/` are layouts.
 """
 
 import re
@@ -18,7 +18,7 @@ from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_data import read_toml
 
 KEY, LINK = "islands", "link_gb_per_second"
-"""The keys of a cluster file; by the first it differs from a layout."""
+"""The keys of a cluster file; a layout lacks the first one."""
 
 MOST_FILE_BYTES = 1 << 16
 MOST_ISLANDS, MOST_NUMBER = 1 << 20, 1 << 31
@@ -26,16 +26,15 @@ MOST_ISLANDS, MOST_NUMBER = 1 << 20, 1 << 31
 
 @dataclass(frozen=True, kw_only=True)
 class IslandKind:
-    """Islands that are alike.
+    """A kind of islands that are alike.
 
     Args:
       kind: a name, such as "v100", for messages.
       count: number of islands of this kind.
       nodes: number of nodes of each island.
       processes: number of processes of each island.
-      devices: number of devices of each island, which batch systems are asked for as GPUs; None: none is
-        asked for.
-      device: what each device is, for `shardtrain plan`; None: it is not said.
+      devices: number of devices of each island, requested from batch systems as GPUs; None requests none.
+      device: the hardware of each device, for `shardtrain plan`; None if not given.
       launch: launcher -> its options for these nodes, such as {"slurm": {"partition": "old"}}.
       strategy: fields of the strategy that differ on these islands, see `Strategy.islands`.
 
@@ -64,7 +63,7 @@ class IslandKind:
             problems += [] if problems else self._uneven()
             problems += self._option_problems()
             problems += [
-                f"strategy has {near(key, OF_ISLANDS)}; islands may differ in these alone"
+                f"strategy has {near(key, OF_ISLANDS)}; islands may differ only in these"
                 for key in self.strategy
                 if key not in OF_ISLANDS
             ]
@@ -107,14 +106,14 @@ class IslandKind:
 
 
 def option_problem(text: str) -> str:
-    """Return why an option of a batch system would become other lines or options of its script; "" if not.
+    """Return why an option of a batch system would become several lines or options of its script; "" if not.
 
     >>> option_problem("a100&nvlink"), option_problem("a100 --mem=0")
-    ('', 'has another option in it; give each by itself')
+    ('', 'contains another option; give each option separately')
     """
     if len(text.splitlines()) != 1 or not text.isprintable():
-        return "is more than one line, or has control characters; give each option by itself, in one line"
-    return "has another option in it; give each by itself" if re.search(r"\s-|\s#", text) else ""
+        return "is more than one line, or has control characters; give each option separately, in one line"
+    return "contains another option; give each option separately" if re.search(r"\s-|\s#", text) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +122,8 @@ class Cluster:
 
     Args:
       islands: the kinds; islands are numbered from 0, first those of the first kind.
-      link_gb_per_second: gigabytes a second that an island sends to others, for `shardtrain plan`; None: at
-        once.
+      link_gb_per_second: gigabytes per second that an island sends to others, for `shardtrain plan`; None
+        assumes no delay.
 
     Raises:
       ValueError: lists kinds that contradict each other.
@@ -148,7 +147,7 @@ class Cluster:
         without = [each.kind for each in self.islands if each.devices is None]
         if without and len(without) < len(names):
             problems.append(
-                f"kind {', '.join(without)} has no devices, and others have; say it for all or for none"
+                f"kind {', '.join(without)} has no devices, and others have; give them for all or for none"
             )
         if (total := sum(each.count for each in self.islands)) > MOST_ISLANDS:
             problems.append(f"there are {total} islands; use at most {MOST_ISLANDS}")

@@ -1,4 +1,4 @@
-"""One JAX runtime for the processes of an island. Next: `membership.py`, which starts it."""
+"""Start one JAX runtime for the processes of an island. Next: `membership.py`."""
 
 import os
 import socket
@@ -37,7 +37,7 @@ def start_runtime(placement: RankPlacement, address: str, mine: str | None) -> N
     Args:
       placement: the island and index of this process.
       address: the address of the first process.
-      mine: the address on which this process listens; None: all.
+      mine: the address on which this process listens; None means all addresses.
     """
     # else jax takes SIGTERM away from `StopSignals`
     jax.config.update("jax_enable_preemption_service", False)
@@ -56,7 +56,7 @@ def start_runtime(placement: RankPlacement, address: str, mine: str | None) -> N
 
 
 def _keep_gloo_on(address: str) -> None:
-    """Make gloo listen on an address; jax has no option for it and uses that of the host's name."""
+    """Make gloo listen on an address; jax has no option for it and uses the address of the host's name."""
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     private: Any = _jax

@@ -1,7 +1,7 @@
 """Send and receive arrays between pipeline stages over MPI; sends never block, so no task order deadlocks.
 
-A thread takes arrays from a queue, sends each and drives MPI until it has arrived; messages of any size
-arrive while the stage computes. Next: `train_step/stage_executor.py`.
+A thread takes arrays from a queue, sends each and drives MPI until it has arrived, so that messages of any
+size arrive while the stage computes. Next: `train_step/stage_executor.py`.
 """
 
 import queue
@@ -23,11 +23,11 @@ class Mailbox:
     """The channel between the stages of one pipeline.
 
     Args:
-      comm: duplicated; rank s is stage s.
-      names: rank -> its name in messages.
-      patience_seconds: how long to wait for a message.
-      report: called with a line when a wait takes longer than `RankWait.REPORT_SECONDS`.
-      activity: the activity record of this process; every wait is recorded there.
+      comm: the communicator, in which rank s is stage s; it is duplicated.
+      names: stage -> its name in messages.
+      patience_seconds: time limit of a wait for a message.
+      report: receives one line when a wait takes longer than `RankWait.REPORT_SECONDS`.
+      activity: the activity record of this process, which records every wait.
       ranks: stage -> its rank among all, for the activity.
     """
 
@@ -62,7 +62,7 @@ class Mailbox:
         Args:
           array: a jax or numpy array, whole on this process.
           to: a stage.
-          tag: distinguishes the messages of a step; two of one tag arrive in the order of their sends.
+          tag: distinguishes the messages of a step; messages of one tag arrive in the order of their sends.
         """
         self._check()
         assert tag <= self._largest_tag, (tag, self._largest_tag)
@@ -77,11 +77,11 @@ class Mailbox:
           shape, dtype: as it was sent.
           source: a stage.
           tag: the tag with which it was sent.
-          what: its description, for the error if it does not arrive.
+          what: its description, for error messages.
 
         Raises:
           RankTimeout: it did not arrive in time.
-          RuntimeError: an array to be sent from here could not be computed or sent.
+          RuntimeError: an array could not be computed here, or not be sent.
         """
         ranks = self._ranks[source : source + 1]
         with self._activity.at(what, waits=True, waits_for=ranks, kind="stages"):
@@ -101,7 +101,7 @@ class Mailbox:
         return found
 
     def close(self) -> None:
-        """End the thread once everything is sent; do not wait for a thread that is stuck."""
+        """End the thread once everything is sent, without waiting for a stuck thread."""
         self._queue.put(None)
         self._thread.join(timeout=5.0)
 
@@ -137,5 +137,5 @@ class Mailbox:
 
 
 def _view_bytes(array: np.ndarray) -> np.ndarray:
-    """View the memory of an array as bytes, because MPI has no 16-bit floats."""
+    """View the memory of an array as bytes, because MPI lacks 16-bit floats."""
     return array.reshape(-1).view(np.uint8)

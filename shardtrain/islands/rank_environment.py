@@ -1,4 +1,4 @@
-"""The rank of this process under any launcher, read from the environment alone: no jax and no MPI.
+"""Find the rank of this process under any launcher, from environment variables. No jax, no MPI.
 
 The variables are in `launcher_variables.py`, the rank's island in `rank_placement.py`, its share of GPUs and
 cores of the host in `binding.py`.
@@ -30,9 +30,9 @@ class RankEnvironment:
       launcher: a key of `LAUNCHERS`: "openmpi", "hydra" (MPICH and Intel MPI), "srun", ...; or "none".
       rank: the rank of this process among all that were launched.
       size: number of processes that were launched.
-      local_rank: rank among the processes on this host; None where the launcher sets none: then it has to be
-        found over MPI.
-      local_size: number of processes on this host; None likewise.
+      local_rank: rank among the processes on this host; None if the launcher sets none, so that MPI must
+        find it.
+      local_size: number of processes on this host; None if the launcher sets none.
       host: the name of the host.
     """
 
@@ -45,21 +45,21 @@ class RankEnvironment:
 
 
 def find_rank_environment(environ: Mapping[str, str]) -> RankEnvironment:
-    """Return the rank of this process, by the variables that launchers set.
+    """Find the rank of this process in the variables that launchers set.
 
-    mpiexec inside a Slurm job starts its own helpers by srun, whose SLURM_PROCID reaches the ranks: so the
-    variables of an MPI launcher go before those of srun. And a batch script has a SLURM_PROCID too, but is
-    one process: only inside a step (SLURM_STEP_ID) is it a rank.
+    An mpiexec inside a Slurm job starts its helpers by srun, and their SLURM_PROCID reaches the ranks.
+    Therefore the variables of MPI launchers take precedence over those of srun. A batch script has a
+    SLURM_PROCID too, but is a rank only inside a step (SLURM_STEP_ID).
 
     Args:
       environ: the environment of the process.
 
     Returns:
-      The rank; rank 0 of 1 and launcher "none" where nothing launched this process.
+      The rank; rank 0 of 1 and launcher "none" without a launcher.
 
     Raises:
-      ValueError: a variable is not a number, or a rank is not below its size, among all or on this host; or
-        a launcher sets a rank and no size, so that every process would take itself for the only one.
+      ValueError: a variable is not a number, a rank is not below its size, or a launcher sets a rank and no
+        size, so that every process would run as if it were the only one.
 
     >>> local = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
     >>> found = find_rank_environment({"PMI_RANK": "1", "PMI_SIZE": "2", **local})

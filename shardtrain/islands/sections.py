@@ -1,6 +1,6 @@
-"""Sections of files for some of the islands: their numbers, and the fields of a strategy that may differ.
+"""Parse and format the numbers of islands in sections of cluster files, strategy files and launch options.
 
-Values only: no jax, no MPI. Read by `cluster.py`, by strategy files and by the options of a launch.
+Values only: no jax, no MPI.
 """
 
 import re
@@ -12,7 +12,7 @@ OF_ISLANDS = ("layout", "accumulate", "remat", "compute_dtype")
 
 
 def island_numbers(name: str) -> set[int] | None:
-    """Return the islands that numbers name; None if this text is something else.
+    """Parse numbers and ranges of islands; None if the text has another form.
 
     >>> island_numbers("0,2-4"), island_numbers("*V100*")
     ({0, 2, 3, 4}, None)
@@ -24,7 +24,7 @@ def island_numbers(name: str) -> set[int] | None:
 
 
 def range_text(first: int, count: int) -> str:
-    """Return consecutive islands as a section names them.
+    """Format a range of consecutive islands.
 
     >>> range_text(2, 3), range_text(5, 1)
     ('2-4', '5')

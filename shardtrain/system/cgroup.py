@@ -1,17 +1,18 @@
-"""The limits on CPU time and memory that control groups (version 1 and 2) set for this process. No jax."""
+"""Read the limits of control groups (version 1 and 2) on CPU time and memory of this process. No jax."""
 
 from pathlib import Path
 from typing import Any
 
 NO_LIMIT_BYTES = 2**60
-"""Limits of this size or more are ignored: cgroup version 1 writes such a number if there is no limit."""
+"""Limits of this size or more are ignored: cgroup version 1 writes such a number for no limit."""
 
 
 def limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> dict[str, Any]:
     """Return the tightest limits of the groups of this process, from its own up to the root.
 
     Returns:
-      `cores`: how many cores' time this process may use, possibly a fraction; `memory_bytes`. None: no limit.
+      `cores`: number of cores whose time this process may use, possibly a fraction; `memory_bytes`. None
+      means no limit.
     """
     try:
         lines = proc.read_text().splitlines()

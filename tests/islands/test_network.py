@@ -179,5 +179,5 @@ def test_an_mpi_that_was_told_not_to_start_is_named():
         ({"MPI4PY_RC_INITIALIZE": "0"}, "MPI4PY_RC_INITIALIZE=0"),
         ({}, "mpi4py.rc.initialize"),
     ):
-        with pytest.raises(ValueError, match=f"as {said} says.* use `unset MPI4PY_RC_INITIALIZE`"):
+        with pytest.raises(ValueError, match=f"because of {said}.* use `unset MPI4PY_RC_INITIALIZE`"):
             check_started(False, environ)

@@ -48,7 +48,7 @@ def test_the_number_of_nodes_is_in_one_place(path):
             {"sbatch": ("constraint=a\nrm -r x",)},
             "sbatch option 'constraint=a\\nrm -r x' is more than one line",
         ),
-        ({}, {"sbatch": ("constraint=a --uid=0",)}, "'constraint=a --uid=0' has another option in it"),
+        ({}, {"sbatch": ("constraint=a --uid=0",)}, "'constraint=a --uid=0' contains another option"),
         ({}, {"nodes_per_island": "1" + "0" * 30}, "nodes per island is 1000000"),
         (
             {"processes_per_island": (4, 4, 8, 8)},

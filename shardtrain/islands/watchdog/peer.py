@@ -1,4 +1,4 @@
-"""The state of another rank's process on this host, and the likely cause of its silence. No MPI."""
+"""Read the state of another rank's process, and name the likely cause of its silence. No MPI."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,14 +39,12 @@ def cause_text(peer: Peer, here: str) -> str:
 
 
 def is_at_work(peer: Peer, here: str, seconds: float, watch: Watch) -> bool:
-    """Return whether a rank without heartbeats is still working: a library may hold Python's lock there.
-
-    That counts as work, and has a limit of its own.
+    """Return whether a rank without heartbeats still works: a library may hold Python's lock there.
 
     Args:
       peer: the rank.
       here: the host of this process.
-      seconds: since its last heartbeat.
+      seconds: seconds since its last heartbeat.
       watch: the limits.
     """
     if peer.host != here or seconds > watch.silent_work_seconds:
