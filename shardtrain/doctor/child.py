@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from shardtrain.doctor.check import Facts
-from shardtrain.islands.launcher_variables import LAUNCHERS, outside_launch
+from shardtrain.islands.launcher_variables import LAUNCHERS, drop_launch_variables
 from shardtrain.islands.mpi_library import find_vendor, library_environment
 from shardtrain.islands.rank_environment import RankEnvironment
 
@@ -30,7 +30,7 @@ def run_child(
     >>> run_child("print('{\\"a\\": 1}'); raise SystemExit('no b')", {}, 30.0)
     {'a': 1, 'died': 'no b'}
     """
-    own = outside_launch(environ, keep_settings=False)
+    own = drop_launch_variables(environ, keep_settings=False)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", program, *arguments]
     child = subprocess.Popen(command, env=own, start_new_session=True, **pipes)
@@ -60,12 +60,12 @@ def _failure_text(code: int, err: str) -> str:
 LIBRARY_SECONDS = 60.0
 
 
-def compatible(launcher: str, library: str) -> bool:
+def is_compatible(launcher: str, library: str) -> bool:
     """Return whether a launcher of one vendor can start ranks that use a library of another.
 
     MPICH and Intel MPI use the same PMI. An unknown library counts as compatible.
 
-    >>> compatible("hydra", "intel"), compatible("openmpi", "hydra")
+    >>> is_compatible("hydra", "intel"), is_compatible("openmpi", "hydra")
     (True, False)
     """
     return library == "other" or (launcher == "openmpi") == (library == "openmpi")
@@ -82,7 +82,7 @@ def launch_problem(environment: RankEnvironment, environ: Mapping[str, str]) -> 
         return f"mpi4py does not start: {facts['died']}"
     # srun and flux start the ranks of any MPI
     launcher = LAUNCHERS[environment.launcher].mpi_vendor
-    if launcher is None or compatible(launcher, find_vendor(facts["library"])):
+    if launcher is None or is_compatible(launcher, find_vendor(facts["library"])):
         return None
     version = facts["library"].splitlines()[0]
     return (

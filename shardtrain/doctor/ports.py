@@ -38,7 +38,7 @@ def collect(context: RankContext) -> Facts:
         alone = len(context.first_ranks) == 1
         mine = {"address": "127.0.0.1" if alone else socket.gethostname(), "port": port}
         everyone = context.control.all_gather("ports", mine)
-        for host in partners(list(context.first_ranks), context.hosts[context.rank]):
+        for host in choose_partners(list(context.first_ranks), context.hosts[context.rank]):
             there = everyone[context.first_ranks[host]]
             if there["port"]:
                 facts["connects"][host] = connect(there["address"], there["port"])
@@ -47,10 +47,10 @@ def collect(context: RankContext) -> Facts:
     return facts
 
 
-def partners(hosts: Sequence[str], mine: str) -> list[str]:
+def choose_partners(hosts: Sequence[str], mine: str) -> list[str]:
     """Return the hosts to which this one connects: itself if there is no other, else the next ones.
 
-    >>> partners(["a"], "a"), partners(["a", "b", "c"], "b")
+    >>> choose_partners(["a"], "a"), choose_partners(["a", "b", "c"], "b")
     (['a'], ['c', 'a'])
     """
     at = hosts.index(mine)

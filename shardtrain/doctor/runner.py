@@ -80,10 +80,10 @@ def run_checks(
         hung = hung or any(one["hung"] for one in outcomes.values())
         seconds[name] = max(one["seconds"] for one in outcomes.values())
         facts[name] = {context.control.names[rank]: one["facts"] for rank, one in outcomes.items()}
-        rows += check_rows(name, check, context, outcomes)
+        rows += evaluate_check(name, check, context, outcomes)
         if missing is not None:
             left = list(checks)[list(checks).index(name) + 1 :]
-            rows.append(missing_row(name, str(missing), left))
+            rows.append(report_missing(name, str(missing), left))
             present, hung = sorted(outcomes), True
             break
     return CheckResults(rows=tuple(rows), seconds=seconds, facts=facts, present=tuple(present), hung=hung)
@@ -126,7 +126,7 @@ def _gather_outcomes(
         return missing.received, missing
 
 
-def check_rows(name: str, check: Check, context: RankContext, outcomes: Mapping[int, Facts]) -> list[Row]:
+def evaluate_check(name: str, check: Check, context: RankContext, outcomes: Mapping[int, Facts]) -> list[Row]:
     """Return the rows of a check, and rows for the ranks on which it failed or hung."""
     names = context.control.names
     facts = [
@@ -151,10 +151,10 @@ def check_rows(name: str, check: Check, context: RankContext, outcomes: Mapping[
     return [replace(row, check=row.check or name) for row in rows]
 
 
-def missing_row(name: str, text: str, left: Sequence[str]) -> Row:
+def report_missing(name: str, text: str, left: Sequence[str]) -> Row:
     """Return the row for missing ranks.
 
-    >>> missing_row("files", "rank 1 (host b) did not reach 'files' within 40 s", ["rates"]).finding
+    >>> report_missing("files", "rank 1 (host b) did not reach 'files' within 40 s", ["rates"]).finding
     "rank 1 (host b) did not reach 'files' within 40 s; not checked: rates"
     """
     rest = f"; not checked: {some(left, 9)}" if left else ""

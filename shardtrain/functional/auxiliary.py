@@ -90,7 +90,7 @@ def sum_loss(
     found = [outputs for outputs in called if isinstance(outputs, Outputs)]
     for outputs in found:
         rows = jax.tree.leaves(outputs.auxiliary)[0].shape[0]
-        weights = _row_counts(loss, [plain(each) for each in called], batch, rows, count) / len(found)
+        weights = _count_rows(loss, [plain(each) for each in called], batch, rows, count) / len(found)
         penalty, own = outputs.auxiliary.losses(weights, jnp.float32(count) / len(found))
         if twice := sorted(metrics.keys() & own.keys()) if outputs is found[0] else ():
             raise ValueError(f"the loss returns metrics {', '.join(twice)}, as the model does; rename them")
@@ -101,7 +101,7 @@ def sum_loss(
     return loss_sum, count, metrics
 
 
-def _row_counts(loss: Loss, outputs: Sequence[Any], batch: Batch, rows: int, total: Any) -> jax.Array:
+def _count_rows(loss: Loss, outputs: Sequence[Any], batch: Batch, rows: int, total: Any) -> jax.Array:
     """Return the count of a loss in each row, float32 (rows,): the derivative of the count times the weights.
 
     These counts add up over any split of a batch, also if rows count differently. A count without a

@@ -21,7 +21,7 @@ NO_BATCH_NORMS = (
 )
 
 
-def one_axis_name(modules: Iterable[Any]) -> str | None:
+def find_axis_name(modules: Iterable[Any]) -> str | None:
     """Return the axis name over which modules average batch statistics; None if none does.
 
     Raises:

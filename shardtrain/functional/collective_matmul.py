@@ -169,7 +169,7 @@ def _gather_and_multiply(call: _Call, x: jax.Array, kernel: jax.Array, summed: r
     Returns:
       The product (B, T, ...), and x gathered.
     """
-    ring, features = call.ring, _others(kernel, summed)
+    ring, features = call.ring, _other_dims(kernel, summed)
 
     def of_device(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
         here, parts, products = x, [x], [_multiply(x, kernel, summed)]
@@ -229,7 +229,9 @@ def _multiply_and_scatter(call: _Call, x: jax.Array, kernel: jax.Array, summed: 
             total = ring.send(total) + compute_term(ring.other(step))
         return total
 
-    return _run_on_shards(call, of_device, call.spec(summed), call.spec(_others(kernel, summed)))(x, kernel)
+    return _run_on_shards(call, of_device, call.spec(summed), call.spec(_other_dims(kernel, summed)))(
+        x, kernel
+    )
 
 
 def _run_on_shards(call: _Call, function: Any, of_x: PartitionSpec, of_result: Any) -> Any:
@@ -247,6 +249,6 @@ def _multiply(x: jax.Array, kernel: jax.Array, summed: range) -> jax.Array:
     return lax.dot_general(x, kernel, ((last, tuple(summed)), ((), ())))
 
 
-def _others(kernel: jax.Array, summed: range) -> range:
+def _other_dims(kernel: jax.Array, summed: range) -> range:
     """Return the dims of a kernel that a product does not sum over."""
     return range(summed.stop, kernel.ndim) if summed.start == 0 else range(summed.start)

@@ -125,7 +125,9 @@ class ContextAttention:
         rows, seq, heads = sharded
         split = PartitionSpec(rows or None, seq, heads or None)
         of_keys = PartitionSpec(rows or None, seq, own.axes_of_k or None)
-        compute = {"ring": _ring, "all-gather": _all_gather, "all-to-all": _all_to_all}[self.kind]
+        compute = {"ring": _attend_ring, "all-gather": _attend_all_gather, "all-to-all": _attend_all_to_all}[
+            self.kind
+        ]
         note = getattr(get_logical_axis_rules(), "note", None)
         if self.kind != "all-to-all" and note is not None:
             text = f"over context={call.num}, in plain jax: it has no kernel for any device"
@@ -163,7 +165,7 @@ class _Call:
     in_stages: bool
 
 
-def _ring(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
+def _attend_ring(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
     """Send keys and values around the ring; causal ones in an order that gives all devices equal work."""
     seen = _label_keys(call, facts)
     order = "balanced" if call.causal else "any"
@@ -183,7 +185,7 @@ def _ring(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
     return ring.balance_halves(out, inverse=True)
 
 
-def _all_gather(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
+def _attend_all_gather(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
     """Gather keys and values; each device computes the scores of its queries to all of them."""
     seen = _label_keys(call, facts)
     seen = seen._replace(of_keys=jax.tree.map(_gather, seen.of_keys))
@@ -191,7 +193,7 @@ def _all_gather(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> A
     return _group_heads(q, k, v, lambda *arrays: attend_gathered(*arrays, seen, ring))
 
 
-def _all_to_all(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
+def _attend_all_to_all(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
     """Exchange sequences for heads: each device computes whole sequences of some heads."""
     q, k, v = (lax.all_to_all(x, axes.CONTEXT, 2, 1, tiled=True) for x in (q, k, v))
     not_by_position = ("window", BIAS)

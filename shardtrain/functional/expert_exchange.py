@@ -101,7 +101,7 @@ def exchange_tokens(
     # one copy for each part of the hidden features: then gradients are reduced where the compiler
     # reduces those of any layer, and no input of the program below is on several devices
     lead = (hidden or None, rows or None, seq or None)
-    copied = [_copies(x, size[axes.MLP]) for x in (x_BTD, choice.weights_BTK)]
+    copied = [_copy_for_mlp(x, size[axes.MLP]) for x in (x_BTD, choice.weights_BTK)]
     in_up = PartitionSpec(by_expert or None, None, None, hidden or None)
     in_down = PartitionSpec(by_expert or None, hidden or None, None)
 
@@ -116,7 +116,7 @@ def exchange_tokens(
     return with_logical_constraint(parts, (axes.MLP, axes.BATCH, axes.SEQ, axes.EMBED)).sum(0)
 
 
-def _copies(x: jax.Array, number: int) -> jax.Array:
+def _copy_for_mlp(x: jax.Array, number: int) -> jax.Array:
     """Return x with a leading dim of copies, sharded as hidden features are."""
     x = jnp.broadcast_to(x, (number, *x.shape))
     return with_logical_constraint(x, (axes.MLP, axes.BATCH, axes.SEQ, None))

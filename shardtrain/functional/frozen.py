@@ -40,7 +40,7 @@ def freeze_parameters(model: Model, patterns: Sequence[str] | None) -> Model:
         return model
     paths = parameter_paths(model)
     if patterns is None:
-        if not any(_matches(path, ADAPTERS) for path in paths):
+        if not any(_is_matched(path, ADAPTERS) for path in paths):
             return model
         patterns = ("*", *(f"!{pattern}" for pattern in ADAPTERS))
     idle = [p for p in patterns if not any(fnmatchcase(path, p.removeprefix("!")) for path in paths)]
@@ -53,7 +53,7 @@ def freeze_parameters(model: Model, patterns: Sequence[str] | None) -> Model:
     refuse("freeze does not fit the model's parameters", problems)
     kept = tuple(p[1:] for p in patterns if p.startswith("!"))
     chosen = tuple(p for p in patterns if not p.startswith("!"))
-    frozen = frozenset(path for path in paths if _matches(path, chosen) and not _matches(path, kept))
+    frozen = frozenset(path for path in paths if _is_matched(path, chosen) and not _is_matched(path, kept))
     if len(frozen) == len(paths):
         raise ValueError(
             f"freeze is {tuple(patterns)}, which matches all {len(paths)} parameters, so nothing is trained;"
@@ -70,7 +70,7 @@ def parameter_paths(model: Model) -> list[str]:
     return [path_text(path) for path, _ in jax.tree.leaves_with_path(model.dims, is_leaf=is_dims)]
 
 
-def _matches(path: str, patterns: Sequence[str]) -> bool:
+def _is_matched(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(path, pattern) for pattern in patterns)
 
 

@@ -9,8 +9,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from shardtrain.functional.batch_norm import REPLICAS, bind_axis, one_axis_name
-from shardtrain.functional.model import Model, Tree, dim_names, path_text, same_structure
+from shardtrain.functional.batch_norm import REPLICAS, bind_axis, find_axis_name
+from shardtrain.functional.model import Model, Tree, dim_names, keep_structure, path_text
 from shardtrain.functional.model_calls import split_options
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.training_mode import Call, check_evaluation, mode_arguments, record_calls
@@ -46,7 +46,7 @@ def from_linen(
     evaluated = module if evaluation is None else evaluation
 
     def variables(key: jax.Array) -> dict[str, Tree]:
-        zeros, given = jax.tree.map(_zeros, (inputs, dict(options)))
+        zeros, given = jax.tree.map(_make_zeros, (inputs, dict(options)))
         modes: dict[str, Any] = mode_arguments(type(evaluated).__call__, False)
         found: Any = evaluated.init({"params": key}, *zeros, **{**modes, **given})
         return {name: tree for name, tree in found.items() if name not in without}
@@ -66,10 +66,10 @@ def from_linen(
                 {"params": params, **model_state},
                 *inputs,
                 **{**modes, **given},
-                rngs=_rngs(rng, rng_streams),
+                rngs=_make_rngs(rng, rng_streams),
                 mutable=mutable,
             )
-        return outputs, same_structure({**model_state, **changed}, model_state)
+        return outputs, keep_structure({**model_state, **changed}, model_state)
 
     # trace the module once, to find its dims and the layers that need an axis of replicas
     boxed, calls, axis_name = _trace(variables)
@@ -88,11 +88,11 @@ def _trace(variables: Callable[[jax.Array], dict[str, Tree]]) -> tuple[Tree, lis
             boxed = jax.eval_shape(variables, new_key(0)).get("params", {})
     finally:
         # raise about axis names first: a norm that cannot be synchronised fails with an unbound axis name
-        axis_name = one_axis_name(call.module for call in calls)
+        axis_name = find_axis_name(call.module for call in calls)
     return boxed, calls, axis_name
 
 
-def _zeros(like: Any) -> Any:
+def _make_zeros(like: Any) -> Any:
     """Return zeros of a shape and dtype, or a key for the dtype of keys; values without a shape unchanged."""
     if not hasattr(like, "shape"):
         return like
@@ -101,7 +101,7 @@ def _zeros(like: Any) -> Any:
     return jnp.zeros(like.shape, jax.dtypes.canonicalize_dtype(like.dtype))
 
 
-def _rngs(rng: jax.Array, streams: tuple[str, ...]) -> dict[str, jax.Array]:
+def _make_rngs(rng: jax.Array, streams: tuple[str, ...]) -> dict[str, jax.Array]:
     """Return a key for each rng stream; linen derives other streams from the key of `params`."""
     names = dict.fromkeys((*streams, "params"))
     return {name: jax.random.fold_in(rng, i) for i, name in enumerate(names)}

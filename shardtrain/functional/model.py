@@ -152,7 +152,7 @@ def _is_entry(entry: Any) -> bool:
     return entry is None or isinstance(entry, str) or entry is PartitionSpec.UNCONSTRAINED
 
 
-def same_structure(changed: Tree, before: Tree) -> Tree:
+def keep_structure(changed: Tree, before: Tree) -> Tree:
     """Return the model state after a call if it has the structure that it had before.
 
     Leading dims of 1, which statistics with kept dims have after their first update, are dropped.

@@ -73,7 +73,7 @@ def _note_repeated(name: str, rules: Any, mesh: Any, split_axes: set[str]) -> No
         rules.note(f"{name}: devices along {', '.join(repeated)} each compute all of it")
 
 
-def _dividing(names: tuple[str, ...], size: int, mesh: Any) -> tuple[str, ...]:
+def _fit_axes(names: tuple[str, ...], size: int, mesh: Any) -> tuple[str, ...]:
     """Return the first of these axes, as many as divide a dim."""
     while size % num_devices(names, mesh.shape):
         names = names[:-1]
@@ -90,10 +90,10 @@ def _split_convolution(operands: Any, parameters: Any, mesh: Any) -> Split:
     lhs_dims, rhs_dims, out_dims = parameters["dimension_numbers"]
     groups = parameters["feature_group_count"]
     rows, channels = find_mesh_axes(axes.BATCH, axes.CHANNELS_OUT)
-    rows = _dividing(rows if parameters["batch_group_count"] == 1 else (), lhs.shape[lhs_dims[0]], mesh)
+    rows = _fit_axes(rows if parameters["batch_group_count"] == 1 else (), lhs.shape[lhs_dims[0]], mesh)
     # kernels without names are whole on devices along tensor, and so is what surrounds them
     rules: Any = get_logical_axis_rules()
-    channels = _dividing(
+    channels = _fit_axes(
         channels if rules.unnamed == "refuse" else (), rhs.shape[rhs_dims[0]] if groups == 1 else groups, mesh
     )
     of_lhs = _spec(lhs.ndim, {lhs_dims[0]: rows, lhs_dims[1]: () if groups == 1 else channels})
@@ -107,7 +107,7 @@ def _split_fft(operands: Any, parameters: Any, mesh: Any) -> Split:
     """Split the first dim over the axes of rows, unless it is transformed."""
     (x,) = operands
     (rows,) = find_mesh_axes(axes.BATCH)
-    rows = _dividing(rows, x.shape[0], mesh) if x.ndim > len(parameters["fft_lengths"]) else ()
+    rows = _fit_axes(rows, x.shape[0], mesh) if x.ndim > len(parameters["fft_lengths"]) else ()
     spec = _spec(x.ndim, {0: rows})
     return (spec,), spec, {}
 
@@ -125,7 +125,7 @@ def _split_lookup(operands: Any, parameters: Any, mesh: Any) -> Split | None:
     rows, *parts = (find_mesh_axes(dim)[0] for dim in (axes.BATCH, axes.SEQ, axes.RESIDUAL_SEQ))
     if not dims.operand_batching_dims and num_devices(tuple(itertools.chain(*parts)), mesh.shape) == 1:
         return None
-    rows = _dividing(rows, indices.shape[0], mesh) if indices.ndim > 1 and 0 not in dims.offset_dims else ()
+    rows = _fit_axes(rows, indices.shape[0], mesh) if indices.ndim > 1 and 0 not in dims.offset_dims else ()
     of_table = dict(zip(dims.start_indices_batching_dims, dims.operand_batching_dims, strict=True)).get(0)
     in_specs = _spec(table.ndim, {} if of_table is None else {of_table: rows}), _spec(indices.ndim, {0: rows})
     return in_specs, _spec(indices.ndim - 1 + len(dims.offset_dims), {0: rows}), {}

@@ -56,8 +56,8 @@ def ring_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: VisibleKeys, 
 
 
 def _forward(q: Any, k: Any, v: Any, seen: VisibleKeys, ring: Ring) -> tuple[Any, Any]:
-    queries = _parts((q, seen.of_queries), ring)
-    of_device = keys = _parts(Keys(k, v, seen.of_keys), ring)
+    queries = _split_parts((q, seen.of_queries), ring)
+    of_device = keys = _split_parts(Keys(k, v, seen.of_keys), ring)
     shape = queries[0].shape[:-1]
     sums = (
         jnp.zeros(queries[0].shape, jnp.float32),
@@ -70,8 +70,8 @@ def _forward(q: Any, k: Any, v: Any, seen: VisibleKeys, ring: Ring) -> tuple[Any
         keys = ring.next_keys(step, of_device, keys, before)
         before = sums
         sum_of_values += keys.v.astype(jnp.float32).sum((0, 2))
-        for mine, theirs, distance in _pairs(step, ring, q.shape[1], seen.window):
-            block = _block(queries, mine, distance, seen, ring)
+        for mine, theirs, distance in _list_pairs(step, ring, q.shape[1], seen.window):
+            block = _select_block(queries, mine, distance, seen, ring)
             sums = _put(sums, mine, add_keys(block, _slice_at(keys, theirs), _slice_at(sums, mine)))
     out, highest, total = sums
     sees_none = total == 0
@@ -87,8 +87,8 @@ def _backward(ring: Ring, kept: Any, cotangent: jax.Array) -> Any:
     q, k, v, seen, out, logsumexp = kept
     of_out = cotangent.astype(jnp.float32)
     delta = (of_out * out.astype(jnp.float32)).sum(-1)
-    queries, of_out, delta = _parts(((q, seen.of_queries), of_out, delta), ring)
-    of_device = keys = _parts(Keys(k, v, seen.of_keys), ring)
+    queries, of_out, delta = _split_parts(((q, seen.of_queries), of_out, delta), ring)
+    of_device = keys = _split_parts(Keys(k, v, seen.of_keys), ring)
     of_queries = jnp.zeros(queries[0].shape, jnp.float32)
     # of each value, by the queries that have the mean of all
     of_mean = jnp.where(jnp.isposinf(logsumexp)[..., None], of_out, 0).sum((0, 2, 4))
@@ -103,8 +103,8 @@ def _backward(ring: Ring, kept: Any, cotangent: jax.Array) -> Any:
         keys = ring.next_keys(step, of_device, keys, before)
         # `delta` is computed here alone: else a compiler keeps the first keys that the forward pass was sent
         before = of_queries, own, delta
-        for mine, theirs, distance in _pairs(step, ring, q.shape[1], seen.window):
-            block = _block(queries, mine, distance, seen, ring)
+        for mine, theirs, distance in _list_pairs(step, ring, q.shape[1], seen.window):
+            block = _select_block(queries, mine, distance, seen, ring)
             sums = (of_queries[mine], *_slice_at(found, theirs))
             of_block = (of_out[mine], delta[mine], logsumexp[mine])
             of_q, *of_keys = add_gradients(block, _slice_at(keys, theirs), *of_block, sums)
@@ -157,7 +157,7 @@ def _gather(arrays: Any, axis: str) -> Any:
     return jax.tree.map(lambda x: lax.all_gather(x, axis, axis=1, tiled=True), arrays)
 
 
-def _pairs(step: int, ring: Ring, num_queries: int, window: Any) -> list[Pair]:
+def _list_pairs(step: int, ring: Ring, num_queries: int, window: Any) -> list[Pair]:
     """List the blocks of scores of a step, when the keys of `Ring.other` are here.
 
     Of a balanced ring each device has two parts, 0 early and 1 late. Its late queries see all early keys. Of
@@ -193,12 +193,12 @@ def _pairs(step: int, ring: Ring, num_queries: int, window: Any) -> list[Pair]:
     return [(mine, theirs, distance(mine, theirs)) for mine, theirs, _ in pairs]
 
 
-def _block(queries: Any, mine: Any, distance: Any, seen: VisibleKeys, ring: Ring) -> Queries:
+def _select_block(queries: Any, mine: Any, distance: Any, seen: VisibleKeys, ring: Ring) -> Queries:
     q, labels = _slice_at(queries, mine)
     return Queries(q, labels, distance, seen.window, ring.soft_cap)
 
 
-def _parts(arrays: Any, ring: Ring) -> Any:
+def _split_parts(arrays: Any, ring: Ring) -> Any:
     """Split dim 1 of arrays into a leading dim of parts."""
     return jax.tree.map(lambda x: jnp.stack(jnp.split(x, ring.num_parts, 1)), arrays)
 

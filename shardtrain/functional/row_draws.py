@@ -21,7 +21,7 @@ from shardtrain.functional.jaxprs import CALLED, equations, find_line, scan_coun
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import BITS
-from shardtrain.functional.row_positions import DATA, ROWS, follow_positions, position_in
+from shardtrain.functional.row_positions import DATA, ROWS, find_position, follow_positions
 from shardtrain.functional.traced_loss import trace_loss
 
 OTHER_GENERATORS = ("rng_bit_generator", "rng_uniform", "threefry2x32")
@@ -100,7 +100,7 @@ class _Walk:
 
     def _set(self, pair: tuple[Any, Any], known: Variable) -> None:
         # a dim that counts rows alone says where they are; what is followed to it has to agree
-        anchor = position_in(find_shapes(pair))
+        anchor = find_position(find_shapes(pair))
         if anchor is not None:
             if known.position is not None:
                 self.record.meet([known.position, anchor])

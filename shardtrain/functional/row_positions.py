@@ -60,7 +60,7 @@ class Shapes(NamedTuple):
         return self.few[self.row_dim] // ROWS[0]
 
 
-def position_in(shapes: Shapes) -> Position | None:
+def find_position(shapes: Shapes) -> Position | None:
     """Return the position of rows in an array that has a dim of rows only."""
     dim = shapes.row_dim
     if dim is None or shapes.per_row != 1:
@@ -89,7 +89,7 @@ def follow_positions(equation: Any, output: int, positions: Sequence[Position | 
         if equation.primitive.name == "reshape":
             found.append(position)
             continue
-        moves = _moves(equation, number, before, shape)
+        moves = _find_moves(equation, number, before, shape)
         inner = tuple(_move_position(each, before, shape, moves) for each in position.inner)
         if any(each > 0 for each in inner):
             found.append(position._replace(inner=inner))
@@ -114,7 +114,7 @@ def _move_position(inner: int, before: tuple[int, ...], after: tuple[int, ...], 
     return -1
 
 
-def _moves(equation: Any, number: int, before: Sequence[int], after: Sequence[int]) -> Moves:
+def _find_moves(equation: Any, number: int, before: Sequence[int], after: Sequence[int]) -> Moves:
     name = equation.primitive.name
     if name.startswith(("reduce_", "arg")) and "axes" in equation.params:
         gone = set(equation.params["axes"])

@@ -74,7 +74,7 @@ def add_keys(queries: Queries, keys: Keys, sums: Any) -> Any:
 
     def visit(sums: Any, keys: Keys, start: Any) -> Any:
         out, highest, total = sums
-        scores, seen = _scores(queries, keys, start)
+        scores, seen = _compute_scores(queries, keys, start)
         scores = scores if seen is None else jnp.where(seen, scores, -jnp.inf)
         new = jnp.maximum(highest, scores.max(-1))
         # before a first key is seen there is nothing to subtract
@@ -108,7 +108,7 @@ def add_gradients(
 
     def visit(sums: Any, keys: Keys, start: Any) -> Any:
         of_q, of_k, of_v = sums
-        scores, seen = _scores(queries, keys, start)
+        scores, seen = _compute_scores(queries, keys, start)
         weights = jnp.exp(
             (scores if seen is None else jnp.where(seen, scores, -jnp.inf)) - logsumexp[..., None]
         )
@@ -130,7 +130,7 @@ def _add(x: jax.Array, more: jax.Array, start: Any) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(x, before + more, start, 1)
 
 
-def _scores(queries: Queries, keys: Keys, start: Any) -> tuple[jax.Array, jax.Array | None]:
+def _compute_scores(queries: Queries, keys: Keys, start: Any) -> tuple[jax.Array, jax.Array | None]:
     """Return float32 scores (B, T, kv_heads, group, S), and a mask of the visible ones; None shows all.
 
     Args:

@@ -19,8 +19,8 @@ from flax.linen.spmd import with_logical_constraint
 from shardtrain.axes import AXES, BATCH
 from shardtrain.errors.user_code import find_raising_line
 from shardtrain.functional.auxiliary import Outputs
-from shardtrain.functional.batch_norm import REPLICAS, bind_axis, one_axis_name
-from shardtrain.functional.model import Tree, dim_names, same_structure
+from shardtrain.functional.batch_norm import REPLICAS, bind_axis, find_axis_name
+from shardtrain.functional.model import Tree, dim_names, keep_structure
 from shardtrain.functional.module_factory import construct
 from shardtrain.sharding.array_dims import JOINT
 
@@ -170,7 +170,7 @@ class SplitModule:
                 outputs = replace(outputs, train=train)
             nnx.pop(module, nnx.Intermediate)
             _, _, _, changed = split_variables(module)
-            return outputs, same_structure(plain_values(changed), model_state)
+            return outputs, keep_structure(plain_values(changed), model_state)
 
         return bind_axis(call, self.axis_name)
 
@@ -236,11 +236,11 @@ def split_module(factory: Callable[..., Any], sync_batch_norm: bool) -> tuple[An
 def _axis_name(abstract: nnx.Module, sync_batch_norm: bool) -> str | None:
     """Return the axis name of a module's norms, after setting it for all BatchNorms if asked to."""
     modules = [node for _, node in nnx.iter_graph(abstract) if isinstance(node, nnx.Module)]
-    own_name = one_axis_name(modules)
+    own_name = find_axis_name(modules)
     for module in modules:
         if sync_batch_norm and isinstance(module, nnx.BatchNorm) and module.axis_name is None:
             module.axis_name = own_name or REPLICAS
-    return one_axis_name(modules)
+    return find_axis_name(modules)
 
 
 def nest(items: Any) -> Tree:

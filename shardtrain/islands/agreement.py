@@ -68,12 +68,12 @@ def disagreement(
       -> start every island with the same run file and the same options
     """
     assert len(facts_by_rank) == len(names), (len(facts_by_rank), len(names))
-    by_rank = [_entries(facts) for facts in facts_by_rank]
+    by_rank = [_flatten(facts) for facts in facts_by_rank]
     lines: dict[str, list[str]] = {}
     # group the ranks by their value of each fact: several groups disagree
     for fact in dict.fromkeys(fact for facts in by_rank for fact in facts):
         kind, _, name = fact.partition("/")
-        groups = _groups(fact, by_rank, names, everywhere=kind not in _WHERE_PRESENT)
+        groups = _group_by_value(fact, by_rank, names, everywhere=kind not in _WHERE_PRESENT)
         if len(groups) > 1:
             shown = name if kind in _PLAIN_NAMES else fact
             lines.setdefault(kind, []).append(f"{shown}: {_groups_text(groups)}")
@@ -89,19 +89,19 @@ def disagreement(
     return "\n  ".join(text)
 
 
-def _entries(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def _flatten(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Flatten facts to text; mappings are compared entry by entry."""
     flat: dict[str, str] = {}
     for name, value in facts.items():
         flat |= (
-            _entries(value, f"{prefix}{name}/")
+            _flatten(value, f"{prefix}{name}/")
             if isinstance(value, Mapping)
             else {prefix + name: repr(value)}
         )
     return flat
 
 
-def _groups(
+def _group_by_value(
     fact: str, by_rank: Sequence[Mapping[str, str]], names: Sequence[str], *, everywhere: bool
 ) -> dict[str, list[str]]:
     """Group ranks by value: the largest group first; of equal groups that of the first rank."""
@@ -113,7 +113,7 @@ def _groups(
 
 
 def _groups_text(groups: Mapping[str, Sequence[str]]) -> str:
-    values = _cut(list(groups))
+    values = _shorten(list(groups))
     bare = [value.strip("'") for value in values]
     values = bare if len(set(bare)) == len(values) else values
     return "; ".join(
@@ -121,7 +121,7 @@ def _groups_text(groups: Mapping[str, Sequence[str]]) -> str:
     )
 
 
-def _cut(texts: Sequence[str]) -> list[str]:
+def _shorten(texts: Sequence[str]) -> list[str]:
     """Shorten long texts to the part around their first difference."""
     if max(map(len, texts)) <= _MOST_CHARACTERS:
         return list(texts)

@@ -31,7 +31,7 @@ def share(things: Sequence, index: int, parts: int) -> list:
     return list(things[start : start + each + (index < more)])
 
 
-def local_device_ids(num_visible: int, local_rank: int, local_size: int, bound: bool) -> tuple[int, ...]:
+def divide_devices(num_visible: int, local_rank: int, local_size: int, bound: bool) -> tuple[int, ...]:
     """Return the indices of the devices that a process uses, among those that it sees.
 
     A process that is the only one, or whose devices are bound to it, uses all of them. Ranks that see the
@@ -47,7 +47,7 @@ def local_device_ids(num_visible: int, local_rank: int, local_size: int, bound: 
     Raises:
       ValueError: the devices cannot be shared evenly; the message computes numbers that can.
 
-    >>> local_device_ids(4, 0, 1, False), local_device_ids(4, 1, 2, False), local_device_ids(4, 1, 2, True)
+    >>> divide_devices(4, 0, 1, False), divide_devices(4, 1, 2, False), divide_devices(4, 1, 2, True)
     ((0, 1, 2, 3), (2, 3), (0, 1, 2, 3))
     """
     if bound or local_size == 1 or not num_visible:
@@ -110,10 +110,12 @@ def device_environment(
         return {}
     # before MPI starts it is unknown whether the others see the same: divide only a list for all of them
     if neighbours is None and (len(gpus) % size or (text is not None and len(gpus) < size)):
-        return {} if text is not None or size % len(gpus) else _sharing(variable, gpus, rank, size, environ)
+        return (
+            {} if text is not None or size % len(gpus) else _assign_gpus(variable, gpus, rank, size, environ)
+        )
     if neighbours is not None and _lists_are_bound(environment.host, neighbours):
         return {}
-    return _sharing(variable, gpus, rank, size, environ)
+    return _assign_gpus(variable, gpus, rank, size, environ)
 
 
 def bind_devices(
@@ -136,10 +138,10 @@ def bind_devices(
     os.environ.update(found)
 
 
-def _sharing(
+def _assign_gpus(
     variable: str, gpus: Sequence[str], rank: int, size: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    mine = local_device_ids(len(gpus), rank, size, bound=False)
+    mine = divide_devices(len(gpus), rank, size, bound=False)
     found = {variable: ",".join(gpus[index] for index in mine)}
     if len(gpus) < size and MEMORY not in environ:
         found[MEMORY] = f"{0.75 / (size // len(gpus)):.3f}"
@@ -241,7 +243,7 @@ def bind_cpus(
     mine = os.sched_getaffinity(0)
     if _cores_are_bound(environment, environ, mine, read_usable_cores() if usable is None else usable):
         return None
-    cores = share(sorted(mine, key=_core), environment.local_rank, environment.local_size)
+    cores = share(sorted(mine, key=_core_sort_key), environment.local_rank, environment.local_size)
     return set(cores) if len(mine) >= environment.local_size else None
 
 
@@ -265,7 +267,7 @@ def read_usable_cores() -> set[int]:
     return set(parse_ranges(text)) or every
 
 
-def _core(cpu: int) -> tuple[int, int, int]:
+def _core_sort_key(cpu: int) -> tuple[int, int, int]:
     """Return a sort key of a CPU that keeps the hardware threads of a core together."""
     folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
     try:

@@ -204,7 +204,7 @@ def read_cluster(path: Path) -> Cluster:
     kinds = []
     for number, table in enumerate(tables):
         try:
-            kinds.append(_kind(table))
+            kinds.append(_parse_kind(table))
         except ValueError as error:
             problems.append(f"[[islands]] {number}: {error}")
     refuse(f"{path} cannot be read", problems)
@@ -214,7 +214,7 @@ def read_cluster(path: Path) -> Cluster:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _kind(table: Mapping[str, Any]) -> IslandKind:
+def _parse_kind(table: Mapping[str, Any]) -> IslandKind:
     known = [each.name for each in fields(IslandKind)]
     problems = [f"unknown key {near(key, known)}" for key in table if key not in known]
     if "kind" not in table:

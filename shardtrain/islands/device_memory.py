@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from shardtrain.islands.launcher_variables import outside_launch
+from shardtrain.islands.launcher_variables import drop_launch_variables
 
 if TYPE_CHECKING:
     from shardtrain.islands.membership import Islands
@@ -31,7 +31,7 @@ def cuda_aware(
       timeout_seconds: time limit after which the test has failed.
     """
     # the child is no rank of this run
-    environ = outside_launch(os.environ, keep_settings=False)
+    environ = drop_launch_variables(os.environ, keep_settings=False)
     environ |= {"MPI4JAX_USE_CUDA_MPI": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
         done = subprocess.run(command, env=environ, capture_output=True, timeout=timeout_seconds, check=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from shardtrain.islands.binding import runtime_device_ids
-from shardtrain.islands.network import listening_address, proxy_exceptions
+from shardtrain.islands.network import exempt_from_proxies, find_listening_address
 from shardtrain.islands.rank_placement import RankPlacement
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def join_processes(placement: RankPlacement, comm: "MPI.Comm", host: str) -> Non
     """Start one JAX runtime for an island's processes; the first of them is the coordinator."""
     island = comm.Split(placement.island, placement.process)
     if placement.num_processes > 1:
-        mine = listening_address(island.allgather(host), os.environ)
+        mine = find_listening_address(island.allgather(host), os.environ)
         with socket.socket() as free:
             free.bind((mine or "", 0))
             port = free.getsockname()[1]
@@ -26,7 +26,7 @@ def join_processes(placement: RankPlacement, comm: "MPI.Comm", host: str) -> Non
         address = island.bcast(f"{mine or socket.gethostname()}:{port}", 0)
         # ranks of one run connect without a proxy, which may not know their hosts
         hosts = [*island.allgather(host), address.rpartition(":")[0]]
-        os.environ.update(proxy_exceptions(hosts, os.environ))
+        os.environ.update(exempt_from_proxies(hosts, os.environ))
         start_runtime(placement, address, mine)
     island.Free()
 

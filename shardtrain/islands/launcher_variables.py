@@ -143,7 +143,7 @@ SETTINGS_TOO = ("PMI", "PMIX", "OMPI_", "PRTE", "MV2_", "HYDRA", "MPI_", "I_MPI"
 """Prefixes of variables that launchers set for their ranks, and users set as options of MPI."""
 
 
-def outside_launch(environ: Mapping[str, str], *, keep_settings: bool) -> dict[str, str]:
+def drop_launch_variables(environ: Mapping[str, str], *, keep_settings: bool) -> dict[str, str]:
     """Return an environment without the variables of the launcher or batch system around this process.
 
     Args:
@@ -152,21 +152,21 @@ def outside_launch(environ: Mapping[str, str], *, keep_settings: bool) -> dict[s
         False for a child process that starts MPI without other ranks.
 
     >>> environ = {"SLURM_JOB_ID": "1", "OMPI_MCA_btl": "tcp", "PATH": "/bin"}
-    >>> outside_launch(environ, keep_settings=True)
+    >>> drop_launch_variables(environ, keep_settings=True)
     {'OMPI_MCA_btl': 'tcp', 'PATH': '/bin'}
-    >>> outside_launch(environ, keep_settings=False)
+    >>> drop_launch_variables(environ, keep_settings=False)
     {'PATH': '/bin'}
     """
     prefixes = SET_BY_LAUNCHERS if keep_settings else (*SET_BY_LAUNCHERS, *SETTINGS_TOO)
     return {name: value for name, value in environ.items() if not name.startswith(prefixes)}
 
 
-def pmi_interface(environ: Mapping[str, str]) -> str:
+def find_pmi(environ: Mapping[str, str]) -> str:
     """Return the interface by which MPI talks to the launcher: PMIx, PMI-2, PMI or none.
 
-    >>> pmi_interface({"PMIX_RANK": "0"}), pmi_interface({"PMI_FD": "7", "SLURM_MPI_TYPE": "pmi2"})
+    >>> find_pmi({"PMIX_RANK": "0"}), find_pmi({"PMI_FD": "7", "SLURM_MPI_TYPE": "pmi2"})
     ('PMIx', 'PMI-2')
-    >>> pmi_interface({"PMI_FD": "7"}), pmi_interface({})
+    >>> find_pmi({"PMI_FD": "7"}), find_pmi({})
     ('PMI', 'none')
     """
     if any(name.startswith("PMIX_") for name in environ):

@@ -16,7 +16,7 @@ LOOPBACK_ADDRESS = "127.0.0.1"
 SIOCGIFADDR = 0x8915
 
 
-def listening_address(hosts: Sequence[str], environ: Mapping[str, str]) -> str | None:
+def find_listening_address(hosts: Sequence[str], environ: Mapping[str, str]) -> str | None:
     """Return the address on which a process of an island listens; None means all addresses.
 
     Args:
@@ -26,7 +26,7 @@ def listening_address(hosts: Sequence[str], environ: Mapping[str, str]) -> str |
     Raises:
       ValueError: the interface does not exist, or has no address.
 
-    >>> listening_address(["a", "a"], {}), listening_address(["a", "b"], {})
+    >>> find_listening_address(["a", "a"], {}), find_listening_address(["a", "b"], {})
     ('127.0.0.1', None)
     """
     if len(set(hosts)) == 1:
@@ -39,16 +39,16 @@ PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 """Variables of proxies that gRPC, and so jax.distributed, uses for connections to other hosts."""
 
 
-def proxy_exceptions(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+def exempt_from_proxies(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that exempt connections between hosts of a run from proxies.
 
     Args:
       hosts: names and addresses.
       environ: the environment.
 
-    >>> proxy_exceptions(["a", "a", "10.0.0.7"], {"http_proxy": "http://p:8", "NO_PROXY": "b,a"})
+    >>> exempt_from_proxies(["a", "a", "10.0.0.7"], {"http_proxy": "http://p:8", "NO_PROXY": "b,a"})
     {'no_proxy': 'b,a,10.0.0.7'}
-    >>> proxy_exceptions(["a"], {})
+    >>> exempt_from_proxies(["a"], {})
     {}
     """
     if not any(environ.get(name) for name in PROXIES):

@@ -107,7 +107,7 @@ class ParameterShard:
     ) -> None:
         self._num_islands, self._log, self._report = num_islands, log, report
         self._waves_ahead = waves_ahead
-        self._order = last_pulls(order)
+        self._order = drop_repeated_pulls(order)
         self.clocks = [0] * num_islands
 
     def begin(self, step: int, values: np.ndarray, dtypes: Sequence[tuple[slice, Any]]) -> None:
@@ -195,11 +195,11 @@ class ParameterShard:
         return Answer(tuple(self.clocks), self._barrier, totals, self._values.copy())
 
 
-def last_pulls(events: Sequence[Event]) -> list[Event]:
+def drop_repeated_pulls(events: Sequence[Event]) -> list[Event]:
     """Return the pushes and pulls, and of pulls that an island repeated at a barrier only the last.
 
     >>> found = [Event("push", 0, 4), Event("pull", 0, 4), Event("push", 1, 4), Event("barrier", 0, 4)]
-    >>> last_pulls(found)[1:]
+    >>> drop_repeated_pulls(found)[1:]
     [Event(kind='push', island=1, step=4), Event(kind='pull', island=0, step=4)]
     """
     events = [event._replace(kind="pull") if event.kind == "barrier" else event for event in events]

@@ -239,7 +239,7 @@ class Transfer:
             # as bits: the sum is exact, and -0.0 stays what it is
             bits = np.dtype(f"uint{8 * like.dtype.itemsize}")
             zeros = np.zeros((1, *like.shape), bits)
-            found = None if array is None else _bits(array, bits)[None]
+            found = None if array is None else _to_bits(array, bits)[None]
             parts = [
                 jax.device_put(found if d == source.device and array is not None else zeros, d) for d in mine
             ]
@@ -254,7 +254,7 @@ class Transfer:
 
             def add(stacks: Any) -> Any:
                 return jax.tree.map(
-                    lambda x, dtype: _restore_bits(x.sum(0, dtype=x.dtype), dtype), stacks, dtypes
+                    lambda x, dtype: _from_bits(x.sum(0, dtype=x.dtype), dtype), stacks, dtypes
                 )
 
             self._programs[key] = jax.jit(add, out_shardings=shardings)
@@ -290,11 +290,11 @@ def _shapes(arrays: Any) -> Hashable:
     return structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
-def _bits(x: jax.Array, bits: Any) -> jax.Array:
+def _to_bits(x: jax.Array, bits: Any) -> jax.Array:
     return x.astype(bits) if x.dtype == bool else jax.lax.bitcast_convert_type(x, bits)
 
 
-def _restore_bits(x: jax.Array, dtype: Any) -> jax.Array:
+def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(bool) if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, dtype)
 
 

@@ -22,7 +22,7 @@ WORD = r"[A-Za-z0-9_][\w.,:/@+=-]*"
 PATH = r"[\w./+=@,:-]+"
 
 
-def submission(job: Job, job_name: str, submit: tuple[str, ...], ending: str, script: str) -> Launch:
+def make_submission(job: Job, job_name: str, submit: tuple[str, ...], ending: str, script: str) -> Launch:
     """Return the command that submits a batch job, and its script as a file in the log folder.
 
     Args:
@@ -64,9 +64,9 @@ def node_problems(job: Job, nodes: int) -> list[str]:
             f"{job.num_ranks} ranks cannot be shared evenly by {nodes} nodes: {job.num_ranks} % {nodes} ="
             f" {job.num_ranks % nodes}. Use {fixes} nodes"
         ]
-    if not (found := _straddlers(job, nodes)):
+    if not (found := _straddling(job, nodes)):
         return []
-    fixes = [n for n in range(job.num_ranks, 0, -1) if job.num_ranks % n == 0 and not _straddlers(job, n)]
+    fixes = [n for n in range(job.num_ranks, 0, -1) if job.num_ranks % n == 0 and not _straddling(job, n)]
     return [
         f"islands of {job.processes_text} processes on {nodes} nodes of {job.num_ranks // nodes} ranks:"
         f" island {', '.join(map(str, found))} would have parts of several nodes. Use --nodes"
@@ -75,7 +75,7 @@ def node_problems(job: Job, nodes: int) -> list[str]:
     ]
 
 
-def _straddlers(job: Job, nodes: int) -> list[int]:
+def _straddling(job: Job, nodes: int) -> list[int]:
     """Return the islands that neither fill whole nodes nor fit within one."""
     ranks_per_node, starts = job.num_ranks // nodes, accumulate(job.processes, initial=0)
     return [

@@ -53,7 +53,7 @@ class Component:
     options: tuple[str, ...] = field(default=())
 
 
-def counts(text: int | str | None, islands: int, what: str) -> tuple[int | None, ...]:
+def parse_counts(text: int | str | None, islands: int, what: str) -> tuple[int | None, ...]:
     """Parse one number for each island: the same for all, or one each as in "4,4,8,8".
 
     Args:
@@ -64,8 +64,8 @@ def counts(text: int | str | None, islands: int, what: str) -> tuple[int | None,
     Raises:
       ValueError: it is not a number from 1, or has another number of items than islands.
 
-    >>> counts(4, 2, "gpus per island"), counts("4,8", 2, "gpus per island"), counts(None, 1, "")
-    ((4, 4), (4, 8), (None,))
+    >>> parse_counts(4, 2, "gpus per island"), parse_counts("4,8", 2, "gpus per island")
+    ((4, 4), (4, 8))
     """
     if text is None:
         return (None,) * islands
@@ -84,7 +84,7 @@ def counts(text: int | str | None, islands: int, what: str) -> tuple[int | None,
     return numbers * islands if len(numbers) == 1 else numbers
 
 
-def shares_of_processes(job: Job, given: int | str | None, what: str) -> tuple[int | None, ...]:
+def divide_among_processes(job: Job, given: int | str | None, what: str) -> tuple[int | None, ...]:
     """Return the GPUs or CPUs of each process, by island.
 
     Args:
@@ -95,7 +95,7 @@ def shares_of_processes(job: Job, given: int | str | None, what: str) -> tuple[i
     Raises:
       ValueError: lists the islands whose number cannot be divided evenly among their processes.
     """
-    numbers, each = job.processes, counts(given, job.islands, f"{what} per island")
+    numbers, each = job.processes, parse_counts(given, job.islands, f"{what} per island")
     uneven = [
         (island, count, number)
         for island, (count, number) in enumerate(zip(each, numbers, strict=True))
@@ -119,13 +119,13 @@ def _uneven_text(what: str, island: int, count: int, number: int, named: bool) -
     )
 
 
-def options_by_island(options: Sequence[str], islands: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def split_options(options: Sequence[str], islands: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Split options into those of all islands, and those of each island: `0-1:partition=old`.
 
     Raises:
       ValueError: an option is for an island that does not exist.
 
-    >>> options_by_island(("exclude=a", "1:partition=new"), 2)
+    >>> split_options(("exclude=a", "1:partition=new"), 2)
     (('exclude=a',), [(), ('partition=new',)])
     """
     common: list[str] = []
@@ -177,7 +177,7 @@ def components(job: Job, nodes: int | None, shares: Shares) -> tuple[Component, 
         if equal < 1 or equal % job.islands or not unequal:
             fix = [f"give the number of nodes of each island: --nodes-per-island {_example(job)}"]
             raise ValueError("; ".join([*problems, *(fix if unequal and equal > 0 else [])]))
-    per_island = _nodes_of_islands(job, nodes, shares.nodes)
+    per_island = _count_nodes(job, nodes, shares.nodes)
     ranks = [number // own for number, own in zip(job.processes, per_island, strict=True)]
     found, first = [], 0
     for (ranks_per_node, (gpus, cpus, options)), group in groupby(zip(ranks, kinds, strict=True)):
@@ -192,7 +192,7 @@ def components(job: Job, nodes: int | None, shares: Shares) -> tuple[Component, 
     return tuple(found)
 
 
-def _nodes_of_islands(job: Job, nodes: int | None, given: tuple[int, ...] | None) -> tuple[int, ...]:
+def _count_nodes(job: Job, nodes: int | None, given: tuple[int, ...] | None) -> tuple[int, ...]:
     """Return the number of nodes of each island: as given, else an equal part of all."""
     if given is None:
         total = job.islands if nodes is None else nodes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardtrain.errors.messages import refuse
 from shardtrain.launch import batch
-from shardtrain.launch.components import shares_of_processes
+from shardtrain.launch.components import divide_among_processes
 from shardtrain.launch.job import Job
 from shardtrain.launch.launcher import Launch, Launcher
 
@@ -53,11 +53,11 @@ class Flux:
 
 def launch(job: Job, options: Flux, environ: Mapping[str, str]) -> Launch:
     """Return the command that submits a job, with its batch script; see `script` for the arguments."""
-    text = script(job, options, environ)
-    return batch.submission(job, options.job_name, ("flux", "batch"), ".flux", text)
+    text = write_script(job, options, environ)
+    return batch.make_submission(job, options.job_name, ("flux", "batch"), ".flux", text)
 
 
-def script(job: Job, options: Flux, environ: Mapping[str, str]) -> str:
+def write_script(job: Job, options: Flux, environ: Mapping[str, str]) -> str:
     """Return the text of the batch script.
 
     Args:
@@ -71,7 +71,7 @@ def script(job: Job, options: Flux, environ: Mapping[str, str]) -> str:
     nodes = batch.num_nodes(job, options.nodes)
     refuse("this batch job cannot be written", _problems(job, options, nodes))
     lines = ["#!/bin/bash", f"# {batch.headline(job, nodes)}", ""]
-    lines += [f"# flux: {option}" for option in _directives(job, options, nodes)]
+    lines += [f"# flux: {option}" for option in _list_directives(job, options, nodes)]
     lines += ["", *options.setup, *batch.exports(job, environ)]
     # the ranks are bound by Flux, a process to its own GPUs and cores
     lines += ["export SHARDTRAIN_BIND=no"] if options.cpus_per_island else []
@@ -88,7 +88,7 @@ def _problems(job: Job, options: Flux, nodes: int) -> list[str]:
     problems += batch.text_problems(options.job_name, words, job.logs, options.flux, "flux")
     for what, count in (("GPUs", options.gpus_per_island), ("CPUs", options.cpus_per_island)):
         try:
-            if len(set(shares_of_processes(job, count, what))) > 1:
+            if len(set(divide_among_processes(job, count, what))) > 1:
                 problems.append(
                     f"{what} per island is {count}, and islands have {job.processes_text} processes; give"
                     " islands the same number, or leave it out: ranks share whole nodes"
@@ -103,9 +103,9 @@ def _problems(job: Job, options: Flux, nodes: int) -> list[str]:
     return problems
 
 
-def _directives(job: Job, options: Flux, nodes: int) -> list[str]:
-    gpus = shares_of_processes(job, options.gpus_per_island, "GPUs")[0]
-    cpus = shares_of_processes(job, options.cpus_per_island, "CPUs")[0]
+def _list_directives(job: Job, options: Flux, nodes: int) -> list[str]:
+    gpus = divide_among_processes(job, options.gpus_per_island, "GPUs")[0]
+    cpus = divide_among_processes(job, options.cpus_per_island, "CPUs")[0]
     found = [f"--job-name={options.job_name}", f"--nodes={nodes}"]
     # a slot is the share of one process
     found += [f"--nslots={job.num_ranks}", f"--cores-per-slot={cpus}"] if cpus else ["--exclusive"]
@@ -118,8 +118,8 @@ def _directives(job: Job, options: Flux, nodes: int) -> list[str]:
 
 
 def _run(job: Job, options: Flux, nodes: int) -> list[str]:
-    gpus = shares_of_processes(job, options.gpus_per_island, "GPUs")[0]
-    cpus = shares_of_processes(job, options.cpus_per_island, "CPUs")[0]
+    gpus = divide_among_processes(job, options.gpus_per_island, "GPUs")[0]
+    cpus = divide_among_processes(job, options.cpus_per_island, "CPUs")[0]
     if cpus:
         ranks = f"--nodes={nodes} --ntasks={job.num_ranks} --cores-per-task={cpus}"
         ranks += f" --gpus-per-task={gpus}" if gpus else ""

@@ -28,7 +28,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     >>> [(host.name, host.slots) for host in parse_hosts("a:2,b")]
     [('a', 2), ('b', None)]
     """
-    return _hosts([word.strip() for word in text.split(",")], f"hosts {text!r}")
+    return _parse_all([word.strip() for word in text.split(",")], f"hosts {text!r}")
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
@@ -44,10 +44,10 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     lines = [re.sub(r"\s+slots\s*=\s*(\d+)(\s+max[-_]slots\s*=\s*\d+)?$", r":\1", line) for line in lines]
     if not any(lines):
         raise ValueError(f"hostfile {path} names no host; write one a line, a or a:2 or a slots=2")
-    return _hosts([line for line in lines if line], f"hostfile {path}")
+    return _parse_all([line for line in lines if line], f"hostfile {path}")
 
 
-def _hosts(words: Sequence[str], where: str) -> tuple[Host, ...]:
+def _parse_all(words: Sequence[str], where: str) -> tuple[Host, ...]:
     found = [re.fullmatch(r"([A-Za-z0-9][\w.-]*)(?::([1-9]\d{0,8}))?", word) for word in words]
     problems = [
         f"{word!r} is no host; write a name, or name:ranks"
@@ -88,13 +88,13 @@ def hosts_problem(num_ranks: int, hosts: Sequence[Host]) -> str | None:
     return None
 
 
-def ranks_by_host(num_ranks: int, hosts: Sequence[Host]) -> tuple[tuple[str, int], ...]:
+def place_ranks(num_ranks: int, hosts: Sequence[Host]) -> tuple[tuple[str, int], ...]:
     """Return (host, number of ranks there), in the order of the ranks.
 
     Slots that add up to the ranks are used as they are, for unequal hosts. Otherwise (a hostfile has the
     capacities of hosts) the ranks are divided evenly, so that islands do not pile up on the first host.
 
-    >>> ranks_by_host(2, parse_hosts("a:8,b:8"))
+    >>> place_ranks(2, parse_hosts("a:8,b:8"))
     (('a', 1), ('b', 1))
     """
     slots = [host.slots or 0 for host in hosts]

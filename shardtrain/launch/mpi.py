@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardtrain.islands.mpi_library import find_vendor
-from shardtrain.launch.hosts import Host, parse_hosts, ranks_by_host, read_hostfile
+from shardtrain.launch.hosts import Host, parse_hosts, place_ranks, read_hostfile
 from shardtrain.launch.job import Job
 from shardtrain.launch.launcher import Launch, Launcher
 from shardtrain.launch.restarts import Restarts
@@ -167,7 +167,7 @@ def _own_environment(mpiexec: Mpiexec) -> dict[str, str]:
 def _hydra(job: Job, mpiexec: Mpiexec, environ: Mapping[str, str]) -> tuple[list, dict[Path, str]]:
     options = [("-genv", name, value) for name, value in job.rank_environment(environ).items()]
     # hosts with equal numbers of ranks fit in options; unequal ones need a file
-    placed = ranks_by_host(job.num_ranks, job.hosts) if job.hosts else ()
+    placed = place_ranks(job.num_ranks, job.hosts) if job.hosts else ()
     counts = {number for _, number in placed}
     if not placed:
         return options, {}
@@ -181,9 +181,7 @@ def _hydra(job: Job, mpiexec: Mpiexec, environ: Mapping[str, str]) -> tuple[list
 
 def _open_mpi(job: Job, mpiexec: Mpiexec, environ: Mapping[str, str]) -> tuple[list, dict[Path, str]]:
     # bound by it, two ranks would have one core each, and the rest of the host would idle
-    hosts = (
-        ",".join(f"{name}:{n}" for name, n in ranks_by_host(job.num_ranks, job.hosts)) if job.hosts else ""
-    )
+    hosts = ",".join(f"{name}:{n}" for name, n in place_ranks(job.num_ranks, job.hosts)) if job.hosts else ""
     options: list[tuple[str, ...]] = [("--host", hosts)] if hosts else []
     options.append(("--bind-to", "none"))
     own = job.rank_environment(environ)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
 from shardtrain.islands.watchdog.step_file import NOTHING
-from shardtrain.launch.rank_end import RankEnd, abort_code, error_text, read_ranks
+from shardtrain.launch.rank_end import RankEnd, error_text, find_abort_code, read_ranks
 from shardtrain.launch.restarts import LaunchEnd
 from shardtrain.system import terminal
 from shardtrain.system.excerpts import some
@@ -59,7 +59,7 @@ def diagnose_launch(
         text += f"\nthen: {_names(chosen)} {what}"
     text += f"\nwhole log: {first.log}" + (" (the others are beside it)" if rest else "")
     code = TEMPORARY_FAILURE if first.last.hung else first.code
-    return LaunchEnd(code=code or abort_code(first.text) or abs(launcher_code) or 1, text=text + "\n")
+    return LaunchEnd(code=code or find_abort_code(first.text) or abs(launcher_code) or 1, text=text + "\n")
 
 
 def _end_seconds(end: RankEnd) -> float:
@@ -76,7 +76,7 @@ def _report_without_failure(
     if stopped and not lost:
         by = stopped[0].asked or "the time limit"
         text = f"stopped by {by}: {_names(stopped)}\n"
-        code = stopped[0].code or abort_code(stopped[0].text)
+        code = stopped[0].code or find_abort_code(stopped[0].text)
         return LaunchEnd(code=code, text=text, asked=stopped[0].asked is not None)
     if asked is not None and all(end.last.step == NOTHING.step for end in ends):
         # some ranks did not handle signals yet

@@ -36,12 +36,12 @@ def error_text(log: str) -> str:
     """
     # a progress bar is redrawn in one line: take its last state
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in log.rstrip("\n").split("\n")]
-    if hang := _between(lines, HANG, HANG_END):
+    if hang := _find_block(lines, HANG, HANG_END):
         return "\n".join(hang)
     starts = [i for i, line in enumerate(lines) if TRACEBACK in line and not _is_ignored(lines, i)]
     if not starts:
         return (
-            "\n".join(_between(lines, USAGE_ERROR, MISTAKE_END) or lines[-TAIL_LINES:]).strip("\n")
+            "\n".join(_find_block(lines, USAGE_ERROR, MISTAKE_END) or lines[-TAIL_LINES:]).strip("\n")
             or "(its log is empty)"
         )
     start = starts.pop()
@@ -56,7 +56,7 @@ def error_text(log: str) -> str:
     return "\n".join(text).rstrip()
 
 
-def _between(lines: Sequence[str], first: re.Pattern, last: re.Pattern) -> list[str]:
+def _find_block(lines: Sequence[str], first: re.Pattern, last: re.Pattern) -> list[str]:
     """Return the last block of lines that starts and ends with these patterns."""
     ends = [i for i, line in enumerate(lines) if last.match(line)]
     starts = [i for i, line in enumerate(lines[: ends[-1]]) if first.match(line)] if ends else []
@@ -128,7 +128,7 @@ class RankEnd:
         code = self.code
         if code is None and self.aborted:
             # before its first step, where it ended the others too
-            code = abort_code(self.text)
+            code = find_abort_code(self.text)
         return _is_stopped(code, self.asked, self.last)
 
     @property
@@ -213,7 +213,7 @@ def _is_stopped(code: int | None, asked: str | None, last: LastStep) -> bool:
     return code == TEMPORARY_FAILURE or (asked is not None and code == 128 + signal.Signals[asked])
 
 
-def abort_code(text: str) -> int:
+def find_abort_code(text: str) -> int:
     """Return the code of MPI_Abort in a log; 0 if it was not called."""
     found = ABORT.search(text)
     return int(found[1]) if found and found[1] else 0

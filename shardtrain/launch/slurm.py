@@ -15,9 +15,9 @@ from shardtrain.launch.components import (
     Component,
     Shares,
     components,
-    counts,
-    options_by_island,
-    shares_of_processes,
+    divide_among_processes,
+    parse_counts,
+    split_options,
 )
 from shardtrain.launch.duration import clock
 from shardtrain.launch.job import Job
@@ -63,11 +63,11 @@ class Slurm:
 
 def launch(job: Job, options: Slurm, environ: Mapping[str, str]) -> Launch:
     """Return the command that submits a job, with its batch script; see `script` for the arguments."""
-    text = script(job, options, environ)
-    return batch.submission(job, options.job_name, ("sbatch",), ".sbatch", text)
+    text = write_script(job, options, environ)
+    return batch.make_submission(job, options.job_name, ("sbatch",), ".sbatch", text)
 
 
-def script(job: Job, options: Slurm, environ: Mapping[str, str]) -> str:
+def write_script(job: Job, options: Slurm, environ: Mapping[str, str]) -> str:
     """Return the text of the batch script.
 
     Args:
@@ -83,10 +83,10 @@ def script(job: Job, options: Slurm, environ: Mapping[str, str]) -> str:
     refuse("this batch job cannot be written", problems)
     first = parts[0]
     lines = ["#!/bin/bash", f"# {_headline(job, parts)}", ""]
-    lines += [f"#SBATCH {option}" for option in _directives(job, options, first, common)]
+    lines += [f"#SBATCH {option}" for option in _list_directives(job, options, first, common)]
     for component in parts[1:]:
         lines += ["", "#SBATCH hetjob", f"# {_islands_text(component)}"]
-        lines += [f"#SBATCH {option}" for option in _own_directives(job, options, component, common)]
+        lines += [f"#SBATCH {option}" for option in _list_own_directives(job, options, component, common)]
     lines += ["", *options.setup, *batch.exports(job, environ)]
     lines += ["", *_run(job, options, parts)]
     return "\n".join(lines) + "\n"
@@ -105,11 +105,11 @@ def _components(job: Job, options: Slurm) -> tuple[tuple[str, ...], tuple[Compon
 
     none = (None,) * job.islands
     common, own = found(
-        lambda: options_by_island(options.sbatch, job.islands), (options.sbatch, [()] * job.islands)
+        lambda: split_options(options.sbatch, job.islands), (options.sbatch, [()] * job.islands)
     )
-    nodes = found(lambda: counts(options.nodes_per_island, job.islands, "nodes per island"), none)
+    nodes = found(lambda: parse_counts(options.nodes_per_island, job.islands, "nodes per island"), none)
     each = {
-        what: found(lambda what=what, given=given: shares_of_processes(job, given, what), none)
+        what: found(lambda what=what, given=given: divide_among_processes(job, given, what), none)
         for what, given in (("GPUs", options.gpus_per_island), ("CPUs", options.cpus_per_island))
     }
     shares = Shares(
@@ -142,15 +142,15 @@ def _islands_text(component: Component) -> str:
     return f"islands {first} to {last}" if last > first else f"island {first}"
 
 
-def _directives(job: Job, options: Slurm, part: Component, common: tuple[str, ...]) -> list[str]:
-    own = _own_directives(job, options, part, common)
+def _list_directives(job: Job, options: Slurm, part: Component, common: tuple[str, ...]) -> list[str]:
+    own = _list_own_directives(job, options, part, common)
     at = own.index("--requeue" if options.requeue else "--no-requeue") + 1
     # the script runs in the first component: only there it has a name and an output
     output = ["--open-mode=append", f"--output={job.logs}/%x-%j.log"]
     return [f"--job-name={options.job_name}", *own[:at], *output, *own[at:]]
 
 
-def _own_directives(job: Job, options: Slurm, part: Component, common: tuple[str, ...]) -> list[str]:
+def _list_own_directives(job: Job, options: Slurm, part: Component, common: tuple[str, ...]) -> list[str]:
     """Return all directives of a component: Slurm resets those that are missing to their defaults."""
     named = {"partition": options.partition, "account": options.account, "qos": options.qos}
     found = [f"--nodes={part.nodes}", f"--ntasks-per-node={part.ranks_per_node}"]

@@ -27,7 +27,7 @@ from shardtrain.launch.rank_end import has_failed, read_ranks
 from shardtrain.launch.restarts import LaunchEnd
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
-from shardtrain.system.stop_signals import STOPPING, Repeats, asking
+from shardtrain.system.stop_signals import STOPPING, Repeats, select_handled
 
 LOOK_EVERY_SECONDS = 0.1
 GRACE_SECONDS = 2.0
@@ -108,7 +108,7 @@ class _Run:
 
     def __enter__(self) -> "_Run":
         # first take over the signals: one that comes during the start must reach the ranks, too
-        for number in asking(STOPPING):
+        for number in select_handled(STOPPING):
             self._before[number] = signal.signal(number, self._handle_signal)
         try:
             self._process = subprocess.Popen(
@@ -217,7 +217,7 @@ class _Run:
 
 def _end_left_behind(logs: Path) -> None:
     """Kill `launch.rank` processes on this host that did not end with their launcher."""
-    pids = [pid for path in logs.glob("rank-*.json") if (pid := _keeper_pid(path)) is not None]
+    pids = [pid for path in logs.glob("rank-*.json") if (pid := _read_keeper_pid(path)) is not None]
     deadline = time.monotonic() + LEFT_BEHIND_SECONDS
     while (pids := [pid for pid in pids if _is_keeper(pid)]) and time.monotonic() < deadline:
         time.sleep(LOOK_EVERY_SECONDS)
@@ -226,7 +226,7 @@ def _end_left_behind(logs: Path) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _keeper_pid(path: Path) -> int | None:
+def _read_keeper_pid(path: Path) -> int | None:
     record = json.loads(path.read_text(encoding="utf-8"))
     here = {socket.gethostname(), os.environ.get(HOST)}
     return record["pid"] if record["host"] in here else None

@@ -81,7 +81,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         # Python delivers signals to the main thread alone
         if threading.current_thread() is threading.main_thread():
-            for number in asking(STOPPING):
+            for number in select_handled(STOPPING):
                 self._before[number] = signal.signal(number, self._ask)
             if self._listens:
                 read, self._pipe = os.pipe()
@@ -155,7 +155,7 @@ def keep_handlers(numbers: Sequence[signal.Signals]) -> None:
                 signal.signal(number, handler)
 
 
-def asking(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
+def select_handled(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
     """Return the signals to handle: all but a SIGHUP that nohup ignores."""
     return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 

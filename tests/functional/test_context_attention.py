@@ -122,7 +122,7 @@ def test_a_balanced_ring_computes_what_is_needed_once_and_on_all_devices_as_much
         monkeypatch.setattr(ring_attention.lax, "axis_index", lambda axis, device=device: jnp.int32(device))
         for step in range(num):
             other = int(ring.other(step))
-            for mine, theirs, first in ring_attention._pairs(step, ring, 8, None):
+            for mine, theirs, first in ring_attention._list_pairs(step, ring, 8, None):
                 pair = parts[device][int(mine)], parts[other][int(theirs)]
                 # only on the diagonal are some keys behind some queries
                 assert (first is not None) == (pair[0] == pair[1])

@@ -227,7 +227,7 @@ def test_every_gpu_has_one_rank():
 def cores(monkeypatch):
     """Eight cores, of which the process may use six; two hardware threads a core: i and i + 4."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 4, 5, 6})
-    monkeypatch.setattr(binding, "_core", lambda cpu: (0, cpu % 4, cpu))
+    monkeypatch.setattr(binding, "_core_sort_key", lambda cpu: (0, cpu % 4, cpu))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardtrain.launch.duration import parse_time
-from shardtrain.launch.hosts import Host, hosts_problem, parse_hosts, ranks_by_host, read_hostfile
+from shardtrain.launch.hosts import Host, hosts_problem, parse_hosts, place_ranks, read_hostfile
 from shardtrain.launch.job import THRESHOLDS, Job
 from shardtrain.launch.launcher import Launch, shell_text
 
@@ -109,7 +109,7 @@ def test_a_hostfile_that_is_none_is_refused(text, problem, tmp_path):
     ],
 )
 def test_slots_that_add_up_are_taken_and_others_are_shared_evenly(hosts, islands, expected):
-    assert ranks_by_host(islands, parse_hosts(hosts)) == expected
+    assert place_ranks(islands, parse_hosts(hosts)) == expected
 
 
 def test_slots_that_are_too_few_are_refused():

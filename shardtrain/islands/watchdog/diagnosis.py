@@ -134,10 +134,10 @@ def find_stalled(heartbeats: Mapping[int, Heartbeat], watch: Watch) -> list[int]
     # 2. all ranks wait for each other, once the limits of all are over
     if not all(heartbeat.seconds > watch.limit(heartbeat.long) for heartbeat in heartbeats.values()):
         return []
-    return _blocking(heartbeats)
+    return _find_blocking(heartbeats)
 
 
-def _blocking(heartbeats: Mapping[int, Heartbeat]) -> list[int]:
+def _find_blocking(heartbeats: Mapping[int, Heartbeat]) -> list[int]:
     """Return the ranks that joined the fewest collectives, or only those of them for which others wait."""
     # the others wait for a rank that joined fewer collectives than they did
     fewest = min(heartbeat.num_collectives for heartbeat in heartbeats.values())
@@ -166,13 +166,13 @@ def stall_text(
     lines = [f"{names[rank]} makes no progress: {activity_text(heartbeats[rank])}" for rank in culprits[:8]]
     if len(culprits) == len(heartbeats) > 1:
         lines.append("all ranks wait for each other: a message was lost, or they run different operations")
-    lines += _others(culprits, heartbeats, names)
+    lines += _others_text(culprits, heartbeats, names)
     slowest = max(culprits, key=lambda rank: heartbeats[rank].seconds)
     field = "long" if heartbeats[slowest].long else "stall"
     limit = getattr(watch, f"{field}_seconds")
     more = math.ceil(2 * max(heartbeats[slowest].seconds, limit))
     lines.append(f"allowed are {limit:g} s; if it was only slow: --watch.{field}-seconds {more}")
-    return message(lines)
+    return format_diagnosis(lines)
 
 
 def silence_text(
@@ -195,20 +195,22 @@ def silence_text(
     for rank, seconds in list(silent.items())[:8]:
         lines.append(f"{names[rank]} has sent no heartbeat for {seconds:.0f} s: {causes[rank]}")
         lines.append(f"  its last heartbeat: {activity_text(heartbeats.get(rank))}")
-    lines += _others(list(silent), heartbeats, names)
+    lines += _others_text(list(silent), heartbeats, names)
     more = math.ceil(2 * max(silent.values()))
     allowed = f"allowed are {watch.silence_seconds:g} s"
     lines.append(f"{allowed}; if it was only slow: --watch.silence-seconds {more}")
-    return message(lines)
+    return format_diagnosis(lines)
 
 
-def _others(culprits: Sequence[int], heartbeats: Mapping[int, Heartbeat], names: Sequence[str]) -> list[str]:
+def _others_text(
+    culprits: Sequence[int], heartbeats: Mapping[int, Heartbeat], names: Sequence[str]
+) -> list[str]:
     others = [rank for rank in sorted(heartbeats) if rank not in culprits]
     lines = [f"  {names[rank]}: {activity_text(heartbeats[rank])}" for rank in others[:8]]
     return [*lines, *([f"  and {len(others) - 8} more"] if len(others) > 8 else [])]
 
 
-def message(lines: Sequence[str]) -> str:
+def format_diagnosis(lines: Sequence[str]) -> str:
     """Format the lines of a diagnosis, with what happens next."""
     first, *rest = lines
     again = (

@@ -33,7 +33,7 @@ def cause_text(peer: Peer, here: str) -> str:
     """
     if peer.host != here:
         return f"it is stopped, host {peer.host} is down, or the network between it and host {here} is cut"
-    if (state := process_state(peer.pid)) is None:
+    if (state := read_process_state(peer.pid)) is None:
         return f"its process {peer.pid} is gone"
     return f"its process {peer.pid} {STATES.get(state, 'is there, but its Python does not run')}"
 
@@ -49,10 +49,10 @@ def is_at_work(peer: Peer, here: str, seconds: float, watch: Watch) -> bool:
     """
     if peer.host != here or seconds > watch.silent_work_seconds:
         return False
-    return process_state(peer.pid) not in (None, *STATES)
+    return read_process_state(peer.pid) not in (None, *STATES)
 
 
-def process_state(pid: int) -> str | None:
+def read_process_state(pid: int) -> str | None:
     """Return the state of a process as Linux's letter for it; None if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -22,7 +22,7 @@ from shardtrain.islands.watchdog.diagnosis import (
     Watch,
     activity_text,
     find_stalled,
-    message,
+    format_diagnosis,
     silence_text,
     stall_text,
 )
@@ -190,7 +190,7 @@ class Watchdog:
         Args:
           text: the reason.
         """
-        self._end(message([text]))
+        self._end(format_diagnosis([text]))
         # the watchdog's thread is already ending this process
         time.sleep(LAST_SECONDS)
         os._exit(TEMPORARY_FAILURE)
