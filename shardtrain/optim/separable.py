@@ -13,7 +13,7 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardtrain import axes
-from shardtrain.functional.dependencies import dependencies
+from shardtrain.functional.jaxprs import dependencies
 from shardtrain.functional.model import Tree
 from shardtrain.optim.optimizer_state import make_storable
 from shardtrain.sharding.array_dims import is_dims

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from shardtrain import axes
 from shardtrain.functional.auxiliary import sum_loss
-from shardtrain.functional.constrained_specs import find_constrained_specs
+from shardtrain.functional.jaxprs import find_constrained_specs
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Chain
 from shardtrain.functional.model_calls import model_inputs, once

@@ -24,9 +24,8 @@ from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.compute_dtype import has_dtype, set_compute_dtype
 from shardtrain.functional.frozen import freeze_parameters
-from shardtrain.functional.gathered import gather_unnamed
 from shardtrain.functional.loss import Loss, next_token_loss
-from shardtrain.functional.model import Model
+from shardtrain.functional.model import Model, gather_unnamed
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.functional.remat import apply_remat
 from shardtrain.islands.watchdog.diagnosis import Watch
