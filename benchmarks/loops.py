@@ -169,7 +169,7 @@ class Toolkit:
             step=self.step,
             evaluate=lambda state: {},
             check=None,
-            aside=nullcontext,
+            untimed=nullcontext,
             hooks=Hooks(),
             totals=RunTotals(),
             spent=Spent(activity),

@@ -13,7 +13,7 @@ from typing import Any
 from shardtrain.checkpoints.manifest_entries import Leaf
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 
 OPTIMIZER = "opt_state/"
 
@@ -39,8 +39,7 @@ class Allow:
     changed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if problems := wrong_types(self):
-            raise problems_error("this cannot be allowed", problems)
+        refuse("this cannot be allowed", wrong_types(self))
 
 
 def check_state(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,7 @@ class CheckpointPolicy:
         problems += [
             f"{name} is {getattr(self, name)}; use {use}" for name, (ok, use) in allowed.items() if not ok
         ]
-        if problems:
-            raise problems_error("checkpoints cannot be saved like this", problems)
+        refuse("checkpoints cannot be saved like this", problems)
 
 
 def due(policy: CheckpointPolicy, step: int, seconds_since_last: float) -> bool:

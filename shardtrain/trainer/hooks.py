@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.errors.user_code import UserCodeFailed, find_raising_line
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.system.stop_signals import StopSignals
@@ -80,8 +80,7 @@ class Hook:
             for event, function in given.items()
             if (signature := _format_other_signature(function, len(ARGUMENTS[event])))
         ]
-        if problems:
-            raise problems_error("this hook cannot be called", problems)
+        refuse("this hook cannot be called", problems)
 
 
 class Hooks:

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from shardtrain import axes
 from shardtrain.axes import CONTEXT, PIPELINE, TENSOR
 from shardtrain.data import Batch, place, process_rows
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.functional.activation_rules import activation_rules, noting
 from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.collective_matmul import NOTED
@@ -211,12 +211,11 @@ def check_permutes(program: jax.stages.Lowered) -> None:
     Raises:
       ValueError: a loss, a metric or a model cuts positions out of a sharded sequence.
     """
-    if found := permutes_in_branches(program.compile().as_text() or ""):
-        raise problems_error(
-            "a pipeline over sharded sequences in one mesh needs a program whose stages send no parts of them"
-            " by permutes, and this one does. Where a loss, metric or model shifts positions of what the"
-            " model computes, as in logits[:, 1:], use whole sequences, by"
-            " flax.linen.with_logical_constraint(x, ('batch', None, 'vocab')), or positions of the batch; or"
-            " use --across pipeline, or context=1 and no --sequence-sharded",
-            found,
-        )
+    refuse(
+        "a pipeline over sharded sequences in one mesh needs a program whose stages send no parts of them"
+        " by permutes, and this one does. Where a loss, metric or model shifts positions of what the"
+        " model computes, as in logits[:, 1:], use whole sequences, by"
+        " flax.linen.with_logical_constraint(x, ('batch', None, 'vocab')), or positions of the batch; or"
+        " use --across pipeline, or context=1 and no --sequence-sharded",
+        permutes_in_branches(program.compile().as_text() or ""),
+    )

@@ -11,7 +11,7 @@ from statistics import quantiles
 from typing import Any
 
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,7 @@ class Recovery:
             problems.append(f"fingerprint_every is {self.fingerprint_every}; use 1 or more, or None")
         if not self.straggler > 1:
             problems.append(f"straggler is {self.straggler}; use a number above 1, such as 1.5")
-        if problems:
-            raise problems_error("these recovery options cannot be used", problems)
+        refuse("these recovery options cannot be used", problems)
 
 
 class RollBack(Exception):

@@ -19,7 +19,7 @@ from shardtrain.checkpoints.origins import state_to_save
 from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.reader import CheckpointReader, find_readers
 from shardtrain.data import Position
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.imported import select_kept_tokens
 from shardtrain.system.untrusted_files import check_whole_number
 from shardtrain.train_step.state import State
@@ -287,8 +287,7 @@ def find_checkpoint(path: Path, step: int | Literal["best"] | None = None) -> Ch
     found = [each for each in found if step in (None, each.step)]
     if not found:
         raise ValueError(_nothing_found(path, step, steps))
-    if wrong := found[-1].problems():
-        raise problems_error(f"step {found[-1].step} in {path} is broken; give another", wrong)
+    refuse(f"step {found[-1].step} in {path} is broken; give another", found[-1].problems())
     return found[-1]
 
 
@@ -353,8 +352,7 @@ def check_options(
                 note(f"changed since then: {line}")
             else:
                 refused.append(f"{line}; put it back, or allow it: --allow.changed {name}")
-    if refused:
-        raise problems_error(f"the checkpoint in {run.run_dir} is of another run", refused)
+    refuse(f"the checkpoint in {run.run_dir} is of another run", refused)
 
 
 def check_synchronous_steps(saved: Mapping[str, Any], run: Run, step: int) -> None:

@@ -20,7 +20,7 @@ from shardtrain.data import (
     batch_shard,
     split_over_islands,
 )
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.islands.measured_shares import MeasuredShares, capacity
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system.cgroup import limits
@@ -353,6 +353,5 @@ def find_fit(
         for island, each in enumerate(found)
         if each.rows == 0
     ]
-    if problems:
-        raise problems_error("the model does not fit every island", problems)
+    refuse("the model does not fit every island", problems)
     return found

@@ -70,8 +70,7 @@ class RunCheckpoints:
         )
         self.own_optimizers = run.strategy.synchronisation.on_deltas and island_step is not None
         self.coordination, self.placement, self.note = coordination, setup.placement, note
-        placement = None if coordination.islands is None else coordination.islands.placement
-        self.island = (0, 1) if placement is None else (placement.island, placement.num_islands)
+        self.island = (coordination.island, coordination.num_islands)
         self._part = self._find_part()
         self.checkpoints = Checkpoints(
             folder / CHECKPOINTS, run.checkpoints, self._part or WHOLE, report=note

@@ -1,4 +1,4 @@
-"""What a start of a run owns while it trains: its step, evaluation, checkpoints, output, hooks and counts.
+"""The objects that the training loop uses: step, evaluation, checkpoints, output, hooks and counts.
 
 What is made before the first array is in `prepared_run.py`. Next: `loop.py`.
 """
@@ -24,7 +24,6 @@ from shardtrain.trainer.hooks import Hooks
 from shardtrain.trainer.prepared_run import PreparedRun
 from shardtrain.trainer.profiling import ProfiledStep, ProfiledSteps
 from shardtrain.trainer.program_cache import hardware
-from shardtrain.trainer.program_mark import make_mark
 from shardtrain.trainer.recovery import RollBack
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.synchronisation import divergence_text, faulty_copies, make_find_divergence
@@ -33,10 +32,10 @@ from shardtrain.trainer.usage import RunTotals, Spent
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What a start of a run works with, the same in all its segments.
+    """The objects that the training loop uses, the same in all segments of a start.
 
     Args:
-      prepared: what was made before the first array.
+      prepared: everything that was made before the first array.
       checkpoints: saves the state.
       output: shows metrics and notes to the user.
       activity: what this process is doing, for its watchdog.
@@ -46,7 +45,7 @@ class Session:
       untimed: context for work outside the step: evaluations, saves, comparisons of copies.
       hooks: functions of the user, called at the events of the run.
       totals: the wall time of the run, and the updates of this start.
-      spent: on what time was spent, and what was sent.
+      spent: the seconds and bytes of each kind of work.
     """
 
     prepared: PreparedRun
@@ -71,15 +70,14 @@ def make_session(
     profile: ProfiledSteps | None,
     stack: ExitStack,
 ) -> Session:
-    """Make what a start of a run works with.
+    """Make the session of a start.
 
     Args:
       prepared, checkpoints, output, activity, totals: see `Session`.
-      profile: steps of which rank 0 records a trace; None: none.
+      profile: steps of which rank 0 records a trace; None disables it.
       stack: ends the trace.
     """
-    run, coordination = prepared.run, prepared.coordination
-    mark = make_mark(run.strategy, prepared.folder, coordination)
+    run, coordination, mark = prepared.run, prepared.coordination, prepared.mark
     step, untimed = mark.first_run("the training step", _make_step(prepared)), nullcontext
     if profile is not None and coordination.is_first:
         step = ProfiledStep(step, profile, lambda: activity.step, prepared.folder, output.note)
@@ -95,7 +93,7 @@ def make_session(
         partial(class_problems, prepared.expected),
     )
     return Session(
-        prepared=prepared._replace(init=mark.first_run("the initial state", prepared.init)),
+        prepared=prepared,
         checkpoints=checkpoints,
         output=output,
         activity=activity,

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from shardtrain.axes import PIPELINE
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Batch, Batches, Position, TokenBatches
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import problems_error, refuse
 from shardtrain.functional.draw_record import FOREIGN
 from shardtrain.functional.frozen import parameter_paths
 from shardtrain.functional.model import Model, check_float_parameters
@@ -150,8 +150,7 @@ def _make_mesh_partition(run: Run, model: Model, mesh: Mesh, microbatch: Batch |
     """
     if (num_stages := mesh.shape[PIPELINE]) == 1:
         return None
-    if problems := pipeline_problems(run.strategy):
-        raise problems_error("a mesh cannot hold the stages of a pipeline", problems)
+    refuse("a mesh cannot hold the stages of a pipeline", pipeline_problems(run.strategy))
     assert microbatch is not None
     stages = make_partition(model, run.strategy.pipeline, num_stages, run.loss, microbatch)
     check_order(run.optimizer, model.dims, jax.eval_shape(model.init, new_key(0))[0], stages)
@@ -328,8 +327,10 @@ def name_draws(run: Run, model: Model, shapes: Sequence[Batch], mesh: Mesh, num_
             problems,
         )
     # without a split they would still be the same in every step
-    if foreign := [problem for problem in problems if problem.endswith(FOREIGN)]:
-        raise problems_error("the rows of a batch would get the same random numbers in every step", foreign)
+    refuse(
+        "the rows of a batch would get the same random numbers in every step",
+        [problem for problem in problems if problem.endswith(FOREIGN)],
+    )
     # what is not known of one whole batch need not be known
     draws = None if problems else tuple(dict.fromkeys(draw for found in traced for draw in found.draws))
     return replace(model, draws=draws)

@@ -16,7 +16,7 @@ from shardtrain.data.mixture import MixedSource
 from shardtrain.data.samples import load_rows, load_sample
 from shardtrain.data.stream import NO_END
 from shardtrain.data.token_range import TokenRange, token_ranges
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.errors.user_code import user_code
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.first_batch import Expected, class_problems
@@ -49,8 +49,7 @@ def open_sources(run: Run, folder: Path) -> tuple[Any, dict[str, Any]]:
             f"heldout(folder) gave sets named {', '.join(map(repr, sets))}; each set's loss is logged as"
             " heldout/NAME/loss: give each a name, without / at its ends"
         )
-    if problems:
-        raise problems_error("the data cannot be read", problems)
+    refuse("the data cannot be read", problems)
     return train, sets
 
 

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from shardtrain.axes import LAYERS, PIPELINE
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import problems_error, refuse
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.separable import coupling_problems, order_problems, share_problems
 from shardtrain.pipeline.cuts import Parts
@@ -52,8 +52,7 @@ def check_stage_islands(run: Run, mesh: Mesh) -> None:
     if jax.process_count() > 1:
         problems.append(f"an island has {jax.process_count()} processes; use one each")
     problems += stage_problems(strategy)
-    if problems:
-        raise problems_error("islands cannot hold the stages of a pipeline", problems)
+    refuse("islands cannot hold the stages of a pipeline", problems)
 
 
 def stage_problems(strategy: Strategy) -> list[str]:
@@ -123,12 +122,11 @@ def check_separable(optimizer: Any, dims: Any, traced: Parts) -> None:
     if isinstance(optimizer, Optimizer):
         return
     shapes = traced.params
-    if problems := coupling_problems(optimizer, dims, shapes) or share_problems(optimizer, dims, shapes):
-        raise problems_error(
-            "stages update their own parameters, which would not be the update of the whole model; use"
-            " another optimizer (adamw, sgd, lion, muon), and Optimizer(clip=...) for clipping",
-            problems,
-        )
+    refuse(
+        "stages update their own parameters, which would not be the update of the whole model; use"
+        " another optimizer (adamw, sgd, lion, muon), and Optimizer(clip=...) for clipping",
+        coupling_problems(optimizer, dims, shapes) or share_problems(optimizer, dims, shapes),
+    )
 
 
 def check_order(optimizer: Any, dims: Any, params: Any, stages: Partition) -> None:
@@ -145,13 +143,12 @@ def check_order(optimizer: Any, dims: Any, params: Any, stages: Partition) -> No
     """
     if isinstance(optimizer, Optimizer) or stages.is_plain:
         return
-    if problems := order_problems(optimizer, dims, params, stages.stored_blocks):
-        raise problems_error(
-            "the mesh stores blocks in the order of its stages, filled up with zeros where the cut is uneven,"
-            " and this optimizer would update them otherwise than in the model's own order; use another"
-            " optimizer (adamw, sgd, lion, muon), or a cut in equal parts and one virtual stage",
-            problems,
-        )
+    refuse(
+        "the mesh stores blocks in the order of its stages, filled up with zeros where the cut is uneven,"
+        " and this optimizer would update them otherwise than in the model's own order; use another"
+        " optimizer (adamw, sgd, lion, muon), or a cut in equal parts and one virtual stage",
+        order_problems(optimizer, dims, params, stages.stored_blocks),
+    )
 
 
 def different_cut_problems(run: Run, model_state: Any) -> list[str]:

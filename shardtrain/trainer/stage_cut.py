@@ -1,6 +1,6 @@
-"""The cut of a pipeline across islands by time: what its stages' devices are, and the text about it.
+"""Cut a pipeline across islands by time: describe the devices of its stages, and format the cut.
 
-The numbers that come out replace the word in the run. Next: `pipeline/stage_cut.py`, `prepared_run.py`.
+The numbers of blocks replace the word "time" in the run. Next: `pipeline/stage_cut.py`, `prepared_run.py`.
 """
 
 import math
@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import jax
 
 from shardtrain.axes import DATA, FSDP, TENSOR
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.functional.rng import new_key
-from shardtrain.islands.membership import Islands
 from shardtrain.pipeline.options import MEMORY, SPEEDS, Pipeline, numbers_of_stages
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.stage_costs import StageCosts, StageDevices
@@ -32,14 +31,14 @@ from shardtrain.trainer.traced_cut import block_costs, flops_per_second, stage_c
 
 
 class IslandDevices(NamedTuple):
-    """The devices of an island, as islands tell each other.
+    """The devices of an island, as islands send them to each other.
 
     Args:
       kind: the kind of its devices.
-      number: of them.
-      state_shards: into so many devices parameters are sharded.
-      row_shards: into so many devices rows are.
-      flops_per_second: of each device, as it was measured; None: it was not.
+      number: the number of devices.
+      state_shards: number of devices over which parameters are sharded.
+      row_shards: number of devices over which rows are sharded.
+      flops_per_second: the measured speed of each device; None if it was not measured.
     """
 
     kind: str
@@ -49,35 +48,30 @@ class IslandDevices(NamedTuple):
     flops_per_second: float | None = None
 
 
-def apply_stage_cut(run: Run, source: Any, islands: Islands | None, output: RunConsole) -> Run:
-    """Return the run with numbers of blocks where its pipeline across islands is to be cut by time.
+def apply_stage_cut(run: Run, source: Any, coordination: Coordination, output: RunConsole) -> Run:
+    """Return the run with numbers of blocks if its pipeline across islands is to be cut by time.
 
     Args:
       run: the run.
       source: its samples.
-      islands: the islands of the run; None for a run of one island.
+      coordination: the exchange with the other islands.
       output: receives the table of the stages.
 
     Raises:
       ValueError: the options do not fit the number of stages, or no cut fits the memory.
     """
-    strategy = run.strategy
-    if islands is None or islands.placement.num_islands == 1 or not cuts_by_time(run):
+    strategy, num_islands = run.strategy, coordination.num_islands
+    if num_islands == 1 or not cuts_by_time(run):
         return run
-    devices = jax.local_devices()
-    number = islands.placement.num_processes * len(devices)
-    own = island_devices(strategy.layout, devices[0].device_kind, number)
+    own = island_devices(strategy.layout, jax.local_devices()[0].device_kind, jax.device_count())
+    num_stages = strategy.across.partitions or num_islands
+    grid = PipelineGrid(num_islands=num_islands, num_stages=num_stages, island=coordination.island)
     if strategy.pipeline.stage_speeds == "measured":
         # ranks of one host take turns, as they share it
-        num_pipelines = islands.placement.num_islands // (
-            strategy.across.partitions or islands.placement.num_islands
-        )
-        traced = trace(run, source, num_pipelines, own.row_shards)
-        measured = Coordination(islands).run_in_turn("speeds of stages", lambda: flops_per_second(traced))
+        traced = trace(run, source, grid.num_replicas, own.row_shards)
+        measured = coordination.run_in_turn("speeds of stages", lambda: flops_per_second(traced))
         own = own._replace(flops_per_second=measured)
-    every = [IslandDevices(*each) for each in islands.all_gather_islands("devices of stages", list(own))]
-    num_stages = strategy.across.partitions or len(every)
-    grid = PipelineGrid(num_islands=len(every), num_stages=num_stages, island=islands.placement.island)
+    every = [IslandDevices(*each) for each in coordination.all_gather_islands("devices of stages", own)]
     replicas = [grid.select_replica(every, replica) for replica in range(grid.num_replicas)]
     text, cuts = _cut(run, source, replicas)
     output.note(text)
@@ -127,8 +121,7 @@ def _select_replica(pipeline: Pipeline, replica: int, num_replicas: int) -> Pipe
                 f" {num_replicas}; give one for all, or one each"
             )
         found[name] = parts[replica] if len(parts) > replica and len(parts) > 1 else parts[0]
-    if problems:
-        raise problems_error("pipelines cannot be cut by time", problems)
+    refuse("pipelines cannot be cut by time", problems)
     return replace(pipeline, **found)
 
 
@@ -154,16 +147,15 @@ def _select_all_replicas(pipeline: Pipeline, num_replicas: int) -> Pipeline:
             )
         else:
             found[name] = ",".join(repr(min(each)) for each in zip(*numbers, strict=True))
-    if problems:
-        raise problems_error("pipelines cannot be cut by time", problems)
+    refuse("pipelines cannot be cut by time", problems)
     return replace(pipeline, **found)
 
 
 def format_predicted_cut(run: Run, source: Any, num_stages: int | None) -> str:
-    """Return the text of cuts by time for islands that are not there: equal devices, but for the options.
+    """Format the cuts by time for equal devices, without islands; options may give speeds and memories.
 
     Args:
-      run: of a pipeline across islands that is cut by time.
+      run: a run of a pipeline across islands that is cut by time.
       source: its samples.
       num_stages: number of stages; by default the partitions, or the speeds or memories that were given.
 
@@ -201,7 +193,7 @@ def island_devices(layout: Layout, kind: str, number: int) -> IslandDevices:
 def devices_of_stages(
     pipeline: Pipeline, replicas: Sequence[Sequence[IslandDevices]]
 ) -> tuple[list[StageDevices], str]:
-    """Return the devices of each stage, by the options or the table of known devices; and by what.
+    """Return the devices of each stage, and where their speeds are from.
 
     A stage is as fast, and has as much memory, as the least of its islands in all replicas.
 
@@ -210,7 +202,7 @@ def devices_of_stages(
       replicas: for each replica, the island of each stage.
 
     Raises:
-      ValueError: another number of speeds or memories than stages; a link speed beside speeds in no unit.
+      ValueError: another number of speeds or memories than stages; a link speed with speeds in no unit.
     """
     num_stages = len(replicas[0])
     speeds = numbers_of_stages("stage_speeds", pipeline.stage_speeds, SPEEDS)
@@ -239,8 +231,7 @@ def devices_of_stages(
         counted = "by the measured speed of their devices"
         if any(island.flops_per_second is None for island in every):
             problems.append("stage_speeds is 'measured', and no islands are there; give numbers, or auto")
-    if problems:
-        raise problems_error(f"{num_stages} stages cannot be cut by time", problems)
+    refuse(f"{num_stages} stages cannot be cut by time", problems)
 
     def speed(island: IslandDevices) -> float:
         if island.flops_per_second is not None:
@@ -274,10 +265,10 @@ def _rates(known: Mapping[str, Device | None]) -> dict[str, float | None]:
 
 
 def cut_text(costs: StageCosts, cut: StageCut, counted: str) -> str:
-    """Format a cut: a row a stage, and the step beside that of the equal cut, if that fits the memory.
+    """Format a cut: a row a stage, and its step time relative to the equal cut, if that fits the memory.
 
     Args:
-      costs: what was cut.
+      costs: the costs of the model's blocks.
       cut: the best one.
       counted: where the speeds are from.
     """

@@ -14,7 +14,7 @@ import tomli_w
 
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.errors.field_types import fits, wrong_types
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 from shardtrain.islands.options import Across
 from shardtrain.islands.sections import OF_ISLANDS, island_numbers
 from shardtrain.pipeline.options import Pipeline
@@ -87,8 +87,7 @@ class Strategy:
                 )
             for name, section in self.islands.items():
                 problems += _section_problems(self, name, section)
-        if problems:
-            raise problems_error("this strategy cannot be used", problems)
+        refuse("this strategy cannot be used", problems)
 
     @property
     def scales_loss(self) -> bool:
@@ -211,8 +210,7 @@ def read_strategy(path: Path) -> Strategy:
         strategy = _build(Strategy(), values, "", problems)
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: {error}") from error
-    if problems:
-        raise problems_error(f"{path} cannot be read", problems)
+    refuse(f"{path} cannot be read", problems)
     return strategy
 
 

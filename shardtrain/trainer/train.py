@@ -26,7 +26,7 @@ from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.hooks import calling_end
 from shardtrain.trainer.loop import finish_evaluation, run_loop
-from shardtrain.trainer.prepared_run import PreparedRun, prepare_run
+from shardtrain.trainer.prepared_run import PreparedRun
 from shardtrain.trainer.profiling import ProfiledSteps
 from shardtrain.trainer.program_cache import ProgramCounts, find_program_folder
 from shardtrain.trainer.program_mark import remove_mark, take_mark
@@ -101,7 +101,7 @@ def train(
         # Set up the run, and check that it is the same on all islands.
         if Coordination(islands).is_first:
             _say_mark(folder, output, stop)
-        prepared = prepare_run(run, folder, islands, output, stack)
+        prepared = PreparedRun(run, folder, islands, output, stack)
         # Lock the folder: from now on this run writes to it.
         if prepared.coordination.is_first:
             stack.enter_context(exclusive_folder(folder))
@@ -216,10 +216,10 @@ def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
 
 def _find_skipped_data(prepared: PreparedRun, note: Callable[[str], None]) -> SkippedData | None:
     """Return what rollbacks skip; None for a run without waves, whose events nobody repeats."""
-    run, islands = prepared.run, prepared.coordination.islands
-    if islands is None or run.strategy.synchronisation.distance is None:
+    run, coordination = prepared.run, prepared.coordination
+    if coordination.islands is None or run.strategy.synchronisation.distance is None:
         return None
-    return SkippedData(prepared.folder, islands.placement.island, run.replay, note)
+    return SkippedData(prepared.folder, prepared.coordination.island, run.replay, note)
 
 
 def _train_segment(

@@ -22,7 +22,7 @@ from shardtrain.checkpoints.manifest_entries import Leaf
 from shardtrain.checkpoints.origins import restore_block_order
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.restore import restore_arrays
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import problems_error, refuse
 from shardtrain.errors.user_code import user_code
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.auxiliary import plain
@@ -216,8 +216,7 @@ def restore_model(
     wanted = {path: x for path, x in _flat(state).items() if path.startswith(PARAMETERS)}
     saved = {path: leaf for path, leaf in reader.leaves.items() if path.startswith(PARAMETERS)}
     leaves = {path: Leaf(shape=tuple(x.shape), dtype=x.dtype.name) for path, x in wanted.items()}
-    if wrong := mismatches(saved, leaves):
-        raise problems_error(f"step {reader.step} is of another model than this one", wrong)
+    refuse(f"step {reader.step} is of another model than this one", mismatches(saved, leaves))
     how = (reader.extra.get("run") or {}).get("evaluate_with") if evaluated else None
     computed = [path for path in wanted if path.startswith(PARAMS)] if how else []
     stored = {path: x for path, x in wanted.items() if path not in computed}

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 from shardtrain.report.sinks.json_lines import JsonLines, open_json_lines
 from shardtrain.report.sinks.mlflow import open_mlflow
 from shardtrain.report.sinks.sink import OpenSink, Sinks
@@ -55,8 +55,7 @@ def check_installed(sinks: Sequence[str | OpenSink]) -> None:
         for name in sinks
         if isinstance(name, str) and name in EXTRAS and find_spec(EXTRAS[name]) is None
     ]
-    if missing:
-        raise problems_error("the sinks of this run cannot be opened", missing)
+    refuse("the sinks of this run cannot be opened", missing)
 
 
 def open_sinks(
