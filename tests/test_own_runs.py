@@ -65,7 +65,7 @@ TRAINED = {
     "fixed_features": "",
     "step_key_with_metrics": "",
     "numpy_rows": f"WARNING: | {line('+ noise.astype(np.float32)')} has a constant with numbers for each row of a batch",
-    "broadcast": f"WARNING: | {line('return make(loss=lambda apply, batch: weigh(')} broadcasts arrays of shapes (rows, 1) and (rows,), so each row meets all others",
+    "broadcast": f"WARNING: | {line('return make(loss=lambda apply, batch: weigh(')} broadcasts arrays of shapes (rows, 1) and (rows,), which gives a number for each pair of rows",
     "without_weights": "WARNING: batch['weights'] do not change the sum or the count of the loss | return (losses * batch['weights']).sum(), batch['weights'].sum()",
     "array_without_elements": "",
     "no_streams": "",

@@ -1,7 +1,7 @@
-"""Compare the gradients of a few rows on the run's mesh with those of one device, before the first step.
+"""Compare the gradients of a few rows on the run's mesh with the gradients on one device.
 
-The compiler's partitioner can be wrong without a word (docs/xla/README.md), and so can a shard_map of the
-model's own. Next: `prepared_run.py`, which calls this check.
+The compiler's partitioner can be silently wrong (docs/xla/README.md), and so can a shard_map of the user's
+model. Next: `prepared_run.py`, which calls this check.
 """
 
 import math
@@ -50,24 +50,24 @@ _COVERED = """
     top_k transpose while xor
 """
 COVERED = frozenset(_COVERED.split())
-"""Operations that random models on random meshes were right with (tests/fuzz)."""
+"""Operations with which random models on random meshes were right (tests/fuzz)."""
 
 TOLERANCES = {2: 0.1, 4: 0.01}
-"""Bytes of the narrowest floats -> largest difference by rounding, of a gradient's largest entry."""
+"""Bytes of the narrowest floats -> largest difference by rounding, relative to a gradient's largest entry."""
 
 LEAST = 1e-4
-"""Part of the largest entry of all gradients below which a gradient's own is no measure."""
+"""Smallest scale of a gradient, relative to the largest entry of all gradients."""
 
 
 def check_layout(run: Run, setup: RunSetup, batches: Any, note: Callable[[str], None]) -> None:
-    """Check that gradients on the mesh are those of one device, where asked or the loss is unusual.
+    """Check that gradients on the mesh equal those of one device, see `Run.check_layout`.
 
     Stages on islands are not checked: no island has the whole model.
 
     Args:
       run: the run.
       setup: its model, mesh and placement.
-      batches: of the run, on any process.
+      batches: the batches of the run, on any process.
       note: receives the result.
 
     Raises:
@@ -106,13 +106,13 @@ def _trace_operations(run: Run, setup: RunSetup, rows: Batch) -> tuple[set[str],
 
 
 def _compare(run: Run, setup: RunSetup, rows: Batch, num_microbatches: int) -> dict[str, float]:
-    """Return path -> largest difference from one device, as a part of the largest entry of the gradient."""
+    """Return path -> largest difference from one device, relative to the largest entry of the gradient."""
     given, model, mesh = setup.placement, setup.model, setup.mesh
     placement = make_placement(
         model, optax.identity(), run.strategy.layout, mesh, stages=given.stages, schedule=given.schedule
     )
     num_replicas = math.prod(mesh.shape[axis] for axis in placement.layout.replica_axes)
-    # what is computed over the rows of a replica, such as batch statistics, is so on one device too
+    # batch statistics are computed over the rows of a replica, so one device computes as many parts
     parts = num_microbatches * (1 if model.axis_name else num_replicas)
     found = _gradients(run, model, placement, rows, num_microbatches)
     one = Layout(mesh={axes.DATA: 1})
@@ -164,7 +164,7 @@ def _difference_text(
 
 
 def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch: Batch) -> None:
-    """Trace the loss over sequences that are sharded, without devices, as the step of a run would.
+    """Trace the loss over sharded sequences, without devices, as the step of a run would.
 
     Args:
       run: the run.
@@ -174,7 +174,7 @@ def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch
 
     Raises:
       ValueError: attention cannot split the sequences or heads; a constraint has no rule; or the layout has
-        collective matmul, and no product is of parts.
+        collective matmul, and no product uses it.
     """
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     params, model_state = jax.eval_shape(lambda: model.init(new_key(0)))
@@ -197,7 +197,7 @@ def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch
 
 
 def has_permutes(mesh: Mesh, *, sequence_sharded: bool) -> bool:
-    """Return whether a mesh has a pipeline over sharded sequences, whose program `check_permutes` checks."""
+    """Return whether a mesh has a pipeline over sharded sequences, which `check_permutes` checks."""
     over_tensor = sequence_sharded and mesh.shape[TENSOR] > 1
     return mesh.shape[PIPELINE] > 1 and (mesh.shape[CONTEXT] > 1 or over_tensor)
 
@@ -206,7 +206,7 @@ def check_permutes(program: jax.stages.Lowered) -> None:
     """Compile the step of a pipeline over sharded sequences, and check it.
 
     Args:
-      program: of the step.
+      program: the program of the step.
 
     Raises:
       ValueError: a loss, a metric or a model cuts positions out of a sharded sequence.

@@ -80,7 +80,7 @@ def test_the_best_step_is_that_of_the_held_out_data_of_now(change, tmp_path, mon
     sample = Tokens().train(tmp_path)
     sets = {"another number": sample[:7], "other contents": sample[8:16]}[change]
     text = start(tmp_path, monkeypatch, steps=6, data=Tokens(heldout_sets=sets))
-    assert "the held-out data is not that of the checkpoint" in text
+    assert "the held-out data has changed since the checkpoint" in text
     assert kept(tmp_path) == ([5, 6], 5)
 
 

@@ -80,7 +80,7 @@ def pairs_of_rows(apply, batch):
 
 
 MEAN, COUNT = (
-    "is the mean of what it is of each alone",
+    "is the mean of their separate losses",
     "the count of the loss is 1 for two rows together, and 1 and 1",
 )
 

@@ -71,5 +71,6 @@ def test_a_value_that_steps_have_changed_is_kept(old):
     found: Any = apply_new_values(state, old, {VALUES: {"opt_state/scale": 4.0}}, notes.append)  # type: ignore[arg-type]
     assert float(found["opt_state"]["scale"]) == 3
     assert notes == [
-        "WARNING: opt_state/scale is 4 in the code, and was 2; steps have made it 3 since, which is used"
+        "WARNING: opt_state/scale is 4 in the code, and was 2;"
+        " steps have changed it to 3 since, which is used"
     ] * len(old)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -74,10 +75,13 @@ def test_a_program_that_was_cut_off_is_deleted_and_others_are_read_once(tmp_path
     os.utime(tmp_path / "c-cache")
     drop_broken(tmp_path)
     assert sorted(path.name for path in tmp_path.glob("*-cache")) == ["a-cache", "c-cache"]
-    (tmp_path / "c-cache").unlink()
-    monkeypatch.setattr(program_cache, "is_whole", lambda program: False)
+    os.utime(tmp_path / "c-cache", (time.time() - 50, time.time() - 50))
+    read = []
+    monkeypatch.setattr(program_cache, "WRITING_SECONDS", 10)
+    monkeypatch.setattr(program_cache, "is_whole", lambda program: read.append(program) or False)
     drop_broken(tmp_path)
-    assert (tmp_path / "a-cache").exists()
+    assert read == [whole[:-4]]
+    assert sorted(path.name for path in tmp_path.glob("*-cache")) == ["a-cache"]
 
 
 def test_the_oldest_are_deleted_beyond_the_limit(tmp_path):
@@ -104,17 +108,12 @@ def test_without_a_home_directory_nothing_is_kept(monkeypatch):
 
 
 def test_what_is_no_program_neither_hangs_nor_ends_a_start(tmp_path):
-    (tmp_path / "a-cache").write_bytes(zlib.compress(b"program"))
-    (tmp_path / program_cache.WHOLE).write_bytes(b"\xff\xfe\0a-cache 1 1\n")
     os.mkfifo(tmp_path / "b-cache")
     (tmp_path / "c-cache").mkdir()
+    for name in ("b-cache", "c-cache"):
+        os.utime(tmp_path / name, (1, 1))
     drop_broken(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-cache", "c-cache", program_cache.WHOLE]
-    assert (tmp_path / program_cache.WHOLE).read_text().startswith("a-cache ")
-    (tmp_path / program_cache.WHOLE).unlink()
-    os.mkfifo(tmp_path / program_cache.WHOLE)
-    drop_broken(tmp_path)
-    assert (tmp_path / program_cache.WHOLE).is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b-cache", "c-cache", program_cache.CHECKED]
     assert program_cache.is_whole(zlib.compress(bytes(1 << 25)))
 
 

@@ -107,7 +107,7 @@ def test_another_number_of_tokens_reads_the_epoch_again(tmp_path, one_device):
     output = io.StringIO()
     train(tiny(tmp_path, batch=16, steps=5), Console(file=output, width=200))
     assert (
-        "WARNING: batches of tokens are others than before: the epoch is read from its beginning"
+        "WARNING: the token batching has changed since the checkpoint: the epoch starts again"
         in output.getvalue()
     )
     position = find_checkpoint(tmp_path).extra["position"]
@@ -123,7 +123,7 @@ def test_another_seed_reads_the_epoch_again(tmp_path):
         now = {**describe(again), "data.fingerprint": None}
         assert _next_position(again, extra, now, notes.append) == {"epoch": 1, "index": index}
     (note,) = notes
-    assert note.startswith("WARNING: batches of tokens are others than before")
+    assert note.startswith("WARNING: the token batching has changed since the checkpoint")
 
 
 def test_a_checkpoint_from_before_there_were_batches_of_tokens_is_resumed(tmp_path):

@@ -314,7 +314,7 @@ def test_other_data_in_the_same_folder_starts_over(stopped, text, tmp_path):
     other = tmp_path / "other.txt"
     other.write_bytes(text.read_bytes()[::-1])
     _, printed = start(make_run(other, tmp_path, steps=3))
-    assert "the data is not that of the checkpoint" in printed
+    assert "the data has changed since the checkpoint" in printed
 
 
 def explode(apply: Any, batch: Any) -> Any:
