@@ -1,6 +1,6 @@
-"""Checkpoints as text: the list of a folder, the contents of one, the differences of two.
+"""Format checkpoints: the list of a folder, the contents of one, the differences between two.
 
-Read by `checkpoints/reader.py`, printed by `cli/checkpoint.py`.
+`checkpoints/reader.py` reads them, and `cli/checkpoint.py` prints the text.
 """
 
 import math
@@ -28,7 +28,7 @@ CHUNK_ITEMS = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """The difference of the values of an array in two checkpoints.
+    """The difference between the values of an array in two checkpoints.
 
     Args:
       path: the path of the array.
@@ -46,7 +46,7 @@ class Change:
 def list_text(readers: list[CheckpointReader], unfinished: list[Path], best: Best | None = None) -> str:
     """Format a row per checkpoint: step, time, size, mesh and state; the best one is marked.
 
-    File sizes are compared with the manifest, contents are not (see `shardtrain checkpoint verify`).
+    File sizes are compared with the manifest, but not contents (see `shardtrain checkpoint verify`).
     """
     rows = [_list_row(reader, best) for reader in readers]
     rows += [("", path.name, "", "", "", "unfinished: being saved, or interrupted") for path in unfinished]
@@ -75,7 +75,7 @@ def show_text(reader: CheckpointReader) -> str:
 
 
 def diff_text(first: CheckpointReader, second: CheckpointReader) -> str:
-    """Format the differences of two checkpoints: arrays, shapes, values, options of the run."""
+    """Format the differences between two checkpoints: arrays, shapes, values, options of the run."""
     a, b = first.leaves, second.leaves
     lines = [f"{path}: only in the first, {a[path]}" for path in a if path not in b]
     lines += [f"{path}: only in the second, {b[path]}" for path in b if path not in a]
@@ -132,7 +132,7 @@ def _list_row(reader: CheckpointReader, best: Best | None) -> tuple[Any, ...]:
         if manifest is not None and (manifest.step, manifest.part.index) != (reader.step, part)
     ]
     problems += [
-        f"{name} is not as it was saved"
+        f"{name} has changed since it was saved"
         for part, (manifest, _) in read.items()
         for name in (_list_other_sizes(reader.folders[part], manifest) if manifest else [])
     ]

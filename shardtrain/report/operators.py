@@ -1,4 +1,4 @@
-"""A search over the shardings of operators as the text that `shardtrain plan --operators` prints."""
+"""Format a search over the shardings of operators for `shardtrain plan --operators`."""
 
 from shardtrain.plan.simulator.operator_search import Judged, OperatorPlan
 from shardtrain.plan.simulator.operator_shardings import ShardedOperators, Sharding
@@ -9,11 +9,11 @@ MOST_SHOWN = 16
 
 
 def operators_text(plan: OperatorPlan, proposals: int) -> str:
-    """Format what was found from each start, and where the best differs from rules.
+    """Format the best sharding found from each start, and its differences from rules.
 
     Args:
       plan: the plan.
-      proposals: of each start.
+      proposals: number of proposals from each start.
     """
     space, best = plan.space, plan.best
     sizes = " x ".join(map(str, space.sizes.values()))
@@ -42,7 +42,7 @@ def operators_text(plan: OperatorPlan, proposals: int) -> str:
 def format_judged(judged: Judged) -> str:
     """Format the seconds of a step, and whether it fits.
 
-    >>> judged_text(Judged(0.44, 0.02, False))
+    >>> format_judged(Judged(0.44, 0.02, False))
     '20 ms, too large'
     """
     return seconds_text(judged.seconds) + ("" if judged.fits else ", too large")

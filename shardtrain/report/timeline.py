@@ -1,6 +1,6 @@
-"""The timeline of a pipeline schedule as text: a line per stage, a cell per tick, and the bubble.
+"""Format the timeline of a pipeline schedule: a line per stage, a cell per tick, and the bubble.
 
-The same as a picture: `plots/timeline.py`.
+`plots/timeline.py` plots it.
 """
 
 from collections import defaultdict
@@ -31,7 +31,7 @@ def timeline_text(table: Table, width: int | None = None) -> str:
 
     Args:
       table: one that can run.
-      width: columns of the terminal; ticks that do not fit are counted instead. None shows all.
+      width: columns of the terminal; ticks that do not fit are only counted. None shows all.
 
     Returns:
       Lines without trailing blanks, each with a newline.

@@ -1,7 +1,7 @@
-"""The compiled programs inside a profile: what each operation was made of, for `trace.py`.
+"""Read from a profile which operations of the model each operation of a compiled program comes from.
 
-A profile's file `*.xplane.pb` has the programs as protocol buffers. The few fields that are needed are read
-from the wire format, so no library of messages is needed.
+The file `*.xplane.pb` has the programs as protocol buffers. The few necessary fields are read from the wire
+format, without a library. Next: `trace.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ _METADATA_OP_NAME = 2
 METADATA_PLANE = "/host:metadata"
 
 LOOPS = ("while", "conditional", "call")
-"""Opcodes of operations whose parts are in the trace themselves."""
+"""Opcodes of operations whose parts have their own events in the trace."""
 
 
 def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
@@ -60,11 +60,11 @@ def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 class Source(NamedTuple):
-    """What an operation was made of.
+    """The source of an operation.
 
     Attributes:
-      opcodes: its own and those of what was fused, with the target of a custom call.
-      path: where in the model it is from.
+      opcodes: the opcodes of the operation and of fused ones, with the target of a custom call.
+      path: the path in the model.
     """
 
     opcodes: str
@@ -72,7 +72,7 @@ class Source(NamedTuple):
 
 
 def sources(path: Path) -> dict[tuple[str, str], Source]:
-    """Return (program, name of an operation) -> its source; with program "" that of any program.
+    """Return (program, name of an operation) -> source; "" stands for any program.
 
     Args:
       path: a file `*.xplane.pb` of a profile.

@@ -10,7 +10,7 @@ import jax
 from rich.console import Console
 
 from shardtrain.islands.membership import Islands
-from shardtrain.report.metrics import Progress
+from shardtrain.report.progress import Progress
 from shardtrain.system import terminal
 from shardtrain.system.standard_streams import escape_unencodable
 from shardtrain.system.terminal import printable
@@ -61,7 +61,7 @@ class RunConsole:
             self._progress.note(text)
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Show the metrics of a step, see `report.metrics.Progress`."""
+        """Show the metrics of a step, see `report.progress.Progress`."""
         assert self._progress is not None
         self._progress.update(step, values)
 

@@ -76,7 +76,7 @@ def step_program(
 
 
 def pipeline_text(run: Run, setup: RunSetup) -> str | None:
-    """Return the partition of a pipeline and the figures of its schedule; None without a pipeline."""
+    """Format the partition of a pipeline and the figures of its schedule; None without a pipeline."""
     stages = setup.placement.stages if setup.stage_model is None else setup.stage_model.stages
     if stages is None:
         return None
@@ -94,7 +94,7 @@ def pipeline_text(run: Run, setup: RunSetup) -> str | None:
     if len(set(setup.cuts)) > 1:
         text += (
             "\nfaulty devices are looked for only among pipelines of the same cut: programs for other numbers"
-            " of blocks may round otherwise"
+            " of blocks may round differently"
         )
     return text
 
@@ -106,7 +106,7 @@ def _cuts_text(setup: RunSetup, stages: Partition) -> str:
 
 
 def bridge_text(coordination: Coordination, step: IslandStep | None, num_parts: int) -> str | None:
-    """Return how many buckets are sent between islands, and their sizes; None where nothing is sent.
+    """Format the number and sizes of the buckets that islands send; None if nothing is sent.
 
     Args:
       coordination: the exchange with the other islands.
@@ -145,10 +145,10 @@ def make_multi_island_step(
       batch: the first batch of this island, on its mesh.
       shares: the rows of each island.
       barriers: the steps after which islands synchronise.
-      wave_log: where the events of waves are written.
+      wave_log: records the events of waves.
 
     Raises:
-      ValueError: waves of islands of several processes.
+      ValueError: the run has waves, and islands have several processes.
     """
     if coordination.transfer is None:
         return None
@@ -190,17 +190,17 @@ def _make_stage_step(
     assert transfer is not None
     microbatches, pipeline = run.strategy.accumulate, run.strategy.pipeline
     sizes = (grid.num_stages, microbatches, pipeline.virtual_stages)
-    # the shapes that stages exchange are those of this pipeline's rows, with padding
+    # stages exchange shapes for this pipeline's rows, with padding
     rows = loader.shard().num_rows // microbatches
     shapes = {
         name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
         for name, x in stage_model.traced.batch.items()
     }
-    # clipping is taken over from the optimizer, since only the step knows the norm of all stages
+    # the step clips instead of the optimizer, because only the step knows the norm of all stages
     return StageStep(
         stage_model=stage_model,
         flow=stage_model.flow(shapes),
-        # without a flush the microbatches of a batch go through together
+        # without a flush all microbatches of a batch pass through the stages together
         table=make_table(pipeline.schedule if pipeline.in_flight == 1 else "gpipe", *sizes),
         evaluation_table=forward_only(*sizes, placement=pipeline.placement),
         optimizer=setup.optimizer,
@@ -223,6 +223,6 @@ def _make_stage_step(
 
 
 def _shares_programs(islands: Islands, grid: PipelineGrid) -> bool:
-    """Return whether the same stage of the first pipeline keeps its compiled programs where this one does."""
+    """Return whether this stage can load programs that the same stage of the first pipeline compiled."""
     of_first = islands.hosts[islands.first_ranks[grid.stage]]
     return grid.replica > 0 and find_program_folder() is not None and of_first == islands.environment.host

@@ -89,16 +89,12 @@ def _cut(run: Run, source: Any, replicas: Sequence[Sequence[IslandDevices]]) -> 
     model, pipeline = make_model(run), run.strategy.pipeline
     state = jax.eval_shape(model.init, new_key(0))[1]
     costs = block_costs(run, source, len(replicas))
-    note = ""
+    owns = [_select_replica(pipeline, number, len(replicas)) for number in range(len(replicas))]
+    pools, note = [(own, [replica]) for own, replica in zip(owns, replicas, strict=True)], ""
     if len(replicas) > 1 and (problems := different_cut_problems(run, state)):
         # one cut for all: each stage as the slowest of its islands
-        pools = [(_select_all_replicas(pipeline, len(replicas)), replicas)]
+        pools = [(pipeline, replicas)]
         note = f"\nall pipelines have one cut, for the slowest of each stage: {'; '.join(problems)}"
-    else:
-        pools = [
-            (_select_replica(pipeline, number, len(replicas)), [replica])
-            for number, replica in enumerate(replicas)
-        ]
     texts, cuts = [], []
     for own, pool in pools:
         stages, counted = devices_of_stages(own, pool)
@@ -125,30 +121,20 @@ def _select_replica(pipeline: Pipeline, replica: int, num_replicas: int) -> Pipe
     return replace(pipeline, **found)
 
 
-def _select_all_replicas(pipeline: Pipeline, num_replicas: int) -> Pipeline:
-    """Return the options with the least speed and memory of each stage in any replica.
+def _least_numbers(name: str, text: str, words: Sequence[str]) -> tuple[float, ...] | None:
+    """Return the least number of each stage in any pipeline, separated by semicolons; None for a word.
 
     Raises:
-      ValueError: they are for another number of replicas or stages, or some are words and others numbers.
+      ValueError: some pipelines have words and others numbers, or they have different numbers of stages.
     """
-    owns = [_select_replica(pipeline, replica, num_replicas) for replica in range(num_replicas)]
-    found, problems = {}, []
-    for name, words in (("stage_speeds", SPEEDS), ("stage_memory", MEMORY)):
-        texts = [getattr(own, name) for own in owns]
-        found[name] = texts[0]
-        if len(set(texts)) == 1:
-            continue
-        given = [numbers_of_stages(name, text, words) for text in texts]
-        numbers = [each for each in given if each is not None]
-        if len(numbers) < len(given) or len(set(map(len, numbers))) > 1:
-            problems.append(
-                f"{name} is {getattr(pipeline, name)!r}, and all pipelines get one cut; give a number for"
-                " each stage in all of them, or one for all pipelines"
-            )
-        else:
-            found[name] = ",".join(repr(min(each)) for each in zip(*numbers, strict=True))
-    refuse("pipelines cannot be cut by time", problems)
-    return replace(pipeline, **found)
+    parts = dict.fromkeys(text.split(";"))
+    given = [each for part in parts if (each := numbers_of_stages(name, part, words)) is not None]
+    if len(parts) > 1 and (len(given) < len(parts) or len(set(map(len, given))) > 1):
+        raise ValueError(
+            f"{name} is {text!r}, and all pipelines get one cut; give a number for each stage in all of them,"
+            " or one for all pipelines"
+        )
+    return tuple(map(min, zip(*given, strict=True))) if given else None
 
 
 def format_predicted_cut(run: Run, source: Any, num_stages: int | None) -> str:
@@ -205,8 +191,8 @@ def devices_of_stages(
       ValueError: another number of speeds or memories than stages; a link speed with speeds in no unit.
     """
     num_stages = len(replicas[0])
-    speeds = numbers_of_stages("stage_speeds", pipeline.stage_speeds, SPEEDS)
-    memory = numbers_of_stages("stage_memory", pipeline.stage_memory, MEMORY)
+    speeds = _least_numbers("stage_speeds", pipeline.stage_speeds, SPEEDS)
+    memory = _least_numbers("stage_memory", pipeline.stage_memory, MEMORY)
     problems = [
         f"{name} has {len(given)} numbers, and there are {num_stages} stages; give one each"
         for name, given in (("stage_speeds", speeds), ("stage_memory", memory))

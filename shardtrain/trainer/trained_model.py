@@ -1,7 +1,6 @@
-"""A model outside a run: built with initial parameters, or loaded with trained ones.
+"""Build a model with initial parameters, or load it with trained ones, outside a run.
 
-No optimizer, mesh or sharding is involved; whole arrays are placed on the default device. See
-docs/trained_model.md.
+See docs/trained_model.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -93,10 +92,10 @@ def load(
         (whose model is `pretrained(folder)`).
       model: the model of the run, as in its run file; see `build`. A run folder contains descriptions and
         arrays, but no code to build a model from.
-      step: the step of the checkpoint; None: the newest; "best": the best by the metric of
+      step: the step of the checkpoint; None means the newest, "best" the best by the metric of
         `CheckpointPolicy.best`.
-      evaluated: False: load the parameters that the optimizer trains, even if the run evaluates others.
-      base: what the run started from, where its checkpoints have only what was trained.
+      evaluated: load the parameters that the run evaluates; False loads those that the optimizer trains.
+      base: the checkpoint that the run started from, if its own checkpoints have only trained parameters.
 
     Returns:
       The nnx.Module in evaluation mode: without dropout, and with running averages (`nnx.view(module,
@@ -204,8 +203,7 @@ def restore_model(
       reader: the reader of a complete checkpoint.
       model: its model.
       layout: the layout on this machine, without stages of a pipeline.
-      evaluated: restore what the run evaluates, with `evaluate_with="ema"` the average; False: what it
-        trains.
+      evaluated: restore the parameters that the run evaluates; False restores those that it trains.
 
     Raises:
       ValueError: the layout does not fit the devices or the model; the checkpoint is of another model, all
@@ -246,7 +244,7 @@ class _Apply:
 
 
 def sample_text(run: Run, setup: RunSetup, state: State) -> str:
-    """Return the text that `run.sample` makes of the parameters that the run evaluates.
+    """Return the text of `run.sample` for the parameters that the run evaluates.
 
     Raises:
       UserCodeFailed: it raised.

@@ -219,10 +219,10 @@ def test_steps_that_a_service_does_not_take_are_reported_once_and_end_no_run(tmp
     sink.close()
     assert logged == [1, 4]
     assert warnings == [
-        "WARNING: W&B did not take the metrics of step 2: OSError: no network. The run continues, and"
+        "WARNING: W&B did not accept the metrics of step 2: OSError: no network. The run continues, and"
         " metrics.jsonl has them",
         "WARNING: W&B may lack the last metrics: TimeoutError: no answer",
-        "WARNING: W&B did not take the metrics of 2 steps in all",
+        "WARNING: W&B did not accept the metrics of 2 steps in total",
     ]
     again = TrackedRun(tmp_path / "run.txt", 1, warnings.append)
     assert (again.run_id, again.last_step) == ("abc", 4)

@@ -1,4 +1,4 @@
-"""The plot of the training and held-out losses of a run over its steps."""
+"""Plot the training and held-out losses of a run over its steps."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,7 +44,11 @@ def loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str) -> P
     records = read_jsonl(jsonl_path)
     train, heldout = series(records, "train/loss"), heldout_series(records)
     if not train[0].size and not heldout:
-        raise ValueError(_no_losses(jsonl_path, len(records)))
+        raise ValueError(
+            f"a loss curve of {jsonl_path} was asked for, but none of its {len(records)} lines has"
+            " 'train/loss' or 'heldout/loss'. Point it to the metrics of a run that has logged at least one"
+            " step."
+        )
     figure = new_figure("a loss curve")
     axes = figure.add_axes((0.085, 0.115, 0.885, 0.68))
     _draw_losses(axes, train, heldout)
@@ -219,11 +223,4 @@ def _style_axes(axes: "Axes") -> None:
     # above the plot, where it covers no curve
     axes.legend(
         loc="lower right", bbox_to_anchor=(1.0, 0.99), ncols=2, frameon=False, fontsize=9.5, labelcolor=INK
-    )
-
-
-def _no_losses(jsonl_path: Path | str, num_lines: int) -> str:
-    return (
-        f"a loss curve of {jsonl_path} was asked for, but none of its {num_lines} lines has 'train/loss' or "
-        "'heldout/loss'. Point it to the metrics of a run that has logged at least one step."
     )

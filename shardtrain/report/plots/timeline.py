@@ -1,6 +1,6 @@
-"""The plot of a pipeline schedule: a row per stage, a box per task.
+"""Plot a pipeline schedule: a row per stage, a box per task.
 
-The same as text: `report/timeline.py`.
+`report/timeline.py` formats it as text.
 """
 
 from collections import defaultdict

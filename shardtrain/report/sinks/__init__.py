@@ -1,4 +1,4 @@
-"""Where a run writes its metrics. To add a sink: CONTRIBUTING, "A metric sink"."""
+"""Open the sinks to which a run writes its metrics. To add a sink: CONTRIBUTING, "A metric sink"."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,11 +24,11 @@ DEFAULT_SINKS = ("jsonl", "tensorboard")
 """The sinks of a run that names none."""
 
 EXTRAS = {"wandb": "wandb", "mlflow": "mlflow"}
-"""Sink that needs a library which is refused if it is missing -> its module, and the extra of that name."""
+"""Sink -> the library that it needs, and the extra of the same name."""
 
 
 def sink_problems(sinks: Sequence[str | OpenSink]) -> list[str]:
-    """Return what is wrong with the names of a run's sinks."""
+    """Return the problems of a run's sinks, one line each."""
     problems = [
         f"sinks has {near(name, SINKS)}" for name in sinks if isinstance(name, str) and name not in SINKS
     ]
@@ -68,7 +68,7 @@ def open_sinks(
 
     Args:
       folder: the folder of the run.
-      resume_after: the restored step; later metrics are dropped. None starts empty files.
+      resume_after: the restored step, after which metrics are dropped; None starts empty files.
       report: receives warnings.
       sinks: names of `SINKS`, jsonl among them, or functions like theirs.
 

@@ -1,7 +1,7 @@
-"""What the sinks of tracking services share: the run's id, the last step logged, failures that end no run.
+"""Send metrics to a tracking service: keep the run's id and last step, and survive failures.
 
-A service cannot delete what it has: after a restart, steps that it already has are not sent again. Next:
-`wandb.py`, `mlflow.py`.
+A service cannot delete steps, so steps that it has are not sent again after a restart. Next: `wandb.py`,
+`mlflow.py`.
 """
 
 import ast
@@ -18,18 +18,18 @@ MOST_BYTES, MOST_OPTIONS = 1 << 24, 1000
 
 
 class TrackedRun:
-    """The id of a run at a service, and the last step that it got, kept in a file of the run folder.
+    """The id of a run at a service, and the last step that was sent, kept in a file of the run folder.
 
-    The file has the id, then each step on a line of its own.
+    The file has the id, then each step on its own line.
 
     Args:
         path: the file.
-        resume_after: the restored step; None: the run starts from the beginning, with a new id.
+        resume_after: the restored step, or None for a run that starts from the beginning with a new id.
         report: receives a warning if the file cannot be written, see `LogFile`.
 
     Attributes:
-        run_id: the id; None before `start`, where there is none.
-        last_step: the last step that the service has; None without one.
+        run_id: the id; None for a new run before `start`.
+        last_step: the last step that the service has, or None.
     """
 
     def __init__(self, path: Path, resume_after: int | None, report: Callable[[str], None]) -> None:
@@ -45,7 +45,7 @@ class TrackedRun:
         self._file: LogFile | None = None
 
     def start(self, run_id: str) -> None:
-        """Write down the id, unless it is that of the file."""
+        """Write the id to the file, unless the file has it."""
         is_same = run_id == self.run_id
         self._file = LogFile(self._path, append=is_same, report=self._report)
         if not is_same:
@@ -53,7 +53,7 @@ class TrackedRun:
             self._file.write(f"{run_id}\n".encode())
 
     def logged(self, step: int) -> None:
-        """Write down that the service has this step."""
+        """Record that the service has this step."""
         assert self._file is not None
         self.last_step = step
         self._file.write(f"{step}\n".encode())
@@ -65,13 +65,13 @@ class TrackedRun:
 
 
 class TrackedSink:
-    """A sink that sends metrics to a tracking service; what fails is reported, and ends no run.
+    """A sink that sends metrics to a tracking service; failures are reported, and end no run.
 
     Args:
         service: its name in messages.
-        run: the id of the run, and the last step; started.
+        run: the id of the run and its last step, already started.
         log: (step, values) -> None, sends the values of a step.
-        finish: sends what is left, and ends the run at the service.
+        finish: sends the remaining values, and ends the run at the service.
         report: receives warnings.
     """
 
@@ -96,7 +96,7 @@ class TrackedSink:
             self._num_lost += 1
             if self._num_lost == 1:
                 self._report(
-                    f"WARNING: {self._service} did not take the metrics of step {step}: {_line(error)}. The"
+                    f"WARNING: {self._service} did not accept the metrics of step {step}: {_line(error)}. The"
                     " run continues, and metrics.jsonl has them"
                 )
         else:
@@ -110,7 +110,7 @@ class TrackedSink:
             self._report(f"WARNING: {self._service} may lack the last metrics: {_line(error)}")
         if self._num_lost > 1:
             self._report(
-                f"WARNING: {self._service} did not take the metrics of {self._num_lost} steps in all"
+                f"WARNING: {self._service} did not accept the metrics of {self._num_lost} steps in total"
             )
         self._run.close()
 
@@ -132,7 +132,7 @@ def open_tracked(
         path: the file with the id of the run.
         resume_after: see `OpenSink`.
         report: receives warnings.
-        begin: run with the id to continue, or None -> (id, log, finish), see `TrackedSink`.
+        begin: run to continue or to begin -> (id, log, finish), see `TrackedSink`.
 
     Raises:
         ValueError: the service cannot be reached, at the first start.
