@@ -1,6 +1,6 @@
-"""How a checkpoint may differ from the state of the run that reads it, and where it does. No jax.
+"""Compare a checkpoint with the state and options of the run that reads it. No jax.
 
-Compares options, paths, shapes and dtypes alone; reads no array. Next: `restore.py`.
+Only options, paths, shapes and dtypes are compared, without reading arrays. Next: `restore.py`.
 """
 
 import re
@@ -20,15 +20,15 @@ OPTIMIZER = "opt_state/"
 
 @dataclass(frozen=True, kw_only=True)
 class Allow:
-    """The differences that are allowed between a checkpoint and the run that reads it.
+    """The allowed differences between a checkpoint and the run that reads it.
 
     Args:
       missing: patterns of arrays (`params/head/*`) that the checkpoint may lack, or have in another shape;
-        the run initialises them. If an array of an optimizer's state is initialised, all others of that state
-        that the patterns match are too, such as its count of updates.
-      unused: patterns of arrays that the checkpoint has and the run does not.
-      changed: patterns of options of the run (`model.dropout`) that may differ from those saved in the
-        checkpoint. Layout, batch, steps, optimizer, data and intervals may always differ.
+        the run initialises them. If it initialises an array of an optimizer's state, it also initialises all
+        other arrays of that state that match the patterns, such as its count of updates.
+      unused: patterns of arrays in the checkpoint that the run does not have, and ignores.
+      changed: patterns of options of the run (`model.dropout`) that may differ from the checkpoint. Layout,
+        batch, steps, optimizer, data and intervals may always differ.
 
     Raises:
       ValueError: lists every value of a wrong type.
@@ -45,7 +45,7 @@ class Allow:
 def check_state(
     reader: CheckpointReader, saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf], allow: Allow
 ) -> None:
-    """Refuse a checkpoint that differs from the wanted state in more than is allowed.
+    """Refuse a checkpoint that differs from the wanted state in other than allowed ways.
 
     Args:
       reader: the reader of the checkpoint.
@@ -58,7 +58,12 @@ def check_state(
     """
     if wrong := mismatches(saved, wanted, allow.missing, allow.unused):
         folder = next(iter(reader.folders.values()), Path(f"step {reader.step}"))
-        raise ValueError(another_state_text(folder, wrong))
+        listed = "\n  ".join([f"{folder} holds another state than this run has:", *wrong])
+        raise ValueError(
+            f"{listed}\nUse the model and optimizer that it was saved with, or another run folder. Patterns"
+            " allow differences: --allow.missing 'params/head/*' for arrays that the checkpoint lacks or has"
+            " in another shape; --allow.unused for arrays that only the checkpoint has."
+        )
 
 
 def mismatches(
@@ -67,13 +72,13 @@ def mismatches(
     missing: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> list[str]:
-    """List every array in which two states differ, by path; how they were split into parts is no difference.
+    """List every array in which two states differ, by path; their split into parts may differ.
 
     Args:
         saved: path -> array.
         wanted: path -> array.
-        missing: patterns of paths (`params/head/*`) that need not be saved, or not in that shape.
-        unused: patterns of paths that are saved and not wanted.
+        missing: patterns of paths (`params/head/*`) that need not be saved, or may have another shape.
+        unused: patterns of paths that may be saved and not wanted.
 
     Examples:
         >>> w = Leaf(shape=(2,), dtype="float32")
@@ -108,14 +113,14 @@ def matches(path: str, patterns: Sequence[str]) -> bool:
 
 
 def widen_optimizer_state(saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf]) -> dict[str, Leaf]:
-    """Describe saved optimizer state of 16 bits as float32 where the run has float32.
+    """Describe saved optimizer state of 16 bits as float32 if the run has float32.
 
-    Nothing is lost by it; earlier versions saved the state of bfloat16 parameters so.
+    This loses nothing; earlier versions saved the state of bfloat16 parameters in 16 bits.
 
     >>> leaf = Leaf(shape=(2,), dtype="bfloat16")
     >>> wanted = Leaf(shape=(2,), dtype="float32")
-    >>> found = widened(dict.fromkeys(["opt_state/mu", "params/w"], leaf), {"opt_state/mu": wanted})
-    >>> [x.dtype for x in found.values()]
+    >>> saved = dict.fromkeys(["opt_state/mu", "params/w"], leaf)
+    >>> [x.dtype for x in widen_optimizer_state(saved, {"opt_state/mu": wanted}).values()]
     ['float32', 'bfloat16']
     """
 
@@ -129,9 +134,9 @@ def widen_optimizer_state(saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf])
 def find_arrays_to_initialize(
     differing: Sequence[str], wanted: Iterable[str], missing: Sequence[str]
 ) -> set[str]:
-    """Return the arrays to initialize because others of the same optimizer are.
+    """Return the arrays to initialize because other arrays of the same optimizer state are initialized.
 
-    A count of updates does not belong to moments that begin at 0.
+    A saved count of updates would not match moments that begin at 0.
 
     Args:
       differing: paths of arrays that are initialized.
@@ -139,14 +144,14 @@ def find_arrays_to_initialize(
       missing: patterns of arrays that need not be saved; no others are initialized.
 
     >>> state = ["opt_state/0/count", "opt_state/0/mu/a", "opt_state/0/mu/b", "opt_state/1/count"]
-    >>> sorted(reinitialized(["opt_state/0/mu/a"], state, ["opt_state/*"]))
+    >>> sorted(find_arrays_to_initialize(["opt_state/0/mu/a"], state, ["opt_state/*"]))
     ['opt_state/0/count', 'opt_state/0/mu/a', 'opt_state/0/mu/b']
-    >>> sorted(reinitialized(["opt_state/0/mu/a"], state, ["opt_state/*/a"]))
+    >>> sorted(find_arrays_to_initialize(["opt_state/0/mu/a"], state, ["opt_state/*/a"]))
     ['opt_state/0/mu/a']
     """
     listed = list(wanted)
     counts = [path for path in listed if path.startswith(OPTIMIZER) and path.endswith("/count")]
-    # the longest first: a state may hold that of another
+    # the longest first: a state may contain another one
     states = sorted((path.removesuffix("count") for path in counts), key=len, reverse=True)
 
     def state_of(path: str) -> str | None:
@@ -157,18 +162,8 @@ def find_arrays_to_initialize(
     return {path for path in listed if state_of(path) in initialized and matches(path, missing)}
 
 
-def another_state_text(folder: Path, wrong: Sequence[str]) -> str:
-    """Format the error for a checkpoint that is not one of this model or optimizer."""
-    listed = "\n  ".join([f"{folder} holds another state than this run has:", *wrong])
-    return (
-        f"{listed}\nUse the model and optimizer that it was saved with, or another run folder. What may"
-        " differ is said by patterns: --allow.missing 'params/head/*' for what the run has and the checkpoint"
-        " has not, or in another shape; --allow.unused for what only the checkpoint has."
-    )
-
-
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return the options in which two descriptions differ, a line each.
+    """Return a line for each option in which two descriptions differ.
 
     Functions and classes of shardtrain compare equal if only their module has changed between versions.
 

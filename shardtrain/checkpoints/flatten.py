@@ -1,4 +1,4 @@
-"""Flatten a state to its arrays by path, and refuse leaves that cannot be saved, all at once."""
+"""Flatten a state to its arrays by path, and refuse leaves that cannot be saved."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, Leaf
 
 
 def flatten(state: Any) -> dict[str, jax.Array]:
-    """Return the arrays of a state by path; Orbax gets them flat, so that no two names collide.
+    """Return the arrays of a state by path; flat paths cannot collide in Orbax.
 
     Args:
         state: pytree of jax arrays.
@@ -31,12 +31,12 @@ def _unsaveable(leaf: Any) -> str:
         return f"{type(leaf).__name__}; use jnp.asarray"
     if kind := _unsaveable_kind(leaf):
         return kind
-    # A weak type is lost on the way, and with it the dtype of results after resuming.
+    # A save would lose the weak type, which changes the dtype of results after resuming.
     return f"weakly typed; use .astype({leaf.dtype.name!r})" if leaf.weak_type else ""
 
 
 def _unsaveable_kind(leaf: Any) -> str:
-    """Return why an array of this shape and dtype cannot be saved; checked before the first step."""
+    """Return why an array of this shape and dtype cannot be saved; "" if it can."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return "typed key; use jax.random.key_data"
     return f"no elements, shape {leaf.shape}; leave it out" if leaf.size == 0 else ""
@@ -49,13 +49,13 @@ def restorable(abstract_state: Any) -> dict[str, jax.ShapeDtypeStruct]:
         abstract_state: pytree of shapes, or of arrays, with shardings.
 
     Raises:
-        ValueError: all leaves that could never have been saved, or do not say where to restore to.
+        ValueError: lists all leaves that cannot be saved, or have no sharding.
     """
     by_path = _group_by_path(abstract_state)
     never = [f"{path}: {reason}" for path, leaf in by_path.items() if (reason := _unsaveable_kind(leaf))]
     check(never, "these leaves of the state could never be saved", "Change them where the state is made")
     wrong = [path for path, leaf in by_path.items() if getattr(leaf, "sharding", None) is None]
-    check(wrong, "these leaves say not where to restore to", "Use jax.ShapeDtypeStruct(..., sharding=...)")
+    check(wrong, "these leaves have no sharding", "Use jax.ShapeDtypeStruct(..., sharding=...)")
     return {
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
         for path, leaf in by_path.items()
@@ -66,7 +66,7 @@ def _group_by_path(tree: Any) -> dict[str, Any]:
     leaves = jax.tree.leaves_with_path(tree)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     twice = [path for path, count in Counter(paths).items() if count > 1]
-    check(twice, "these paths stand for several leaves", "Rename the keys of one")
+    check(twice, "these paths belong to several leaves", "Rename the keys of one")
     if not paths:
         raise ValueError("the state has no arrays: nothing can be saved or restored.")
     return dict(zip(paths, (leaf for _, leaf in leaves), strict=True))
@@ -84,7 +84,7 @@ def check(wrong: list[str], what: str, change: str) -> None:
     """Raise one error that lists all problems, if there are any.
 
     Raises:
-        ValueError: something is.
+        ValueError: there are problems.
     """
     if wrong:
         raise ValueError("\n  ".join([f"{what}:", *wrong]) + f"\n{change}.")
@@ -93,7 +93,7 @@ def check(wrong: list[str], what: str, change: str) -> None:
 def extra_problems(extra: object, path: str = "extra") -> list[str]:
     """List everything in `extra` that JSON would change: other types, keys that are not text.
 
-    Tuples are let through; they come back as lists.
+    Tuples are allowed, and become lists.
 
     Examples:
         >>> extra_problems({"seed": 1, "position": {3: 4}, "when": {5}})

@@ -252,7 +252,7 @@ def test_a_state_of_another_model_is_an_error_that_lists_every_difference(tmp_pa
         "  b: saved float32 (3,), asked for float32 (3, 1)\n"
         "  c/d: saved float32 (4,), asked for bfloat16 (4,)\n"
         "  c/x: asked for int32 (), not saved\n"
-        "Use the model and optimizer that it was saved with, or another run folder. What may differ "
+        "Use the model and optimizer that it was saved with, or another run folder. Patterns "
     )
 
 

@@ -116,7 +116,7 @@ def test_a_file_that_cannot_be_trusted_or_written_is_reported_and_ends_no_run(tm
         assert find_best_saved(tmp_path, [1]) is None
         warnings: list[str] = []
         Evaluations(tmp_path, POLICY, warnings.append)
-        assert "which checkpoint is the best so far is not known" in warnings[0]
+        assert "the best checkpoint so far is not known" in warnings[0]
     path.unlink()
     path.mkdir()
     warnings = []

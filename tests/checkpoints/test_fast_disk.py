@@ -37,7 +37,7 @@ def test_runs_whose_names_differ_in_a_slash_have_folders_of_their_own(tmp_path):
     [
         (lambda own: own.chmod(0o770), "others may use it: its mode is 770; chmod 700 it"),
         (lambda own: (own / "run.txt").write_text("/r/other"), "it belongs to the run of /r/other"),
-        (lambda own: (own / "run.txt").unlink(), "it has no run.txt that says whose it is"),
+        (lambda own: (own / "run.txt").unlink(), "it has no run.txt with its owner"),
         (lambda own: own.symlink_to(own.rename("x")), "it is a link, not a folder"),
     ],
 )
