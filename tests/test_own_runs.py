@@ -9,7 +9,7 @@ import pytest
 
 from shardtrain.cli import main
 from shardtrain.cli.run_file import load_run
-from shardtrain.trainer.sources import make_batches, source_warnings
+from shardtrain.trainer.sources import find_source_warnings, make_batches
 
 # ruff: noqa: E501  (a row is a line)
 
@@ -137,7 +137,7 @@ def test_what_is_right_or_may_be_meant_trains(name, run_one):
 def test_what_is_odd_about_samples_is_said(name, text):
     run = load_run(f"{FILE}:{name}")
     assert any(
-        each.startswith(text) for each in source_warnings(make_batches(run, run.data.train(FILE)), run)
+        each.startswith(text) for each in find_source_warnings(make_batches(run, run.data.train(FILE)), run)
     )
 
 

@@ -35,7 +35,7 @@ class StoredArray:
 
 
 @dataclass(frozen=True)
-class Reading:
+class PendingRead:
     """A slice of an array that is being read from the disk.
 
     Args:
@@ -103,7 +103,7 @@ class ArrayFiles:
             store = {"driver": "zarr", "kvstore": kvstore}
             found = tensorstore.open(store, open=True, context=self._context).result()
             # compare the file with its manifest first: an untrusted file may declare any size
-            if problem := _problem(found, stored.leaf, num_bytes):
+            if problem := _find_problem(found, stored.leaf, num_bytes):
                 raise ValueError(f"{path} in {stored.folder}: {problem}")
             self._stores[key] = found
         return self._stores[key]
@@ -121,7 +121,7 @@ class ArrayFiles:
         return self._num_bytes[folder]
 
 
-def _problem(store: Any, leaf: Leaf, num_bytes: int) -> str:
+def _find_problem(store: Any, leaf: Leaf, num_bytes: int) -> str:
     """Return how a stored array differs from its manifest, or exceeds the size of its files."""
     found = (tuple(store.shape), store.dtype.numpy_dtype.name)
     if found != (leaf.shape, leaf.dtype):

@@ -15,8 +15,8 @@ from typing import Any, Self
 import jax
 
 from shardtrain.checkpoints.differences import Allow
-from shardtrain.checkpoints.discover import Discovered, Gather, discover
-from shardtrain.checkpoints.flatten import check, describe, extra_problems, flatten, restorable
+from shardtrain.checkpoints.discover import DiscoveredCheckpoint, Gather, discover
+from shardtrain.checkpoints.flatten import check, describe, describe_restorable, find_extra_problems, flatten
 from shardtrain.checkpoints.folders import CheckpointFolders
 from shardtrain.checkpoints.manifest_entries import WHOLE, ArrayOrigin, WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy
@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restored:
+class RestoredCheckpoint:
     """A restored checkpoint.
 
     Args:
@@ -126,7 +126,7 @@ class Checkpoints:
         """
         self.wait()
         arrays = flatten(state)
-        check(extra_problems(extra), "these values cannot be saved", "Use JSON's types")
+        check(find_extra_problems(extra), "these values cannot be saved", "Use JSON's types")
         self._check_new(step)
         self._saver.start(step, arrays, describe(arrays, origins or {}), deepcopy(extra), self.save_id)
 
@@ -168,7 +168,7 @@ class Checkpoints:
         self._folders.evaluations.drop_after(step)
         self._saver.latest = max((earlier for earlier in steps if earlier <= step), default=None)
 
-    def discover(self, newest: int | None = None, gather: Gather | None = None) -> Discovered:
+    def discover(self, newest: int | None = None, gather: Gather | None = None) -> DiscoveredCheckpoint:
         """Find the newest undamaged checkpoint whose parts are all visible to some island.
 
         First, one island that sees a part compares the size and checksum of its files with the manifest (for
@@ -196,7 +196,7 @@ class Checkpoints:
         newest: int | None = None,
         origins: Mapping[str, ArrayOrigin] | None = None,
         allow: Allow = Allow(),
-    ) -> Restored | None:
+    ) -> RestoredCheckpoint | None:
         """Read the newest undamaged checkpoint, each array directly into its wanted sharding.
 
         Args:
@@ -215,14 +215,16 @@ class Checkpoints:
             SaveFailed: the previous save failed.
         """
         self.wait()
-        wanted = restorable(abstract_state)
+        wanted = describe_restorable(abstract_state)
         chosen = self.discover(newest)
         if chosen.step is None:
             return None
         reader = chosen.reader(self.folders)
         arrays = restore_arrays(reader, wanted, origins or {}, allow)
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays.get(path) for path in wanted])
-        return Restored(step=chosen.step, state=state, extra=reader.extra, skipped=tuple(chosen.skipped))
+        return RestoredCheckpoint(
+            step=chosen.step, state=state, extra=reader.extra, skipped=tuple(chosen.skipped)
+        )
 
     def __enter__(self) -> Self:
         return self

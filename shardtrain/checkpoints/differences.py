@@ -56,7 +56,7 @@ def check_state(
     Raises:
       ValueError: all arrays that differ.
     """
-    if wrong := mismatches(saved, wanted, allow.missing, allow.unused):
+    if wrong := find_mismatches(saved, wanted, allow.missing, allow.unused):
         folder = next(iter(reader.folders.values()), Path(f"step {reader.step}"))
         listed = "\n  ".join([f"{folder} holds another state than this run has:", *wrong])
         raise ValueError(
@@ -66,7 +66,7 @@ def check_state(
         )
 
 
-def mismatches(
+def find_mismatches(
     saved: Mapping[str, Leaf],
     wanted: Mapping[str, Leaf],
     missing: Sequence[str] = (),
@@ -84,10 +84,10 @@ def mismatches(
         >>> w = Leaf(shape=(2,), dtype="float32")
         >>> saved = {"a": w, "b": w, "d": w}
         >>> wanted = {"b": Leaf(shape=(3,), dtype="float32"), "c": w, "d": w}
-        >>> mismatches(saved, wanted)
+        >>> find_mismatches(saved, wanted)
         ['a: saved float32 (2,), not asked for', 'b: saved float32 (2,), asked for float32 (3,)', \
 'c: asked for float32 (2,), not saved']
-        >>> mismatches(saved, wanted, missing=["b", "c"], unused=["a*"])
+        >>> find_mismatches(saved, wanted, missing=["b", "c"], unused=["a*"])
         []
     """
 
@@ -162,14 +162,14 @@ def find_arrays_to_initialize(
     return {path for path in listed if state_of(path) in initialized and matches(path, missing)}
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def compare_descriptions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return a line for each option in which two descriptions differ.
 
     Functions and classes of shardtrain compare equal if only their module has changed between versions.
 
-    >>> differences({"batch": 32, "seed": 0}, {"batch": 64, "seed": 0})
+    >>> compare_descriptions({"batch": 32, "seed": 0}, {"batch": 64, "seed": 0})
     ['batch: 32 -> 64']
-    >>> differences({"loss": "shardtrain.loss:mean"}, {"loss": "shardtrain.functional.loss:mean"})
+    >>> compare_descriptions({"loss": "shardtrain.loss:mean"}, {"loss": "shardtrain.functional.loss:mean"})
     []
     """
     missing = "(not there)"

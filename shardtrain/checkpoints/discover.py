@@ -17,7 +17,7 @@ Gather = Callable[[str, Callable[[int], Any]], list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Discovered:
+class DiscoveredCheckpoint:
     """The checkpoint to resume from, and why newer ones were skipped.
 
     Args:
@@ -49,7 +49,7 @@ class Discovered:
         )
 
 
-def discover(folders: Sequence[Path], newest: int | None, gather: Gather) -> Discovered:
+def discover(folders: Sequence[Path], newest: int | None, gather: Gather) -> DiscoveredCheckpoint:
     """Find the newest step whose parts are all visible and undamaged.
 
     Args:
@@ -80,7 +80,7 @@ def discover(folders: Sequence[Path], newest: int | None, gather: Gather) -> Dis
             broken.add(step)
             incomplete.add(step)
         else:
-            complete.append((Discovered(step=step, num_parts=num_parts, save_id=save_id), seers))
+            complete.append((DiscoveredCheckpoint(step=step, num_parts=num_parts, save_id=save_id), seers))
     _check_any(folders[-1], [choice for choice, _ in complete], incomplete)
     # 3. verify the newest complete step first; the islands share the parts, and all get the same answer
     for choice, seers in reversed(complete):
@@ -100,7 +100,7 @@ def discover(folders: Sequence[Path], newest: int | None, gather: Gather) -> Dis
         raise ValueError(
             f"{listed}\nRestore a copy of one, or use another run folder to start from the beginning."
         )
-    return Discovered(skipped=skipped, broken=frozenset(broken))
+    return DiscoveredCheckpoint(skipped=skipped, broken=frozenset(broken))
 
 
 def _list_parts(folders: Sequence[Path]) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _list_parts(folders: Sequence[Path]) -> dict[str, Any]:
     return {"partial": partial, "found": found}
 
 
-def _check_any(folder: Path, complete: Sequence[Discovered], incomplete: set[int]) -> None:
+def _check_any(folder: Path, complete: Sequence[DiscoveredCheckpoint], incomplete: set[int]) -> None:
     """Refuse to start from the beginning if several steps are incomplete; one may be an interrupted save.
 
     Raises:
@@ -138,7 +138,7 @@ def _visible_to(
 
 
 def _verifying(
-    folders: Sequence[Path], choice: Discovered, seers: dict[int, list[int]]
+    folders: Sequence[Path], choice: DiscoveredCheckpoint, seers: dict[int, list[int]]
 ) -> Callable[[int], dict[str, Any]]:
     """Return a function that verifies the parts assigned to an island, all of which it sees."""
 

@@ -20,7 +20,7 @@ EVALUATIONS = "evaluations.json"
 MOST_BYTES, MOST_STEP = 1 << 24, 1 << 62
 
 
-class Best(NamedTuple):
+class BestStep(NamedTuple):
     """The best of the saved steps.
 
     Args:
@@ -44,7 +44,7 @@ class EvaluatedSteps(NamedTuple):
 
     >>> found = EvaluatedSteps("loss", "lowest", {10: {"loss": 2.0}, 20: {"loss": 1.0}, 30: {"loss": 1.0}})
     >>> found.best([10, 20, 30])
-    Best(step=20, metric='loss', value=1.0)
+    BestStep(step=20, metric='loss', value=1.0)
     >>> print(found.best([40]))
     None
     """
@@ -53,7 +53,7 @@ class EvaluatedSteps(NamedTuple):
     best_is: str
     values: Mapping[int, Mapping[str, float]]
 
-    def best(self, steps: Iterable[int]) -> Best | None:
+    def best(self, steps: Iterable[int]) -> BestStep | None:
         """Return the best of some steps, or the first of equal ones; None if none was evaluated."""
         of_steps = {step: self.values.get(step, {}).get(self.metric) for step in sorted(steps)}
         known = {step: value for step, value in of_steps.items() if value is not None}
@@ -61,7 +61,7 @@ class EvaluatedSteps(NamedTuple):
             return None
         choose = min if self.best_is == "lowest" else max
         step = choose(known, key=lambda step: known[step])
-        return Best(step, self.metric, known[step])
+        return BestStep(step, self.metric, known[step])
 
 
 def read_evaluations(folder: Path) -> EvaluatedSteps | None:
@@ -90,7 +90,7 @@ def read_evaluations(folder: Path) -> EvaluatedSteps | None:
     return EvaluatedSteps(metric, best_is, values)
 
 
-def find_best_saved(folder: Path, steps: Iterable[int]) -> Best | None:
+def find_best_saved(folder: Path, steps: Iterable[int]) -> BestStep | None:
     """Return the best step in a folder of checkpoints; None if it is not known, or the file is damaged.
 
     Args:

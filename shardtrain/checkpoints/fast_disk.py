@@ -19,11 +19,11 @@ PRIVATE = 0o700
 MOST_PATH_BYTES = 1 << 16
 
 
-def fast_folder(disk: Path, folder: Path) -> Path:
+def name_fast_folder(disk: Path, folder: Path) -> Path:
     """Return the unique folder on a fast disk for a run's checkpoints.
 
-    >>> fast_folder(Path("/fast"), Path("/r/a/b")).name, fast_folder(Path("/fast"), Path("/r/a-b")).name
-    ('r-a-b-59dc871f5ecc4d64', 'r-a-b-81caf8072b02ad4d')
+    >>> [name_fast_folder(Path("/fast"), Path(folder)).name for folder in ("/r/a/b", "/r/a-b")]
+    ['r-a-b-59dc871f5ecc4d64', 'r-a-b-81caf8072b02ad4d']
     """
     digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
     stem = re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(folder.parts[-3:])).strip("-")[-60:]
@@ -34,7 +34,7 @@ def claim(fast: Path, folder: Path) -> None:
     """Create the folder on the fast disk, or check the existing one.
 
     Args:
-        fast: see `fast_folder`.
+        fast: see `name_fast_folder`.
         folder: the run's.
 
     Raises:
@@ -57,14 +57,14 @@ def check(fast: Path, folder: Path) -> None:
         ValueError: as `claim`.
         OSError: it cannot be read.
     """
-    if problem := _problem(fast, fast.lstat(), folder):
+    if problem := _find_problem(fast, fast.lstat(), folder):
         raise ValueError(
             f"checkpoints would go to {fast} first, but {problem}. Remove it, or give another"
             " --checkpoints.fast"
         )
 
 
-def _problem(fast: Path, found: os.stat_result, folder: Path) -> str:
+def _find_problem(fast: Path, found: os.stat_result, folder: Path) -> str:
     if not stat.S_ISDIR(found.st_mode):
         return f"it is {kind_text(found.st_mode)}, not a folder"
     if found.st_uid != os.geteuid():

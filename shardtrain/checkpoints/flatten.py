@@ -21,28 +21,28 @@ def flatten(state: Any) -> dict[str, jax.Array]:
         ValueError: all leaves that cannot be saved, each with the reason.
     """
     by_path = _group_by_path(state)
-    wrong = [f"{path}: {reason}" for path, leaf in by_path.items() if (reason := _unsaveable(leaf))]
+    wrong = [f"{path}: {reason}" for path, leaf in by_path.items() if (reason := _find_leaf_problem(leaf))]
     check(wrong, "these leaves of the state cannot be saved", "Change them where the state is made")
     return by_path
 
 
-def _unsaveable(leaf: Any) -> str:
+def _find_leaf_problem(leaf: Any) -> str:
     if not isinstance(leaf, jax.Array):
         return f"{type(leaf).__name__}; use jnp.asarray"
-    if kind := _unsaveable_kind(leaf):
+    if kind := _find_kind_problem(leaf):
         return kind
     # A save would lose the weak type, which changes the dtype of results after resuming.
     return f"weakly typed; use .astype({leaf.dtype.name!r})" if leaf.weak_type else ""
 
 
-def _unsaveable_kind(leaf: Any) -> str:
+def _find_kind_problem(leaf: Any) -> str:
     """Return why an array of this shape and dtype cannot be saved; "" if it can."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return "typed key; use jax.random.key_data"
     return f"no elements, shape {leaf.shape}; leave it out" if leaf.size == 0 else ""
 
 
-def restorable(abstract_state: Any) -> dict[str, jax.ShapeDtypeStruct]:
+def describe_restorable(abstract_state: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes, dtypes and shardings to restore, by path.
 
     Args:
@@ -52,7 +52,7 @@ def restorable(abstract_state: Any) -> dict[str, jax.ShapeDtypeStruct]:
         ValueError: lists all leaves that cannot be saved, or have no sharding.
     """
     by_path = _group_by_path(abstract_state)
-    never = [f"{path}: {reason}" for path, leaf in by_path.items() if (reason := _unsaveable_kind(leaf))]
+    never = [f"{path}: {reason}" for path, leaf in by_path.items() if (reason := _find_kind_problem(leaf))]
     check(never, "these leaves of the state could never be saved", "Change them where the state is made")
     wrong = [path for path, leaf in by_path.items() if getattr(leaf, "sharding", None) is None]
     check(wrong, "these leaves have no sharding", "Use jax.ShapeDtypeStruct(..., sharding=...)")
@@ -90,13 +90,13 @@ def check(wrong: list[str], what: str, change: str) -> None:
         raise ValueError("\n  ".join([f"{what}:", *wrong]) + f"\n{change}.")
 
 
-def extra_problems(extra: object, path: str = "extra") -> list[str]:
+def find_extra_problems(extra: object, path: str = "extra") -> list[str]:
     """List everything in `extra` that JSON would change: other types, keys that are not text.
 
     Tuples are allowed, and become lists.
 
     Examples:
-        >>> extra_problems({"seed": 1, "position": {3: 4}, "when": {5}})
+        >>> find_extra_problems({"seed": 1, "position": {3: 4}, "when": {5}})
         ['extra/position: key 3 is int, not str', 'extra/when: set']
     """
     if extra is None or isinstance(extra, bool | int | float | str):
@@ -105,10 +105,10 @@ def extra_problems(extra: object, path: str = "extra") -> list[str]:
         keys = [
             f"{path}: key {key!r} is {_type_name(key)}, not str" for key in extra if not isinstance(key, str)
         ]
-        inner = (extra_problems(value, f"{path}/{key}") for key, value in extra.items())
+        inner = (find_extra_problems(value, f"{path}/{key}") for key, value in extra.items())
         return [*keys, *chain.from_iterable(inner)]
     if isinstance(extra, list | tuple):
-        inner = (extra_problems(value, f"{path}/{index}") for index, value in enumerate(extra))
+        inner = (find_extra_problems(value, f"{path}/{index}") for index, value in enumerate(extra))
         return list(chain.from_iterable(inner))
     return [f"{path}: {_type_name(extra)}"]
 

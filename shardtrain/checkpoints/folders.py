@@ -11,7 +11,7 @@ import jax
 
 from shardtrain.checkpoints import paths
 from shardtrain.checkpoints.evaluations import Evaluations
-from shardtrain.checkpoints.fast_disk import check, claim, fast_folder
+from shardtrain.checkpoints.fast_disk import check, claim, name_fast_folder
 from shardtrain.checkpoints.manifest_entries import WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.processes import is_primary
@@ -45,7 +45,7 @@ class CheckpointFolders:
             _check_alone(policy.fast, part)
         # many runs share a fast disk; the real path of a run's folder names its folder there
         self._resolved = shared.resolve()
-        self.fast = policy.fast and fast_folder(Path(policy.fast).absolute(), self._resolved)
+        self.fast = policy.fast and name_fast_folder(Path(policy.fast).absolute(), self._resolved)
         if self.fast and os.path.lexists(self.fast):
             check(self.fast, self._resolved)
         self.evaluations = Evaluations(shared, policy, report, writes=is_primary())

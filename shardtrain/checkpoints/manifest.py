@@ -29,7 +29,7 @@ def write_manifest(step_folder: Path, manifest: Manifest) -> None:
 
     Args:
         step_folder: the folder with the written arrays.
-        manifest: the manifest without files; `extra` has JSON values, see `extra_problems`.
+        manifest: the manifest without files; `extra` has JSON values, see `find_extra_problems`.
 
     Raises:
         OSError: the folder cannot be read or written.
@@ -113,7 +113,7 @@ def problems(step_folder: Path) -> list[str]:
     if special := special_files(step_folder):
         return special
     with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda item: _file_problem(step_folder, *item), manifest.files.items())
+        found = pool.map(lambda item: _find_file_problem(step_folder, *item), manifest.files.items())
         return [f"{path} {problem}" for path, problem in zip(manifest.files, found, strict=True) if problem]
 
 
@@ -138,7 +138,7 @@ def measure_file(step_folder: Path, name: str) -> int:
         return -1
 
 
-def _file_problem(step_folder: Path, name: str, file: File) -> str:
+def _find_file_problem(step_folder: Path, name: str, file: File) -> str:
     try:
         num_bytes = stat_inside(step_folder, name).st_size
         if num_bytes != file.num_bytes:

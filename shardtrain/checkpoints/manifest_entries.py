@@ -167,12 +167,12 @@ def parse_manifest(body: Mapping[str, Any]) -> Manifest:
         saved_seconds=finite_number(body.get("saved_seconds", 0.0), "saved_seconds", MOST_SECONDS),
         save_id=check_kind(body.get("save_id", ""), str, "save_id"),
     )
-    if problem := size_problem(manifest):
+    if problem := find_size_problem(manifest):
         raise ValueError(problem)
     return manifest
 
 
-def size_problem(manifest: Manifest) -> str:
+def find_size_problem(manifest: Manifest) -> str:
     """Return the problem of arrays that declare more bytes than their files can hold; "" if there is none."""
     declared = sum(leaf.num_bytes for leaf in manifest.leaves.values())
     there = sum(file.num_bytes for file in manifest.files.values())

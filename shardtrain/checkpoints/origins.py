@@ -25,7 +25,7 @@ OF_LAYOUT = (*OF_DEVICES, "outer_state/")
 """Paths of arrays that depend on buckets, devices or fragments, and are restored only on the same layout."""
 
 
-def state_to_save(state: State, own: bool = False) -> State:
+def select_saved_state(state: State, own: bool = False) -> State:
     """Return the arrays of a state to save.
 
     Args:
@@ -37,7 +37,7 @@ def state_to_save(state: State, own: bool = False) -> State:
     return state
 
 
-def array_origins(
+def make_find_origins(
     placement: Placement,
     stage_model: StageModel | None = None,
     island: tuple[int, int] = (0, 1),

@@ -60,7 +60,7 @@ class CheckpointPolicy:
         refuse("checkpoints cannot be saved like this", problems)
 
 
-def due(policy: CheckpointPolicy, step: int, seconds_since_last: float) -> bool:
+def is_due(policy: CheckpointPolicy, step: int, seconds_since_last: float) -> bool:
     """Return whether to save after this step; one process decides for all, because clocks differ.
 
     Args:
@@ -69,9 +69,9 @@ def due(policy: CheckpointPolicy, step: int, seconds_since_last: float) -> bool:
         seconds_since_last: seconds since the last save, or the run, began.
 
     Examples:
-        >>> due(CheckpointPolicy(every_steps=10, every_minutes=5), 20, 0.0)
+        >>> is_due(CheckpointPolicy(every_steps=10, every_minutes=5), 20, 0.0)
         True
-        >>> due(CheckpointPolicy(every_steps=10, every_minutes=5), 21, 299.0)
+        >>> is_due(CheckpointPolicy(every_steps=10, every_minutes=5), 21, 299.0)
         False
     """
     by_steps = policy.every_steps is not None and step % policy.every_steps == 0

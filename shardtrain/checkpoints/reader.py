@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.checkpoints.array_files import ArrayFiles, Reading, StoredArray, too_large_text
+from shardtrain.checkpoints.array_files import ArrayFiles, PendingRead, StoredArray, too_large_text
 from shardtrain.checkpoints.manifest import problems, read_manifest
 from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, Leaf, Manifest
 from shardtrain.checkpoints.paths import find_finished_steps
@@ -130,7 +130,7 @@ class CheckpointReader:
         found = self.start(path, leaf, index).result()
         return found[(0,) * len(numbers)] if numbers else found
 
-    def start(self, path: str, wanted: Leaf, index: Index | None = None) -> Reading:
+    def start(self, path: str, wanted: Leaf, index: Index | None = None) -> PendingRead:
         """Start to read a slice of an array, in any layout of blocks and replicas.
 
         If replicas have their own arrays, replica r gets the array of saved replica r % n. Rows of padding
@@ -167,7 +167,7 @@ class CheckpointReader:
                     array[(*lead, *each.target)] = np.zeros((), array.dtype)
                 else:
                     under_way.append(files.start(each.piece, path, each.source, array, (*lead, *each.target)))
-        return Reading(array, under_way)
+        return PendingRead(array, under_way)
 
     def _unseen(self, path: str, what: str) -> ValueError:
         return ValueError(

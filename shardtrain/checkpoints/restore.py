@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from shardtrain.checkpoints.array_files import Reading
+from shardtrain.checkpoints.array_files import PendingRead
 from shardtrain.checkpoints.differences import (
     Allow,
     check_state,
@@ -94,7 +94,7 @@ class _ArrayRead:
 
     path: str
     like: jax.ShapeDtypeStruct
-    slices: list[tuple[Reading, list[Any]]]
+    slices: list[tuple[PendingRead, list[Any]]]
 
     @property
     def num_bytes(self) -> int:

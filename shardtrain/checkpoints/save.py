@@ -44,7 +44,7 @@ class SaveFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Pending:
+class _PendingSave:
     """The running save.
 
     Args:
@@ -74,7 +74,7 @@ class Saver:
         self.latest = max(folders.steps(), default=None)
         self._orbax = _orbax()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: _Pending | None = None
+        self._pending: _PendingSave | None = None
         self._confirmed: int | None = None
         self._deleting: Future[list[str]] | None = None
 
@@ -121,7 +121,7 @@ class Saver:
             save_id=save_id,
         )
         # the manifest is written last, in the background: a folder without one is not a checkpoint
-        self._pending = _Pending(step, num_bytes, self._background.submit(self._finish, step, manifest))
+        self._pending = _PendingSave(step, num_bytes, self._background.submit(self._finish, step, manifest))
 
     def _start_arrays(self, step: int, arrays: dict[str, jax.Array]) -> None:
         """Copy the arrays to the host, and let Orbax write them in its own threads."""

@@ -43,11 +43,11 @@ def progress(
     """
     console = console or Console()
     if console.is_terminal and not console.is_dumb_terminal:
-        return Bar(console, total_steps, start_step, unit, clock)
-    return PlainLines(console, total_steps, unit, plain_every_seconds, clock)
+        return ProgressBar(console, total_steps, start_step, unit, clock)
+    return ProgressLines(console, total_steps, unit, plain_every_seconds, clock)
 
 
-class PlainLines:
+class ProgressLines:
     """Progress as lines: `step 120/1000  loss 2.3412  heldout 2.4012  12.3k tokens/s  MFU 38.2%  left 8s`."""
 
     def __init__(
@@ -78,7 +78,7 @@ class PlainLines:
         self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
-class Bar:
+class ProgressBar:
     """Progress as a live bar with the newest loss and held-out loss."""
 
     def __init__(
@@ -113,7 +113,7 @@ class Bar:
         self._rich.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
-Progress = PlainLines | Bar
+Progress = ProgressLines | ProgressBar
 """A progress display: a context manager with `update` for the metrics of a step and `note` for a message."""
 
 

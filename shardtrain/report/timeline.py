@@ -57,7 +57,8 @@ def timeline_text(table: Table, width: int | None = None) -> str:
         for head, line in zip(heads, cells, strict=True)
     ]
     if shown < table.num_ticks:
-        lines.append(_left_out(table, shown))
+        num_tasks = _format_count(sum(task.tick >= shown for task in table.tasks), "task")
+        lines.append(f"ticks {shown} to {table.num_ticks - 1} do not fit here: {num_tasks}")
     last = figures(table, simulate(table, unit_seconds(table)), unit_times(table))
     lines = [heading(table), *lines, _legend(table), last]
     return "".join(line.rstrip() + "\n" for line in lines)
@@ -102,11 +103,6 @@ def _cells(table: Table) -> list[list[str]]:
     ticks = range(table.num_ticks)
     stages = [[texts.get((stage, tick), IDLE) for tick in ticks] for stage in range(table.num_stages)]
     return [[str(tick) for tick in ticks], *stages]
-
-
-def _left_out(table: Table, shown: int) -> str:
-    num_tasks = sum(task.tick >= shown for task in table.tasks)
-    return f"ticks {shown} to {table.num_ticks - 1} do not fit here: {_format_count(num_tasks, 'task')}"
 
 
 def _legend(table: Table) -> str:

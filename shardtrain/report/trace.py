@@ -108,7 +108,7 @@ def read_trace(path: Path) -> list[Mapping[str, Any]]:
         raise ValueError(f"{path} is no trace of jax's profiler ({error}); record it again") from error
 
 
-def operations(
+def find_operations(
     events: Sequence[Mapping[str, Any]], sources: Mapping[tuple[str, str], Source] | None = None
 ) -> dict[str, list[Operation]]:
     """Return the operations of each device.
@@ -118,7 +118,7 @@ def operations(
 
     Args:
       events: the events of the trace.
-      sources: (program, name of an operation) -> its source, see `trace_programs.sources`.
+      sources: (program, name of an operation) -> its source, see `trace_programs.read_sources`.
     """
     labels = {
         (event["name"], event["pid"], event.get("tid")): event["args"]["name"]

@@ -29,13 +29,13 @@ LOOPS = ("while", "conditional", "call")
 """Opcodes of operations whose parts have their own events in the trace."""
 
 
-def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+def parse_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yield (number, value) of each field of a protocol buffer: a whole number, or bytes.
 
     Raises:
       ValueError: the message ends in the middle of a field.
 
-    >>> list(fields(bytes([8, 150, 1, 18, 2, 104, 105])))
+    >>> list(parse_fields(bytes([8, 150, 1, 18, 2, 104, 105])))
     [(1, 150), (2, b'hi')]
     """
     at = 0
@@ -71,7 +71,7 @@ class Source(NamedTuple):
     path: str
 
 
-def sources(path: Path) -> dict[tuple[str, str], Source]:
+def read_sources(path: Path) -> dict[tuple[str, str], Source]:
     """Return (program, name of an operation) -> source; "" stands for any program.
 
     Args:
@@ -117,7 +117,7 @@ def _source(instruction: bytes, opcodes: Mapping[int, set[str]]) -> Source:
 
 
 def _all(message: bytes, number: int) -> Iterator[bytes]:
-    return (value for found, value in fields(message) if found == number and isinstance(value, bytes))
+    return (value for found, value in parse_fields(message) if found == number and isinstance(value, bytes))
 
 
 def _text(message: bytes, number: int) -> str:
@@ -127,7 +127,7 @@ def _text(message: bytes, number: int) -> str:
 def _numbers(message: bytes, number: int) -> list[int]:
     """Return a repeated whole number, packed or not."""
     found: list[int] = []
-    for each, value in fields(message):
+    for each, value in parse_fields(message):
         if each != number:
             continue
         if isinstance(value, int):

@@ -13,7 +13,7 @@ FORM = (
 )
 
 
-class Change(NamedTuple):
+class BatchChange(NamedTuple):
     """A change of the batch size.
 
     Args:
@@ -30,13 +30,13 @@ class Change(NamedTuple):
     def time(self) -> str:
         """The time of the change, in words.
 
-        >>> Change(1, True, 2).time, Change(500, False, 2).time
+        >>> BatchChange(1, True, 2).time, BatchChange(500, False, 2).time
         ('epoch 1', 'step 500')
         """
         return f"{'epoch' if self.in_epochs else 'step'} {self.after}"
 
 
-def parse_growth(text: str) -> tuple[Change, ...]:
+def parse_growth(text: str) -> tuple[BatchChange, ...]:
     """Parse the changes in order.
 
     Raises:
@@ -45,11 +45,11 @@ def parse_growth(text: str) -> tuple[Change, ...]:
     >>> [change.time for change in parse_growth("500:2, 1000:4")]
     ['step 500', 'step 1000']
     >>> parse_growth("2 epochs:2")
-    (Change(after=2, in_epochs=True, batches=2),)
+    (BatchChange(after=2, in_epochs=True, batches=2),)
     >>> parse_growth("1 epoch:2")[0].time
     'epoch 1'
     """
-    found: list[Change] = []
+    found: list[BatchChange] = []
     problems = []
     for pair in filter(None, map(str.strip, text.split(","))):
         when, _, batches = (part.strip() for part in pair.partition(":"))
@@ -62,7 +62,7 @@ def parse_growth(text: str) -> tuple[Change, ...]:
         elif found and int(number) <= max(change.after for change in found):
             problems.append(f"{pair!r} comes after {found[-1].time}; give the changes in their order")
         else:
-            found.append(Change(int(number), in_epochs, int(batches)))
+            found.append(BatchChange(int(number), in_epochs, int(batches)))
     refuse(f"batch_growth {text!r} cannot be read", problems)
     return tuple(found)
 

@@ -106,12 +106,12 @@ def make_evaluation(
         for name, prefix in zip(heldout, loaders, strict=True):
             loss = means.get(f"{prefix}loss", Mean()).value
             if loss is None:
-                raise ValueError(nothing_counts(name, len(metrics[prefix])))
+                raise ValueError(no_count_text(name, len(metrics[prefix])))
             if math.isnan(loss):
                 bad = [i for i, x in enumerate(metrics[prefix]) if math.isnan(x["loss_sum"])]
                 first = started[prefix][bad[0]][1] if bad else None
                 why = explain(loaders[prefix].batches.load(first)) if first and explain else []
-                raise ValueError(not_a_number(name, bad, len(metrics[prefix]), why))
+                raise ValueError(nan_loss_text(name, bad, len(metrics[prefix]), why))
         return {name: mean.value for name, mean in means.items() if mean.value is not None}
 
     return values
@@ -130,7 +130,7 @@ def _start_batches(
     return found
 
 
-def nothing_counts(name: str, num_batches: int) -> str:
+def no_count_text(name: str, num_batches: int) -> str:
     """Return the message about a held-out set in which no row or token counts."""
     return (
         f"{heldout_text(name)} has no loss: every weight in its first {num_batches} batches is 0; give data"
@@ -138,7 +138,7 @@ def nothing_counts(name: str, num_batches: int) -> str:
     )
 
 
-def not_a_number(name: str, bad: Sequence[int], num_batches: int, why: Sequence[str]) -> str:
+def nan_loss_text(name: str, bad: Sequence[int], num_batches: int, why: Sequence[str]) -> str:
     """Return the message about a held-out set whose loss is NaN.
 
     Args:
@@ -329,12 +329,12 @@ def log_likelihoods(apply: Any, requests: Sequence[Request], rows: int, seq: int
             tokens, num_choice = requests[number].tokens, requests[number].num_choice
             tokens_BT[row, : len(tokens)] = tokens
             weights_BT[row, len(tokens) - 1 - num_choice : len(tokens) - 1] = 1
-        found[numbers] = np.asarray(_sums(apply, tokens_BT, weights_BT))[: len(numbers)]
+        found[numbers] = np.asarray(_sum_log_likelihoods(apply, tokens_BT, weights_BT))[: len(numbers)]
     return found
 
 
 @jax.jit
-def _sums(apply: Any, tokens_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
+def _sum_log_likelihoods(apply: Any, tokens_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
     """Add up the log-likelihoods of each row's next tokens, those with weight 1."""
     logits = apply(tokens_BT[:, :-1])
     # a model may compute logits in chunks

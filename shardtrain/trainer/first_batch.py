@@ -31,7 +31,7 @@ SHOWN = 3
 """Number of wrong values that a message lists for each array."""
 
 
-class Expected(NamedTuple):
+class LossFacts(NamedTuple):
     """The facts about a run's model and loss against which its batches are checked.
 
     Args:
@@ -72,23 +72,16 @@ class Expected(NamedTuple):
 
     def find_outputs(self, inputs: Any) -> Any:
         """Return the shapes of the model's outputs for some inputs, in evaluation mode."""
-        # flags and other inputs that are no arrays are not traced
-        leaves, structure = jax.tree.flatten(inputs)
-        is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
-        arrays = [leaf for leaf, known in zip(leaves, is_array, strict=True) if known]
         key = jax.eval_shape(lambda: new_key(0))
-        if all(is_array):
+        if all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(inputs)):
             return jax.eval_shape(self.apply, *self.abstract, key, *inputs)
-
-        def apply(params: Any, model_state: Any, key: jax.Array, arrays: list[Any]) -> Any:
-            given = iter(arrays)
-            inputs = [next(given) if known else leaf for leaf, known in zip(leaves, is_array, strict=True)]
-            return self.apply(params, model_state, key, *jax.tree.unflatten(structure, inputs))
-
-        return jax.eval_shape(apply, *self.abstract, key, arrays)
+        # flags and other inputs that are no arrays cannot be arguments
+        return jax.eval_shape(lambda *state: self.apply(*state, *inputs), *self.abstract, key)
 
 
-def make_expected(model: Model, loss: Loss, batch: Mapping[str, np.ndarray], vocab: Any = None) -> Expected:
+def make_loss_facts(
+    model: Model, loss: Loss, batch: Mapping[str, np.ndarray], vocab: Any = None
+) -> LossFacts:
     """Trace the model and the loss on two rows of a batch, without computing anything.
 
     Args:
@@ -108,7 +101,7 @@ def make_expected(model: Model, loss: Loss, batch: Mapping[str, np.ndarray], voc
     def evaluate(params: Any, model_state: Any, key: jax.Array, *inputs: Any) -> Any:
         return model.apply(params, model_state, key, False, *inputs)[0]
 
-    found = Expected(loss, evaluate, abstract, None, rows, vocab if type(vocab) is int else None)
+    found = LossFacts(loss, evaluate, abstract, None, rows, vocab if type(vocab) is int else None)
     outputs: list[Any] = []
 
     def apply(*inputs: Any) -> Any:
@@ -123,7 +116,7 @@ def make_expected(model: Model, loss: Loss, batch: Mapping[str, np.ndarray], voc
     )
 
 
-def loss_problems(expected: Expected) -> list[str]:
+def find_loss_problems(expected: LossFacts) -> list[str]:
     """Return why a loss function is wrong: it returns a mean instead of a sum, or a constant count.
 
     Only certain mistakes are reported: sums and counts may depend on several rows at once (contrastive
@@ -178,7 +171,7 @@ def _is_mean(whole: float, alone: np.ndarray, counts: np.ndarray) -> bool:
     return any(np.isclose(whole, mean, rtol=1e-4) for mean in means)
 
 
-def _totals(expected: Expected, with_sums: bool) -> tuple[Any, Any] | None:
+def _totals(expected: LossFacts, with_sums: bool) -> tuple[Any, Any] | None:
     """Compute the count and the sum of the loss for two rows together, and for each alone.
 
     Return None for a loss that needs more than one row.
@@ -215,7 +208,7 @@ def _make_up_outputs(like: Any, numbers: jax.Array) -> jax.Array:
     return values.reshape(like.shape).astype(like.dtype)
 
 
-def class_problems(expected: Expected, batch: Mapping[str, np.ndarray]) -> list[str]:
+def find_class_problems(expected: LossFacts, batch: Mapping[str, np.ndarray]) -> list[str]:
     """Return the tokens and labels of a batch that are outside the model's classes.
 
     Args:

@@ -20,7 +20,7 @@ from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.strategy import Strategy
 
 
-def run_of_island(run: Run, coordination: Coordination, output: RunConsole) -> Run:
+def make_island_run(run: Run, coordination: Coordination, output: RunConsole) -> Run:
     """Return the run as this island trains it.
 
     Args:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardtrain.checkpoints.policy import due
+from shardtrain.checkpoints.policy import is_due
 from shardtrain.checkpoints.save import SaveFailed
 from shardtrain.imported import select_kept_tokens
 from shardtrain.report.sinks.json_lines import strict
@@ -21,7 +21,7 @@ from shardtrain.system.stop_signals import StopSignals
 from shardtrain.train_step.state import State
 from shardtrain.trainer.coordination import StepVote
 from shardtrain.trainer.evaluation import round_evaluation_interval
-from shardtrain.trainer.first_batch import class_problems
+from shardtrain.trainer.first_batch import find_class_problems
 from shardtrain.trainer.metric_log import MetricLog
 from shardtrain.trainer.recovery import RollBack
 from shardtrain.trainer.resume import StartPoint
@@ -133,7 +133,7 @@ class _Loop:
         self.save_is_due = (
             self.save_is_due
             or done == self.last_step
-            or due(self.run.checkpoints, done, time.monotonic() - self.saved_seconds)
+            or is_due(self.run.checkpoints, done, time.monotonic() - self.saved_seconds)
         )
         bad = self.log.fault.step if self.log.fault else 0
         own = StepVote(self.stop.asked(), self.save_is_due, self.checkpoints.latest(), bad)
@@ -291,7 +291,7 @@ class _Loop:
     def _explain(self, step: int) -> str:
         """Return the problems of this process's rows in the batch of a step; "" if there are none."""
         batch = self.prepared.feed.load(step - self.first_step - 1)
-        return "; ".join(class_problems(self.prepared.expected, batch))
+        return "; ".join(find_class_problems(self.prepared.expected, batch))
 
 
 def finish_evaluation(session: Session, start: StartPoint, sink: Sink, *, is_logged: bool) -> None:

@@ -23,7 +23,7 @@ from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_equations import TracedEquation, equations
 from shardtrain.functional.traced_loss import trace_loss
 from shardtrain.trainer.row_coupling import NORMALIZATION, coupling_text, find_couplings
-from shardtrain.trainer.row_sums import PARTS, ROWS, row_difference
+from shardtrain.trainer.row_sums import PARTS, ROWS, compute_row_difference
 
 PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
 """Twice one of these is the number of traced rows; a dim that the prime divides counts rows."""
@@ -87,7 +87,7 @@ def check_trace(
     ]
     if not promoted and num_parts > 1:
         warned += _couplings(model, loss, batch, first, prime, num_parts)
-    warned += state_warnings(first, abstract[1], len(batch), num_parts, num_microbatches)
+    warned += find_state_warnings(first, abstract[1], len(batch), num_parts, num_microbatches)
     return LossFindings(_differences(once, equations(second)), warned)
 
 
@@ -113,7 +113,7 @@ def _couplings(
             found = {line: each for line, each in found.items() if line in again}
     if found:
         certain = any(each.is_certain for each in found.values())
-        difference = None if certain else row_difference(model, loss, batch)
+        difference = None if certain else compute_row_difference(model, loss, batch)
         if difference is not None and difference < ROUNDING:
             return []
         return [coupling_text(f"{line} {each.what}", num_parts) for line, each in found.items()]
@@ -139,7 +139,7 @@ def _find_unexplained_difference(
         if _differences(programs, equations(trace_loss(model, loss, batch, 2 * prime, False))):
             ways.append((False, f"the loss in evaluation of {ROWS} rows differs"))
     for train, what in ways:
-        found = row_difference(model, loss, batch, train=train, num_trials=2, most_flops=MOST_FLOPS)
+        found = compute_row_difference(model, loss, batch, train=train, num_trials=2, most_flops=MOST_FLOPS)
         if found is not None and found > allowed:
             return (
                 f"{what} by {min(found, 99):.1%} from the sum of their {PARTS} parts, so rows depend on each"
@@ -268,7 +268,7 @@ def _rows_text(shape: tuple[int, ...]) -> str:
     return f"(rows{''.join(f', {size}' for size in shape[1:])}{',' if len(shape) == 1 else ''})"
 
 
-def state_warnings(
+def find_state_warnings(
     traced: Any, model_state: Any, num_arrays: int, num_parts: int, num_microbatches: int
 ) -> list[str]:
     """Return a warning about arrays of the model's state that change differently if a batch is split.

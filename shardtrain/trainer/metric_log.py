@@ -18,7 +18,7 @@ from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics
 from shardtrain.trainer.recovery import RollBack, Spikes
 from shardtrain.trainer.session import Session
-from shardtrain.trainer.usage import peak_memory
+from shardtrain.trainer.usage import measure_peak_memory
 
 MOST_SKIPPED = 100
 """Consecutive skipped steps after which a run ends, because it will not recover."""
@@ -171,7 +171,7 @@ class MetricLog:
         if self._noise.gradient_square > 0:
             line["gradient_noise_scale"] = self._noise.scale
         line["wall_seconds"] = self._session.totals.wall_seconds()
-        line |= {**self._session.spent(), "peak_memory_bytes": peak_memory().num_bytes}
+        line |= {**self._session.spent(), "peak_memory_bytes": measure_peak_memory().num_bytes}
         if (num_skipped := self._prepared.num_skipped) is not None:
             line["data_skipped"] = num_skipped
         self._means, self._clipped = {}, Mean()

@@ -30,7 +30,6 @@ from shardtrain.plan.space import REMATS, Space
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import ANY_DEVICE, Target
 from shardtrain.sharding.axis_sizes import axis_sizes
-from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import abstract_mesh, make_mesh
 from shardtrain.train_step.gradient_pieces import PlannedParts
 from shardtrain.train_step.gradients import make_gradients
@@ -115,7 +114,7 @@ def make_planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
     `strategy_text` writes it to a file for `train --strategy FILE`.
     """
     choices = [each.plan.ranked[0].choice for each in plan.kinds]
-    strategy = replace(with_choice(run.strategy, choices[0]), predicted=_predict(plan))
+    strategy = replace(apply_choice(run.strategy, choices[0]), predicted=_predict(plan))
     if len(plan.shares) == 1:
         return replace(strategy, islands={})
     sections, first = {}, 0
@@ -238,7 +237,7 @@ def _predict(plan: ClusterPlan) -> dict[str, float]:
     return {name: float(value) for name, value in zip(PARTS, parts, strict=True)}
 
 
-def with_choice(strategy: Strategy, choice: Choice) -> Strategy:
+def apply_choice(strategy: Strategy, choice: Choice) -> Strategy:
     pipeline = replace(
         strategy.pipeline, schedule=choice.schedule, virtual_stages=choice.virtual_stages, stages="equal"
     )
@@ -252,17 +251,17 @@ def with_choice(strategy: Strategy, choice: Choice) -> Strategy:
 
 
 def _section(run: Run, choice: Choice) -> dict[str, Any]:
-    """Return the fields of one kind of islands, as a file has them."""
-    found: dict[str, Any] = {"layout": _layout(choice.layout), "accumulate": choice.accumulate}
-    remat = choice.remat or run.strategy.remat
-    return found if remat is None else {**found, "remat": remat}
-
-
-def _layout(layout: Layout) -> dict[str, Any]:
-    found = {"mesh": dict(layout.mesh), "zero": layout.zero, "sequence_sharded": layout.sequence_sharded}
+    """Return the fields of one kind of islands, as in a file."""
+    layout, remat = choice.layout, choice.remat or run.strategy.remat
+    fields: dict[str, Any] = {
+        "mesh": dict(layout.mesh), "zero": layout.zero, "sequence_sharded": layout.sequence_sharded,
+    }  # fmt: skip
     if layout.collective_matmul:
-        found["collective_matmul"] = True
-    return {**found, "context_attention": layout.context_attention} if axes.CONTEXT in layout.mesh else found
+        fields["collective_matmul"] = True
+    if axes.CONTEXT in layout.mesh:
+        fields["context_attention"] = layout.context_attention
+    found = {"layout": fields, "accumulate": choice.accumulate}
+    return found if remat is None else {**found, "remat": remat}
 
 
 STEPS = 7
@@ -280,7 +279,7 @@ def probe_seconds(run: Run, source: Any, choice: Choice) -> float:
     Raises:
       ValueError: the choice does not fit the run.
     """
-    run = replace(run, strategy=with_choice(run.strategy, choice))
+    run = replace(run, strategy=apply_choice(run.strategy, choice))
     setup = make_setup(run, microbatch=make_microbatch(run, source))
     batch = make_batches(run, source).load(FIRST_POSITION)
     placed = place(batch, setup.mesh, run.strategy.layout.batch_axes, choice.accumulate)

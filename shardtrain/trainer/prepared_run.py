@@ -38,32 +38,32 @@ from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination, make_transfers
 from shardtrain.trainer.feed import Feed
-from shardtrain.trainer.first_batch import class_problems, loss_problems, make_expected
-from shardtrain.trainer.island_run import run_of_island
+from shardtrain.trainer.first_batch import find_class_problems, find_loss_problems, make_loss_facts
+from shardtrain.trainer.island_run import make_island_run
 from shardtrain.trainer.layout_check import check_layout, check_sequences
 from shardtrain.trainer.loss_trace import check_trace
 from shardtrain.trainer.program_mark import make_mark
-from shardtrain.trainer.restore_state import VALUES, initial_values
+from shardtrain.trainer.restore_state import VALUES, compute_initial_values
 from shardtrain.trainer.row_shares import RowShares, fit_to_memory
 from shardtrain.trainer.run_step import bridge_text, check_programs, make_multi_island_step, pipeline_text
 from shardtrain.trainer.setup import (
     FIRST_POSITION,
     RunSetup,
+    count_parts,
     format_unused,
     make_microbatch,
     make_setup,
-    num_parts,
 )
 from shardtrain.trainer.sources import (
-    data_facts,
-    data_problems,
+    describe_data,
+    find_data_problems,
+    find_source_warnings,
     heldout_prefix,
     make_batches,
     open_sources,
-    source_warnings,
 )
 from shardtrain.trainer.stage_cut import apply_stage_cut
-from shardtrain.trainer.usage import row_seconds_at_peak
+from shardtrain.trainer.usage import compute_row_seconds_at_peak
 from shardtrain.trainer.waves import WaveLog, make_barrier_schedule
 
 
@@ -133,7 +133,7 @@ class PreparedRun:
         self.num_devices = sum(number for _, number in devices)
         self._row_seconds_at_peak = 0.0
         if coordination.is_first:
-            self._row_seconds_at_peak = row_seconds_at_peak(run, first, devices, output.note)
+            self._row_seconds_at_peak = compute_row_seconds_at_peak(run, first, devices, output.note)
         if run.strategy.across.share_limits == "auto" and self.island_step is not None:
             loader = fit_to_memory(
                 coordination, self.shares, loader, self.island_step, self.wanted, self._batch, output.note
@@ -162,29 +162,31 @@ class PreparedRun:
     def _set_up(self, given: Run) -> Any:
         """Open the data, make the setup, compare both with the other islands, and return the samples."""
         coordination, output = self.coordination, self._output
-        run = run_of_island(given, coordination, output)
+        run = make_island_run(given, coordination, output)
         # the description is of the run as it is trained
         self.description, run = describe(run), replace(run, loss=guard_loss(run.loss))
         source, self.heldout = coordination.run_in_turn("data", lambda: open_sources(run, self.folder))
         # the pipeline decides which collective calls follow, so compare it before them
-        coordination.check_agreement(pipeline_facts(self.description))
+        coordination.check_agreement(select_pipeline_facts(self.description))
         self.run = run = apply_stage_cut(run, source, coordination, output)
         self.setup = _make_setup(run, source, coordination, output)
         if not isinstance(run.optimizer, Optimizer):
             params = self.setup.placement.specs.abstract.params
-            self.description[VALUES] = initial_values(self.setup.optimizer, params)
-        self.description |= data_facts(source, self.heldout, with_contents=run.checkpoints.best is not None)
-        coordination.check_agreement(run_facts(run, self.setup, self.description))
+            self.description[VALUES] = compute_initial_values(self.setup.optimizer, params)
+        self.description |= describe_data(
+            source, self.heldout, with_contents=run.checkpoints.best is not None
+        )
+        coordination.check_agreement(make_run_facts(run, self.setup, self.description))
         return source
 
     def _check_first_batch(self, loader: Loader) -> Batch:
         """Load the first batch, and check that the run learns from it and evaluates its best metric."""
         run, model = self.run, self.setup.whole_model
         first = loader.batches.load(FIRST_POSITION)
-        self.expected = make_expected(model, run.loss, first, getattr(run.model, "vocab", None))
-        parts = num_parts(run, self.setup.mesh, self.coordination.num_islands)
+        self.expected = make_loss_facts(model, run.loss, first, getattr(run.model, "vocab", None))
+        parts = count_parts(run, self.setup.mesh, self.coordination.num_islands)
         problems, warnings = check_trace(model, run.loss, first, parts, run.strategy.accumulate)
-        for text in [*warnings, *source_warnings(loader.batches, run)]:
+        for text in [*warnings, *find_source_warnings(loader.batches, run)]:
             self._output.note(text)
         metrics = ("loss", *self.expected.metrics)
         names = [f"{heldout_prefix(name)}{metric}" for name in self.heldout for metric in metrics]
@@ -192,8 +194,8 @@ class PreparedRun:
             have = f"an evaluation gives {', '.join(names)}" if names else "the data has no held-out samples"
             use = "one of these, or None" if names else "None"
             raise ValueError(f"checkpoints.best is {best!r}, and {have}; use {use}")
-        problems += [*loss_problems(self.expected), *class_problems(self.expected, first)]
-        problems += data_problems(run, self.expected, loader.batches.source, self.heldout)
+        problems += [*find_loss_problems(self.expected), *find_class_problems(self.expected, first)]
+        problems += find_data_problems(run, self.expected, loader.batches.source, self.heldout)
         refuse("this run would learn nothing, or something else than it should", problems)
         return first
 
@@ -281,13 +283,13 @@ def _make_coordination(run: Run, setup: RunSetup, islands: Islands | None) -> Co
     return Coordination(islands, transfer, setup.grid, stragglers, owners=owners)
 
 
-def pipeline_facts(description: Mapping[str, Any]) -> dict[str, Any]:
+def select_pipeline_facts(description: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that decide what islands exchange before they compare all their facts.
 
     Args:
       description: the run, from `config.describe`.
 
-    >>> pipeline_facts({"batch": 8, "strategy.across.axis": "data", "strategy.pipeline.stages": "1,3"})
+    >>> select_pipeline_facts({"batch": 8, "strategy.across.axis": "data", "strategy.pipeline.stages": "1,3"})
     {'run/strategy.across.axis': 'data', 'run/strategy.pipeline.stages': '1,3'}
     """
     found = {
@@ -299,7 +301,7 @@ def pipeline_facts(description: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(found))
 
 
-def run_facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> dict[str, Any]:
+def make_run_facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> dict[str, Any]:
     """Return the facts that all islands must have in common."""
     trees = {"parameters": setup.placement.specs.abstract.params}
     # the arrays of the state must be the same on all islands, whatever dtype each computes in

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.checkpoints.array_files import Reading, StoredArray
+from shardtrain.checkpoints.array_files import PendingRead, StoredArray
 from shardtrain.checkpoints.differences import matches
 from shardtrain.checkpoints.manifest_entries import Leaf, Manifest
 from shardtrain.checkpoints.paths import CHECKPOINTS
@@ -279,12 +279,12 @@ class ReaderWithBase(CheckpointReader):
         elsewhere = {path: self.base.stored_arrays[path] for path in sorted(self.arrays)}
         return elsewhere | self.own.stored_arrays
 
-    def start(self, path: str, wanted: Leaf, index: Index | None = None) -> Reading:
+    def start(self, path: str, wanted: Leaf, index: Index | None = None) -> PendingRead:
         reader = self.own if path in self.own.stored_arrays else self.base
         return reader.start(path, wanted, index)
 
 
-def left_out(
+def find_base_arrays(
     frozen: frozenset[str], shapes: Mapping[str, tuple[int, ...]], base: CheckpointReader
 ) -> list[str]:
     """Return the paths of the frozen parameters that a checkpoint need not hold.

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from shardtrain.report.trace import UNTIMED, operations, read_trace, summarise, summary_text
-from shardtrain.report.trace_programs import sources
+from shardtrain.report.trace import UNTIMED, find_operations, read_trace, summarise, summary_text
+from shardtrain.report.trace_programs import read_sources
 from shardtrain.train_step.step import Step
 
 FOLDER = "profile"
@@ -133,8 +133,8 @@ def profile_text(folder: Path, num_steps: int) -> str:
     """Return the summary of the newest trace in a folder, or a warning that it cannot be read."""
     try:
         newest = max(folder.glob("plugins/profile/*/*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
-        found = sources(next(newest.parent.glob("*.xplane.pb")))
-        summary = summarise(operations(read_trace(newest), found))
+        found = read_sources(next(newest.parent.glob("*.xplane.pb")))
+        summary = summarise(find_operations(read_trace(newest), found))
     except (OSError, ValueError, StopIteration) as error:
         return f"WARNING: the trace in {folder} cannot be summarised: {error}"
     return f"{summary_text(summary, num_steps)}trace, for Perfetto or xprof: {newest}"

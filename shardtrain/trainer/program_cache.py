@@ -59,7 +59,7 @@ def find_program_folder() -> str | None:
     return getattr(jax.config, "jax_compilation_cache_dir", None)
 
 
-def hardware() -> str:
+def make_hardware_key() -> str:
     """Return a key that is equal for hardware with identical rounding: device kind, and features of a CPU."""
     kind = jax.devices()[0].device_kind
     if jax.devices()[0].platform != "cpu":
@@ -85,16 +85,16 @@ def keep_programs(environ: Mapping[str, str]) -> str:
     if find_program_folder() or not getattr(jax.config, "jax_enable_compilation_cache", True):
         return ""
     try:
-        folder = cache_folder(environ, hardware())
+        folder = cache_folder(environ, make_hardware_key())
         make_private(folder)
-        if who := others_who_write(folder):
+        if who := find_other_writers(folder):
             return (
                 f"WARNING: compiled programs are not kept, as {who} and they are loaded as code: make"
                 f" {folder} and the folders above it your own (chmod go-w), delete it, or choose another by"
                 " XDG_CACHE_HOME"
             )
         drop_broken(folder)
-        prune(folder, LIMIT_BYTES)
+        delete_oldest(folder, LIMIT_BYTES)
     except (OSError, RuntimeError):  # the second: there is no home directory
         return ""
     if os.access(folder, os.W_OK):
@@ -110,7 +110,7 @@ def make_private(folder: Path) -> None:
         each.mkdir(mode=0o700, exist_ok=True)
 
 
-def others_who_write(folder: Path) -> str:
+def find_other_writers(folder: Path) -> str:
     """Return why other users can put files into a folder; "" if they cannot.
 
     A group may write to parent folders that this user owns: the umask 002 makes such folders for the user's
@@ -162,7 +162,7 @@ def is_whole(program: bytes) -> bool:
     return reader.eof
 
 
-def prune(folder: Path, limit_bytes: int) -> None:
+def delete_oldest(folder: Path, limit_bytes: int) -> None:
     """Delete the oldest programs of a folder until the others have at most `limit_bytes`."""
     found = []
     for path in folder.glob("*-cache"):

@@ -84,14 +84,14 @@ class ProgramMark(NamedTuple):
 
 def make_mark(strategy: Strategy, folder: Path, coordination: Coordination) -> ProgramMark:
     """Make the mark of a run's programs, which only its first rank writes."""
-    return ProgramMark(folder if coordination.is_first else None, layout_words(strategy))
+    return ProgramMark(folder if coordination.is_first else None, format_layout_options(strategy))
 
 
-def layout_words(strategy: Strategy) -> str:
+def format_layout_options(strategy: Strategy) -> str:
     """Format the options of a strategy that shape its programs, as on the command line.
 
     >>> from shardtrain.sharding.layout import Layout
-    >>> layout_words(Strategy(layout=Layout(mesh={"data": 2, "tensor": 1}, zero=1), accumulate=2))
+    >>> format_layout_options(Strategy(layout=Layout(mesh={"data": 2, "tensor": 1}, zero=1), accumulate=2))
     '--mesh data=2 --zero 1 --accumulate 2'
     """
     layout, default = strategy.layout, Strategy()

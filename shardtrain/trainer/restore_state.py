@@ -14,7 +14,7 @@ import optax
 
 from shardtrain.checkpoints.differences import Allow, check_state, matches, widen_optimizer_state
 from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, Leaf
-from shardtrain.checkpoints.origins import OF_LAYOUT, state_to_save
+from shardtrain.checkpoints.origins import OF_LAYOUT, select_saved_state
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.functional.frozen import ADAPTERS
@@ -25,7 +25,7 @@ from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
-from shardtrain.trainer.synchronisation import broadcast_state, differing_arrays
+from shardtrain.trainer.synchronisation import broadcast_state, find_differing_arrays
 
 PARAMETERS = ("params/", "model_state/")
 ROUTERS = ("*/router", "*/router_bias")
@@ -56,7 +56,7 @@ def read_arrays(
       ValueError: the checkpoint holds another state than this run has.
     """
     coordination = checkpoints.coordination
-    wanted = _readable(checkpoints, state_to_save(wanted), reader, extra)
+    wanted = _readable(checkpoints, select_saved_state(wanted), reader, extra)
     leaves = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(wanted)}
     origins = checkpoints.origins(wanted)
     # a run that starts from another checkpoint initialises adapters that are not in it
@@ -75,7 +75,7 @@ def read_arrays(
         unused = ("*",)
     if not coordination.writes:
         # the arrays in common come from island 0
-        own = _readable(checkpoints, state_to_save(wanted, own=True), reader, extra)
+        own = _readable(checkpoints, select_saved_state(wanted, own=True), reader, extra)
         own_paths = {path_text(path) for path, _ in jax.tree.leaves_with_path(own)}
         leaves = {path: leaf for path, leaf in leaves.items() if checkpoints.has_own and path in own_paths}
         unused = ("*",)
@@ -145,8 +145,8 @@ def synchronise_restored(
     lost = coordination.all_gather("own state", is_lost)
     own_optimizers = run.strategy.synchronisation.on_deltas and not any(lost)
     state = broadcast_state(coordination, state, own_optimizers)
-    state = same_round(checkpoints, state, arrays)
-    if wrong := differing_arrays(coordination, state, own_optimizers):
+    state = restart_round(checkpoints, state, arrays)
+    if wrong := find_differing_arrays(coordination, state, own_optimizers):
         raise RuntimeError(f"islands have different bits after the broadcast from island 0: {wrong}")
     if any(lost):
         checkpoints.note(
@@ -156,7 +156,7 @@ def synchronise_restored(
     return state
 
 
-def same_round(checkpoints: RunCheckpoints, state: State, arrays: Mapping[str, jax.Array]) -> State:
+def restart_round(checkpoints: RunCheckpoints, state: State, arrays: Mapping[str, jax.Array]) -> State:
     """Restart the local steps on all islands, unless each has read its local changes since the last merge."""
     if checkpoints.coordination.transfer is None or not state.local:
         return state
@@ -239,7 +239,7 @@ VALUES = "optimizer.values"
 INJECTED, OF_SCHEDULES = "/hyperparams/", "/hyperparams_states/"
 
 
-def initial_values(optimizer: optax.GradientTransformation, params: Any) -> dict[str, float]:
+def compute_initial_values(optimizer: optax.GradientTransformation, params: Any) -> dict[str, float]:
     """Return the scalars in the state of an optimizer before the first step, by path.
 
     Scalars that belong to a parameter or a schedule are left out.

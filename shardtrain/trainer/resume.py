@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shardtrain.checkpoints.differences import differences, matches
-from shardtrain.checkpoints.discover import Discovered
+from shardtrain.checkpoints.differences import compare_descriptions, matches
+from shardtrain.checkpoints.discover import DiscoveredCheckpoint
 from shardtrain.checkpoints.evaluations import find_best_saved
-from shardtrain.checkpoints.flatten import restorable
-from shardtrain.checkpoints.origins import state_to_save
+from shardtrain.checkpoints.flatten import describe_restorable
+from shardtrain.checkpoints.origins import select_saved_state
 from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.reader import CheckpointReader, find_readers
 from shardtrain.data import Position
@@ -94,7 +94,7 @@ def find_start_point(
     """
     found = _discover(checkpoints, newest)
     # refuse a state that cannot be saved before the first step
-    restorable(state_to_save(wanted))
+    describe_restorable(select_saved_state(wanted))
     # frozen parameters may be in no checkpoint of the run: they are where it started
     base = _find_base(run) if run.checkpoints.trained_only or BASE in found.extra else None
     if run.checkpoints.trained_only:
@@ -124,7 +124,7 @@ def find_start_point(
     return StartPoint(state=state, step=found.step, position=position, extra=found.extra)
 
 
-def _discover(checkpoints: RunCheckpoints, newest: int | None) -> Discovered:
+def _discover(checkpoints: RunCheckpoints, newest: int | None) -> DiscoveredCheckpoint:
     """Find the checkpoint to resume from, the same on all islands; drop later ones after a rollback."""
     coordination, store = checkpoints.coordination, checkpoints.checkpoints
     # all ranks must finish their saves before any rank lists the checkpoints
@@ -144,7 +144,7 @@ def _discover(checkpoints: RunCheckpoints, newest: int | None) -> Discovered:
 
 
 def _check_resumable(
-    run: Run, checkpoints: RunCheckpoints, found: Discovered, description: Mapping[str, Any]
+    run: Run, checkpoints: RunCheckpoints, found: DiscoveredCheckpoint, description: Mapping[str, Any]
 ) -> None:
     """Refuse a checkpoint of imported parameters or of another run; forget evaluations of other data.
 
@@ -343,7 +343,9 @@ def check_options(
     for name in dict.fromkeys([*saved, *now]):
         if name not in saved and (now[name] in NOTHING or now[name] is False):
             continue  # an option that earlier versions did not have
-        for line in differences(*({name: each[name]} if name in each else {} for each in (saved, now))):
+        for line in compare_descriptions(
+            *({name: each[name]} if name in each else {} for each in (saved, now))
+        ):
             if matches(name, (*FREE, *run.allow.changed)):
                 note(f"changed since then: {line}")
             else:

@@ -45,6 +45,9 @@ class RowShares:
       mesh: the mesh of this island.
       microbatches: parts of a batch that a program handles one after the other.
 
+    Attributes:
+      limits: the largest share of a batch for each island, in examples or tokens; None without limits.
+
     Raises:
       ValueError: see `Coordination.split`; or one island cannot split the batch.
     """
@@ -73,7 +76,7 @@ class RowShares:
           ValueError: the islands together cannot hold a batch, or a limit is below the fewest rows that the
             island's mesh can compute; or there are not as many limits as islands.
         """
-        self._limits = limits
+        self.limits = limits
         if limits is not None and len(limits) != len(self._split.multiples):
             raise ValueError(
                 f"share_limits has {len(limits)} numbers, and there are {len(self._split.multiples)} islands;"
@@ -85,17 +88,12 @@ class RowShares:
             rows, multiples = self._rows(most), self._split.multiples
             self._measured = MeasuredShares(most, rows, multiples, self._row_limits(most))
 
-    @property
-    def limits(self) -> Sequence[int] | None:
-        """The largest share of a batch for each island, in examples or tokens; None without limits."""
-        return self._limits
-
     def _row_limits(self, num_rows: int) -> list[int] | None:
         """Return the most rows of each island in a batch, as multiples of what its mesh can split."""
-        if self._limits is None:
+        if self.limits is None:
             return None
         found = []
-        for island, (limit, multiple) in enumerate(zip(self._limits, self._split.multiples, strict=True)):
+        for island, (limit, multiple) in enumerate(zip(self.limits, self._split.multiples, strict=True)):
             rows = limit * num_rows // self._batch
             if rows < multiple:
                 raise ValueError(
@@ -143,22 +141,6 @@ class RowShares:
             limits = self._row_limits(num_rows) or [math.inf] * len(rows)
             return [capacity(*each) for each in zip(rows, multiples, limits, strict=True)]
         return [RowSplit({"data": each}).pad_rows(n) for n, each in zip(rows, multiples, strict=True)]
-
-    def limit_rows(self, rows: Sequence[int | None], num_rows: int) -> str | None:
-        """Set the most rows of each island; return a line if any has a limit.
-
-        Args:
-          rows: most rows of each island; None means no limit.
-          num_rows: rows of the whole batch.
-
-        Raises:
-          ValueError: see `limit`.
-        """
-        fit = [num_rows if limit is None else min(limit, num_rows) for limit in rows]
-        if min(fit) == num_rows:
-            return None
-        self.limit([-(-limit * self._batch // num_rows) for limit in fit])
-        return f"most rows that fit the memory of each island, of {num_rows}: {', '.join(map(str, fit))}"
 
     @property
     def multiple(self) -> int:
@@ -221,7 +203,7 @@ class RowShares:
         )
 
 
-class Fit(NamedTuple):
+class RowFit(NamedTuple):
     """The rows that fit the memory of an island.
 
     Args:
@@ -235,7 +217,7 @@ class Fit(NamedTuple):
     memory_bytes: int = 0
 
 
-def fit_rows(program_bytes: Callable[[int], int], rows: int, multiple: int, memory_bytes: int) -> Fit:
+def fit_rows(program_bytes: Callable[[int], int], rows: int, multiple: int, memory_bytes: int) -> RowFit:
     """Compute how many rows fit, by a line through the memory of two programs.
 
     Args:
@@ -245,19 +227,19 @@ def fit_rows(program_bytes: Callable[[int], int], rows: int, multiple: int, memo
       memory_bytes: memory of a device.
 
     >>> fit_rows(lambda rows: 100 + 10 * rows, 8, 2, 245)
-    Fit(rows=14, least_bytes=120, memory_bytes=245)
+    RowFit(rows=14, least_bytes=120, memory_bytes=245)
     >>> fit_rows(lambda rows: 100 + 10 * rows, 8, 2, 110).rows
     0
     """
     other = rows if rows > multiple else 2 * multiple
     least, more = program_bytes(multiple), program_bytes(other)
     if least > memory_bytes:
-        return Fit(0, least, memory_bytes)
+        return RowFit(0, least, memory_bytes)
     row_bytes = (more - least) / (other - multiple)
     if row_bytes <= 0:
-        return Fit(None, least, memory_bytes)
+        return RowFit(None, least, memory_bytes)
     fits = multiple + math.floor((memory_bytes - least) / row_bytes)
-    return Fit(fits // multiple * multiple, least, memory_bytes)
+    return RowFit(fits // multiple * multiple, least, memory_bytes)
 
 
 def device_memory_bytes(coordination: Coordination) -> int | None:
@@ -303,11 +285,14 @@ def fit_to_memory(
       ValueError: see `find_fit` and `RowShares.limit`.
     """
     assert isinstance(step, GradientIslandStep | DeltaIslandStep)
-    fit = find_fit(coordination, step, wanted, batch, shares.multiple)
-    text = shares.limit_rows([each.rows for each in fit], loader.batches.num_rows(None))
-    if text is None:
+    num_rows = loader.batches.num_rows(None)
+    found = find_fit(coordination, step, wanted, batch, shares.multiple)
+    fit = [num_rows if each.rows is None else min(each.rows, num_rows) for each in found]
+    if min(fit) == num_rows:
         return loader
-    note(text)
+    # limits are in examples, or in tokens
+    shares.limit([-(-rows * loader.batches.batch // num_rows) for rows in fit])
+    note(f"most rows that fit the memory of each island, of {num_rows}: {', '.join(map(str, fit))}")
     return loader.replace_shards(shares.shards())
 
 
@@ -317,7 +302,7 @@ def find_fit(
     state: State,
     batch: Any,
     multiple: int,
-) -> list[Fit]:
+) -> list[RowFit]:
     """Find the rows that fit each island; all ranks call it.
 
     Args:
@@ -340,12 +325,12 @@ def find_fit(
         arguments = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return arguments + memory.temp_size_in_bytes
 
-    memory_bytes, own = device_memory_bytes(coordination), Fit(None)
+    memory_bytes, own = device_memory_bytes(coordination), RowFit(None)
     if memory_bytes is not None:
         leaf = jax.tree.leaves(batch)[0]
         own = fit_rows(program_bytes, leaf.shape[0] * leaf.shape[1], multiple, memory_bytes)
     assert coordination.islands is not None
-    found = [Fit(*each) for each in coordination.islands.all_gather_islands("rows that fit", own)]
+    found = [RowFit(*each) for each in coordination.islands.all_gather_islands("rows that fit", own)]
     problems = [
         f"island {island} has {bytes_text(each.memory_bytes)} a device, and the fewest rows need"
         f" {bytes_text(each.least_bytes)}; use more devices or --zero 3 there, --remat full, a smaller"

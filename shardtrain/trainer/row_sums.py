@@ -27,7 +27,7 @@ MOST_BYTES = 256 << 20
 TINY = float(np.finfo(np.float32).tiny)
 
 
-def row_difference(
+def compute_row_difference(
     model: Model,
     loss: Loss,
     batch: Mapping[str, np.ndarray],

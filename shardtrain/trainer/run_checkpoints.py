@@ -12,7 +12,7 @@ import jax
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.manifest_entries import WHOLE, WriterPart
-from shardtrain.checkpoints.origins import array_origins, state_to_save
+from shardtrain.checkpoints.origins import make_find_origins, select_saved_state
 from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.save import SaveFailed
@@ -25,7 +25,7 @@ from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.coordination import Coordination
-from shardtrain.trainer.pretrained import BASE, left_out, make_entry
+from shardtrain.trainer.pretrained import BASE, find_base_arrays, make_entry
 from shardtrain.trainer.setup import RunSetup
 
 UNLOGGED = "held"
@@ -76,7 +76,7 @@ class RunCheckpoints:
             folder / CHECKPOINTS, run.checkpoints, self._part or WHOLE, report=note
         )
         grid = setup.grid
-        self.origins = array_origins(
+        self.origins = make_find_origins(
             setup.placement,
             setup.stage_model,
             self.island,
@@ -101,7 +101,7 @@ class RunCheckpoints:
         """
         shapes = jax.eval_shape(self._model.init, new_key(0))[0]
         by_path = {path_text(path): x.shape for path, x in jax.tree.leaves_with_path(shapes)}
-        self.left_out = tuple(left_out(self._model.frozen, by_path, base))
+        self.left_out = tuple(find_base_arrays(self._model.frozen, by_path, base))
         self.base = make_entry(base, list(self.left_out), folder)
 
     def __enter__(self) -> Self:
@@ -142,7 +142,7 @@ class RunCheckpoints:
         """Save this island's part of a step, see `Checkpoints.save`."""
         self._latest = step
         if self._part is not None:
-            part = state_to_save(state, own=not self.coordination.writes)
+            part = select_saved_state(state, own=not self.coordination.writes)
             if not (self.coordination.writes or self.own_optimizers):
                 part = part._replace(opt_state=())
             if self.base is not None:

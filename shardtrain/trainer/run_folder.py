@@ -21,7 +21,7 @@ from shardtrain.checkpoints.paths import CHECKPOINTS, refuse_other_run
 from shardtrain.islands.membership import Islands
 from shardtrain.islands.rank_facts import flags
 from shardtrain.report.plots import figure
-from shardtrain.report.plots.loss_curve import loss_curve
+from shardtrain.report.plots.loss_curve import plot_loss_curve
 from shardtrain.report.sinks import mlflow, tensorboard
 from shardtrain.report.sinks.json_lines import METRICS
 from shardtrain.system.atomic_write import clear_parts, open_own, replace_file
@@ -62,7 +62,7 @@ def check_folder(folder: Path) -> None:
 
 
 @contextmanager
-def exclusive_folder(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Make and lock a run's folder: two runs in one folder would delete each other's checkpoints.
 
     The folder of checkpoints has its own lock, because it may be a link, and `prune` locks only that.
@@ -102,7 +102,7 @@ def draw_curve(folder: Path, output: RunConsole) -> None:
         return
     try:
         if (folder / METRICS).stat().st_size:
-            loss_curve(folder / METRICS, folder / CURVE, title=folder.name)
+            plot_loss_curve(folder / METRICS, folder / CURVE, title=folder.name)
     except (OSError, ValueError) as error:
         output.say(f"WARNING: {folder / CURVE} is not drawn: {error}")
 
@@ -112,10 +112,10 @@ ENVIRONMENT = "environment.jsonl"
 
 def record_environment(folder: Path, coordination: Coordination, output: RunConsole) -> None:
     """Append the environment of this start; all ranks call it, and the run continues if it fails."""
-    ranks = coordination.all_gather("environment", rank_environment(coordination.islands))
+    ranks = coordination.all_gather("environment", describe_rank(coordination.islands))
     if not coordination.is_first:
         return
-    line = json.dumps(start_record(ranks, coordination.islands), allow_nan=False)
+    line = json.dumps(make_start_record(ranks, coordination.islands), allow_nan=False)
     try:
         append_line(folder / ENVIRONMENT, line)
     except OSError as error:
@@ -142,7 +142,7 @@ def _last_byte(path: Path) -> bytes:
         return file.read(1)
 
 
-def rank_environment(islands: Islands | None) -> dict[str, Any]:
+def describe_rank(islands: Islands | None) -> dict[str, Any]:
     """Return the facts of this rank and of its host: placement, devices, cores, environment variables."""
     host = socket.gethostname() if islands is None else islands.environment.host
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -175,11 +175,11 @@ def _devices() -> list[dict[str, Any]]:
     return [{**dict(zip(names, kind, strict=True)), "number": number} for kind, number in kinds.items()]
 
 
-def start_record(ranks: Sequence[Mapping[str, Any]], islands: Islands | None) -> dict[str, Any]:
+def make_start_record(ranks: Sequence[Mapping[str, Any]], islands: Islands | None) -> dict[str, Any]:
     """Return the record of a start: common facts once, then the facts of hosts and ranks.
 
     Args:
-      ranks: the results of `rank_environment`, by rank.
+      ranks: the results of `describe_rank`, by rank.
       islands: the islands of the run, whose packages, flags and MPI are equal on all ranks; or None.
     """
     variables = ranks[0]["variables"]

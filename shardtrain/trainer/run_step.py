@@ -56,10 +56,10 @@ def check_programs(
     if in_stages:
         check_permutes(programs[0])
     if coordination.islands is not None:
-        coordination.check_agreement(step_program(run, setup, batch, programs))
+        coordination.check_agreement(hash_programs(run, setup, batch, programs))
 
 
-def step_program(
+def hash_programs(
     run: Run, setup: RunSetup, batch: Any, programs: Sequence[jax.stages.Lowered]
 ) -> dict[str, str]:
     """Return the hash of the programs of a step, equal on islands of the same mesh and rows."""

@@ -19,15 +19,15 @@ from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics, Step
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.evaluation import Evaluate, make_evaluation
-from shardtrain.trainer.first_batch import class_problems
+from shardtrain.trainer.first_batch import find_class_problems
 from shardtrain.trainer.hooks import Hooks
 from shardtrain.trainer.prepared_run import PreparedRun
 from shardtrain.trainer.profiling import ProfiledStep, ProfiledSteps
-from shardtrain.trainer.program_cache import hardware
+from shardtrain.trainer.program_cache import make_hardware_key
 from shardtrain.trainer.recovery import RollBack
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
-from shardtrain.trainer.synchronisation import divergence_text, faulty_copies, make_find_divergence
-from shardtrain.trainer.usage import RunTotals, Spent
+from shardtrain.trainer.synchronisation import divergence_text, find_faulty_copies, make_find_divergence
+from shardtrain.trainer.usage import RunTotals, UsageLog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Session:
     untimed: Callable[[], AbstractContextManager[None]]
     hooks: Hooks
     totals: RunTotals
-    spent: Spent
+    spent: UsageLog
 
 
 def make_session(
@@ -90,7 +90,7 @@ def make_session(
         prepared.heldout,
         prepared.island_step,
         prepared.shares.limits,
-        partial(class_problems, prepared.expected),
+        partial(find_class_problems, prepared.expected),
     )
     return Session(
         prepared=prepared,
@@ -120,7 +120,7 @@ def _make_step(prepared: PreparedRun) -> Step:
     return step
 
 
-def _make_spent(prepared: PreparedRun, activity: ActivityRecord) -> Spent:
+def _make_spent(prepared: PreparedRun, activity: ActivityRecord) -> UsageLog:
     coordination, island_step = prepared.coordination, prepared.island_step
     transfers, stragglers = coordination.transfers, coordination.stragglers
     sent: dict[str, Callable[[], int]] = {}
@@ -129,19 +129,20 @@ def _make_spent(prepared: PreparedRun, activity: ActivityRecord) -> Spent:
     if isinstance(island_step, StageStep):
         sent["stages"] = lambda: island_step.mailbox.num_bytes
     medians = dict if stragglers is None else stragglers.medians
-    return Spent(activity, sent, medians, coordination.bucket_seconds)
+    return UsageLog(activity, sent, medians, coordination.bucket_seconds)
 
 
 def _make_check(prepared: PreparedRun) -> Callable[[int, State], None]:
     """Make the function that raises `RollBack` where copies of the parameters are not the same bits."""
     setup = prepared.setup
     find = make_find_divergence(setup.mesh, setup.placement.state.params)
-    kind = f"{len(setup.mesh.devices.flat)} x {hardware()}, {setup.mesh.shape}, {setup.placement.layout}"
+    mesh, layout = setup.mesh, setup.placement.layout
+    kind = f"{mesh.devices.size} x {make_hardware_key()}, {mesh.shape}, {layout}"
 
     def check(step: int, state: State) -> None:
         found = find(state.params)
         problem = divergence_text(step, found) if found else ""
-        if text := faulty_copies(prepared.coordination, step, problem, kind, state.params):
+        if text := find_faulty_copies(prepared.coordination, step, problem, kind, state.params):
             raise RollBack(step, text)
 
     return check

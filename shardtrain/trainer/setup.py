@@ -300,7 +300,7 @@ def check_noise(run: Any, placement: Placement, num_islands: int) -> None:
     )
 
 
-def num_parts(run: Run, mesh: Mesh, num_islands: int) -> int:
+def count_parts(run: Run, mesh: Mesh, num_islands: int) -> int:
     """Return the number of parts into which the rows of a batch are split, each with its own loss."""
     num_replicas = math.prod(mesh.shape[axis] for axis in run.strategy.layout.replica_axes)
     return num_replicas * num_islands * run.strategy.accumulate
@@ -321,7 +321,7 @@ def name_draws(run: Run, model: Model, shapes: Sequence[Batch], mesh: Mesh, num_
     """
     traced = [find_draws(model, run.loss, batch, train) for batch in shapes for train in (True, False)]
     problems = list(dict.fromkeys(problem for found in traced for problem in found.problems))
-    if problems and num_parts(run, mesh, num_islands) > 1:
+    if problems and count_parts(run, mesh, num_islands) > 1:
         raise problems_error(
             "losses would not be those of one device, as random numbers would depend on how rows are split",
             problems,

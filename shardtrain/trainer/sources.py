@@ -19,7 +19,7 @@ from shardtrain.data.token_range import TokenRange, token_ranges
 from shardtrain.errors.messages import refuse
 from shardtrain.errors.user_code import user_code
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.first_batch import Expected, class_problems
+from shardtrain.trainer.first_batch import LossFacts, find_class_problems
 
 
 def open_sources(run: Run, folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -53,7 +53,7 @@ def open_sources(run: Run, folder: Path) -> tuple[Any, dict[str, Any]]:
     return train, sets
 
 
-def source_warnings(batches: Batches | TokenBatches, run: Run) -> list[str]:
+def find_source_warnings(batches: Batches | TokenBatches, run: Run) -> list[str]:
     """Return warnings about samples that change between two reads, or do not fill a batch."""
     source = batches.source
     found = []
@@ -139,7 +139,7 @@ FINGERPRINT, SAMPLES, HELDOUT = "data.fingerprint", "data.samples", "data.heldou
 """Fields of the description of a run."""
 
 
-def data_facts(source: Any, heldout: Mapping[str, Any], with_contents: bool) -> dict[str, Any]:
+def describe_data(source: Any, heldout: Mapping[str, Any], with_contents: bool) -> dict[str, Any]:
     """Return facts that identify the samples of a run.
 
     Args:
@@ -147,7 +147,7 @@ def data_facts(source: Any, heldout: Mapping[str, Any], with_contents: bool) -> 
       heldout: name -> held-out samples.
       with_contents: digest the first, middle and last sample of held-out sets without a fingerprint.
 
-    >>> data_facts([0] * 10, {"": [0] * 3}, with_contents=False)
+    >>> describe_data([0] * 10, {"": [0] * 3}, with_contents=False)
     {'data.fingerprint': None, 'data.samples': 10, 'data.heldout': '3 samples'}
     """
     sets = {name: _identity(each, with_contents) for name, each in sorted(heldout.items())}
@@ -206,7 +206,7 @@ MOST_ROWS = 16
 """Rows of a source without token files that are checked."""
 
 
-def data_problems(run: Run, expected: Expected, train: Any, heldout: Mapping[str, Any]) -> list[str]:
+def find_data_problems(run: Run, expected: LossFacts, train: Any, heldout: Mapping[str, Any]) -> list[str]:
     """Return a line for each source of a run with a token or class that the model does not have.
 
     Args:
@@ -216,7 +216,7 @@ def data_problems(run: Run, expected: Expected, train: Any, heldout: Mapping[str
       heldout: name -> held-out samples.
     """
     sources = {"the data": train, **{heldout_text(name): source for name, source in heldout.items()}}
-    problems = token_problems(sources, token_limit(expected), run.data)
+    problems = token_problems(sources, find_token_limit(expected), run.data)
     parts = train.sources if isinstance(train, MixedSource) else ()
     sources |= {f"source {i} of the mixture": source for i, source in enumerate(parts)}
     for name, source in sources.items():
@@ -225,11 +225,11 @@ def data_problems(run: Run, expected: Expected, train: Any, heldout: Mapping[str
             continue
         if run.batch_unit == "examples":
             rows = load_rows(source, range(min(len(source), MOST_ROWS)), run.seed)
-            problems += [f"{name}: {problem}" for problem in class_problems(expected, rows)]
+            problems += [f"{name}: {problem}" for problem in find_class_problems(expected, rows)]
     return problems
 
 
-def token_limit(expected: Expected) -> int | None:
+def find_token_limit(expected: LossFacts) -> int | None:
     """Return the number of tokens in the model's vocabulary; None if it is not known."""
     of_tokens = {"tokens", "target"} & set(expected.known)
     return (expected.num_classes if of_tokens else None) or expected.vocab

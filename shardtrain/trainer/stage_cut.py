@@ -30,7 +30,7 @@ from shardtrain.trainer.stage_checks import different_cut_problems
 from shardtrain.trainer.traced_cut import block_costs, flops_per_second, stage_costs, trace
 
 
-class IslandDevices(NamedTuple):
+class StageIslandDevices(NamedTuple):
     """The devices of an island, as islands send them to each other.
 
     Args:
@@ -63,7 +63,7 @@ def apply_stage_cut(run: Run, source: Any, coordination: Coordination, output: R
     strategy, num_islands = run.strategy, coordination.num_islands
     if num_islands == 1 or not cuts_by_time(run):
         return run
-    own = island_devices(strategy.layout, jax.local_devices()[0].device_kind, jax.device_count())
+    own = describe_island_devices(strategy.layout, jax.local_devices()[0].device_kind, jax.device_count())
     num_stages = strategy.across.partitions or num_islands
     grid = PipelineGrid(num_islands=num_islands, num_stages=num_stages, island=coordination.island)
     if strategy.pipeline.stage_speeds == "measured":
@@ -71,14 +71,14 @@ def apply_stage_cut(run: Run, source: Any, coordination: Coordination, output: R
         traced = trace(run, source, grid.num_replicas, own.row_shards)
         measured = coordination.run_in_turn("speeds of stages", lambda: flops_per_second(traced))
         own = own._replace(flops_per_second=measured)
-    every = [IslandDevices(*each) for each in coordination.all_gather_islands("devices of stages", own)]
+    every = [StageIslandDevices(*each) for each in coordination.all_gather_islands("devices of stages", own)]
     replicas = [grid.select_replica(every, replica) for replica in range(grid.num_replicas)]
     text, cuts = _cut(run, source, replicas)
     output.note(text)
     return replace(run, strategy=replace(strategy, pipeline=replace(strategy.pipeline, stages=cuts)))
 
 
-def _cut(run: Run, source: Any, replicas: Sequence[Sequence[IslandDevices]]) -> tuple[str, str]:
+def _cut(run: Run, source: Any, replicas: Sequence[Sequence[StageIslandDevices]]) -> tuple[str, str]:
     """Return the text about the cuts of all replicas, and the cuts themselves.
 
     Args:
@@ -97,7 +97,7 @@ def _cut(run: Run, source: Any, replicas: Sequence[Sequence[IslandDevices]]) -> 
         note = f"\nall pipelines have one cut, for the slowest of each stage: {'; '.join(problems)}"
     texts, cuts = [], []
     for own, pool in pools:
-        stages, counted = devices_of_stages(own, pool)
+        stages, counted = find_stage_devices(own, pool)
         all_costs = stage_costs(run, costs, stages)
         found = best_cut(all_costs)
         cuts.append(",".join(map(str, found.counts)))
@@ -159,7 +159,7 @@ def format_predicted_cut(run: Run, source: Any, num_stages: int | None) -> str:
             " --stage-speeds with a number for each"
         )
     number = math.prod(max(size, 1) for size in strategy.layout.mesh.values())
-    island = island_devices(strategy.layout, "equal devices", number)
+    island = describe_island_devices(strategy.layout, "equal devices", number)
     num_replicas = max(map(len, given), default=1)
     return _cut(run, source, [[island] * num_stages] * num_replicas)[0]
 
@@ -169,15 +169,15 @@ def cuts_by_time(run: Run) -> bool:
     return run.strategy.across.axis == "pipeline" and run.strategy.pipeline.stages == "time"
 
 
-def island_devices(layout: Layout, kind: str, number: int) -> IslandDevices:
+def describe_island_devices(layout: Layout, kind: str, number: int) -> StageIslandDevices:
     """Return the devices of an island, and how its layout shards state and rows over them."""
     sizes = axis_sizes(layout.mesh, number)
     tensor, fsdp = sizes[TENSOR], sizes[FSDP]
-    return IslandDevices(kind, number, tensor * (fsdp if layout.zero == 3 else 1), sizes[DATA] * fsdp)
+    return StageIslandDevices(kind, number, tensor * (fsdp if layout.zero == 3 else 1), sizes[DATA] * fsdp)
 
 
-def devices_of_stages(
-    pipeline: Pipeline, replicas: Sequence[Sequence[IslandDevices]]
+def find_stage_devices(
+    pipeline: Pipeline, replicas: Sequence[Sequence[StageIslandDevices]]
 ) -> tuple[list[StageDevices], str]:
     """Return the devices of each stage, and where their speeds are from.
 
@@ -219,12 +219,12 @@ def devices_of_stages(
             problems.append("stage_speeds is 'measured', and no islands are there; give numbers, or auto")
     refuse(f"{num_stages} stages cannot be cut by time", problems)
 
-    def speed(island: IslandDevices) -> float:
+    def speed(island: StageIslandDevices) -> float:
         if island.flops_per_second is not None:
             return island.number * island.flops_per_second
         return island.number * (1.0 if unknown else rates[island.kind] or 1.0)
 
-    def room(island: IslandDevices) -> float:
+    def room(island: StageIslandDevices) -> float:
         device = known[island.kind]
         return math.inf if device is None or pipeline.stage_memory != "auto" else device.memory_bytes
 

@@ -31,7 +31,7 @@ class Divergence(NamedTuple):
     devices: tuple[Any, ...]
 
 
-def fingerprint(x: jax.Array) -> jax.Array:
+def compute_fingerprint(x: jax.Array) -> jax.Array:
     """Return the weighted sum of an array's bits, uint32: any change of one number changes it."""
     x = x.astype(jnp.uint8) if x.dtype == bool else x
     x = jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
@@ -43,9 +43,9 @@ def fingerprint(x: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def fingerprints(tree: Any) -> jax.Array:
+def compute_fingerprints(tree: Any) -> jax.Array:
     """Return the fingerprints of whole arrays, however they are sharded: uint32 (arrays,)."""
-    return jnp.stack([fingerprint(leaf) for leaf in jax.tree.leaves(tree)])
+    return jnp.stack([compute_fingerprint(leaf) for leaf in jax.tree.leaves(tree)])
 
 
 def make_find_divergence(mesh: Mesh, shardings: Any) -> Callable[[Any], list[Divergence]]:
@@ -66,7 +66,7 @@ def make_find_divergence(mesh: Mesh, shardings: Any) -> Callable[[Any], list[Div
 
     # 1. on each device: one number for the bits of each array, as this device holds them
     def of_device(tree: Any) -> jax.Array:
-        return jnp.stack([fingerprint(leaf) for leaf in jax.tree.leaves(tree)])[None]
+        return jnp.stack([compute_fingerprint(leaf) for leaf in jax.tree.leaves(tree)])[None]
 
     compiled = jax.jit(
         jax.shard_map(of_device, mesh=mesh, in_specs=(specs,), out_specs=by_device, check_vma=False),
@@ -82,7 +82,7 @@ def make_find_divergence(mesh: Mesh, shardings: Any) -> Callable[[Any], list[Div
             indices = sharding.devices_indices_map(x.shape)
             for row, device in enumerate(devices):
                 holders.setdefault(str(indices[device]), []).append(row)
-            wrong = [row for rows in holders.values() for row in minority(prints[rows, column], rows)]
+            wrong = [row for rows in holders.values() for row in find_minority(prints[rows, column], rows)]
             if wrong:
                 found.append(Divergence(path_text(path), tuple(devices[row] for row in wrong)))
         return found
@@ -103,11 +103,11 @@ def divergence_text(step: int, found: Sequence[Divergence]) -> str:
     )
 
 
-def minority(prints: Sequence[int] | np.ndarray, holders: Sequence[Any]) -> list[Any]:
+def find_minority(prints: Sequence[int] | np.ndarray, holders: Sequence[Any]) -> list[Any]:
     """Return the holders whose fingerprint differs from the majority's; all if there is no majority.
 
-    >>> minority([7, 7, 5], ["a", "b", "c"]), minority([7, 5], ["a", "b"]), minority([7, 7], ["a", "b"])
-    (['c'], ['a', 'b'], [])
+    >>> [find_minority(prints, ["a", "b", "c"]) for prints in ([7, 7, 5], [7, 7, 7], [7, 6, 5])]
+    [['c'], [], ['a', 'b', 'c']]
     """
     (most, number), *others = Counter(list(prints)).most_common()
     if not others:
@@ -130,7 +130,7 @@ def synchronise(
       own_optimizers: whether each island has its own optimizer state, which is kept.
       note: receives a line if the state differed.
     """
-    paths = differing_arrays(coordination, state, own_optimizers)
+    paths = find_differing_arrays(coordination, state, own_optimizers)
     if not paths:
         return state
     note(
@@ -160,7 +160,7 @@ def broadcast_state(coordination: Coordination, state: State, own_optimizers: bo
     return state._replace(**owners.join(common, [transfer.map(_broadcast, part) for transfer, part in parts]))
 
 
-def differing_arrays(coordination: Coordination, state: State, own_optimizers: bool) -> list[str]:
+def find_differing_arrays(coordination: Coordination, state: State, own_optimizers: bool) -> list[str]:
     """Return the paths of the common arrays whose bits differ between islands.
 
     Args:
@@ -177,7 +177,9 @@ def differing_arrays(coordination: Coordination, state: State, own_optimizers: b
         keys = (",".join(map(str, group.stages)) for group in owners.groups)
         parts = dict(zip(keys, owners.split(common), strict=True))
     mine = {
-        key: dict(zip(sorted(part), np.asarray(fingerprints(copy_out_of_host(part))).tolist(), strict=True))
+        key: dict(
+            zip(sorted(part), np.asarray(compute_fingerprints(copy_out_of_host(part))).tolist(), strict=True)
+        )
         for key, part in parts.items()
     }
     prints = coordination.islands.all_gather_islands("fingerprints", mine)
@@ -192,7 +194,7 @@ def differing_arrays(coordination: Coordination, state: State, own_optimizers: b
     return sorted(differing)
 
 
-def faulty_copies(
+def find_faulty_copies(
     coordination: Coordination, step: int, problem: str, hardware: str, params: Any
 ) -> str | None:
     """Return a message about faulty copies of the parameters on any rank; None if there are none.
@@ -208,7 +210,7 @@ def faulty_copies(
     """
     if coordination.islands is None:
         return problem or None
-    prints = str(np.asarray(fingerprints(params)).tolist())
+    prints = str(np.asarray(compute_fingerprints(params)).tolist())
     owners = coordination.owners
     group = [hardware, [] if owners is None else [each.blocks for each in owners.groups]]
     gathered = coordination.all_gather(f"copies after step {step}", [problem, group, prints])
@@ -219,7 +221,7 @@ def faulty_copies(
     # only equal hardware has identical rounding: the minority of each group is faulty
     for group in {str(group) for _, group, _ in gathered}:
         alike = [rank for rank, (_, other, _) in enumerate(gathered) if str(other) == group]
-        wrong += [names[rank] for rank in minority([gathered[rank][2] for rank in alike], alike)]
+        wrong += [names[rank] for rank in find_minority([gathered[rank][2] for rank in alike], alike)]
     if not wrong:
         return None
     which = "has" if len(wrong) == 1 else "one of them has"

@@ -36,14 +36,14 @@ from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.run_folder import (
     check_folder,
     draw_curve,
-    exclusive_folder,
+    lock_folder,
     record_environment,
     write_run_files,
 )
 from shardtrain.trainer.session import Session, make_session
 from shardtrain.trainer.strategy import STRATEGY_FILE, strategy_text
 from shardtrain.trainer.trained_model import sample_text
-from shardtrain.trainer.usage import RunTotals, memory_text, peak_memory
+from shardtrain.trainer.usage import RunTotals, measure_peak_memory, memory_text
 from shardtrain.trainer.waves import SkippedData, train_as_repeated
 
 
@@ -104,7 +104,7 @@ def train(
         prepared = PreparedRun(run, folder, islands, output, stack)
         # Lock the folder: from now on this run writes to it.
         if prepared.coordination.is_first:
-            stack.enter_context(exclusive_folder(folder))
+            stack.enter_context(lock_folder(folder))
         record_environment(folder, prepared.coordination, output)
         checkpoints = stack.enter_context(
             RunCheckpoints(
@@ -147,7 +147,7 @@ def _summarise(session: Session, step: int, programs: str) -> None:
     if programs:
         output.say(programs)
     _compare_speed(prepared, output)
-    peaks = prepared.coordination.gather_after_work("peak memory", list(peak_memory()))
+    peaks = prepared.coordination.gather_after_work("peak memory", list(measure_peak_memory()))
     output.say(memory_text(peaks, prepared.coordination.grid))
 
 

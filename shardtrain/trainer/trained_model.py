@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 from jax.core import Tracer
 
-from shardtrain.checkpoints.differences import Allow, differences, mismatches
+from shardtrain.checkpoints.differences import Allow, compare_descriptions, find_mismatches
 from shardtrain.checkpoints.evaluated_params import make_exported_params
 from shardtrain.checkpoints.manifest_entries import Leaf
 from shardtrain.checkpoints.origins import restore_block_order
@@ -70,8 +70,7 @@ def build(model: Any, seed: int = 0) -> Any:
     # inside another jit the options are those of the whole program
     options = None if isinstance(key, Tracer) else quick_options(jax.default_backend())
     params, model_state = jax.jit(pure.init, compiler_options=options)(key)
-    values = {f"params/{path}": x for path, x in _flat(params).items()}
-    values |= {f"model_state/{path}": x for path, x in _flat(model_state).items()}
+    values = _flat({"params": params, "model_state": model_state})
     return _assemble(model, params, model_state, values.__getitem__, seed)
 
 
@@ -108,13 +107,7 @@ def load(
     """
     reader = find_parameters(Path(run_dir), step, None if base is None else Path(base))
     params, model_state = jax.eval_shape(convert_model(model).init, new_key(0))
-    wanted = {
-        f"{kind}/{path}": Leaf(shape=tuple(x.shape), dtype=x.dtype.name)
-        for kind, tree in (("params", params), ("model_state", model_state))
-        for path, x in _flat(tree).items()
-    }
-    saved = {path: leaf for path, leaf in reader.leaves.items() if path.startswith(PARAMETERS)}
-    if wrong := mismatches(saved, wanted):
+    if wrong := _find_differences(reader, _flat({"params": params, "model_state": model_state})):
         wrong += _list_changed_options(reader.extra, model)
         raise problems_error(f"step {reader.step} in {run_dir} is of another model than was given", wrong)
     built = _assemble(model, params, model_state, _read_saved_values(reader, evaluated), seed=0)
@@ -134,12 +127,19 @@ def _read_saved_values(reader: CheckpointReader, evaluated: bool) -> Values:
     return value
 
 
+def _find_differences(reader: CheckpointReader, wanted: Mapping[str, Any]) -> list[str]:
+    """Return the parameters and model state in which a checkpoint differs from a model."""
+    saved = {path: leaf for path, leaf in reader.leaves.items() if path.startswith(PARAMETERS)}
+    leaves = {path: Leaf(shape=tuple(x.shape), dtype=x.dtype.name) for path, x in wanted.items()}
+    return find_mismatches(saved, leaves)
+
+
 def _list_changed_options(extra: Mapping[str, Any], model: Any) -> list[str]:
     """Return the fields of a dataclass model that differ from the options of the run."""
     if not is_dataclass(model) or isinstance(model, type | Model):
         return []
     before = {name: value for name, value in (extra.get("run") or {}).items() if name.startswith("model.")}
-    changed = differences(before, describe(model, "model")) if before else []
+    changed = compare_descriptions(before, describe(model, "model")) if before else []
     return [f"of the run's options {line}; give the model with the first" for line in changed]
 
 
@@ -190,7 +190,7 @@ class RestoredModel(NamedTuple):
     def apply(self) -> jax.tree_util.Partial:
         """The model in evaluation mode as a function of its inputs; its parameters are leaves of it."""
         return jax.tree_util.Partial(
-            _Apply(self.model, self.placement), self.state.params, self.state.model_state
+            _ModelApply(self.model, self.placement), self.state.params, self.state.model_state
         )
 
 
@@ -212,9 +212,7 @@ def restore_model(
     placement = make_placement(model, optax.identity(), layout, make_mesh(layout))
     state = restorable_state(placement)
     wanted = {path: x for path, x in _flat(state).items() if path.startswith(PARAMETERS)}
-    saved = {path: leaf for path, leaf in reader.leaves.items() if path.startswith(PARAMETERS)}
-    leaves = {path: Leaf(shape=tuple(x.shape), dtype=x.dtype.name) for path, x in wanted.items()}
-    refuse(f"step {reader.step} is of another model than this one", mismatches(saved, leaves))
+    refuse(f"step {reader.step} is of another model than this one", _find_differences(reader, wanted))
     how = (reader.extra.get("run") or {}).get("evaluate_with") if evaluated else None
     computed = [path for path in wanted if path.startswith(PARAMS)] if how else []
     stored = {path: x for path, x in wanted.items() if path not in computed}
@@ -228,7 +226,7 @@ def restore_model(
 
 
 @dataclass(frozen=True, eq=False)
-class _Apply:
+class _ModelApply:
     """A model as a function of its parameters, under the rules of a layout; hashable by identity."""
 
     model: Model
@@ -252,4 +250,4 @@ def sample_text(run: Run, setup: RunSetup, state: State) -> str:
     assert run.sample is not None
     params = restore_block_order(setup.placement, make_select_params(run, setup)(state))
     with user_code(lambda error: "the sample"):
-        return run.sample(jax.tree_util.Partial(_Apply(setup.model), params, state.model_state))
+        return run.sample(jax.tree_util.Partial(_ModelApply(setup.model), params, state.model_state))

@@ -29,7 +29,7 @@ MOST_BUCKETS = 16
 """Largest number of buckets whose seconds are logged."""
 
 
-class Spent:
+class UsageLog:
     """The seconds and bytes of this rank since the last line of metrics, and the seconds of all lines.
 
     Args:
@@ -40,7 +40,7 @@ class Spent:
 
     >>> now, sent = [0.0], [0]
     >>> activity = ActivityRecord(clock=lambda: now[0])
-    >>> spent = Spent(activity, {"islands": lambda: sent[0]})
+    >>> spent = UsageLog(activity, {"islands": lambda: sent[0]})
     >>> with activity.at("the step", kind="step"):
     ...     now[0] += 3.0
     >>> now[0], sent[0] = 4.0, 100
@@ -168,7 +168,7 @@ def read_wall_seconds(value: Any) -> float:
     return float(value) if is_number and 0 <= value < math.inf else 0.0
 
 
-class Peak(NamedTuple):
+class PeakMemory(NamedTuple):
     """The peak memory of a rank.
 
     Args:
@@ -180,7 +180,7 @@ class Peak(NamedTuple):
     of_device: bool
 
 
-def peak_memory(devices: Sequence[Any] | None = None) -> Peak:
+def measure_peak_memory(devices: Sequence[Any] | None = None) -> PeakMemory:
     """Return the peak memory of this process so far.
 
     Args:
@@ -189,23 +189,23 @@ def peak_memory(devices: Sequence[Any] | None = None) -> Peak:
     devices = jax.local_devices() if devices is None else devices
     of_devices = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
     known = [peak for peak in of_devices if peak is not None]
-    return Peak(max(known), True) if known else Peak(peak_resident_bytes(), False)
+    return PeakMemory(max(known), True) if known else PeakMemory(peak_resident_bytes(), False)
 
 
 def memory_text(peaks: Iterable[Sequence[int]], grid: PipelineGrid | None = None) -> str:
     """Format the peak memory of ranks, in their order.
 
     Args:
-      peaks: the `Peak` of each rank.
+      peaks: the `PeakMemory` of each rank.
       grid: the stage of each rank, if ranks are stages.
 
-    >>> memory_text([Peak(3 << 20, False)])
+    >>> memory_text([PeakMemory(3 << 20, False)])
     'peak memory of the process: 3.0 MiB'
     >>> grid = PipelineGrid(num_islands=2, num_stages=2, island=0)
-    >>> memory_text([Peak(3 << 20, True), Peak(5 << 20, True)], grid)
+    >>> memory_text([PeakMemory(3 << 20, True), PeakMemory(5 << 20, True)], grid)
     'peak memory of a device: stage 0 3.0 MiB, stage 1 5.0 MiB'
     """
-    peaks = [Peak(num_bytes, bool(of_device)) for num_bytes, of_device in peaks]
+    peaks = [PeakMemory(num_bytes, bool(of_device)) for num_bytes, of_device in peaks]
     of = "a device" if all(peak.of_device for peak in peaks) else "the process"
     texts = [bytes_text(peak.num_bytes) for peak in peaks]
     names = [_rank_name(rank, grid) for rank in range(len(peaks))]
@@ -224,7 +224,7 @@ def _rank_name(rank: int, grid: PipelineGrid | None) -> str:
     return f"stage {stage}" if grid.num_replicas == 1 else f"stage {stage} of pipeline {replica}"
 
 
-def row_seconds_at_peak(
+def compute_row_seconds_at_peak(
     run: Run,
     batch: Mapping[str, Any],
     devices: Sequence[tuple[str, int]],
@@ -251,7 +251,7 @@ def row_seconds_at_peak(
         numbers[device] += number
         peak_flops_per_second += number * device.matrix_flops_per_second
     try:
-        flops = row_flops(run, batch)
+        flops = count_row_flops(run, batch)
     except Exception as error:  # of any code of the model; a missing metric does not end a run
         note(f"no MFU: the flops of the model cannot be counted: {type(error).__name__}: {error}")
         return 0.0
@@ -259,7 +259,7 @@ def row_seconds_at_peak(
     return flops / peak_flops_per_second
 
 
-def row_flops(run: Run, batch: Mapping[str, Any]) -> float:
+def count_row_flops(run: Run, batch: Mapping[str, Any]) -> float:
     """Count the flops of a row, forward and backward, without recomputation.
 
     Args:

@@ -25,10 +25,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain.checkpoints import manifest as manifests
 from shardtrain.checkpoints import paths
 from shardtrain.checkpoints import restore as restoring
-from shardtrain.checkpoints.checkpointer import Checkpoints, Restored
+from shardtrain.checkpoints.checkpointer import Checkpoints, RestoredCheckpoint
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.flatten import flatten
-from shardtrain.checkpoints.policy import CheckpointPolicy, due, steps_to_delete
+from shardtrain.checkpoints.policy import CheckpointPolicy, is_due, steps_to_delete
 from shardtrain.checkpoints.save import SaveFailed
 
 KEEP_ALL = CheckpointPolicy(keep=1000)
@@ -101,13 +101,13 @@ def resume(folder: Path, state=None):
         return checkpoints.restore(small_state() if state is None else state), said
 
 
-def resumed_saying(folder: Path, state=None) -> tuple[Restored, list[str]]:
+def resumed_saying(folder: Path, state=None) -> tuple[RestoredCheckpoint, list[str]]:
     restored, said = resume(folder, state)
     assert restored is not None
     return restored, said
 
 
-def resumed(folder: Path, state=None) -> Restored:
+def resumed(folder: Path, state=None) -> RestoredCheckpoint:
     return resumed_saying(folder, state)[0]
 
 
@@ -292,12 +292,12 @@ def test_leaves_without_a_place_are_listed(tmp_path):
 
 def test_due_by_steps_and_by_time():
     by_steps = CheckpointPolicy(every_steps=3)
-    assert [step for step in range(1, 10) if due(by_steps, step, 1e9)] == [3, 6, 9]
+    assert [step for step in range(1, 10) if is_due(by_steps, step, 1e9)] == [3, 6, 9]
     by_time = CheckpointPolicy(every_minutes=0.5)
-    assert [due(by_time, 3, seconds) for seconds in (0.0, 29.9, 30.0, 31.0)] == [False, False, True, True]
+    assert [is_due(by_time, 3, seconds) for seconds in (0.0, 29.9, 30.0, 31.0)] == [False, False, True, True]
     either = CheckpointPolicy(every_steps=3, every_minutes=1)
-    assert [due(either, step, 60.0 * (step == 2)) for step in (1, 2, 3)] == [False, True, True]
-    assert not due(CheckpointPolicy(), 1, 1e9)
+    assert [is_due(either, step, 60.0 * (step == 2)) for step in (1, 2, 3)] == [False, True, True]
+    assert not is_due(CheckpointPolicy(), 1, 1e9)
 
 
 def test_a_wrong_policy_names_every_wrong_number():

@@ -9,7 +9,7 @@ import pytest
 from shardtrain.checkpoints import paths
 from shardtrain.checkpoints.evaluations import (
     EVALUATIONS,
-    Best,
+    BestStep,
     Evaluations,
     find_best_saved,
     read_evaluations,
@@ -149,7 +149,7 @@ def test_the_command_line_shows_names_and_keeps_it(tmp_path, capsys):
     assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
     assert capsys.readouterr().out.endswith("kept: 20, 50\n")
     assert steps(folder) == [20, 50]
-    assert find_best_saved(folder, [20, 50]) == Best(20, "heldout/loss", 1.0)
+    assert find_best_saved(folder, [20, 50]) == BestStep(20, "heldout/loss", 1.0)
     (folder / EVALUATIONS).unlink()
     with pytest.raises(ValueError, match="has no best step: a run records it with"):
         main(["show", f"{tmp_path}@best"])

@@ -11,7 +11,13 @@ import jax
 
 from shardtrain.system.xla_flags import PRESETS
 from shardtrain.trainer import program_cache
-from shardtrain.trainer.program_cache import drop_broken, keep_programs, make_private, others_who_write, prune
+from shardtrain.trainer.program_cache import (
+    delete_oldest,
+    drop_broken,
+    find_other_writers,
+    keep_programs,
+    make_private,
+)
 
 START = """
 import os, jax
@@ -44,15 +50,15 @@ def test_the_second_start_loads_what_the_first_compiled(tmp_path):
 def test_a_folder_that_others_can_write_is_refused(tmp_path):
     folder = tmp_path / "shardtrain" / "programs" / "cpu"
     make_private(folder)
-    assert others_who_write(folder) == ""
+    assert find_other_writers(folder) == ""
     folder.chmod(0o770)
-    assert others_who_write(folder) == f"others can write to {folder}"
+    assert find_other_writers(folder) == f"others can write to {folder}"
     folder.chmod(0o700)
     folder.parent.chmod(0o777)
-    assert others_who_write(folder) == f"others can write to {folder.parent}"
+    assert find_other_writers(folder) == f"others can write to {folder.parent}"
     # as /tmp is
     folder.parent.chmod(0o1777)
-    assert others_who_write(folder) == ""
+    assert find_other_writers(folder) == ""
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
@@ -92,7 +98,7 @@ def test_the_oldest_are_deleted_beyond_the_limit(tmp_path):
     # what jax keeps beside them on GPUs
     (tmp_path / "xla_gpu_per_fusion_autotune_cache_dir").mkdir()
     for _ in range(2):
-        prune(tmp_path, 20)
+        delete_oldest(tmp_path, 20)
         assert sorted(path.name for path in tmp_path.glob("*-cache")) == names[1:]
 
 

@@ -362,6 +362,6 @@ def test_what_calls_python_is_not_computed():
 
 
 def test_losses_of_this_library_are_not_suspected_when_a_user_calls_them(monkeypatch):
-    monkeypatch.setattr(loss_trace, "row_difference", lambda *_, **__: None)
+    monkeypatch.setattr(loss_trace, "compute_row_difference", lambda *_, **__: None)
     batch = {"tokens": np.zeros((4, 9), np.int32), "weights": np.ones(4, np.float32)}
     assert warnings(lambda *both: next_token_loss(*both), 2, TinyConfig(num_layers=2), batch) == []

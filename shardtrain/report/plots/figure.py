@@ -26,7 +26,7 @@ def is_installed() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def new_figure(what: str, size: tuple[float, float] = (9, 5)) -> "Figure":
+def make_figure(what: str, size: tuple[float, float] = (9, 5)) -> "Figure":
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

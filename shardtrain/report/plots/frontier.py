@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shardtrain.plan.search import Ranked
 from shardtrain.plan.space import mesh_text
-from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, new_figure, save_figure
+from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, make_figure, save_figure
 
 LINE_COLOUR, LIMIT_COLOUR, POINT_COLOUR = "#2f6db3", "#d1495b", "#b9c0c8"
 
@@ -28,7 +28,7 @@ def check_frontier(path: Path) -> None:
         raise ValueError(f"--frontier is {path}; it is drawn as .png or .svg: use {path.with_suffix('.png')}")
     if not path.parent.is_dir():
         raise ValueError(f"--frontier is {path}, and there is no folder {path.parent}; make it first")
-    new_figure("the frontier of a plan")
+    make_figure("the frontier of a plan")
 
 
 def frontier_plot(
@@ -48,7 +48,7 @@ def frontier_plot(
       path: file to write, .png or .svg.
       title: the title of the plot.
     """
-    figure = new_figure("the frontier of a plan")
+    figure = make_figure("the frontier of a plan")
     axes = figure.add_axes((0.09, 0.12, 0.88, 0.74))
     axes.scatter(
         [num_bytes / GIB for num_bytes, _ in points],

@@ -95,7 +95,11 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, float]]]:
             if is_blank(line):
                 continue
             if unreadable:
-                raise ValueError(_unreadable_line(path, unreadable))
+                raise ValueError(
+                    f"metrics were read from {path}, but line {unreadable} is not a record. Each line is one"
+                    " JSON object with an integer 'step' and numbers; only the last may be incomplete. Delete"
+                    f" line {unreadable}, or move the file away."
+                )
             record = _parse(line)
             if record is None:
                 unreadable = number
@@ -130,11 +134,3 @@ def _cut(path: Path, resume_after: int) -> int | None:
             " space, or make the folder writable"
         ) from error
     return last_step
-
-
-def _unreadable_line(path: Path, number: int) -> str:
-    return (
-        f"metrics were read from {path}, but line {number} is not a record. Each line is one JSON object"
-        f" with an integer 'step' and numbers; only the last may be incomplete. Delete line {number}, "
-        "or move the file away."
-    )
