@@ -68,7 +68,7 @@ def _differences(plan: OperatorPlan) -> str:
         )
         for _, i in shown
     ]
-    title = f"{len(different)} operators are sharded otherwise than by rules; the longest:"
+    title = f"{len(different)} operators are sharded differently than by rules; the longest:"
     return table_text(("operator", "by rules", "best", "takes", "then"), rows, title=title)
 
 

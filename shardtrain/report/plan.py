@@ -128,7 +128,7 @@ def _format_named(each: KindPlan) -> str:
         else:
             ratio = total / best.prediction.seconds.total
             parts.append(f"{text} {seconds_text(total)}, {ratio:.2f} times the best")
-    return f"beside: {'; '.join(parts)}\n" if parts and best.fits else ""
+    return f"compared with: {'; '.join(parts)}\n" if parts and best.fits else ""
 
 
 def _row(number: int, one: Ranked, memory_bytes: float, steps_at_peak: float) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ def speed_text(lines: Sequence[Mapping[str, float]], predicted: Mapping[str, flo
         ratio = f" ({measured.total / expected:.2f} times)" if expected else ""
         text += f", predicted {seconds_text(expected)}{ratio}; most of the difference: "
     else:
-        text += ", no prediction; most beside the step: "
+        text += ", no prediction; longest work outside the step: "
     more = "" if seconds >= 0 else "less "
     text += f"{more}{phase} {seconds_text(abs(seconds))} ({PHASES[phase]})"
     if measured.straggler is not None:

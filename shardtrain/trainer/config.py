@@ -232,24 +232,24 @@ def _wrong_values(run: Run) -> list[str]:
         )
     if run.replay is not None and run.strategy.synchronisation.distance is None:
         problems.append(
-            f"replay is {run.replay}, and only waves are repeated in an order; give --clock-distance too, as"
-            " the earlier run had it, or leave replay out: other runs repeat themselves"
+            f"replay is {run.replay}, and only waves can be replayed; give --clock-distance as in the earlier"
+            " run, or leave replay out: other runs are deterministic"
         )
     if run.replay is not None and run.strategy.across.shares == "auto":
         problems.append(
-            f"replay is {run.replay}, and shares is 'auto', by which rows depend on the clock; give weights,"
-            " those of the earlier run: --shares 2,1"
+            f"replay is {run.replay}, and shares is 'auto', by which rows depend on the clock; give the"
+            " weights of the earlier run: --shares 2,1"
         )
     in_stages = run.strategy.across.axis == PIPELINE or run.strategy.layout.mesh.get(PIPELINE, 1) != 1
     if run.batch_unit == "tokens" and in_stages:
         problems.append(
-            "batch_unit is 'tokens', and the stages of a pipeline are made for one shape of batches; use"
-            " --batch-unit examples, or no pipeline"
+            "batch_unit is 'tokens', and the stages of a pipeline need batches of one shape; use --batch-unit"
+            " examples, or no pipeline"
         )
     if run.batch_unit == "tokens" and run.strategy.across.share_limits == "auto":
         problems.append(
             "share_limits is 'auto', which measures one shape of batches, and batch_unit is 'tokens', whose"
-            " batches have many; give each island a number of tokens, such as --share-limits 2048,4096"
+            " batches have several; give each island a number of tokens, such as --share-limits 2048,4096"
         )
     problems += [*growth_problems(run), *noise_problems(run)]
     problems += sink_problems(run.sinks)

@@ -140,7 +140,7 @@ class Coordination:
 
     @property
     def writes(self) -> bool:
-        """Whether this island saves the arrays that all replicas, or those of its stage, have in common."""
+        """Whether this island saves the arrays that all replicas (of its stage) have in common."""
         return (self.island if self.grid is None else self.grid.replica) == 0
 
     def split(
@@ -186,9 +186,11 @@ class Coordination:
             )
         return BatchSplit(weights or [n for n, _ in found], [unit for _, unit in found], replica)
 
-    def all_gather(self, name: str, value: Any) -> list[Any]:
+    def all_gather(self, name: str, value: Any, timeout_seconds: float | None = None) -> list[Any]:
         """Return the values of all ranks, by rank."""
-        return [value] if self.islands is None else self.islands.control.all_gather(name, value)
+        if self.islands is None:
+            return [value]
+        return self.islands.control.all_gather(name, value, timeout_seconds)
 
     def all_gather_islands(self, name: str, value: Any) -> list[Any]:
         """Return the values of all islands, by island."""
@@ -215,19 +217,16 @@ class Coordination:
           question: its name; a rank that asks another question at this point is reported.
           answer: the answer of this rank.
         """
-        if self.islands is None:
-            return answer
-        return any(self.islands.control.all_gather(question, answer, LONG_SECONDS))
+        return any(self.all_gather(question, answer, LONG_SECONDS))
 
     def gather_after_work(self, name: str, value: Any = None) -> list[Any]:
         """All-gather values after each rank's own work in a step.
 
         A compiled program with MPI that follows could not name a missing rank.
         """
-        if self.islands is None:
-            return [value]
-        self.timer.end()
-        return self.islands.control.all_gather(name, value, LONG_SECONDS)
+        if self.islands is not None:
+            self.timer.end()
+        return self.all_gather(name, value, LONG_SECONDS)
 
     def check_agreement(self, facts: Mapping[str, Any]) -> None:
         """Compare the facts of all ranks, see `agreement.facts`.

@@ -95,7 +95,7 @@ def make_evaluation(
             for prefix, loader in loaders.items()
         }
         metrics = jax.device_get({prefix: [x for x, _ in each] for prefix, each in started.items()})
-        # islands add up sums and counts, so the mean is that of all rows, however they are split
+        # islands add up sums and counts, which gives the mean over all rows
         sums = {
             f"{prefix}{name}": (mean.sum, mean.count)
             for prefix, of_batches in metrics.items()
@@ -277,8 +277,8 @@ def make_requests(
 ) -> list[Request]:
     """Return the tokens of every context with each of its choices, in order.
 
-    Context, delimiter and choice are encoded together; the tokens after those of the context belong to the
-    choice. Only the last seq + 1 tokens are kept. An empty context is the token that separates documents.
+    Context, delimiter and choice are encoded together; the tokens after the context belong to the choice.
+    Only the last seq + 1 tokens are kept. An empty context is the token that separates documents.
 
     Raises:
       ValueError: a choice has no tokens of its own.

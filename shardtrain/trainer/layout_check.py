@@ -92,7 +92,7 @@ def check_layout(run: Run, setup: RunSetup, batches: Any, note: Callable[[str], 
     if wrong:
         raise ValueError(_difference_text(sizes, wrong, len(differences), unusual))
     note(
-        f"layout checked: the gradients of {len(next(iter(rows.values())))} rows are those of one device,"
+        f"layout checked: the gradients of {len(next(iter(rows.values())))} rows equal those of one device"
         f" up to {max(differences.values()):.0e} ({time.monotonic() - began_seconds:.1f} s)"
     )
 
@@ -155,9 +155,9 @@ def _difference_text(
     mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items())
     untried = f" It has operations that were not tried on meshes: {', '.join(unusual)}." if unusual else ""
     return (
-        f"on the mesh {mesh} the gradients of {len(wrong)} of {num_parameters} parameters are not those of"
-        f" one device: that of {worst!r} is off by {wrong[worst]:.1%} of its largest entry.{untried} If the"
-        " model has a shard_map of its own, correct its collectives; else the compiler splits the model"
+        f"on the mesh {mesh} the gradients of {len(wrong)} of {num_parameters} parameters differ from one"
+        f" device: {worst!r} is off by {wrong[worst]:.1%} of its largest entry.{untried} If the"
+        " model has its own shard_map, correct its collectives; else the compiler splits the model"
         f" wrongly: use one axis, data={math.prod(sizes.values())}, or name the dims of activations by"
         " nn.with_logical_constraint. --check-layout off trains with these gradients"
     )

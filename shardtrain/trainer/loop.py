@@ -242,7 +242,7 @@ class _Loop:
             Every later step is skipped, so such a state must not replace a good one.
         """
         step = self.done
-        # a pipeline stage sees its own parameters alone, so the ranks ask each other
+        # a pipeline stage sees only its own parameters, so all ranks vote
         if self._any_rank("parameters are not finite", not _all_finite(self.state.params)):
             text = (
                 f"parameters are not finite after step {step} although gradients were: the optimizer"
@@ -301,7 +301,7 @@ def finish_evaluation(session: Session, start: StartPoint, sink: Sink, *, is_log
       session: the objects that the loop uses.
       start: the checkpoint.
       sink: receives the metrics.
-      is_logged: whether this process writes no metrics, or has written those of the step.
+      is_logged: whether the metrics of the step are written, or another process writes them.
     """
     step, unlogged = start.step, None if is_logged else start.unlogged
     if not session.prepared.coordination.any_rank("an evaluation was cut short", unlogged is not None):

@@ -303,7 +303,7 @@ def find_state_warnings(
         return []
     return [
         f"WARNING: a call of the model changes {', '.join(names)}; each of the {num_parts} parts of a batch,"
-        " over replicas, microbatches and islands, changes it by its own rows, so losses are not those of one"
+        " over replicas, microbatches and islands, changes it by its own rows, so losses differ from one"
         " device (docs/models.md)"
     ]
 

@@ -266,8 +266,8 @@ def _make_setup(run: Run, source: Any, coordination: Coordination, output: RunCo
         output.note(text)
     if num_islands > 1 and (name := model.axis_name):
         output.note(
-            f"WARNING: batch statistics, or loads of experts, over the axis {name!r} are those of each"
-            " island: islands do not exchange them. Where that matters use one island, a norm without them"
+            f"WARNING: each island has its own batch statistics, or loads of experts, over the axis {name!r}:"
+            " islands do not exchange them. If that matters, use one island, a norm without statistics"
             " (GroupNorm, LayerNorm), or experts with over=sequence and without bias"
         )
     return setup

@@ -27,7 +27,7 @@ LEAST_SECONDS = 0.1
 """Compile time below which a program is not kept; the default of jax is 1 s."""
 
 CHECKED = "checked"
-"""File whose time of change is that of the newest program that was checked to be complete."""
+"""File whose time of change is the time up to which all programs were checked to be complete."""
 
 WRITING_SECONDS = 60.0
 """Seconds after which an incomplete program is no longer being written."""

@@ -229,7 +229,7 @@ def _report_replicas(
     if before != now:
         checkpoints.note(
             f"{before or 1} optimizer states were saved, and this run has {now or 1}: replica r continues"
-            f" with that of replica r % {before or 1}"
+            f" with the state of replica r % {before or 1}"
         )
 
 

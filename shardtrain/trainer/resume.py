@@ -137,8 +137,8 @@ def _discover(checkpoints: RunCheckpoints, newest: int | None) -> DiscoveredChec
         checkpoints.drop_after(found.step)
     if found.step is None and found.broken and newest is not None:
         raise FloatingPointError(
-            f"no checkpoint is as old as step {newest}: those of steps {sorted(found.broken)} are newer."
-            " Keep more of them: --checkpoints.keep"
+            f"no checkpoint is as old as step {newest}: steps {sorted(found.broken)} are newer. Keep more"
+            " checkpoints: --checkpoints.keep"
         )
     return found
 

@@ -25,7 +25,7 @@ LINEAR = (
     "rev", "scatter-add", "sharding_constraint", "slice", "split", "squeeze", "stop_gradient", "sub",
     "transpose",
 )  # fmt: skip
-"""Operations after which numbers of parts still add up to those of the batch."""
+"""Operations after which the parts still add up to the batch."""
 BILINEAR = ("conv_general_dilated", "dot_general", "mul")
 NUMBERING = (
     "add", "broadcast_in_dim", "convert_element_type", "div", "eq", "ge", "gt", "le", "lt", "mul", "ne",
@@ -38,7 +38,7 @@ ALONE = (
     "adds a number that no row contributes to a sum over rows, once for each part (multiply it by the count"
     " of the loss)"
 )
-COUNTED = "computes with the number of rows, which is that of a part"
+COUNTED = "computes with the number of rows, which is smaller in each part"
 SUMS = (MEAN, ALONE)
 """Weak findings about a sum; a later finding on the same line replaces them."""
 SUMMED, NUMBERED, NUMBER = 1, 2, 4
@@ -247,7 +247,7 @@ class _Walk:
     def _note(self, at: TracedEquation, found: Coupling) -> None:
         traces = [each.source_info.traceback for each in (at.equation, *reversed(at.outer))]
         files = [frame.file_name for trace in traces for frame in (trace.frames if trace else ())]
-        # who calls a loss or a model of this library did not write what it does
+        # a user who calls a loss or a model of this library did not write its operations
         own = next((file for file in files if is_users(file) or _is_library(file)), FOLDER)
         if at.line == "?" or own.startswith(FOLDER) or any(file.endswith(NORMALIZATION) for file in files):
             self.in_library = True

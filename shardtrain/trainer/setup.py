@@ -226,7 +226,7 @@ def _check_arguments(optimizer: optax.GradientTransformation, model: Model, *, l
     missing = missing_arguments(optimizer, params, line_search=line_search)
     if not missing:
         return
-    fix = "use another optimizer, or optax.contrib.reduce_on_plateau, which needs the loss alone"
+    fix = "use another optimizer, or optax.contrib.reduce_on_plateau, which needs only the loss"
     if "value_fn" in missing:
         fix = (
             "a line search computes the loss at other parameters, which needs one island and --combine mean;"
@@ -323,7 +323,7 @@ def name_draws(run: Run, model: Model, shapes: Sequence[Batch], mesh: Mesh, num_
     problems = list(dict.fromkeys(problem for found in traced for problem in found.problems))
     if problems and count_parts(run, mesh, num_islands) > 1:
         raise problems_error(
-            "losses would not be those of one device, as random numbers would depend on how rows are split",
+            "losses would differ from one device, because random numbers would depend on how rows are split",
             problems,
         )
     # without a split they would still be the same in every step

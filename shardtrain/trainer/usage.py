@@ -278,7 +278,7 @@ def count_row_flops(run: Run, batch: Mapping[str, Any]) -> float:
         return make_model(replace(run, model=config, strategy=strategy))
 
     shapes = {name: jax.ShapeDtypeStruct((run.batch, *x.shape[1:]), x.dtype) for name, x in batch.items()}
-    # silent: the attention of this trace is not that of the step
+    # silent: the step may use another attention than this trace
     with noting(lambda text: None):
         return Subject(model=model, loss=run.loss, optimizer=optax.identity(), batch=shapes).row_flops
 

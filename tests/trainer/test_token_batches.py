@@ -141,7 +141,7 @@ def test_limits_by_memory_are_refused(tmp_path):
         tiny(tmp_path, strategy=Strategy(across=Across(share_limits="auto")))
     assert str(error.value).splitlines()[1:] == [
         "  - share_limits is 'auto', which measures one shape of batches, and batch_unit is 'tokens', whose"
-        " batches have many; give each island a number of tokens, such as --share-limits 2048,4096"
+        " batches have several; give each island a number of tokens, such as --share-limits 2048,4096"
     ]
 
 
@@ -162,6 +162,6 @@ def test_pipelines_are_refused(strategy, tmp_path):
     with pytest.raises(ValueError) as error:
         tiny(tmp_path, strategy=strategy)
     assert str(error.value).splitlines()[1:] == [
-        "  - batch_unit is 'tokens', and the stages of a pipeline are made for one shape of batches; use"
-        " --batch-unit examples, or no pipeline"
+        "  - batch_unit is 'tokens', and the stages of a pipeline need batches of one shape; use --batch-unit"
+        " examples, or no pipeline"
     ]

@@ -31,7 +31,7 @@ def plot_loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str)
 
     Args:
         jsonl_path: written by `sinks.json_lines.JsonLines`, with `train/loss`, `heldout/loss` or both; each
-            `heldout/NAME/loss` is a line of its own.
+            `heldout/NAME/loss` has its own line.
         png_path: file to write; its folder is created.
         title: the title of the plot.
 

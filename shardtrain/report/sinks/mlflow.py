@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtrain.report.sinks.tracked_run import TrackedRun, TrackedSink, open_tracked, run_options
+from shardtrain.report.sinks.tracked_run import TrackedSink, open_tracked, run_options
 
 RUN_ID = "mlflow_run.txt"
 """The file in the folder of a run with its MLflow id, and the steps that MLflow has."""
@@ -35,10 +35,9 @@ def open_mlflow(folder: Path, resume_after: int | None, report: Callable[[str], 
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
-    def begin(tracked: TrackedRun):
+    def begin(run_id: str | None):
         server = os.environ.get("MLFLOW_TRACKING_URI")
         client = MlflowClient(tracking_uri=server or f"sqlite:///{folder.resolve() / DATABASE}")
-        run_id = tracked.run_id
         if run_id is None:
             run_id = _new_run(client, folder, None if server else (folder.resolve() / ARTIFACTS).as_uri())
         else:

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from shardtrain.report.sinks.tracked_run import TrackedRun, TrackedSink, open_tracked, run_options
+from shardtrain.report.sinks.tracked_run import TrackedSink, open_tracked, run_options
 
 RUN_ID = "wandb_run.txt"
 """The file in the folder of a run with its W&B id, and the steps that W&B has."""
@@ -25,10 +25,10 @@ def open_wandb(folder: Path, resume_after: int | None, report: Callable[[str], N
     """
     import wandb
 
-    def begin(tracked: TrackedRun):
+    def begin(run_id: str | None):
         run = wandb.init(
             dir=folder,
-            id=tracked.run_id or secrets.token_hex(8),
+            id=run_id or secrets.token_hex(8),
             resume="allow",
             name=os.environ.get("WANDB_NAME") or folder.resolve().name,
             config=run_options(folder),
