@@ -16,13 +16,14 @@ import jax
 
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.discover import DiscoveredCheckpoint, Gather, discover
-from shardtrain.checkpoints.flatten import check, describe, describe_restorable, find_extra_problems, flatten
+from shardtrain.checkpoints.flatten import describe, describe_restorable, find_extra_problems, flatten
 from shardtrain.checkpoints.folders import CheckpointFolders
 from shardtrain.checkpoints.manifest_entries import WHOLE, ArrayOrigin, WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.processes import gather_alone
 from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.checkpoints.save import SaveFailed, Saver
+from shardtrain.errors.messages import refuse
 
 _LOG = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class Checkpoints:
         """
         self.wait()
         arrays = flatten(state)
-        check(find_extra_problems(extra), "these values cannot be saved", "Use JSON's types")
+        refuse("these values cannot be saved; use JSON's types", find_extra_problems(extra))
         self._check_new(step)
         self._saver.start(step, arrays, describe(arrays, origins or {}), deepcopy(extra), self.save_id)
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 from shardtrain.checkpoints.manifest_entries import Leaf
@@ -56,14 +55,13 @@ def check_state(
     Raises:
       ValueError: all arrays that differ.
     """
-    if wrong := find_mismatches(saved, wanted, allow.missing, allow.unused):
-        folder = next(iter(reader.folders.values()), Path(f"step {reader.step}"))
-        listed = "\n  ".join([f"{folder} holds another state than this run has:", *wrong])
-        raise ValueError(
-            f"{listed}\nUse the model and optimizer that it was saved with, or another run folder. Patterns"
-            " allow differences: --allow.missing 'params/head/*' for arrays that the checkpoint lacks or has"
-            " in another shape; --allow.unused for arrays that only the checkpoint has."
-        )
+    folder = next(iter(reader.folders.values()), f"step {reader.step}")
+    refuse(
+        f"{folder} holds another state than this run has; use the model and optimizer that it was saved with,"
+        " or another run folder, or allow differences: --allow.missing 'params/head/*' for arrays that the"
+        " checkpoint lacks or has in another shape, --allow.unused for arrays that only the checkpoint has",
+        find_mismatches(saved, wanted, allow.missing, allow.unused),
+    )
 
 
 def find_mismatches(

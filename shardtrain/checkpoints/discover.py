@@ -10,6 +10,7 @@ from typing import Any
 
 from shardtrain.checkpoints.paths import partial_folders
 from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
+from shardtrain.errors.messages import problems_error
 from shardtrain.system.excerpts import some
 
 Gather = Callable[[str, Callable[[int], Any]], list[Any]]
@@ -96,9 +97,10 @@ def discover(folders: Sequence[Path], newest: int | None, gather: Gather) -> Dis
         broken.add(step)
         skipped += [f"{name}: broken: {'; '.join(problems)}" for name, problems in sorted(wrong.items())]
     if complete:
-        listed = "\n  ".join([f"every checkpoint in {folders[-1]} is broken:", *skipped])
-        raise ValueError(
-            f"{listed}\nRestore a copy of one, or use another run folder to start from the beginning."
+        raise problems_error(
+            f"every checkpoint in {folders[-1]} is broken; restore a copy of one, or use another run folder"
+            " to start from the beginning",
+            skipped,
         )
     return DiscoveredCheckpoint(skipped=skipped, broken=frozenset(broken))
 

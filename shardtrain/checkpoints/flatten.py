@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, Leaf
+from shardtrain.errors.messages import refuse
 
 
 def flatten(state: Any) -> dict[str, jax.Array]:
@@ -22,7 +23,7 @@ def flatten(state: Any) -> dict[str, jax.Array]:
     """
     by_path = _group_by_path(state)
     wrong = [f"{path}: {reason}" for path, leaf in by_path.items() if (reason := _find_leaf_problem(leaf))]
-    check(wrong, "these leaves of the state cannot be saved", "Change them where the state is made")
+    refuse("these leaves of the state cannot be saved; change them where the state is made", wrong)
     return by_path
 
 
@@ -53,9 +54,9 @@ def describe_restorable(abstract_state: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """
     by_path = _group_by_path(abstract_state)
     never = [f"{path}: {reason}" for path, leaf in by_path.items() if (reason := _find_kind_problem(leaf))]
-    check(never, "these leaves of the state could never be saved", "Change them where the state is made")
+    refuse("these leaves of the state cannot be saved; change them where the state is made", never)
     wrong = [path for path, leaf in by_path.items() if getattr(leaf, "sharding", None) is None]
-    check(wrong, "these leaves have no sharding", "Use jax.ShapeDtypeStruct(..., sharding=...)")
+    refuse("these leaves have no sharding; use jax.ShapeDtypeStruct(..., sharding=...)", wrong)
     return {
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
         for path, leaf in by_path.items()
@@ -66,7 +67,7 @@ def _group_by_path(tree: Any) -> dict[str, Any]:
     leaves = jax.tree.leaves_with_path(tree)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     twice = [path for path, count in Counter(paths).items() if count > 1]
-    check(twice, "these paths belong to several leaves", "Rename the keys of one")
+    refuse("these paths belong to several leaves; rename the keys of one", twice)
     if not paths:
         raise ValueError("the state has no arrays: nothing can be saved or restored.")
     return dict(zip(paths, (leaf for _, leaf in leaves), strict=True))
@@ -78,16 +79,6 @@ def describe(arrays: Mapping[str, Any], origins: Mapping[str, ArrayOrigin]) -> d
         path: Leaf(shape=tuple(leaf.shape), dtype=leaf.dtype.name, origin=origins.get(path, COMMON))
         for path, leaf in arrays.items()
     }
-
-
-def check(wrong: list[str], what: str, change: str) -> None:
-    """Raise one error that lists all problems, if there are any.
-
-    Raises:
-        ValueError: there are problems.
-    """
-    if wrong:
-        raise ValueError("\n  ".join([f"{what}:", *wrong]) + f"\n{change}.")
 
 
 def find_extra_problems(extra: object, path: str = "extra") -> list[str]:
