@@ -229,7 +229,7 @@ def summarise(devices: Mapping[str, Sequence[Operation]], num_top: int = 10) -> 
 def summary_text(summary: TraceSummary, num_steps: int) -> str:
     """Format a summary: shares of time, then the longest operations by step."""
     shares = ", ".join(f"{kind} {share:.0%}" for kind, share in summary.shares.items())
-    hidden = f"; collectives hidden by other work {summary.hidden:.0%}" if summary.hidden else ""
+    hidden = f"; collectives overlapped {summary.hidden:.0%}" if summary.hidden else ""
     rows = [
         (name, kind, f"{1e3 * seconds / num_steps:.3f}", f"{count / num_steps:g}")
         for name, kind, seconds, count in summary.top

@@ -53,7 +53,7 @@ def test_every_instant_of_a_gpu_is_of_one_kind():
     first = summary_text(summary, 2).splitlines()[0]
     assert first == (
         "profile of 2 steps, 0.05 ms each: matmul 40%, attention 20%, other 15%, collectives 20%, idle 5%;"
-        " collectives hidden by other work 10%"
+        " collectives overlapped 10%"
     )
 
 
