@@ -26,7 +26,7 @@ from shardtrain.system import terminal
 from shardtrain.system.excerpts import short
 
 if TYPE_CHECKING:
-    from shardtrain.data.chat_tokens import Encoded
+    from shardtrain.data.chat_tokens import EncodedConversation
 
 FOUND = 1
 """The exit code of `check` if something cannot be read."""
@@ -169,7 +169,7 @@ def _show_conversations(options: Show, template_name: str, files: Sequence[Sourc
     return 0
 
 
-def bracket_trained_text(found: "Encoded") -> str:
+def bracket_trained_text(found: "EncodedConversation") -> str:
     """Return the text of a conversation with ⟦ and ⟧ around what its trained tokens are."""
     steps = np.diff(found.trained.astype(np.int8), prepend=0, append=0)
     starts = np.concatenate([[0], found.ends])
