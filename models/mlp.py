@@ -1,6 +1,6 @@
-"""A residual feed-forward classifier in nnx: `MlpConfig` is the factory, `Mlp` the model.
+"""A residual feed-forward classifier in nnx: `MlpConfig` builds the model `Mlp`.
 
-Its blocks are an `nnx.List`, each with parameters of its own, where the decoder stacks them.
+Its blocks are an `nnx.List`, each with its own parameters; the decoder stacks its blocks instead.
 """
 
 import math
@@ -23,11 +23,11 @@ class MlpConfig:
     """Sizes of a classifier; called with `nnx.Rngs` it builds the model.
 
     Args:
-      features: numbers in one example (28 * 28 for MNIST), the dim embed.
-      mlp: hidden features of a block.
+      features: number of values of an example (28 * 28 for MNIST), the dim embed.
+      mlp: number of hidden features of a block.
       num_layers: number of blocks.
       classes: number of classes, the dim vocab.
-      dropout: rate on the hidden features of each block. It needs a "dropout" stream.
+      dropout: dropout rate of the hidden features of each block. It needs a random stream "dropout".
       dtype: compute dtype; parameters, norms and logits are float32.
 
     Raises:
@@ -64,7 +64,7 @@ class MlpConfig:
 
 
 class MlpBlock(nnx.Module):
-    """Norm, up, relu, dropout, down, added to the input."""
+    """A block: norm, linear map, relu, dropout and linear map, added to the input."""
 
     def __init__(self, config: MlpConfig, *, rngs: nnx.Rngs):
         self.norm = Norm("layernorm", config.features, eps=1e-5, bias=True, dtype=config.dtype)
@@ -79,7 +79,7 @@ class MlpBlock(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """Examples of any shape, flattened, to logits. `nnx.view(mlp, deterministic=True)` has dropout off."""
+    """Map flattened examples to logits; `nnx.view(mlp, deterministic=True)` is the same without dropout."""
 
     def __init__(self, config: MlpConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -101,7 +101,7 @@ class Mlp(nnx.Module):
         return self.last(self.run(self.blocks, self.first(examples), None))
 
     def first(self, examples: jax.Array) -> jax.Array:
-        """Flatten examples into the input of the first block."""
+        """Flatten examples, as input of the first block."""
         num_features = math.prod(examples.shape[1:])
         if num_features != self.config.features:
             raise ValueError(
@@ -112,7 +112,7 @@ class Mlp(nnx.Module):
         return with_logical_constraint(x_BD, (BATCH, EMBED))
 
     def run(self, blocks: Sequence[MlpBlock], x_BD: jax.Array, keys: None) -> jax.Array:
-        """Apply blocks with their keys to the activations (all, or those of a pipeline stage)."""
+        """Apply blocks to the activations: all blocks, or those of a pipeline stage."""
         for block in blocks:
             x_BD = block(x_BD)
         return x_BD

@@ -1,6 +1,6 @@
-"""Where XLA compiles a model badly for one CPU, the same computation in another form.
+"""Rewrite computations that XLA compiles badly for a single CPU device.
 
-On other devices, and where several share one replica, models stay as they are written. Figures:
+On other devices, and if several devices share a replica, models stay as they are written. Figures:
 docs/benchmarks/torch.md.
 """
 
@@ -14,7 +14,7 @@ from shardtrain.models.target import is_on_one_device, target_devices
 
 
 def is_on_one_cpu() -> bool:
-    """Whether the program that is being traced, or its replica of the model, will run on one CPU device."""
+    """Return whether the traced program, or its replica of the model, will run on one CPU device."""
     devices = target_devices()
     if not devices or any(device.device_kind != "cpu" for device in devices):
         return False
@@ -22,11 +22,11 @@ def is_on_one_cpu() -> bool:
 
 
 def compute_once(x: jax.Array) -> jax.Array:
-    """Return an array as it is; one CPU computes it, and its gradient, once.
+    """Return an array unchanged; on one CPU, compute it and its gradient only once.
 
-    XLA copies elementwise operations into every loop that reads them, so the gradient of the residual stream,
-    a sum of two terms for each block above, is added up again by each of its readers. The barrier is kept by
-    `system.xla_flags.step_options`; without those it changes nothing.
+    XLA copies elementwise operations into every loop that reads them, so each reader of the gradient of the
+    residual stream would sum it again over all later blocks. `system.xla_flags.step_options` keep the
+    barrier; without them it has no effect.
     """
     return jax.lax.optimization_barrier(x) if is_on_one_cpu() else x
 

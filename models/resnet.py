@@ -1,7 +1,7 @@
 """Residual networks of pre-activation bottleneck blocks (ResNet-v2) for small images in nnx.
 
-`ResNetConfig` is the factory, `ResNet` the model. Its blocks are an `nnx.List`, for they differ in shape;
-those that are alike may be stored in stacks. `convolution.py` has its parts.
+`ResNetConfig` builds the model `ResNet`. Its blocks are an `nnx.List`, as they differ in shape; equal blocks
+may be stored in stacks. `convolution.py` has the parts.
 """
 
 from collections.abc import Callable
@@ -29,19 +29,21 @@ NUM_GROUPS_OF_BLOCKS = 3
 class ResNetConfig(ImageOptions):
     """Sizes and options of a ResNet; called with `nnx.Rngs` it builds the model.
 
-    Blocks are 1x1, 3x3, 1x1 convolutions, each after a norm and a relu, in three groups of n blocks: inner
-    channels are 1, 4 and 8 times `filters`, outer ones 4, 8 and 16 times; the second and third group halve
-    the image. These are the widths of Keras' CIFAR example, which HyPar-Flow took; in the paper itself the
-    inner ones are 1, 2 and 4 times.
+    A block has 1x1, 3x3 and 1x1 convolutions, each after a norm and a relu. There are three groups of n
+    blocks: inner channels are 1, 4 and 8 times `filters`, outer channels 4, 8 and 16 times; the second and
+      third group
+    halve the image. These are the widths of Keras' CIFAR example, which HyPar-Flow uses; in the paper the
+    inner channels are 1, 2 and 4 times.
 
     Args:
       depth: number of layers, 9 n + 2: 20, 110 (n = 12), 1001 (n = 111).
-      filters: channels of the first convolution; 16 for CIFAR, 4 for a narrow one.
-      scan: walk over blocks that are alike with `jax.lax.scan`, or unroll them (at 1001 layers compiling
+      filters: number of channels of the first convolution; 16 for CIFAR, 4 for a narrow network.
+      scan: whether equal blocks run in `jax.lax.scan`; otherwise they are unrolled (at 1001 layers compiling
         then takes ten times as long).
-      stack: how many blocks that are alike are stored as one, in arrays with a first dim layers; 1: none are.
-        The numbers stay the same. All programs of a deep network are smaller then, and a pipeline cuts
-        between stacks: 11 makes 33 of the 333 blocks of 1001 layers. A checkpoint is of one way to store.
+      stack: number of equal blocks that are stored as one, in arrays with a first dim layers; 1 stores each
+        alone. Results stay the same, and the programs of a deep network become smaller. A pipeline cuts
+        between stacks: 11 makes 33 stacks of the 333 blocks of 1001 layers. A checkpoint loads only with the
+          same stack.
 
     References:
       He et al. 2016, Identity mappings in deep residual networks, https://arxiv.org/abs/1603.05027, figure 4e
@@ -67,12 +69,12 @@ class ResNetConfig(ImageOptions):
 
     @property
     def num_blocks(self) -> int:
-        """Residual blocks, in three groups of equal length."""
+        """Number of residual blocks, in three groups of equal length."""
         return (self.depth - 2) // 9 * NUM_GROUPS_OF_BLOCKS
 
     @property
     def outer_channels(self) -> int:
-        """Channels after the last block."""
+        """Number of channels after the last block."""
         return 16 * self.filters
 
     def __call__(self, rngs: nnx.Rngs) -> "ResNet":
@@ -81,13 +83,13 @@ class ResNetConfig(ImageOptions):
 
 
 class ResidualBlock(nnx.Module):
-    """A bottleneck added to its input; where the shape changes a 1x1 convolution brings the input to it.
+    """A bottleneck that is added to its input, or to a 1x1 convolution of it if the shape changes.
 
     Args:
-      channels: of the input, inside and of the output.
-      stride: of the first convolution.
-      activated: whether the input is normed and activated first; not in the first block of all, which
-        follows a norm and a relu.
+      channels: numbers of channels of the input, inside, and of the output.
+      stride: the stride of the first convolution.
+      activated: whether a norm and a relu come first; they do not in the very first block, which follows a
+        norm and a relu.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class ResidualBlock(nnx.Module):
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         y_BHWC = x_BHWC
-        # pre-activation: norm and relu come before each convolution, but the first of the first block
+        # pre-activation: norm and relu come before each convolution except the first of the first block
         skipped = len(self.convolutions) - len(self.norms)
         for i, convolution in enumerate(self.convolutions):
             if i >= skipped:
@@ -130,7 +132,7 @@ class ResidualBlock(nnx.Module):
 
 
 class ResNet(ImageModel):
-    """Images to logits. `nnx.view(resnet, use_running_average=True)` is the same model for evaluation."""
+    """Map images to logits; `nnx.view(resnet, use_running_average=True)` for evaluation."""
 
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -147,16 +149,16 @@ class ResNet(ImageModel):
         )
 
     def first(self, images: jax.Array) -> jax.Array:
-        """The first convolution, its norm and relu: (batch, height, width, channels)."""
+        """Apply the first convolution, its norm and relu: (batch, height, width, channels)."""
         return jax.nn.relu(self.stem_norm(self.stem(self.read_images(images))))
 
     def last(self, x_BHWC: jax.Array) -> jax.Array:
-        """Norm, relu, mean over the pixels and score."""
+        """Return the logits: norm, relu, mean over the pixels, and a linear map."""
         return self.score(self.head, jax.nn.relu(self.final_norm(x_BHWC)).mean((1, 2)))
 
 
 def _blocks(config: ResNetConfig, rngs: nnx.Rngs) -> list[ResidualBlock | Stack]:
-    """Three groups of blocks; all but the first of a group are alike, and made together."""
+    """Make three groups of blocks; all blocks of a group but the first are equal, and made together."""
     blocks: list[ResidualBlock | Stack] = []
     entering = inside = config.filters
     num_alike = config.num_blocks // NUM_GROUPS_OF_BLOCKS - 1
@@ -178,7 +180,7 @@ def _blocks(config: ResNetConfig, rngs: nnx.Rngs) -> list[ResidualBlock | Stack]
 
 
 def _maker(config: ResNetConfig, channels: tuple[int, int, int]) -> Callable[[jax.Array], ResidualBlock]:
-    """Return what makes a block that keeps the shape of its input, from the key of its parameters."""
+    """Return a function: key of the parameters -> a block that keeps the shape of its input."""
 
     def make(key: jax.Array) -> ResidualBlock:
         return ResidualBlock(config, channels, stride=1, activated=True, rngs=nnx.Rngs(params=key))

@@ -1,6 +1,6 @@
-"""For which devices a model is being traced: those of this process, or devices that are only described.
+"""Find the devices for which a model is traced: devices of this process, or devices that are only described.
 
-Next: `on_gpus.py` and `one_cpu.py`, the forms of models for such devices.
+Next: `on_gpus.py` and `one_cpu.py`, which rewrite models for such devices.
 """
 
 from typing import Any
@@ -12,9 +12,9 @@ from shardtrain.axes import DATA
 
 
 def target_devices() -> list[Any]:
-    """The devices of this process of the kind that the program being traced will run on.
+    """Return the devices of this process of the kind that the traced program will run on.
 
-    Inside a mesh they are of its kind, so [] for a mesh of devices that are described but not here.
+    Inside a mesh they are of its kind: [] for a mesh of described devices that this process does not have.
     """
     described = jax.sharding.get_abstract_mesh().abstract_device
     devices = jax.local_devices()
@@ -22,19 +22,19 @@ def target_devices() -> list[Any]:
 
 
 def target_platform() -> str:
-    """The platform, by jax, of the devices that the traced program will run on, here or only described."""
+    """Return jax's platform of the devices that the traced program will run on, which may be described."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     return (jax.local_devices()[0] if described is None else described).platform
 
 
 def is_on_one_device() -> bool:
-    """Whether the program that is being traced, or its replica of the model, will run on one device."""
+    """Return whether the traced program, or its replica of the model, will run on one device."""
     mesh = jax.sharding.get_abstract_mesh()
     # outside of a run a model may be traced for all devices, or for a mesh to be chosen
     if mesh.empty:
         return len(jax.local_devices()) == 1
     if getattr(get_logical_axis_rules(), "any_mesh", False):
         return False
-    # of several devices each runs a replica of its own where the axis data is manual
+    # each device runs its own replica if the axis data is manual
     own = {DATA} & set(mesh.manual_axes)
     return all(size == 1 or axis in own for axis, size in mesh.shape.items())
