@@ -1,6 +1,6 @@
-"""JSON lines: an object in each line; plain, or compressed by gzip or zstd.
+"""Read JSON lines, with an object in each line; plain, or compressed by gzip or zstd.
 
-Compressed files are read from their beginning only. zstd is read by pyarrow (`columns.py`).
+Compressed files are only read from their beginning. pyarrow reads zstd (`columns.py`).
 """
 
 import gzip
@@ -25,7 +25,7 @@ BLOCK_BYTES, FEW_BYTES = 1 << 24, 1 << 10
 
 
 class JsonLines(Rows):
-    """The lines of a file, found by an index of their offsets; a blank line is no row."""
+    """The lines of a file, located by an index of their offsets; a blank line is no row."""
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
         self._path = path
@@ -54,14 +54,14 @@ def line_offsets(path: Path) -> np.ndarray:
             content = np.frombuffer(block, np.uint8)
             ends = np.flatnonzero(content == ord("\n"))
             found.append(ends + position)
-            # the first byte of the line behind each; behind the last of a block the end itself
+            # the first byte of the line after each end; after the last end of a block, the end itself
             heads.append(content.take(ends + 1, mode="clip"))
             position += len(block)
             unfinished = not block.endswith(b"\n")
         stops = np.concatenate([*found, [position] if unfinished else np.empty(0, np.int64)]).astype(np.int64)
         starts = np.concatenate([[0], stops[:-1] + 1]) if len(stops) else stops
         filled = stops > starts
-        # white space, and a mark, begin with none of the printable bytes of ASCII; few lines do not
+        # blank lines begin with white space or a byte order mark, not with a printable byte of ASCII
         odd = np.concatenate(heads)[: len(stops)]
         for line in np.flatnonzero(filled & ((odd <= ord(" ")) | (odd > ord("~")))):
             filled[line] = not _is_blank(file, int(starts[line]), int(stops[line]))
@@ -69,7 +69,7 @@ def line_offsets(path: Path) -> np.ndarray:
 
 
 def _is_blank(file: BinaryIO, start: int, stop: int) -> bool:
-    """Return whether a part of a file is blank; most of those that are not differ soon."""
+    """Return whether a part of a file is blank; most parts that are not differ in their first bytes."""
     few = os.pread(file.fileno(), min(stop - start, FEW_BYTES), start)
     return is_blank(few) and (
         stop - start <= FEW_BYTES or is_blank(os.pread(file.fileno(), stop - start, start))
@@ -96,7 +96,7 @@ def parse_line(line: bytes, path: Path, row: int) -> Record:
 
 
 class CompressedLines(Rows):
-    """The lines of a compressed file, read from the beginning only."""
+    """The lines of a compressed file, which is only read from its beginning."""
 
     def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO]) -> None:
         self._path, self._open = path, open_file

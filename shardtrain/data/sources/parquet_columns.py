@@ -1,4 +1,4 @@
-"""What a column of a Parquet file decodes to, from the headers of its pages, as pyarrow reads them."""
+"""Measure the decoded size of a column of a Parquet file, from the headers of its pages."""
 
 import io
 import os
@@ -10,7 +10,7 @@ from shardtrain.data.sources.decoded_size import SIZE, check_decoded
 MOST_PAGES, PADDING = 1 << 17, 100
 INT32, STRUCT, MOST_DEPTH = 5, 12, 64
 DICTIONARY, DELTA_BYTE_ARRAY = (2, 8), 7
-"""Numbers of encodings of Parquet in which a text is less than itself."""
+"""Numbers of Parquet's encodings in which a text may take less space than itself."""
 
 DICTIONARY_PAGE = -1
 PAGE_TYPE, UNCOMPRESSED, COMPRESSED = 1, 2, 3
@@ -19,14 +19,14 @@ DATA_PAGES = {0: (5, 2), 3: (8, 4)}
 
 
 class CheckedColumns:
-    """A Parquet file that pyarrow reads: what columns decode to is checked before they are decoded.
+    """A Parquet file for pyarrow, which checks the decoded size of columns before they are decoded.
 
-    Sizes in the footer are not used: they may be wrong, and some errors in it end the process.
+    Sizes in the footer are not used: they may be wrong, and some errors in a footer end the process.
 
     Args:
       file: the file.
-      most: the largest size to which a column may decode.
-      kept_once: whether the texts of a dictionary are kept once.
+      most: the largest decoded size of a column.
+      kept_once: whether each text of a dictionary is in memory only once.
     """
 
     def __init__(self, file: BinaryIO, most: int, *, kept_once: bool) -> None:
@@ -51,7 +51,7 @@ class CheckedColumns:
         return self._at
 
     def begin(self, value_bytes: int) -> None:
-        """Check what is read from now on, as columns of values of fixed length; 0 for texts."""
+        """Check columns from now on; `value_bytes` is the length of a value, 0 for texts."""
         self._value_bytes, self._total = value_bytes, 0
 
     def read(self, num_bytes: int) -> bytes:
@@ -70,21 +70,21 @@ class CheckedColumns:
 
 
 def measure_decoded_column(content: bytes, value_bytes: int) -> tuple[int, int]:
-    """Return what a column of a row group decodes to, by the headers of its pages.
+    """Return the decoded size of a column of a row group, from the headers of its pages.
 
     Args:
       content: the column in the file.
-      value_bytes: of a value of fixed length; 0 for texts.
+      value_bytes: length of a value; 0 for texts.
 
     Returns:
-      The bytes if texts of a dictionary are kept once, and if every value is as long as the dictionary.
+      The bytes if each text of a dictionary is kept once, and if every value is as long as the dictionary.
 
     Raises:
       ValueError: a header is damaged.
     """
     once, repeated, dictionary_bytes = 0, 0, 0
     for num_bytes, num_values, encoding in _pages(content):
-        # a text may begin as the one before it, which is not written again
+        # a text may share its beginning with the text before it
         copies = num_values if encoding == DELTA_BYTE_ARRAY else 1
         once += copies * num_bytes + num_values * (SIZE + value_bytes)
         if encoding == DICTIONARY_PAGE:
@@ -104,7 +104,7 @@ def _pages(content: bytes) -> Iterator[tuple[int, int, int]]:
         try:
             page = _read_struct(file)
         except ValueError:
-            # pyarrow reads so many bytes more of a column that an old writer wrote
+            # pyarrow reads this many more bytes of a column from an old writer
             if len(content) - start <= PADDING:
                 return
             raise
@@ -142,7 +142,7 @@ def _read_value(file: io.BytesIO, kind: int, depth: int) -> Any:
         return _integer(file)
     if kind in (7, 8):
         num_bytes = 8 if kind == 7 else _varint(file)
-        # a list may claim any number of values: none is behind the end
+        # a list may claim any number of values, but none is after the end
         if num_bytes > len(file.getbuffer()) - file.tell():
             raise ValueError("the file ends in a header of a page")
         file.seek(num_bytes, 1)

@@ -1,4 +1,4 @@
-"""Tar shards as WebDataset writes them: files of one name and several endings are the fields of a row.
+"""Read tar shards of WebDataset: files with one name and several suffixes are the fields of a row.
 
 Not compressed. The layout: https://github.com/webdataset/webdataset#the-webdataset-format
 """
@@ -21,19 +21,19 @@ from shardtrain.system.untrusted_files import open_regular
 
 TEXTS = ("txt", "text", "caption")
 NUMBERS = ("cls", "cls2", "index", "inx", "id")
-"""Endings whose files are whole numbers as text."""
+"""Suffixes of files that are whole numbers as text."""
 
 BLOCK_BYTES = 512
 
 MOST_HEADER_BYTES = 1 << 20
-"""Of the longest header, which has a name or attributes."""
+"""Largest number of bytes of a header, which has a name or attributes."""
 
 DAMAGED = (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError, MemoryError)
-"""What `tarfile` raises for a file that is damaged."""
+"""Errors that `tarfile` raises for a damaged file."""
 
 
 class TarRows(Rows):
-    """The rows of a tar file, found by an index of where the files of each row begin and end."""
+    """The rows of a tar file, located by an index of the start and stop of each row's files."""
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
         self._path = path
@@ -76,7 +76,7 @@ class TarRows(Rows):
 
 
 class _Headers:
-    """A file of which `tarfile` reads headers alone: no more bytes than a header may have."""
+    """A file from which `tarfile` reads only headers: larger reads are refused."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.seek, self.tell = file, file.seek, file.tell
@@ -90,10 +90,10 @@ class _Headers:
 
 
 def members(file: BinaryIO, stop: int) -> Iterator[tarfile.TarInfo]:
-    """Yield the files in a tar file from its position up to `stop`; the last may be cut off.
+    """Yield the files in a tar file from its position up to `stop`; the last one may be cut off.
 
     Raises:
-      `DAMAGED`: a header is.
+      `DAMAGED`: a header is damaged.
     """
     with tarfile.open(fileobj=_Headers(file), mode="r:") as tar:  # type: ignore[call-overload]
         while (member := tar.next()) is not None:
@@ -102,18 +102,18 @@ def members(file: BinaryIO, stop: int) -> Iterator[tarfile.TarInfo]:
                 kind = "is sparse" if member.issparse() else f"has {member.size} bytes"
                 raise tarfile.ReadError(f"{short(member.name)} {kind}")
             yield member
-            # what follows may be damaged
+            # later headers may be damaged
             if end_of(member) >= stop:
                 return
 
 
 def end_of(member: tarfile.TarInfo) -> int:
-    """Return where the blocks of a file in a tar file end."""
+    """Return the end of the blocks of a file in a tar file."""
     return member.offset_data + -(-member.size // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return a file's key, which the files of a row share, and its ending from the first dot of its name on.
+    """Return a file's key, which the files of a row share, and its suffix from the first dot of its name on.
 
     >>> split_name("train/0001.seg.png"), split_name("0001.TXT")
     (('train/0001', 'seg.png'), ('0001', 'txt'))
@@ -126,7 +126,7 @@ def split_name(name: str) -> tuple[str, str]:
 def group_offsets(path: Path) -> np.ndarray:
     """Return (start, stop) of each row's files with their headers, int (n, 2), in bytes.
 
-    Of a file that is cut off the last row is `CUT_OFF` and the position up to which it is whole.
+    For a file that is cut off, the last row is `CUT_OFF` and the position up to which the file is complete.
 
     Raises:
       BadData: the file is compressed, no tar file, or cut off within the first file in it.

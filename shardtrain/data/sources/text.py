@@ -1,4 +1,4 @@
-"""Plain text in UTF-8: a file is one document."""
+"""Read plain text in UTF-8; each file is one document."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from shardtrain.system.plain_text import decode_text
 from shardtrain.system.untrusted_files import read_bytes
 
 MOST_BYTES = 1 << 31
-"""Of a document."""
+"""Largest number of bytes of a document."""
 
 
 class TextFile(Rows):
-    """A text file as a single row with the field text."""
+    """A text file, as a single row with the field text."""
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
         self._path = path

@@ -1,6 +1,6 @@
-"""TFRecord: length, checksum, record, checksum, one after the other; not compressed.
+"""Read TFRecord files that are not compressed: length, checksum, record and checksum, repeated.
 
-Checksums of lengths are compared, those of records are not: in Python that takes longer than to read them.
+Checksums of lengths are checked. Checksums of records are not, as in Python that takes longer than reading.
 The format: https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details
 """
 
@@ -19,7 +19,7 @@ HEAD_BYTES, TAIL_BYTES = 12, 4
 
 
 class TfRecords(PayloadRows):
-    """The records of a file, found by an index of their offsets."""
+    """The records of a file, located by an index of their offsets."""
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
         self.path = path
@@ -34,10 +34,10 @@ class TfRecords(PayloadRows):
 
 
 def record_offsets(path: Path) -> np.ndarray:
-    """Return the (start, size) of each record, int (n, 2); of one that is cut off `CUT_OFF` and its position.
+    """Return the (start, size) of each record, int (n, 2); for a cut-off record `CUT_OFF` and its position.
 
     Raises:
-      BadData: not even the first record is whole.
+      BadData: the first record is not complete.
     """
     found: list[tuple[int, int]] = []
     end = path.stat().st_size
