@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax.core.spmd import get_logical_axis_rules
 
-from shardtrain.models.target import target_devices
+from shardtrain.models.device_forms import target_devices
 
 Attentions = Literal["auto", "xla", "cudnn"]
 

@@ -12,9 +12,7 @@ from flax import nnx
 
 from shardtrain.axes import LAYERS
 from shardtrain.functional.remat_policies import REMAT_POLICIES, name_block_input, not_elementwise
-from shardtrain.models.on_gpus import is_on_gpus
-from shardtrain.models.one_cpu import is_on_one_cpu
-from shardtrain.models.target import is_on_one_device
+from shardtrain.models.device_forms import is_on_gpus, is_on_one_cpu, is_on_one_device
 from shardtrain.models.transformer_options import BlockOptions
 
 MOST_UNROLLED_CPU, MOST_UNROLLED_GPU = 8, 24

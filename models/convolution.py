@@ -315,6 +315,13 @@ class ImageModel(nnx.Module):
         """Return the logits, from the output of the last block."""
         raise NotImplementedError
 
+    def make_head(self, channels: int, std: float, rngs: nnx.Rngs) -> Linear:
+        """Make the linear map from channels to classes."""
+        sizes = {CHANNELS_IN: channels, VOCAB: self.config.classes}
+        return Linear(
+            (CHANNELS_IN,), (VOCAB,), sizes=sizes, std=std, bias=True, dtype=self.config.dtype, rngs=rngs
+        )
+
     def score(self, head: Linear, x_BC: jax.Array) -> jax.Array:
         """Return the float32 logits of an image's channels."""
         logits_BV = head(with_logical_constraint(x_BC, (BATCH, CHANNELS_IN)))

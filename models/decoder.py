@@ -68,7 +68,7 @@ class Decoder(DropoutKeys):
         experts = read_experts(config.experts)
         # its losses and its bias need sums over replicas, which the functions of the model are given by this
         self.axis_name = REPLICAS if experts and experts.over_replicas else None
-        self.start_dropout(config.dropout, config.num_layers, rngs)
+        self.start_dropout(config.dropout, 1 + config.num_layers, rngs)
 
     def __call__(
         self,

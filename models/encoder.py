@@ -114,7 +114,7 @@ class Encoder(DropoutKeys):
         self.transform_norm = make_norm(parts)
         self.head = None if config.tied else make_linear(parts, (EMBED,), (VOCAB,), rngs, bias=False)
         self.head_bias = parameter(jnp.zeros(config.vocab), (VOCAB,))
-        self.start_dropout(config.dropout, config.num_layers, rngs)
+        self.start_dropout(config.dropout, 1 + config.num_layers, rngs)
 
     def __call__(
         self, tokens_BT: jax.Array, mask_BT: jax.Array | None = None, segments_BT: jax.Array | None = None

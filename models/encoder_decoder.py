@@ -320,7 +320,7 @@ class EncoderDecoder(DropoutKeys):
         )
         self.final_norm = make_norm(parts)
         self.head = None if config.tied else make_linear(parts, (EMBED,), (VOCAB,), rngs, bias=False)
-        self.start_dropout(config.dropout, config.num_blocks, rngs)
+        self.start_dropout(config.dropout, 1 + config.num_blocks, rngs)
 
     def __call__(
         self,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardtrain.models.target import target_devices
+from shardtrain.models.device_forms import target_devices
 
 
 @dataclass(frozen=True)

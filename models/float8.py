@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax.linen.spmd import with_logical_constraint
 from jax import lax
 
-from shardtrain.models import one_cpu
+from shardtrain.models import device_forms
 
 Products = Literal["", "float8"]
 Dims = tuple[str | None, ...]
@@ -44,7 +44,7 @@ def product(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int, products: 
       (..., out), in the compute dtype.
     """
     if not products:
-        return one_cpu.product(x, with_logical_constraint(kernel, dims), num_in)
+        return device_forms.product(x, with_logical_constraint(kernel, dims), num_in)
     return _float8_product(x, kernel, dims, num_in)
 
 

@@ -20,7 +20,6 @@ from shardtrain.models.convolution import (
     ImageOptions,
     channel_norm,
 )
-from shardtrain.models.layers import Linear
 
 BLOCKS = {
     18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3),
@@ -154,10 +153,7 @@ class ImageNetResNet(ImageModel):
                 blocks.append(PostNormBlock(config, entering, inside, stride=stride, rngs=rngs))
                 entering = inside * config.expansion
         self.blocks = nnx.List(blocks)
-        self.head = Linear(
-            (CHANNELS_IN,), (VOCAB,), sizes=config.sizes, std=entering**-0.5, bias=True, dtype=config.dtype,
-            rngs=rngs,
-        )  # fmt: skip
+        self.head = self.make_head(entering, entering**-0.5, rngs)
 
     def first(self, images: jax.Array) -> jax.Array:
         """Apply the first convolution, its norm and relu, and a 3 x 3 maximum with a stride of 2."""

@@ -15,9 +15,9 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, EMBED
+from shardtrain.models.device_forms import recompute
 from shardtrain.models.float8 import Products, product
 from shardtrain.models.lora import Lora
-from shardtrain.models.on_gpus import recompute
 
 Dims = tuple[str, ...]
 Norms = Literal["layernorm", "rmsnorm", "rmsnorm_plus_one"]

@@ -68,12 +68,9 @@ def relative_bias(
       num_keys: number of keys, at positions from 0 on.
       max_distance, causal: see `find_bucket`.
     """
-    # look each distance up once, then each query takes the distances to its keys
-    distances = np.arange(-num_queries + 1, num_keys)
-    buckets = find_bucket(distances, num_buckets=table_BNH.shape[1], max_distance=max_distance, causal=causal)
-    by_distance = jnp.take(table_BNH, buckets, axis=1)
+    by_distance_BHS = _look_up(table_BNH, num_queries, num_keys, max_distance, causal)
     places = np.arange(num_keys)[None] - np.arange(num_queries)[:, None] + num_queries - 1
-    bias_BHTS = jnp.take(by_distance.swapaxes(1, 2), places, axis=2)
+    bias_BHTS = jnp.take(by_distance_BHS, places, axis=2)
     return with_logical_constraint(bias_BHTS, (BATCH, HEADS, None, None))
 
 
@@ -88,9 +85,16 @@ def compute_cached_bias(
       num_keys: slots of the cache; the slot of a key is its position.
       max_distance: see `find_bucket`.
     """
-    distances = np.arange(1 - num_keys, num_keys)
-    buckets = find_bucket(distances, num_buckets=table_BNH.shape[1], max_distance=max_distance, causal=True)
-    by_distance_BHS = jnp.take(table_BNH, buckets, axis=1).swapaxes(1, 2)
+    by_distance_BHS = _look_up(table_BNH, num_keys, num_keys, max_distance, causal=True)
     places_BTS = jnp.arange(num_keys) - positions_BT[:, :, None] + num_keys - 1
     bias_BHTS = jax.vmap(lambda row, places: jnp.take(row, places, axis=1))(by_distance_BHS, places_BTS)
     return with_logical_constraint(bias_BHTS, (BATCH, HEADS, None, None))
+
+
+def _look_up(
+    table_BNH: jax.Array, num_queries: int, num_keys: int, max_distance: int, causal: bool
+) -> jax.Array:
+    """Look up each distance between a query and a key once, rising, (batch, heads, distances)."""
+    distances = np.arange(1 - num_queries, num_keys)
+    buckets = find_bucket(distances, num_buckets=table_BNH.shape[1], max_distance=max_distance, causal=causal)
+    return jnp.take(table_BNH, buckets, axis=1).swapaxes(1, 2)

@@ -14,8 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.axes import BATCH, EMBED, RESIDUAL_SEQ, SEQ
 from shardtrain.functional.remat_policies import BLOCK_OUTPUT, WHOLE_SEQ
+from shardtrain.models.device_forms import compute_once
 from shardtrain.models.float8 import Dims, Products, product
-from shardtrain.models.one_cpu import compute_once
 
 STREAM = (BATCH, RESIDUAL_SEQ, EMBED)
 

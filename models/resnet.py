@@ -11,7 +11,6 @@ import jax
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
-from shardtrain.axes import CHANNELS_IN, VOCAB
 from shardtrain.models.convolution import (
     WRITTEN,
     Convolution,
@@ -20,7 +19,6 @@ from shardtrain.models.convolution import (
     Stack,
     channel_norm,
 )
-from shardtrain.models.layers import Linear
 
 NUM_GROUPS_OF_BLOCKS = 3
 
@@ -142,11 +140,7 @@ class ResNet(ImageModel):
         self.stem_norm = channel_norm(config, config.filters)
         self.blocks = nnx.List(_blocks(config, rngs))
         self.final_norm = channel_norm(config, config.outer_channels)
-        sizes = {CHANNELS_IN: config.outer_channels, VOCAB: config.classes}
-        std = (2 / config.outer_channels) ** 0.5
-        self.head = Linear(
-            (CHANNELS_IN,), (VOCAB,), sizes=sizes, std=std, bias=True, dtype=config.dtype, rngs=rngs
-        )
+        self.head = self.make_head(config.outer_channels, (2 / config.outer_channels) ** 0.5, rngs)
 
     def first(self, images: jax.Array) -> jax.Array:
         """Apply the first convolution, its norm and relu: (batch, height, width, channels)."""

@@ -24,6 +24,7 @@ from shardtrain.axes import (
 )
 from shardtrain.models.attention import attend
 from shardtrain.models.chunked_logits import ChunkedLogits, cap
+from shardtrain.models.device_forms import is_on_gpus, is_on_one_device, recompute, rows_last
 from shardtrain.models.layers import (
     Dims,
     Linear,
@@ -35,10 +36,8 @@ from shardtrain.models.layers import (
     restart_positions,
 )
 from shardtrain.models.lora import read_lora
-from shardtrain.models.on_gpus import is_on_gpus, recompute, rows_last
 from shardtrain.models.residual_stream import STREAM, project_to_stream, read_from_stream
 from shardtrain.models.rotary import block_frequencies, rotate
-from shardtrain.models.target import is_on_one_device
 from shardtrain.models.transformer_options import (
     GATED,
     BlockOptions,
@@ -90,24 +89,24 @@ class DropoutKeys(nnx.Module):
     on the order in which they are called. Each call of the model draws new masks.
     """
 
-    def start_dropout(self, rate: float, num_blocks: int, rngs: nnx.Rngs) -> None:
-        """Fork the stream "dropout" of `rngs`, unless the rate is 0."""
-        self.dropout, self.num_keys = nnx.Dropout(rate), num_blocks + 1
+    def start_dropout(self, rate: float, num_keys: int, rngs: nnx.Rngs) -> None:
+        """Fork the stream "dropout" of `rngs`, for `num_keys` keys in each call, unless the rate is 0."""
+        self.dropout, self.num_keys = nnx.Dropout(rate), num_keys
         self.rngs = rngs["dropout"].fork() if rate else None
 
-    def _keys(self) -> jax.Array | None:
-        """Return one key for the embedding and one for each block, the same within a call."""
+    def dropout_keys(self) -> jax.Array | None:
+        """Return the keys of a call: for the embedding, then for each block; None without dropout."""
         if self.rngs is None or self.dropout.deterministic:
             return None
         return coming_keys(self.rngs, self.num_keys)
 
     def embedding_key(self) -> jax.Array | None:
         """Return the key of the dropout before the blocks; None without dropout."""
-        return None if (keys := self._keys()) is None else keys[0]
+        return None if (keys := self.dropout_keys()) is None else keys[0]
 
     def block_keys(self) -> Any:
         """Return the keys of the blocks' dropout, (blocks,); None without dropout."""
-        return None if (keys := self._keys()) is None else keys[1:]
+        return None if (keys := self.dropout_keys()) is None else keys[1:]
 
     def drop_embedding(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
         """Apply dropout to the input of the first block."""

@@ -71,8 +71,23 @@ class TransformerOptions:
         checks.refuse(type(self).__name__, self.list_problems())
 
     def list_problems(self) -> list[str]:
-        """List the options that are out of range or do not fit another."""
-        return problems(self)
+        """List wrong values, then options that do not fit each other."""
+        counts = {f.name: getattr(self, f.name) for f in fields(self) if f.type in (int, int | None)}
+        found = checks.positive({name: value for name, value in counts.items() if value is not None})
+        if not found:
+            sizes = block_sizes(self)
+            found += checks.multiple("num_heads", self.num_heads, "num_kv_heads", sizes[KV_HEADS])
+            if getattr(self, "head_dim", None) is None:
+                found += checks.multiple("embed", self.embed, "num_heads", self.num_heads)
+            if getattr(self, "positions", "learned") == "rotary" and sizes[HEAD_DIM] % 2:
+                odd = sizes[HEAD_DIM]
+                found.append(f"head_dim is {odd}; rotary positions turn pairs. Use head_dim={odd + 1}.")
+        found += checks.positive({n: float(getattr(self, n)) for n in ("theta", "eps") if hasattr(self, n)})
+        found += checks.dropout_rate("dropout", self.dropout) + _find_text_problems(self)
+        choices = {f.name: get_args(f.type) for f in fields(self) if get_origin(f.type) is Literal}
+        for name, allowed in choices.items():
+            found += checks.choice(name, getattr(self, name), allowed)
+        return found
 
     def block_options(self, **changes: Any) -> "BlockOptions":
         """Return the options of the parts of a block: this configuration, with changes."""
@@ -190,7 +205,7 @@ class BlockOptions(DecodingOptions):
 
     def list_problems(self) -> list[str]:
         """List the options that are out of range or do not fit another."""
-        return problems(self) + decoder_problems(self)
+        return super().list_problems() + _find_decoder_problems(self)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -226,52 +241,27 @@ def has_bias(config: Any, option: str) -> bool:
     return next(value for name in BIASES[option] if (value := getattr(config, name)) is not None)
 
 
-def problems(config: Any) -> list[str]:
-    """List the problems of a configuration: wrong values first, then sizes that do not fit each other."""
-    counts = {f.name: getattr(config, f.name) for f in fields(config) if f.type in (int, int | None)}
-    found = checks.positive({name: value for name, value in counts.items() if value is not None})
-    if not found:
-        sizes = block_sizes(config)
-        found += checks.multiple("num_heads", config.num_heads, "num_kv_heads", sizes[KV_HEADS])
-        if getattr(config, "head_dim", None) is None:
-            found += checks.multiple("embed", config.embed, "num_heads", config.num_heads)
-        if getattr(config, "positions", "learned") == "rotary" and sizes[HEAD_DIM] % 2:
-            odd = sizes[HEAD_DIM]
-            found.append(f"head_dim is {odd}; rotary positions turn pairs. Use head_dim={odd + 1}.")
-    found += checks.positive({n: float(getattr(config, n)) for n in ("theta", "eps") if hasattr(config, n)})
-    found += checks.dropout_rate("dropout", config.dropout)
-    found += _lora_problems(config) + _experts_problems(config)
-    choices = {f.name: get_args(f.type) for f in fields(config) if get_origin(f.type) is Literal}
-    for name, allowed in choices.items():
-        found += checks.choice(name, getattr(config, name), allowed)
+def _find_text_problems(config: Any) -> list[str]:
+    """List the problems of the options that are read from text, `lora` and `experts`."""
+    found: list[str] = []
+    read: dict[str, Any] = {"lora": None, "experts": None}
+    for name, reader in (("lora", read_lora), ("experts", read_experts)):
+        try:
+            read[name] = reader(getattr(config, name, ""))
+        except ValueError as error:
+            found.append(str(error))
+    lora, experts = read["lora"], read["experts"]
+    if lora and lora.on == ("gate",) and config.activation not in GATED:
+        found.append(
+            f"lora is {config.lora!r}, and a feed-forward with {config.activation} has no gate; use"
+            " activation='swiglu', or other projections"
+        )
+    if lora and experts and not experts.shared and not set(lora.on) - {"up", "gate", "down"}:
+        found.append(f"lora is {config.lora!r}, and experts have no adapters; use on=q+v, of attention")
     return found
 
 
-def _lora_problems(config: Any) -> list[str]:
-    try:
-        lora = read_lora(config.lora)
-    except ValueError as error:
-        return [str(error)]
-    if lora is not None and lora.on == ("gate",) and config.activation not in GATED:
-        return [
-            f"lora is {config.lora!r}, and a feed-forward with {config.activation} has no gate; use"
-            " activation='swiglu', or other projections"
-        ]
-    return []
-
-
-def _experts_problems(config: Any) -> list[str]:
-    try:
-        experts = read_experts(getattr(config, "experts", ""))
-        lora = read_lora(config.lora)
-    except ValueError as error:
-        return [str(error)] if str(error).startswith("experts") else []
-    if experts and not experts.shared and lora and not set(lora.on) - {"up", "gate", "down"}:
-        return [f"lora is {config.lora!r}, and experts have no adapters; use on=q+v, of attention"]
-    return []
-
-
-def decoder_problems(config: BlockOptions) -> list[str]:
+def _find_decoder_problems(config: BlockOptions) -> list[str]:
     """List the problems of the options that only decoders have."""
     names = ("query_scale", "soft_cap", "logits_soft_cap", "embed_scale", "window_theta")
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}

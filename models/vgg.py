@@ -15,7 +15,8 @@ from flax.linen.spmd import with_logical_constraint
 from shardtrain.axes import BATCH, CHANNELS_IN, EMBED, MLP, VOCAB
 from shardtrain.models import checks
 from shardtrain.models.convolution import WRITTEN, Convolution, ImageModel, ImageOptions, channel_norm
-from shardtrain.models.layers import Linear, coming_keys
+from shardtrain.models.layers import Linear
+from shardtrain.models.transformer import DropoutKeys
 
 CONVOLUTIONS = {16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 """Depth -> number of convolutions at each image size; three more layers classify."""
@@ -94,21 +95,19 @@ class VggBlock(nnx.Module):
         return with_logical_constraint(x_BHWC, WRITTEN)
 
 
-class Vgg(ImageModel):
+class Vgg(ImageModel, DropoutKeys):
     """Map images to logits; `nnx.view(vgg, deterministic=True, use_running_average=True)` for evaluation."""
 
     def __init__(self, config: VggConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.blocks = nnx.List(_blocks(config, rngs))
         self.classifier = nnx.List(_classifier(config, rngs))
-        self.dropout = nnx.Dropout(config.dropout)
-        self.rngs = rngs["dropout"].fork() if config.dropout else None
+        self.start_dropout(config.dropout, len(self.classifier) - 1, rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Score each image against the classes; each call draws new dropout masks."""
         logits_BV = super().__call__(images)
-        if self.rngs is not None and not self.dropout.deterministic:
-            self.rngs()
+        self.advance_dropout()
         return logits_BV
 
     def first(self, images: jax.Array) -> jax.Array:
@@ -118,15 +117,12 @@ class Vgg(ImageModel):
     def last(self, x_BHWC: jax.Array) -> jax.Array:
         """Return the logits: the classifier reads the mean over the remaining pixels."""
         x_B = x_BHWC.mean((1, 2))
-        dropped = len(self.classifier) - 1
-        keys: Any = [None] * dropped
-        if self.rngs is not None and not self.dropout.deterministic:
-            keys = coming_keys(self.rngs, dropped)
+        keys, dropped = self.dropout_keys(), len(self.classifier) - 1
         for i, linear in enumerate(self.classifier):
             x_B = with_logical_constraint(x_B, (BATCH, *linear.into))
             x_B = with_logical_constraint(linear(x_B), (BATCH, *linear.out))
             if i < dropped:
-                x_B = self.dropout(jax.nn.relu(x_B), rngs=keys[i])
+                x_B = self.dropout(jax.nn.relu(x_B), rngs=None if keys is None else keys[i])
         return x_B.astype(jnp.float32)
 
 

@@ -120,7 +120,7 @@ class Vit(DropoutKeys):
         self.blocks = stack_blocks(partial(Block, causal=False), parts, rngs)
         self.final_norm = make_norm(parts)
         self.head = make_linear(parts, (EMBED,), (VOCAB,), rngs)
-        self.start_dropout(config.dropout, config.num_layers, rngs)
+        self.start_dropout(config.dropout, 1 + config.num_layers, rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Score each image against the classes.

@@ -13,16 +13,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, TypedDict, cast
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
 from shardtrain.data.order import epoch_order
 from shardtrain.data.row_split import fill_with_copies, full_weights, weigh
 from shardtrain.data.samples import Batch, Source, load_rows
-from shardtrain.data.workers import LoadableBatches, Workers
+from shardtrain.data.workers import Workers
 from shardtrain.errors.field_types import too_small, wrong_types
 from shardtrain.errors.messages import refuse
+
+if TYPE_CHECKING:
+    from shardtrain.data.token_batches import TokenBatches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +225,7 @@ QUICK_SECONDS = 0.0005
 would compete with the training loop for Python's lock, and waking it takes about as long as loading."""
 
 
-def read_ahead(batches: LoadableBatches, start: Position) -> Generator[tuple[Batch, Position]]:
+def read_ahead(batches: "Batches | TokenBatches", start: Position) -> Generator[tuple[Batch, Position]]:
     """Yield (batch, the position after it), from a position on.
 
     Worker processes load batches ahead; without them threads do, if recent batches took more than
@@ -238,7 +241,7 @@ def read_ahead(batches: LoadableBatches, start: Position) -> Generator[tuple[Bat
     with ExitStack() as stack:
         if batches.workers:
             # a copy, without what it has computed so far
-            copied = replace(cast("Any", batches), workers=0)
+            copied = replace(batches, workers=0)
             load = stack.enter_context(Workers(copied, batches.workers, batches.source)).load
         threads = ThreadPoolExecutor(max(ahead, 1), thread_name_prefix="shardtrain-loader")
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
@@ -271,7 +274,7 @@ def _load_now(
     return future
 
 
-def _positions(batches: LoadableBatches, position: Position) -> Iterator[tuple[Position, Position]]:
+def _positions(batches: "Batches | TokenBatches", position: Position) -> Iterator[tuple[Position, Position]]:
     """Yield (the position of a batch, the position after it), from a position on."""
     for _ in range(batches.num_batches(position)):
         after = batches.advance(position)

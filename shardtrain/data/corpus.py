@@ -87,9 +87,15 @@ class Corpus(SplitData[Windows | DocumentPieces]):
         """The size of the vocabulary.
 
         Raises:
-          ValueError, FileNotFoundError: the tokenizer cannot be opened.
+          ValueError, FileNotFoundError: the tokenizer cannot be opened, or folders of tokens differ in
+            theirs.
         """
-        manifests = self._manifests()
+        try:
+            files = find_named_files(self.paths, self.format)
+        except ValueError:
+            # a run file may ask for the vocabulary before the command line gives the paths; `split` raises it
+            files = []
+        manifests = token_folders(files)
         if self.vocab_size is not None:
             return self.vocab_size
         if manifests:
@@ -103,15 +109,14 @@ class Corpus(SplitData[Windows | DocumentPieces]):
           BadData: a row or file cannot be read, and `on_error` is "stop".
           ValueError: nothing is found, formats do not fit together, or there are too few tokens.
         """
-        files = self._files()
-        shards = self._shards(files, folder)
+        _, shards, manifests = self._open(folder)
         if self.packing != "joined" and (path := shards.without_ends):
             raise ValueError(
                 f"packing is {self.packing!r}, and {path} does not say where documents end (a .ends file next"
                 " to it does); make the tokens by shardtrain data tokenize, or use --data.packing joined"
             )
         name = self.paths[0] if len(self.paths) == 1 else Path(some(self.paths, 2))
-        num_skipped = self._count_skipped(files, folder)
+        num_skipped = sum(manifest.num_skipped for manifest in manifests)
         windows = Windows(
             path=name,
             seq=self.seq,
@@ -128,11 +133,10 @@ class Corpus(SplitData[Windows | DocumentPieces]):
 
     def summary(self, folder: Path) -> str:
         """Return a line that says what is read and what was skipped."""
-        files = self._files()
+        files, shards, manifests = self._open(folder)
         if refuse_mixed(files):
-            num_tokens = self._shards(files, folder).num_tokens
-            return f"corpus: {summary(files)}; {num_tokens:,} tokens"
-        manifest = self._tokenize(files, folder)
+            return f"corpus: {summary(files)}; {shards.num_tokens:,} tokens"
+        [manifest] = manifests
         text = (
             f"corpus: {summary(files)}; {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens"
         )
@@ -142,48 +146,26 @@ class Corpus(SplitData[Windows | DocumentPieces]):
 
     def replace_tokenizer(self, tokenizer: str) -> "Corpus":
         """Return the same corpus with another tokenizer, which token files ignore."""
-        is_text = not refuse_mixed(self._files()) if self.paths else True
-        return replace(self, tokenizer=tokenizer) if is_text else self
+        has_tokens = self.paths and refuse_mixed(corpus_files(self.paths, self.format))
+        return self if has_tokens else replace(self, tokenizer=tokenizer)
 
-    def _files(self) -> list[SourceFile]:
+    def _open(self, folder: Path) -> tuple[list[SourceFile], TokenShards, list[Manifest]]:
+        """Return files, tokens and manifests; text is tokenized at the first call."""
         if not self.paths:
             raise ValueError("this corpus has no paths; give files, folders or patterns: --data PATTERN")
-        return corpus_files(self.paths, self.format)
-
-    def _shards(self, files: list[SourceFile], folder: Path) -> TokenShards:
-        if not refuse_mixed(files):
-            files = [SourceFile(path, "npy") for path in self._tokenize(files, folder).files()]
-        elif self.tokenizer != BYTES:
-            raise ValueError(
-                f"tokenizer is {self.tokenizer}, and {files[0].path} has tokens already; leave it out"
-            )
-        return token_shards(files)
-
-    def _tokenize(self, files: list[SourceFile], folder: Path) -> Manifest:
-        """Tokenize the text into the run folder at the first call, and return the manifest."""
+        files = corpus_files(self.paths, self.format)
+        if refuse_mixed(files):
+            if self.tokenizer != BYTES:
+                raise ValueError(
+                    f"tokenizer is {self.tokenizer}, and {files[0].path} has tokens already; leave it out"
+                )
+            return files, token_shards(files), token_folders(files)
         options = TokenizeOptions(
             tokenizer=self.tokenizer, text=self.text, separator=self.separator, on_error=self.on_error
         )
         out = folder / f"tokens-{plan_digest(files, options)}"
-        return read_whole_manifest(out) or tokenize(files, out, options)
-
-    def _count_skipped(self, files: list[SourceFile], folder: Path) -> int:
-        """Return the number of rows and files that could not be read when the tokens were made."""
-        made = self._manifests() if refuse_mixed(files) else [self._tokenize(files, folder)]
-        return sum(manifest.num_skipped for manifest in made)
-
-    def _manifests(self) -> list[Manifest]:
-        """Return the manifests of the folders of tokens among the paths.
-
-        Raises:
-          ValueError: they were made by different tokenizers.
-        """
-        try:
-            files = find_named_files(self.paths, self.format)
-        except ValueError:
-            # a run file may ask for the vocabulary before the command line gives the paths; `train` raises it
-            return []
-        return token_folders(files)
+        manifest = read_whole_manifest(out) or tokenize(files, out, options)
+        return files, token_shards([SourceFile(path, "npy") for path in manifest.files()]), [manifest]
 
 
 def corpus_files(paths: Sequence[Path | str], format_name: str | None = None) -> list[SourceFile]:

@@ -63,7 +63,10 @@ class StreamSource:
         with self._lock:
             ahead = index - self._next
             if self._next < 0 or ahead < -len(self._kept) or (self._seeks and ahead > self._keep):
-                self._go_to(index)
+                # start at the sample if the stream can, else read and drop earlier samples
+                self._kept.clear()
+                self._begin(index % self._length if self._length else index)
+                self._next = index
             while self._next <= index:
                 self._kept.append(self._read_or_begin_again())
                 self._next += 1
@@ -75,12 +78,6 @@ class StreamSource:
         except BaseException:
             self._next = -1  # a generator that raised looks as if it were at its end
             raise
-
-    def _go_to(self, index: int) -> None:
-        """Move to a sample: the stream starts there if it can, else earlier samples are read and dropped."""
-        self._kept.clear()
-        self._begin(index % self._length if self._length else index)
-        self._next = index
 
     def _begin(self, place: int) -> None:
         """Begin a pass at a place, which may be after its end."""

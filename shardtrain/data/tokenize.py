@@ -346,7 +346,7 @@ def write_unit(unit: Unit, out: Path, tokenizer: Tokenizer, field: str, on_error
         "checksum": checksum(path),
         "ends_checksum": checksum(path.with_suffix(ENDS)),
     }
-    replace_file(record_path(out, unit), json.dumps(record).encode())
+    replace_file(out / f"{unit.name}.json", json.dumps(record).encode())
     return record
 
 
@@ -364,16 +364,11 @@ def read_record(out: Path, unit: Unit) -> dict[str, Any]:
     Raises:
       OSError, ValueError: there is none, or it is damaged.
     """
-    record = check_kind(read_json(record_path(out, unit)), dict, "a record")
+    record = check_kind(read_json(out / f"{unit.name}.json"), dict, "a record")
     for name in (*TOTALS, "checksum", "ends_checksum"):
         check_whole_number(record.get(name), name, MOST_TOKENS)
     skipped = check_kind(record.get("skipped"), list, "skipped")
     return {**record, "file": f"{unit.name}.npy", "skipped": list(map(str, skipped))}
-
-
-def record_path(out: Path, unit: Unit) -> Path:
-    """Return the path of the record of a unit, which is written last."""
-    return out / f"{unit.name}.json"
 
 
 def checksum(path: Path) -> int:

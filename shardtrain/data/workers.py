@@ -16,28 +16,18 @@ import traceback
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from shardtrain.data.samples import Batch
 from shardtrain.errors.user_code import UserCodeFailed, user_traceback
 from shardtrain.system.stop_signals import STOPPING
 
+if TYPE_CHECKING:
+    from shardtrain.data.batches import Batches
+    from shardtrain.data.token_batches import TokenBatches
+
 END_SECONDS = 5.0
 """Time that a worker has to finish its batch before it is killed, once no more batches are needed."""
-
-
-class LoadableBatches(Protocol):
-    """Batches that are loaded by position, see `Batches`."""
-
-    @property
-    def source(self) -> Any: ...
-    @property
-    def prefetch(self) -> int: ...
-    @property
-    def workers(self) -> int: ...
-    def num_batches(self, position: Any = None, /) -> int: ...
-    def advance(self, position: Any, num_batches: int = 1, /) -> Any: ...
-    def load(self, position: Any, /) -> Batch: ...
 
 
 class _Worker(NamedTuple):
@@ -68,7 +58,7 @@ class Workers:
       ValueError: the data cannot be copied to other processes.
     """
 
-    def __init__(self, batches: LoadableBatches, number: int, source: Any) -> None:
+    def __init__(self, batches: "Batches | TokenBatches", number: int, source: Any) -> None:
         self._source = source
         try:
             self._copy = pickle.dumps(batches)

@@ -166,7 +166,7 @@ def step_options(platform: str, jaxlib: str | None = None) -> dict[str, bool | s
     """Return compiler options for a program with gradients, those of `mesh_options` too; None: none.
 
     XLA for CPUs drops `optimization_barrier` before it fuses loops, so what a model says is to be computed
-    once (`models/one_cpu.py`), or again (`jax.checkpoint`), is not. These options keep the barriers.
+    once (`models/device_forms.py`), or again (`jax.checkpoint`), is not. These options keep the barriers.
 
     Args:
       platform: of the devices: cpu, gpu, tpu.
