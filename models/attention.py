@@ -74,7 +74,7 @@ def _device_text(devices: Sequence[Any]) -> str:
     return devices[0].device_kind + (f" ({capability})" if capability else "")
 
 
-def _chosen(
+def _choose(
     kind: Attentions, q_BTHK: jax.Array, devices: Sequence[Any], **asked: Any
 ) -> Literal["xla", "cudnn"]:
     """Choose the attention for "auto", and note the choice in a run.
@@ -184,13 +184,13 @@ def attend_whole(
     """
     seen = None if mask_BS is None else (mask_BS if mask_BS.ndim == 3 else mask_BS[:, None])[:, None] != 0
     if segments_BT is not None:
-        seen = _both(segments_BT[:, None, :, None] == segments_BT[:, None, None, :], seen)
+        seen = _combine_masks(segments_BT[:, None, :, None] == segments_BT[:, None, None, :], seen)
     # flash attention where it can run; it takes no mask here, and has a window of its own. For a plan jax
     # cannot trace it: the plan says which devices it is for, and has a call in its place
     planned = getattr(get_logical_axis_rules(), "flash", None)
     devices = target_devices() if planned is None else [planned]
     biased = bias_BHTS is not None
-    kind = _chosen(
+    kind = _choose(
         kind, q_BTHK, devices, masked=seen is not None, soft_cap=soft_cap, window=window, biased=biased
     )
     if bias_BHTS is not None and (kind == "cudnn" or soft_cap is not None):
@@ -200,7 +200,7 @@ def attend_whole(
         flash_window = (window - 1, 0)
     elif window is not None:
         query, key = jnp.arange(q_BTHK.shape[1])[:, None], jnp.arange(k_BSHK.shape[1])
-        seen = _both((query - key < window)[None, None], seen)
+        seen = _combine_masks((query - key < window)[None, None], seen)
     dtype = q_BTHK.dtype
     if dtype == jnp.float16 and any(d.device_kind == "cpu" for d in devices):
         # XLA has no product of float16 there that it adds up in float32, which jax's attention asks for
@@ -212,10 +212,10 @@ def attend_whole(
     if kind == "cudnn" and planned is not None:
         return planned(q_BTHK, k_BSHK, v_BSHK, causal=causal, window=window)
     options = {"bias": bias_BHTS, "mask": seen, "is_causal": causal, "local_window_size": flash_window}
-    return _attention_of_jax(kind, q_BTHK, k_BSHK, v_BSHK, options).astype(dtype)
+    return _attend_by_jax(kind, q_BTHK, k_BSHK, v_BSHK, options).astype(dtype)
 
 
-def _attention_of_jax(
+def _attend_by_jax(
     kind: Literal["xla", "cudnn"],
     q_BTHK: jax.Array,
     k_BSHK: jax.Array,
@@ -234,7 +234,7 @@ def _attention_of_jax(
         ) from error
 
 
-def _both(first: jax.Array, second: jax.Array | None) -> jax.Array:
+def _combine_masks(first: jax.Array, second: jax.Array | None) -> jax.Array:
     return first if second is None else first & second
 
 
@@ -256,7 +256,7 @@ def _attend_capped(
     scores = jnp.einsum("BTNGK,BSNK->BNGTS", q, k_BSHK, preferred_element_type=jnp.float32)
     scores = soft_cap * jnp.tanh(scores * (q.shape[-1] ** -0.5 / soft_cap))
     if causal:
-        seen = _both(jnp.tri(q.shape[1], k_BSHK.shape[1], dtype=bool)[None, None], seen)
+        seen = _combine_masks(jnp.tri(q.shape[1], k_BSHK.shape[1], dtype=bool)[None, None], seen)
     if seen is not None:
         scores = jnp.where(seen[:, :, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BSHK.dtype)

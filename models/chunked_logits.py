@@ -74,7 +74,7 @@ class ChunkedLogits:
         if axis not in (-1, 2):
             raise ValueError(f"argmax over dim {axis} of logits in chunks; allowed: -1, the vocabulary")
         shards = _Shards.of(self.hidden_BTD)
-        kernel, bias = self._spread(shards)
+        kernel, bias = self._broadcast_head(shards)
 
         def chunk(hidden: jax.Array) -> jax.Array:
             return self._product(hidden, kernel, bias).argmax(-1)
@@ -96,7 +96,7 @@ class ChunkedLogits:
         """
         shards = _Shards.of(self.hidden_BTD)
         # float32, so that the gradients of chunks are added up in it
-        head = jax.tree.map(lambda x: x.astype(jnp.float32), self._spread(shards))
+        head = jax.tree.map(lambda x: x.astype(jnp.float32), self._broadcast_head(shards))
         arrays = tuple(shards.chunks(x, self.chunk) for x in of_tokens)
         dtype = self.hidden_BTD.dtype
         # the scale of a loss in float16 comes after these products, whose small gradients would be 0
@@ -107,7 +107,7 @@ class ChunkedLogits:
 
         return _sum(of_chunk, head, shards.chunks(self.hidden_BTD, self.chunk), arrays)
 
-    def _spread(self, shards: "_Shards") -> tuple[jax.Array, jax.Array | None]:
+    def _broadcast_head(self, shards: "_Shards") -> tuple[jax.Array, jax.Array | None]:
         """Return kernel and bias with two leading dims, a copy for each shard of the tokens.
 
         Each device then sums its own gradient over chunks, which is reduced over devices only once.

@@ -175,7 +175,7 @@ class ChannelNorm(nnx.Module):
         return (x_BHWC - mean_C) * jax.lax.rsqrt(variance_C + EPS)
 
 
-def channel_norm(config: ImageOptions, channels: int) -> ChannelNorm:
+def make_channel_norm(config: ImageOptions, channels: int) -> ChannelNorm:
     """Make the norm over channels of a configuration."""
     return ChannelNorm(config.norm, channels, num_groups=config.num_groups, dtype=config.dtype)
 

@@ -16,7 +16,7 @@ from shardtrain.axes import EMBED, SEQ, VOCAB
 from shardtrain.models.block_stack import stack_blocks, walk
 from shardtrain.models.decoder_block import Block, BlockInputs, Stream
 from shardtrain.models.experts_options import read_experts
-from shardtrain.models.experts_routing import REPLICAS, add_block, move_bias, no_counts, read_routing
+from shardtrain.models.experts_routing import REPLICAS, add_block, make_counts, move_bias, read_routing
 from shardtrain.models.key_value_cache import KeyValueCache, NewCache, read
 from shardtrain.models.layers import normal
 from shardtrain.models.residual_stream import gather_sequence
@@ -118,7 +118,7 @@ class Decoder(DropoutKeys):
         x_BTD = self.drop_embedding(x_BTD, self.embedding_key())
         stream: dict[str, Any] = {} if segments_BT is None else {"segments": segments_BT}
         if experts := read_experts(self.config.experts):
-            stream["routers"] = no_counts(experts, len(x_BTD), self.config.num_layers)
+            stream["routers"] = make_counts(experts, len(x_BTD), self.config.num_layers)
         return {"x": x_BTD, **stream} if stream else x_BTD
 
     def block_keys(self) -> jax.Array | BlockInputs | None:

@@ -71,7 +71,7 @@ def recompute(function: Callable[..., Any], derived: Callable[..., Any] | None =
     return jax.checkpoint(of_form)
 
 
-def rows_last(x: jax.Array) -> jax.Array:
+def keep_last_contiguous(x: jax.Array) -> jax.Array:
     """Return an array unchanged; on GPUs it and its gradient are stored with the last dim contiguous.
 
     A sum over a first dim of 32 or more, such as the gradient of a table of positions, makes XLA store its
@@ -99,7 +99,7 @@ def compute_once(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x) if is_on_one_cpu() else x
 
 
-def product(x: jax.Array, kernel: jax.Array, num_in: int) -> jax.Array:
+def multiply(x: jax.Array, kernel: jax.Array, num_in: int) -> jax.Array:
     """Multiply the last `num_in` dims of `x` with the first of a kernel: (..., in) to (..., out)."""
     if not is_on_one_cpu():
         return jnp.tensordot(x, kernel, num_in)

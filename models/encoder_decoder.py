@@ -20,7 +20,7 @@ from shardtrain.models.attention import attend
 from shardtrain.models.decoder_block import Block
 from shardtrain.models.key_value_cache import LayerCache, NewCache, SourceCache, read_target
 from shardtrain.models.layers import cast_and_constrain, normal
-from shardtrain.models.relative_positions import compute_cached_bias, relative_bias, relative_table
+from shardtrain.models.relative_positions import compute_bias, compute_cached_bias, make_table
 from shardtrain.models.residual_stream import (
     STREAM,
     add_part,
@@ -79,7 +79,7 @@ class EncoderDecoderConfig(DecodingOptions):
 
     def list_problems(self) -> list[str]:
         """List the options that are out of range or do not fit another."""
-        return super().list_problems() + _own_problems(self)
+        return super().list_problems() + _find_problems(self)
 
     @property
     def num_blocks(self) -> int:
@@ -108,7 +108,7 @@ class EncoderDecoderConfig(DecodingOptions):
         return EncoderDecoder(self, rngs=rngs)
 
 
-def _own_problems(config: EncoderDecoderConfig) -> list[str]:
+def _find_problems(config: EncoderDecoderConfig) -> list[str]:
     """List the problems of the options that only an encoder-decoder has."""
     names = ("query_scale", "head_scale")
     found = checks.positive({n: float(x) for n in names if (x := getattr(config, n)) is not None})
@@ -168,7 +168,7 @@ class CrossAttention(Attention):
         y = jnp.tensordot(source_BSD, kernel, 1)
         y = with_logical_constraint(y, (BATCH, SEQ, None, KV_HEADS, HEAD_DIM))
         k_BSHK, v_BSHK = (
-            linear.shifted(linear.adapted(y[:, :, i], source_BSD))
+            linear.add_bias(linear.add_adapter(y[:, :, i], source_BSD))
             for i, linear in enumerate((self.k, self.v))
         )
         return k_BSHK, v_BSHK
@@ -203,7 +203,7 @@ class EncoderBlock(Block):
         key: jax.Array | None,
     ) -> jax.Array:
         """Return the source's stream after this block."""
-        bias_BHSS = _bias(table_BNH, x_BSD.shape[1], self.max_distance, causal=False)
+        bias_BHSS = _compute_bias(table_BNH, x_BSD.shape[1], self.max_distance, causal=False)
         x_BSD = super().__call__(x_BSD, key, mask_BS=mask_BS, bias_BHTS=bias_BHSS)
         if self.source_norm is None:
             return x_BSD
@@ -257,7 +257,7 @@ class DecoderBlock(nnx.Module):
         """
         # earlier target positions, then the source, then the feed-forward
         keys = split_key(key, 3)
-        bias_BHTS = _bias(table_BNH, x_BTD.shape[1], self.max_distance, causal=True, cache=cache)
+        bias_BHTS = _compute_bias(table_BNH, x_BTD.shape[1], self.max_distance, causal=True, cache=cache)
         h_BTD = self.attention(read_by_products(self.attention_norm(x_BTD)), cache=cache, bias_BHTS=bias_BHTS)
         x_BTD = add_part(x_BTD, h_BTD, self.dropout, keys[0])
         source_BSD = None if source_BSD is None else gather_sequence(source_BSD)
@@ -266,7 +266,7 @@ class DecoderBlock(nnx.Module):
         return add_part(x_BTD, self.mlp(read_by_products(self.mlp_norm(x_BTD))), self.dropout, keys[2])
 
 
-def _bias(
+def _compute_bias(
     table_BNH: jax.Array | None,
     num: int,
     max_distance: int | None,
@@ -278,7 +278,7 @@ def _bias(
         return None
     if cache is not None:
         return compute_cached_bias(table_BNH, cache.positions_BT, cache.num_slots, max_distance=max_distance)
-    return relative_bias(table_BNH, num, num, max_distance=max_distance, causal=causal)
+    return compute_bias(table_BNH, num, num, max_distance=max_distance, causal=causal)
 
 
 def _wrap_remat(part: Callable[..., jax.Array], remat: Remats) -> Callable[..., jax.Array]:
@@ -305,8 +305,8 @@ class EncoderDecoder(DropoutKeys):
         self.target_positions = table((SEQ, EMBED)) if learned else None
         # a table of distances for all blocks of a kind
         shape, relative = (config.distances[0], config.sizes[HEADS]), config.positions == "relative"
-        self.source_relative = relative_table(*shape, rngs) if relative else None
-        self.target_relative = relative_table(*shape, rngs) if relative else None
+        self.source_relative = make_table(*shape, rngs) if relative else None
+        self.target_relative = make_table(*shape, rngs) if relative else None
         # the last block of each kind differs: the encoder's norms the source, the decoder's drops it
         self.blocks = nnx.List(
             [

@@ -56,7 +56,7 @@ def slots_of_rows(experts_BTK: jax.Array, num_experts: int, room: int) -> Slots:
     """
     rows, _, top = experts_BTK.shape
     flat = experts_BTK.reshape(rows, -1)
-    place = jax.vmap(lambda experts: _ranks(experts, num_experts))(flat)
+    place = jax.vmap(lambda experts: _rank_choices(experts, num_experts))(flat)
     slot = (flat * rows + jnp.arange(rows, dtype=jnp.int32)[:, None]) * room + place
     num = num_experts * rows * room
     slot = jnp.where(flat < num_experts, slot, num).reshape(-1, top)
@@ -82,7 +82,7 @@ def slots_of_all(experts_NK: jax.Array, num_experts: int) -> Slots:
     flat = experts_NK.reshape(-1)
     most = num_tokens * min(top, num_experts)
     counts_E = jnp.bincount(flat, length=num_experts + 1)[:num_experts].astype(jnp.int32)
-    place = _ranks(flat, num_experts)
+    place = _rank_choices(flat, num_experts)
     devices = target_devices()
     if not devices or any(device.platform != "cpu" for device in devices):
         start_E = jnp.cumsum(counts_E) - counts_E
@@ -155,7 +155,7 @@ def _multiply_ragged_backward(kept: Any, dy: jax.Array) -> Any:
 multiply_ragged.defvjp(_multiply_ragged_forward, _multiply_ragged_backward)
 
 
-def _ranks(experts: jax.Array, num_experts: int) -> jax.Array:
+def _rank_choices(experts: jax.Array, num_experts: int) -> jax.Array:
     """Return the number of earlier choices of the same expert, int32 (choices,)."""
     order = jnp.argsort(experts, stable=True)
     counts = jnp.bincount(experts, length=num_experts + 1)

@@ -120,7 +120,7 @@ BLOCK_COUNTS = ("chosen", "probability", "z", "dropped")
 """Names of the counts of each block; the first two are per expert."""
 
 
-def no_counts(options: Experts, rows: int, num_blocks: int) -> dict[str, jax.Array]:
+def make_counts(options: Experts, rows: int, num_blocks: int) -> dict[str, jax.Array]:
     """Return the initial counts of all blocks: zeros (rows, blocks, ...)."""
     shapes = dict.fromkeys(BLOCK_COUNTS, (rows, num_blocks))
     shapes |= dict.fromkeys(BLOCK_COUNTS[:2], (rows, num_blocks, options.num))

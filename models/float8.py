@@ -30,7 +30,7 @@ FORMAT = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(FORMAT).max)
 
 
-def product(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int, products: Products) -> jax.Array:
+def multiply(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int, products: Products) -> jax.Array:
     """Multiply the last `num_in` dims of `x` with the first of a kernel.
 
     Args:
@@ -44,34 +44,34 @@ def product(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int, products: 
       (..., out), in the compute dtype.
     """
     if not products:
-        return device_forms.product(x, with_logical_constraint(kernel, dims), num_in)
-    return _float8_product(x, kernel, dims, num_in)
+        return device_forms.multiply(x, with_logical_constraint(kernel, dims), num_in)
+    return _multiply_float8(x, kernel, dims, num_in)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _float8_product(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int) -> jax.Array:
+def _multiply_float8(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int) -> jax.Array:
     return _forward(x, kernel, dims, num_in)[0]
 
 
 def _forward(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int) -> tuple[jax.Array, tuple]:
     kernel8, kernel_scale = round_values(kernel, kernel.ndim)
     kernel8, kernel_scale = with_logical_constraint(kernel8, dims), kernel_scale.reshape(())
-    y = _product(x, kernel8, kernel_scale, num_in, range(num_in))
+    y = _multiply_rounded(x, kernel8, kernel_scale, num_in, range(num_in))
     return y, (x, kernel8, kernel_scale)
 
 
 def _backward(dims: Dims, num_in: int, kept: tuple, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, kernel8, kernel_scale = kept
-    dx = _product(dy, kernel8, kernel_scale, kernel8.ndim - num_in, range(num_in, kernel8.ndim))
+    dx = _multiply_rounded(dy, kernel8, kernel_scale, kernel8.ndim - num_in, range(num_in, kernel8.ndim))
     # summed over all dims of tokens
     tokens = tuple(range(x.ndim - num_in))
     return dx, with_logical_constraint(lax.dot_general(x, dy, ((tokens, tokens), ((), ()))), dims)
 
 
-_float8_product.defvjp(_forward, _backward)
+_multiply_float8.defvjp(_forward, _backward)
 
 
-def _product(
+def _multiply_rounded(
     x: jax.Array, kernel8: jax.Array, kernel_scale: jax.Array, num_features: int, kernel_axes: range
 ) -> jax.Array:
     """Multiply the last `num_features` dims of `x`, rounded token by token, with dims of a kernel."""

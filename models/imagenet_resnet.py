@@ -18,7 +18,7 @@ from shardtrain.models.convolution import (
     ImageModel,
     ImageNorms,
     ImageOptions,
-    channel_norm,
+    make_channel_norm,
 )
 
 BLOCKS = {
@@ -100,7 +100,7 @@ class NormedConvolution(nnx.Module):
             *channels, window, stride=stride, of_image=of_image, bias=False, both_sides=True,
             dtype=config.dtype, rngs=rngs,
         )  # fmt: skip
-        self.norm = channel_norm(config, channels[1])
+        self.norm = make_channel_norm(config, channels[1])
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         return self.norm(self.convolution(x_BHWC))

@@ -133,7 +133,7 @@ def read(
     # the blocks see the old cache; new keys and values are written once, for all layers
     stream = decoder.first(tokens_BT, positions_BT=positions_BT)
     x_BTD = stream["x"] if isinstance(stream, dict) else stream
-    x_BTD, added = _walk(decoder, x_BTD, cache, positions_BT)
+    x_BTD, added = _apply_blocks(decoder, x_BTD, cache, positions_BT)
     logits_BV = with_logical_constraint(decoder.last(select_last(x_BTD, counts_B))[:, 0], (BATCH, VOCAB))
     return logits_BV, extend_cache(cache, added, counts_B)
 
@@ -157,7 +157,7 @@ def select_last(x_BTD: jax.Array, counts_B: jax.Array) -> jax.Array:
     return jnp.where(is_last_BT[:, :, None], x_BTD, 0).sum(1, keepdims=True)
 
 
-def _walk(
+def _apply_blocks(
     decoder: Any, x_BTD: jax.Array, cache: KeyValueCache, positions_BT: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Apply all blocks, and also return their new keys and values, (layers, batch, T, ...)."""

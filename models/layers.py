@@ -16,7 +16,7 @@ from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, EMBED
 from shardtrain.models.device_forms import recompute
-from shardtrain.models.float8 import Products, product
+from shardtrain.models.float8 import Products, multiply
 from shardtrain.models.lora import Lora
 
 Dims = tuple[str, ...]
@@ -33,7 +33,7 @@ def normal(dims: Dims, *, sizes: Mapping[str, int], std: float, rngs: nnx.Rngs) 
     return parameter(std * jax.random.normal(rngs.params(), [sizes[dim] for dim in dims], jnp.float32), dims)
 
 
-def coming_keys(stream: nnx.RngStream, num: int) -> jax.Array:
+def peek_keys(stream: nnx.RngStream, num: int) -> jax.Array:
     """Return keys (num,) split from the stream's next key, without advancing the stream.
 
     The parts of a model then see the same keys, in any order and in separate programs.
@@ -109,14 +109,14 @@ class Linear(nnx.Module):
             self.lora_b = parameter(jnp.zeros((lora.rank, *shape_out)), (None, *out))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.shifted(self.product(x))
+        return self.add_bias(self.product(x))
 
     def product(self, x: jax.Array) -> jax.Array:
         """Apply the map without its bias."""
-        y = product(x, self.cast(), (*self.into, *self.out), len(self.into), self.products)
-        return self.adapted(y, x)
+        y = multiply(x, self.cast(), (*self.into, *self.out), len(self.into), self.products)
+        return self.add_adapter(y, x)
 
-    def adapted(self, y: jax.Array, x: jax.Array) -> jax.Array:
+    def add_adapter(self, y: jax.Array, x: jax.Array) -> jax.Array:
         """Add the adapter's output for `x`, if there is one, to a product of `x` with the kernel."""
         if self.lora is None:
             return y
@@ -128,7 +128,7 @@ class Linear(nnx.Module):
         """Cast the kernel to the compute dtype, sharded as stored, for concatenation and gathering."""
         return self.kernel[...].astype(self.dtype)
 
-    def shifted(self, y: jax.Array) -> jax.Array:
+    def add_bias(self, y: jax.Array) -> jax.Array:
         """Add the bias, if there is one, to a product with the kernel."""
         return add_bias(y, self.cast_bias())
 

@@ -68,8 +68,8 @@ class LinenDecoder(nn.Module):
         checks.refuse("LinenDecoder", _find_problems(config))
         if tokens_BT.shape[1] > config.seq:
             raise ValueError(describe_too_long(tokens_BT.shape[1], config.seq))
-        table_VD = _weight(self, "embedding", (VOCAB, EMBED), config)
-        positions_TD = _weight(self, "positions", (SEQ, EMBED), config)
+        table_VD = _make_weight(self, "embedding", (VOCAB, EMBED), config)
+        positions_TD = _make_weight(self, "positions", (SEQ, EMBED), config)
         x_BTD = jnp.take(table_VD, tokens_BT, axis=0) + positions_TD[: tokens_BT.shape[1]]
         x_BTD = nn.Dropout(config.dropout, deterministic=not train)(with_logical_constraint(x_BTD, STREAM))
         block = LinenBlock
@@ -84,7 +84,7 @@ class LinenDecoder(nn.Module):
             metadata_params={nn.PARTITION_NAME: LAYERS},
         )
         x_BTD, _ = stacked(config, train, name="blocks")(with_logical_constraint(x_BTD, STREAM), None)
-        x_BTD = gather_sequence(_norm("final_norm", config)(x_BTD))
+        x_BTD = gather_sequence(_make_norm("final_norm", config)(x_BTD))
         if config.loss_chunk is not None:
             return ChunkedLogits(
                 hidden_BTD=x_BTD, kernel=table_VD, bias_V=None, kernel_dims=TABLE, chunk=config.loss_chunk
@@ -104,7 +104,7 @@ class LinenBlock(nn.Module):
         x_BTD = name_block_input(x_BTD, self.config.remat)
         parts = ("attention_norm", LinenAttention, "attention"), ("mlp_norm", LinenFeedForward, "mlp")
         for norm_name, layer, name in parts:
-            h_BTD = read_by_products(_norm(norm_name, self.config)(x_BTD))
+            h_BTD = read_by_products(_make_norm(norm_name, self.config)(x_BTD))
             h_BTD = checkpoint_name(layer(self.config, name=name)(h_BTD), BLOCK_OUTPUT)
             h_BTD = nn.Dropout(self.config.dropout, deterministic=not self.train)(h_BTD)
             x_BTD = with_logical_constraint(x_BTD + h_BTD, STREAM)
@@ -127,7 +127,7 @@ class LinenAttention(nn.Module):
         y = read_from_stream(x_BTD, kernel, (EMBED, KV_HEADS, None, HEAD_DIM))
         y = with_logical_constraint(y, (BATCH, SEQ, KV_HEADS, None, HEAD_DIM))
         q_BTHK, k_BSHK, v_BSHK = (
-            with_logical_constraint(linear.shifted(y[:, :, :, i]), (BATCH, SEQ, linear.out[0], HEAD_DIM))
+            with_logical_constraint(linear.add_bias(y[:, :, :, i]), (BATCH, SEQ, linear.out[0], HEAD_DIM))
             for i, linear in enumerate(linears)
         )
         y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention)
@@ -143,7 +143,7 @@ class LinenFeedForward(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         up = LinenLinear(self.config, (EMBED,), (MLP,), name="up")
-        h_BTF = up.shifted(read_from_stream(x_BTD, up.cast(), (EMBED, MLP)))
+        h_BTF = up.add_bias(read_from_stream(x_BTD, up.cast(), (EMBED, MLP)))
         h_BTF = jax.nn.gelu(with_logical_constraint(h_BTF, (BATCH, SEQ, MLP)), approximate=True)
         return project_to_stream(LinenLinear(self.config, (MLP,), (EMBED,), name="down"), h_BTF)
 
@@ -169,7 +169,7 @@ class LinenLinear(nn.Module):
         kernel = with_logical_constraint(self.cast(), (*self.into, *self.out))
         return jnp.tensordot(x, kernel, axes=len(self.into))
 
-    def adapted(self, y: jax.Array, x: jax.Array) -> jax.Array:
+    def add_adapter(self, y: jax.Array, x: jax.Array) -> jax.Array:
         """Return y, as this map has no adapter."""
         return y
 
@@ -177,12 +177,12 @@ class LinenLinear(nn.Module):
         """Cast the kernel to the compute dtype, sharded as stored, for concatenation and gathering."""
         return self.kernel.astype(self.config.dtype)
 
-    def shifted(self, y: jax.Array) -> jax.Array:
+    def add_bias(self, y: jax.Array) -> jax.Array:
         """Add the bias to a product with the kernel."""
         return y + with_logical_constraint(self.bias.astype(self.config.dtype), self.out)
 
 
-def _norm(name: str, config: DecoderConfig) -> nn.LayerNorm:
+def _make_norm(name: str, config: DecoderConfig) -> nn.LayerNorm:
     """Make linen's layer norm, in float32, with the results of `layers.Norm`."""
     return nn.LayerNorm(
         epsilon=config.eps,
@@ -194,7 +194,7 @@ def _norm(name: str, config: DecoderConfig) -> nn.LayerNorm:
     )
 
 
-def _weight(module: Any, name: str, dims: tuple[str, ...], config: DecoderConfig) -> jax.Array:
+def _make_weight(module: Any, name: str, dims: tuple[str, ...], config: DecoderConfig) -> jax.Array:
     """Make a float32 parameter, cast to the compute dtype and constrained to its dims."""
     value = module.param(name, *_partition(nn.initializers.normal(0.02), dims, config.sizes))
     return with_logical_constraint(value.astype(config.dtype), dims)

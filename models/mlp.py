@@ -68,8 +68,8 @@ class MlpBlock(nnx.Module):
 
     def __init__(self, config: MlpConfig, *, rngs: nnx.Rngs):
         self.norm = Norm("layernorm", config.features, eps=1e-5, bias=True, dtype=config.dtype)
-        self.up = _linear(config, (EMBED,), (MLP,), rngs)
-        self.down = _linear(config, (MLP,), (EMBED,), rngs)
+        self.up = _make_linear(config, (EMBED,), (MLP,), rngs)
+        self.down = _make_linear(config, (MLP,), (EMBED,), rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
     def __call__(self, x_BD: jax.Array) -> jax.Array:
@@ -84,7 +84,7 @@ class Mlp(nnx.Module):
     def __init__(self, config: MlpConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.blocks = nnx.List([MlpBlock(config, rngs=rngs) for _ in range(config.num_layers)])
-        self.head = _linear(config, (EMBED,), (VOCAB,), rngs)
+        self.head = _make_linear(config, (EMBED,), (VOCAB,), rngs)
 
     def __call__(self, examples: jax.Array) -> jax.Array:
         """Score each example against the classes.
@@ -122,6 +122,6 @@ class Mlp(nnx.Module):
         return with_logical_constraint(self.head(x_BD).astype(jnp.float32), (BATCH, VOCAB))
 
 
-def _linear(config: MlpConfig, into: tuple[str, ...], out: tuple[str, ...], rngs: nnx.Rngs) -> Linear:
+def _make_linear(config: MlpConfig, into: tuple[str, ...], out: tuple[str, ...], rngs: nnx.Rngs) -> Linear:
     std = config.sizes[into[0]] ** -0.5
     return Linear(into, out, sizes=config.sizes, std=std, bias=True, dtype=config.dtype, rngs=rngs)

@@ -18,7 +18,7 @@ from shardtrain.axes import BATCH, HEADS
 from shardtrain.models.layers import parameter
 
 
-def relative_table(num_buckets: int, num_heads: int, rngs: nnx.Rngs) -> nnx.Param:
+def make_table(num_buckets: int, num_heads: int, rngs: nnx.Rngs) -> nnx.Param:
     """Make a table with a small random number for each bucket and head."""
     values = 0.02 * jax.random.normal(rngs.params(), (num_buckets, num_heads), jnp.float32)
     return parameter(values, (None, HEADS))
@@ -56,7 +56,7 @@ def find_bucket(distances: np.ndarray, *, num_buckets: int, max_distance: int, c
     return (behind + np.where(away < exact, away, far)).astype(np.int32)
 
 
-def relative_bias(
+def compute_bias(
     table_BNH: jax.Array, num_queries: int, num_keys: int, *, max_distance: int, causal: bool
 ) -> jax.Array:
     """Return the bias of the scores of attention, (batch, heads, num_queries, num_keys).
@@ -80,7 +80,7 @@ def compute_cached_bias(
     """Return the bias of the scores of causal attention with a cache, (batch, heads, T, num_keys).
 
     Args:
-      table_BNH: as for `relative_bias`.
+      table_BNH: as for `compute_bias`.
       positions_BT: the position of each query, which may differ from row to row.
       num_keys: slots of the cache; the slot of a key is its position.
       max_distance: see `find_bucket`.

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from shardtrain.axes import BATCH, EMBED, RESIDUAL_SEQ, SEQ
 from shardtrain.functional.remat_policies import BLOCK_OUTPUT, WHOLE_SEQ
 from shardtrain.models.device_forms import compute_once
-from shardtrain.models.float8 import Dims, Products, product
+from shardtrain.models.float8 import Dims, Products, multiply
 
 STREAM = (BATCH, RESIDUAL_SEQ, EMBED)
 
@@ -66,7 +66,7 @@ def read_from_stream(x_BTD: jax.Array, kernel: jax.Array, dims: Dims, products: 
         y = of_run.gathered(x_BTD, with_logical_constraint(kernel, dims), dims)
         if y is not None:
             return y
-    return product(gather(x_BTD), kernel, dims, 1, products)
+    return multiply(gather(x_BTD), kernel, dims, 1, products)
 
 
 def project_to_stream(linear: Any, x: jax.Array) -> jax.Array:
@@ -85,8 +85,8 @@ def project_to_stream(linear: Any, x: jax.Array) -> jax.Array:
         # constrained unsharded first, so that the backward pass gathers its gradient once
         y_BTD = with_logical_constraint(linear.product(x), (BATCH, SEQ, EMBED))
     else:
-        y_BTD = linear.adapted(y_BTD, x)
-    return with_logical_constraint(linear.shifted(with_logical_constraint(y_BTD, STREAM)), STREAM)
+        y_BTD = linear.add_adapter(y_BTD, x)
+    return with_logical_constraint(linear.add_bias(with_logical_constraint(y_BTD, STREAM)), STREAM)
 
 
 def _check(products: Products) -> None:

@@ -17,7 +17,7 @@ from shardtrain.models.convolution import (
     ImageModel,
     ImageOptions,
     Stack,
-    channel_norm,
+    make_channel_norm,
 )
 
 NUM_GROUPS_OF_BLOCKS = 3
@@ -101,7 +101,9 @@ class ResidualBlock(nnx.Module):
     ):
         # 1x1 to fewer channels, 3x3 among them, 1x1 to the channels of the output
         entering, inside, leaving = channels
-        self.norms = nnx.List([channel_norm(config, n) for n in (entering, inside, inside)[not activated :]])
+        self.norms = nnx.List(
+            [make_channel_norm(config, n) for n in (entering, inside, inside)[not activated :]]
+        )
         windows = (entering, inside, 1), (inside, inside, 3), (inside, leaving, 1)
         self.convolutions = nnx.List(
             [
@@ -137,9 +139,9 @@ class ResNet(ImageModel):
         self.stem = Convolution(
             config.colours, config.filters, 3, of_image=True, dtype=config.dtype, rngs=rngs
         )
-        self.stem_norm = channel_norm(config, config.filters)
-        self.blocks = nnx.List(_blocks(config, rngs))
-        self.final_norm = channel_norm(config, config.outer_channels)
+        self.stem_norm = make_channel_norm(config, config.filters)
+        self.blocks = nnx.List(_make_blocks(config, rngs))
+        self.final_norm = make_channel_norm(config, config.outer_channels)
         self.head = self.make_head(config.outer_channels, (2 / config.outer_channels) ** 0.5, rngs)
 
     def first(self, images: jax.Array) -> jax.Array:
@@ -151,7 +153,7 @@ class ResNet(ImageModel):
         return self.score(self.head, jax.nn.relu(self.final_norm(x_BHWC)).mean((1, 2)))
 
 
-def _blocks(config: ResNetConfig, rngs: nnx.Rngs) -> list[ResidualBlock | Stack]:
+def _make_blocks(config: ResNetConfig, rngs: nnx.Rngs) -> list[ResidualBlock | Stack]:
     """Make three groups of blocks; all blocks of a group but the first are equal, and made together."""
     blocks: list[ResidualBlock | Stack] = []
     entering = inside = config.filters
@@ -162,7 +164,7 @@ def _blocks(config: ResNetConfig, rngs: nnx.Rngs) -> list[ResidualBlock | Stack]
         channels = (entering, inside, leaving)
         blocks.append(ResidualBlock(config, channels, stride=stride, activated=activated, rngs=rngs))
 
-        alike = _maker(config, (leaving, inside, leaving))
+        alike = _make_factory(config, (leaving, inside, leaving))
         keys = jax.random.split(rngs.params(), num_alike)
         if config.stack > 1:
             blocks += [Stack(alike, keys[i : i + config.stack]) for i in range(0, num_alike, config.stack)]
@@ -173,7 +175,9 @@ def _blocks(config: ResNetConfig, rngs: nnx.Rngs) -> list[ResidualBlock | Stack]
     return blocks
 
 
-def _maker(config: ResNetConfig, channels: tuple[int, int, int]) -> Callable[[jax.Array], ResidualBlock]:
+def _make_factory(
+    config: ResNetConfig, channels: tuple[int, int, int]
+) -> Callable[[jax.Array], ResidualBlock]:
     """Return a function: key of the parameters -> a block that keeps the shape of its input."""
 
     def make(key: jax.Array) -> ResidualBlock:

@@ -74,11 +74,13 @@ def read_scaling(text: str) -> Scaling | None:
         return None
     kind, _, rest = text.partition(":")
     if kind not in SCALINGS:
-        allowed = ", ".join(map(_pattern, SCALINGS))
+        allowed = ", ".join(map(_describe_kind, SCALINGS))
         raise ValueError(f"rope_scaling is {text!r}; allowed are {allowed}, or an empty text")
     known = SCALINGS[kind]
     given, found = checks.read_pairs(rest, known, [name for name in known if known[name] is None])
-    numbers = {name: tuple(map(_number, value.split("+"))) for name, value in given.items() if name in known}
+    numbers = {
+        name: tuple(map(_read_number, value.split("+"))) for name, value in given.items() if name in known
+    }
     for name, values in numbers.items():
         if name == "factor" and not (len(values) == 1 and 1 <= values[0] < math.inf):
             found.append(f"factor is {given[name]!r}, and it is at least 1")
@@ -91,11 +93,13 @@ def read_scaling(text: str) -> Scaling | None:
     if found:
         more = [name for name, default in known.items() if default is not None]
         optional = f", and if wanted {', '.join(more)}" if more else ""
-        raise ValueError(f"rope_scaling is {text!r}: {'; '.join(found)}; write {_pattern(kind)}{optional}")
+        raise ValueError(
+            f"rope_scaling is {text!r}: {'; '.join(found)}; write {_describe_kind(kind)}{optional}"
+        )
     return scaling
 
 
-def _pattern(kind: str) -> str:
+def _describe_kind(kind: str) -> str:
     needed = [
         f"{name}={'NUMBER+NUMBER+...' if name in LISTS else 'NUMBER'}"
         for name, default in SCALINGS[kind].items()
@@ -104,17 +108,17 @@ def _pattern(kind: str) -> str:
     return f"{kind}:{','.join(needed)}"
 
 
-def _number(text: str) -> float:
+def _read_number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
         return math.nan
 
 
-def scaling_fits(scaling: Scaling, num_features: int) -> list[str]:
+def find_scaling_problems(scaling: Scaling, num_features: int) -> list[str]:
     """List numbers of a "longrope" scaling that do not fit the rotated features, one for each pair.
 
-    >>> scaling_fits(Scaling("longrope", 2.0, 4096, short=(1.0, 1.5), long=(3.0,)), 4)
+    >>> find_scaling_problems(Scaling("longrope", 2.0, 4096, short=(1.0, 1.5), long=(3.0,)), 4)
     ['long of rope_scaling has 1 numbers; 4 rotated features are 2 pairs. Give 2 numbers.']
     """
     if scaling.kind != "longrope":
@@ -129,7 +133,7 @@ def scaling_fits(scaling: Scaling, num_features: int) -> list[str]:
     ]
 
 
-def frequencies(
+def compute_frequencies(
     theta: float, num_features: int, scaling: Scaling | None = None, num_positions: int = 0
 ) -> tuple[jax.Array, float]:
     """Return the angle between neighbouring positions of each pair of features, and a factor of the features.
@@ -174,8 +178,10 @@ def frequencies(
     )
 
 
-def block_frequencies(config: Any, sees_all: jax.Array | None, num_positions: int) -> tuple[jax.Array, Any]:
-    """Return the frequencies and the factor of a block's rotary positions, as `frequencies` does.
+def compute_block_frequencies(
+    config: Any, sees_all: jax.Array | None, num_positions: int
+) -> tuple[jax.Array, Any]:
+    """Return the frequencies and the factor of a block's rotary positions, as `compute_frequencies` does.
 
     Args:
       config: the configuration, for the options of positions and windows.
@@ -183,10 +189,10 @@ def block_frequencies(config: Any, sees_all: jax.Array | None, num_positions: in
       num_positions: length of a row of the batch, or of its cache.
     """
     num_features = config.rotary_dims or config.sizes[HEAD_DIM]
-    of_all = frequencies(config.theta, num_features, read_scaling(config.rope_scaling), num_positions)
+    of_all = compute_frequencies(config.theta, num_features, read_scaling(config.rope_scaling), num_positions)
     if config.window_theta is None:
         return of_all
-    of_window = frequencies(config.window_theta, num_features)
+    of_window = compute_frequencies(config.window_theta, num_features)
     if sees_all is None:
         return of_window
     return jax.tree.map(lambda x, y: jnp.where(sees_all, x, y), of_all, of_window)

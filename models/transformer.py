@@ -24,20 +24,20 @@ from shardtrain.axes import (
 )
 from shardtrain.models.attention import attend
 from shardtrain.models.chunked_logits import ChunkedLogits, cap
-from shardtrain.models.device_forms import is_on_gpus, is_on_one_device, recompute, rows_last
+from shardtrain.models.device_forms import is_on_gpus, is_on_one_device, keep_last_contiguous, recompute
 from shardtrain.models.layers import (
     Dims,
     Linear,
     Norm,
     add_bias,
     cast_and_constrain,
-    coming_keys,
     lookup,
+    peek_keys,
     restart_positions,
 )
 from shardtrain.models.lora import read_lora
 from shardtrain.models.residual_stream import STREAM, project_to_stream, read_from_stream
-from shardtrain.models.rotary import block_frequencies, rotate
+from shardtrain.models.rotary import compute_block_frequencies, rotate
 from shardtrain.models.transformer_options import (
     GATED,
     BlockOptions,
@@ -98,7 +98,7 @@ class DropoutKeys(nnx.Module):
         """Return the keys of a call: for the embedding, then for each block; None without dropout."""
         if self.rngs is None or self.dropout.deterministic:
             return None
-        return coming_keys(self.rngs, self.num_keys)
+        return peek_keys(self.rngs, self.num_keys)
 
     def embedding_key(self) -> jax.Array | None:
         """Return the key of the dropout before the blocks; None without dropout."""
@@ -157,7 +157,7 @@ class Attention(nnx.Module):
             positions_BT = None if segments_BT is None else restart_positions(segments_BT)
             positions_BT = positions_BT if cache is None else cache.positions_BT
             num_positions = x_BTD.shape[1] if cache is None else cache.num_slots
-            frequency_K, factor = block_frequencies(self.config, sees_all, num_positions)
+            frequency_K, factor = compute_block_frequencies(self.config, sees_all, num_positions)
             q_BTHK, k_BSHK = (rotate(x, frequency_K, positions_BT, factor) for x in (q_BTHK, k_BSHK))
         # attention by heads, then back to the residual stream
         if cache is not None:
@@ -193,7 +193,7 @@ class Attention(nnx.Module):
         num_keys = kernels[1].shape[2]
         parts = jnp.split(y, [kernel.shape[2] - 2 * num_keys, kernel.shape[2] - num_keys], axis=3)
         q_BTHK, k_BSHK, v_BSHK = (
-            linear.shifted(linear.adapted(part.reshape(*x_BTD.shape[:2], -1, sizes[HEAD_DIM]), x_BTD))
+            linear.add_bias(linear.add_adapter(part.reshape(*x_BTD.shape[:2], -1, sizes[HEAD_DIM]), x_BTD))
             for linear, part in zip((self.q, self.k, self.v), parts, strict=True)
         )
         if self.q_norm is not None and self.k_norm is not None:
@@ -226,7 +226,7 @@ class FeedForward(nnx.Module):
         # hidden features are split over devices, from here to the second projection
         if self.gate is None:
             y_BTF = read_from_stream(x_BTD, self.up.cast(), (EMBED, MLP), self.up.products)
-            y_BTF = with_logical_constraint(self.up.adapted(y_BTF, x_BTD), (BATCH, SEQ, MLP))
+            y_BTF = with_logical_constraint(self.up.add_adapter(y_BTF, x_BTD), (BATCH, SEQ, MLP))
             h_BTF = recompute(self._activate)(y_BTF, self.up.cast_bias())
         else:
             # one product for both, as for queries, keys and values
@@ -235,7 +235,7 @@ class FeedForward(nnx.Module):
             y = with_logical_constraint(y, (BATCH, SEQ, None, MLP))
             linears = self.up, self.gate
             if any(linear.lora for linear in linears):
-                y = jnp.stack([linear.adapted(y[:, :, i], x_BTD) for i, linear in enumerate(linears)], 2)
+                y = jnp.stack([linear.add_adapter(y[:, :, i], x_BTD) for i, linear in enumerate(linears)], 2)
             h_BTF = recompute(self._gate)(y, *(linear.cast_bias() for linear in linears))
         return project_to_stream(self.down, h_BTF)
 
@@ -331,7 +331,7 @@ def add_positions(
     if positions_BT is None and segments_BT is not None:
         positions_BT = restart_positions(segments_BT)
     of_tokens = table_SD[: x_BTD.shape[1]] if positions_BT is None else lookup(table_SD, positions_BT)
-    return rows_last(x_BTD + of_tokens)
+    return keep_last_contiguous(x_BTD + of_tokens)
 
 
 def describe_too_long(num_tokens: int, seq: int) -> str:

@@ -14,7 +14,7 @@ from shardtrain.models.experts_options import read_experts
 from shardtrain.models.float8 import Products
 from shardtrain.models.layers import Norms
 from shardtrain.models.lora import read_lora
-from shardtrain.models.rotary import read_scaling, scaling_fits
+from shardtrain.models.rotary import find_scaling_problems, read_scaling
 
 Positions = Literal["learned", "rotary"]
 Activations = Literal["gelu", "gelu_erf", "relu", "swiglu", "geglu"]
@@ -275,7 +275,7 @@ def _find_decoder_problems(config: BlockOptions) -> list[str]:
         if scaling is not None and scaling.kind == "yarn" and config.theta <= 1:
             found.append(f"theta is {config.theta}; yarn needs it above 1. Use theta=10000.")
         if scaling is not None and head_dim:
-            found += scaling_fits(scaling, config.rotary_dims or head_dim)
+            found += find_scaling_problems(scaling, config.rotary_dims or head_dim)
     except ValueError as error:
         found.append(str(error))
     if (rotated := config.rotary_dims) and (rotated % 2 or rotated > head_dim):

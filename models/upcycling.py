@@ -37,16 +37,16 @@ def upcycle(config: Any, parameters: Mapping[str, Any]) -> dict[str, ParameterRe
       ValueError: lists why the parameters cannot be copied.
     """
     options = read_experts(getattr(config, "experts", ""))
-    checks.refuse("a model with experts from a dense one", _problems(config, options, parameters))
+    checks.refuse("a model with experts from a dense one", _find_problems(config, options, parameters))
     assert options is not None
     found = {path: each for path, each in parameters.items() if path not in DENSE}
     for path, of_experts in DENSE.items():
         if path in parameters:
-            found[of_experts] = _copy(parameters[path], options.num)
+            found[of_experts] = _repeat(parameters[path], options.num)
     return found
 
 
-def _copy(dense: Any, num: int) -> ParameterReader:
+def _repeat(dense: Any, num: int) -> ParameterReader:
     """Repeat a parameter for all experts: (layers, in, out) becomes (layers, experts, in, out)."""
     layers, *rest = dense.shape
     shape = (layers, num, *rest)
@@ -64,7 +64,7 @@ def _read_block(read_one: Any, num: int, number: int) -> np.ndarray:
     return read_one(number // num)
 
 
-def _problems(config: Any, options: Experts | None, parameters: Mapping[str, Any]) -> list[str]:
+def _find_problems(config: Any, options: Experts | None, parameters: Mapping[str, Any]) -> list[str]:
     if options is None:
         return ["experts is empty; give the experts, such as --model.experts num=8,top=2"]
     if ROUTER in parameters or "blocks/mlp/up/kernel" not in parameters:

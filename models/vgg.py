@@ -14,7 +14,7 @@ from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, CHANNELS_IN, EMBED, MLP, VOCAB
 from shardtrain.models import checks
-from shardtrain.models.convolution import WRITTEN, Convolution, ImageModel, ImageOptions, channel_norm
+from shardtrain.models.convolution import WRITTEN, Convolution, ImageModel, ImageOptions, make_channel_norm
 from shardtrain.models.layers import Linear
 from shardtrain.models.transformer import DropoutKeys
 
@@ -86,7 +86,7 @@ class VggBlock(nnx.Module):
     ):
         self.pooled = pooled
         self.convolution = Convolution(entering, leaving, 3, of_image=of_image, dtype=config.dtype, rngs=rngs)
-        self.norm = channel_norm(config, leaving)
+        self.norm = make_channel_norm(config, leaving)
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         x_BHWC = jax.nn.relu(self.norm(self.convolution(x_BHWC)))
@@ -100,8 +100,8 @@ class Vgg(ImageModel, DropoutKeys):
 
     def __init__(self, config: VggConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.blocks = nnx.List(_blocks(config, rngs))
-        self.classifier = nnx.List(_classifier(config, rngs))
+        self.blocks = nnx.List(_make_blocks(config, rngs))
+        self.classifier = nnx.List(_make_classifier(config, rngs))
         self.start_dropout(config.dropout, len(self.classifier) - 1, rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -126,7 +126,7 @@ class Vgg(ImageModel, DropoutKeys):
         return x_B.astype(jnp.float32)
 
 
-def _blocks(config: VggConfig, rngs: nnx.Rngs) -> list[VggBlock]:
+def _make_blocks(config: VggConfig, rngs: nnx.Rngs) -> list[VggBlock]:
     blocks = []
     entering = config.colours
     for multiple, count in zip(CHANNELS, CONVOLUTIONS[config.depth], strict=True):
@@ -137,7 +137,7 @@ def _blocks(config: VggConfig, rngs: nnx.Rngs) -> list[VggBlock]:
     return blocks
 
 
-def _classifier(config: VggConfig, rngs: nnx.Rngs) -> list[Linear]:
+def _make_classifier(config: VggConfig, rngs: nnx.Rngs) -> list[Linear]:
     """Make the linear maps from channels to classes; the hidden features after the first may be sharded."""
     sizes = {CHANNELS_IN: config.outer_channels, VOCAB: config.classes}
     dims = [((CHANNELS_IN,), (VOCAB,))]

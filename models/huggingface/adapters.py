@@ -18,7 +18,7 @@ import numpy as np
 from shardtrain.models import checks
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.entries import entry_problems, find_problem
-from shardtrain.models.huggingface.families import ParameterReader, differences, find_family, limit
+from shardtrain.models.huggingface.families import ParameterReader, find_family, list_differences, shorten
 from shardtrain.models.huggingface.folder import open_weights, own_file, read_object
 from shardtrain.models.huggingface.place import Place
 from shardtrain.models.lora import LORA_A, LORA_B, TARGETS, Lora, read_lora
@@ -55,7 +55,7 @@ MOST_RANK, MOST_ALPHA = 1 << 16, 1e9
 
 
 Read = Callable[[str], Any]
-"""Path of a parameter -> its values, or an object as for `families.tensors`."""
+"""Path of a parameter -> its values, or an object as for `families.iterate_tensors`."""
 
 
 def merge_adapters(
@@ -95,7 +95,7 @@ def _sum(lora: Lora, parts: tuple[Any, Any, Any], num_stacked: int, numbers: tup
     return w + np.float32(lora.scale) * np.tensordot(a, b, 1)
 
 
-def adapter_tensors(config: Any, read: Read) -> Iterator[tuple[str, np.ndarray]]:
+def iterate_adapters(config: Any, read: Read) -> Iterator[tuple[str, np.ndarray]]:
     """Yield name and array of every adapter, by PEFT's names.
 
     Args:
@@ -105,7 +105,7 @@ def adapter_tensors(config: Any, read: Read) -> Iterator[tuple[str, np.ndarray]]
     Raises:
       ValueError: the model has no adapters, or PEFT stores adapters of its family differently.
     """
-    lora, places = _read_lora(config), adapter_places(config)
+    lora, places = _read_lora(config), list_adapter_places(config)
     for place in places:
         parent = place.path.removesuffix(KERNEL)
         first, second = (np.asarray(read(f"{parent}/{name}")) for name in (LORA_A, LORA_B))
@@ -114,13 +114,13 @@ def adapter_tensors(config: Any, read: Read) -> Iterator[tuple[str, np.ndarray]]
                 yield name, np.ascontiguousarray(array[i].reshape(shape).T)
 
 
-def adapter_config(config: Any) -> dict[str, Any]:
+def write_adapter_config(config: Any) -> dict[str, Any]:
     """Return the content of adapter_config.json.
 
     Raises:
-      ValueError: as `adapter_tensors`.
+      ValueError: as `iterate_adapters`.
     """
-    lora, places = _read_lora(config), adapter_places(config)
+    lora, places = _read_lora(config), list_adapter_places(config)
     modules = {place.name.removesuffix(".weight").partition("{}.")[2] for place in places}
     return {
         "peft_type": "LORA",
@@ -143,11 +143,11 @@ def _read_lora(config: Any) -> Lora:
     return lora
 
 
-def adapter_places(config: Any) -> list[Place]:
+def list_adapter_places(config: Any) -> list[Place]:
     """Return the places of the kernels of a model that have an adapter.
 
     Raises:
-      ValueError: as `adapter_tensors`.
+      ValueError: as `iterate_adapters`.
     """
     lora = _read_lora(config)
     family = find_family(replace(config, lora=""))
@@ -184,7 +184,7 @@ def open_adapters(folder: Path, config: Any) -> tuple[str, dict[str, ParameterRe
     problems += find_problem(check_whole_number, about.get("r"), "r", MOST_RANK, 1)
     problems += find_problem(finite_number, about.get("lora_alpha"), "lora_alpha", MOST_ALPHA, 1e-9)
     checks.refuse(f"adapters in {folder}", problems)
-    rank, places = about["r"], adapter_places(replace(config, lora="rank=1"))
+    rank, places = about["r"], list_adapter_places(replace(config, lora="rank=1"))
     known = open_weights(folder, ADAPTER_WEIGHTS)
     present = [place for place in places if any(name in known for name in _names(place, config, "A"))]
     shapes = {}
@@ -192,8 +192,8 @@ def open_adapters(folder: Path, config: Any) -> tuple[str, dict[str, ParameterRe
         out, into = place.their_shape(config.sizes)
         shapes |= dict.fromkeys(_names(place, config, "A"), (rank, into))
         shapes |= dict.fromkeys(_names(place, config, "B"), (out, rank))
-    problems = differences(shapes, {name: array.shape for name, array in known.items()})
-    checks.refuse(f"arrays in {folder / ADAPTER_WEIGHTS}", limit(problems))
+    problems = list_differences(shapes, {name: array.shape for name, array in known.items()})
+    checks.refuse(f"arrays in {folder / ADAPTER_WEIGHTS}", shorten(problems))
     on = {place.path.split("/")[-2] for place in present}
     if not on:
         raise ValueError(f"{folder / ADAPTER_WEIGHTS} has no adapter of a projection of this model")

@@ -23,7 +23,7 @@ from shardtrain.models.huggingface.decoders import (
     Names,
     check_head_dim,
     make_family,
-    make_relative,
+    make_llama_relative,
 )
 from shardtrain.models.huggingface.mixture_families import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from shardtrain.models.huggingface.place import TOKEN_ENTRIES
@@ -133,21 +133,21 @@ GPT_NEOX = make_family(
     foreign=_check_heads,
 )  # fmt: skip
 
-LLAMA = make_relative(
+LLAMA = make_llama_relative(
     "llama",
     "LlamaForCausalLM",
     fixed={name: value for name, value in LIKE_LLAMA.items() if name != "bias"},
     biases={**ATTENTION_BIAS, "mlp_bias": "bias"},
 )
 
-MISTRAL = make_relative(
+MISTRAL = make_llama_relative(
     "mistral",
     "MistralForCausalLM",
     entries=WINDOW,
     defaults={"sliding_window": 4096, "num_key_value_heads": 8},
 )
 
-QWEN2 = make_relative(
+QWEN2 = make_llama_relative(
     "qwen2",
     "Qwen2ForCausalLM",
     fixed={**LIKE_LLAMA, "qkv_bias": True},
@@ -156,7 +156,7 @@ QWEN2 = make_relative(
     **NO_WINDOWS,
 )
 
-QWEN3 = make_relative(
+QWEN3 = make_llama_relative(
     "qwen3",
     "Qwen3ForCausalLM",
     QK_NORMED,
@@ -171,7 +171,7 @@ POST_NORMS = {
     "mlp_post_norm": "post_feedforward_layernorm",
 }
 
-OLMO2 = make_relative(
+OLMO2 = make_llama_relative(
     "olmo2",
     "Olmo2ForCausalLM",
     Names(norms={**POST_NORMS, **QK_NORMS}),
@@ -203,7 +203,7 @@ def _foreign_to_phi3(config: DecoderConfig, model_type: str) -> list[str]:
     return scaled + check_head_dim(config, model_type)
 
 
-PHI3 = make_relative(
+PHI3 = make_llama_relative(
     "phi3",
     "Phi3ForCausalLM",
     Names(
@@ -234,7 +234,7 @@ def _foreign_to_starcoder2(config: DecoderConfig, model_type: str) -> list[str]:
     return found
 
 
-STARCODER2 = make_relative(
+STARCODER2 = make_llama_relative(
     "starcoder2",
     "Starcoder2ForCausalLM",
     Names(maps={**ATTENTION, "mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj"}),
@@ -268,7 +268,7 @@ TANH = {"gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
 CAUSAL = {"use_bidirectional_attention": (False, None)}
 OF_GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
 
-GEMMA = make_relative(
+GEMMA = make_llama_relative(
     "gemma",
     "GemmaForCausalLM",
     fixed=LIKE_GEMMA,
@@ -311,7 +311,7 @@ OF_LATER_GEMMA = {
     **OF_GEMMA, "num_key_value_heads": 4, "sliding_window": 4096, "query_pre_attn_scalar": 256,
 }  # fmt: skip
 
-GEMMA2 = make_relative(
+GEMMA2 = make_llama_relative(
     "gemma2",
     "Gemma2ForCausalLM",
     LATER_GEMMA,
@@ -364,7 +364,7 @@ def _foreign_to_gemma3(config: DecoderConfig, model_type: str) -> list[str]:
     return found
 
 
-GEMMA3 = make_relative(
+GEMMA3 = make_llama_relative(
     "gemma3_text",
     "Gemma3ForCausalLM",
     Names(norms={**LATER_GEMMA.norms, **QK_NORMS}),

@@ -154,7 +154,7 @@ LIKE_LLAMA = {"positions": "rotary", "norm": "rmsnorm", "bias": False}
 SILU = {"silu": "swiglu", "swish": "swiglu"}
 
 
-def make_relative(
+def make_llama_relative(
     model_type: str,
     architecture: str,
     names: Names = Names(),

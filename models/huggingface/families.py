@@ -68,11 +68,11 @@ def from_huggingface(config: Mapping[str, Any], state: State) -> tuple[Any, dict
       ValueError: lists every option of `config` that our model does not support; or every missing, extra and
         misshaped name of `state`.
     """
-    ours, found = parameter_readers(config, state)
+    ours, found = open_readers(config, state)
     return ours, unflatten_dict({path: each.read() for path, each in found.items()}, sep="/")
 
 
-def parameter_readers(
+def open_readers(
     config: Mapping[str, Any], state: State, *, dtype: Any = None
 ) -> tuple[Any, dict[str, ParameterReader]]:
     """Return the configuration, and path -> parameter; parameters are read when they are needed.
@@ -91,7 +91,7 @@ def parameter_readers(
     places = list(family.places(ours))
     problems = _layer_problems(num_blocks(ours), len(known), max(place.num_experts for place in places))
     problems = problems or _state_problems(family, places, ours, known)
-    checks.refuse(f"state dict of a {family.model_type} model", limit(problems))
+    checks.refuse(f"state dict of a {family.model_type} model", shorten(problems))
     return ours, {place.path: _make_reader(place, known, ours, dtype) for place in places}
 
 
@@ -120,7 +120,7 @@ def _make_reader(place: Place, known: State, config: Any, dtype: Any) -> Paramet
     shape = place.shape(config.sizes)
 
     def read_one(number: int) -> np.ndarray:
-        return place.ours(np.asarray(known[names[number]]), config.sizes)
+        return place.convert_to_ours(np.asarray(known[names[number]]), config.sizes)
 
     def read() -> np.ndarray:
         # at most one of the stacked arrays is in memory twice
@@ -152,10 +152,10 @@ def to_huggingface(
     """
     flat: Any = flatten_dict(params, sep="/")
     shapes = {path: np.shape(array) for path, array in flat.items()}
-    return dict(tensors(config, shapes, flat.__getitem__, family))
+    return dict(iterate_tensors(config, shapes, flat.__getitem__, family))
 
 
-def tensors(
+def iterate_tensors(
     config: Any,
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], Any],
@@ -176,7 +176,7 @@ def tensors(
     written_as = find_family(config, family)
     places = list(written_as.places(config))
     wanted = {place.path: place.stack(num_blocks(config)) + place.shape(config.sizes) for place in places}
-    checks.refuse("params", differences(wanted, shapes))
+    checks.refuse("params", list_differences(wanted, shapes))
     return _convert(written_as, places, config, read)
 
 
@@ -188,7 +188,7 @@ def _convert(
         arrays = [read(place.path) for place in group]
         for numbers, name in zip(np.ndindex(*stack), group[0].names(num_blocks(config)), strict=True):
             slices = [
-                place.theirs(np.asarray(array[numbers] if stack else array))
+                place.convert_to_theirs(np.asarray(array[numbers] if stack else array))
                 for place, array in zip(group, arrays, strict=True)
             ]
             joined = group[0].joined(slices, config.sizes)
@@ -197,8 +197,8 @@ def _convert(
                 yield each, joined
 
 
-def tensor_shapes(config: Any, family: str | None = None) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every array that `tensors` yields, in the same order."""
+def list_tensor_shapes(config: Any, family: str | None = None) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of every array that `iterate_tensors` yields, in the same order."""
     written_as = find_family(config, family)
     return {
         each: group[0].their_shape(config.sizes)
@@ -303,7 +303,7 @@ def write_config(config: Any, family: str | None = None) -> dict[str, Any]:
     return find_family(config, family).write_config(config)
 
 
-def left_out(config: Mapping[str, Any], state: State) -> list[str]:
+def list_left_out(config: Mapping[str, Any], state: State) -> list[str]:
     """Return the names of a state dict that the model does not have, such as BERT's pooler."""
     prefixes = read_config(config)[0].left_out
     return sorted(name for name in state if prefixes and name.startswith(prefixes))
@@ -319,7 +319,7 @@ def _state_problems(family: Family, places: list[Place], config: Any, known: dic
         if copy.name in known:
             found += _copy_problems(copy, known)
             known.pop(copy.name)
-    return found + differences(shapes, {name: tuple(np.shape(array)) for name, array in known.items()})
+    return found + list_differences(shapes, {name: tuple(np.shape(array)) for name, array in known.items()})
 
 
 def _copy_problems(copy: Copy, known: Mapping[str, Any]) -> list[str]:
@@ -345,16 +345,18 @@ def _layer_problems(num_layers: int, num_arrays: int, num_experts: int = 0) -> l
     return [f"the config has {num_layers} layers{experts}, and the files have {num_arrays} arrays in all"]
 
 
-def limit(problems: list[str]) -> list[str]:
+def shorten(problems: list[str]) -> list[str]:
     """Shorten a long list of problems."""
     more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
     return problems[:MOST_PROBLEMS] + more
 
 
-def differences(wanted: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> list[str]:
+def list_differences(
+    wanted: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]
+) -> list[str]:
     """List every missing, extra and misshaped array.
 
-    >>> differences({"a": (2,), "b": (3,)}, {"b": (4,), "c": (5,)})
+    >>> list_differences({"a": (2,), "b": (3,)}, {"b": (4,), "c": (5,)})
     ['a is missing; it needs shape (2,)', 'b has shape (4,); it needs shape (3,)', 'c is extra; leave it out']
     """
     missing = [f"{name} is missing; it needs shape {wanted[name]}" for name in wanted if name not in given]

@@ -19,20 +19,20 @@ from shardtrain.models import checks
 from shardtrain.models.huggingface.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    adapter_config,
-    adapter_tensors,
+    iterate_adapters,
     merge_adapters,
     open_adapters,
+    write_adapter_config,
 )
 from shardtrain.models.huggingface.families import (
     FAMILIES,
     ParameterReader,
     drop_unwritten_state,
-    left_out,
-    parameter_readers,
+    iterate_tensors,
+    list_left_out,
+    list_tensor_shapes,
+    open_readers,
     read_config,
-    tensor_shapes,
-    tensors,
     write_config,
 )
 from shardtrain.models.huggingface.folder import (
@@ -103,7 +103,7 @@ def import_model(folder: Path, adapter: Path | None = None) -> ImportedModel:
     config = read_object(own_file(folder, CONFIG), "a folder with config.json and model.safetensors")
     state = open_weights(folder)
     family, _ = read_config(config)
-    ours, readers = parameter_readers(config, state, dtype=np.float32)
+    ours, readers = open_readers(config, state, dtype=np.float32)
     if adapter is not None:
         lora, found = open_adapters(adapter, ours)
         ours, readers = replace(ours, lora=lora), {**readers, **found}
@@ -111,7 +111,7 @@ def import_model(folder: Path, adapter: Path | None = None) -> ImportedModel:
         family=family.model_type,
         config=ours,
         arrays=((path, each.read()) for path, each in readers.items()),
-        left_out=left_out(config, state),
+        left_out=list_left_out(config, state),
         tokenizer=tokenizer_files(folder),
         tokens=token_ids(folder),
     )
@@ -134,7 +134,7 @@ def open_parameters(folder: Path) -> dict[str, ParameterReader]:
       FileNotFoundError, ValueError: see `import_model`.
     """
     config = read_object(own_file(folder, CONFIG), "a folder with config.json and model.safetensors")
-    return parameter_readers(config, open_weights(folder), dtype=np.float32)[1]
+    return open_readers(config, open_weights(folder), dtype=np.float32)[1]
 
 
 def export_model(
@@ -160,8 +160,8 @@ def export_model(
       options: options of the model's configuration, name -> value.
       shapes: path -> shape of every parameter, blocks stacked, and, below "model_state/", of running
         statistics, which are left out if files of the family do not have them.
-      read: path -> array, or an object as for `families.tensors`, of which one layer, or one expert of a
-        layer, is in memory.
+      read: path -> array, or an object as for `families.iterate_tensors`, of which one layer, or one expert
+        of a layer, is in memory.
       dtype: the dtype of the files: float32, float16 or bfloat16.
       max_shard_bytes: largest number of bytes of a file.
       tokenizer: a folder whose tokenizer files are copied; its `TOKEN_FILES` name the tokens that begin, end
@@ -187,10 +187,10 @@ def export_model(
     if adapters:
         return _write_adapters(folder, config, read, dtype)
     config, shapes, read = merge_adapters(config, shapes, read)
-    arrays = tensors(config, shapes, read, family)
+    arrays = iterate_tensors(config, shapes, read, family)
     safetensors = import_safetensors()
     about = {**write_config(config, family), **_list_written_tokens(tokenizer, tokens or {}), "dtype": dtype}
-    sizes = tensor_shapes(config, family)
+    sizes = list_tensor_shapes(config, family)
     files = shard(sizes, np.dtype(DTYPES[dtype]).itemsize, max_shard_bytes)
     with new_folder(folder) as filled:
         _write_json(filled / CONFIG, about)
@@ -207,10 +207,10 @@ def export_model(
 
 
 def _write_adapters(folder: Path, config: Any, read: Callable[[str], np.ndarray], dtype: str) -> list[str]:
-    about, safetensors = adapter_config(config), import_safetensors()
+    about, safetensors = write_adapter_config(config), import_safetensors()
     with new_folder(folder) as filled:
         _write_json(filled / ADAPTER_CONFIG, about)
-        found = {name: _cast(array, dtype) for name, array in adapter_tensors(config, read)}
+        found = {name: _cast(array, dtype) for name, array in iterate_adapters(config, read)}
         safetensors.numpy.save_file(found, filled / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 

@@ -17,7 +17,7 @@ from shardtrain.models.huggingface.decoders import (
     Json,
     Names,
     check_head_dim,
-    make_relative,
+    make_llama_relative,
 )
 from shardtrain.models.huggingface.place import option_problems
 
@@ -60,7 +60,7 @@ def _get_experts(config: DecoderConfig) -> Experts:
     return found
 
 
-MIXTRAL = make_relative(
+MIXTRAL = make_llama_relative(
     "mixtral",
     "MixtralForCausalLM",
     Names(experts="block_sparse_moe", expert_maps={"up": "w3", "gate": "w1", "down": "w2"}),
@@ -137,7 +137,7 @@ def _foreign_to_qwen2_moe(config: DecoderConfig, model_type: str) -> list[str]:
 # every block has experts, and none has a window
 ALL_SPARSE = {**NO_WINDOWS["only"], "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
 
-QWEN2_MOE = make_relative(
+QWEN2_MOE = make_llama_relative(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
     chosen=("experts",),
@@ -153,7 +153,7 @@ QWEN2_MOE = make_relative(
     foreign=_foreign_to_qwen2_moe,
 )  # fmt: skip
 
-QWEN3_MOE = make_relative(
+QWEN3_MOE = make_llama_relative(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     QK_NORMED,

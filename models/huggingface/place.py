@@ -85,11 +85,11 @@ class Place:
             height, *rest, out = shape
             return (out, math.prod(rest) // height, height, height)
         if self.path.endswith(FLAT):
-            matrix = _matrix(shape, self.num_in)
+            matrix = _flatten_shape(shape, self.num_in)
             shape = (*matrix[:-1], sum(self._widths(sizes)) or matrix[-1])
         return (1,) * self.num_ones + (shape[::-1] if self.transposed else shape)
 
-    def ours(self, theirs: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+    def convert_to_ours(self, theirs: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
         """Convert an array of the state dict to the parameter of one layer, or expert."""
         if self.is_window:
             return theirs.transpose(2, 3, 1, 0).reshape(self.shape(sizes))
@@ -102,7 +102,7 @@ class Place:
         return np.split(theirs, ends, axis=-1)[self.part].reshape(self.shape(sizes))
 
     def joined(self, slices: list[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
-        """Join slices from `theirs` to the array of the state dict, untransposed."""
+        """Join slices from `convert_to_theirs` to the array of the state dict, untransposed."""
         if len(slices) == 1:
             return slices[0]
         if not self.by_head:
@@ -115,17 +115,17 @@ class Place:
         """Return the size of each slice of the last dim."""
         return [math.prod(sizes[dim] for dim in dims) for dims in self.parts]
 
-    def theirs(self, ours: np.ndarray) -> np.ndarray:
+    def convert_to_theirs(self, ours: np.ndarray) -> np.ndarray:
         """Convert the parameter of one layer, or expert, to its slice of the state dict, untransposed."""
         if self.is_window:
             height, out = ours.shape[0], ours.shape[-1]
             return ours.reshape(height, height, -1, out).transpose(3, 2, 0, 1)
         if self.path.endswith(FLAT):
-            return ours.reshape(_matrix(ours.shape, self.num_in))
+            return ours.reshape(_flatten_shape(ours.shape, self.num_in))
         return ours.reshape((1,) * self.num_ones + ours.shape)
 
 
-def _matrix(shape: tuple[int, ...], num_in: int) -> tuple[int, ...]:
+def _flatten_shape(shape: tuple[int, ...], num_in: int) -> tuple[int, ...]:
     """Return the shape of a kernel as a matrix (in, out), or of a bias as a vector (num_in 0)."""
     out = math.prod(shape[num_in:])
     return (math.prod(shape[:num_in]), out) if num_in else (out,)

@@ -16,7 +16,7 @@ from shardtrain.data.chat import Chat
 from shardtrain.data.conversations import Answers, make_conversation
 from shardtrain.data.corpus import corpus_files, token_shards
 from shardtrain.data.documents import refuse_mixed
-from shardtrain.data.inspection import QUANTILES, file_facts, find_problems, find_row, lengths
+from shardtrain.data.inspection import QUANTILES, file_facts, find_problems, find_row, read_lengths
 from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.token_manifest import token_folders
 from shardtrain.data.tokenizer import open_tokenizer
@@ -210,7 +210,7 @@ def stats(options: Stats) -> int:
     """Print the number of documents and the quantiles of their lengths."""
     files = corpus_files(options.paths, options.format)
     unit = "tokens" if refuse_mixed(files) else "characters"
-    found = list(lengths(files, options.text))
+    found = list(read_lengths(files, options.text))
     good = np.concatenate([each for each, _ in found])
     terminal.out(f"{len(files):,} files, {len(good):,} documents, {good.sum():,} {unit}\n")
     if len(good):

@@ -131,20 +131,22 @@ def change_colours(image_HWC: np.ndarray, options: Augment, random: np.random.Ge
     if options.flip and random.random() < 0.5:
         image_HWC = image_HWC[:, ::-1]
     if options.brightness:
-        image_HWC = np.clip(image_HWC * _factor(options.brightness, random), 0, 1)
+        image_HWC = np.clip(image_HWC * _draw_factor(options.brightness, random), 0, 1)
     if options.contrast:
-        image_HWC = _away_from((image_HWC @ GREY).mean(), image_HWC, _factor(options.contrast, random))
+        image_HWC = _scale_distance(
+            (image_HWC @ GREY).mean(), image_HWC, _draw_factor(options.contrast, random)
+        )
     if options.saturation:
         grey_HW1 = (image_HWC @ GREY)[..., None]
-        image_HWC = _away_from(grey_HW1, image_HWC, _factor(options.saturation, random))
+        image_HWC = _scale_distance(grey_HW1, image_HWC, _draw_factor(options.saturation, random))
     return np.ascontiguousarray(image_HWC)
 
 
-def _factor(most: float, random: np.random.Generator) -> np.float32:
+def _draw_factor(most: float, random: np.random.Generator) -> np.float32:
     return np.float32(random.uniform(1 - most, 1 + most))
 
 
-def _away_from(centre: np.ndarray, image: np.ndarray, factor: np.float32) -> np.ndarray:
+def _scale_distance(centre: np.ndarray, image: np.ndarray, factor: np.float32) -> np.ndarray:
     return np.clip(centre + factor * (image - centre), 0, 1).astype(np.float32)
 
 

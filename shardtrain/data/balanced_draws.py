@@ -22,10 +22,10 @@ BLOCK = 4096
 """Number of draws that are computed together."""
 
 
-def borders(weights: Sequence[float]) -> tuple[int, ...]:
+def compute_borders(weights: Sequence[float]) -> tuple[int, ...]:
     """Return the start of each source's part of the interval [0, 2**64), and 2**64.
 
-    >>> [border / WORD for border in borders([3, 1])]
+    >>> [border / WORD for border in compute_borders([3, 1])]
     [0.0, 0.75, 1.0]
     """
     total = sum(weights)
@@ -37,7 +37,7 @@ def draw_block(parts: tuple[int, ...], offset: int, block: int) -> tuple[np.ndar
     """Return the draws `block * BLOCK` to `(block + 1) * BLOCK`.
 
     Args:
-      parts: see `borders`.
+      parts: see `compute_borders`.
       offset: start of the sequence, below 2**64.
       block: number of the block.
 
@@ -61,7 +61,7 @@ def count_before(parts: tuple[int, ...], offset: int, source: int, num_draws: in
 
     A point x is below c modulo 2**64 where floor(x / 2**64) - floor((x - c) / 2**64) is 1.
 
-    >>> [count_before(borders([3, 1]), 0, source, 1_000_000) for source in (0, 1)]
+    >>> [count_before(compute_borders([3, 1]), 0, source, 1_000_000) for source in (0, 1)]
     [750001, 249999]
     """
     low, high = (floor_sum(num_draws, GOLDEN, offset - parts[source + i]) for i in (0, 1))

@@ -43,7 +43,7 @@ class DocumentPieces:
         Raises:
           ValueError: no document has two tokens.
         """
-        found = list(_pieces(windows.shards, windows.seq))
+        found = list(_find_pieces(windows.shards, windows.seq))
         starts, lengths = (np.concatenate([each[i] for each in found]) for i in (0, 1))
         if not len(starts):
             raise ValueError(f"{windows.path} has no document of two tokens or more; give some with text")
@@ -108,7 +108,7 @@ class DocumentPieces:
         return found.hexdigest()[:16]
 
 
-def _pieces(shards: TokenShards, seq: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _find_pieces(shards: TokenShards, seq: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield (starts, lengths) of pieces of at most `seq` inputs, for `BLOCK_TOKENS` tokens at a time."""
     first = 0
     num_tokens = shards.num_tokens

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from shardtrain.data.best_fit import best_fit
-from shardtrain.data.chat_tokens import TRAINED, ChatTokens, chat_tokens
+from shardtrain.data.chat_tokens import TRAINED, ChatTokens, tokenize_chat
 from shardtrain.data.conversations import Answers
 from shardtrain.data.corpus import corpus_files
 from shardtrain.data.documents import OnError, refuse_mixed
@@ -158,7 +158,7 @@ class Chat(SplitData["ChatWindows"]):
     def _tokens(self, folder: Path) -> tuple[ChatTokens, int]:
         """Return the tokens of all conversations, made at the first call, and the token of padding."""
         template, tokenizer = self.open_template()
-        tokens = chat_tokens(
+        tokens = tokenize_chat(
             self._files(),
             folder,
             template,

@@ -213,15 +213,17 @@ def open_template(name: str, tokenizer_name: str, tokenizer: Tokenizer, answers:
     folder = None if tokenizer_name == BYTES else Path(tokenizer_name)
     if folder is not None and not folder.is_dir():
         folder = folder.parent
-    config = _config(folder)
-    special = {key: text for key, value in config.items() if (text := _token_text(key, value)) is not None}
+    config = _read_config(folder)
+    special = {
+        key: text for key, value in config.items() if (text := _get_token_text(key, value)) is not None
+    }
     if folder is None:
         special["eos_token"] = "\0"
     special.setdefault("eos_token", tokenizer.decode([tokenizer.separator]))
-    return ChatTemplate(_source(name, folder, config), {"bos_token": "", **special}, answers)
+    return ChatTemplate(_find_source(name, folder, config), {"bos_token": "", **special}, answers)
 
 
-def _source(name: str, folder: Path | None, config: dict[str, Any]) -> str:
+def _find_source(name: str, folder: Path | None, config: dict[str, Any]) -> str:
     if name in NAMED:
         return NAMED[name]
     if name.endswith(".jinja"):
@@ -244,7 +246,7 @@ def _source(name: str, folder: Path | None, config: dict[str, Any]) -> str:
     )
 
 
-def _config(folder: Path | None) -> dict[str, Any]:
+def _read_config(folder: Path | None) -> dict[str, Any]:
     """Read the tokenizer_config.json of a folder; return {} if there is none."""
     if folder is None or not (folder / TOKENIZER_CONFIG).is_file():
         return {}
@@ -254,7 +256,7 @@ def _config(folder: Path | None) -> dict[str, Any]:
     return found
 
 
-def _token_text(name: str, value: Any) -> str | None:
+def _get_token_text(name: str, value: Any) -> str | None:
     """Return the text of a special token in a tokenizer_config.json; None for other entries."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if name.endswith("_token") and isinstance(value, str) else None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardtrain.data.conversations import Conversation, conversations
+from shardtrain.data.conversations import Conversation, read_conversations
 from shardtrain.data.documents import OnError, Piece, encode_rows
 from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData
@@ -89,7 +89,7 @@ def encode(
     return found
 
 
-def chat_tokens(
+def tokenize_chat(
     files: Sequence[SourceFile],
     folder: Path,
     template: "ChatTemplate",
@@ -131,7 +131,7 @@ def chat_tokens(
     rows = (
         (file.path, row, found)
         for file in files
-        for row, found in conversations(Piece(file), messages, out / INDEX)
+        for row, found in read_conversations(Piece(file), messages, out / INDEX)
     )
     encoded = encode_rows(
         rows,

@@ -57,7 +57,7 @@ class Conversation(NamedTuple):
     learned: list[bool]
 
 
-def conversations(
+def read_conversations(
     piece: Piece, field: str, folder: Path | None
 ) -> Iterator[tuple[int, Conversation | BadData]]:
     """Yield (row, conversation or error) for the rows of a piece; see `read_rows`, `make_conversation`."""
@@ -81,12 +81,12 @@ def make_conversation(record: Record, field: str) -> Conversation:
     [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}]
     """
     if field in record:
-        messages = _messages(_parse(record[field], field), field)
+        messages = _parse_messages(_parse(record[field], field), field)
     elif PROMPT in record and COMPLETION in record:
         messages = [
             message
             for name, role in ((PROMPT, "user"), (COMPLETION, "assistant"))
-            for message in _side(record[name], name, role)
+            for message in _parse_side(record[name], name, role)
         ]
     else:
         raise ValueError(
@@ -101,11 +101,11 @@ def make_conversation(record: Record, field: str) -> Conversation:
     return Conversation(messages, tools, learned)
 
 
-def _side(value: Any, name: str, role: str) -> list[dict[str, Any]]:
+def _parse_side(value: Any, name: str, role: str) -> list[dict[str, Any]]:
     """Return a prompt or a completion as messages."""
     value = decode_text(value) if isinstance(value, bytes) else value
     given = [{"role": role, "content": value}] if isinstance(value, str) else value
-    return _messages(given, name)
+    return _parse_messages(given, name)
 
 
 def _parse(value: Any, name: str) -> Any:
@@ -117,13 +117,13 @@ def _parse(value: Any, name: str) -> Any:
         raise ValueError(f"{name} is text, and no JSON ({error})") from None
 
 
-def _messages(given: Any, name: str) -> list[dict[str, Any]]:
+def _parse_messages(given: Any, name: str) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         raise ValueError(f"{name} is {short(given)}; it is a list of messages, with role and content each")
-    return [_message(each, f"{name}[{i}]") for i, each in enumerate(given)]
+    return [_parse_message(each, f"{name}[{i}]") for i, each in enumerate(given)]
 
 
-def _message(given: Any, name: str) -> dict[str, Any]:
+def _parse_message(given: Any, name: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError(f"{name} is {short(given)}; it is an object with role and content")
     # columns of files have None where other messages have a value
@@ -132,7 +132,7 @@ def _message(given: Any, name: str) -> dict[str, Any]:
         message |= {"role": message.pop("from"), "content": message.pop("value", None)}
     role, content = message.get("role"), message.get("content")
     if isinstance(content, list):
-        content = _join(content, name)
+        content = _join_parts(content, name)
     elif content is None and ("tool_calls" in message or "function_call" in message):
         content = ""
     for key, value in (("role", role), ("content", content)):
@@ -167,7 +167,7 @@ def _check_texts(value: Any, name: str) -> None:
             raise ValueError(f"{name} is no valid Unicode at character {error.start:,}") from None
 
 
-def _join(parts: list[Any], name: str) -> str:
+def _join_parts(parts: list[Any], name: str) -> str:
     """Return the text of a content that is a list of parts."""
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
     if wrong := [part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)]:

@@ -13,7 +13,7 @@ from shardtrain.data.bucketed import DocumentPieces
 from shardtrain.data.documents import OnError, refuse_mixed
 from shardtrain.data.samples import SplitData, find_split_problems
 from shardtrain.data.sources import FORMATS
-from shardtrain.data.sources.find import SourceFile, find_files, once, summary
+from shardtrain.data.sources.find import SourceFile, drop_duplicates, find_files, summary
 from shardtrain.data.token_manifest import (
     MANIFEST,
     PLAN,
@@ -189,7 +189,7 @@ def find_named_files(paths: Sequence[Path | str], format_name: str | None = None
             raise make_unfinished_error(path)
         else:
             found += find_files([path], format_name)
-    return once(found)
+    return drop_duplicates(found)
 
 
 def token_shards(files: Sequence[SourceFile]) -> TokenShards:

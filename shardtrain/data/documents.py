@@ -93,7 +93,7 @@ def read_rows(
         yield piece.start, error
 
 
-def texts(piece: Piece, field: str, folder: Path | None) -> Iterator[tuple[int, str | BadData]]:
+def read_texts(piece: Piece, field: str, folder: Path | None) -> Iterator[tuple[int, str | BadData]]:
     """Yield (row, text or error) for the rows of a piece, with the text in `field`; see `read_rows`."""
     return read_rows(piece, lambda record: read_text_field(record, field), folder)
 
@@ -178,7 +178,7 @@ def sample_texts(
     left = num_bytes
     for number, file in enumerate(files):
         quota = left // (len(files) - number)
-        for _, text in texts(Piece(file), field, None):
+        for _, text in read_texts(Piece(file), field, None):
             if quota <= 0:
                 break
             if isinstance(text, BadData):

@@ -244,8 +244,8 @@ class ImageSource:
     def _decode(self, number: int, row: int, random: np.random.Generator | None) -> tuple[np.ndarray, int]:
         path, options = self.opened.files[number].path, self.options
         record = self.opened.rows[number].read(row)
-        label = _field(record, options.label, LABEL_FIELDS, path, row, "label")
-        content = _field(record, options.image, IMAGE_FIELDS, path, row, "image")
+        label = _read_field(record, options.label, LABEL_FIELDS, path, row, "label")
+        content = _read_field(record, options.image, IMAGE_FIELDS, path, row, "image")
         content = content.get("bytes") if isinstance(content, dict) else content  # as `datasets` stores it
         if not isinstance(content, bytes):
             raise BadData(path, f"its image is {type(content).__name__}, not the bytes of a file", row)
@@ -257,7 +257,7 @@ class ImageSource:
         if not 0 <= found < options.classes:
             raise BadData(place, f"its label is {found}, and classes are 0 to {options.classes - 1}", row)
         try:
-            return _image(content, options, random), found
+            return _make_image(content, options, random), found
         except Exception as error:
             raise BadData(place, f"its image cannot be decoded ({error})", row) from None
 
@@ -278,7 +278,7 @@ class ImageSource:
         return hashlib.sha256(f"({files!r}, {options}, {part!r})".encode()).hexdigest()[:16]
 
 
-def _image(content: bytes, options: ImageFiles, random: np.random.Generator | None) -> np.ndarray:
+def _make_image(content: bytes, options: ImageFiles, random: np.random.Generator | None) -> np.ndarray:
     """Decode an image for evaluation, or with random changes for training."""
     augment = options.augment
     if random is None:
@@ -290,7 +290,9 @@ def _image(content: bytes, options: ImageFiles, random: np.random.Generator | No
     return change_colours(image, augment, random)
 
 
-def _field(record: Record, asked: str | None, usual: Sequence[str], path: Path, row: int, option: str) -> Any:
+def _read_field(
+    record: Record, asked: str | None, usual: Sequence[str], path: Path, row: int, option: str
+) -> Any:
     """Return the value of a field.
 
     Raises:

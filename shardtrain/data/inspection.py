@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardtrain.data.documents import Piece, open_rows, texts
+from shardtrain.data.documents import Piece, open_rows, read_texts
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData, Record
@@ -74,7 +74,7 @@ def find_row(files: Sequence[SourceFile], row: int) -> tuple[SourceFile, int, Re
     raise ValueError(f"row is {row}; there are {before:,} rows, use 0 to {before - 1}")
 
 
-def lengths(files: Sequence[SourceFile], field: str) -> Iterator[tuple[np.ndarray, int]]:
+def read_lengths(files: Sequence[SourceFile], field: str) -> Iterator[tuple[np.ndarray, int]]:
     """Yield (lengths of the documents of a file, number of rows that cannot be read), file after file.
 
     Lengths are int64 (num_documents,), in characters of text, or in tokens; a token file without ends of
@@ -84,7 +84,7 @@ def lengths(files: Sequence[SourceFile], field: str) -> Iterator[tuple[np.ndarra
         find = FORMATS[file.format].tokens
         if find is None:
             found = [
-                len(text) if isinstance(text, str) else -1 for _, text in texts(Piece(file), field, None)
+                len(text) if isinstance(text, str) else -1 for _, text in read_texts(Piece(file), field, None)
             ]
             sizes = np.array(found, np.int64)
             yield sizes[sizes >= 0], int((sizes < 0).sum())
@@ -107,7 +107,7 @@ def find_problems(files: Sequence[SourceFile], field: str, manifests: Sequence[M
     for file in files:
         find = FORMATS[file.format].tokens
         if find is None:
-            for _, text in texts(Piece(file), field, None):
+            for _, text in read_texts(Piece(file), field, None):
                 if isinstance(text, BadData):
                     yield f"{text.place}: {text.why}"
         else:
@@ -129,12 +129,12 @@ def _token_problems(tokens: TokenArray, expected: tuple[dict, Manifest] | None) 
     for path, name in ((tokens.path, "checksum"), (tokens.path.with_suffix(ENDS), "ends_checksum")):
         if name in shard and checksum(path) != shard[name]:
             yield f"{path}: it does not have the checksum of its manifest"
-    top = largest(tokens)
+    top = find_largest(tokens)
     if top >= manifest.vocab:
         yield f"{tokens.path}: token {top} is not below the vocabulary of {manifest.vocab}"
 
 
-def largest(tokens: TokenArray) -> int:
+def find_largest(tokens: TokenArray) -> int:
     """Return the largest token of a file; -1 if it has none."""
     found = -1
     with open_regular(tokens.path) as file:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.data.balanced_draws import BLOCK, borders, count_before, draw_block
+from shardtrain.data.balanced_draws import BLOCK, compute_borders, count_before, draw_block
 from shardtrain.data.order import epoch_order
 from shardtrain.data.samples import Source
 from shardtrain.errors.field_types import too_small, wrong_types
@@ -30,7 +30,7 @@ class Stage:
 
     Args:
       start: the first draw.
-      parts: the start of each source's part of the interval, see `borders`.
+      parts: the start of each source's part of the interval, see `compute_borders`.
       before: number of draws of each source in earlier stages.
     """
 
@@ -153,7 +153,7 @@ def make_stages(
                 count + count_before(last.parts, offset, source, start - last.start)
                 for source, count in enumerate(last.before)
             )
-        stages.append(Stage(start=start, parts=borders(of_sources), before=before))
+        stages.append(Stage(start=start, parts=compute_borders(of_sources), before=before))
     return tuple(stages)
 
 

@@ -128,7 +128,7 @@ def split_over_islands(
     """
     full: dict[int, int] = {}
     if limits is not None and sum(most for w, most in zip(weights, limits, strict=True) if w) < num_rows:
-        raise ValueError(limits_text(num_rows, weights, limits))
+        raise ValueError(describe_limits(num_rows, weights, limits))
     while True:
         rest, others = num_rows - sum(full.values()), [0 if i in full else w for i, w in enumerate(weights)]
         # shares without padding may not add up to the batch; then an island pads its own
@@ -143,10 +143,10 @@ def split_over_islands(
         full |= above
 
 
-def limits_text(num_rows: int, weights: Sequence[float], limits: Sequence[int]) -> str:
+def describe_limits(num_rows: int, weights: Sequence[float], limits: Sequence[int]) -> str:
     """Return the error message for a batch that islands cannot hold.
 
-    >>> limits_text(32, [1, 1], [16, 8]).partition(". ")[0]
+    >>> describe_limits(32, [1, 1], [16, 8]).partition(". ")[0]
     'a batch of 32 rows does not fit the islands: they may have at most 16, 8 rows, 24 together'
     """
     most = [limit if weight else 0 for weight, limit in zip(weights, limits, strict=True)]

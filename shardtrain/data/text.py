@@ -121,9 +121,9 @@ class Text:
         # the token file is named by a hash of the files, their sizes and times: a change makes a new one
         found = find_texts(self.paths, folder)
         files = [path.absolute() for path in found.files]
-        stats = [(str(file), *_identity(file.stat())) for file in files]
+        stats = [(str(file), *_read_identity(file.stat())) for file in files]
         tokens = folder / f"text-{hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]}.npy"
-        packed = _existing(tokens)
+        packed = _read_existing(tokens)
         if packed is None:
             packed = _write_text(tokens, files)
         clear_parts(folder, "text-*")
@@ -161,16 +161,16 @@ class Text:
         return split_tokens(packed.path, self.seq, self.heldout_fraction, self.vocab)
 
 
-def _identity(found: os.stat_result) -> tuple[int, ...]:
+def _read_identity(found: os.stat_result) -> tuple[int, ...]:
     """Return values that change with a file's content: size, mtime, and ctime, which only the system sets."""
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def _left_out(file: Path) -> str | None:
+def _explain_binary(file: Path) -> str | None:
     """Return the name of a file that is no text, with its encoding if known; None if it is text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        for chunk in _chunks(file):
+        for chunk in _read_chunks(file):
             if problem := encoding_problem(chunk):
                 return f"{file} ({problem})"
             decoder.decode(chunk)
@@ -182,7 +182,7 @@ def _left_out(file: Path) -> str | None:
     return None
 
 
-def _chunks(file: Path) -> Iterator[bytes]:
+def _read_chunks(file: Path) -> Iterator[bytes]:
     """Yield the bytes of a file in chunks, without a byte order mark."""
     with open_regular(file) as stream:
         mark = len(codecs.BOM_UTF8)
@@ -195,9 +195,9 @@ def _write_text(path: Path, files: Sequence[Path]) -> Packed:
     # decide by the content which files are text, before anything is written
     texts, others = [], []
     for file in files:
-        if (name := _left_out(file)) is not None:
+        if (name := _explain_binary(file)) is not None:
             others.append(name)
-        elif next(_chunks(file), b""):
+        elif next(_read_chunks(file), b""):
             texts.append(file)
     if not texts and not others:
         raise ValueError(f"{files[0]} has a byte order mark, and no text; give text files")
@@ -208,7 +208,7 @@ def _write_text(path: Path, files: Sequence[Path]) -> Packed:
 
     def parts() -> Iterator[np.ndarray]:
         for file in texts:
-            for chunk in _chunks(file):
+            for chunk in _read_chunks(file):
                 yield np.frombuffer(chunk, np.uint8)
             yield np.array([SEPARATOR], np.uint8)
 
@@ -218,7 +218,7 @@ def _write_text(path: Path, files: Sequence[Path]) -> Packed:
     return Packed(path=path, num_tokens=num_tokens, num_documents=len(texts), skipped=tuple(others))
 
 
-def _existing(tokens: Path) -> Packed | None:
+def _read_existing(tokens: Path) -> Packed | None:
     """Return the existing token file, if it has the recorded length."""
     # any doubt about the record or the file means that the text is packed again
     try:

@@ -51,9 +51,9 @@ class PairRows:
         source, target = (self._read(*file, self.start + index) for file in self.files)
         return {
             "source": source,
-            "source_mask": _real(source, self.pairs.padding).astype(np.int32),
+            "source_mask": _find_real(source, self.pairs.padding).astype(np.int32),
             "target": np.r_[self.pairs.padding, target].astype(np.int32),
-            "weights": _real(target, self.pairs.padding).astype(np.float32),
+            "weights": _find_real(target, self.pairs.padding).astype(np.float32),
         }
 
     def _read(self, shards: TokenShards, length: int, row: int) -> np.ndarray:
@@ -80,10 +80,10 @@ class PairRows:
         return found.hexdigest()[:16]
 
 
-def _real(tokens: np.ndarray, padding: int) -> np.ndarray:
+def _find_real(tokens: np.ndarray, padding: int) -> np.ndarray:
     """Return which positions come before the padding at the end.
 
-    >>> _real(np.array([5, 0, 6, 0, 0]), 0).tolist()
+    >>> _find_real(np.array([5, 0, 6, 0, 0]), 0).tolist()
     [True, True, True, False, False]
     """
     return np.cumsum((tokens != padding)[::-1])[::-1] > 0

@@ -13,7 +13,7 @@ from shardtrain.data.chat import ChatWindows
 from shardtrain.data.masked import MaskedWindows
 from shardtrain.data.mixture import MixedSource
 from shardtrain.data.token_pairs import PairRows
-from shardtrain.data.tokens import first_outside
+from shardtrain.data.tokens import find_outside
 from shardtrain.data.windows import Windows
 
 CHUNK_TOKENS = 1 << 20
@@ -43,7 +43,7 @@ class TokenRange(NamedTuple):
         step = max(CHUNK_TOKENS, num_tokens // (MOST_TOKENS // CHUNK_TOKENS))
         for begin in range(self.start, self.stop, step):
             chunk = self.read(begin, min(begin + CHUNK_TOKENS, self.stop))
-            if (at := first_outside(chunk, vocab)) is not None:
+            if (at := find_outside(chunk, vocab)) is not None:
                 return int(chunk[at]), self.place(begin + at)
         return None
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardtrain.data.documents import OnError, Piece, encode_rows, open_rows, texts
+from shardtrain.data.documents import OnError, Piece, encode_rows, open_rows, read_texts
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData
@@ -258,7 +258,7 @@ def make_units(files: Sequence[SourceFile], unit_bytes: int, folder: Path, on_er
     pieces: list[Piece] = []
     filled = 0
     for file in files:
-        for piece, size in _pieces(file, unit_bytes, folder, on_error):
+        for piece, size in _cut_file(file, unit_bytes, folder, on_error):
             if pieces and filled + size > unit_bytes:
                 units.append(Unit(len(units), pieces))
                 pieces, filled = [], 0
@@ -267,7 +267,7 @@ def make_units(files: Sequence[SourceFile], unit_bytes: int, folder: Path, on_er
     return [*units, Unit(len(units), pieces)] if pieces else units
 
 
-def _pieces(
+def _cut_file(
     file: SourceFile, unit_bytes: int, folder: Path, on_error: OnError
 ) -> Iterator[tuple[Piece, int]]:
     """Yield the pieces of a file, and the bytes of each."""
@@ -308,7 +308,7 @@ def write_unit(unit: Unit, out: Path, tokenizer: Tokenizer, field: str, on_error
     rows = (
         (piece.file.path, row, text)
         for piece in unit.pieces
-        for row, text in texts(piece, field, out / INDEX)
+        for row, text in read_texts(piece, field, out / INDEX)
     )
     skipped: list[str] = []
     num_skipped, last = 0, (Path(), "")

@@ -251,10 +251,10 @@ class _OpenTokens:
         return np.frombuffer(data, dtype)
 
 
-def first_outside(tokens: np.ndarray, vocab: int) -> int | None:
+def find_outside(tokens: np.ndarray, vocab: int) -> int | None:
     """Return the index of the first token that is negative or not below `vocab`; None if all are tokens.
 
-    >>> first_outside(np.array([3, 9, 12]), 9)
+    >>> find_outside(np.array([3, 9, 12]), 9)
     1
     """
     if not tokens.size or (tokens.max() < vocab and (tokens.dtype.kind == "u" or tokens.min() >= 0)):
@@ -273,7 +273,7 @@ def check_tokens(tokens: np.ndarray, vocab: int, place: Callable[[int], str]) ->
     Raises:
       ValueError: one is negative, or not below `vocab`.
     """
-    if (found := first_outside(tokens, vocab)) is not None:
+    if (found := find_outside(tokens, vocab)) is not None:
         token = int(tokens.ravel()[found])
         change = f"set vocab (vocab_size of a corpus) to {token + 1} or more"
         raise ValueError(

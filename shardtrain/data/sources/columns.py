@@ -22,7 +22,7 @@ from shardtrain.data.sources.decoded_size import (
     check_decoded,
     limit_decoded,
     measure_decoded_message,
-    row_bytes,
+    measure_rows,
 )
 from shardtrain.data.sources.format import BadData, Format, Record, Rows
 from shardtrain.data.sources.parquet_columns import CheckedColumns
@@ -83,7 +83,7 @@ class Columns(Rows):
             raise BadData(self.path, why, row)
         try:
             if self._last.__dict__[name][2]:
-                check_decoded(row_bytes(column.slice(row - start, 1)), LEAST_BYTES, "the row")
+                check_decoded(measure_rows(column.slice(row - start, 1)), LEAST_BYTES, "the row")
             return column[row - start].as_py()
         except UnicodeDecodeError as error:
             raise BadData(self.path, f"a text is not UTF-8 at its byte {error.start:,}", row) from None
@@ -101,7 +101,7 @@ class Columns(Rows):
         if name not in kept or kept[name][0] != group:
             try:
                 column = check_column(self._load(group, name))
-                is_large = SHARING.search(str(column.type)) and row_bytes(column) > LEAST_BYTES
+                is_large = SHARING.search(str(column.type)) and measure_rows(column) > LEAST_BYTES
                 kept[name] = group, column, is_large
             except Exception as error:
                 if isinstance(error, FileNotFoundError):
@@ -208,7 +208,7 @@ def open_arrow(path: Path, folder: Path | None = None) -> Columns:
         column.validate()
         # before every byte of shared texts is checked
         if "_view" in str(column.type):
-            check_decoded(row_bytes(column), limit_decoded(num_bytes), name)
+            check_decoded(measure_rows(column), limit_decoded(num_bytes), name)
         column = check_column(column)
         # two arrays are copied into one, which does not change with the file
         return pyarrow.concat_arrays([column, column[:0]])

@@ -91,7 +91,7 @@ def _find_stored_type(kind: Any) -> Any:
     return plain.get(str(kind), kind)
 
 
-def row_bytes(array: Any) -> int:
+def measure_rows(array: Any) -> int:
     """Return the memory of values in Python if they share nothing.
 
     Raises:
@@ -100,14 +100,14 @@ def row_bytes(array: Any) -> int:
     pyarrow, compute = import_module("pyarrow"), import_module("pyarrow.compute")
     types, kind = pyarrow.types, array.type
     if isinstance(array, pyarrow.ChunkedArray):
-        return sum(map(row_bytes, array.chunks))
+        return sum(map(measure_rows, array.chunks))
     if types.is_map(kind):
         array = array.view(pyarrow.list_(pyarrow.struct([kind.key_field, kind.item_field])))
         kind = array.type
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return SIZE * len(array) + row_bytes(array.flatten())
+        return SIZE * len(array) + measure_rows(array.flatten())
     if types.is_struct(kind):
-        return sum(map(row_bytes, array.flatten()))
+        return sum(map(measure_rows, array.flatten()))
     if types.is_dictionary(kind) and not types.is_nested(kind.value_type):
         texts = compute.binary_length(array.dictionary.cast(pyarrow.binary()))
         return compute.sum(texts.take(array.indices)).as_py() or 0

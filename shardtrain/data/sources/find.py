@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.format import BadData
-from shardtrain.data.sources.unread_files import read_compressed_head, unread_problem
+from shardtrain.data.sources.unread_files import explain_file, read_compressed_head
 from shardtrain.errors.messages import near, needs_library, problems_error
 from shardtrain.system.excerpts import some
 from shardtrain.system.plain_text import MARK
@@ -69,7 +69,7 @@ def find_files(patterns: Sequence[Path | str], format_name: str | None = None) -
     found: list[SourceFile] = []
     problems: list[str] = []
     for pattern in map(str, patterns):
-        paths = [Path(pattern)] if os.path.lexists(pattern) else matching(pattern)
+        paths = [Path(pattern)] if os.path.lexists(pattern) else match_pattern(pattern)
         files: list[SourceFile] = []
         for path in paths:
             try:
@@ -90,10 +90,10 @@ def find_files(patterns: Sequence[Path | str], format_name: str | None = None) -
     if problems:
         more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
         raise problems_error("this data cannot be read", [*problems[:MOST_PROBLEMS], *more])
-    return once(found)
+    return drop_duplicates(found)
 
 
-def matching(pattern: str) -> list[Path]:
+def match_pattern(pattern: str) -> list[Path]:
     """Return the paths that match a pattern, sorted, without files that are no data (`dataset_info.json`).
 
     A pattern for all files at any depth (`web/**`, `web/**/*`) returns no folders.
@@ -104,7 +104,7 @@ def matching(pattern: str) -> list[Path]:
     return [path for path in found if not (_is_beside(path.name) or (files_alone and path.is_dir()))]
 
 
-def once(files: Sequence[SourceFile]) -> list[SourceFile]:
+def drop_duplicates(files: Sequence[SourceFile]) -> list[SourceFile]:
     """Drop duplicates: the same file by another path, or the second of a pair of .bin and .idx."""
     found: dict[str, SourceFile] = {}
     for file in files:
@@ -152,7 +152,7 @@ def _recognise(path: Path, format_name: str | None) -> SourceFile:
     if not path.is_file():
         raise ValueError(f"{path.absolute()} is {kind_text(path.stat().st_mode)}; give a regular file")
     name = format_name or recognise(path)
-    if name is None and (problem := unread_problem(path)):
+    if name is None and (problem := explain_file(path)):
         raise ValueError(f"{path.absolute()} is read in no format: {problem}")
     if name is None:
         raise ValueError(
@@ -183,7 +183,7 @@ def _find_in_folder(folder: Path, format_name: str | None) -> list[SourceFile]:
                 continue
             key = format_name or recognise(path)
             if key is None and read_compressed_head(path):
-                unread.append(f"{path}: {unread_problem(path)}")
+                unread.append(f"{path}: {explain_file(path)}")
             with_images |= key == "images"
             if key is not None and key != "images":
                 found.append(SourceFile(path, key))

@@ -16,7 +16,7 @@ import numpy as np
 from shardtrain.data.sources.columns import open_zstd
 from shardtrain.data.sources.format import BadData, Format, Record, Rows
 from shardtrain.data.sources.row_offsets import read_part, row_offsets
-from shardtrain.data.sources.unread_files import content_problem
+from shardtrain.data.sources.unread_files import explain_content
 from shardtrain.system.plain_text import decode_text, encoding_problem, is_blank
 from shardtrain.system.untrusted_data import parse_record, read_lines
 from shardtrain.system.untrusted_files import open_regular
@@ -29,7 +29,7 @@ class JsonLines(Rows):
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
         self._path = path
-        self._offsets = row_offsets(path, folder, line_offsets)
+        self._offsets = row_offsets(path, folder, find_line_offsets)
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -40,7 +40,7 @@ class JsonLines(Rows):
         return parse_line(line, self._path, row)
 
 
-def line_offsets(path: Path) -> np.ndarray:
+def find_line_offsets(path: Path) -> np.ndarray:
     """Return the (start, stop) of each line that is not blank, int (n, 2), in bytes.
 
     Raises:
@@ -49,7 +49,7 @@ def line_offsets(path: Path) -> np.ndarray:
     found, heads, position, unfinished = [np.empty(0, np.int64)], [np.zeros(1, np.uint8)], 0, False
     with open_regular(path) as file:
         while block := file.read(BLOCK_BYTES):
-            if not position and (problem := encoding_problem(block) or content_problem(block)):
+            if not position and (problem := encoding_problem(block) or explain_content(block)):
                 raise BadData(path, problem)
             content = np.frombuffer(block, np.uint8)
             ends = np.flatnonzero(content == ord("\n"))
@@ -131,7 +131,7 @@ class CompressedLines(Rows):
         try:
             with self._open(self._path) as file:
                 for line in read_lines(file):
-                    if not row and (problem := encoding_problem(line) or content_problem(line)):
+                    if not row and (problem := encoding_problem(line) or explain_content(line)):
                         yield BadData(self._path, f"what it compresses cannot be read: {problem}")
                         return
                     if not is_blank(line):

@@ -83,7 +83,7 @@ def measure_decoded_column(content: bytes, value_bytes: int) -> tuple[int, int]:
       ValueError: a header is damaged.
     """
     once, repeated, dictionary_bytes = 0, 0, 0
-    for num_bytes, num_values, encoding in _pages(content):
+    for num_bytes, num_values, encoding in _read_pages(content):
         # a text may share its beginning with the text before it
         copies = num_values if encoding == DELTA_BYTE_ARRAY else 1
         once += copies * num_bytes + num_values * (SIZE + value_bytes)
@@ -94,7 +94,7 @@ def measure_decoded_column(content: bytes, value_bytes: int) -> tuple[int, int]:
     return once, once + repeated
 
 
-def _pages(content: bytes) -> Iterator[tuple[int, int, int]]:
+def _read_pages(content: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield (decompressed bytes, number of values, encoding) of the pages of a column."""
     file = io.BytesIO(content)
     for _ in range(MOST_PAGES):
@@ -126,8 +126,8 @@ def _read_struct(file: io.BytesIO, depth: int = 0) -> dict[int, Any]:
     """Read the 32-bit integers and structs in a struct of Thrift's compact protocol, as pyarrow does."""
     found: dict[int, Any] = {}
     number = 0
-    while (head := _byte(file)) != 0:
-        number = number + (head >> 4) if head >> 4 else _integer(file)
+    while (head := _read_byte(file)) != 0:
+        number = number + (head >> 4) if head >> 4 else _read_integer(file)
         kind = head & 15
         value = _read_value(file, kind, depth) if kind not in (1, 2) else None
         if kind in (INT32, STRUCT):
@@ -137,11 +137,11 @@ def _read_struct(file: io.BytesIO, depth: int = 0) -> dict[int, Any]:
 
 def _read_value(file: io.BytesIO, kind: int, depth: int) -> Any:
     if kind in (1, 2, 3):
-        return _byte(file)
+        return _read_byte(file)
     if kind in (4, INT32, 6):
-        return _integer(file)
+        return _read_integer(file)
     if kind in (7, 8):
-        num_bytes = 8 if kind == 7 else _varint(file)
+        num_bytes = 8 if kind == 7 else _read_varint(file)
         # a list may claim any number of values, but none is after the end
         if num_bytes > len(file.getbuffer()) - file.tell():
             raise ValueError("the file ends in a header of a page")
@@ -153,34 +153,34 @@ def _read_value(file: io.BytesIO, kind: int, depth: int) -> Any:
         return _read_struct(file, depth + 1)
     # lists, sets and maps
     if kind == 11:
-        count = _varint(file)
-        kinds = divmod(_byte(file), 16) if count else ()
+        count = _read_varint(file)
+        kinds = divmod(_read_byte(file), 16) if count else ()
     else:
-        count, each = divmod(_byte(file), 16)
-        count, kinds = _varint(file) if count == 15 else count, (each,)
+        count, each = divmod(_read_byte(file), 16)
+        count, kinds = _read_varint(file) if count == 15 else count, (each,)
     for _ in range(count):
         for each in kinds:
             _read_value(file, each, depth + 1)
     return None
 
 
-def _byte(file: BinaryIO) -> int:
+def _read_byte(file: BinaryIO) -> int:
     read = file.read(1)
     if not read:
         raise ValueError("the file ends in a header of a page")
     return read[0]
 
 
-def _varint(file: BinaryIO) -> int:
+def _read_varint(file: BinaryIO) -> int:
     value = 0
     for shift in range(0, 70, 7):
-        byte = _byte(file)
+        byte = _read_byte(file)
         value |= (byte & 127) << shift
         if byte < 128:
             return value
     raise ValueError("a header of a page is damaged")
 
 
-def _integer(file: BinaryIO) -> int:
-    value = _varint(file)
+def _read_integer(file: BinaryIO) -> int:
+    value = _read_varint(file)
     return value >> 1 ^ -(value & 1)

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardtrain.data.sources.format import BadData, Format, Record, Rows
 from shardtrain.data.sources.row_offsets import CUT_OFF, read_part, row_extent, row_offsets
-from shardtrain.data.sources.unread_files import content_problem
+from shardtrain.data.sources.unread_files import explain_content
 from shardtrain.system.excerpts import short
 from shardtrain.system.plain_text import decode_text
 from shardtrain.system.untrusted_data import parse_record
@@ -37,7 +37,7 @@ class TarRows(Rows):
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
         self._path = path
-        self._offsets = row_offsets(path, folder, group_offsets)
+        self._offsets = row_offsets(path, folder, find_group_offsets)
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -50,7 +50,7 @@ class TarRows(Rows):
                 if start % BLOCK_BYTES or start > stop or stop > os.fstat(file.fileno()).st_size:
                     raise BadData(self._path, "its index is wrong, or the file was cut off", row)
                 file.seek(start)
-                for member in members(file, stop):
+                for member in read_members(file, stop):
                     if member.isfile():
                         content = read_part(self._path, member.offset_data, member.size, row)
                         found |= self._field(member, content, row)
@@ -89,7 +89,7 @@ class _Headers:
         return self._file.read(num_bytes)
 
 
-def members(file: BinaryIO, stop: int) -> Iterator[tarfile.TarInfo]:
+def read_members(file: BinaryIO, stop: int) -> Iterator[tarfile.TarInfo]:
     """Yield the files in a tar file from its position up to `stop`; the last one may be cut off.
 
     Raises:
@@ -103,11 +103,11 @@ def members(file: BinaryIO, stop: int) -> Iterator[tarfile.TarInfo]:
                 raise tarfile.ReadError(f"{short(member.name)} {kind}")
             yield member
             # later headers may be damaged
-            if end_of(member) >= stop:
+            if find_end(member) >= stop:
                 return
 
 
-def end_of(member: tarfile.TarInfo) -> int:
+def find_end(member: tarfile.TarInfo) -> int:
     """Return the end of the blocks of a file in a tar file."""
     return member.offset_data + -(-member.size // BLOCK_BYTES) * BLOCK_BYTES
 
@@ -123,7 +123,7 @@ def split_name(name: str) -> tuple[str, str]:
     return folder + slash + stem, ending.lower()
 
 
-def group_offsets(path: Path) -> np.ndarray:
+def find_group_offsets(path: Path) -> np.ndarray:
     """Return (start, stop) of each row's files with their headers, int (n, 2), in bytes.
 
     For a file that is cut off, the last row is `CUT_OFF` and the position up to which the file is complete.
@@ -136,8 +136,8 @@ def group_offsets(path: Path) -> np.ndarray:
     num_bytes = path.stat().st_size
     try:
         with open_regular(path) as file:
-            for member in members(file, num_bytes):
-                end = end_of(member)
+            for member in read_members(file, num_bytes):
+                end = find_end(member)
                 key, ending = split_name(member.name)
                 if end > num_bytes:
                     rows = rows[:-1] if key == last_key else rows
@@ -156,7 +156,7 @@ def group_offsets(path: Path) -> np.ndarray:
     except DAMAGED as error:
         if not rows:
             with open_regular(path) as file:
-                known = content_problem(file.read(BLOCK_BYTES))
+                known = explain_content(file.read(BLOCK_BYTES))
             raise BadData(path, known or f"it is no whole tar file ({error})") from None
     if not whole:
         if not rows:

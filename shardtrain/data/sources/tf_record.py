@@ -12,7 +12,7 @@ import numpy as np
 from shardtrain.data.sources.format import BadData, Format
 from shardtrain.data.sources.payload import PayloadRows
 from shardtrain.data.sources.row_offsets import CUT_OFF, read_part, row_extent, row_offsets
-from shardtrain.data.sources.unread_files import content_problem
+from shardtrain.data.sources.unread_files import explain_content
 from shardtrain.system.untrusted_files import open_regular
 
 HEAD_BYTES, TAIL_BYTES = 12, 4
@@ -23,7 +23,7 @@ class TfRecords(PayloadRows):
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
         self.path = path
-        self._offsets = row_offsets(path, folder, record_offsets)
+        self._offsets = row_offsets(path, folder, find_record_offsets)
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -33,7 +33,7 @@ class TfRecords(PayloadRows):
         return read_part(self.path, start, size, row)
 
 
-def record_offsets(path: Path) -> np.ndarray:
+def find_record_offsets(path: Path) -> np.ndarray:
     """Return the (start, size) of each record, int (n, 2); for a cut-off record `CUT_OFF` and its position.
 
     Raises:
@@ -51,7 +51,7 @@ def record_offsets(path: Path) -> np.ndarray:
             damaged = compute_masked_crc32c(head[:8]) != int.from_bytes(head[8:], "little")
             if next_position > end or damaged:
                 if not found:
-                    why = content_problem(head) or "it is no TFRecord file, or damaged"
+                    why = explain_content(head) or "it is no TFRecord file, or damaged"
                     raise BadData(path, why)
                 found.append((CUT_OFF, position))
                 break

@@ -65,17 +65,17 @@ BY_ENDING = {
 """Suffix -> kind, for files that cannot be recognised by their first bytes."""
 
 
-def content_problem(head: bytes) -> str:
+def explain_content(head: bytes) -> str:
     r"""Describe a file by its first bytes, and say how to convert it; return "" if it is not recognised.
 
-    >>> content_problem(b"PK\x03\x04"), content_problem(b"a text")
+    >>> explain_content(b"PK\x03\x04"), explain_content(b"a text")
     ('it is a zip archive; unpack it: unzip FILE', '')
     """
     kind = _recognise_kind(head)
     return "" if kind is None else f"it is {kind.what}; {_change(kind, 'FILE')}"
 
 
-def unread_problem(path: Path) -> str:
+def explain_file(path: Path) -> str:
     """Describe a file by content or name, and say how to convert it; return "" if it is not recognised."""
     kind = _recognise_kind(_head(open_regular, path)) or BY_ENDING.get(path.suffix.lower())
     if kind is None:
