@@ -49,7 +49,7 @@ MODULES = {
     "shardtrain.functional": ("model", "nnx_model"),
     "shardtrain.sharding": ("layout", "layout_file", "axis_sizes", "rules"),
     "shardtrain.pipeline": ("options", "schedule", "table", "simulate", "partition"),
-    "shardtrain.islands": ("rank_environment", "placement", "binding", "membership"),
+    "shardtrain.islands": ("rank_environment", "rank_placement", "binding", "membership"),
 }
 """Package without public names of its own -> the modules that a user needs."""
 

@@ -185,9 +185,13 @@ __all__ = [
     "translation_loss",
 ]
 
+_RENAMED = {"pretrained": "read_pretrained", "with_metrics": "add_metrics"}
+"""Earlier name -> name."""
+
 
 def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
         if name in names:
             return getattr(importlib.import_module(f"shardtrain.{module}"), name)
-    raise AttributeError(f"module 'shardtrain' has no attribute {name!r}")
+    now = f"; its name is {_RENAMED[name]} now" if name in _RENAMED else ""
+    raise AttributeError(f"module 'shardtrain' has no attribute {name!r}{now}")

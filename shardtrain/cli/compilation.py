@@ -55,7 +55,7 @@ def set_xla_flags(arguments: Sequence[str]) -> str:
 def _find_preset(arguments: Sequence[str]) -> str:
     """Return the value of --xla-preset, of several the last.
 
-    >>> [_preset_of(words.split()) for words in ("run.py", "run.py --xla_preset=none", "--xla-preset none")]
+    >>> [_find_preset(words.split()) for words in ("run.py", "run.py --xla_preset=none", "--xla-preset none")]
     ['auto', 'none', 'none']
     """
     found = CompileOptions.xla_preset

@@ -175,7 +175,7 @@ def _identifier(name: str) -> str:
 def format_flag(name: str) -> str:
     """Return the option of a path or a short name.
 
-    >>> flag_of("run_dir")
+    >>> format_flag("run_dir")
     '--run-dir'
     """
     return f"--{name.replace('_', '-')}"
@@ -211,7 +211,7 @@ def replace_fields(value: Any, changes: Mapping[str, Any]) -> Any:
       changes: path -> new value of the field.
 
     >>> option = FieldOption(path="a", kind=str, default="", help=None)
-    >>> with_fields(option, {"path": "b"}).path
+    >>> replace_fields(option, {"path": "b"}).path
     'b'
     """
     inner: dict[str, dict[str, Any]] = {}

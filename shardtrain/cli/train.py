@@ -141,7 +141,7 @@ def format_failure(activity: ActivityRecord, error: OSError) -> str:
     ...     with activity.at("the training loop"), activity.at("reading a batch"):
     ...         raise OSError(5, "Input/output error")
     ... except OSError as error:
-    ...     print(failed_text(activity, error))
+    ...     print(format_failure(activity, error))
     at step 7, in 'reading a batch': [Errno 5] Input/output error
     the same command resumes from the last checkpoint
     """

@@ -85,9 +85,9 @@ def trace_messages(combiner: Combiner, tree: Any, num_ranks: int) -> list[Messag
 
     >>> from shardtrain.combine import make_combiner
     >>> tree = {"up": jax.ShapeDtypeStruct((100,), jnp.float32)}
-    >>> messages_of(make_combiner("mean"), tree, 2)
+    >>> trace_messages(make_combiner("mean"), tree, 2)
     [Message(kind='all-reduce', num_bytes=408, num_ranks=2)]
-    >>> [(each.kind, each.num_bytes) for each in messages_of(make_combiner("int8+mean"), tree, 2)]
+    >>> [(each.kind, each.num_bytes) for each in trace_messages(make_combiner("int8+mean"), tree, 2)]
     [('all-gather', 100), ('all-gather', 8)]
     """
     group = CountingGroup(num_ranks)

@@ -38,7 +38,7 @@ def top_k(share: float = 0.01) -> Codec:
 def count_sent(share: float, size: int) -> int:
     """Return how many elements of a leaf are sent.
 
-    >>> num_sent(0.01, 1000), num_sent(0.01, 3), num_sent(0.01, 0)
+    >>> count_sent(0.01, 1000), count_sent(0.01, 3), count_sent(0.01, 0)
     (10, 1, 0)
     """
     return min(size, max(1, math.floor(share * size + 0.5)))

@@ -138,7 +138,7 @@ def join_texts(texts: Iterable[tuple[str, str]]) -> str:
     Args:
       texts: (name, text).
 
-    >>> each([("a", "1 core"), ("b", "1 core")]), each([("a", "x"), ("b", "y"), ("c", "x")])
+    >>> join_texts([("a", "1 core"), ("b", "1 core")]), join_texts([("a", "x"), ("b", "y"), ("c", "x")])
     ('1 core', 'a, c: x; b: y')
     """
     groups: dict[str, list[str]] = {}

@@ -138,7 +138,7 @@ def find_mount(path: Path, mounts: str) -> Facts:
     Returns:
       Its `type`, `source`, and whether it is `read_only`.
 
-    >>> mount_of(Path("/data/x"), "d / ext4 rw 0 0\\nn:/d /data nfs4 ro,vers=4 0 0\\n")
+    >>> find_mount(Path("/data/x"), "d / ext4 rw 0 0\\nn:/d /data nfs4 ro,vers=4 0 0\\n")
     {'type': 'nfs4', 'source': 'n:/d', 'read_only': True}
     """
     mount = {"type": "unknown", "source": "", "read_only": False}

@@ -54,7 +54,7 @@ def collect(context: RankContext) -> Facts:
 def sample_pairs(num_devices: int) -> list[tuple[int, int]]:
     """Choose pairs of devices: all, or neighbours and opposites if there are many.
 
-    >>> sampled(3), len(sampled(8)), len(sampled(64))
+    >>> sample_pairs(3), len(sample_pairs(8)), len(sample_pairs(64))
     ([(0, 1), (0, 2), (1, 2)], 8, 8)
     """
     every = list(combinations(range(num_devices), 2))

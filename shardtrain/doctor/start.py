@@ -119,7 +119,7 @@ def late_text(who: str, after_seconds: float) -> str:
 def format_ended(who: str) -> str:
     """Return the message for a rank that ended while MPI started.
 
-    >>> ended_text("rank 1 of 2 (host a)")[:68]
+    >>> format_ended("rank 1 of 2 (host a)")[:68]
     'shardtrain doctor: rank 1 of 2 (host a): the process ended while MPI'
     """
     return (

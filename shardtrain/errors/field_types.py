@@ -79,9 +79,9 @@ def convert_kind(value: Any, hint: Any, name: str) -> Any:
     Raises:
       WrongType: it is of another type; the text names the field, the value and what to write.
 
-    >>> as_kind("runs/a", Path | None, "run_dir")
+    >>> convert_kind("runs/a", Path | None, "run_dir")
     PosixPath('runs/a')
-    >>> as_kind("3e-4", float, "peak")
+    >>> convert_kind("3e-4", float, "peak")
     Traceback (most recent call last):
     shardtrain.errors.field_types.WrongType: peak is '3e-4'; give a number: peak=0.0003
     """

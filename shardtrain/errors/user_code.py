@@ -122,7 +122,7 @@ def find_raising_line(error: BaseException) -> str:
     >>> try:
     ...     exec(compile("1 / 0", "hooks.py", "exec"))
     ... except ZeroDivisionError as error:
-    ...     raised_at(error)
+    ...     find_raising_line(error)
     'hooks.py:1'
     """
     calls = traceback.extract_tb(error.__traceback__)

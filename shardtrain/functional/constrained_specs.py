@@ -23,7 +23,7 @@ def find_constrained_specs(program: Any) -> list[PartitionSpec | None]:
     >>> with jax.set_mesh(jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))):
     ...     of_seq = partial(jax.lax.with_sharding_constraint, shardings=PartitionSpec(None, "context"))
     ...     program = jax.make_jaxpr(lambda x: (jax.jit(of_seq)(x), x))(jax.numpy.ones((2, 4)))
-    >>> [spec and tuple(spec) for spec in constrained_specs(program.jaxpr)]
+    >>> [spec and tuple(spec) for spec in find_constrained_specs(program.jaxpr)]
     [(None, 'context'), None]
     """
     return _specs(program, program.outvars)

@@ -66,7 +66,7 @@ def sum_regularized_cross_entropy(
       Szegedy et al. 2016, Rethinking the Inception Architecture, https://arxiv.org/abs/1512.00567, section 7.
       Chowdhery et al. 2022, PaLM, https://arxiv.org/abs/2204.02311, section 5, whose z-loss has weight 1e-4.
 
-    >>> total, count, _ = regularized_cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3]), z_loss=1.0)
+    >>> total, count, _ = sum_regularized_cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3]), z_loss=1.0)
     >>> round(float(total / count), 4)  # log(4) + log(4)**2
     3.3081
     """

@@ -30,10 +30,10 @@ def freeze_parameters(model: Model, patterns: Sequence[str] | None) -> Model:
     Raises:
       ValueError: lists every pattern that matches nothing; or nothing is frozen, or left to train.
 
-    >>> from shardtrain.functional.nnx_model import as_model
+    >>> from shardtrain.functional.nnx_model import convert_model
     >>> from shardtrain.models.mlp import MlpConfig
-    >>> mlp = as_model(MlpConfig(features=4, mlp=8, num_layers=2, classes=3))
-    >>> sorted(with_frozen(mlp, ["blocks/*", "!*/kernel", "!*/scale"]).frozen)[:2]
+    >>> mlp = convert_model(MlpConfig(features=4, mlp=8, num_layers=2, classes=3))
+    >>> sorted(freeze_parameters(mlp, ["blocks/*", "!*/kernel", "!*/scale"]).frozen)[:2]
     ['blocks/0/down/bias', 'blocks/0/norm/bias']
     """
     if patterns is not None and not patterns:
@@ -93,7 +93,7 @@ def _stop_gradients(model: Model, frozen: frozenset[str]) -> Model:
 def drop_paths(tree: Mapping[str, Any], paths: Collection[str], parent: str = "") -> Tree:
     """Return a nested dict without the leaves of some paths, and without dicts that are empty then.
 
-    >>> without({"a": {"b": 1, "c": 2}, "d": {"e": 3}}, {"a/c", "d/e"})
+    >>> drop_paths({"a": {"b": 1, "c": 2}, "d": {"e": 3}}, {"a/c", "d/e"})
     {'a': {'b': 1}}
     """
     found: Tree = {}
@@ -110,7 +110,7 @@ def drop_paths(tree: Mapping[str, Any], paths: Collection[str], parent: str = ""
 def merge_trees(part: Mapping[str, Any], whole: Mapping[str, Any]) -> Tree:
     """Return a nested dict with the leaves of `part`, and those of `whole` that it lacks.
 
-    >>> merged({"a": {"b": 1}}, {"a": {"b": 0, "c": 2}, "d": 3})
+    >>> merge_trees({"a": {"b": 1}}, {"a": {"b": 0, "c": 2}, "d": 3})
     {'a': {'b': 1, 'c': 2}, 'd': 3}
     """
     return {
@@ -122,7 +122,7 @@ def merge_trees(part: Mapping[str, Any], whole: Mapping[str, Any]) -> Tree:
 def select_like(whole: Mapping[str, Any], part: Mapping[str, Any]) -> Tree:
     """Return the leaves of a nested dict that another one has too.
 
-    >>> like({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"c": 0}})
+    >>> select_like({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"c": 0}})
     {'a': {'c': 2}}
     """
     return {

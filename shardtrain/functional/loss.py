@@ -33,7 +33,7 @@ def drop_first(x_BT: jax.Array) -> jax.Array:
       x_BT: (B, T), such as tokens.
 
     >>> import jax.numpy as jnp
-    >>> without_first(jnp.arange(4)[None]).tolist()
+    >>> drop_first(jnp.arange(4)[None]).tolist()
     [[1, 2, 3]]
     """
     x_BT = x_BT[:, 1:]

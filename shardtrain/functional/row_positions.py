@@ -102,7 +102,7 @@ def follow_positions(
 def _find_moved(inner: int, before: tuple[int, ...], after: tuple[int, ...], moves: Moves, rows: int) -> int:
     """Return the number of entries that follow one of a row, when dims have moved; -1 if rows are gone.
 
-    >>> _moved(3, (4, 2, 3), (4, 3, 2), {0: 0, 1: 2, 2: 1}, 2)
+    >>> _find_moved(3, (4, 2, 3), (4, 3, 2), {0: 0, 1: 2, 2: 1}, 2)
     1
     """
     behind = 1

@@ -44,7 +44,7 @@ def apply_in_chunks(
 
     >>> calls = []
     >>> double = lambda x: calls.append(x.shape) or 2 * x
-    >>> in_chunks(double, jnp.ones((2, 4)), 3).shape, calls
+    >>> apply_in_chunks(double, jnp.ones((2, 4)), 3).shape, calls
     ((2, 4), [(3,), (3,), (2,)])
     """
     if x.size <= most_elements:

@@ -117,9 +117,9 @@ def balance_rows(
     >>> fast, slow = Speed(), Speed()
     >>> fast.add(16, 1.0), slow.add(16, 2.0)
     (None, None)
-    >>> balanced_rows(32, [fast, slow], [1, 1])
+    >>> balance_rows(32, [fast, slow], [1, 1])
     [21, 11]
-    >>> balanced_rows(32, [fast, slow], [1, 1], [18, 32])
+    >>> balance_rows(32, [fast, slow], [1, 1], [18, 32])
     [18, 14]
     """
     limits = [math.inf] * len(multiples) if limits is None else limits

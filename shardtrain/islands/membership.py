@@ -229,7 +229,7 @@ def format_other_mpi(environment: RankEnvironment, rank: int, size: int) -> str:
     """Return the message for a launcher and an mpi4py that belong to different MPIs.
 
     >>> numbers = {"rank": 1, "size": 4, "local_rank": 1, "local_size": 4}
-    >>> other_mpi_text(RankEnvironment(launcher="openmpi", host="a", **numbers), 0, 1)[:64]
+    >>> format_other_mpi(RankEnvironment(launcher="openmpi", host="a", **numbers), 0, 1)[:64]
     'the launcher (openmpi) says rank 1 of 4, but MPI says rank 0 of '
     """
     return (

@@ -69,7 +69,7 @@ def find_address(interface: str) -> str:
     Raises:
       ValueError: it is not there, or has none; names those that are.
 
-    >>> address_of("lo")
+    >>> find_address("lo")
     '127.0.0.1'
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

@@ -15,7 +15,7 @@ def clip_gradients(grads: Any, norm: jax.Array, largest: float) -> Any:
 
     Source: Pascanu et al., On the difficulty of training recurrent neural networks, 2012, algorithm 1.
 
-    >>> clipped({"w": jnp.array([3.0, 4.0])}, jnp.float32(5.0), 2.5)["w"].tolist()
+    >>> clip_gradients({"w": jnp.array([3.0, 4.0])}, jnp.float32(5.0), 2.5)["w"].tolist()
     [1.5, 2.0]
     """
     # one factor: a quotient of each element would be written to memory, where several moments read it

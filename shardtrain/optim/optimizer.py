@@ -35,7 +35,7 @@ def train_only(
       frozen: the paths of these.
 
     >>> params = {"kept": jnp.ones(2), "trained": jnp.ones(2)}
-    >>> update = trained_only(optax.sgd(0.5, momentum=0.9), {"kept"})
+    >>> update = train_only(optax.sgd(0.5, momentum=0.9), {"kept"})
     >>> state = update.init(params)
     >>> [x.shape for x in jax.tree.leaves(state)]
     [(2,)]
@@ -82,7 +82,7 @@ def select_decayed(dims: Tree, params: Any) -> Any:
 
     >>> import numpy as np
     >>> dims = {"up": ("layers", "embed", "mlp"), "gain": ("layers", "embed"), "other": None}
-    >>> decayed(dims, {"up": np.ones((2, 4, 8)), "gain": np.ones((2, 4)), "other": np.ones((4, 4))})
+    >>> select_decayed(dims, {"up": np.ones((2, 4, 8)), "gain": np.ones((2, 4)), "other": np.ones((4, 4))})
     {'gain': False, 'other': True, 'up': True}
     """
 

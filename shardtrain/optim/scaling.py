@@ -108,7 +108,7 @@ def scale_run(
     ...     optimizer: Optimizer = Optimizer(name="sgd", learning_rate=Schedule(peak=0.1))
     ...     batch: int = 32
     ...     steps: int = 1000
-    >>> run, notes = scaled(Run(), Scaling(rate="linear", batch=True, steps=True, warmup=10), 8)
+    >>> run, notes = scale_run(Run(), Scaling(rate="linear", batch=True, steps=True, warmup=10), 8)
     >>> notes[0]
     'scaled to 8 replicas: batch 32 -> 256, steps 1000 -> 125, peak rate 0.1 -> 0.8 (linear), warmup 0 -> 10 \
 steps from 0.1'

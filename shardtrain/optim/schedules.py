@@ -60,7 +60,7 @@ def multiply_rates(
       update: one that includes the learning rate (and decay, which is scaled too).
       rates: "PATTERN=FACTOR"; the first whose pattern (fnmatch) matches the path of a parameter applies.
 
-    >>> update = with_rates(optax.sgd(1.0), ["head=0", "h*=0.5"])
+    >>> update = multiply_rates(optax.sgd(1.0), ["head=0", "h*=0.5"])
     >>> params = {"head": 1.0, "hidden": 1.0, "last": 1.0}
     >>> updates, _ = update.update(params, update.init(params))
     >>> {name: float(x) for name, x in updates.items()}

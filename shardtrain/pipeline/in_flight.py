@@ -40,7 +40,7 @@ def waves_before_barrier(in_flight: int, every: int) -> int:
 def format_in_flight(num_stages: int, in_flight: int) -> str:
     """Return what stages hold: weights until the backward of a batch, gradients until its update.
 
-    >>> print(in_flight_text(2, 4))
+    >>> print(format_in_flight(2, 4))
     up to 4 batches in flight, without a flush; stages keep 4, 1 versions of their weights, and 1, 4 gradients
     """
     ahead = forwards_ahead(num_stages, in_flight)

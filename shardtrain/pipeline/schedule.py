@@ -211,7 +211,7 @@ SCHEDULES: dict[str, Callable[[int, int, int, bool], Table]] = {
 def list_allowed_chunks(name: str, most: int = 4) -> list[int]:
     """Return the numbers of chunks per stage that a schedule supports, up to `most`.
 
-    >>> allowed_chunks("interleaved"), allowed_chunks("zb_v")
+    >>> list_allowed_chunks("interleaved"), list_allowed_chunks("zb_v")
     ([2, 3, 4], [2])
     """
     allowed = []
@@ -232,7 +232,7 @@ def find_placement(name_or_path: str | Path, num_chunks: int) -> str:
     Raises:
       ValueError: the schedule does not support so many chunks, or the file cannot be read.
 
-    >>> placement_of("1f1b", 1), placement_of("zb_v", 2)
+    >>> find_placement("1f1b", 1), find_placement("zb_v", 2)
     ('loop', 'v')
     """
     if str(name_or_path).endswith(".csv"):

@@ -219,7 +219,7 @@ def _is_names(x: Any) -> bool:
 def nest(by_path: Mapping[str, Any]) -> Tree:
     """Return the nested dict of a dict by paths.
 
-    >>> nested({"a/b": 1, "c": 2})
+    >>> nest({"a/b": 1, "c": 2})
     {'a': {'b': 1}, 'c': 2}
     """
     tree: Tree = {}

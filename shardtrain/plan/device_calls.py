@@ -169,7 +169,7 @@ class FlashCall(NamedTuple):
     def estimate_seen_part(self) -> float:
         """Return the part of all pairs of queries and keys that are computed.
 
-        >>> FlashCall(4, 4, 64, 2, causal=True, window=None, softmax_features=0).seen_part()
+        >>> FlashCall(4, 4, 64, 2, causal=True, window=None, softmax_features=0).estimate_seen_part()
         0.625
         """
         if not self.causal:
@@ -202,7 +202,7 @@ def estimate_moved_part(num: int) -> float:
 
     Each device exchanges one of its two halves with another device; of an odd number one keeps both.
 
-    >>> moved_part(3), moved_part(4)
+    >>> estimate_moved_part(3), estimate_moved_part(4)
     (0.3333333333333333, 0.5)
     """
     return num // 2 / num

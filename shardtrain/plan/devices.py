@@ -172,9 +172,9 @@ OTHER_NAMES = {
 def find_device(device_kind: str) -> Device | None:
     """Return the device of this name; None if unknown, as a guess would give a wrong MFU.
 
-    >>> known_device("NVIDIA H200").memory_bytes
+    >>> find_device("NVIDIA H200").memory_bytes
     141000000000
-    >>> print(known_device("cpu"))
+    >>> print(find_device("cpu"))
     None
     """
     kind = OTHER_NAMES.get(device_kind, device_kind)
@@ -200,7 +200,7 @@ def mfu(flops_per_second: float, device: Device, num_devices: int = 1) -> float:
     References:
       Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311, appendix B.
 
-    >>> mfu(395.8e12, known_device("NVIDIA H100 80GB HBM3"))
+    >>> mfu(395.8e12, find_device("NVIDIA H100 80GB HBM3"))
     0.4
     """
     if num_devices < 1:

@@ -159,7 +159,7 @@ def make_simulated_machine(host: Machine, num_devices: int, num_cores: int) -> M
       num_cores: of the host.
 
     >>> host = Machine(rates=Rates(flops_per_second=80.0, kernel_seconds=1.0))
-    >>> one = simulated_machine(host, 8, 2).rates
+    >>> one = make_simulated_machine(host, 8, 2).rates
     >>> one.flops_per_second, one.kernel_seconds, one.copies_stacked
     (10.0, 4.0, True)
     """

@@ -64,7 +64,7 @@ def find_names(primitive: str, operands: Operands) -> Found:
 
     >>> of_dot = Operands([("batch", "embed"), ("embed", "mlp")], [(8, 4), (4, 16)],
     ...                   {"dimension_numbers": (((1,), (0,)), ((), ()))}, [(8, 16)])
-    >>> names_of("dot_general", of_dot)
+    >>> find_names("dot_general", of_dot)
     Found(outputs=(('batch', 'mlp'),), summed=('embed',), flops=1024, grouped=())
     """
     rule = _reduce if primitive in REDUCTIONS else RULES.get(primitive, _name_like_inputs)
@@ -74,7 +74,7 @@ def find_names(primitive: str, operands: Operands) -> Found:
 def apply_delta(*several: Dims) -> Dims:
     """Return, for each dim, the first name that any of them has.
 
-    >>> merged((None, "seq"), ("batch", "embed"))
+    >>> apply_delta((None, "seq"), ("batch", "embed"))
     ('batch', 'seq')
     """
     return tuple(next((name for name in names if name), None) for names in zip(*several, strict=True))

@@ -223,7 +223,7 @@ Traffic = Mapping[Key, float]
 def count_sent_bytes(kind: str, num_devices: int, payload_bytes: float) -> float:
     """Return the bytes that each of n devices sends: in a ring (n - 1) / n of the array, or twice that.
 
-    >>> sent_bytes("all-gather", 8, 800), sent_bytes("all-reduce", 8, 800)
+    >>> count_sent_bytes("all-gather", 8, 800), count_sent_bytes("all-reduce", 8, 800)
     (700.0, 1400.0)
     """
     if kind == PERMUTE:

@@ -27,7 +27,7 @@ def complete_layout(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[
     unnamed "replicate" or "shard", or on one device, all other names without a rule get the empty rule.
 
     >>> arrays = {"up": Named(dims=("fsdp", "features"), shape=(64, 256))}
-    >>> completed(Layout(unnamed="replicate"), arrays, {"fsdp": 2}).parameters
+    >>> complete_layout(Layout(unnamed="replicate"), arrays, {"fsdp": 2}).parameters
     {'fsdp': ('fsdp',), 'features': ()}
     """
     unnamed = "replicate" if is_one_device(sizes) else layout.unnamed
@@ -107,9 +107,9 @@ def shard_largest_dim(shape: Sequence[int], rules: Rules, sizes: Mapping[str, in
 
     Nothing is sharded where no rule has fsdp, as for parameters at ZeRO 1 and 2.
 
-    >>> largest_dim_sharded((3, 64, 64), {"embed": ("fsdp",)}, {"fsdp": 8})
+    >>> shard_largest_dim((3, 64, 64), {"embed": ("fsdp",)}, {"fsdp": 8})
     ((), ('fsdp',), ())
-    >>> largest_dim_sharded((3, 5), {"embed": ("fsdp",)}, {"fsdp": 8})
+    >>> shard_largest_dim((3, 5), {"embed": ("fsdp",)}, {"fsdp": 8})
     ((), ())
     """
     used = any(axes.FSDP in dim_axes for dim_axes in rules.values())

@@ -5,20 +5,20 @@ from collections.abc import Iterable, Mapping
 from shardtrain.sharding.array_dims import Named
 
 
-def warn_moved_names(arrays: Mapping[str, Named]) -> str | None:
+def warn_shifted_names(arrays: Mapping[str, Named]) -> str | None:
     """Return a warning about names that have other sizes elsewhere, and would not one dim further; else None.
 
     Args:
       arrays: path -> names and shape of each parameter.
 
-    >>> found = shifted_names({
+    >>> found = warn_shifted_names({
     ...     "blocks/bias": Named(dims=("mlp", None), shape=(4, 64)),
     ...     "blocks/kernel": Named(dims=("embed", "mlp", None), shape=(4, 16, 64)),
     ...     "embedding": Named(dims=("vocab", "embed"), shape=(32, 16)),
     ... })
     >>> print(found[: found.index(": mlp")])
     WARNING: names of dims seem to have moved by one dim in blocks/bias, blocks/kernel
-    >>> print(shifted_names({"up": Named(dims=("embed", "mlp"), shape=(16, 64))}))
+    >>> print(warn_shifted_names({"up": Named(dims=("embed", "mlp"), shape=(16, 64))}))
     None
     """
     named = {path: _fill_dims(each) for path, each in arrays.items() if each.dims and any(each.dims)}

@@ -53,7 +53,7 @@ def partition_specs(
 def add_leading_dim(specs: Any, over: str | tuple[str, ...]) -> Any:
     """Return the PartitionSpecs with one more dim in front, sharded over these axes.
 
-    >>> with_leading_dim({"up": PartitionSpec("fsdp")}, "data")["up"] == PartitionSpec("data", "fsdp")
+    >>> add_leading_dim({"up": PartitionSpec("fsdp")}, "data")["up"] == PartitionSpec("data", "fsdp")
     True
     """
     return jax.tree.map(
@@ -72,7 +72,7 @@ def move_pipeline(
       shape: the shape of the array.
       sizes: axis -> size.
 
-    >>> tuple(without_pipeline(PartitionSpec("pipeline", "fsdp"), 0, (7, 8), {"pipeline": 2, "fsdp": 2}))
+    >>> tuple(move_pipeline(PartitionSpec("pipeline", "fsdp"), 0, (7, 8), {"pipeline": 2, "fsdp": 2}))
     (None, ('fsdp', 'pipeline'))
     """
     entries: list[tuple[str, ...]] = [((e,) if isinstance(e, str) else tuple(e or ())) for e in spec]

@@ -36,7 +36,7 @@ def hold_lock(folder: Path) -> Iterator[None]:
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with locked(Path(folder)):
+    ...     with hold_lock(Path(folder)):
     ...         [path.name for path in Path(folder).iterdir()]
     ['.lock']
     """

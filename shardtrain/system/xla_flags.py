@@ -87,9 +87,9 @@ def apply_preset(preset: str, environ: Mapping[str, str], jaxlib: str) -> Preset
       environ: the environment variables.
       jaxlib: the version of jaxlib.
 
-    >>> with_preset("auto", {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}, "0.10.2").added
+    >>> apply_preset("auto", {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}, "0.10.2").added
     ()
-    >>> found = with_preset("auto", {"XLA_FLAGS": "--xla_dump_to=d"}, "0.10.2")
+    >>> found = apply_preset("auto", {"XLA_FLAGS": "--xla_dump_to=d"}, "0.10.2")
     >>> found.xla_flags.split()[1], len(found.added)
     ('--xla_dump_to=d', 1)
     """
@@ -192,7 +192,7 @@ def _is_checked_cpu(platform: str, jaxlib: str | None) -> bool:
 def preset_text(preset: str, found: PresetFlags) -> str:
     """Return the line of the log: the preset, its flags, and notes; empty without either.
 
-    >>> preset_text("none", with_preset("none", {}, "0.10.2"))
+    >>> preset_text("none", apply_preset("none", {}, "0.10.2"))
     ''
     """
     flags = " ".join(f"{flag.name}={flag.value}" for flag in found.added)

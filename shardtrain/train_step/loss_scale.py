@@ -40,7 +40,7 @@ def adjust(loss_scale: Any, finite: jax.Array) -> Any:
       loss_scale: a `LossScale`; () where the loss is not scaled, and then () is returned.
       finite: whether this island's own gradients are.
 
-    >>> adjusted(LossScale(jnp.float32(8), jnp.int32(3)), jnp.bool(False))
+    >>> adjust(LossScale(jnp.float32(8), jnp.int32(3)), jnp.bool(False))
     LossScale(scale=Array(4., dtype=float32), good_steps=Array(0, dtype=int32))
     """
     if not loss_scale:

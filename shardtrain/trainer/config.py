@@ -269,7 +269,7 @@ def _wrong_values(run: Run) -> list[str]:
 def parse_checked_rows(check_layout: str) -> int | None:
     """Return how many rows of each device `check_layout` asks for; None if it is no such option.
 
-    >>> checked_rows("auto"), checked_rows("off"), checked_rows("rows=4"), checked_rows("4")
+    >>> tuple(map(parse_checked_rows, ("auto", "off", "rows=4", "4")))
     (2, 0, 4, None)
     """
     if check_layout in (named := {"auto": 2, "off": 0}):

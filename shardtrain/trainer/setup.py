@@ -167,7 +167,7 @@ def find_unused(run: Run, model: Model, microbatch: Batch) -> tuple[str, ...]:
 def format_unused(unused: Sequence[str], optimizer: Any) -> str:
     """Say which parameters the loss does not depend on, and what weight decay does to them.
 
-    >>> unused_text(["bias", "kernel"], Optimizer(weight_decay=0))
+    >>> format_unused(["bias", "kernel"], Optimizer(weight_decay=0))
     '2 parameters cannot change the loss, their gradient is always zero: bias, kernel'
     """
     shown = [*unused[:MOST_UNUSED], *(["..."] if len(unused) > MOST_UNUSED else [])]

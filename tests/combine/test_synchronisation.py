@@ -248,7 +248,7 @@ def test_presets_are_found_by_name():
         ({"synchronous_steps": 3}, "synchronous_steps is 3, and gradients are combined in every step"),
         ({"synchronous_steps": -1, "on": "deltas"}, "synchronous_steps is -1; use 0 or more"),
         ({"when": "drift:0.1"}, "when is 'drift:0.1', and gradients are combined in every step"),
-        ({"when": "mved:0.1", "on": "deltas"}, "did you mean 'moved'"),
+        ({"when": "drft:0.1", "on": "deltas"}, "did you mean 'drift'"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(given, text):

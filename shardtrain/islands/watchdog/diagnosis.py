@@ -121,7 +121,8 @@ def find_stalled(heartbeats: Mapping[int, Heartbeat], watch: Watch) -> list[int]
 
     >>> working = Heartbeat(5, 8, "reading a batch", 700.0)
     >>> waiting = Heartbeat(5, 9, "combine gradients", 699.0, waits=True, waits_for=(1,))
-    >>> stalled({0: waiting, 1: working}, Watch()), stalled({0: waiting, 1: working}, Watch(stall_seconds=0))
+    >>> ranks = {0: waiting, 1: working}
+    >>> find_stalled(ranks, Watch()), find_stalled(ranks, Watch(stall_seconds=0))
     ([1], [])
     """
     # 1. a rank at work of its own beyond its limit stalls the others that wait for it

@@ -61,7 +61,7 @@ def estimate_seconds(
       failure_seconds: M, mean seconds between failures; inf: it never fails.
       restart_seconds: R, from a failure until the run works again.
 
-    >>> round(expected_seconds(500 * 3600, 117 * 60, 300, 24 * 3600, 600) / 3600)
+    >>> round(estimate_seconds(500 * 3600, 117 * 60, 300, 24 * 3600, 600) / 3600)
     548
     """
     interval = min(interval_seconds, work_seconds)

@@ -36,7 +36,7 @@ class GradientNoise(NamedTuple):
 
         Both begin at zero, which cancels in their ratio.
 
-        >>> NO_NOISE.smoothed(GradientNoise(2.0, 600.0)).smoothed(GradientNoise(1.0, 300.0)).scale
+        >>> NO_NOISE.smooth(GradientNoise(2.0, 600.0)).smooth(GradientNoise(1.0, 300.0)).scale
         300.0
         """
         return GradientNoise(*(DECAY * old + (1 - DECAY) * new for old, new in zip(self, newer, strict=True)))

@@ -72,7 +72,7 @@ def compute_outcome(run: RevocableRun) -> Outcome:
 
     >>> run = RevocableRun(hosts=8, work_seconds=36000, interval_seconds=1800, save_seconds=30,
     ...     host_life_seconds=86400, replace_seconds=300, price_per_hour=1.0)
-    >>> round(expected_outcome(run).seconds), round(expected_outcome(replace(run, others="continue")).seconds)
+    >>> round(compute_outcome(run).seconds), round(compute_outcome(replace(run, others="continue")).seconds)
     (41007, 36727)
     """
     if run.others == "wait":

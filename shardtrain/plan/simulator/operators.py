@@ -107,7 +107,7 @@ class Operators:
 def find_dims(names: Iterable[str | None]) -> list[str]:
     """Return the dims of these names that something can be split over.
 
-    >>> dims_of(("layers", "batch", "residual_seq", None))
+    >>> find_dims(("layers", "batch", "residual_seq", None))
     ['batch', 'seq']
     """
     found = (SAME_DIM.get(name, name) for name in names if name is not None)
