@@ -23,7 +23,7 @@ LOCAL = Moved()
 
 
 class TracedExperts:
-    """What mixtures of experts get as their exchange while they are traced, called as `ExpertExchange`.
+    """What mixtures of experts get as their exchange while they are traced, called as `exchange_tokens`.
 
     Args:
       num: devices of the axis expert.

@@ -10,7 +10,7 @@ import pytest
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.evaluated_params import make_exported_params
-from shardtrain.checkpoints.flatten import flatten, restorable
+from shardtrain.checkpoints.flatten import describe_restorable, flatten
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import Text, place
 from shardtrain.functional.model import Model
@@ -18,8 +18,8 @@ from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import (
     AverageState,
     find_evaluated_params,
+    find_missing_arguments,
     make_storable,
-    missing_arguments,
     parameter_average,
 )
 from shardtrain.optim.per_layer import per_layer
@@ -104,7 +104,7 @@ def test_the_update_on_a_mesh_equals_a_plain_loop(optimizer, assert_same):
     state = on_mesh(optimizer, 4)
     assert_same(jax.device_get(state.params), jax.device_get(in_a_plain_loop(optimizer, 4)))
     saved = flatten(state)
-    assert restorable(
+    assert describe_restorable(
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     )
     assert not any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in saved.values())
@@ -231,9 +231,9 @@ def test_plateau_and_average_are_restored_from_a_checkpoint(tmp_path):
 
 def test_missing_arguments_of_an_optimizer_are_listed():
     params = {"w": jnp.ones(2)}
-    assert missing_arguments(optax.lbfgs(), params, line_search=True) == []
-    assert missing_arguments(optax.lbfgs(), params, line_search=False) == ["value_fn"]
-    assert missing_arguments(optax.contrib.reduce_on_plateau(), params, line_search=False) == []
+    assert find_missing_arguments(optax.lbfgs(), params, line_search=True) == []
+    assert find_missing_arguments(optax.lbfgs(), params, line_search=False) == ["value_fn"]
+    assert find_missing_arguments(optax.contrib.reduce_on_plateau(), params, line_search=False) == []
 
 
 def test_runs_with_missing_arguments_or_parameters_are_refused():
@@ -243,7 +243,7 @@ def test_runs_with_missing_arguments_or_parameters_are_refused():
 
     adasum = Strategy(layout=LAYOUT, synchronisation="adasum")  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match=r"needs value_fn in every update.*one island can with --combine mean"
+        ValueError, match=r"needs value_fn in every update.*needs one island and --combine mean"
     ):
         make_setup(make_run(optimizer=optax.lbfgs(), strategy=adasum))
     with pytest.raises(ValueError, match=r"evaluate_with is 'ema', and the optimizer keeps no such"):

@@ -14,12 +14,13 @@ from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.islands.bridge import Control
 from shardtrain.islands.device_memory import cuda_aware, decide_device_memory
 from shardtrain.islands.membership import START_SECONDS
+from shardtrain.islands.rank_timeout import RankWait
 from shardtrain.trainer.coordination import (
     AGREEMENT_SECONDS,
     LONG_SECONDS,
     Coordination,
 )
-from shardtrain.trainer.synchronisation import broadcast_state, differing_arrays
+from shardtrain.trainer.synchronisation import broadcast_state, find_differing_arrays
 
 
 def test_a_run_of_one_island_answers_by_itself():
@@ -30,7 +31,7 @@ def test_a_run_of_one_island_answers_by_itself():
     assert coordination.sum_over_islands("evaluation", {"loss": (3.0, 2.0)}) == {"loss": (3.0, 2.0)}
     state: Any = object()
     assert broadcast_state(coordination, state, own_optimizers=False) is state
-    assert differing_arrays(coordination, state, own_optimizers=False) == []
+    assert find_differing_arrays(coordination, state, own_optimizers=False) == []
 
 
 def test_a_folder_that_is_ahead_is_taken_back(tmp_path):
@@ -78,4 +79,4 @@ def test_the_page_of_islands_has_the_limits_of_the_code():
     assert f"{START_SECONDS:.0f} s at the start, {AGREEMENT_SECONDS:.0f} s at the comparison" in page
     assert f"{LONG_SECONDS:.0f} s where" in page
     assert f"{inspect.signature(Control).parameters['patience_seconds'].default:.0f} s elsewhere" in page
-    assert f"named after {Control.REPORT_SECONDS:.0f} s" in page
+    assert f"named after {RankWait.REPORT_SECONDS:.0f} s" in page
