@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardtrain import Run, Text
-from shardtrain.models.layers import coming_keys
+from shardtrain.models.layers import peek_keys
 
 EMBED, MLP, NUM_BLOCKS = 32, 64, 5
 
@@ -46,7 +46,7 @@ class Tower(nnx.Module):
         return self.table[...][tokens_BT]
 
     def block_keys(self) -> jax.Array | None:
-        return None if self.dropout.deterministic else coming_keys(self.rngs, NUM_BLOCKS)
+        return None if self.dropout.deterministic else peek_keys(self.rngs, NUM_BLOCKS)
 
     def run(self, blocks: Block, x_BTD: jax.Array, keys: jax.Array | None) -> jax.Array:
         def through(x_BTD, block_and_key):

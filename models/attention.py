@@ -1,4 +1,4 @@
-"""Attention of queries to keys and values: as a run computes it over a mesh, or as the model itself does.
+"""Compute attention of queries to keys and values, by the run over a mesh or by the model itself.
 
 `transformer.py` has the layer around it.
 """
@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 from flax.core.spmd import get_logical_axis_rules
 
-from shardtrain.models.target import target_devices
+from shardtrain.models.device_forms import target_devices
 
 Attentions = Literal["auto", "xla", "cudnn"]
 
 
 def has_flash(devices: Sequence[Any]) -> bool:
-    """Whether cuDNN's flash attention runs on these devices: NVIDIA's from compute capability 8.0 (Ampere).
+    """Return whether cuDNN's flash attention runs on these devices: NVIDIA GPUs of capability 8.0 or more.
 
-    False without devices: jax can trace it only where such a device is.
+    Without devices it does not: jax can trace it only in a process that has such a device.
     """
     capabilities = [re.fullmatch(r"(\d+)\.\d+", getattr(d, "compute_capability", "")) for d in devices]
     return bool(capabilities) and all(found and int(found[1]) >= 8 for found in capabilities)
@@ -36,16 +36,15 @@ def flash_obstacles(
     window: int | jax.Array | None = None,
     biased: bool = False,
 ) -> list[str]:
-    """Return what keeps "auto" from cuDNN's flash attention, each what it needs and what is there.
+    """List the requirements of cuDNN's flash attention that are not met.
 
     Args:
-      dtype: of the queries.
-      head_dim: features of a head.
-      devices: those that will run the program, see `target_devices`.
+      dtype: the dtype of the queries.
+      head_dim: number of features of a head.
+      devices: the devices that will run the program, see `target_devices`.
       masked: whether there is a mask of keys, or segments.
-      soft_cap: see `attend_whole`.
-      window: likewise.
-      biased: whether something is added to the scores.
+      soft_cap, window: see `attend_whole`.
+      biased: whether a bias is added to the scores.
 
     >>> flash_obstacles(jnp.float32, 12, [], soft_cap=30.0)[:2]
     ['16 bits, not float32', 'heads of a multiple of 8 features up to 128, not 12']
@@ -75,23 +74,23 @@ def _device_text(devices: Sequence[Any]) -> str:
     return devices[0].device_kind + (f" ({capability})" if capability else "")
 
 
-def _chosen(
+def _choose(
     kind: Attentions, q_BTHK: jax.Array, devices: Sequence[Any], **asked: Any
 ) -> Literal["xla", "cudnn"]:
-    """Return the attention that is computed, "auto" decided, and note it where a run traces the model.
+    """Choose the attention for "auto", and note the choice in a run.
 
     Args:
-      kind: as asked for.
+      kind: the option `attention`.
       q_BTHK: queries.
-      devices: that compute it.
-      asked: the other arguments of `flash_obstacles`.
+      devices: the devices that compute it.
+      asked: other arguments of `flash_obstacles`.
     """
     obstacles = flash_obstacles(q_BTHK.dtype, q_BTHK.shape[-1], devices, **asked) if kind == "auto" else []
     chosen = kind if kind != "auto" else "xla" if obstacles else "cudnn"
     why = f"{q_BTHK.dtype.name} on {_device_text(devices)}"
     if obstacles:
         why = f"cuDNN's flash attention needs {'; '.join(obstacles)}"
-    # a run that traces the model asks for it in the same way as for attention over a mesh
+    # a run that traces the model gives it, as it gives attention over a mesh
     if (note := getattr(get_logical_axis_rules(), "note", None)) is not None:
         note(f"attention: {chosen}, {'by auto' if kind == 'auto' else 'as asked for'}: {why}")
     return chosen
@@ -111,29 +110,23 @@ def attend(
     soft_cap: float | None = None,
     bias_BHTS: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention as the run computes it where a mesh shards sequences, else `attend_whole`.
+    """Compute attention: by the run if a mesh shards sequences, else by `attend_whole`.
 
-    A run hands it to models as the attribute `attention` of Flax's logical rules, which know the mesh. It is
-    called with the model's own attention first.
+    A run gives its attention to models as the attribute `attention` of Flax's logical rules, which know the
+    mesh. Its first argument is the model's own attention.
 
     Args:
-      q_BTHK: queries, named (batch, seq, heads, head_dim).
-      k_BSHK: keys, named (batch, seq, kv_heads, head_dim).
-      v_BSHK: values, shaped and named as the keys.
-      kind: see `attend_whole`.
-      causal: likewise.
-      mask_BS: likewise.
-      segments_BT: likewise.
-      window: likewise.
-      soft_cap: likewise.
-      bias_BHTS: likewise.
+      q_BTHK: queries, with dims (batch, seq, heads, head_dim).
+      k_BSHK: keys, with dims (batch, seq, kv_heads, head_dim).
+      v_BSHK: values, with the dims of the keys.
+      kind, causal, mask_BS, segments_BT, window, soft_cap, bias_BHTS: see `attend_whole`.
 
     Returns:
       The context, shaped and typed as `q_BTHK`.
 
     Raises:
       ValueError: a mesh shards sequences, and there is a mask for each query; or a bias, which "ring" and
-        "all-gather" have not.
+        "all-gather" do not support.
     """
     of_run = getattr(get_logical_axis_rules(), "attention", None)
     whole = partial(attend_whole, kind)
@@ -163,25 +156,25 @@ def attend_whole(
     soft_cap: float | None = None,
     bias_BHTS: jax.Array | None = None,
 ) -> jax.Array:
-    """Scaled dot-product attention; softmax in float32; k and v may have fewer heads than q (grouped-query).
+    """Compute scaled dot-product attention, with softmax in float32 and grouped queries.
 
     Args:
-      kind: "xla", "cudnn" (flash attention, on NVIDIA GPUs), or "auto": "cudnn" in 16 bits with a head_dim
-        that it takes (a multiple of 8, at most 128), a window that is a plain number, and no mask, segments,
-        soft cap or bias, on devices that have it (`has_flash`), else "xla".
+      kind: "xla"; "cudnn" (flash attention, on NVIDIA GPUs); or "auto", which takes "cudnn" if
+        `flash_obstacles` finds none, else "xla".
       q_BTHK: queries.
-      k_BSHK: keys; their number of heads divides that of the queries.
+      k_BSHK: keys; their number of heads divides the number of query heads.
       v_BSHK: values, shaped as the keys.
-      causal: whether a query sees the keys up to its own position only, or all of them (of an encoder, or of
-        another sequence than its own, whose length may differ).
+      causal: whether a query sees only keys up to its own position; otherwise it sees all keys (in an
+        encoder, or of another sequence, whose length may differ).
       mask_BS: 0 for keys that no query sees, such as padding; or (batch, seq, keys), 0 for keys that a query
         does not see; by default all are seen.
-      segments_BT: of self-attention, the number of each token's segment: a query sees the keys of its own
-        only; by default there is one.
-      window: of causal attention, how many keys a query sees at most: its own and those just before it. A
-        traced int scalar may differ from block to block. None: all of them.
-      soft_cap: scores x become soft_cap * tanh(x / soft_cap), which "cudnn" does not have. None: they stay.
-      bias_BHTS: added to the scaled scores, without a soft cap, of "xla". None: nothing.
+      segments_BT: for self-attention, the number of each token's segment; a query sees only keys of its own
+        segment. By default there is one segment.
+      window: for causal attention, the largest number of keys that a query sees: its own and those just
+        before it. A traced int scalar may differ from block to block. None means all keys.
+      soft_cap: replaces scores x by soft_cap * tanh(x / soft_cap); "cudnn" does not support it. None disables
+        it.
+      bias_BHTS: added to the scaled scores; only for "xla", without a soft cap.
 
     Returns:
       The context, shaped and typed as `q_BTHK`.
@@ -191,13 +184,13 @@ def attend_whole(
     """
     seen = None if mask_BS is None else (mask_BS if mask_BS.ndim == 3 else mask_BS[:, None])[:, None] != 0
     if segments_BT is not None:
-        seen = _both(segments_BT[:, None, :, None] == segments_BT[:, None, None, :], seen)
+        seen = _combine_masks(segments_BT[:, None, :, None] == segments_BT[:, None, None, :], seen)
     # flash attention where it can run; it takes no mask here, and has a window of its own. For a plan jax
     # cannot trace it: the plan says which devices it is for, and has a call in its place
     planned = getattr(get_logical_axis_rules(), "flash", None)
     devices = target_devices() if planned is None else [planned]
     biased = bias_BHTS is not None
-    kind = _chosen(
+    kind = _choose(
         kind, q_BTHK, devices, masked=seen is not None, soft_cap=soft_cap, window=window, biased=biased
     )
     if bias_BHTS is not None and (kind == "cudnn" or soft_cap is not None):
@@ -207,7 +200,7 @@ def attend_whole(
         flash_window = (window - 1, 0)
     elif window is not None:
         query, key = jnp.arange(q_BTHK.shape[1])[:, None], jnp.arange(k_BSHK.shape[1])
-        seen = _both((query - key < window)[None, None], seen)
+        seen = _combine_masks((query - key < window)[None, None], seen)
     dtype = q_BTHK.dtype
     if dtype == jnp.float16 and any(d.device_kind == "cpu" for d in devices):
         # XLA has no product of float16 there that it adds up in float32, which jax's attention asks for
@@ -219,10 +212,10 @@ def attend_whole(
     if kind == "cudnn" and planned is not None:
         return planned(q_BTHK, k_BSHK, v_BSHK, causal=causal, window=window)
     options = {"bias": bias_BHTS, "mask": seen, "is_causal": causal, "local_window_size": flash_window}
-    return _attention_of_jax(kind, q_BTHK, k_BSHK, v_BSHK, options).astype(dtype)
+    return _attend_by_jax(kind, q_BTHK, k_BSHK, v_BSHK, options).astype(dtype)
 
 
-def _attention_of_jax(
+def _attend_by_jax(
     kind: Literal["xla", "cudnn"],
     q_BTHK: jax.Array,
     k_BSHK: jax.Array,
@@ -241,7 +234,7 @@ def _attention_of_jax(
         ) from error
 
 
-def _both(first: jax.Array, second: jax.Array | None) -> jax.Array:
+def _combine_masks(first: jax.Array, second: jax.Array | None) -> jax.Array:
     return first if second is None else first & second
 
 
@@ -253,25 +246,17 @@ def _attend_capped(
     seen: jax.Array | None,
     soft_cap: float,
 ) -> jax.Array:
-    """Attention with scores in float32 whose size stays below `soft_cap`.
-
-    Args:
-      q_BTHK: queries.
-      k_BSHK: keys.
-      v_BSHK: values.
-      causal: as for `attend_whole`.
-      seen: bool, broadcast to (B, 1, T, S): which keys a query sees; None: all.
-      soft_cap: above 0.
+    """Compute attention with float32 scores between -soft_cap and soft_cap; `seen` is a mask (B, 1, T, S).
 
     References:
       Gemma 2, https://arxiv.org/abs/2408.00118, section 2.
     """
-    # query heads beside the key head that they share: B T N G K, and N key heads
+    # query heads next to the key head that they share: B T N G K, and N key heads
     q = q_BTHK.reshape(*q_BTHK.shape[:2], k_BSHK.shape[2], -1, q_BTHK.shape[3])
     scores = jnp.einsum("BTNGK,BSNK->BNGTS", q, k_BSHK, preferred_element_type=jnp.float32)
     scores = soft_cap * jnp.tanh(scores * (q.shape[-1] ** -0.5 / soft_cap))
     if causal:
-        seen = _both(jnp.tri(q.shape[1], k_BSHK.shape[1], dtype=bool)[None, None], seen)
+        seen = _combine_masks(jnp.tri(q.shape[1], k_BSHK.shape[1], dtype=bool)[None, None], seen)
     if seen is not None:
         scores = jnp.where(seen[:, :, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BSHK.dtype)

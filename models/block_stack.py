@@ -1,6 +1,6 @@
-"""Blocks with stacked parameters: made, and applied one after the other, scanned or unrolled.
+"""Make blocks with stacked parameters, and apply them one after the other, scanned or unrolled.
 
-Next: `transformer.py`, what blocks are made of.
+Next: `transformer.py`, which has the parts of blocks.
 """
 
 from collections.abc import Callable
@@ -12,17 +12,15 @@ from flax import nnx
 
 from shardtrain.axes import LAYERS
 from shardtrain.functional.remat_policies import REMAT_POLICIES, name_block_input, not_elementwise
-from shardtrain.models.on_gpus import is_on_gpus
-from shardtrain.models.one_cpu import is_on_one_cpu
-from shardtrain.models.target import is_on_one_device
+from shardtrain.models.device_forms import is_on_gpus, is_on_one_cpu, is_on_one_device
 from shardtrain.models.transformer_options import BlockOptions
 
 MOST_UNROLLED_CPU, MOST_UNROLLED_GPU = 8, 24
-"""The largest number of blocks whose scan one device compiles as so many copies of the block."""
+"""Largest number of blocks whose scan is unrolled for a single device."""
 
 
 def stack_blocks(kind: Any, config: BlockOptions, rngs: nnx.Rngs) -> Any:
-    """Make one module of this kind with the parameters of all blocks, stacked along a first dim layers."""
+    """Make one module with the parameters of all blocks, stacked along a first dim layers."""
 
     # each block draws its parameters from a key of its own; nnx.vmap stacks them
     @nnx.split_rngs(splits=config.num_layers)
@@ -43,16 +41,16 @@ def walk(
     """Apply stacked blocks to a residual stream, scanned or unrolled, with the remat policy `remat`.
 
     Args:
-      config: for `scan` and `remat`.
+      config: the configuration, for `scan` and `remat`.
       run_block: (block, stream, key) -> stream; a new function at each call.
-      blocks: stacked along the first dim of every parameter.
-      x_BTD: what enters the first; it may be a tree of arrays.
-      keys: of the blocks' dropout, one each, or a pytree of arrays with a row for each block; None: nothing.
+      blocks: the blocks, stacked along the first dim of every parameter.
+      x_BTD: the input of the first block, an array or a tree of arrays.
+      keys: a dropout key for each block, or a pytree of arrays with a row for each block; or None.
     """
-    # of few blocks one device compiles plain code, in which no weight is gathered
+    # few blocks on one device become plain code, in which no weight is gathered
     num_blocks = len(jax.tree.leaves(blocks)[0])
     is_plain = config.remat in ("none", "weights") and is_plain_code(num_blocks, scan=config.scan)
-    # recompute what the policy does not keep; only outside of a scan could XLA merge that with the forward
+    # recompute what the policy does not keep; outside of a scan XLA could merge that with the forward pass
     if config.remat != "none" and not is_plain:
         is_for_gpus = config.remat == "weights" and is_on_gpus()
         policy, kept = not_elementwise if is_for_gpus else REMAT_POLICIES[config.remat], run_block
@@ -75,10 +73,9 @@ def walk(
 
 
 def is_plain_code(num_blocks: int, *, scan: bool) -> bool:
-    """Whether blocks are compiled as plain code: on one CPU or GPU all that are unrolled, and few in a scan.
+    """Return whether blocks become plain code: on one CPU or GPU, if they are unrolled or few.
 
-    A loop copies its weights in, what it keeps for the backward pass, and its gradients out; the parameters
-    stay stacked.
+    A loop copies weights, activations for the backward pass and gradients. The parameters stay stacked.
     """
     if not (is_on_one_cpu() or (is_on_gpus() and is_on_one_device())):
         return False
@@ -86,7 +83,7 @@ def is_plain_code(num_blocks: int, *, scan: bool) -> bool:
 
 
 def unstack(tree: Any) -> list[Any]:
-    """Split a pytree along the first dim of its leaves; the gradient of `split` is one concatenation."""
+    """Split a pytree along the first dim of its leaves, so that the gradient is one concatenation."""
     leaves, treedef = jax.tree.flatten(tree)
     num_slices = leaves[0].shape[0]
     pieces = [[jnp.squeeze(piece, 0) for piece in jax.lax.split(leaf, [1] * num_slices)] for leaf in leaves]

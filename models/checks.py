@@ -1,13 +1,14 @@
-"""Checks of a model's configuration, which return the problems as texts.
+"""Check the options of a model's configuration.
 
-Each function returns a list of problems, empty when all is well, so that a configuration reports all of them
-at once.
+Each check returns a list of problems, empty if there are none, so that a configuration reports all of them at
+once.
 """
 
 import difflib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 def positive(values: Mapping[str, int | float]) -> list[str]:
@@ -26,7 +27,7 @@ def positive(values: Mapping[str, int | float]) -> list[str]:
 
 
 def choice(name: str, value: str, allowed: Sequence[str]) -> list[str]:
-    """Report a value that is not one of those allowed, with the nearest that is.
+    """Report a value that is not allowed, with the nearest allowed value.
 
     >>> choice("norm", "layer_norm", ("layernorm", "rmsnorm"))
     ["norm is 'layer_norm'; allowed are 'layernorm', 'rmsnorm'. Use norm='layernorm'."]
@@ -61,8 +62,51 @@ def dropout_rate(name: str, value: float) -> list[str]:
     return [f"{name} is {value}; it must be at least 0 and below 1. Use {name}=0.0 to switch it off."]
 
 
+def depth(value: int, known: Iterable[int]) -> list[str]:
+    """Report a number of layers that is not known, with the nearest known one.
+
+    >>> depth(17, [16, 19])
+    ['depth is 17; allowed are 16, 19. Use depth=16.']
+    """
+    known = list(known)
+    if value in known or value < 1:
+        return []
+    near = min(known, key=lambda each: abs(each - value))
+    return [f"depth is {value}; allowed are {', '.join(map(str, known))}. Use depth={near}."]
+
+
+def read_number(
+    name: str, text: str, problems: list[str], *, least: int | None = None, above: bool = False
+) -> Any:
+    """Read a number from the text of an option, and add to `problems` if it is none or out of range.
+
+    Args:
+      name: the name of the number, for the problem.
+      text: the text.
+      problems: the list that is added to.
+      least: the smallest whole number that is allowed; None means that it may be any number of 0 or more.
+      above: whether a number that need not be whole must be above 0.
+
+    >>> problems = []
+    >>> read_number("rank", "1.5", problems, least=1), problems
+    (1, ["rank is '1.5', and it is a whole number of 1 or more"])
+    """
+    if least is not None:
+        if text.isascii() and text.isdecimal() and int(text) >= least:
+            return int(text)
+        problems.append(f"{name} is {text!r}, and it is a whole number of {least} or more")
+        return least
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf or (above and number == 0):
+        problems.append(f"{name} is {text!r}, and it is a number {'above 0' if above else 'of 0 or more'}")
+    return number
+
+
 def read_pairs(text: str, known: Iterable[str], needed: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """Read the text of an option such as "rank=8,alpha=16": key -> value, and what is wrong with its keys.
+    """Read the text of an option such as "rank=8,alpha=16": return key -> value, and problems of the keys.
 
     >>> read_pairs("alpha=8,alpha=4,to=q", ["rank", "alpha"], ["rank"])[1]
     ['rank is missing', 'alpha is given 2 times', "no key 'to'"]
@@ -77,7 +121,7 @@ def read_pairs(text: str, known: Iterable[str], needed: Iterable[str]) -> tuple[
 
 
 def refuse(owner: str, problems: Sequence[str]) -> None:
-    """Raise one ValueError that lists every problem; do nothing when there is none.
+    """Raise one ValueError that lists every problem; do nothing if there is none.
 
     Raises:
       ValueError: if `problems` is not empty.

@@ -1,7 +1,7 @@
-"""Logits over a large vocabulary that are computed when they are read, a chunk of tokens at a time.
+"""Compute logits over a large vocabulary when they are read, one chunk of tokens at a time.
 
-Beside the activations and weights in here a program never has more than one chunk of logits, forward and
-backward. Next: `decoder.py`, whose option `loss_chunk` returns them.
+A program never has more than one chunk of logits in memory, forward and backward. Next: `decoder.py`, whose
+option `loss_chunk` returns such logits.
 """
 
 import math
@@ -24,19 +24,19 @@ from shardtrain.axes import BATCH, EMBED, SEQ, VOCAB
 )
 @dataclass(frozen=True, kw_only=True)
 class ChunkedLogits:
-    """Logits (batch, seq, vocab) as the activations and the kernel whose product they are; a pytree.
+    """Logits (batch, seq, vocab), stored as the activations and the kernel of the head; a pytree.
 
-    The losses and metrics of this library take them in place of logits. A loss of your own reads them by
-    `sum_chunks` or, if they fit the memory, by `whole()`. An index over batch and seq computes the logits of
+    The losses and metrics of this library accept them in place of logits. A loss of your own reads them by
+    `sum_chunks` or, if they fit into memory, by `whole()`. An index over batch and seq computes the logits of
     these tokens only.
 
     Args:
-      hidden_BTD: what the head reads, in the compute dtype.
-      kernel: weights of the head in the compute dtype, over `kernel_dims`.
-      bias_V: added to the logits; None: no bias.
-      kernel_dims: ("vocab", "embed") of an embedding table, or ("embed", "vocab").
-      chunk: most tokens of each device whose logits exist at the same time.
-      soft_cap: see `capped`.
+      hidden_BTD: the input of the head, in the compute dtype.
+      kernel: weights of the head in the compute dtype, with dims `kernel_dims`.
+      bias_V: added to the logits, unless it is None.
+      kernel_dims: ("vocab", "embed") for an embedding table, or ("embed", "vocab").
+      chunk: largest number of tokens of a device whose logits exist at the same time.
+      soft_cap: see `cap`.
     """
 
     hidden_BTD: jax.Array
@@ -48,7 +48,7 @@ class ChunkedLogits:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of all logits."""
+        """The shape of the logits."""
         return (*self.hidden_BTD.shape[:-1], self.kernel.shape[self.kernel_dims.index(VOCAB)])
 
     @property
@@ -74,7 +74,7 @@ class ChunkedLogits:
         if axis not in (-1, 2):
             raise ValueError(f"argmax over dim {axis} of logits in chunks; allowed: -1, the vocabulary")
         shards = _Shards.of(self.hidden_BTD)
-        kernel, bias = self._spread(shards)
+        kernel, bias = self._broadcast_head(shards)
 
         def chunk(hidden: jax.Array) -> jax.Array:
             return self._product(hidden, kernel, bias).argmax(-1)
@@ -82,13 +82,13 @@ class ChunkedLogits:
         return shards.joined(jax.lax.map(chunk, shards.chunks(self.hidden_BTD, self.chunk)))
 
     def sum_chunks(self, compute: Callable[..., tuple[Any, Any]], *of_tokens: jax.Array) -> tuple[Any, Any]:
-        """Add up what a function returns for each chunk of tokens; the gradient is computed by chunks too.
+        """Sum the results of a function over chunks of tokens; its gradient is computed by chunks too.
 
         Args:
-          compute: (logits (..., vocab), *arrays (...)) -> (loss, others): the loss is a scalar sum over
-            tokens, and all that has a gradient, by the logits; others is a pytree of sums. It uses no traced
-            values but its arguments. The last chunk is filled up with tokens whose entries in all arrays are
-            0: as a weight of 0 they must add nothing.
+          compute: (logits (..., vocab), *arrays (...)) -> (loss, others). The loss is a scalar sum over
+            tokens, which is differentiated by the logits; others is a pytree of sums without gradients. The
+            function uses no other traced values. The last chunk is padded with tokens whose entries in all
+            arrays are 0; they must add nothing, as with a weight of 0.
           *of_tokens: arrays (batch, seq), one entry for each token.
 
         Returns:
@@ -96,7 +96,7 @@ class ChunkedLogits:
         """
         shards = _Shards.of(self.hidden_BTD)
         # float32, so that the gradients of chunks are added up in it
-        head = jax.tree.map(lambda x: x.astype(jnp.float32), self._spread(shards))
+        head = jax.tree.map(lambda x: x.astype(jnp.float32), self._broadcast_head(shards))
         arrays = tuple(shards.chunks(x, self.chunk) for x in of_tokens)
         dtype = self.hidden_BTD.dtype
         # the scale of a loss in float16 comes after these products, whose small gradients would be 0
@@ -107,10 +107,10 @@ class ChunkedLogits:
 
         return _sum(of_chunk, head, shards.chunks(self.hidden_BTD, self.chunk), arrays)
 
-    def _spread(self, shards: "_Shards") -> tuple[jax.Array, jax.Array | None]:
-        """Return kernel and bias with two leading dims, one copy for each shard of the tokens.
+    def _broadcast_head(self, shards: "_Shards") -> tuple[jax.Array, jax.Array | None]:
+        """Return kernel and bias with two leading dims, a copy for each shard of the tokens.
 
-        So the gradient that a device adds up over chunks is its own, and is reduced over devices once.
+        Each device then sums its own gradient over chunks, which is reduced over devices only once.
         """
         kernel = jnp.broadcast_to(self.kernel, (shards.rows, shards.positions, *self.kernel.shape))
         kernel = with_logical_constraint(kernel, (BATCH, SEQ, *self.kernel_dims))
@@ -120,7 +120,7 @@ class ChunkedLogits:
         return kernel, with_logical_constraint(bias, (BATCH, SEQ, None, VOCAB))
 
     def _product(self, hidden: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-        """Return float32 logits, rounded to the compute dtype, as a head that is no chunk's computes them."""
+        """Return float32 logits, rounded to the compute dtype as they are without chunks."""
         letters = "VD" if self.kernel_dims == (VOCAB, EMBED) else "DV"
         lead = "bs" if kernel.ndim == 4 else ""
         logits = jnp.einsum(f"{lead}...D,{lead}{letters}->{lead}...V", hidden, kernel.astype(hidden.dtype))
@@ -132,16 +132,16 @@ class ChunkedLogits:
 
 
 def cap(logits: jax.Array, soft_cap: float | None) -> jax.Array:
-    """Return soft_cap * tanh(logits / soft_cap); None: the logits as they are."""
+    """Return soft_cap * tanh(logits / soft_cap), or the logits if soft_cap is None."""
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(of_chunk: Callable[..., Any], head: Any, hidden: jax.Array, arrays: Any) -> Any:
-    """Add up of_chunk(head, hidden, arrays) over the chunks, the first dim of hidden and arrays.
+    """Sum of_chunk(head, hidden, arrays) over the chunks, the first dim of hidden and arrays.
 
-    With a gradient, one loop computes the loss of a chunk and its gradient: no logits are computed twice.
-    It is that of a cotangent of 1, in float32, and is multiplied by the cotangent in the backward pass.
+    With a gradient, one loop computes the loss of each chunk and its gradient, so no logits are computed
+    twice. The gradient is in float32 for a cotangent of 1; the backward pass multiplies it by the cotangent.
     """
 
     def add(total: Any, chunk: Any) -> tuple[Any, None]:
@@ -185,7 +185,7 @@ def _zeros(of_chunk: Callable[..., Any], head: Any, hidden: jax.Array, arrays: A
 
 @dataclass(frozen=True)
 class _Shards:
-    """How the tokens of a batch are sharded: over rows and over positions; 1 and 1 outside a run."""
+    """Number of shards of the tokens of a batch, over rows and over positions; 1 and 1 outside a run."""
 
     rows: int
     positions: int
@@ -203,7 +203,7 @@ class _Shards:
     def chunks(self, x: jax.Array, chunk: int) -> jax.Array:
         """Split (B, T, ...) into chunks of equal size: (chunks, rows, positions, tokens of a chunk, ...).
 
-        Each has at most `chunk` tokens of a shard; the last one is filled up with zeros.
+        Each has at most `chunk` tokens of a shard; the last one is padded with zeros.
         """
         rows, seq = self.shape
         x = x.reshape(self.rows, rows // self.rows, self.positions, seq // self.positions, *x.shape[2:])

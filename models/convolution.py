@@ -1,4 +1,4 @@
-"""What the convolutional networks share: options, a convolution over named dims, norms, a model.
+"""Shared parts of the convolutional networks: options, a convolution over named dims, norms, a base model.
 
 Images are (batch, height, width, channels). The input of a convolution has the dim channels_in, which is
 replicated; its output has channels_out, which may be sharded: norms and activations work on shards.
@@ -24,7 +24,7 @@ ENTERING = (BATCH, HEIGHT, WIDTH, CHANNELS_IN)
 WRITTEN = (BATCH, HEIGHT, WIDTH, CHANNELS_OUT)
 EPS = 1e-5
 MOMENTUM = 0.9
-"""Share of the old value in a running statistic."""
+"""Weight of the old value in a running statistic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +32,16 @@ class ImageOptions:
     """Options of all convolutional networks.
 
     Args:
-      filters: channels of the first convolution.
+      filters: number of channels of the first convolution.
       height: rows of an image.
       width: columns of an image.
       colours: channels of an image.
       classes: number of classes, the dim vocab.
-      norm: "group" gives the same numbers however a batch is cut; "batch" does not, for its statistics are
-        those of one microbatch of one replica (its running statistics are model_state).
-      num_groups: groups of channels of a group norm. With as many as `filters` a group is one channel, whose
-        mean takes the bias of a convolution away again.
-      remat: whether the backward pass computes each block again from its input.
+      norm: "group" gives the same results however a batch is split. "batch" does not, as its statistics are
+        of one microbatch of one replica; its running statistics are model state.
+      num_groups: number of channel groups of a group norm. With num_groups=filters each group is one channel,
+        and its mean cancels the bias of the convolution.
+      remat: whether the backward pass recomputes each block from its input.
       dtype: compute dtype; parameters, norms and logits are float32.
 
     Raises:
@@ -72,14 +72,15 @@ class ImageOptions:
 
 
 class Convolution(nnx.Module):
-    """A convolution with a square window, padded so that a stride of 1 keeps the size, and a bias unless not.
+    """A convolution with a square window, padded so that a stride of 1 keeps the size.
 
-    With a stride of more the zeros are as few as needed, the odd one at the end ("SAME"); `both_sides` pads
-    half a window on each side, as PyTorch's models do.
+    With a larger stride the padding is as small as possible, an odd zero at the end ("SAME"); `both_sides`
+    pads half a window on each side, as PyTorch's models do.
 
-    Initial values as in He et al. 2015, https://arxiv.org/abs/1502.01852, section 2.2. `of_image` is for the
-    one that reads the image itself, whose few colours no axis divides: its kernel has the shape (height,
-    width x colours, channels_out).
+    Initial values are those of He et al. 2015, https://arxiv.org/abs/1502.01852, section 2.2. `of_image` is
+    for the convolution that reads the image, as no mesh axis divides its few colours: the kernel has the
+      shape
+    (height, width x colours, channels_out).
     """
 
     def __init__(
@@ -124,11 +125,10 @@ class ChannelNorm(nnx.Module):
     """Group or batch norm with a scale and a bias for each channel, computed in float32.
 
     Args:
-      kind: "group": statistics of each image over its pixels and the channels of a group, so that no image
-        depends on another and every split of a batch gives the same numbers. "batch": statistics over the
-        images of one microbatch of one replica; running averages of them are state, which training changes
-        and evaluation reads.
-      num_groups: of "group"; it divides `channels`.
+      kind: "group" computes statistics of each image over its pixels and the channels of a group, so that no
+        image depends on another. "batch" computes them over the images of one microbatch of one replica, and
+        keeps running averages as state, which evaluation uses.
+      num_groups: number of groups of a "group" norm; it divides `channels`.
 
     References:
       Wu and He 2018, Group normalization, https://arxiv.org/abs/1803.08494; Ioffe and Szegedy 2015, Batch
@@ -155,17 +155,17 @@ class ChannelNorm(nnx.Module):
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         x_BHWC = x_BHWC.astype(jnp.float32)
-        y_BHWC = self._convolve_by_group(x_BHWC) if self.kind == "group" else self._convolve_by_batch(x_BHWC)
+        y_BHWC = self._norm_groups(x_BHWC) if self.kind == "group" else self._norm_batch(x_BHWC)
         y_BHWC = y_BHWC * cast_and_constrain(self.scale, (CHANNELS_OUT,), "float32")
         return (y_BHWC + cast_and_constrain(self.bias, (CHANNELS_OUT,), "float32")).astype(self.dtype)
 
-    def _convolve_by_group(self, x_BHWC: jax.Array) -> jax.Array:
+    def _norm_groups(self, x_BHWC: jax.Array) -> jax.Array:
         x = x_BHWC.reshape(*x_BHWC.shape[:3], self.num_groups, -1)
         x = x - jnp.mean(x, axis=(1, 2, 4), keepdims=True)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=(1, 2, 4), keepdims=True) + EPS)
         return x.reshape(x_BHWC.shape)
 
-    def _convolve_by_batch(self, x_BHWC: jax.Array) -> jax.Array:
+    def _norm_batch(self, x_BHWC: jax.Array) -> jax.Array:
         if self.use_running_average:
             return (x_BHWC - self.mean[...]) * jax.lax.rsqrt(self.variance[...] + EPS)
         mean_C = jnp.mean(x_BHWC, axis=(0, 1, 2))
@@ -175,20 +175,20 @@ class ChannelNorm(nnx.Module):
         return (x_BHWC - mean_C) * jax.lax.rsqrt(variance_C + EPS)
 
 
-def channel_norm(config: ImageOptions, channels: int) -> ChannelNorm:
-    """Make the norm over channels that a configuration asks for."""
+def make_channel_norm(config: ImageOptions, channels: int) -> ChannelNorm:
+    """Make the norm over channels of a configuration."""
     return ChannelNorm(config.norm, channels, num_groups=config.num_groups, dtype=config.dtype)
 
 
 class Stack(nnx.Module):
-    """Blocks that are alike, stored as one: each array has a first dim layers, a row for each block.
+    """Equal blocks that are stored as one: each array has a first dim layers, with a row for each block.
 
-    `run_blocks` applies them. A network of many blocks has so few arrays, and programs that update, save and
-    send arrays stay small.
+    `run_blocks` applies them. A network of many blocks then has few arrays, and programs that update, save
+    and send arrays stay small.
 
     Args:
       make: makes a block from the key of its parameters; called once, under vmap.
-      keys: of the blocks, (blocks,).
+      keys: keys of the blocks, (blocks,).
     """
 
     def __init__(self, make: Callable[[jax.Array], nnx.Module], keys: jax.Array):
@@ -200,15 +200,15 @@ def run_blocks(blocks: Sequence[nnx.Module], x: jax.Array, *, remat: bool, scan:
     """Apply blocks to an array, in order.
 
     Args:
-      blocks: modules that take an array and give one, and stacks of such; their running statistics are
+      blocks: modules that map an array to an array, and stacks of such modules; their running statistics are
         updated.
-      x: what enters the first.
-      remat: whether the backward pass computes each block again from its input.
-      scan: whether neighbours that differ in their numbers alone, and so keep the shape of the array, are one
-        loop of the compiled program, stacks too.
+      x: the input of the first block.
+      remat: whether the backward pass recomputes each block from its input.
+      scan: whether neighbouring blocks that differ only in their values become one loop of the compiled
+        program.
 
     Returns:
-      What the last block gives.
+      The output of the last block.
     """
     for _, alike in itertools.groupby(blocks, _kind if scan else id):
         alike = list(alike)
@@ -240,7 +240,7 @@ def run_blocks(blocks: Sequence[nnx.Module], x: jax.Array, *, remat: bool, scan:
 
 
 def _unroll(call: Callable[..., Any], x: jax.Array, rows: Any) -> tuple[jax.Array, Any]:
-    """Do what `jax.lax.scan` does, without a loop in the program."""
+    """Apply blocks as `jax.lax.scan` does, without a loop in the program."""
     found = []
     for i in range(jax.tree.leaves(rows)[0].shape[0]):
         x, running = call(x, jax.tree.map(lambda leaf, i=i: leaf[i], rows))
@@ -255,10 +255,10 @@ def _kind(block: nnx.Module) -> tuple[Any, ...]:
 
 
 def check_images(shape: tuple[int, ...], expected: tuple[int, int, int]) -> None:
-    """Refuse images that are not (batch, height, width, colours) of the model.
+    """Check that images are (batch, height, width, colours) of the model.
 
     Raises:
-      ValueError: with the sizes to build the model with.
+      ValueError: they are not; with the sizes to build the model with.
 
     >>> check_images((2, 8, 8), (8, 8, 1))
     Traceback (most recent call last):
@@ -274,7 +274,7 @@ def check_images(shape: tuple[int, ...], expected: tuple[int, int, int]) -> None
 
 
 class ImageModel(nnx.Module):
-    """Images to logits: a call is the composition of its parts `first`, `run` on `blocks`, and `last`."""
+    """A model from images to logits: a call composes `first`, `run` on `blocks`, and `last`."""
 
     config: Any
     blocks: Any
@@ -299,11 +299,11 @@ class ImageModel(nnx.Module):
         return images.astype(self.config.dtype)
 
     def first(self, images: jax.Array) -> jax.Array:
-        """Return what the first block reads."""
+        """Return the input of the first block."""
         raise NotImplementedError
 
     def block_keys(self) -> None:
-        """No block draws random numbers."""
+        """Return None, as no block draws random numbers."""
         return
 
     def run(self, blocks: Any, x_BHWC: jax.Array, keys: None = None) -> jax.Array:
@@ -312,8 +312,15 @@ class ImageModel(nnx.Module):
         return run_blocks(blocks, x_BHWC, remat=self.config.remat, scan=scan)
 
     def last(self, x_BHWC: jax.Array) -> jax.Array:
-        """Return the logits of what the last block writes."""
+        """Return the logits, from the output of the last block."""
         raise NotImplementedError
+
+    def make_head(self, channels: int, std: float, rngs: nnx.Rngs) -> Linear:
+        """Make the linear map from channels to classes."""
+        sizes = {CHANNELS_IN: channels, VOCAB: self.config.classes}
+        return Linear(
+            (CHANNELS_IN,), (VOCAB,), sizes=sizes, std=std, bias=True, dtype=self.config.dtype, rngs=rngs
+        )
 
     def score(self, head: Linear, x_BC: jax.Array) -> jax.Array:
         """Return the float32 logits of an image's channels."""

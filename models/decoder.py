@@ -1,8 +1,7 @@
-"""A causal decoder of the GPT and Llama families in nnx: `DecoderConfig` is the factory, `Decoder` the model.
+"""A causal decoder of the GPT and Llama families in nnx: `DecoderConfig` builds the model `Decoder`.
 
-Blocks are stacked along the dim layers, whether they are scanned or unrolled, so both have the same
-parameters. The model names dims and knows no mesh; `transformer.py` has its parts, `huggingface/` loads
-pretrained ones.
+Blocks are stacked along the dim layers, scanned or unrolled, with the same parameters. The model names dims
+and knows no mesh. `transformer.py` has its parts; `huggingface/` loads pretrained models.
 """
 
 from dataclasses import dataclass, replace
@@ -15,9 +14,9 @@ from flax import nnx
 
 from shardtrain.axes import EMBED, SEQ, VOCAB
 from shardtrain.models.block_stack import stack_blocks, walk
-from shardtrain.models.decoder_block import Block, OfBlock, Stream
+from shardtrain.models.decoder_block import Block, BlockInputs, Stream
 from shardtrain.models.experts_options import read_experts
-from shardtrain.models.experts_routing import REPLICAS, add_block, move_bias, no_counts, read_routing
+from shardtrain.models.experts_routing import REPLICAS, add_block, make_counts, move_bias, read_routing
 from shardtrain.models.key_value_cache import KeyValueCache, NewCache, read
 from shardtrain.models.layers import normal
 from shardtrain.models.residual_stream import gather_sequence
@@ -50,10 +49,10 @@ class DecoderConfig(BlockOptions):
 
 
 class Decoder(DropoutKeys):
-    """Token ids to logits. `nnx.view(decoder, deterministic=True)` is the same model with dropout off.
+    """Map token ids to logits; `nnx.view(decoder, deterministic=True)` is the same model without dropout.
 
-    A call is the composition of its parts: `first`, then `run` on `blocks` with `block_keys`, then `last`. A
-    pipeline calls them one by one, in programs of their own, and `run` on shares of the blocks.
+    A call composes `first`, `run` on `blocks` with `block_keys`, and `last`. A pipeline calls them in
+    separate programs, and `run` on parts of the blocks.
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
@@ -69,7 +68,7 @@ class Decoder(DropoutKeys):
         experts = read_experts(config.experts)
         # its losses and its bias need sums over replicas, which the functions of the model are given by this
         self.axis_name = REPLICAS if experts and experts.over_replicas else None
-        self.start_dropout(config.dropout, config.num_layers, rngs)
+        self.start_dropout(config.dropout, 1 + config.num_layers, rngs)
 
     def __call__(
         self,
@@ -84,11 +83,11 @@ class Decoder(DropoutKeys):
 
         Args:
           tokens_BT: int token ids below `vocab`; T is at most `seq`. An id out of range gives NaN.
-          segments_BT: int, the number of each token's document, where a row has several: a position sees its
-            own document only, and positions begin again in each; by default a row is one.
-          cache: of the tokens before these, see `key_value_cache.read`; `NewCache` begins one.
-          counts_B: with a cache, how many of the tokens each row has.
-          auxiliary: whether to return what the routers of a mixture of experts did beside the logits.
+          segments_BT: int, the number of each token's document, if rows have several: a position sees only
+            its own document, and positions restart in each; by default a row is one document.
+          cache: the cache of earlier tokens, see `key_value_cache.read`; `NewCache` begins one.
+          counts_B: with a cache, the number of tokens of each row.
+          auxiliary: whether to return the `Routing` of a mixture of experts in addition to the logits.
 
         Returns:
           Logits (batch, seq, vocab), float32; with `loss_chunk` as `ChunkedLogits`. With a cache: logits of
@@ -111,7 +110,7 @@ class Decoder(DropoutKeys):
     def first(
         self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None, positions_BT: Any = None
     ) -> Stream:
-        """Look up tokens and positions (see `add_positions`): the residual stream that enters the blocks."""
+        """Look up tokens and positions (see `add_positions`), as input of the first block."""
         x_BTD = embed_tokens(self.config, self.embedding, tokens_BT)
         if self.config.embed_scale is not None:
             x_BTD *= jnp.asarray(self.config.embed_scale, x_BTD.dtype)
@@ -119,23 +118,23 @@ class Decoder(DropoutKeys):
         x_BTD = self.drop_embedding(x_BTD, self.embedding_key())
         stream: dict[str, Any] = {} if segments_BT is None else {"segments": segments_BT}
         if experts := read_experts(self.config.experts):
-            stream["routers"] = no_counts(experts, len(x_BTD), self.config.num_layers)
+            stream["routers"] = make_counts(experts, len(x_BTD), self.config.num_layers)
         return {"x": x_BTD, **stream} if stream else x_BTD
 
-    def block_keys(self) -> jax.Array | OfBlock | None:
-        """The keys of the blocks' dropout, (num_layers,), None where it is off; more where blocks differ."""
+    def block_keys(self) -> jax.Array | BlockInputs | None:
+        """Return the dropout keys of the blocks, (num_layers,) or None; `BlockInputs` if blocks differ."""
         keys = super().block_keys()
         if (every := self.config.full_every) is None:
             return keys
-        return OfBlock(keys, jnp.arange(1, 1 + self.config.num_layers) % every == 0)
+        return BlockInputs(keys, jnp.arange(1, 1 + self.config.num_layers) % every == 0)
 
-    def run(self, blocks: Block, stream: Stream, keys: jax.Array | OfBlock | None) -> Stream:
-        """Apply stacked blocks to the residual stream: all, or those of a pipeline stage, with their keys."""
-        assert self.config.full_every is None or isinstance(keys, OfBlock), "give what block_keys() returns"
+    def run(self, blocks: Block, stream: Stream, keys: jax.Array | BlockInputs | None) -> Stream:
+        """Apply stacked blocks to the residual stream: all blocks, or those of a pipeline stage."""
+        assert self.config.full_every is None or isinstance(keys, BlockInputs), "pass block_keys() as keys"
         parts = stream if isinstance(stream, dict) else {"x": stream}
 
         # made anew at each call: jax.checkpoint keeps traces by function, whatever rules they were made under
-        def run_block(block: Block, carry: Any, key: jax.Array | OfBlock | None) -> Any:
+        def run_block(block: Block, carry: Any, key: jax.Array | BlockInputs | None) -> Any:
             x_BTD = block(carry["x"], key, parts.get("segments"))
             if "routers" not in carry:
                 return {"x": x_BTD}

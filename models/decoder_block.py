@@ -1,4 +1,4 @@
-"""The block: attention and feed-forward, each normed, before or behind, and added to the residual stream."""
+"""The block of a transformer: attention and feed-forward, with norms, added to the residual stream."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,15 +13,15 @@ from shardtrain.models.transformer import Attention, FeedForward, make_norm
 from shardtrain.models.transformer_options import BlockOptions
 
 Stream = jax.Array | dict[str, Any]
-"""The residual stream; or "x" with it, and "segments" of rows with several documents, or what the "routers"
-of a mixture of experts counted."""
+"""The residual stream; or a dict of it as "x", with "segments" of rows with several documents, or the counts
+of "routers" of a mixture of experts."""
 
 
-class OfBlock(NamedTuple):
-    """What a block is given beside its parameters and the stream, where blocks differ.
+class BlockInputs(NamedTuple):
+    """Further inputs of a block, if blocks differ.
 
     Attributes:
-      key: of its dropout; None where that is off.
+      key: key of its dropout; None without dropout.
       sees_all: a bool, whether it has no window.
     """
 
@@ -30,7 +30,7 @@ class OfBlock(NamedTuple):
 
 
 class Block(nnx.Module):
-    """Residual block. It has parameters only: the key of its dropout is an argument."""
+    """A residual block. It has only parameters: the key of its dropout is an argument."""
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs, causal: bool = True):
         self.parallel = config.parallel
@@ -46,26 +46,25 @@ class Block(nnx.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        key: jax.Array | OfBlock | None,
+        key: jax.Array | BlockInputs | None,
         segments_BT: jax.Array | None = None,
         cache: LayerCache | None = None,
         **seen: Any,
     ) -> Any:
-        """Return the residual stream; with experts beside what their router counted, `add_block`.
+        """Return the residual stream; with experts also the counts of their router, see `add_block`.
 
         Args:
           x_BTD: the residual stream.
-          key: of dropout, or more where blocks differ.
-          segments_BT: see `Attention`.
-          cache: likewise.
-          seen: its arguments `mask_BS` and `bias_BHTS`.
+          key: key of dropout, or `BlockInputs`.
+          segments_BT, cache: see `Attention`.
+          seen: the arguments `mask_BS` and `bias_BHTS` of `Attention`.
         """
         counts: dict[str, jax.Array] | None = None
-        key, sees_all = key if isinstance(key, OfBlock) else (key, None)
+        key, sees_all = key if isinstance(key, BlockInputs) else (key, None)
         # two halves, attention and feed-forward: norm, layer, perhaps another norm, dropout, sum
         seen |= {"segments_BT": segments_BT, "sees_all": sees_all, "cache": cache}
         attention = partial(self.attention, **seen)
-        # a token that is generated has its experts, however many tokens were read at once
+        # the experts of a generated token do not depend on the number of tokens read at once
         is_mixture = isinstance(self.mlp, MixtureOfExperts)
         mlp = partial(self.mlp, dropless=cache is not None) if is_mixture else self.mlp
         halves = (

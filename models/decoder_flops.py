@@ -1,4 +1,4 @@
-"""Floating-point operations of a decoder, by formula."""
+"""Compute the floating-point operations of a decoder by a formula."""
 
 from typing import Any
 
@@ -8,13 +8,12 @@ from shardtrain.models.transformer_options import GATED
 
 
 def flops_per_token(config: Any) -> int:
-    """Floating-point operations that training spends on one token, forward and backward: 6 N + 12 L H K T.
+    """Return the floating-point operations of training per token, forward and backward: 6 N + 12 L H K T.
 
-    N counts the weights of matrix products: the blocks' kernels and the head (tied or not), not the lookup
-    table, nor norms and biases; of a mixture of experts the router and those that a token passes. L H K T are
-    num_layers, num_heads, head_dim and seq; scores are counted in full, as is usual, though half of them are
-    masked. In blocks with a window, T is that where it is shorter: as if every token saw so many.
-    Recomputation by remat is not counted, so this is what MFU divides by.
+    N is the number of weights in matrix products: the blocks' kernels and the head (tied or not), without the
+    lookup table, norms and biases; of a mixture of experts, the router and the experts that a token passes.
+    L H K T are num_layers, num_heads, head_dim and seq. Masked scores are counted too, as usual. In blocks
+    with a window T is the smaller of seq and window. Recomputation by remat is not counted, as usual for MFU.
 
     Returns:
       Flops per token, with every sequence of length `seq`.

@@ -1,4 +1,4 @@
-"""An encoder of the BERT family in nnx: `EncoderConfig` is the factory, `Encoder` the model.
+"""An encoder of the BERT family in nnx: `EncoderConfig` builds the model `Encoder`.
 
 Its attention is bidirectional and every position gets logits over the vocabulary, for training on masked
 tokens. Blocks are stacked as in `decoder.py`; `transformer.py` has the parts that both share.
@@ -40,11 +40,11 @@ class EncoderConfig(TextOptions):
 
     Args:
       num_layers: number of blocks.
-      segments: number of token types (of BERT: first and second text).
+      segments: number of token types (in BERT: first and second text).
       eps: added to the variance in the layer norms after each half of a block.
       activation: "gelu_erf" (exact, as BERT) or "gelu" (tanh approximation), in the blocks and in the head.
-      scan: run the blocks in `jax.lax.scan` (compile time does not grow with their number; up to 8 are plain
-        code on one CPU), or unroll them.
+      scan: whether blocks run in `jax.lax.scan`, so that compile time does not grow with their number (up to
+        8 blocks are plain code on one CPU); otherwise they are unrolled.
 
     References:
       Devlin et al. 2018, BERT, https://arxiv.org/abs/1810.04805, without the next-sentence task.
@@ -76,7 +76,7 @@ class EncoderConfig(TextOptions):
 
 
 class EncoderBlock(nnx.Module):
-    """Post-norm residual block. It has parameters only: the key of its dropout is an argument."""
+    """A post-norm residual block. It has only parameters: the key of its dropout is an argument."""
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs):
         self.attention = Attention(config, causal=False, rngs=rngs)
@@ -95,7 +95,7 @@ class EncoderBlock(nnx.Module):
 
 
 class Encoder(DropoutKeys):
-    """Token ids to logits. `nnx.view(encoder, deterministic=True)` is the same model with dropout off."""
+    """Map token ids to logits; `nnx.view(encoder, deterministic=True)` is the same model without dropout."""
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -106,7 +106,7 @@ class Encoder(DropoutKeys):
         self.segments = table((SEGMENTS, EMBED))
         self.embedding_norm = make_norm(parts)
         self.blocks = stack_blocks(EncoderBlock, parts, rngs)
-        # square; what it writes is split over devices as the hidden features of a feed-forward are
+        # square; its output is split over devices like the hidden features of a feed-forward
         self.transform = Linear(
             (EMBED,), (MLP,), sizes={**sizes, MLP: config.embed}, std=0.02, bias=True, dtype=config.dtype,
             rngs=rngs,
@@ -114,7 +114,7 @@ class Encoder(DropoutKeys):
         self.transform_norm = make_norm(parts)
         self.head = None if config.tied else make_linear(parts, (EMBED,), (VOCAB,), rngs, bias=False)
         self.head_bias = parameter(jnp.zeros(config.vocab), (VOCAB,))
-        self.start_dropout(config.dropout, config.num_layers, rngs)
+        self.start_dropout(config.dropout, 1 + config.num_layers, rngs)
 
     def __call__(
         self, tokens_BT: jax.Array, mask_BT: jax.Array | None = None, segments_BT: jax.Array | None = None
@@ -140,7 +140,7 @@ class Encoder(DropoutKeys):
     def first(
         self, tokens_BT: jax.Array, mask_BT: jax.Array | None = None, segments_BT: jax.Array | None = None
     ) -> Stream:
-        """Look up tokens, positions and segments, and norm their sum: the stream that enters the blocks."""
+        """Look up tokens, positions and segments, and norm their sum, as input of the first block."""
         # the sum of three embeddings: of the token, its position and its segment
         x_BTD = embed_tokens(self.config, self.embedding, tokens_BT)
         x_BTD = add_positions(self.config, x_BTD, self.positions)
@@ -151,7 +151,7 @@ class Encoder(DropoutKeys):
         return stream if mask_BT is None else {**stream, "mask": mask_BT}
 
     def run(self, blocks: EncoderBlock, stream: Stream, keys: jax.Array | None) -> Stream:
-        """Apply stacked blocks to the activations (all, or those of a pipeline stage)."""
+        """Apply stacked blocks to the activations: all blocks, or those of a pipeline stage."""
         mask_BT = stream.get("mask")
 
         def run_block(block: EncoderBlock, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -160,7 +160,7 @@ class Encoder(DropoutKeys):
         return {**stream, "x": walk(self.config.parts, run_block, blocks, stream["x"], keys)}
 
     def last(self, stream: Stream) -> jax.Array:
-        """Return the float32 logits, rounded to dtype: the transformed activations times the vocabulary."""
+        """Return the float32 logits, rounded to dtype, from the transformed activations."""
         # the head of masked tokens: a projection, gelu and norm before the vocabulary
         h_BTD = with_logical_constraint(self.transform(gather_sequence(stream["x"])), (BATCH, SEQ, MLP))
         h_BTD = jax.nn.gelu(h_BTD, approximate=self.config.activation == "gelu")

@@ -1,6 +1,6 @@
-"""An encoder-decoder transformer in nnx: `EncoderDecoderConfig` is the factory, `EncoderDecoder` the model.
+"""An encoder-decoder transformer in nnx: `EncoderDecoderConfig` builds the model `EncoderDecoder`.
 
-Encoder blocks come first, then decoder blocks, in one `nnx.List`.
+Its blocks are one `nnx.List`: encoder blocks first, then decoder blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from shardtrain.models.attention import attend
 from shardtrain.models.decoder_block import Block
 from shardtrain.models.key_value_cache import LayerCache, NewCache, SourceCache, read_target
 from shardtrain.models.layers import cast_and_constrain, normal
-from shardtrain.models.relative_positions import compute_cached_bias, relative_bias, relative_table
+from shardtrain.models.relative_positions import compute_bias, compute_cached_bias, make_table
 from shardtrain.models.residual_stream import (
     STREAM,
     add_part,
@@ -50,13 +50,15 @@ class EncoderDecoderConfig(DecodingOptions):
     Source and target have one vocabulary and one table of tokens.
 
     Args:
-      num_encoder_layers: blocks that encode the source.
-      num_decoder_layers: blocks that attend to earlier positions of the target and to the encoded source.
-      positions: "learned", a table of embeddings; "rotary", rotated queries and keys; or "relative" (as T5),
-        a number for each head and bucket of distances that is added to the scores of self-attention.
-      relative_buckets: buckets of relative positions; an encoder has half of them for each side. None: 32.
-      relative_distance: from how many positions on all distances are in one bucket. None: 128.
-      head_scale: what the head's input is multiplied by; None: 1.
+      num_encoder_layers: number of blocks that encode the source.
+      num_decoder_layers: number of blocks that attend to earlier positions of the target and to the encoded
+        source.
+      positions: "learned" adds a table of embeddings, "rotary" rotates queries and keys, "relative" (as T5)
+        adds a number for each head and bucket of distances to the scores of self-attention.
+      relative_buckets: number of buckets of relative positions; an encoder has half of them for each side.
+        None means 32.
+      relative_distance: all distances from this one on share a bucket. None means 128.
+      head_scale: factor of the head's input. None means 1.
 
     References:
       Vaswani et al. 2017, Attention is all you need, https://arxiv.org/abs/1706.03762, section 3, with the
@@ -77,16 +79,16 @@ class EncoderDecoderConfig(DecodingOptions):
 
     def list_problems(self) -> list[str]:
         """List the options that are out of range or do not fit another."""
-        return super().list_problems() + _own_problems(self)
+        return super().list_problems() + _find_problems(self)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the encoder and of the decoder."""
+        """Number of blocks of encoder and decoder."""
         return self.num_encoder_layers + self.num_decoder_layers
 
     @property
     def distances(self) -> tuple[int, int]:
-        """Buckets of relative positions, and from where on there is but one, with the defaults filled in."""
+        """(relative_buckets, relative_distance), with the defaults filled in."""
         buckets, furthest = self.relative_buckets, self.relative_distance
         return 32 if buckets is None else buckets, 128 if furthest is None else furthest
 
@@ -97,7 +99,7 @@ class EncoderDecoderConfig(DecodingOptions):
 
     @property
     def parts(self) -> BlockOptions:
-        """Options of the parts of a block, which know nothing of relative positions."""
+        """Options of the parts of a block, without relative positions."""
         positions = "rotary" if self.positions == "rotary" else "learned"
         return self.block_options(num_layers=self.num_blocks, positions=positions)
 
@@ -106,7 +108,7 @@ class EncoderDecoderConfig(DecodingOptions):
         return EncoderDecoder(self, rngs=rngs)
 
 
-def _own_problems(config: EncoderDecoderConfig) -> list[str]:
+def _find_problems(config: EncoderDecoderConfig) -> list[str]:
     """List the problems of the options that only an encoder-decoder has."""
     names = ("query_scale", "head_scale")
     found = checks.positive({n: float(x) for n in names if (x := getattr(config, n)) is not None})
@@ -127,9 +129,10 @@ def _own_problems(config: EncoderDecoderConfig) -> list[str]:
 
 
 Stream = dict[str, jax.Array]
-"""The residual streams (batch, seq, embed) of "source" and of "target"; "source_mask" (batch, seq) if one was
-given; "source_bias" and "target_bias" (batch, buckets, heads) of relative positions. The last encoder
-block drops its bias, the last decoder block all but the target."""
+"""Activations between blocks: the residual streams (batch, seq, embed) of "source" and "target";
+"source_mask" (batch, seq) if one was given; "source_bias" and "target_bias" (batch, buckets, heads) of
+relative positions. The last encoder block drops its bias, the last decoder block everything except the
+target."""
 
 
 class CrossAttention(Attention):
@@ -146,14 +149,14 @@ class CrossAttention(Attention):
 
         Args:
           x_BTD: the normed stream of the target.
-          source_BSD: the encoded source; not read where there is `kept`.
+          source_BSD: the encoded source; not read if `kept` is given.
           mask_BS: 0 for padding of the source.
-          kept: keys and values of the source, of `of_source`, that were computed before.
+          kept: keys and values of the source that `project_source` has computed before.
         """
         # queries come from the target, keys and values from the source
         q_BTHK = self.scaled(self.q(x_BTD))
         k_BSHK, v_BSHK = self.project_source(source_BSD) if kept is None else kept
-        # every target position sees the whole source but for padding: no causal mask
+        # every target position sees the whole source except padding: no causal mask
         y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention, causal=False, mask_BS=mask_BS)
         return project_to_stream(self.o, with_logical_constraint(y_BTHK, (BATCH, SEQ, HEADS, HEAD_DIM)))
 
@@ -165,7 +168,7 @@ class CrossAttention(Attention):
         y = jnp.tensordot(source_BSD, kernel, 1)
         y = with_logical_constraint(y, (BATCH, SEQ, None, KV_HEADS, HEAD_DIM))
         k_BSHK, v_BSHK = (
-            linear.shifted(linear.adapted(y[:, :, i], source_BSD))
+            linear.add_bias(linear.add_adapter(y[:, :, i], source_BSD))
             for i, linear in enumerate((self.k, self.v))
         )
         return k_BSHK, v_BSHK
@@ -174,7 +177,7 @@ class CrossAttention(Attention):
 class EncoderBlock(Block):
     """Self-attention and feed-forward on the source; the target passes unchanged.
 
-    The last one norms what it gives, once for all the decoder blocks that read it.
+    The last encoder block norms its output, once for all decoder blocks.
     """
 
     def __init__(
@@ -185,22 +188,22 @@ class EncoderBlock(Block):
         self.source_norm = make_norm(config) if is_last else None
 
     def __call__(self, stream: Stream, key: jax.Array | None) -> Stream:
-        encoded = _recomputed(EncoderBlock.encoded, self.config.remat)
+        encode = _wrap_remat(EncoderBlock.encode_block, self.config.remat)
         seen = stream.get("source_mask"), stream.get("source_bias")
-        after = {**stream, "source": encoded(self, stream["source"], *seen, key)}
+        after = {**stream, "source": encode(self, stream["source"], *seen, key)}
         if self.source_norm is not None:
             after.pop("source_bias", None)
         return after
 
-    def encoded(
+    def encode_block(
         self,
         x_BSD: jax.Array,
         mask_BS: jax.Array | None,
         table_BNH: jax.Array | None,
         key: jax.Array | None,
     ) -> jax.Array:
-        """The source's stream after this block."""
-        bias_BHSS = _bias(table_BNH, x_BSD.shape[1], self.max_distance, causal=False)
+        """Return the source's stream after this block."""
+        bias_BHSS = _compute_bias(table_BNH, x_BSD.shape[1], self.max_distance, causal=False)
         x_BSD = super().__call__(x_BSD, key, mask_BS=mask_BS, bias_BHTS=bias_BHSS)
         if self.source_norm is None:
             return x_BSD
@@ -210,7 +213,7 @@ class EncoderBlock(Block):
 class DecoderBlock(nnx.Module):
     """Causal self-attention on the target, attention to the encoded source, feed-forward.
 
-    The source goes through untouched for the blocks after it; the last one drops it.
+    The source passes unchanged to later blocks; the last block drops it.
     """
 
     def __init__(
@@ -226,9 +229,9 @@ class DecoderBlock(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, stream: Stream, key: jax.Array | None) -> Stream:
-        decoded = _recomputed(DecoderBlock.decode_block, self.config.remat)
+        decode = _wrap_remat(DecoderBlock.decode_block, self.config.remat)
         seen = stream.get("source_mask"), stream.get("target_bias")
-        x_BTD = decoded(self, stream["target"], stream["source"], *seen, key)
+        x_BTD = decode(self, stream["target"], stream["source"], *seen, key)
         return {"target": x_BTD} if self.is_last else {**stream, "target": x_BTD}
 
     def decode_block(
@@ -241,20 +244,20 @@ class DecoderBlock(nnx.Module):
         cache: LayerCache | None = None,
         kept: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
-        """The target's stream after this block.
+        """Return the target's stream after this block.
 
         Args:
-          x_BTD: before it.
-          source_BSD: the encoded source; None: keys and values of it are `kept`.
+          x_BTD: the target's stream before the block.
+          source_BSD: the encoded source; None if `kept` has its keys and values.
           mask_BS: 0 for padding of the source.
-          table_BNH: numbers of relative positions.
-          key: of dropout.
-          cache: keys and values of the target's tokens before these.
+          table_BNH: the table of relative positions.
+          key: key of dropout.
+          cache: keys and values of earlier tokens of the target.
           kept: see `CrossAttention`.
         """
         # earlier target positions, then the source, then the feed-forward
         keys = split_key(key, 3)
-        bias_BHTS = _bias(table_BNH, x_BTD.shape[1], self.max_distance, causal=True, cache=cache)
+        bias_BHTS = _compute_bias(table_BNH, x_BTD.shape[1], self.max_distance, causal=True, cache=cache)
         h_BTD = self.attention(read_by_products(self.attention_norm(x_BTD)), cache=cache, bias_BHTS=bias_BHTS)
         x_BTD = add_part(x_BTD, h_BTD, self.dropout, keys[0])
         source_BSD = None if source_BSD is None else gather_sequence(source_BSD)
@@ -263,7 +266,7 @@ class DecoderBlock(nnx.Module):
         return add_part(x_BTD, self.mlp(read_by_products(self.mlp_norm(x_BTD))), self.dropout, keys[2])
 
 
-def _bias(
+def _compute_bias(
     table_BNH: jax.Array | None,
     num: int,
     max_distance: int | None,
@@ -275,11 +278,11 @@ def _bias(
         return None
     if cache is not None:
         return compute_cached_bias(table_BNH, cache.positions_BT, cache.num_slots, max_distance=max_distance)
-    return relative_bias(table_BNH, num, num, max_distance=max_distance, causal=causal)
+    return compute_bias(table_BNH, num, num, max_distance=max_distance, causal=causal)
 
 
-def _recomputed(part: Callable[..., jax.Array], remat: Remats) -> Callable[..., jax.Array]:
-    """Wrap the part of a block that its backward pass recomputes, by the remat policy `remat`."""
+def _wrap_remat(part: Callable[..., jax.Array], remat: Remats) -> Callable[..., jax.Array]:
+    """Let the backward pass of a part recompute what the remat policy does not keep."""
 
     # made anew at each call: jax.checkpoint keeps traces by function, whatever rules they were made under
     def call(block: Any, x_BTD: jax.Array, *given: Any) -> jax.Array:
@@ -289,7 +292,7 @@ def _recomputed(part: Callable[..., jax.Array], remat: Remats) -> Callable[..., 
 
 
 class EncoderDecoder(DropoutKeys):
-    """Tokens of two sequences to logits of the second. `nnx.view(model, deterministic=True)`: no dropout."""
+    """Map tokens of a source and a target to logits; `nnx.view(model, deterministic=True)` drops nothing."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -302,8 +305,8 @@ class EncoderDecoder(DropoutKeys):
         self.target_positions = table((SEQ, EMBED)) if learned else None
         # a table of distances for all blocks of a kind
         shape, relative = (config.distances[0], config.sizes[HEADS]), config.positions == "relative"
-        self.source_relative = relative_table(*shape, rngs) if relative else None
-        self.target_relative = relative_table(*shape, rngs) if relative else None
+        self.source_relative = make_table(*shape, rngs) if relative else None
+        self.target_relative = make_table(*shape, rngs) if relative else None
         # the last block of each kind differs: the encoder's norms the source, the decoder's drops it
         self.blocks = nnx.List(
             [
@@ -317,7 +320,7 @@ class EncoderDecoder(DropoutKeys):
         )
         self.final_norm = make_norm(parts)
         self.head = None if config.tied else make_linear(parts, (EMBED,), (VOCAB,), rngs, bias=False)
-        self.start_dropout(config.dropout, config.num_blocks, rngs)
+        self.start_dropout(config.dropout, 1 + config.num_blocks, rngs)
 
     def __call__(
         self,
@@ -330,14 +333,13 @@ class EncoderDecoder(DropoutKeys):
         """Predict the next token at every position of the target.
 
         Args:
-          source_BS: int token ids below `vocab`; S is at most `seq`. An id out of range gives NaN. None with
-            a cache that has the source.
-          target_BT: int token ids, the same; a position is predicted from the source and the target before
-            it and at it.
+          source_BS: int token ids below `vocab`; S is at most `seq`. An id out of range gives NaN. None if
+            the cache has the source.
+          target_BT: int token ids below `vocab`; T is at most `seq`.
           source_mask_BS: 0 for padding of the source, which no position sees; by default there is none.
-          cache: of the source and the target's tokens before these, see `key_value_cache.read_target`;
-            `NewCache` begins one.
-          counts_B: with a cache, how many of the target's tokens each row has.
+          cache: the cache of the source and of earlier tokens of the target, see
+            `key_value_cache.read_target`; `NewCache` begins one.
+          counts_B: with a cache, the number of the target's tokens of each row.
 
         Returns:
           Logits (batch, target's seq, vocab), float32. With a cache: logits of each target's last token,
@@ -356,7 +358,7 @@ class EncoderDecoder(DropoutKeys):
     def first(
         self, source_BS: jax.Array, target_BT: jax.Array, source_mask_BS: jax.Array | None = None
     ) -> Stream:
-        """Look up tokens and positions of both sequences: the residual streams that enter the blocks."""
+        """Look up tokens and positions of both sequences; return the streams that enter the blocks."""
         # one key for both embeddings, split between them
         source_key, target_key = split_key(self.embedding_key(), 2)
         stream = {
@@ -366,12 +368,12 @@ class EncoderDecoder(DropoutKeys):
         if source_mask_BS is not None:
             stream["source_mask"] = source_mask_BS
         for name, table in (("source_bias", self.source_relative), ("target_bias", self.target_relative)):
-            if (table_BNH := self.find_distances(table, source_BS.shape[0])) is not None:
+            if (table_BNH := self.broadcast_table(table, source_BS.shape[0])) is not None:
                 stream[name] = table_BNH
         return stream
 
-    def find_distances(self, table: nnx.Param | None, rows: int) -> jax.Array | None:
-        """Return a table of relative positions for each example: so every part of a pipeline has it."""
+    def broadcast_table(self, table: nnx.Param | None, rows: int) -> jax.Array | None:
+        """Return a copy of a table of relative positions for each example, so that pipelines pass it on."""
         if table is None:
             return None
         table_NH = cast_and_constrain(table, (None, HEADS), "float32")
@@ -385,7 +387,7 @@ class EncoderDecoder(DropoutKeys):
         return stream
 
     def last(self, stream: Stream) -> jax.Array:
-        """Return the float32 logits, rounded to dtype: the target's normed activations times vocabulary."""
+        """Return the float32 logits, rounded to dtype, from the target's stream."""
         x_BTD = gather_sequence(self.final_norm(stream["target"]))
         if self.config.head_scale is not None:
             x_BTD *= jnp.asarray(self.config.head_scale, x_BTD.dtype)
@@ -394,6 +396,6 @@ class EncoderDecoder(DropoutKeys):
     def embed_tokens(
         self, tokens_BT: jax.Array, table: nnx.Param | None, key: jax.Array | None, positions_BT: Any = None
     ) -> jax.Array:
-        """Look up tokens, and their positions in a table, from 0 on or those given."""
+        """Look up tokens, and add positions from a table; by default positions count from 0."""
         x_BTD = embed_tokens(self.config, self.embedding, tokens_BT)
         return self.drop_embedding(add_positions(self.config, x_BTD, table, None, positions_BT), key)

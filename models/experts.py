@@ -1,8 +1,8 @@
-"""A mixture of experts in the place of a block's feed-forward: a router, experts, and what all tokens share.
+"""A mixture of experts in place of a block's feed-forward: a router, experts, and a shared feed-forward.
 
 `experts_options.py` has its options, `experts_routing.py` the choice of experts and its losses,
-`experts_products.py` the matrix products. It names dims and knows no mesh: where a run shards experts or
-tokens, it hands the layer its own way to bring them together (docs/decisions/0040).
+`experts_products.py` the matrix products. The layer names dims and knows no mesh: a run that shards experts
+or tokens gives it a function that exchanges them (docs/decisions/0040).
 """
 
 import math
@@ -26,13 +26,13 @@ from shardtrain.models.transformer_options import BlockOptions
 
 
 class RouterBias(nnx.Variable):
-    """What is added to the scores of experts for the choice alone: a part of the model's state."""
+    """A bias of the experts' scores, only for the choice of experts; it is part of the model's state."""
 
 
 class MixtureOfExperts(nnx.Module):
-    """Each token passes the experts that a router chooses for it, and a shared feed-forward if there is one.
+    """Apply to each token the experts that a router chooses for it, and the shared feed-forward if any.
 
-    Experts have no biases. From (batch, seq, embed) back to the residual stream.
+    Experts have no biases. The layer maps (batch, seq, embed) back to the residual stream.
     """
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs):
@@ -46,7 +46,7 @@ class MixtureOfExperts(nnx.Module):
         self.up = normal((EXPERTS, EMBED, MLP), sizes=sizes, std=0.02, rngs=rngs)
         gated = config.activation == "swiglu"
         self.gate = normal((EXPERTS, EMBED, MLP), sizes=sizes, std=0.02, rngs=rngs) if gated else None
-        # smaller where it writes to the residual stream, as `transformer.linear_of`
+        # smaller for the output to the residual stream, as in `transformer.make_linear`
         std = 0.02 / math.sqrt(2 * config.num_layers)
         self.down = normal((EXPERTS, MLP, EMBED), sizes=sizes, std=std, rngs=rngs)
         wide = replace(config, mlp=max(options.shared, 1) * sizes[MLP])
@@ -55,11 +55,11 @@ class MixtureOfExperts(nnx.Module):
         self.shared_gate = normal((EMBED,), sizes=sizes, std=0.02, rngs=rngs) if gated_shared else None
 
     def __call__(self, x_BTD: jax.Array, *, dropless: bool = False) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the output of the layer, and what its router counted (`experts_routing.with_block`).
+        """Return the output of the layer, and the counts of its router (`experts_routing.add_block`).
 
         Args:
-          x_BTD: the normed residual stream, of `read_by_products`.
-          dropless: whether experts take all tokens, whatever their capacity is.
+          x_BTD: the normed residual stream, from `read_by_products`.
+          dropless: whether experts take all tokens, regardless of their capacity.
         """
         options = replace(self.options, capacity=None) if dropless else self.options
         of_products_BTD, x_BTD = x_BTD, gather(x_BTD)
@@ -72,7 +72,7 @@ class MixtureOfExperts(nnx.Module):
         logits_BTE = with_logical_constraint(logits_BTE, (BATCH, SEQ, None))
         bias_E = None if self.router_bias is None else self.router_bias[...]
         choice, counts = choose(options, logits_BTE, bias_E)
-        experts = OfDevice(options, self.config.activation, x_BTD.shape[1])
+        experts = LocalExperts(options, self.config.activation, x_BTD.shape[1])
         kernels = self._kernels()
         of_run = getattr(get_logical_axis_rules(), "experts", None)
         y_BTD = experts(x_BTD, choice, kernels) if of_run is None else of_run(experts, x_BTD, choice, kernels)
@@ -93,20 +93,20 @@ class MixtureOfExperts(nnx.Module):
         return (y_BTD * gate_BT1).astype(y_BTD.dtype)
 
     def _kernels(self) -> tuple[jax.Array, jax.Array]:
-        """Return the kernels in the compute dtype: (experts, embed, 1 or 2, mlp), with the gate; and back."""
+        """Return the kernels in the compute dtype: up and gate (experts, embed, 1 or 2, mlp), and down."""
         both = self.up, self.gate
         into = [kernel[...].astype(self.config.dtype) for kernel in both if kernel is not None]
         up = with_logical_constraint(jnp.stack(into, 2), (EXPERTS, EMBED, None, MLP))
         return up, cast_and_constrain(self.down, (EXPERTS, MLP, EMBED), self.config.dtype)
 
 
-class OfDevice:
-    """Experts of one device over the tokens that it has: all of them, where a model runs on one device.
+class LocalExperts:
+    """The computation of a device's experts over its tokens.
 
     Args:
-      options: of the mixture.
-      activation: of the configuration.
-      seq: tokens of a whole row, of which a device may have a part.
+      options: options of the mixture.
+      activation: the activation of the configuration.
+      seq: number of tokens of a whole row, of which a device may have a part.
     """
 
     def __init__(self, options: Experts, activation: str, seq: int) -> None:
@@ -114,7 +114,7 @@ class OfDevice:
 
     @property
     def is_dropless(self) -> bool:
-        """Whether an expert may take all tokens."""
+        """Whether each expert has room for all tokens."""
         return self.options.room(self.seq) >= self.seq
 
     def __call__(self, x_BTD: jax.Array, choice: Choice, kernels: Any) -> jax.Array:
@@ -126,7 +126,7 @@ class OfDevice:
         return self.combined(slots, out, choice).reshape(x_BTD.shape)
 
     def dropless(self, x_BTD: jax.Array, choice: Choice, kernels: Any) -> jax.Array:
-        """Return the same for experts that take all tokens; choices of other experts add nothing."""
+        """Do the same with room for all tokens in each expert; choices of other experts add nothing."""
         top, x_ND = choice.experts_BTK.shape[-1], x_BTD.reshape(-1, x_BTD.shape[-1])
         slots = slots_of_all(choice.experts_BTK.reshape(-1, top), len(kernels[0]))
         out = self.outputs(slots, slots.filled(x_ND), kernels)
@@ -142,7 +142,7 @@ class OfDevice:
         return slots.filled(x_BTD.reshape(-1, x_BTD.shape[-1]))
 
     def outputs(self, slots: Slots, x: jax.Array, kernels: Any) -> jax.Array:
-        """Return what experts make of the tokens in their slots, (slots, D)."""
+        """Apply the experts to the tokens in their slots, (slots, D)."""
         up, down = kernels
         h = slots.product(x, up.reshape(*up.shape[:2], -1)).reshape(len(x), up.shape[2], -1)
         if up.shape[2] == 2:

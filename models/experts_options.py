@@ -1,6 +1,6 @@
-"""A mixture of experts as the text of an option: how many, how tokens choose them, how they are balanced.
+"""Options of a mixture of experts, and how they are read from the text of the option `experts`.
 
-`experts.py` has the layer, `experts_routing.py` the choice and its losses.
+`experts.py` has the layer, `experts_routing.py` the choice of experts and its losses.
 """
 
 import math
@@ -13,33 +13,35 @@ from shardtrain.models import checks
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """How many experts there are, how tokens choose them, and how they are balanced.
+    """Number of experts, how tokens choose them, and how their loads are balanced.
 
     Args:
       num: number of experts in each block.
-      top: experts that a token chooses.
-      capacity: tokens that an expert takes of a sequence, over their mean: ceil(capacity * top * seq / num);
-        what is above is dropped, and passes the layer by its residual connection. None: nothing is dropped.
-      shared: a feed-forward of so many times the hidden features that every token passes, beside the experts.
-      scores: "softmax" over all experts, or a "sigmoid" of each.
-      normalised: "chosen": the weights of a token's experts add up to 1. "all": they are its scores, as
-        always with one expert.
-      scale: a factor of these weights.
-      balance: weight of the load-balancing loss, which is 1 in each block where all experts are equally
-        loaded (Fedus et al. 2021, Switch Transformers, equation 4).
-      over: what that loss balances: the tokens of each "sequence" (DeepSeek-V3, 2024, section 2.1.2), the
-        same in any layout; or those of a microbatch over all replicas, "batch".
-      bias: what is added to, or taken from, the bias of an expert in each microbatch in which it has too few
-        or too many tokens. The bias is added to scores for the choice alone; it is a part of the model's
+      top: number of experts that each token chooses.
+      capacity: the largest number of tokens of a sequence that an expert takes, relative to the mean:
+        ceil(capacity * top * seq / num). More tokens are dropped: only the residual connection carries them
+        past the layer. None means that no token is dropped.
+      shared: adds a feed-forward that every token passes, with `shared` times the hidden features of an
+        expert.
+      scores: "softmax" computes scores over all experts, "sigmoid" for each expert alone.
+      normalised: "chosen" scales the weights of a token's experts so that they add up to 1; "all" takes the
+        scores as weights, as always with top=1.
+      scale: factor of these weights.
+      balance: weight of the load-balancing loss, which is 1 in a block if all experts have equal loads (Fedus
+        et al. 2021, Switch Transformers, equation 4).
+      over: the tokens over which that loss balances: each "sequence" (DeepSeek-V3, 2024, section 2.1.2), the
+        same in any layout; or a "batch", a microbatch of all replicas.
+      bias: step of the bias of each expert: after a microbatch the bias rises if the expert had too few
+        tokens, and falls if it had too many. The bias is added to the scores only for the choice; it is model
         state, not a parameter (Wang et al. 2024, Auxiliary-Loss-Free Load Balancing, section 3).
       z: weight of the router's z-loss, the mean square of logsumexp of a token's logits in each block (Zoph
         et al. 2022, ST-MoE, equation 5).
-      shared_gate: "sigmoid": the output of the shared feed-forward is multiplied by the sigmoid of a linear
-        map of the token (Qwen2-MoE). "none": by nothing.
-      groups: the experts are in so many groups of neighbours, and a token chooses from its best groups alone
-        (DeepSeek-V3, 2024, arXiv 2412.19437, section 2.1.2). A group is as good as its best expert, with
-        scores=sigmoid as its two best together, biases among them.
-      top_groups: number of these groups.
+      shared_gate: "sigmoid" multiplies the output of the shared feed-forward by the sigmoid of a linear map
+        of the token (Qwen2-MoE); "none" does not.
+      groups: number of groups of neighbouring experts; a token chooses only from its best groups
+        (DeepSeek-V3, 2024, arXiv 2412.19437, section 2.1.2). The score of a group is that of its best expert,
+        or with scores=sigmoid the sum of its two best, biases included.
+      top_groups: number of groups that a token chooses from.
     """
 
     num: int
@@ -58,7 +60,7 @@ class Experts:
     top_groups: int = 1
 
     def room(self, num_tokens: int) -> int:
-        """Return the most tokens that an expert takes of a sequence of so many.
+        """Return the largest number of tokens that an expert takes of a sequence of `num_tokens`.
 
         >>> Experts(num=8, top=2, capacity=1.25).room(64)
         20
@@ -70,19 +72,19 @@ class Experts:
 
     @property
     def over_replicas(self) -> bool:
-        """Whether training needs sums over all replicas of a microbatch."""
+        """Whether training sums over all replicas of a microbatch."""
         return self.bias > 0 or (self.balance > 0 and self.over == "batch")
 
 
 CHOICES = {f.name: get_args(f.type) for f in fields(Experts) if get_origin(f.type) is Literal}
-"""The keys whose value is a word, with the words."""
+"""Key with words as values -> the words."""
 
 
 def read_experts(text: str) -> Experts | None:
-    """Read a mixture of experts from the text of an option; None if it is empty.
+    """Read the text of the option `experts`; return None if it is empty.
 
     Raises:
-      ValueError: lists every key and value that is not one.
+      ValueError: lists every unknown key and wrong value.
 
     >>> read_experts("num=8,top=2,capacity=1.25").capacity
     1.25
@@ -98,9 +100,9 @@ def read_experts(text: str) -> Experts | None:
         return None
     known = [field.name for field in fields(Experts)]
     given, problems = checks.read_pairs(text, known, ["num"])
-    values = {name: _value(name, value, problems) for name, value in given.items() if name in known}
+    values = {name: _read_value(name, value, problems) for name, value in given.items() if name in known}
     if "num" in values:
-        problems += _relations(values)
+        problems += _find_conflicts(values)
     if problems:
         raise ValueError(
             f"experts is {text!r}: {'; '.join(problems)}; write num=8, or num=8,top=2 and of"
@@ -113,7 +115,7 @@ def read_experts(text: str) -> Experts | None:
 
 
 def experts_text(options: Experts) -> str:
-    """Return the text of an option for a mixture, with the keys whose values are not the default ones.
+    """Return the text of the option `experts`, with the keys that differ from their defaults.
 
     >>> experts_text(Experts(num=8, shared=1, normalised="all"))
     'num=8,top=2,shared=1,normalised=all'
@@ -122,31 +124,17 @@ def experts_text(options: Experts) -> str:
     return ",".join(f"{f.name}={x}" for f, x in values if f.name in ("num", "top") or x != f.default)
 
 
-def _value(name: str, text: str, problems: list[str]) -> Any:
-    """Return a value, and add to the problems if it is none."""
+def _read_value(name: str, text: str, problems: list[str]) -> Any:
     if name in CHOICES:
         if text not in CHOICES[name]:
             problems.append(f"{name} is {text!r}; allowed are {', '.join(CHOICES[name])}")
         return text
     if name in ("num", "top", "shared", "groups", "top_groups"):
-        least = 0 if name == "shared" else 1
-        if not (text.isascii() and text.isdecimal() and int(text) >= least):
-            problems.append(f"{name} is {text!r}, and it is a whole number of {least} or more")
-            return least
-        return int(text)
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    above_zero = name in ("capacity", "scale")
-    if not 0 <= number < math.inf or (above_zero and number == 0):
-        problems.append(
-            f"{name} is {text!r}, and it is a number {'above 0' if above_zero else 'of 0 or more'}"
-        )
-    return number
+        return checks.read_number(name, text, problems, least=0 if name == "shared" else 1)
+    return checks.read_number(name, text, problems, above=name in ("capacity", "scale"))
 
 
-def _relations(values: Mapping[str, Any]) -> list[str]:
+def _find_conflicts(values: Mapping[str, Any]) -> list[str]:
     found = Experts(**values)
     if found.top > found.num:
         return [f"top is {found.top}, and there are {found.num} experts: use top={found.num} or less"]

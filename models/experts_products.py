@@ -1,4 +1,4 @@
-"""Tokens sorted by expert, and the matrix products of experts over them, on one device.
+"""Sort tokens by expert, and compute the matrix products of experts, on one device.
 
 Next: `experts.py`, the layer; `functional/expert_exchange.py`, experts on several devices.
 """
@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardtrain.models.target import target_devices
+from shardtrain.models.device_forms import target_devices
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Where each choice of a token stands in a buffer that is sorted by expert.
+    """The slots of chosen tokens in a buffer that is sorted by expert.
 
     Args:
-      of_choice_NK: int32, the slot; `num` where the choice is not in the buffer.
+      of_choice_NK: int32, the slot of each choice; `num` if the choice is not in the buffer.
       num: number of slots.
       product: (slots (num, features), kernels (experts, features, out)) -> (num, out): each slot times the
         kernel of its expert.
@@ -30,7 +30,7 @@ class Slots:
     product: Callable[[jax.Array, jax.Array], jax.Array]
 
     def filled(self, x_ND: jax.Array) -> jax.Array:
-        """Return the tokens in their slots, (num, D), zeros in empty slots."""
+        """Copy the tokens into their slots, (num, D); empty slots are zeros."""
         num_tokens, top = self.of_choice_NK.shape
         tokens = jnp.repeat(jnp.arange(num_tokens, dtype=jnp.int32), top)
         token_of_slot = jnp.full(self.num, num_tokens, jnp.int32)
@@ -38,7 +38,7 @@ class Slots:
         return jnp.take(x_ND, token_of_slot, axis=0, mode="fill", fill_value=0)
 
     def combined(self, out: jax.Array, weights_NK: jax.Array) -> jax.Array:
-        """Return the weighted sum of each token's slots, float32 (N, D); those not in the buffer add 0."""
+        """Return the weighted sum of each token's slots, float32 (N, D); choices without a slot add 0."""
         total = jnp.zeros((len(weights_NK), out.shape[-1]), jnp.float32)
         for k in range(weights_NK.shape[1]):
             of_k = jnp.take(out, self.of_choice_NK[:, k], axis=0, mode="fill", fill_value=0)
@@ -47,16 +47,16 @@ class Slots:
 
 
 def slots_of_rows(experts_BTK: jax.Array, num_experts: int, room: int) -> Slots:
-    """Return slots with room for so many tokens of each row and expert: (expert, row, place).
+    """Return slots (expert, row, place) with `room` places for each row and expert.
 
     Args:
-      experts_BTK: int32; `num_experts` where a choice is dropped. No more than `room` of a row are alike.
+      experts_BTK: int32; `num_experts` if a choice is dropped. At most `room` of a row are equal.
       num_experts: number of experts.
-      room: places of each row and expert.
+      room: number of places of each row and expert.
     """
     rows, _, top = experts_BTK.shape
     flat = experts_BTK.reshape(rows, -1)
-    place = jax.vmap(lambda experts: _ranks(experts, num_experts))(flat)
+    place = jax.vmap(lambda experts: _rank_choices(experts, num_experts))(flat)
     slot = (flat * rows + jnp.arange(rows, dtype=jnp.int32)[:, None]) * room + place
     num = num_experts * rows * room
     slot = jnp.where(flat < num_experts, slot, num).reshape(-1, top)
@@ -69,20 +69,20 @@ def slots_of_rows(experts_BTK: jax.Array, num_experts: int, room: int) -> Slots:
 
 
 def slots_of_all(experts_NK: jax.Array, num_experts: int) -> Slots:
-    """Return slots with room for all tokens, however they choose.
+    """Return slots with room for all tokens, whatever experts they choose.
 
-    On CPUs, whose ragged products are as dear as if all experts computed all tokens, slots are in blocks of
-    one expert each; elsewhere they are without gaps.
+    On CPUs, where a ragged product costs as much as if all experts computed all tokens, slots are in blocks
+    of one expert each; elsewhere they have no gaps.
 
     Args:
-      experts_NK: int32; `num_experts` where a choice is another device's. A token chooses an expert once.
+      experts_NK: int32; `num_experts` if a choice belongs to another device. A token chooses an expert once.
       num_experts: number of experts.
     """
     num_tokens, top = experts_NK.shape
     flat = experts_NK.reshape(-1)
     most = num_tokens * min(top, num_experts)
     counts_E = jnp.bincount(flat, length=num_experts + 1)[:num_experts].astype(jnp.int32)
-    place = _ranks(flat, num_experts)
+    place = _rank_choices(flat, num_experts)
     devices = target_devices()
     if not devices or any(device.platform != "cpu" for device in devices):
         start_E = jnp.cumsum(counts_E) - counts_E
@@ -92,7 +92,7 @@ def slots_of_all(experts_NK: jax.Array, num_experts: int) -> Slots:
             return multiply_ragged(x, kernel, counts_E)
 
         return Slots(slot.reshape(-1, top), most, ragged)
-    # half an expert's mean: at most 1.5 times as many slots as choices
+    # half of an expert's mean load: at most 1.5 times as many slots as choices
     size = max(8, -(-most // (2 * num_experts)))
     num_blocks = most // size + num_experts
     blocks_E = -(-counts_E // size)
@@ -102,7 +102,7 @@ def slots_of_all(experts_NK: jax.Array, num_experts: int) -> Slots:
     # empty blocks at the end have the last expert
     expert_of_block = jnp.searchsorted(ends_E, jnp.arange(num_blocks), side="right").clip(max=num_experts - 1)
 
-    # its backward pass takes the kernels of blocks again, instead of keeping them
+    # the backward pass gathers the kernels of blocks again, instead of keeping them
     @jax.checkpoint
     def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
         of_blocks = jnp.take(kernel, expert_of_block, axis=0)
@@ -114,15 +114,14 @@ def slots_of_all(experts_NK: jax.Array, num_experts: int) -> Slots:
 
 @jax.custom_vjp
 def multiply_ragged(x: jax.Array, kernel: jax.Array, counts_E: jax.Array) -> jax.Array:
-    """Multiply rows that are sorted by expert, so many of each, with the kernel of their expert.
+    """Multiply rows, sorted by expert, with the kernel of their expert.
 
-    It is the same as `jax.lax.ragged_dot`, which has no batching: where replicas are batched, they are
-    computed one after the other, and a device has one.
+    This is `jax.lax.ragged_dot` with a batching rule: batched replicas are computed one after the other.
 
     Args:
-      x: (N, D); rows after those of all experts give anything.
+      x: (N, D); rows after those of all experts have undefined results.
       kernel: (E, D, F).
-      counts_E: int32, rows of each expert.
+      counts_E: int32, number of rows of each expert.
 
     Returns:
       (N, F), in the dtype of x.
@@ -156,8 +155,8 @@ def _multiply_ragged_backward(kept: Any, dy: jax.Array) -> Any:
 multiply_ragged.defvjp(_multiply_ragged_forward, _multiply_ragged_backward)
 
 
-def _ranks(experts: jax.Array, num_experts: int) -> jax.Array:
-    """Return how many of the same number stand before each, int32 (choices,)."""
+def _rank_choices(experts: jax.Array, num_experts: int) -> jax.Array:
+    """Return the number of earlier choices of the same expert, int32 (choices,)."""
     order = jnp.argsort(experts, stable=True)
     counts = jnp.bincount(experts, length=num_experts + 1)
     starts = jnp.cumsum(counts) - counts

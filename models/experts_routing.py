@@ -1,4 +1,4 @@
-"""Which experts each token chooses, with what weight; and what is counted of that, for losses and metrics.
+"""Choose the experts of each token and their weights, and count choices for losses and metrics.
 
 Counts are kept for each row and block, so they are the same on any mesh. Next: `experts.py`.
 """
@@ -14,15 +14,15 @@ from jax import lax
 from shardtrain.models.experts_options import Experts, read_experts
 
 REPLICAS = "replicas"
-"""The name of the axis of replicas, over which the losses of a microbatch are computed."""
+"""Name of the axis of replicas, over which the losses of a microbatch are computed."""
 
 
 class Choice(NamedTuple):
     """The experts of each token.
 
     Args:
-      experts_BTK: int32, the chosen experts, the likeliest first; `num` where the token was dropped.
-      weights_BTK: float32, what an expert's output is multiplied by.
+      experts_BTK: int32, the chosen experts, the likeliest first; `num` if the token was dropped.
+      weights_BTK: float32, the weight of each expert's output.
     """
 
     experts_BTK: jax.Array
@@ -38,12 +38,12 @@ def choose(
     that have it as their second, and so on (Lepikhin et al. 2020, GShard, algorithm 1).
 
     Args:
-      options: of the mixture.
-      logits_BTE: float32, of the router.
-      bias_E: float32, added to the scores for the choice alone; None: nothing is.
+      options: options of the mixture.
+      logits_BTE: float32 logits of the router.
+      bias_E: float32, added to the scores only for the choice, unless it is None.
 
     Returns:
-      The choice, and what `Routing` has of one block: without its dim of blocks.
+      The choice, and the counts of one block, as in `Routing` without the dim of blocks.
     """
     if options.scores == "softmax":
         scores_BTE = jax.nn.softmax(logits_BTE, -1)
@@ -79,7 +79,7 @@ def choose(
 
 
 def _mask_worse_groups(options: Experts, scores_BTE: jax.Array) -> jax.Array:
-    """Return the scores with -inf in place of experts outside of a token's best groups."""
+    """Set the scores of experts outside of a token's best groups to -inf."""
     size = options.num // options.groups
     scores_BTGN = scores_BTE.reshape(*scores_BTE.shape[:2], options.groups, size)
     left_BTG = scores_BTGN.max(-1)
@@ -97,7 +97,7 @@ def _mask_worse_groups(options: Experts, scores_BTE: jax.Array) -> jax.Array:
 def _limit_capacity(
     options: Experts, experts_BTK: jax.Array, masks: list[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the chosen experts with `num` in place of those that are full, and how many in each row."""
+    """Replace full experts in the choice by `num`, and count them in each row."""
     room = options.room(experts_BTK.shape[1])
     if room >= experts_BTK.shape[1]:
         # a token chooses an expert once, so none has more tokens than there are
@@ -105,7 +105,7 @@ def _limit_capacity(
     taken_BE, is_full = jnp.int32(0), []
     for mask_BTE in masks:
         before_BTE = jnp.cumsum(mask_BTE, 1, dtype=jnp.int32) + taken_BE
-        # how many the expert has with this token
+        # number of tokens of the expert, including this one
         is_full.append(jnp.where(mask_BTE, before_BTE, 0).sum(-1) > room)
         # not the last count: a slice of sharded positions is sent by a permute (docs/decisions/0035)
         taken_BE += mask_BTE.sum(1, keepdims=True, dtype=jnp.int32)
@@ -117,21 +117,21 @@ def _limit_capacity(
 
 
 BLOCK_COUNTS = ("chosen", "probability", "z", "dropped")
-"""What is counted of each block; the first two for each expert."""
+"""Names of the counts of each block; the first two are per expert."""
 
 
-def no_counts(options: Experts, rows: int, num_blocks: int) -> dict[str, jax.Array]:
-    """Return the counts of all blocks before the first one: zeros (rows, blocks, ...)."""
+def make_counts(options: Experts, rows: int, num_blocks: int) -> dict[str, jax.Array]:
+    """Return the initial counts of all blocks: zeros (rows, blocks, ...)."""
     shapes = dict.fromkeys(BLOCK_COUNTS, (rows, num_blocks))
     shapes |= dict.fromkeys(BLOCK_COUNTS[:2], (rows, num_blocks, options.num))
     return {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
 
 
 def add_block(counts: dict[str, jax.Array], of_block: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Add the counts of the next block at the end, in place of the first: after all blocks they are in order.
+    """Append the counts of the next block and drop the first entry: after all blocks they are in order.
 
-    So the residual stream has the same shapes between all blocks, as a pipeline needs it, and no block knows
-    its number.
+    The residual stream then has the same shapes between all blocks, as pipelines need, and a block need not
+    know its number.
     """
     return {name: jnp.concatenate([counts[name][:, 1:], of_block[name][:, None]], 1) for name in counts}
 
@@ -143,15 +143,15 @@ def add_block(counts: dict[str, jax.Array], of_block: dict[str, jax.Array]) -> d
 )
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What the routers of a model's blocks did with each row of a batch; a pytree of arrays with rows first.
+    """Counts of the routers of all blocks for each row of a batch; a pytree of arrays with rows first.
 
     Args:
-      chosen_BLE: float32, tokens of a row that chose an expert, dropped ones among them.
+      chosen_BLE: float32, number of tokens of a row that chose an expert, including dropped ones.
       probability_BLE: float32, sum of the expert's probabilities over tokens.
       z_BL: float32, sum over tokens of the squared logsumexp of their logits.
       dropped_BL: float32, number of choices that were dropped.
-      options: of the mixture.
-      seq: tokens of a row.
+      options: options of the mixture.
+      seq: number of tokens of a row.
     """
 
     chosen_BLE: jax.Array
@@ -167,8 +167,8 @@ class Routing:
         """Return the losses of the router, summed over blocks, and its metrics.
 
         Args:
-          weights_B: float32, what the loss of the model counts in each row; 0 for padding.
-          count: float32 scalar, what it counts in these rows.
+          weights_B: float32, the weight of each row in the loss of the model; 0 for padding.
+          count: float32 scalar, the number of items that the loss counts in these rows.
 
         Returns:
           (the mean, to be added to the mean loss; metrics: name -> (sum, count)). `router_balance` and
@@ -208,7 +208,7 @@ class Routing:
 
 
 def read_routing(option: str, stream: Any) -> Routing | None:
-    """Return what all routers did, given the stream that leaves the blocks; None without experts."""
+    """Return the counts of all routers from the stream after the blocks; None without experts."""
     experts = read_experts(option)
     if experts is None or not isinstance(stream, dict):
         return None
@@ -220,7 +220,7 @@ def read_routing(option: str, stream: Any) -> Routing | None:
 
 
 def _sum_over_replicas(x: jax.Array) -> jax.Array:
-    """Sum over the replicas that share a microbatch; where there are none, over those of this call alone."""
+    """Sum over the replicas that share a microbatch, if the axis of replicas exists."""
     try:
         return lax.psum(x, REPLICAS)
     except NameError:
@@ -228,7 +228,7 @@ def _sum_over_replicas(x: jax.Array) -> jax.Array:
 
 
 def move_bias(experts: str, mlp: Any, stream: Any) -> None:
-    """Move the biases of routers towards equal loads, if the experts have some: after a step of training."""
+    """Move the biases of routers, if there are any, towards equal loads after a training step."""
     routing = read_routing(experts, stream)
     if routing is not None and routing.options.bias:
         mlp.router_bias[...] = routing.move_bias(mlp.router_bias[...])

@@ -1,7 +1,6 @@
-"""Residual networks of the ImageNet kind in nnx: `ImageNetResNetConfig` is the factory, `ImageNetResNet` the
-model.
+"""Residual networks for ImageNet in nnx: `ImageNetResNetConfig` builds the model `ImageNetResNet`.
 
-`resnet.py` has the kind for small images, with norms before convolutions; `convolution.py` the parts of both.
+`resnet.py` has networks for small images, with norms before convolutions; `convolution.py` has shared parts.
 """
 
 from dataclasses import dataclass
@@ -12,36 +11,36 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import CHANNELS_IN, VOCAB
+from shardtrain.models import checks
 from shardtrain.models.convolution import (
     WRITTEN,
     Convolution,
     ImageModel,
     ImageNorms,
     ImageOptions,
-    channel_norm,
+    make_channel_norm,
 )
-from shardtrain.models.layers import Linear
 
 BLOCKS = {
     18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3),
 }  # fmt: skip
-"""Depth -> blocks at each of four sizes of the image."""
+"""Depth -> number of blocks at each of four image sizes."""
 BOTTLENECK = 50
-"""Least depth whose blocks have three convolutions, with four times as many channels outside."""
+"""Smallest depth with bottleneck blocks: three convolutions, and four times as many channels outside."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageNetResNetConfig(ImageOptions):
-    """Sizes and options of a ResNet of the ImageNet kind; called with `nnx.Rngs` it builds the model.
+    """Sizes and options of a ResNet for ImageNet; called with `nnx.Rngs` it builds the model.
 
-    A 7x7 convolution and a pooling make the image a quarter as high and wide; four groups of blocks follow,
-    of which all but the first halve it again, by the 3x3 convolution of their first block ("version 1.5").
-    Convolutions have no bias, and each has a norm behind it.
+    A 7x7 convolution and a pooling reduce height and width to a quarter. Four groups of blocks follow; each
+    group but the first halves the image again, by the 3x3 convolution of its first block ("version 1.5").
+    Convolutions have no bias, and a norm follows each.
 
     Args:
       depth: number of layers: 18, 34, 50, 101 or 152.
       norm: "batch", as published, or "group".
-      scan: walk over blocks that are alike with `jax.lax.scan`, or unroll them.
+      scan: whether equal blocks run in `jax.lax.scan`; otherwise they are unrolled.
 
     References:
       He et al. 2015, Deep residual learning, https://arxiv.org/abs/1512.03385, table 1; the stride as in
@@ -62,26 +61,21 @@ class ImageNetResNetConfig(ImageOptions):
 
     def list_problems(self) -> list[str]:
         """List the options that are out of range or do not fit another."""
-        found = super().list_problems()
-        if self.depth > 0 and self.depth not in BLOCKS:
-            near = min(BLOCKS, key=lambda depth: abs(depth - self.depth))
-            known = ", ".join(map(str, BLOCKS))
-            found.append(f"depth is {self.depth}; allowed are {known}. Use depth={near}.")
-        return found
+        return super().list_problems() + checks.depth(self.depth, BLOCKS)
 
     @property
     def num_blocks(self) -> int:
-        """Residual blocks."""
+        """Number of residual blocks."""
         return sum(BLOCKS[self.depth])
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of the dims of the head, by name."""
+        """The size of each dim of the head, by name."""
         return {CHANNELS_IN: self.filters * 8 * self.expansion, VOCAB: self.classes}
 
     @property
     def expansion(self) -> int:
-        """Channels of a block's output, in multiples of those inside."""
+        """Ratio of the channels of a block's output to the channels inside."""
         return 4 if self.depth >= BOTTLENECK else 1
 
     def __call__(self, rngs: nnx.Rngs) -> "ImageNetResNet":
@@ -90,7 +84,7 @@ class ImageNetResNetConfig(ImageOptions):
 
 
 class NormedConvolution(nnx.Module):
-    """A convolution without a bias, and a norm."""
+    """A convolution without a bias, followed by a norm."""
 
     def __init__(
         self,
@@ -106,15 +100,15 @@ class NormedConvolution(nnx.Module):
             *channels, window, stride=stride, of_image=of_image, bias=False, both_sides=True,
             dtype=config.dtype, rngs=rngs,
         )  # fmt: skip
-        self.norm = channel_norm(config, channels[1])
+        self.norm = make_channel_norm(config, channels[1])
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         return self.norm(self.convolution(x_BHWC))
 
 
 class PostNormBlock(nnx.Module):
-    """Two or three convolutions with norms, added to the input; where the shape changes, to a 1x1 convolution
-    of it. A relu follows each, the last after the sum."""
+    """Two or three convolutions with norms, added to the input, or to a 1x1 convolution of it if the shape
+    changes. A relu follows each, the last after the sum."""
 
     def __init__(
         self, config: ImageNetResNetConfig, entering: int, inside: int, *, stride: int, rngs: nnx.Rngs
@@ -144,7 +138,7 @@ class PostNormBlock(nnx.Module):
 
 
 class ImageNetResNet(ImageModel):
-    """Images to logits. `nnx.view(resnet, use_running_average=True)` is the same model for evaluation."""
+    """Map images to logits; `nnx.view(resnet, use_running_average=True)` for evaluation."""
 
     def __init__(self, config: ImageNetResNetConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -159,18 +153,15 @@ class ImageNetResNet(ImageModel):
                 blocks.append(PostNormBlock(config, entering, inside, stride=stride, rngs=rngs))
                 entering = inside * config.expansion
         self.blocks = nnx.List(blocks)
-        self.head = Linear(
-            (CHANNELS_IN,), (VOCAB,), sizes=config.sizes, std=entering**-0.5, bias=True, dtype=config.dtype,
-            rngs=rngs,
-        )  # fmt: skip
+        self.head = self.make_head(entering, entering**-0.5, rngs)
 
     def first(self, images: jax.Array) -> jax.Array:
-        """The first convolution, its norm and relu, and the maximum of 3 x 3 pixels, of every second one."""
+        """Apply the first convolution, its norm and relu, and a 3 x 3 maximum with a stride of 2."""
         x_BHWC = jax.nn.relu(self.stem(self.read_images(images)))
         both_sides: Any = ((1, 1), (1, 1))
         pooled = nnx.max_pool(x_BHWC, (3, 3), strides=(2, 2), padding=both_sides)
         return with_logical_constraint(pooled, WRITTEN)
 
     def last(self, x_BHWC: jax.Array) -> jax.Array:
-        """Mean over the pixels and score."""
+        """Return the logits, from the mean over the pixels."""
         return self.score(self.head, x_BHWC.mean((1, 2)))

@@ -1,8 +1,8 @@
-"""A product of activations and a kernel whose gradient XLA for CPUs gives to its library of matrix products.
+"""Multiply activations with a kernel so that XLA for CPUs computes its gradient by a fast library.
 
 The transpose of jax's own product computes the gradient of the kernel as (g^T x)^T, which XLA turns into a
-product that this library does not take. Here it is x^T g, from a transposition rule of its own: unlike by
-`jax.custom_vjp`, models keep their derivatives in forward mode. Next: `one_cpu.py`, which uses it.
+product that its library does not support. Here a custom transposition rule computes x^T g. Unlike with
+`jax.custom_vjp`, models keep forward-mode derivatives. Next: `device_forms.py`, which uses it.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 @jax.custom_jvp
 def kernel_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Multiply activations (..., in) with a kernel (in, out); in `shard_map` with check_vma=False alone."""
+    """Multiply activations (..., in) with a kernel (in, out); in `shard_map` only with check_vma=False."""
     return _product(x, kernel)
 
 
@@ -26,7 +26,7 @@ def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 def _derivative(primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
     (x, kernel), (dx, dkernel) = primals, tangents
-    # a frozen kernel and a batch have no tangent, and nothing is computed for it
+    # a frozen kernel or a batch has no tangent, and nothing is computed for it
     terms = [] if isinstance(dx, SymbolicZero) else [_product(dx, kernel)]
     terms += [] if isinstance(dkernel, SymbolicZero) else [_TANGENT.bind(x, dkernel)]
     y = _product(x, kernel)
@@ -36,7 +36,7 @@ def _derivative(primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
 kernel_product.defjvp(_derivative, symbolic_zeros=True)
 
 _TANGENT = Primitive("product_with_tangent")
-"""The same product, of the tangent of a kernel. Programs of gradients contain its transpose alone."""
+"""The same product, with the tangent of a kernel. Programs of gradients contain only its transpose."""
 
 
 def _gradient_of_activations(g: jax.Array, x: Any, kernel: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
-"""The keys and values of the tokens that a decoder has read, so that the next token costs one position.
+"""Cache the keys and values of the tokens that a decoder has read, so that the next token costs one position.
 
 The cache is a pytree outside the model: a call takes it and returns it. The slot of a token is its position,
-so the rows of a batch may have different lengths, padded on the right. An encoder-decoder also keeps what its
-blocks need of the source, which is read once. Next: `generate.py`.
+so the rows of a batch may have different lengths, padded on the right. An encoder-decoder also caches keys
+and values of the source, which is read once. Next: `generate.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from flax.linen.spmd import with_logical_constraint
 from shardtrain.axes import BATCH, HEAD_DIM, KV_HEADS, LAYERS, VOCAB
 from shardtrain.models.block_stack import unstack
 from shardtrain.models.residual_stream import gather_sequence
-from shardtrain.models.transformer import too_long
+from shardtrain.models.transformer import describe_too_long
 
 SLOTS = (LAYERS, BATCH, None, KV_HEADS, HEAD_DIM)
 """Dims of the arrays of a cache; slots are not sharded."""
@@ -24,22 +24,22 @@ SLOTS = (LAYERS, BATCH, None, KV_HEADS, HEAD_DIM)
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class NewCache:
-    """Asks a model, in place of a cache, to make one.
+    """A request for an empty cache, given to a model in place of a cache.
 
     Args:
-      size: number of slots: the most tokens that a row will have.
+      size: number of slots, the largest number of tokens of a row.
     """
 
     size: int
 
 
 class KeyValueCache(NamedTuple):
-    """What a decoder keeps of the tokens that it has read.
+    """The keys and values of the tokens that a decoder has read.
 
     Attributes:
-      keys_LBSHK: of every layer, (layers, batch, slots, kv_heads, head_dim), in the compute dtype.
-      values_LBSHK: likewise.
-      lengths_B: int32, the number of tokens that each row has; what is in later slots is not read.
+      keys_LBSHK: keys of every layer, (layers, batch, slots, kv_heads, head_dim), in the compute dtype.
+      values_LBSHK: values, of the same shape.
+      lengths_B: int32, the number of tokens of each row; later slots are not read.
     """
 
     keys_LBSHK: jax.Array
@@ -48,12 +48,12 @@ class KeyValueCache(NamedTuple):
 
 
 class LayerCache:
-    """The cache of one layer during a call, for its attention, which adds the tokens of the call.
+    """The cache of one layer during a call; attention adds the tokens of the call to it.
 
     Args:
-      keys_BSHK: keys by position, of the tokens before.
-      values_BSHK: likewise.
-      positions_BT: the position of each token of the call, one after the other from the first.
+      keys_BSHK: keys of earlier tokens, by position.
+      values_BSHK: values of earlier tokens, by position.
+      positions_BT: the position of each token of the call, consecutive in each row.
     """
 
     def __init__(self, keys_BSHK: jax.Array, values_BSHK: jax.Array, positions_BT: jax.Array) -> None:
@@ -62,11 +62,11 @@ class LayerCache:
 
     @property
     def num_slots(self) -> int:
-        """The most tokens that a row can have."""
+        """The largest number of tokens of a row."""
         return self._keys_BSHK.shape[1]
 
-    def extended(self, k_BTHK: jax.Array, v_BTHK: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return keys and values by position with those of the call, which `added` keeps."""
+    def add_tokens(self, k_BTHK: jax.Array, v_BTHK: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Add keys and values of the call, also as `added`; return all of them, by position."""
         self.added = k_BTHK, v_BTHK
         starts_B = self.positions_BT[:, 0]
         return write_slots(self._keys_BSHK, k_BTHK, starts_B), write_slots(
@@ -74,32 +74,27 @@ class LayerCache:
         )
 
     def mask_BTS(self, window: int | jax.Array | None) -> jax.Array:
-        """True where a token of the call sees a slot: those up to its own position, of a window the last."""
+        """Return whether each token of the call sees each slot: up to its own position, within the window."""
         distance_BTS = self.positions_BT[:, :, None] - jnp.arange(self.num_slots)
         seen_BTS = distance_BTS >= 0
         return seen_BTS if window is None else seen_BTS & (distance_BTS < window)
 
 
 def write_slots(slots_BSHK: jax.Array, new_BTHK: jax.Array, starts_B: jax.Array) -> jax.Array:
-    """Write each row's new keys or values into its slots, from a slot of its own on."""
+    """Write each row's new keys or values into its slots, from the row's start on."""
     return jax.vmap(lambda slots, new, start: jax.lax.dynamic_update_slice_in_dim(slots, new, start, 0))(
         slots_BSHK, new_BTHK, starts_B
     )
 
 
 def new_cache(config: Any, rows: int, size: int) -> KeyValueCache:
-    """Make an empty cache of `size` slots for each row.
-
-    Args:
-      config: of the decoder.
-      rows: rows of the batch.
-      size: slots.
+    """Make an empty cache of `size` slots for each row of a batch.
 
     Raises:
       ValueError: the decoder has fewer positions.
     """
     if size > config.seq:
-        raise ValueError(too_long(size, config.seq))
+        raise ValueError(describe_too_long(size, config.seq))
     sizes = config.sizes
     shape = (sizes[LAYERS], rows, size, sizes[KV_HEADS], sizes[HEAD_DIM])
     empty = with_logical_constraint(jnp.zeros(shape, config.dtype), SLOTS)
@@ -117,10 +112,10 @@ def read(
 
     Args:
       decoder: the model.
-      tokens_BT: int, the next tokens of each row; padding follows them. All must fit the slots.
-      cache: of the tokens before.
-      counts_B: int, how many of the T tokens each row has, 1 or more; None: all.
-      segments_BT: None; a row has one document.
+      tokens_BT: int, the next tokens of each row, padded on the right. All must fit into the slots.
+      cache: the cache of earlier tokens.
+      counts_B: int, the number of tokens of each row, 1 or more; None means all T.
+      segments_BT: None, as a row has one document.
 
     Returns:
       The float32 logits of what follows each row's last token, (batch, vocab), and the cache.
@@ -135,16 +130,18 @@ def read(
         cache = new_cache(decoder.config, rows, cache.size)
     counts_B = jnp.full(rows, num_tokens) if counts_B is None else counts_B
     positions_BT = cache.lengths_B[:, None] + jnp.arange(num_tokens)
-    # the blocks see the cache as it was; what they add is written once, for all layers
+    # the blocks see the old cache; new keys and values are written once, for all layers
     stream = decoder.first(tokens_BT, positions_BT=positions_BT)
     x_BTD = stream["x"] if isinstance(stream, dict) else stream
-    x_BTD, added = _walk(decoder, x_BTD, cache, positions_BT)
+    x_BTD, added = _apply_blocks(decoder, x_BTD, cache, positions_BT)
     logits_BV = with_logical_constraint(decoder.last(select_last(x_BTD, counts_B))[:, 0], (BATCH, VOCAB))
-    return logits_BV, extended(cache, added, counts_B)
+    return logits_BV, extend_cache(cache, added, counts_B)
 
 
-def extended(cache: KeyValueCache, added: tuple[jax.Array, jax.Array], counts_B: jax.Array) -> KeyValueCache:
-    """Return a cache with the keys and values that all layers add, (layers, batch, T, kv_heads, head_dim)."""
+def extend_cache(
+    cache: KeyValueCache, added: tuple[jax.Array, jax.Array], counts_B: jax.Array
+) -> KeyValueCache:
+    """Return a cache with new keys and values of all layers, (layers, batch, T, kv_heads, head_dim)."""
     write = jax.vmap(write_slots, (0, 0, None))
     keys, values = (
         with_logical_constraint(write(slots, new, cache.lengths_B), SLOTS)
@@ -154,22 +151,22 @@ def extended(cache: KeyValueCache, added: tuple[jax.Array, jax.Array], counts_B:
 
 
 def select_last(x_BTD: jax.Array, counts_B: jax.Array) -> jax.Array:
-    """Return the activations of each row's last token, (batch, 1, embed): only they need logits."""
+    """Return the activations of each row's last token, (batch, 1, embed), which alone need logits."""
     # a sum with one term, which keeps rows on their devices
     is_last_BT = jnp.arange(x_BTD.shape[1]) == counts_B[:, None] - 1
     return jnp.where(is_last_BT[:, :, None], x_BTD, 0).sum(1, keepdims=True)
 
 
-def _walk(
+def _apply_blocks(
     decoder: Any, x_BTD: jax.Array, cache: KeyValueCache, positions_BT: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Apply all blocks, scanned or unrolled; also return what they add, (layers, batch, T, ...) each."""
+    """Apply all blocks, and also return their new keys and values, (layers, batch, T, ...)."""
 
     def run_block(x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
         block, key, keys_BSHK, values_BSHK = layer
         of_layer = LayerCache(keys_BSHK, values_BSHK, positions_BT)
         x_BTD = block(x_BTD, key, cache=of_layer)
-        # without what the routers of experts counted, which is for training
+        # without the counts of routers, which are for training
         return x_BTD[0] if isinstance(x_BTD, tuple) else x_BTD, of_layer.added
 
     layers = (decoder.blocks, decoder.block_keys(), cache.keys_LBSHK, cache.values_LBSHK)
@@ -183,13 +180,13 @@ def _walk(
 
 
 class SourceCache(NamedTuple):
-    """What the decoder blocks need of a source, and of the tokens of the target that they have read.
+    """The keys and values of a source, and of the tokens of the target that were read.
 
     Attributes:
-      keys_LBSHK: of the encoded source, for every decoder block: (layers, batch, source's seq, kv_heads,
+      keys_LBSHK: keys of the encoded source for every decoder block, (layers, batch, source's seq, kv_heads,
         head_dim), in the compute dtype.
-      values_LBSHK: likewise.
-      mask_BS: 0 for padding of the source; None: there is none.
+      values_LBSHK: values, of the same shape.
+      mask_BS: 0 for padding of the source; None if there is no padding.
       target: keys and values of the target's tokens.
     """
 
@@ -207,15 +204,15 @@ def read_target(
     cache: SourceCache | NewCache,
     counts_B: jax.Array | None,
 ) -> tuple[jax.Array, SourceCache]:
-    """Let an encoder-decoder read a source, with the first call, and more tokens of its target.
+    """Let an encoder-decoder read a source, in the first call, and more tokens of its target.
 
     Args:
       model: the encoder-decoder.
       source_BS: int, the tokens of the source, for a new cache; else None.
-      target_BT: int, the next tokens of each target; padding follows them. All must fit the slots.
+      target_BT: int, the next tokens of each target, padded on the right. All must fit into the slots.
       mask_BS: 0 for padding of the source.
-      cache: of the tokens before; `NewCache(size)` for the first ones of targets of at most `size` tokens.
-      counts_B: int, how many of the T tokens each row has, 1 or more; None: all.
+      cache: the cache of earlier tokens; `NewCache(size)` begins one, for targets of at most `size` tokens.
+      counts_B: int, the number of tokens of each row, 1 or more; None means all T.
 
     Returns:
       The float32 logits of what follows each row's last token, (batch, vocab), and the cache.
@@ -234,7 +231,7 @@ def read_target(
     target = kept.target
     positions_BT = target.lengths_B[:, None] + jnp.arange(num_tokens)
     x_BTD = model.embed_tokens(target_BT, model.target_positions, None, positions_BT)
-    table_BNH = model.find_distances(model.target_relative, rows)
+    table_BNH = model.broadcast_table(model.target_relative, rows)
     added = []
     for i, block in enumerate(list(model.blocks)[model.config.num_encoder_layers :]):
         of_layer = LayerCache(target.keys_LBSHK[i], target.values_LBSHK[i], positions_BT)
@@ -245,7 +242,7 @@ def read_target(
     logits_BV = model.last({"target": select_last(x_BTD, counts_B)})[:, 0]
     return (
         with_logical_constraint(logits_BV, (BATCH, VOCAB)),
-        kept._replace(target=extended(target, (keys, values), counts_B)),
+        kept._replace(target=extend_cache(target, (keys, values), counts_B)),
     )
 
 
@@ -254,9 +251,9 @@ def _read_source(model: Any, source_BS: Any, mask_BS: jax.Array | None, size: in
     config, rows = model.config, source_BS.shape[0]
     blocks = list(model.blocks)
     x_BSD = model.embed_tokens(source_BS, model.source_positions, None)
-    table_BNH = model.find_distances(model.source_relative, rows)
+    table_BNH = model.broadcast_table(model.source_relative, rows)
     for block in blocks[: config.num_encoder_layers]:
-        x_BSD = block.encoded(x_BSD, mask_BS, table_BNH, None)
+        x_BSD = block.encode_block(x_BSD, mask_BS, table_BNH, None)
     x_BSD = gather_sequence(x_BSD)
     of_blocks = [block.cross.project_source(x_BSD) for block in blocks[config.num_encoder_layers :]]
     keys, values = (with_logical_constraint(jnp.stack(each), SLOTS) for each in zip(*of_blocks, strict=True))

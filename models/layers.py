@@ -1,8 +1,8 @@
-"""Layers the nnx models share: a linear map over named dims, norms, positions.
+"""Shared layers of the nnx models: a linear map over named dims, norms, a lookup, positions.
 
-Parameters are float32. Each names its dims; where it is used it is cast to the compute dtype and constrained
-to those dims again, so that a sharded parameter is gathered in the compute dtype instead of the activations
-being reduced.
+Parameters are float32 and name their dims. Before use they are cast to the compute dtype and constrained to
+these dims, so that a sharded parameter is gathered in the compute dtype instead of the activations being
+reduced.
 """
 
 import math
@@ -15,28 +15,28 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, EMBED
-from shardtrain.models.float8 import Products, product
+from shardtrain.models.device_forms import recompute
+from shardtrain.models.float8 import Products, multiply
 from shardtrain.models.lora import Lora
-from shardtrain.models.on_gpus import recompute
 
 Dims = tuple[str, ...]
 Norms = Literal["layernorm", "rmsnorm", "rmsnorm_plus_one"]
 
 
 def parameter(values: jax.Array, dims: tuple[str | None, ...]) -> nnx.Param:
-    """Make a parameter that names its dims, with or without a mesh: its user shards it."""
+    """Make a parameter that names its dims, without sharding it."""
     return nnx.Param(values, out_sharding=dims, eager_sharding=False)
 
 
 def normal(dims: Dims, *, sizes: Mapping[str, int], std: float, rngs: nnx.Rngs) -> nnx.Param:
-    """Make a float32 parameter over `dims` drawn from a normal distribution."""
+    """Make a float32 parameter with dims `dims`, drawn from a normal distribution."""
     return parameter(std * jax.random.normal(rngs.params(), [sizes[dim] for dim in dims], jnp.float32), dims)
 
 
-def coming_keys(stream: nnx.RngStream, num: int) -> jax.Array:
+def peek_keys(stream: nnx.RngStream, num: int) -> jax.Array:
     """Return keys (num,) split from the stream's next key, without advancing the stream.
 
-    So the parts of a model, called in any order and in programs of their own, see the same keys.
+    The parts of a model then see the same keys, in any order and in separate programs.
     """
     return jax.random.split(jax.random.fold_in(stream.key[...], stream.count[...]), num)
 
@@ -49,15 +49,15 @@ def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 def cast_and_constrain(
     parameter: nnx.Param | jax.Array, dims: tuple[str | None, ...], dtype: str
 ) -> jax.Array:
-    """Cast a parameter to the compute dtype and constrain it to its dims: here a sharded one is gathered."""
+    """Cast a parameter to the compute dtype, and constrain it to its dims, which gathers a sharded one."""
     return with_logical_constraint(parameter[...].astype(dtype), dims)
 
 
 @jax.custom_jvp
 def lookup(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """Return rows of a table, NaN for an index out of range; in 16 bits their gradients are summed in 32.
+    """Return rows of a table, NaN for an index out of range; gradients of 16 bits are summed in float32.
 
-    A row that is looked up often would otherwise get a sum in 16 bits, to which little can be added.
+    Otherwise the gradients of a row that is looked up often would be rounded away in a sum of 16 bits.
 
     Args:
       table: (rows, embed).
@@ -79,8 +79,8 @@ def _derive_lookup(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 class Linear(nnx.Module):
     """A linear map from the last dims of its input, `into`, to `out`.
 
-    It has a bias over `out` if asked for, and a low-rank adapter (`lora.py`) if one is given: two maps beside
-    the kernel, one after the other, of which the second begins at 0.
+    It may have a bias over `out`, and a low-rank adapter (`lora.py`): two successive maps next to the kernel,
+    the second initialised with 0.
     """
 
     def __init__(
@@ -109,15 +109,15 @@ class Linear(nnx.Module):
             self.lora_b = parameter(jnp.zeros((lora.rank, *shape_out)), (None, *out))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.shifted(self.product(x))
+        return self.add_bias(self.product(x))
 
     def product(self, x: jax.Array) -> jax.Array:
         """Apply the map without its bias."""
-        y = product(x, self.cast(), (*self.into, *self.out), len(self.into), self.products)
-        return self.adapted(y, x)
+        y = multiply(x, self.cast(), (*self.into, *self.out), len(self.into), self.products)
+        return self.add_adapter(y, x)
 
-    def adapted(self, y: jax.Array, x: jax.Array) -> jax.Array:
-        """Add what the adapter makes of `x`, if there is one, to a product of `x` with the kernel."""
+    def add_adapter(self, y: jax.Array, x: jax.Array) -> jax.Array:
+        """Add the adapter's output for `x`, if there is one, to a product of `x` with the kernel."""
         if self.lora is None:
             return y
         first = cast_and_constrain(self.lora_a, (*self.into, None), self.dtype)
@@ -128,19 +128,19 @@ class Linear(nnx.Module):
         """Cast the kernel to the compute dtype, sharded as stored, for concatenation and gathering."""
         return self.kernel[...].astype(self.dtype)
 
-    def shifted(self, y: jax.Array) -> jax.Array:
+    def add_bias(self, y: jax.Array) -> jax.Array:
         """Add the bias, if there is one, to a product with the kernel."""
         return add_bias(y, self.cast_bias())
 
     def cast_bias(self) -> jax.Array | None:
-        """Return the bias in the compute dtype, None without one."""
+        """Return the bias in the compute dtype, or None."""
         return None if self.bias is None else cast_and_constrain(self.bias, self.out, self.dtype)
 
 
 class Norm(nnx.Module):
-    """Layer or root-mean-square norm over the last dims, in float32; only a layer norm can have a bias.
+    """A layer norm or root-mean-square norm over the last dims, in float32; only layer norms have biases.
 
-    "rmsnorm_plus_one" multiplies by 1 + its scale, which begins at 0.
+    "rmsnorm_plus_one" multiplies by 1 + its scale, which is initialised with 0.
     """
 
     def __init__(
@@ -165,17 +165,17 @@ class Norm(nnx.Module):
 
     def _normalise(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
         x, axes = x.astype(jnp.float32), tuple(range(-len(self.dims), 0))
-        # a root-mean-square norm leaves the mean where it is
+        # a root-mean-square norm keeps the mean
         if self.kind == "layernorm":
             x = x - jnp.mean(x, axis=axes, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True) + self.eps)
         return self._scale(x, scale, bias)
 
     def _normalise_by_moments(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
-        """The same with both moments summed at once and barriers around them: GPUs compute its gradient fast.
+        """Normalise with both moments summed at once, between barriers, which has a fast gradient on GPUs.
 
-        The first feature is subtracted before, as squares of values far from 0 would lose digits. Where it is
-        far from the others some are lost all the same: less than the rounding of inputs in 16 bits.
+        The first feature is subtracted before, as squares of values far from 0 would lose digits. If it is
+        far from the others some digits are lost, which is less than the rounding of inputs in 16 bits.
         """
         x, axes = x.astype(jnp.float32), tuple(range(-len(self.dims), 0))
         if self.kind == "layernorm":
@@ -198,7 +198,7 @@ def restart_positions(segments_BT: jax.Array) -> jax.Array:
     """Return the position of each token in its segment, int32 (batch, seq).
 
     Args:
-      segments_BT: the number of each token's segment, such as a document; equal numbers stand together.
+      segments_BT: the number of each token's segment, such as a document; equal numbers are neighbours.
 
     >>> restart_positions(jnp.array([[0, 0, 1, 1, 1, 2]])).tolist()
     [[0, 1, 0, 1, 2, 0]]

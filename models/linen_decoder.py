@@ -1,6 +1,7 @@
-"""The GPT-2 kind of `decoder.Decoder` in linen: the same parameter tree, dims and numbers.
+"""A GPT-2 decoder in linen, with the parameter tree, dims and results of `decoder.Decoder`.
 
-A model in linen's own style, for those who use linen; the other options of `DecoderConfig` are in nnx alone.
+It is a model in linen's own style, for users of linen; only the nnx model has the other options of
+`DecoderConfig`.
 """
 
 import math
@@ -28,18 +29,18 @@ from shardtrain.models.residual_stream import (
     read_by_products,
     read_from_stream,
 )
-from shardtrain.models.transformer import TABLE, too_long
+from shardtrain.models.transformer import TABLE, describe_too_long
 from shardtrain.models.transformer_options import BIASES, has_bias
 
 FREE = (
     "vocab", "seq", "embed", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp", "theta", "eps",
     "dropout", "remat", "scan", "dtype", "attention", "loss_chunk",
 )  # fmt: skip
-"""The options that this model lets one choose; of all others it has the default alone, and equal heads."""
+"""The options that may have any value; all others must have their defaults, and heads must be equal."""
 
 
 class LinenDecoder(nn.Module):
-    """Token ids to logits; `config` is a `DecoderConfig` that differs from the defaults in `FREE` alone.
+    """Map token ids to logits; `config` is a `DecoderConfig` that differs from the defaults only in `FREE`.
 
     >>> decoder = LinenDecoder(DecoderConfig(vocab=16, seq=8, embed=4, num_layers=2, num_heads=2))
     >>> tokens = jnp.zeros((1, 8), jnp.int32)
@@ -55,20 +56,20 @@ class LinenDecoder(nn.Module):
 
         Args:
           tokens_BT: int token ids below `vocab`; T is at most `seq`.
-          train: whether dropout is on; it draws from the stream "dropout".
+          train: whether to apply dropout, by the random stream "dropout".
 
         Returns:
           Logits (batch, seq, vocab), float32; with `loss_chunk` as `ChunkedLogits`.
 
         Raises:
-          ValueError: for an option that this model does not have, or if T is above `seq`.
+          ValueError: an option has a value that this model does not support, or T is above `seq`.
         """
         config = self.config
-        checks.refuse("LinenDecoder", _unlike(config))
+        checks.refuse("LinenDecoder", _find_problems(config))
         if tokens_BT.shape[1] > config.seq:
-            raise ValueError(too_long(tokens_BT.shape[1], config.seq))
-        table_VD = _weight(self, "embedding", (VOCAB, EMBED), config)
-        positions_TD = _weight(self, "positions", (SEQ, EMBED), config)
+            raise ValueError(describe_too_long(tokens_BT.shape[1], config.seq))
+        table_VD = _make_weight(self, "embedding", (VOCAB, EMBED), config)
+        positions_TD = _make_weight(self, "positions", (SEQ, EMBED), config)
         x_BTD = jnp.take(table_VD, tokens_BT, axis=0) + positions_TD[: tokens_BT.shape[1]]
         x_BTD = nn.Dropout(config.dropout, deterministic=not train)(with_logical_constraint(x_BTD, STREAM))
         block = LinenBlock
@@ -83,7 +84,7 @@ class LinenDecoder(nn.Module):
             metadata_params={nn.PARTITION_NAME: LAYERS},
         )
         x_BTD, _ = stacked(config, train, name="blocks")(with_logical_constraint(x_BTD, STREAM), None)
-        x_BTD = gather_sequence(_norm("final_norm", config)(x_BTD))
+        x_BTD = gather_sequence(_make_norm("final_norm", config)(x_BTD))
         if config.loss_chunk is not None:
             return ChunkedLogits(
                 hidden_BTD=x_BTD, kernel=table_VD, bias_V=None, kernel_dims=TABLE, chunk=config.loss_chunk
@@ -93,7 +94,7 @@ class LinenDecoder(nn.Module):
 
 
 class LinenBlock(nn.Module):
-    """Pre-norm residual block, a body for `nn.scan`."""
+    """A pre-norm residual block, the body of `nn.scan`."""
 
     config: DecoderConfig
     train: bool
@@ -103,7 +104,7 @@ class LinenBlock(nn.Module):
         x_BTD = name_block_input(x_BTD, self.config.remat)
         parts = ("attention_norm", LinenAttention, "attention"), ("mlp_norm", LinenFeedForward, "mlp")
         for norm_name, layer, name in parts:
-            h_BTD = read_by_products(_norm(norm_name, self.config)(x_BTD))
+            h_BTD = read_by_products(_make_norm(norm_name, self.config)(x_BTD))
             h_BTD = checkpoint_name(layer(self.config, name=name)(h_BTD), BLOCK_OUTPUT)
             h_BTD = nn.Dropout(self.config.dropout, deterministic=not self.train)(h_BTD)
             x_BTD = with_logical_constraint(x_BTD + h_BTD, STREAM)
@@ -126,7 +127,7 @@ class LinenAttention(nn.Module):
         y = read_from_stream(x_BTD, kernel, (EMBED, KV_HEADS, None, HEAD_DIM))
         y = with_logical_constraint(y, (BATCH, SEQ, KV_HEADS, None, HEAD_DIM))
         q_BTHK, k_BSHK, v_BSHK = (
-            with_logical_constraint(linear.shifted(y[:, :, :, i]), (BATCH, SEQ, linear.out[0], HEAD_DIM))
+            with_logical_constraint(linear.add_bias(y[:, :, :, i]), (BATCH, SEQ, linear.out[0], HEAD_DIM))
             for i, linear in enumerate(linears)
         )
         y_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, self.config.attention)
@@ -142,7 +143,7 @@ class LinenFeedForward(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         up = LinenLinear(self.config, (EMBED,), (MLP,), name="up")
-        h_BTF = up.shifted(read_from_stream(x_BTD, up.cast(), (EMBED, MLP)))
+        h_BTF = up.add_bias(read_from_stream(x_BTD, up.cast(), (EMBED, MLP)))
         h_BTF = jax.nn.gelu(with_logical_constraint(h_BTF, (BATCH, SEQ, MLP)), approximate=True)
         return project_to_stream(LinenLinear(self.config, (MLP,), (EMBED,), name="down"), h_BTF)
 
@@ -168,21 +169,21 @@ class LinenLinear(nn.Module):
         kernel = with_logical_constraint(self.cast(), (*self.into, *self.out))
         return jnp.tensordot(x, kernel, axes=len(self.into))
 
-    def adapted(self, y: jax.Array, x: jax.Array) -> jax.Array:
-        """Return y: this map has no adapter."""
+    def add_adapter(self, y: jax.Array, x: jax.Array) -> jax.Array:
+        """Return y, as this map has no adapter."""
         return y
 
     def cast(self) -> jax.Array:
         """Cast the kernel to the compute dtype, sharded as stored, for concatenation and gathering."""
         return self.kernel.astype(self.config.dtype)
 
-    def shifted(self, y: jax.Array) -> jax.Array:
+    def add_bias(self, y: jax.Array) -> jax.Array:
         """Add the bias to a product with the kernel."""
         return y + with_logical_constraint(self.bias.astype(self.config.dtype), self.out)
 
 
-def _norm(name: str, config: DecoderConfig) -> nn.LayerNorm:
-    """Linen's own layer norm, float32 inside, with the numbers of `layers.Norm`."""
+def _make_norm(name: str, config: DecoderConfig) -> nn.LayerNorm:
+    """Make linen's layer norm, in float32, with the results of `layers.Norm`."""
     return nn.LayerNorm(
         epsilon=config.eps,
         dtype=jnp.dtype(config.dtype),
@@ -193,19 +194,19 @@ def _norm(name: str, config: DecoderConfig) -> nn.LayerNorm:
     )
 
 
-def _weight(module: Any, name: str, dims: tuple[str, ...], config: DecoderConfig) -> jax.Array:
-    """A float32 parameter, cast to the compute dtype and constrained to its dims where it is used."""
+def _make_weight(module: Any, name: str, dims: tuple[str, ...], config: DecoderConfig) -> jax.Array:
+    """Make a float32 parameter, cast to the compute dtype and constrained to its dims."""
     value = module.param(name, *_partition(nn.initializers.normal(0.02), dims, config.sizes))
     return with_logical_constraint(value.astype(config.dtype), dims)
 
 
 def _partition(init: Any, dims: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[Any, ...]:
-    """Return the arguments of `param` after the name: initialiser with dim names, shape, dtype."""
+    """Return the arguments of `param` after the name: an initialiser with dim names, shape, dtype."""
     return nn.with_partitioning(init, dims), [sizes[dim] for dim in dims], jnp.float32
 
 
-def _unlike(config: DecoderConfig) -> list[str]:
-    """List the options of a configuration that this model does not have."""
+def _find_problems(config: DecoderConfig) -> list[str]:
+    """List options with values that this model does not support."""
     heads, kv_heads = config.sizes[HEADS], config.sizes[KV_HEADS]
     only = {f.name: f.default for f in fields(config) if f.name not in FREE and f.name not in BIASES}
     only |= {"num_kv_heads": heads, **dict.fromkeys(BIASES, True)}

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): a frozen map x W becomes x W + (alpha / rank) (x A) B; only A and B are trained.
+"""Low-rank adapters (LoRA): a frozen map x W becomes x W + (alpha / rank) (x A) B, and A and B are trained.
 
 `layers.py` has the parameters, `huggingface/adapters.py` writes them to files.
 
@@ -16,18 +16,17 @@ TARGETS = ("q", "k", "v", "o", "up", "gate", "down")
 """The projections of a block that can have an adapter."""
 
 LORA_A, LORA_B = "lora_a", "lora_b"
-"""The names of the two parameters beside a kernel: (..., rank) over what it reads, (rank, ...) over what it
-writes."""
+"""Names of the two parameters of an adapter next to a kernel: A (in, rank) and B (rank, out)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Which projections have an adapter, and how large it is.
+    """The size of low-rank adapters, and the projections that have them.
 
     Args:
-      rank: columns of A and rows of B.
+      rank: number of columns of A and rows of B.
       alpha: the product is multiplied by alpha / rank.
-      on: the projections, of `TARGETS`.
+      on: names of projections, from `TARGETS`.
     """
 
     rank: int
@@ -41,10 +40,10 @@ class Lora:
 
 
 def read_lora(text: str) -> Lora | None:
-    """Read an adapter from the text of an option; None if it is empty.
+    """Read the text of the option `lora`; return None if it is empty.
 
     Raises:
-      ValueError: a key or a value is not one.
+      ValueError: lists every unknown key and wrong value.
 
     >>> read_lora("rank=8,on=q+v")
     Lora(rank=8, alpha=16.0, on=('q', 'v'))
@@ -58,12 +57,9 @@ def read_lora(text: str) -> Lora | None:
     if not text:
         return None
     given, problems = checks.read_pairs(text, [field.name for field in fields(Lora)], ["rank"])
-    rank, alpha = given.get("rank", "1"), given.get("alpha", "16")
     on = tuple(given.get("on", "+".join(TARGETS)).split("+"))
-    if not (rank.isdecimal() and int(rank) > 0):
-        problems.append(f"rank is {rank!r}, and it is a whole number of 1 or more")
-    if not _is_positive(alpha):
-        problems.append(f"alpha is {alpha!r}, and it is a number above 0")
+    rank = checks.read_number("rank", given.get("rank", "1"), problems, least=1)
+    alpha = checks.read_number("alpha", given.get("alpha", "16"), problems, above=True)
     problems += [f"no projection {name!r}" for name in on if name not in TARGETS]
     problems += [f"{name} is named {n} times" for name, n in Counter(on).items() if n > 1]
     if problems:
@@ -71,11 +67,4 @@ def read_lora(text: str) -> Lora | None:
             f"lora is {text!r}: {'; '.join(problems)}; write rank=8, or rank=8,alpha=16,on=q+v with names of"
             f" {', '.join(TARGETS)}"
         )
-    return Lora(rank=int(rank), alpha=float(alpha), on=on)
-
-
-def _is_positive(text: str) -> bool:
-    try:
-        return 0 < float(text) < float("inf")
-    except ValueError:
-        return False
+    return Lora(rank=rank, alpha=alpha, on=on)

@@ -1,6 +1,6 @@
-"""A residual feed-forward classifier in nnx: `MlpConfig` is the factory, `Mlp` the model.
+"""A residual feed-forward classifier in nnx: `MlpConfig` builds the model `Mlp`.
 
-Its blocks are an `nnx.List`, each with parameters of its own, where the decoder stacks them.
+Its blocks are an `nnx.List`, each with its own parameters; the decoder stacks its blocks instead.
 """
 
 import math
@@ -23,11 +23,11 @@ class MlpConfig:
     """Sizes of a classifier; called with `nnx.Rngs` it builds the model.
 
     Args:
-      features: numbers in one example (28 * 28 for MNIST), the dim embed.
-      mlp: hidden features of a block.
+      features: number of values of an example (28 * 28 for MNIST), the dim embed.
+      mlp: number of hidden features of a block.
       num_layers: number of blocks.
       classes: number of classes, the dim vocab.
-      dropout: rate on the hidden features of each block. It needs a "dropout" stream.
+      dropout: dropout rate of the hidden features of each block. It needs a random stream "dropout".
       dtype: compute dtype; parameters, norms and logits are float32.
 
     Raises:
@@ -64,12 +64,12 @@ class MlpConfig:
 
 
 class MlpBlock(nnx.Module):
-    """Norm, up, relu, dropout, down, added to the input."""
+    """A block: norm, linear map, relu, dropout and linear map, added to the input."""
 
     def __init__(self, config: MlpConfig, *, rngs: nnx.Rngs):
         self.norm = Norm("layernorm", config.features, eps=1e-5, bias=True, dtype=config.dtype)
-        self.up = _linear(config, (EMBED,), (MLP,), rngs)
-        self.down = _linear(config, (MLP,), (EMBED,), rngs)
+        self.up = _make_linear(config, (EMBED,), (MLP,), rngs)
+        self.down = _make_linear(config, (MLP,), (EMBED,), rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
     def __call__(self, x_BD: jax.Array) -> jax.Array:
@@ -79,12 +79,12 @@ class MlpBlock(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """Examples of any shape, flattened, to logits. `nnx.view(mlp, deterministic=True)` has dropout off."""
+    """Map flattened examples to logits; `nnx.view(mlp, deterministic=True)` is the same without dropout."""
 
     def __init__(self, config: MlpConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.blocks = nnx.List([MlpBlock(config, rngs=rngs) for _ in range(config.num_layers)])
-        self.head = _linear(config, (EMBED,), (VOCAB,), rngs)
+        self.head = _make_linear(config, (EMBED,), (VOCAB,), rngs)
 
     def __call__(self, examples: jax.Array) -> jax.Array:
         """Score each example against the classes.
@@ -101,7 +101,7 @@ class Mlp(nnx.Module):
         return self.last(self.run(self.blocks, self.first(examples), None))
 
     def first(self, examples: jax.Array) -> jax.Array:
-        """Flatten examples into the input of the first block."""
+        """Flatten examples, as input of the first block."""
         num_features = math.prod(examples.shape[1:])
         if num_features != self.config.features:
             raise ValueError(
@@ -112,7 +112,7 @@ class Mlp(nnx.Module):
         return with_logical_constraint(x_BD, (BATCH, EMBED))
 
     def run(self, blocks: Sequence[MlpBlock], x_BD: jax.Array, keys: None) -> jax.Array:
-        """Apply blocks with their keys to the activations (all, or those of a pipeline stage)."""
+        """Apply blocks to the activations: all blocks, or those of a pipeline stage."""
         for block in blocks:
             x_BD = block(x_BD)
         return x_BD
@@ -122,6 +122,6 @@ class Mlp(nnx.Module):
         return with_logical_constraint(self.head(x_BD).astype(jnp.float32), (BATCH, VOCAB))
 
 
-def _linear(config: MlpConfig, into: tuple[str, ...], out: tuple[str, ...], rngs: nnx.Rngs) -> Linear:
+def _make_linear(config: MlpConfig, into: tuple[str, ...], out: tuple[str, ...], rngs: nnx.Rngs) -> Linear:
     std = config.sizes[into[0]] ** -0.5
     return Linear(into, out, sizes=config.sizes, std=std, bias=True, dtype=config.dtype, rngs=rngs)

@@ -1,6 +1,6 @@
-"""Relative positions: a number for each head and each bucket of distances, added to scores of attention.
+"""Relative positions: add a number for each head and bucket of distances to the scores of attention.
 
-The encoder-decoder has one table for all blocks of its encoder and one for those of its decoder.
+The encoder-decoder has one table for all blocks of its encoder, and one for all blocks of its decoder.
 
 References:
   Raffel et al. 2019, Exploring the limits of transfer learning (T5), arXiv 1910.10683, section 2.1.
@@ -18,8 +18,8 @@ from shardtrain.axes import BATCH, HEADS
 from shardtrain.models.layers import parameter
 
 
-def relative_table(num_buckets: int, num_heads: int, rngs: nnx.Rngs) -> nnx.Param:
-    """Make the table of a number for each bucket and head, small at first."""
+def make_table(num_buckets: int, num_heads: int, rngs: nnx.Rngs) -> nnx.Param:
+    """Make a table with a small random number for each bucket and head."""
     values = 0.02 * jax.random.normal(rngs.params(), (num_buckets, num_heads), jnp.float32)
     return parameter(values, (None, HEADS))
 
@@ -27,13 +27,13 @@ def relative_table(num_buckets: int, num_heads: int, rngs: nnx.Rngs) -> nnx.Para
 def find_bucket(distances: np.ndarray, *, num_buckets: int, max_distance: int, causal: bool) -> np.ndarray:
     """Return the bucket of each distance.
 
-    Half of the buckets are for one distance each, the others for longer ones, by their logarithm.
+    Half of the buckets have one distance each; the others have longer distances, on a logarithmic scale.
 
     Args:
-      distances: int, of any shape: the position of a key less that of its query.
-      num_buckets: number of buckets; where a query sees both sides, half of them are for keys behind it.
-      max_distance: from here on all distances are in the last bucket.
-      causal: whether a query sees no keys behind it (their bucket is 0).
+      distances: int, of any shape: the position of a key minus the position of its query.
+      num_buckets: number of buckets; if not `causal`, half of them are for keys after the query.
+      max_distance: all distances from this one on are in the last bucket.
+      causal: whether a query sees no keys after it (their bucket is 0).
 
     Returns:
       int32, shaped as `distances`.
@@ -56,42 +56,45 @@ def find_bucket(distances: np.ndarray, *, num_buckets: int, max_distance: int, c
     return (behind + np.where(away < exact, away, far)).astype(np.int32)
 
 
-def relative_bias(
+def compute_bias(
     table_BNH: jax.Array, num_queries: int, num_keys: int, *, max_distance: int, causal: bool
 ) -> jax.Array:
-    """Return what is added to the scores of attention, (batch, heads, num_queries, num_keys).
+    """Return the bias of the scores of attention, (batch, heads, num_queries, num_keys).
 
     Args:
-      table_BNH: a number for each bucket and head, the same in each row of the batch: so the parts of a
-        pipeline cut it like all activations.
-      num_queries: positions of the queries, from 0 on.
-      num_keys: those of the keys.
-      max_distance: see `find_bucket`.
-      causal: likewise.
+      table_BNH: a number for each bucket and head, repeated for each row of the batch, so that pipelines
+        split it like activations.
+      num_queries: number of queries, at positions from 0 on.
+      num_keys: number of keys, at positions from 0 on.
+      max_distance, causal: see `find_bucket`.
     """
-    # one lookup for each distance, then each query takes those to its keys
-    distances = np.arange(-num_queries + 1, num_keys)
-    buckets = find_bucket(distances, num_buckets=table_BNH.shape[1], max_distance=max_distance, causal=causal)
-    by_distance = jnp.take(table_BNH, buckets, axis=1)
+    by_distance_BHS = _look_up(table_BNH, num_queries, num_keys, max_distance, causal)
     places = np.arange(num_keys)[None] - np.arange(num_queries)[:, None] + num_queries - 1
-    bias_BHTS = jnp.take(by_distance.swapaxes(1, 2), places, axis=2)
+    bias_BHTS = jnp.take(by_distance_BHS, places, axis=2)
     return with_logical_constraint(bias_BHTS, (BATCH, HEADS, None, None))
 
 
 def compute_cached_bias(
     table_BNH: jax.Array, positions_BT: jax.Array, num_keys: int, *, max_distance: int
 ) -> jax.Array:
-    """Return what is added to the scores of causal attention with a cache, (batch, heads, T, num_keys).
+    """Return the bias of the scores of causal attention with a cache, (batch, heads, T, num_keys).
 
     Args:
-      table_BNH: as for `relative_bias`.
+      table_BNH: as for `compute_bias`.
       positions_BT: the position of each query, which may differ from row to row.
       num_keys: slots of the cache; the slot of a key is its position.
       max_distance: see `find_bucket`.
     """
-    distances = np.arange(1 - num_keys, num_keys)
-    buckets = find_bucket(distances, num_buckets=table_BNH.shape[1], max_distance=max_distance, causal=True)
-    by_distance_BHS = jnp.take(table_BNH, buckets, axis=1).swapaxes(1, 2)
+    by_distance_BHS = _look_up(table_BNH, num_keys, num_keys, max_distance, causal=True)
     places_BTS = jnp.arange(num_keys) - positions_BT[:, :, None] + num_keys - 1
     bias_BHTS = jax.vmap(lambda row, places: jnp.take(row, places, axis=1))(by_distance_BHS, places_BTS)
     return with_logical_constraint(bias_BHTS, (BATCH, HEADS, None, None))
+
+
+def _look_up(
+    table_BNH: jax.Array, num_queries: int, num_keys: int, max_distance: int, causal: bool
+) -> jax.Array:
+    """Look up each distance between a query and a key once, rising, (batch, heads, distances)."""
+    distances = np.arange(1 - num_queries, num_keys)
+    buckets = find_bucket(distances, num_buckets=table_BNH.shape[1], max_distance=max_distance, causal=causal)
+    return jnp.take(table_BNH, buckets, axis=1).swapaxes(1, 2)

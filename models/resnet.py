@@ -1,7 +1,7 @@
 """Residual networks of pre-activation bottleneck blocks (ResNet-v2) for small images in nnx.
 
-`ResNetConfig` is the factory, `ResNet` the model. Its blocks are an `nnx.List`, for they differ in shape;
-those that are alike may be stored in stacks. `convolution.py` has its parts.
+`ResNetConfig` builds the model `ResNet`. Its blocks are an `nnx.List`, as they differ in shape; equal blocks
+may be stored in stacks. `convolution.py` has the parts.
 """
 
 from collections.abc import Callable
@@ -11,16 +11,14 @@ import jax
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
-from shardtrain.axes import CHANNELS_IN, VOCAB
 from shardtrain.models.convolution import (
     WRITTEN,
     Convolution,
     ImageModel,
     ImageOptions,
     Stack,
-    channel_norm,
+    make_channel_norm,
 )
-from shardtrain.models.layers import Linear
 
 NUM_GROUPS_OF_BLOCKS = 3
 
@@ -29,19 +27,21 @@ NUM_GROUPS_OF_BLOCKS = 3
 class ResNetConfig(ImageOptions):
     """Sizes and options of a ResNet; called with `nnx.Rngs` it builds the model.
 
-    Blocks are 1x1, 3x3, 1x1 convolutions, each after a norm and a relu, in three groups of n blocks: inner
-    channels are 1, 4 and 8 times `filters`, outer ones 4, 8 and 16 times; the second and third group halve
-    the image. These are the widths of Keras' CIFAR example, which HyPar-Flow took; in the paper itself the
-    inner ones are 1, 2 and 4 times.
+    A block has 1x1, 3x3 and 1x1 convolutions, each after a norm and a relu. There are three groups of n
+    blocks: inner channels are 1, 4 and 8 times `filters`, outer channels 4, 8 and 16 times; the second and
+      third group
+    halve the image. These are the widths of Keras' CIFAR example, which HyPar-Flow uses; in the paper the
+    inner channels are 1, 2 and 4 times.
 
     Args:
       depth: number of layers, 9 n + 2: 20, 110 (n = 12), 1001 (n = 111).
-      filters: channels of the first convolution; 16 for CIFAR, 4 for a narrow one.
-      scan: walk over blocks that are alike with `jax.lax.scan`, or unroll them (at 1001 layers compiling
+      filters: number of channels of the first convolution; 16 for CIFAR, 4 for a narrow network.
+      scan: whether equal blocks run in `jax.lax.scan`; otherwise they are unrolled (at 1001 layers compiling
         then takes ten times as long).
-      stack: how many blocks that are alike are stored as one, in arrays with a first dim layers; 1: none are.
-        The numbers stay the same. All programs of a deep network are smaller then, and a pipeline cuts
-        between stacks: 11 makes 33 of the 333 blocks of 1001 layers. A checkpoint is of one way to store.
+      stack: number of equal blocks that are stored as one, in arrays with a first dim layers; 1 stores each
+        alone. Results stay the same, and the programs of a deep network become smaller. A pipeline cuts
+        between stacks: 11 makes 33 stacks of the 333 blocks of 1001 layers. A checkpoint loads only with the
+          same stack.
 
     References:
       He et al. 2016, Identity mappings in deep residual networks, https://arxiv.org/abs/1603.05027, figure 4e
@@ -67,12 +67,12 @@ class ResNetConfig(ImageOptions):
 
     @property
     def num_blocks(self) -> int:
-        """Residual blocks, in three groups of equal length."""
+        """Number of residual blocks, in three groups of equal length."""
         return (self.depth - 2) // 9 * NUM_GROUPS_OF_BLOCKS
 
     @property
     def outer_channels(self) -> int:
-        """Channels after the last block."""
+        """Number of channels after the last block."""
         return 16 * self.filters
 
     def __call__(self, rngs: nnx.Rngs) -> "ResNet":
@@ -81,13 +81,13 @@ class ResNetConfig(ImageOptions):
 
 
 class ResidualBlock(nnx.Module):
-    """A bottleneck added to its input; where the shape changes a 1x1 convolution brings the input to it.
+    """A bottleneck that is added to its input, or to a 1x1 convolution of it if the shape changes.
 
     Args:
-      channels: of the input, inside and of the output.
-      stride: of the first convolution.
-      activated: whether the input is normed and activated first; not in the first block of all, which
-        follows a norm and a relu.
+      channels: numbers of channels of the input, inside, and of the output.
+      stride: the stride of the first convolution.
+      activated: whether a norm and a relu come first; they do not in the very first block, which follows a
+        norm and a relu.
     """
 
     def __init__(
@@ -101,7 +101,9 @@ class ResidualBlock(nnx.Module):
     ):
         # 1x1 to fewer channels, 3x3 among them, 1x1 to the channels of the output
         entering, inside, leaving = channels
-        self.norms = nnx.List([channel_norm(config, n) for n in (entering, inside, inside)[not activated :]])
+        self.norms = nnx.List(
+            [make_channel_norm(config, n) for n in (entering, inside, inside)[not activated :]]
+        )
         windows = (entering, inside, 1), (inside, inside, 3), (inside, leaving, 1)
         self.convolutions = nnx.List(
             [
@@ -119,7 +121,7 @@ class ResidualBlock(nnx.Module):
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         y_BHWC = x_BHWC
-        # pre-activation: norm and relu come before each convolution, but the first of the first block
+        # pre-activation: norm and relu come before each convolution except the first of the first block
         skipped = len(self.convolutions) - len(self.norms)
         for i, convolution in enumerate(self.convolutions):
             if i >= skipped:
@@ -130,33 +132,29 @@ class ResidualBlock(nnx.Module):
 
 
 class ResNet(ImageModel):
-    """Images to logits. `nnx.view(resnet, use_running_average=True)` is the same model for evaluation."""
+    """Map images to logits; `nnx.view(resnet, use_running_average=True)` for evaluation."""
 
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.stem = Convolution(
             config.colours, config.filters, 3, of_image=True, dtype=config.dtype, rngs=rngs
         )
-        self.stem_norm = channel_norm(config, config.filters)
-        self.blocks = nnx.List(_blocks(config, rngs))
-        self.final_norm = channel_norm(config, config.outer_channels)
-        sizes = {CHANNELS_IN: config.outer_channels, VOCAB: config.classes}
-        std = (2 / config.outer_channels) ** 0.5
-        self.head = Linear(
-            (CHANNELS_IN,), (VOCAB,), sizes=sizes, std=std, bias=True, dtype=config.dtype, rngs=rngs
-        )
+        self.stem_norm = make_channel_norm(config, config.filters)
+        self.blocks = nnx.List(_make_blocks(config, rngs))
+        self.final_norm = make_channel_norm(config, config.outer_channels)
+        self.head = self.make_head(config.outer_channels, (2 / config.outer_channels) ** 0.5, rngs)
 
     def first(self, images: jax.Array) -> jax.Array:
-        """The first convolution, its norm and relu: (batch, height, width, channels)."""
+        """Apply the first convolution, its norm and relu: (batch, height, width, channels)."""
         return jax.nn.relu(self.stem_norm(self.stem(self.read_images(images))))
 
     def last(self, x_BHWC: jax.Array) -> jax.Array:
-        """Norm, relu, mean over the pixels and score."""
+        """Return the logits: norm, relu, mean over the pixels, and a linear map."""
         return self.score(self.head, jax.nn.relu(self.final_norm(x_BHWC)).mean((1, 2)))
 
 
-def _blocks(config: ResNetConfig, rngs: nnx.Rngs) -> list[ResidualBlock | Stack]:
-    """Three groups of blocks; all but the first of a group are alike, and made together."""
+def _make_blocks(config: ResNetConfig, rngs: nnx.Rngs) -> list[ResidualBlock | Stack]:
+    """Make three groups of blocks; all blocks of a group but the first are equal, and made together."""
     blocks: list[ResidualBlock | Stack] = []
     entering = inside = config.filters
     num_alike = config.num_blocks // NUM_GROUPS_OF_BLOCKS - 1
@@ -166,7 +164,7 @@ def _blocks(config: ResNetConfig, rngs: nnx.Rngs) -> list[ResidualBlock | Stack]
         channels = (entering, inside, leaving)
         blocks.append(ResidualBlock(config, channels, stride=stride, activated=activated, rngs=rngs))
 
-        alike = _maker(config, (leaving, inside, leaving))
+        alike = _make_factory(config, (leaving, inside, leaving))
         keys = jax.random.split(rngs.params(), num_alike)
         if config.stack > 1:
             blocks += [Stack(alike, keys[i : i + config.stack]) for i in range(0, num_alike, config.stack)]
@@ -177,8 +175,10 @@ def _blocks(config: ResNetConfig, rngs: nnx.Rngs) -> list[ResidualBlock | Stack]
     return blocks
 
 
-def _maker(config: ResNetConfig, channels: tuple[int, int, int]) -> Callable[[jax.Array], ResidualBlock]:
-    """Return what makes a block that keeps the shape of its input, from the key of its parameters."""
+def _make_factory(
+    config: ResNetConfig, channels: tuple[int, int, int]
+) -> Callable[[jax.Array], ResidualBlock]:
+    """Return a function: key of the parameters -> a block that keeps the shape of its input."""
 
     def make(key: jax.Array) -> ResidualBlock:
         return ResidualBlock(config, channels, stride=1, activated=True, rngs=nnx.Rngs(params=key))

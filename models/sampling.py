@@ -1,4 +1,4 @@
-"""How the next token is drawn from logits: the likeliest, or at random from those that are likely enough."""
+"""Draw the next token from logits: the likeliest token, or a random one of the likely tokens."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ class Sampling:
 
     Args:
       temperature: divides the logits; 0 takes the likeliest token.
-      top_k: number of likeliest tokens to draw from; None: all.
-      top_p: draw from the fewest likeliest tokens that together have this probability; applied after
-        `top_k`, to the probabilities among those.
+      top_k: number of likeliest tokens to draw from. None means all tokens.
+      top_p: draws from the smallest set of likeliest tokens that has this total probability; it is applied
+        after `top_k`, to the probabilities of the remaining tokens.
 
     Raises:
       ValueError: listing every value that is out of range.
@@ -47,29 +47,29 @@ def sample(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.A
 
     Args:
       logits_BV: float logits.
-      keys_B: a key of `jax.random` for each row, so that a row's tokens do not depend on the others.
-      sampling: how.
+      keys_B: a key of `jax.random` for each row, so that a row's tokens do not depend on other rows.
+      sampling: how tokens are drawn.
 
     Returns:
       int32 (batch,).
     """
     if sampling.temperature == 0:
         return logits_BV.argmax(-1).astype(jnp.int32)
-    logits_BV = likely_enough(logits_BV / sampling.temperature, sampling.top_k, sampling.top_p)
+    logits_BV = mask_unlikely(logits_BV / sampling.temperature, sampling.top_k, sampling.top_p)
     return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
 
 
-def likely_enough(logits_BV: jax.Array, top_k: int | None, top_p: float) -> jax.Array:
-    """Set the logits of tokens that are not drawn to minus infinity; equal logits stay together.
+def mask_unlikely(logits_BV: jax.Array, top_k: int | None, top_p: float) -> jax.Array:
+    """Set the logits of unlikely tokens to minus infinity; equal logits are treated alike.
 
     References:
       Fan et al. 2018, https://arxiv.org/abs/1805.04833, section 5.4 (top-k); Holtzman et al. 2020,
       https://arxiv.org/abs/1904.09751, section 3.1 (top-p).
 
     >>> logits = jnp.log(jnp.array([[0.5, 0.25, 0.15, 0.1]]))
-    >>> jnp.isfinite(likely_enough(logits, 3, 1.0)).tolist()
+    >>> jnp.isfinite(mask_unlikely(logits, 3, 1.0)).tolist()
     [[True, True, True, False]]
-    >>> jnp.isfinite(likely_enough(logits, None, 0.6)).tolist()
+    >>> jnp.isfinite(mask_unlikely(logits, None, 0.6)).tolist()
     [[True, True, False, False]]
     """
     if top_k is not None and top_k < logits_BV.shape[-1]:
@@ -78,7 +78,7 @@ def likely_enough(logits_BV: jax.Array, top_k: int | None, top_p: float) -> jax.
     if top_p < 1:
         ordered = jnp.sort(logits_BV, axis=-1, descending=True)
         probabilities = jax.nn.softmax(ordered)
-        # a token is kept while those before it do not make up the probability yet: the first one always
+        # a token is kept if more likely tokens do not reach the probability: the first one always
         kept = jnp.cumsum(probabilities, axis=-1) - probabilities < top_p
         lowest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
         logits_BV = jnp.where(logits_BV < lowest, -jnp.inf, logits_BV)

@@ -1,7 +1,7 @@
-"""The parts that the transformers share: attention, feed-forward, and a stack of blocks with remat.
+"""Shared parts of the transformers: attention, feed-forward, embeddings, the head, and keys of dropout.
 
 The activations between blocks are the residual stream (`residual_stream.py`). `layers.py` has the single
-layers; `decoder.py` is the plainest model made of these parts.
+layers; `decoder.py` is the simplest model made of these parts.
 """
 
 import math
@@ -24,21 +24,20 @@ from shardtrain.axes import (
 )
 from shardtrain.models.attention import attend
 from shardtrain.models.chunked_logits import ChunkedLogits, cap
+from shardtrain.models.device_forms import is_on_gpus, is_on_one_device, keep_last_contiguous, recompute
 from shardtrain.models.layers import (
     Dims,
     Linear,
     Norm,
     add_bias,
     cast_and_constrain,
-    coming_keys,
     lookup,
+    peek_keys,
     restart_positions,
 )
 from shardtrain.models.lora import read_lora
-from shardtrain.models.on_gpus import is_on_gpus, recompute, rows_last
 from shardtrain.models.residual_stream import STREAM, project_to_stream, read_from_stream
-from shardtrain.models.rotary import block_frequencies, rotate
-from shardtrain.models.target import is_on_one_device
+from shardtrain.models.rotary import compute_block_frequencies, rotate
 from shardtrain.models.transformer_options import (
     GATED,
     BlockOptions,
@@ -51,9 +50,9 @@ TABLE = (VOCAB, EMBED)
 
 
 def exact_gelu(x: jax.Array) -> jax.Array:
-    """Return x times the normal distribution function of x; in float32 by erf, which costs half of erfc.
+    """Compute the exact gelu, in float32 by erf, which costs half of jax's erfc.
 
-    Below -5 its value is 0 to within 1e-6. In 16 bits, where erf near -1 has few digits, as `jax.nn.gelu`.
+    Below -5 its value is 0 to within 1e-6. In 16 bits, where erf near -1 has few digits, it is `jax.nn.gelu`.
     """
     if x.dtype != jnp.float32:
         return jax.nn.gelu(x, approximate=False)
@@ -61,9 +60,10 @@ def exact_gelu(x: jax.Array) -> jax.Array:
 
 
 def tanh_gelu(x: jax.Array) -> jax.Array:
-    """Return `jax.nn.gelu` with its tanh approximation; on GPUs in 16 bits by a sigmoid, computed in float32.
+    """Compute gelu with its tanh approximation; on GPUs in 16 bits by a sigmoid in float32.
 
-    (1 + tanh z) / 2 is the sigmoid of 2 z, which takes a GPU fewer operations, and loses no digits below 0.
+    (1 + tanh z) / 2 is the sigmoid of 2 z, which needs fewer operations on a GPU, and loses no digits below
+    0.
     """
     if x.dtype == jnp.float32 or not is_on_gpus():
         return jax.nn.gelu(x, approximate=True)
@@ -79,41 +79,41 @@ ACTIVATIONS = {
     "swiglu": jax.nn.silu,
     "geglu": tanh_gelu,
 }
-"""Name of an activation -> the function of the hidden features, or of those that gate them."""
+"""Name of an activation -> the function of the hidden features, or of the features that gate them."""
 
 
 class DropoutKeys(nnx.Module):
-    """A model with a random stream of its own, whose blocks are given the keys of their dropout.
+    """A model with its own random stream, which gives its blocks the keys of their dropout.
 
-    A call is the composition of its parts: `first`, then `run` on `blocks` with `block_keys`, then `last`; in
-    any order they have the same masks. Each call draws others.
+    A call composes `first`, `run` on `blocks` with `block_keys`, and `last`; the dropout masks do not depend
+    on the order in which they are called. Each call of the model draws new masks.
     """
 
-    def start_dropout(self, rate: float, num_blocks: int, rngs: nnx.Rngs) -> None:
-        """Take the stream "dropout" of `rngs`, unless the rate is 0."""
-        self.dropout, self.num_keys = nnx.Dropout(rate), num_blocks + 1
+    def start_dropout(self, rate: float, num_keys: int, rngs: nnx.Rngs) -> None:
+        """Fork the stream "dropout" of `rngs`, for `num_keys` keys in each call, unless the rate is 0."""
+        self.dropout, self.num_keys = nnx.Dropout(rate), num_keys
         self.rngs = rngs["dropout"].fork() if rate else None
 
-    def _keys(self) -> jax.Array | None:
-        """Return one key for the embedding and one for each block, the same within a call."""
+    def dropout_keys(self) -> jax.Array | None:
+        """Return the keys of a call: for the embedding, then for each block; None without dropout."""
         if self.rngs is None or self.dropout.deterministic:
             return None
-        return coming_keys(self.rngs, self.num_keys)
+        return peek_keys(self.rngs, self.num_keys)
 
     def embedding_key(self) -> jax.Array | None:
-        """The key of the dropout before the blocks; None where it is off."""
-        return None if (keys := self._keys()) is None else keys[0]
+        """Return the key of the dropout before the blocks; None without dropout."""
+        return None if (keys := self.dropout_keys()) is None else keys[0]
 
     def block_keys(self) -> Any:
-        """The keys of the blocks' dropout, (blocks,); None where it is off."""
-        return None if (keys := self._keys()) is None else keys[1:]
+        """Return the keys of the blocks' dropout, (blocks,); None without dropout."""
+        return None if (keys := self.dropout_keys()) is None else keys[1:]
 
     def drop_embedding(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
-        """Apply dropout to the stream that enters the blocks."""
+        """Apply dropout to the input of the first block."""
         return with_logical_constraint(self.dropout(with_logical_constraint(x_BTD, STREAM), rngs=key), STREAM)
 
     def advance_dropout(self) -> None:
-        """Let the next call have masks of its own."""
+        """Advance the random stream, so that the next call draws new masks."""
         if self.rngs is not None and not self.dropout.deterministic:
             self.rngs()
 
@@ -144,25 +144,25 @@ class Attention(nnx.Module):
         """Attend to the keys of the same sequence.
 
         Args:
-          x_BTD: the normed residual stream, of `read_by_products`.
+          x_BTD: the normed residual stream, from `read_by_products`.
           mask_BS: 0 for keys that no query sees.
           segments_BT: the number of each token's document.
           sees_all: with `full_every`, whether this block has no window, a bool scalar.
-          cache: a `LayerCache` with the keys and values of the tokens before these.
+          cache: a `LayerCache` with the keys and values of earlier tokens.
           bias_BHTS: added to the scores.
         """
-        # queries, keys and values; rotary positions turn queries and keys, learned ones are in x already
+        # queries, keys and values; rotary positions rotate queries and keys, learned ones are already in x
         q_BTHK, k_BSHK, v_BSHK = self.project(x_BTD)
         if self.config.positions == "rotary":
             positions_BT = None if segments_BT is None else restart_positions(segments_BT)
             positions_BT = positions_BT if cache is None else cache.positions_BT
             num_positions = x_BTD.shape[1] if cache is None else cache.num_slots
-            frequency_K, factor = block_frequencies(self.config, sees_all, num_positions)
+            frequency_K, factor = compute_block_frequencies(self.config, sees_all, num_positions)
             q_BTHK, k_BSHK = (rotate(x, frequency_K, positions_BT, factor) for x in (q_BTHK, k_BSHK))
         # attention by heads, then back to the residual stream
         if cache is not None:
             # the keys of earlier tokens too, each at its position
-            k_BSHK, v_BSHK = cache.extended(k_BSHK, v_BSHK)
+            k_BSHK, v_BSHK = cache.add_tokens(k_BSHK, v_BSHK)
         window = self.config.window
         if window is not None and sees_all is not None:
             window = jnp.where(sees_all, k_BSHK.shape[1], window)
@@ -176,10 +176,10 @@ class Attention(nnx.Module):
         return project_to_stream(self.o, y_BTHK)
 
     def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Compute queries, keys and values by one product, whose gradient is then reduced over devices once.
+        """Compute queries, keys and values by one product, so that devices reduce its gradient only once.
 
-        Beside each key and value head stand the query heads that share it: all are split over devices alike.
-        On one GPU all heads are one group, so that queries, keys and values are joined in long pieces.
+        Query heads are grouped with the key and value head that they share, and split over devices together.
+        On one GPU all heads are one group, so that queries, keys and values are concatenated in long pieces.
         """
         sizes = self.config.sizes
         num_groups = 1 if is_on_gpus() and is_on_one_device() else sizes[KV_HEADS]
@@ -189,11 +189,11 @@ class Attention(nnx.Module):
         kernel, dims = jnp.concatenate(kernels, 2), (EMBED, KV_HEADS, None, HEAD_DIM)
         y = read_from_stream(x_BTD, kernel, dims, self.config.products)
         y = with_logical_constraint(y, (BATCH, SEQ, KV_HEADS, None, HEAD_DIM))
-        # take queries, keys and values apart again, each with its own bias
+        # split queries, keys and values again, each with its own bias
         num_keys = kernels[1].shape[2]
         parts = jnp.split(y, [kernel.shape[2] - 2 * num_keys, kernel.shape[2] - num_keys], axis=3)
         q_BTHK, k_BSHK, v_BSHK = (
-            linear.shifted(linear.adapted(part.reshape(*x_BTD.shape[:2], -1, sizes[HEAD_DIM]), x_BTD))
+            linear.add_bias(linear.add_adapter(part.reshape(*x_BTD.shape[:2], -1, sizes[HEAD_DIM]), x_BTD))
             for linear, part in zip((self.q, self.k, self.v), parts, strict=True)
         )
         if self.q_norm is not None and self.k_norm is not None:
@@ -205,7 +205,7 @@ class Attention(nnx.Module):
         )
 
     def scaled(self, q_BTHK: jax.Array) -> jax.Array:
-        """Scale queries for `query_scale`: attention itself divides by the root of head_dim."""
+        """Scale queries for `query_scale`; attention divides by the root of head_dim."""
         if self.config.query_scale is not None:
             scale = self.config.query_scale * self.config.sizes[HEAD_DIM] ** 0.5
             q_BTHK *= jnp.asarray(scale, q_BTHK.dtype)
@@ -213,7 +213,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Two or three projections around an activation, from `read_by_products` back to the residual stream."""
+    """A feed-forward of two or three projections, from `read_by_products` back to the residual stream."""
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs):
         self.activation = ACTIVATIONS[config.activation]
@@ -226,7 +226,7 @@ class FeedForward(nnx.Module):
         # hidden features are split over devices, from here to the second projection
         if self.gate is None:
             y_BTF = read_from_stream(x_BTD, self.up.cast(), (EMBED, MLP), self.up.products)
-            y_BTF = with_logical_constraint(self.up.adapted(y_BTF, x_BTD), (BATCH, SEQ, MLP))
+            y_BTF = with_logical_constraint(self.up.add_adapter(y_BTF, x_BTD), (BATCH, SEQ, MLP))
             h_BTF = recompute(self._activate)(y_BTF, self.up.cast_bias())
         else:
             # one product for both, as for queries, keys and values
@@ -235,7 +235,7 @@ class FeedForward(nnx.Module):
             y = with_logical_constraint(y, (BATCH, SEQ, None, MLP))
             linears = self.up, self.gate
             if any(linear.lora for linear in linears):
-                y = jnp.stack([linear.adapted(y[:, :, i], x_BTD) for i, linear in enumerate(linears)], 2)
+                y = jnp.stack([linear.add_adapter(y[:, :, i], x_BTD) for i, linear in enumerate(linears)], 2)
             h_BTF = recompute(self._gate)(y, *(linear.cast_bias() for linear in linears))
         return project_to_stream(self.down, h_BTF)
 
@@ -256,9 +256,9 @@ def compute_logits(
     """Return the float32 logits, rounded to dtype: activations times the vocabulary.
 
     Args:
-      config: for `dtype`, `loss_chunk` and `logits_soft_cap`.
-      x_BTD: what the head reads.
-      head: a projection without bias; None: the head is the embedding.
+      config: the configuration, for `dtype`, `loss_chunk` and `logits_soft_cap`.
+      x_BTD: the input of the head.
+      head: a projection without bias; None means that the head is the embedding.
       embedding: the table of tokens.
       bias: (vocab,), added to the logits.
 
@@ -283,10 +283,10 @@ def compute_logits(
 def make_linear(
     config: BlockOptions, into: Dims, out: Dims, rngs: nnx.Rngs, *, bias: bool | None = None, name: str = ""
 ) -> Linear:
-    """Make a projection initialised as in GPT-2: smaller where it writes to the residual stream.
+    """Make a projection initialised as in GPT-2, with smaller values if it writes to the residual stream.
 
-    By its name, which only those of blocks have, it has a low-rank adapter or not (`lora.py`), and a product
-    in 8 bits if that is asked for (`float8.py`).
+    Projections of blocks have a name: they may have a low-rank adapter (`lora.py`) and products in 8 bits
+    (`float8.py`).
     """
     # 2 * num_layers projections are added to the residual stream: their sum keeps its size
     std = 0.02 / math.sqrt(2 * config.num_layers) if out == (EMBED,) else 0.02
@@ -313,7 +313,7 @@ def embed_tokens(config: TextOptions, embedding: nnx.Param, tokens_BT: jax.Array
       ValueError: there are more tokens than positions.
     """
     if tokens_BT.shape[1] > config.seq:
-        raise ValueError(too_long(tokens_BT.shape[1], config.seq))
+        raise ValueError(describe_too_long(tokens_BT.shape[1], config.seq))
     return lookup(cast_and_constrain(embedding, TABLE, config.dtype), tokens_BT)
 
 
@@ -324,18 +324,18 @@ def add_positions(
     segments_BT: jax.Array | None = None,
     positions_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Add a table's entries of positions: those given, else from 0 on, in each segment if there are some."""
+    """Add the table's entries of the given positions; by default they count from 0, in each segment."""
     if table is None:
         return x_BTD
     table_SD = cast_and_constrain(table, (SEQ, EMBED), config.dtype)
     if positions_BT is None and segments_BT is not None:
         positions_BT = restart_positions(segments_BT)
     of_tokens = table_SD[: x_BTD.shape[1]] if positions_BT is None else lookup(table_SD, positions_BT)
-    return rows_last(x_BTD + of_tokens)
+    return keep_last_contiguous(x_BTD + of_tokens)
 
 
-def too_long(num_tokens: int, seq: int) -> str:
-    """Return the error text for more tokens than positions."""
+def describe_too_long(num_tokens: int, seq: int) -> str:
+    """Return the error message for more tokens than positions."""
     return (
         f"tokens of length {num_tokens} were given to a decoder of seq={seq} positions. "
         f"Give at most {seq} tokens, or build it with seq={num_tokens}."

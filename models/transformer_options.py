@@ -1,6 +1,7 @@
-"""Options of the transformers, for a configuration of each to add its own: values, sizes, problems.
+"""Options that transformers share, the sizes that follow from them, and checks of their values.
 
-`decoder.py`, `encoder.py`, `encoder_decoder.py` and `vit.py` have them. Next: `transformer.py`.
+The configurations in `decoder.py`, `encoder.py`, `encoder_decoder.py` and `vit.py` extend them.
+Next: `transformer.py`.
 """
 
 from dataclasses import dataclass, fields
@@ -13,7 +14,7 @@ from shardtrain.models.experts_options import read_experts
 from shardtrain.models.float8 import Products
 from shardtrain.models.layers import Norms
 from shardtrain.models.lora import read_lora
-from shardtrain.models.rotary import read_scaling, scaling_fits
+from shardtrain.models.rotary import find_scaling_problems, read_scaling
 
 Positions = Literal["learned", "rotary"]
 Activations = Literal["gelu", "gelu_erf", "relu", "swiglu", "geglu"]
@@ -27,7 +28,7 @@ RARE = (
     *("attention_bias", "qkv_bias", "norm_bias", "soft_cap", "logits_soft_cap", "tied", "scan"),
     *("positions", "norm", "bias", "activation", "relative_buckets", "relative_distance"),
 )
-"""Options that differ between families of models: a run file sets them, not the command line."""
+"""Options that describe a family of models: run files set them, and the command line does not have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +36,21 @@ class TransformerOptions:
     """Options of all transformers.
 
     Args:
-      embed: features of each position between blocks.
-      num_heads: attention heads, of queries where keys have fewer.
-      mlp: hidden features of the feed-forward; None: 4 * embed.
-      dropout: rate on the embedding and on the outputs of attention and feed-forward, from the rng stream
-        "dropout".
-      remat: what the backward pass recomputes. "none": nothing. "weights": only casts and copies, so that no
-        gathered weight is kept for it. "dots": all but matrix products. "outputs": all but the outputs of
-        attention and feed-forward, which tensor parallelism reduces over devices. "full": all but the input
-        of a block. "offload": likewise, and that input waits in the memory of the host.
+      embed: number of features of each position between blocks.
+      num_heads: number of attention heads (of queries, if keys have fewer).
+      mlp: number of hidden features of the feed-forward. None means 4 * embed.
+      dropout: dropout rate of the embedding and of the outputs of attention and feed-forward. It needs a
+        random stream "dropout".
+      remat: what the backward pass recomputes. "none" recomputes nothing. "weights" recomputes casts and
+        copies, so that no gathered weight is kept. "dots" recomputes everything except matrix products.
+        "outputs" keeps only the outputs of attention and feed-forward, which tensor parallelism reduces over
+        devices. "full" keeps only the input of each block. "offload" does so too, and keeps the inputs in
+        host memory.
       dtype: compute dtype; parameters, norms, softmax and logits are float32.
-      attention: "xla"; "cudnn", flash attention on NVIDIA GPUs; or "auto": "cudnn" where device, dtype and
-        head_dim allow it, else "xla".
-      lora: low-rank adapters of the blocks' projections, as "rank=8" or "rank=8,alpha=16,on=q+v"; then they
-        alone are trained. Empty: none.
+      attention: "xla"; "cudnn" for flash attention on NVIDIA GPUs; or "auto", which takes "cudnn" if device,
+        dtype and head_dim allow it, else "xla".
+      lora: low-rank adapters of the blocks' projections, such as "rank=8" or "rank=8,alpha=16,on=q+v"; with
+        adapters nothing else is trained. Empty means no adapters.
 
     Raises:
       ValueError: listing every option that is out of range or does not fit another.
@@ -69,11 +71,26 @@ class TransformerOptions:
         checks.refuse(type(self).__name__, self.list_problems())
 
     def list_problems(self) -> list[str]:
-        """List the options that are out of range or do not fit another."""
-        return problems(self)
+        """List wrong values, then options that do not fit each other."""
+        counts = {f.name: getattr(self, f.name) for f in fields(self) if f.type in (int, int | None)}
+        found = checks.positive({name: value for name, value in counts.items() if value is not None})
+        if not found:
+            sizes = block_sizes(self)
+            found += checks.multiple("num_heads", self.num_heads, "num_kv_heads", sizes[KV_HEADS])
+            if getattr(self, "head_dim", None) is None:
+                found += checks.multiple("embed", self.embed, "num_heads", self.num_heads)
+            if getattr(self, "positions", "learned") == "rotary" and sizes[HEAD_DIM] % 2:
+                odd = sizes[HEAD_DIM]
+                found.append(f"head_dim is {odd}; rotary positions turn pairs. Use head_dim={odd + 1}.")
+        found += checks.positive({n: float(getattr(self, n)) for n in ("theta", "eps") if hasattr(self, n)})
+        found += checks.dropout_rate("dropout", self.dropout) + _find_text_problems(self)
+        choices = {f.name: get_args(f.type) for f in fields(self) if get_origin(f.type) is Literal}
+        for name, allowed in choices.items():
+            found += checks.choice(name, getattr(self, name), allowed)
+        return found
 
     def block_options(self, **changes: Any) -> "BlockOptions":
-        """Return the options of the parts of a block: those of this configuration, and some others."""
+        """Return the options of the parts of a block: this configuration, with changes."""
         known = {f.name for f in fields(BlockOptions)}
         options = {name: value for name, value in vars(self).items() if name in known}
         return BlockOptions(**{**options, **changes})
@@ -85,12 +102,13 @@ class TextOptions(TransformerOptions):
 
     Args:
       vocab: number of tokens in the vocabulary.
-      seq: largest number of positions, of each sequence where there are two.
-      tied: whether the head ends in the embedding table.
+      seq: largest number of positions of a sequence.
+      tied: whether the head uses the embedding table.
       loss_chunk: number of tokens of a device whose logits exist at the same time, in the loss and its
-        gradient. None: all of them.
-      products: "float8": the blocks' matrix products with operands rounded to 8 bits, for NVIDIA GPUs from
-        Ada on; the gradients of kernels, attention and the head stay in `dtype`. Empty: all in `dtype`.
+        gradient. None means all tokens.
+      products: "float8" rounds the operands of the blocks' matrix products to 8 bits, for NVIDIA GPUs from
+        Ada on; gradients of kernels, attention and the head stay in `dtype`. Empty means that all stay in
+        `dtype`.
     """
 
     vocab: int
@@ -102,18 +120,18 @@ class TextOptions(TransformerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions(TextOptions):
-    """Options of the transformers that write text.
+    """Options of the transformers that generate text.
 
     Args:
-      num_kv_heads: key and value heads (grouped-query attention); None: as many as `num_heads`.
-      head_dim: features of each head; None: embed // num_heads.
+      num_kv_heads: number of key and value heads (grouped-query attention). None means `num_heads`.
+      head_dim: number of features of each head. None means embed // num_heads.
       theta: base of the rotary wavelengths.
       norm: kind of norm before the parts of a block and the head; "rmsnorm_plus_one" adds 1 to its scale.
       eps: added to the variance in the norms.
-      activation: "gelu" (tanh approximation, as GPT-2), "gelu_erf" (exact, as BERT), "relu", or with a
-        second, gating projection "swiglu" or "geglu" (the same tanh approximation, as Gemma).
+      activation: "gelu" (tanh approximation, as GPT-2), "gelu_erf" (exact, as BERT), "relu"; or, with a
+        gating projection, "swiglu" or "geglu" (tanh approximation, as Gemma).
       bias: whether projections and layer norms have biases (the head has none).
-      query_scale: factor of the scores of attention. None: one over the root of head_dim.
+      query_scale: factor of the attention scores. None means 1 / sqrt(head_dim).
     """
 
     num_kv_heads: int | None = None
@@ -128,35 +146,40 @@ class DecodingOptions(TextOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockOptions(DecodingOptions):
-    """Options that the parts of a block read, and the options of a decoder.
+    """Options of a decoder, which are those of the parts of any block.
 
     Args:
       num_layers: number of blocks.
-      positions: "learned", a table of embeddings; or "rotary", rotated queries and keys.
-      rope_scaling: stretched wavelengths, for longer sequences, as "llama3:factor=8,original_seq=8192",
+      positions: "learned" adds a table of embeddings, "rotary" rotates queries and keys.
+      rope_scaling: stretches rotary wavelengths for longer sequences: "llama3:factor=8,original_seq=8192",
         "yarn:factor=4,original_seq=32768", "linear:factor=4", or "longrope:..." with factors for short and
-        for long rows or caches. Empty: they stay.
-      rotary_dims: features of each head that are rotated, the first ones. None: all.
-      post_norm: whether each half of a block also has a norm behind it, before it is added.
+        for long sequences. Empty means no scaling.
+      rotary_dims: number of features of each head that are rotated, from the first. None means all.
+      post_norm: whether a norm also follows each half of a block, before its output is added.
       only_post_norm: whether the norms before the halves are left out (as OLMo 2).
-      parallel: whether both halves of a block read what enters it (as GPT-NeoX), in place of one after the
-        other.
+      parallel: whether both halves of a block read the block's input (as GPT-NeoX); otherwise the
+        feed-forward reads the output of attention.
       qk_norm: whether each head of queries and keys is normed, before positions.
       qk_norm_joint: whether that norm is over all heads together.
-      attention_bias: whether the projections of attention have biases. None: as `bias`.
-      qkv_bias: whether those of queries, keys and values have biases. None: as `attention_bias`.
-      norm_bias: whether layer norms have biases. None: as `bias`.
-      soft_cap: scores x become soft_cap * tanh(x / soft_cap), not by "cudnn". None: they stay.
-      logits_soft_cap: the same of the logits.
-      embed_scale: factor of the embedded tokens; None: 1.
-      scan: run the blocks in `jax.lax.scan` (compile time does not grow with their number; up to 8 are plain
-        code on one CPU), or unroll them.
-      window: how many tokens a token sees, itself and those just before it (sliding window). None: all.
-      full_every: 6 is five blocks with the window, then one without. None: all have it.
-      window_theta: base of the rotary wavelengths, unscaled, in blocks with the window. None: as in others.
-      experts: a mixture of experts in the place of each block's feed-forward, as "num=8,top=2" with any of
+      attention_bias: whether the projections of attention have biases. None means the value of `bias`.
+      qkv_bias: whether the projections to queries, keys and values have biases. None means the value of
+        `attention_bias`.
+      norm_bias: whether layer norms have biases. None means the value of `bias`.
+      soft_cap: replaces attention scores x by soft_cap * tanh(x / soft_cap); "cudnn" does not support it.
+        None disables it.
+      logits_soft_cap: replaces logits likewise. None disables it.
+      embed_scale: factor of the embedded tokens. None means 1.
+      scan: whether blocks run in `jax.lax.scan`, so that compile time does not grow with their number (up to
+        8 blocks are plain code on one CPU); otherwise they are unrolled.
+      window: number of tokens that a token attends to: itself and those just before it (sliding window). None
+        means all.
+      full_every: every n-th block has no window; 6 means five blocks with a window, then one without. None
+        means that all blocks have it.
+      window_theta: base of the rotary wavelengths in blocks with a window, without scaling. None means the
+        same wavelengths as in other blocks.
+      experts: replaces each feed-forward by a mixture of experts, such as "num=8,top=2", with any of
         capacity, shared, scores, normalised, scale, balance, over, bias, z, shared_gate, groups and
-        top_groups; `mlp` is the hidden features of one expert. Empty: none.
+        top_groups; `mlp` is then the number of hidden features of one expert. Empty means no experts.
     """
 
     num_layers: int
@@ -182,7 +205,7 @@ class BlockOptions(DecodingOptions):
 
     def list_problems(self) -> list[str]:
         """List the options that are out of range or do not fit another."""
-        return problems(self) + decoder_problems(self)
+        return super().list_problems() + _find_decoder_problems(self)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -210,61 +233,36 @@ BIASES = {
     "norm_bias": ("norm_bias", "bias"),
     "bias": ("bias",),
 }
-"""Option of biases -> the options of which the first that is not None says whether there are biases."""
+"""Option about biases -> options to look up; the first that is not None says whether there are biases."""
 
 
 def has_bias(config: Any, option: str) -> bool:
-    """Return whether the parts of a block that an option of `BIASES` is about have biases."""
+    """Return whether parts of a block have biases, by an option of `BIASES` and its defaults."""
     return next(value for name in BIASES[option] if (value := getattr(config, name)) is not None)
 
 
-def problems(config: Any) -> list[str]:
-    """List the problems of a configuration: single values first, then the relations between sizes."""
-    counts = {f.name: getattr(config, f.name) for f in fields(config) if f.type in (int, int | None)}
-    found = checks.positive({name: value for name, value in counts.items() if value is not None})
-    if not found:
-        sizes = block_sizes(config)
-        found += checks.multiple("num_heads", config.num_heads, "num_kv_heads", sizes[KV_HEADS])
-        if getattr(config, "head_dim", None) is None:
-            found += checks.multiple("embed", config.embed, "num_heads", config.num_heads)
-        if getattr(config, "positions", "learned") == "rotary" and sizes[HEAD_DIM] % 2:
-            odd = sizes[HEAD_DIM]
-            found.append(f"head_dim is {odd}; rotary positions turn pairs. Use head_dim={odd + 1}.")
-    found += checks.positive({n: float(getattr(config, n)) for n in ("theta", "eps") if hasattr(config, n)})
-    found += checks.dropout_rate("dropout", config.dropout)
-    found += _lora_problems(config) + _experts_problems(config)
-    choices = {f.name: get_args(f.type) for f in fields(config) if get_origin(f.type) is Literal}
-    for name, allowed in choices.items():
-        found += checks.choice(name, getattr(config, name), allowed)
+def _find_text_problems(config: Any) -> list[str]:
+    """List the problems of the options that are read from text, `lora` and `experts`."""
+    found: list[str] = []
+    read: dict[str, Any] = {"lora": None, "experts": None}
+    for name, reader in (("lora", read_lora), ("experts", read_experts)):
+        try:
+            read[name] = reader(getattr(config, name, ""))
+        except ValueError as error:
+            found.append(str(error))
+    lora, experts = read["lora"], read["experts"]
+    if lora and lora.on == ("gate",) and config.activation not in GATED:
+        found.append(
+            f"lora is {config.lora!r}, and a feed-forward with {config.activation} has no gate; use"
+            " activation='swiglu', or other projections"
+        )
+    if lora and experts and not experts.shared and not set(lora.on) - {"up", "gate", "down"}:
+        found.append(f"lora is {config.lora!r}, and experts have no adapters; use on=q+v, of attention")
     return found
 
 
-def _lora_problems(config: Any) -> list[str]:
-    try:
-        lora = read_lora(config.lora)
-    except ValueError as error:
-        return [str(error)]
-    if lora is not None and lora.on == ("gate",) and config.activation not in GATED:
-        return [
-            f"lora is {config.lora!r}, and a feed-forward with {config.activation} has no gate; use"
-            " activation='swiglu', or other projections"
-        ]
-    return []
-
-
-def _experts_problems(config: Any) -> list[str]:
-    try:
-        experts = read_experts(getattr(config, "experts", ""))
-        lora = read_lora(config.lora)
-    except ValueError as error:
-        return [str(error)] if str(error).startswith("experts") else []
-    if experts and not experts.shared and lora and not set(lora.on) - {"up", "gate", "down"}:
-        return [f"lora is {config.lora!r}, and experts have no adapters; use on=q+v, of attention"]
-    return []
-
-
-def decoder_problems(config: BlockOptions) -> list[str]:
-    """List the problems of the options that only blocks of decoders have."""
+def _find_decoder_problems(config: BlockOptions) -> list[str]:
+    """List the problems of the options that only decoders have."""
     names = ("query_scale", "soft_cap", "logits_soft_cap", "embed_scale", "window_theta")
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     found = checks.positive({name: float(value) for name, value in given.items()})
@@ -277,7 +275,7 @@ def decoder_problems(config: BlockOptions) -> list[str]:
         if scaling is not None and scaling.kind == "yarn" and config.theta <= 1:
             found.append(f"theta is {config.theta}; yarn needs it above 1. Use theta=10000.")
         if scaling is not None and head_dim:
-            found += scaling_fits(scaling, config.rotary_dims or head_dim)
+            found += find_scaling_problems(scaling, config.rotary_dims or head_dim)
     except ValueError as error:
         found.append(str(error))
     if (rotated := config.rotary_dims) and (rotated % 2 or rotated > head_dim):

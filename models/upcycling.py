@@ -1,6 +1,6 @@
-"""Upcycling: a decoder with experts starts from a dense one, whose feed-forward is copied into each expert.
+"""Start a decoder with experts from a dense decoder: copy its feed-forward into each expert (upcycling).
 
-`shardtrain.trainer.pretrained` reads the dense model by what this module returns; routers begin at random.
+`shardtrain.trainer.pretrained` reads the dense model through this module; routers are initialised at random.
 
 References:
   Komatsuzaki et al. 2022, Sparse Upcycling, arXiv 2212.05055, section 2.
@@ -18,41 +18,41 @@ from shardtrain.models.experts_options import Experts, read_experts
 from shardtrain.models.huggingface.families import ParameterReader
 
 DENSE = {f"blocks/mlp/{which}/kernel": f"blocks/mlp/{which}" for which in ("up", "gate", "down")}
-"""Path of a map of the feed-forward -> path of the same map of all experts."""
+"""Path of a linear map of the feed-forward -> path of the same map of all experts."""
 
 ROUTER = "blocks/mlp/router"
 
 
 def upcycle(config: Any, parameters: Mapping[str, Any]) -> dict[str, ParameterReader]:
-    """Return the parameters of a dense decoder as those of one with experts; its router is not among them.
+    """Return the parameters of a decoder with experts, except its router, as copies of a dense decoder's.
 
-    Where the weights of a token's experts add up to 1, its outputs are those of the dense model.
+    If the weights of a token's experts add up to 1, its outputs are those of the dense model.
 
     Args:
-      config: of the model with experts.
+      config: the configuration of the model with experts.
       parameters: path -> parameter of the dense model, blocks stacked, with `shape` and `read`; nothing is
         read here.
 
     Raises:
-      ValueError: lists what the model with experts has that cannot be copied.
+      ValueError: lists why the parameters cannot be copied.
     """
     options = read_experts(getattr(config, "experts", ""))
-    checks.refuse("a model with experts from a dense one", _problems(config, options, parameters))
+    checks.refuse("a model with experts from a dense one", _find_problems(config, options, parameters))
     assert options is not None
     found = {path: each for path, each in parameters.items() if path not in DENSE}
     for path, of_experts in DENSE.items():
         if path in parameters:
-            found[of_experts] = _copy(parameters[path], options.num)
+            found[of_experts] = _repeat(parameters[path], options.num)
     return found
 
 
-def _copy(dense: Any, num: int) -> ParameterReader:
-    """Return the parameter of all experts: (layers, in, out) becomes (layers, experts, in, out)."""
+def _repeat(dense: Any, num: int) -> ParameterReader:
+    """Repeat a parameter for all experts: (layers, in, out) becomes (layers, experts, in, out)."""
     layers, *rest = dense.shape
     shape = (layers, num, *rest)
 
     def read() -> np.ndarray:
-        # a view: no copy is made before devices get their parts
+        # a view: nothing is copied before devices get their shards
         return np.broadcast_to(np.asarray(dense.read())[:, None], shape)
 
     if dense.read_one is None:
@@ -64,16 +64,16 @@ def _read_block(read_one: Any, num: int, number: int) -> np.ndarray:
     return read_one(number // num)
 
 
-def _problems(config: Any, options: Experts | None, parameters: Mapping[str, Any]) -> list[str]:
+def _find_problems(config: Any, options: Experts | None, parameters: Mapping[str, Any]) -> list[str]:
     if options is None:
-        return ["experts is empty; say which experts there are, as --model.experts num=8,top=2"]
+        return ["experts is empty; give the experts, such as --model.experts num=8,top=2"]
     if ROUTER in parameters or "blocks/mlp/up/kernel" not in parameters:
         return ["that model is no dense decoder, whose feed-forward could be copied; start without upcycle"]
     found = []
     if options.shared:
         found.append(
-            f"shared is {options.shared}; a shared feed-forward would be added to experts that do all of"
-            " the dense one's work: leave it out"
+            f"shared is {options.shared}; a shared feed-forward would be added to experts that already"
+            " compute the dense one's output: leave it out"
         )
     if biases := [path for path in parameters if path.startswith("blocks/mlp/") and path.endswith("/bias")]:
         found.append(f"experts have no biases, and the dense feed-forward has {', '.join(biases)}")

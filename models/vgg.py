@@ -1,6 +1,6 @@
-"""VGG-16 and VGG-19 for small images in nnx: `VggConfig` is the factory, `Vgg` the model.
+"""VGG-16 and VGG-19 for small images in nnx: `VggConfig` builds the model `Vgg`.
 
-Each convolution is a block of an `nnx.List`, with its norm and relu; the last of a size has the pooling too.
+Each convolution, with its norm and relu, is a block of an `nnx.List`; the last block of a size also pools.
 `convolution.py` has the parts.
 """
 
@@ -14,13 +14,14 @@ from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, CHANNELS_IN, EMBED, MLP, VOCAB
 from shardtrain.models import checks
-from shardtrain.models.convolution import WRITTEN, Convolution, ImageModel, ImageOptions, channel_norm
-from shardtrain.models.layers import Linear, coming_keys
+from shardtrain.models.convolution import WRITTEN, Convolution, ImageModel, ImageOptions, make_channel_norm
+from shardtrain.models.layers import Linear
+from shardtrain.models.transformer import DropoutKeys
 
 CONVOLUTIONS = {16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
-"""Depth -> convolutions at each size of the image; three more layers classify."""
+"""Depth -> number of convolutions at each image size; three more layers classify."""
 CHANNELS = (1, 2, 4, 8, 8)
-"""Channels at each size of the image, in multiples of `filters`."""
+"""Number of channels at each image size, in multiples of `filters`."""
 HALVED = 2 ** len(CHANNELS)
 
 
@@ -29,12 +30,14 @@ class VggConfig(ImageOptions):
     """Sizes and options of a VGG; called with `nnx.Rngs` it builds the model.
 
     Args:
-      depth: 16 (configuration D of the paper) or 19 (E).
-      filters: channels of the first convolutions, 64 in the paper; the last have 8 times as many.
-      height: rows of an image, a multiple of 32, for each of five poolings halves them.
+      depth: number of layers, 16 (configuration D of the paper) or 19 (E).
+      filters: number of channels of the first convolutions, 64 in the paper; the last have 8 times as many.
+      height: rows of an image, a multiple of 32, as five poolings halve them.
       width: columns of an image, a multiple of 32.
-      hidden: features of the two hidden layers of the classifier, 4096 in the paper; None: none.
-      dropout: rate on the hidden features of the classifier, 0.5 in the paper. It needs a "dropout" stream.
+      hidden: features of the two hidden layers of the classifier, 4096 in the paper. None removes these
+        layers.
+      dropout: dropout rate of the hidden features of the classifier, 0.5 in the paper. It needs a random
+        stream "dropout".
 
     References:
       Simonyan and Zisserman 2014, https://arxiv.org/abs/1409.1556, table 1.
@@ -50,10 +53,7 @@ class VggConfig(ImageOptions):
 
     def list_problems(self) -> list[str]:
         """List the options that are out of range or do not fit another."""
-        found = super().list_problems()
-        if self.depth > 0 and self.depth not in CONVOLUTIONS:
-            near = min(CONVOLUTIONS, key=lambda depth: abs(depth - self.depth))
-            found.append(f"depth is {self.depth}; allowed are 16, 19. Use depth={near}.")
+        found = super().list_problems() + checks.depth(self.depth, CONVOLUTIONS)
         for name in ("height", "width"):
             if getattr(self, name) > 0:
                 found += checks.multiple(name, getattr(self, name), "2 ** poolings", HALVED)
@@ -65,12 +65,12 @@ class VggConfig(ImageOptions):
 
     @property
     def num_blocks(self) -> int:
-        """Convolutions."""
+        """Number of convolutions."""
         return sum(CONVOLUTIONS[self.depth])
 
     @property
     def outer_channels(self) -> int:
-        """Channels after the last convolution."""
+        """Number of channels after the last convolution."""
         return CHANNELS[-1] * self.filters
 
     def __call__(self, rngs: nnx.Rngs) -> "Vgg":
@@ -79,14 +79,14 @@ class VggConfig(ImageOptions):
 
 
 class VggBlock(nnx.Module):
-    """A convolution, its norm and relu; `pooled`: then the maximum of each 2 x 2 pixels."""
+    """A convolution, its norm and relu, and with `pooled` the maximum of each 2 x 2 pixels."""
 
     def __init__(
         self, config: VggConfig, entering: int, leaving: int, *, pooled: bool, of_image: bool, rngs: nnx.Rngs
     ):
         self.pooled = pooled
         self.convolution = Convolution(entering, leaving, 3, of_image=of_image, dtype=config.dtype, rngs=rngs)
-        self.norm = channel_norm(config, leaving)
+        self.norm = make_channel_norm(config, leaving)
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         x_BHWC = jax.nn.relu(self.norm(self.convolution(x_BHWC)))
@@ -95,43 +95,38 @@ class VggBlock(nnx.Module):
         return with_logical_constraint(x_BHWC, WRITTEN)
 
 
-class Vgg(ImageModel):
-    """Images to logits. `nnx.view(vgg, deterministic=True, use_running_average=True)` is for evaluation."""
+class Vgg(ImageModel, DropoutKeys):
+    """Map images to logits; `nnx.view(vgg, deterministic=True, use_running_average=True)` for evaluation."""
 
     def __init__(self, config: VggConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.blocks = nnx.List(_blocks(config, rngs))
-        self.classifier = nnx.List(_classifier(config, rngs))
-        self.dropout = nnx.Dropout(config.dropout)
-        self.rngs = rngs["dropout"].fork() if config.dropout else None
+        self.blocks = nnx.List(_make_blocks(config, rngs))
+        self.classifier = nnx.List(_make_classifier(config, rngs))
+        self.start_dropout(config.dropout, len(self.classifier) - 1, rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Score each image against the classes; the next call has masks of its own."""
+        """Score each image against the classes; each call draws new dropout masks."""
         logits_BV = super().__call__(images)
-        if self.rngs is not None and not self.dropout.deterministic:
-            self.rngs()
+        self.advance_dropout()
         return logits_BV
 
     def first(self, images: jax.Array) -> jax.Array:
-        """The images in the compute dtype: the first block reads them."""
+        """Return the images in the compute dtype, as input of the first block."""
         return self.read_images(images)
 
     def last(self, x_BHWC: jax.Array) -> jax.Array:
-        """Mean over the pixels that are left (one of 32 x 32), then the classifier."""
+        """Return the logits: the classifier reads the mean over the remaining pixels."""
         x_B = x_BHWC.mean((1, 2))
-        dropped = len(self.classifier) - 1
-        keys: Any = [None] * dropped
-        if self.rngs is not None and not self.dropout.deterministic:
-            keys = coming_keys(self.rngs, dropped)
+        keys, dropped = self.dropout_keys(), len(self.classifier) - 1
         for i, linear in enumerate(self.classifier):
             x_B = with_logical_constraint(x_B, (BATCH, *linear.into))
             x_B = with_logical_constraint(linear(x_B), (BATCH, *linear.out))
             if i < dropped:
-                x_B = self.dropout(jax.nn.relu(x_B), rngs=keys[i])
+                x_B = self.dropout(jax.nn.relu(x_B), rngs=None if keys is None else keys[i])
         return x_B.astype(jnp.float32)
 
 
-def _blocks(config: VggConfig, rngs: nnx.Rngs) -> list[VggBlock]:
+def _make_blocks(config: VggConfig, rngs: nnx.Rngs) -> list[VggBlock]:
     blocks = []
     entering = config.colours
     for multiple, count in zip(CHANNELS, CONVOLUTIONS[config.depth], strict=True):
@@ -142,8 +137,8 @@ def _blocks(config: VggConfig, rngs: nnx.Rngs) -> list[VggBlock]:
     return blocks
 
 
-def _classifier(config: VggConfig, rngs: nnx.Rngs) -> list[Linear]:
-    """Linear maps from the channels to the classes; hidden features are sharded between the first two."""
+def _make_classifier(config: VggConfig, rngs: nnx.Rngs) -> list[Linear]:
+    """Make the linear maps from channels to classes; the hidden features after the first may be sharded."""
     sizes = {CHANNELS_IN: config.outer_channels, VOCAB: config.classes}
     dims = [((CHANNELS_IN,), (VOCAB,))]
     if config.hidden is not None:

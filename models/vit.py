@@ -1,6 +1,6 @@
-"""A vision transformer in nnx: `VitConfig` is the factory, `Vit` the model; `vit` has the published sizes.
+"""A vision transformer in nnx: `VitConfig` builds the model `Vit`; `vit` has the published sizes.
 
-Patches of an image are a sequence, which goes through the blocks of `decoder_block.py` with bidirectional
+The patches of an image are a sequence, which passes the blocks of `decoder_block.py` with bidirectional
 attention. `transformer.py` has the parts that all transformers share.
 """
 
@@ -35,15 +35,15 @@ class VitConfig(TransformerOptions):
       width: columns of an image, a multiple of `patch`.
       colours: channels of an image.
       classes: number of classes, the dim vocab.
-      patch: rows and columns of a patch, which one linear map makes a position of the sequence.
+      patch: rows and columns of a patch, which a linear map turns into a position of the sequence.
       num_layers: number of blocks.
-      pooling: what is classified. "token": a class token before the patches, as in the paper. "mean": the
-        mean of all patches, without such a token; then the number of positions is that of patches, which a
-        mesh can divide.
+      pooling: "token" classifies a class token before the patches, as in the paper. "mean" classifies the
+        mean of all patches, without a class token, so that a mesh can divide the number of positions.
       eps: added to the variance in the layer norms.
       activation: "gelu_erf" (exact) or "gelu" (tanh approximation).
-      qkv_bias: whether the projections of queries, keys and values have biases, as all others.
-      scan: run the blocks in `jax.lax.scan` (compile time does not grow with their number), or unroll them.
+      qkv_bias: whether the projections to queries, keys and values have biases; all others have.
+      scan: whether blocks run in `jax.lax.scan`, so that compile time does not grow with their number;
+        otherwise they are unrolled.
 
     References:
       Dosovitskiy et al. 2020, An image is worth 16x16 words, https://arxiv.org/abs/2010.11929, section 3.1;
@@ -81,7 +81,7 @@ class VitConfig(TransformerOptions):
 
     @property
     def vocab(self) -> int:
-        """Number of classes, by the name that all transformers have for what they score."""
+        """Number of classes, by the name that all transformers use."""
         return self.classes
 
     @property
@@ -105,7 +105,7 @@ class VitConfig(TransformerOptions):
 
 
 class Vit(DropoutKeys):
-    """Images to logits. `nnx.view(vit, deterministic=True)` is the same model with dropout off."""
+    """Map images to logits; `nnx.view(vit, deterministic=True)` is the same model without dropout."""
 
     def __init__(self, config: VitConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -120,7 +120,7 @@ class Vit(DropoutKeys):
         self.blocks = stack_blocks(partial(Block, causal=False), parts, rngs)
         self.final_norm = make_norm(parts)
         self.head = make_linear(parts, (EMBED,), (VOCAB,), rngs)
-        self.start_dropout(config.dropout, config.num_layers, rngs)
+        self.start_dropout(config.dropout, 1 + config.num_layers, rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Score each image against the classes.
@@ -139,7 +139,7 @@ class Vit(DropoutKeys):
         return logits_BV
 
     def first(self, images: jax.Array) -> jax.Array:
-        """Map each patch to a position, and add the positions' table: the stream that enters the blocks."""
+        """Map each patch to a position, and add the table of positions, as input of the first block."""
         config = self.config
         check_images(images.shape, (config.height, config.width, config.colours))
         x_BTD = self.patches(split_patches(images.astype(config.dtype), config.patch))
@@ -150,7 +150,7 @@ class Vit(DropoutKeys):
         return self.drop_embedding(add_positions(config, x_BTD, self.positions), self.embedding_key())
 
     def run(self, blocks: Block, x_BTD: jax.Array, keys: jax.Array | None) -> jax.Array:
-        """Apply stacked blocks to the residual stream (all, or those of a pipeline stage)."""
+        """Apply stacked blocks to the residual stream: all blocks, or those of a pipeline stage."""
 
         # made anew at each call: jax.checkpoint keeps traces by function, whatever rules they were made under
         def run_block(block: Block, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -159,7 +159,7 @@ class Vit(DropoutKeys):
         return walk(self.config.parts, run_block, blocks, x_BTD, keys)
 
     def last(self, x_BTD: jax.Array) -> jax.Array:
-        """Norm, pool and score: float32 logits (batch, classes), rounded to dtype."""
+        """Norm and pool; return the float32 logits (batch, classes), rounded to dtype."""
         x_BTD = gather_sequence(self.final_norm(x_BTD))
         x_BD = x_BTD.mean(axis=1) if self.token is None else x_BTD[:, 0]
         logits_BV = self.head(with_logical_constraint(x_BD, (BATCH, EMBED)))
@@ -169,7 +169,7 @@ class Vit(DropoutKeys):
 def split_patches(images: jax.Array, patch: int) -> jax.Array:
     """Split images (batch, height, width, colours) into patches (batch, number, patch, patch * colours).
 
-    Patches come row by row; in one, the colours of a pixel stand together.
+    Patches come row by row; in a patch, the colours of a pixel are neighbours.
 
     >>> split_patches(jnp.arange(16).reshape(1, 4, 4, 1), 2)[0, 1].tolist()
     [[2, 3], [6, 7]]

@@ -18,7 +18,7 @@ from written_formats import DOCUMENTS, WRITERS, picture
 
 from shardtrain.cli.generate import GenerateOptions, read_prompts
 from shardtrain.data.chat_template import open_template
-from shardtrain.data.conversations import conversations
+from shardtrain.data.conversations import read_conversations
 from shardtrain.data.documents import Piece
 from shardtrain.data.huggingface_tokenizer import HuggingFaceTokenizer, train_tokenizer
 from shardtrain.data.image_decoding import decode_image, decode_part
@@ -187,7 +187,7 @@ LINES: dict[str, tuple[Callable[[Path], Any], Any]] = {
     "questions": (read_questions, {"context": "a", "choices": ["b", "c"], "answer": 0}),
     "prompts": (lambda path: read_prompts(GenerateOptions(run="", prompts=str(path))), {"prompt": "Once"}),
     "chats": (
-        lambda path: list(conversations(Piece(SourceFile(path, "jsonl")), "messages", None)),
+        lambda path: list(read_conversations(Piece(SourceFile(path, "jsonl")), "messages", None)),
         {"messages": [{"role": "user", "content": "a", "tool_calls": [{"b": []}]}], "tools": "[]"},
     ),
 }

@@ -1,7 +1,7 @@
-"""Low-rank adapters in files: merged into the kernels they belong to, or alone as the PEFT library has them.
+"""Read and write low-rank adapters: merged into their kernels, or alone in the format of the PEFT library.
 
 PEFT's `adapter_model.safetensors` has matrices A (rank, in) and B (out, rank) for each layer.
-Next: `files.py`; the adapters themselves are in `lora.py`.
+Next: `files.py`; `lora.py` has the adapters' options.
 
 References:
   https://huggingface.co/docs/peft/developer_guides/checkpoint, "The checkpoint format".
@@ -18,7 +18,7 @@ import numpy as np
 from shardtrain.models import checks
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.entries import entry_problems, find_problem
-from shardtrain.models.huggingface.families import ParameterReader, differences, find_family, limit
+from shardtrain.models.huggingface.families import ParameterReader, find_family, list_differences, shorten
 from shardtrain.models.huggingface.folder import open_weights, own_file, read_object
 from shardtrain.models.huggingface.place import Place
 from shardtrain.models.lora import LORA_A, LORA_B, TARGETS, Lora, read_lora
@@ -41,7 +41,7 @@ ONLY = {
     "modules_to_save": (None, []),
     "layers_to_transform": (None, []),
     "lora_bias": (False, None),
-    # others begin with a change of the kernels themselves
+    # other values change the kernels themselves
     "init_lora_weights": (True, False, None, "gaussian"),
     "layer_replication": (None, []),
     "use_qalora": (False, None),
@@ -49,22 +49,22 @@ ONLY = {
     "trainable_token_indices": (None, [], {}),
     "alora_invocation_tokens": (None, []),
 }
-"""Entries of adapter_config.json, and the values with which an adapter is what `lora.py` describes."""
+"""Entry of adapter_config.json -> the values for which an adapter is as `lora.py` describes."""
 
 MOST_RANK, MOST_ALPHA = 1 << 16, 1e9
 
 
 Read = Callable[[str], Any]
-"""Path of a parameter -> its values, or what gives them as `tensors` asks for them."""
+"""Path of a parameter -> its values, or an object as for `families.iterate_tensors`."""
 
 
 def merge_adapters(
     config: Any, shapes: Mapping[str, tuple[int, ...]], read: Read
 ) -> tuple[Any, dict[str, tuple[int, ...]], Read]:
-    """Return the same model without adapters: each is added to its kernel when that is read.
+    """Return the configuration, shapes and `read` of the same model with adapters merged into kernels.
 
     Args:
-      config: of the model; without `lora` everything is returned as it is.
+      config: the configuration of the model; without `lora` nothing changes.
       shapes: path -> shape of every parameter.
       read: path -> array.
     """
@@ -78,7 +78,7 @@ def merge_adapters(
         names = f"{parent}/{LORA_A}", f"{parent}/{LORA_B}"
         if name != "kernel" or names[0] not in shapes:
             return read(path)
-        # the dims of the kernel are those of both maps but for the rank; what is left counts layers
+        # the dims of both maps except the rank are those of the kernel; the others are stacked layers
         num_stacked = len(shapes[names[0]]) + len(shapes[names[1]]) - 2 - len(shapes[path])
         parts = read(path), read(names[0]), read(names[1])
         return LazyArray(lambda numbers: _sum(lora, parts, num_stacked, numbers))
@@ -87,7 +87,7 @@ def merge_adapters(
 
 
 def _sum(lora: Lora, parts: tuple[Any, Any, Any], num_stacked: int, numbers: tuple[int, ...]) -> np.ndarray:
-    """Return a kernel with its adapter, of these three: of one layer, or of all, layer by layer."""
+    """Merge kernel, A and B: of one layer, or of all layers, layer by layer."""
     if num_stacked and not numbers:
         layers = range(len(np.asarray(parts[0])))
         return np.stack([_sum(lora, parts, num_stacked, (i,)) for i in layers])
@@ -95,17 +95,17 @@ def _sum(lora: Lora, parts: tuple[Any, Any, Any], num_stacked: int, numbers: tup
     return w + np.float32(lora.scale) * np.tensordot(a, b, 1)
 
 
-def adapter_tensors(config: Any, read: Read) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield name and array of every adapter, as PEFT names them.
+def iterate_adapters(config: Any, read: Read) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield name and array of every adapter, by PEFT's names.
 
     Args:
-      config: of the model.
+      config: the configuration of the model.
       read: path -> array.
 
     Raises:
-      ValueError: the model has no adapters, or PEFT has none for its family.
+      ValueError: the model has no adapters, or PEFT stores adapters of its family differently.
     """
-    lora, places = _read_lora(config), adapter_places(config)
+    lora, places = _read_lora(config), list_adapter_places(config)
     for place in places:
         parent = place.path.removesuffix(KERNEL)
         first, second = (np.asarray(read(f"{parent}/{name}")) for name in (LORA_A, LORA_B))
@@ -114,13 +114,13 @@ def adapter_tensors(config: Any, read: Read) -> Iterator[tuple[str, np.ndarray]]
                 yield name, np.ascontiguousarray(array[i].reshape(shape).T)
 
 
-def adapter_config(config: Any) -> dict[str, Any]:
+def write_adapter_config(config: Any) -> dict[str, Any]:
     """Return the content of adapter_config.json.
 
     Raises:
-      ValueError: as `adapter_tensors`.
+      ValueError: as `iterate_adapters`.
     """
-    lora, places = _read_lora(config), adapter_places(config)
+    lora, places = _read_lora(config), list_adapter_places(config)
     modules = {place.name.removesuffix(".weight").partition("{}.")[2] for place in places}
     return {
         "peft_type": "LORA",
@@ -143,11 +143,11 @@ def _read_lora(config: Any) -> Lora:
     return lora
 
 
-def adapter_places(config: Any) -> list[Place]:
+def list_adapter_places(config: Any) -> list[Place]:
     """Return the places of the kernels of a model that have an adapter.
 
     Raises:
-      ValueError: as `adapter_tensors`.
+      ValueError: as `iterate_adapters`.
     """
     lora = _read_lora(config)
     family = find_family(replace(config, lora=""))
@@ -168,23 +168,23 @@ def open_adapters(folder: Path, config: Any) -> tuple[str, dict[str, ParameterRe
     """Open the adapters in a folder.
 
     Args:
-      folder: it has adapter_config.json and adapter_model.safetensors.
-      config: of the model that they belong to; its own `lora` is not looked at.
+      folder: a folder with adapter_config.json and adapter_model.safetensors.
+      config: the configuration of their model; its option `lora` is ignored.
 
     Returns:
       The text of the option `lora` of a model with these adapters, and path -> float32 parameter.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: safetensors is not installed; the family has no adapters in this form; or listing what is
-        another kind of adapter, and every missing, extra and misshaped array.
+      ValueError: safetensors is not installed; PEFT stores adapters of the family differently; or lists
+        entries of other kinds of adapters, and every missing, extra and misshaped array.
     """
     about = read_object(own_file(folder, ADAPTER_CONFIG), f"a folder with {ADAPTER_CONFIG}")
     problems = entry_problems(about, NEEDED, ONLY, "lora")
     problems += find_problem(check_whole_number, about.get("r"), "r", MOST_RANK, 1)
     problems += find_problem(finite_number, about.get("lora_alpha"), "lora_alpha", MOST_ALPHA, 1e-9)
     checks.refuse(f"adapters in {folder}", problems)
-    rank, places = about["r"], adapter_places(replace(config, lora="rank=1"))
+    rank, places = about["r"], list_adapter_places(replace(config, lora="rank=1"))
     known = open_weights(folder, ADAPTER_WEIGHTS)
     present = [place for place in places if any(name in known for name in _names(place, config, "A"))]
     shapes = {}
@@ -192,8 +192,8 @@ def open_adapters(folder: Path, config: Any) -> tuple[str, dict[str, ParameterRe
         out, into = place.their_shape(config.sizes)
         shapes |= dict.fromkeys(_names(place, config, "A"), (rank, into))
         shapes |= dict.fromkeys(_names(place, config, "B"), (out, rank))
-    problems = differences(shapes, {name: array.shape for name, array in known.items()})
-    checks.refuse(f"arrays in {folder / ADAPTER_WEIGHTS}", limit(problems))
+    problems = list_differences(shapes, {name: array.shape for name, array in known.items()})
+    checks.refuse(f"arrays in {folder / ADAPTER_WEIGHTS}", shorten(problems))
     on = {place.path.split("/")[-2] for place in present}
     if not on:
         raise ValueError(f"{folder / ADAPTER_WEIGHTS} has no adapter of a projection of this model")

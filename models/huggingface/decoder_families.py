@@ -1,28 +1,31 @@
-"""The families of decoders in files of Hugging Face: in what each differs. `decoders.py` has what they share.
+"""List the families of decoders in files of Hugging Face, each by its differences from Llama.
 
-The entries and their defaults are those of the configuration classes of transformers 5; published files have
-the entries that `read` reads.
+`decoders.py` has what they share; `mixture_families.py` lists the families with experts. Entries and defaults
+are those of the configuration classes of transformers 5; `read` also reads the entries of published files.
 """
 
 import math
 from typing import Any
 
-from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP
+from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.experts_options import Experts, experts_text, read_experts
 from shardtrain.models.huggingface.decoders import (
     ATTENTION,
+    ATTENTION_BIAS,
     GATED_MLP,
     LIKE_LLAMA,
+    NO_WINDOWS,
     PRE_NORMS,
+    QK_NORMED,
     QK_NORMS,
+    WINDOW,
     Json,
     Names,
-    expert_problems,
-    list_foreign_experts,
+    check_head_dim,
     make_family,
-    make_relative,
+    make_llama_relative,
 )
+from shardtrain.models.huggingface.mixture_families import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from shardtrain.models.huggingface.place import TOKEN_ENTRIES
 from shardtrain.models.huggingface.rope import (
     read_rope,
@@ -37,15 +40,9 @@ from shardtrain.models.transformer_options import has_bias
 from shardtrain.system.excerpts import short
 
 QKV = ("attention/q", "attention/k", "attention/v")
-ATTENTION_BIAS = {"attention_bias": "attention_bias"}
 
 
-def _find_derived_head_dim(config: DecoderConfig, model_type: str) -> list[str]:
-    found, derived = config.sizes[HEAD_DIM], config.sizes[EMBED] // config.sizes[HEADS]
-    return [] if found == derived else [f"head_dim is {found}; {model_type} has embed // num_heads only"]
-
-
-def _equal_heads(config: DecoderConfig, model_type: str) -> list[str]:
+def _check_heads(config: DecoderConfig, model_type: str) -> list[str]:
     size, found = config.sizes, []
     if size[KV_HEADS] != size[HEADS]:
         heads = f"as many as query heads, {size[HEADS]}"
@@ -81,12 +78,12 @@ GPT2 = make_family(
     },
     constant={"attn_pdrop": 0.0},
     write=lambda config: {"resid_pdrop": config.dropout, "embd_pdrop": config.dropout},
-    foreign=_equal_heads,
+    foreign=_check_heads,
 )  # fmt: skip
 
 
 def _read_neox(config: Json) -> dict[str, Any]:
-    """What is rotated is in an object, or beside it as in the first files."""
+    """Read the rotary options, from an object or, in the first files, from entries next to it."""
     rope = read_rope(config)
     part = rope.get("partial_rotary_factor", config.get("rotary_pct", 0.25))
     head_dim = config["hidden_size"] // config["num_attention_heads"]
@@ -133,42 +130,33 @@ GPT_NEOX = make_family(
     read=_read_neox,
     write=_write_neox,
     problems=lambda config: scaling_problems(read_rope(config)),
-    foreign=_equal_heads,
+    foreign=_check_heads,
 )  # fmt: skip
 
-LLAMA = make_relative(
+LLAMA = make_llama_relative(
     "llama",
     "LlamaForCausalLM",
     fixed={name: value for name, value in LIKE_LLAMA.items() if name != "bias"},
     biases={**ATTENTION_BIAS, "mlp_bias": "bias"},
 )
 
-MISTRAL = make_relative(
+MISTRAL = make_llama_relative(
     "mistral",
     "MistralForCausalLM",
-    chosen=("window",),
-    read=lambda config: {"window": config["sliding_window"]},
-    write=lambda config: {"sliding_window": config.window},
+    entries=WINDOW,
     defaults={"sliding_window": 4096, "num_key_value_heads": 8},
 )
 
-NO_WINDOWS: dict[str, Any] = {
-    "only": {"use_sliding_window": (False,)},
-    "write": lambda config: {"use_sliding_window": False},
-}
-
-QWEN2 = make_relative(
+QWEN2 = make_llama_relative(
     "qwen2",
     "Qwen2ForCausalLM",
     fixed={**LIKE_LLAMA, "qkv_bias": True},
     defaults={"num_key_value_heads": 32},
-    foreign=_find_derived_head_dim,
+    foreign=check_head_dim,
     **NO_WINDOWS,
 )
 
-QK_NORMED = Names(norms={**PRE_NORMS, **QK_NORMS})
-
-QWEN3 = make_relative(
+QWEN3 = make_llama_relative(
     "qwen3",
     "Qwen3ForCausalLM",
     QK_NORMED,
@@ -183,7 +171,7 @@ POST_NORMS = {
     "mlp_post_norm": "post_feedforward_layernorm",
 }
 
-OLMO2 = make_relative(
+OLMO2 = make_llama_relative(
     "olmo2",
     "Olmo2ForCausalLM",
     Names(norms={**POST_NORMS, **QK_NORMS}),
@@ -191,7 +179,7 @@ OLMO2 = make_relative(
         **LIKE_LLAMA, "post_norm": True, "only_post_norm": True, "qk_norm": True, "qk_norm_joint": True,
     },
     defaults={"rms_norm_eps": 1e-5},
-    foreign=_find_derived_head_dim,
+    foreign=check_head_dim,
     biases=ATTENTION_BIAS,
 )  # fmt: skip
 
@@ -199,27 +187,23 @@ OLMO2 = make_relative(
 def _read_phi3(config: Json) -> dict[str, Any]:
     part = read_rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     head_dim = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
-    rotated = None if part == 1 else int(head_dim * part)
-    return {"window": config.get("sliding_window"), "rotary_dims": rotated}
+    return {"rotary_dims": None if part == 1 else int(head_dim * part)}
 
 
 def _write_phi3(config: DecoderConfig) -> dict[str, Any]:
     rope = rope_entries(config)["rope_parameters"]
     original = "original_max_position_embeddings"
-    return {
-        "sliding_window": config.window,
-        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0),
-        original: rope.get(original, config.seq),
-    }
+    part = rope.get("partial_rotary_factor", 1.0)
+    return {"partial_rotary_factor": part, original: rope.get(original, config.seq)}
 
 
 def _foreign_to_phi3(config: DecoderConfig, model_type: str) -> list[str]:
     kind = config.rope_scaling.partition(":")[0]
     scaled = [f"rope_scaling is {kind!r}; phi3 has 'longrope' only"] if kind not in ("", "longrope") else []
-    return scaled + _find_derived_head_dim(config, model_type)
+    return scaled + check_head_dim(config, model_type)
 
 
-PHI3 = make_relative(
+PHI3 = make_llama_relative(
     "phi3",
     "Phi3ForCausalLM",
     Names(
@@ -228,10 +212,11 @@ PHI3 = make_relative(
             **dict.fromkeys(("mlp/gate", "mlp/up"), "mlp.gate_up_proj"), "mlp/down": GATED_MLP["mlp/down"],
         }
     ),
-    chosen=("window", "rotary_dims"),
+    entries=WINDOW,
+    chosen=("rotary_dims",),
     read=_read_phi3,
     write=_write_phi3,
-    defaults={"rms_norm_eps": 1e-5},
+    defaults={"rms_norm_eps": 1e-5, "sliding_window": None},
     problems=lambda config: [
         f"rope_type is {kind!r}; Decoder has 'default' or 'longrope' only in this family"
         for kind in [read_rope(config).get("rope_type", read_rope(config).get("type", "default"))]
@@ -242,26 +227,27 @@ PHI3 = make_relative(
 
 
 def _foreign_to_starcoder2(config: DecoderConfig, model_type: str) -> list[str]:
-    found = _find_derived_head_dim(config, model_type)
+    found = check_head_dim(config, model_type)
     if not has_bias(config, "norm_bias"):
         norms = f"the layer norms of {model_type} have biases, use True"
         found.append(f"norm_bias is {config.norm_bias!r}; {norms}")
     return found
 
 
-STARCODER2 = make_relative(
+STARCODER2 = make_llama_relative(
     "starcoder2",
     "Starcoder2ForCausalLM",
     Names(maps={**ATTENTION, "mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj"}),
     fixed={"positions": "rotary", "norm": "layernorm"},
-    chosen=("window", "norm_bias"),
+    entries=WINDOW,
+    chosen=("norm_bias",),
     activations={"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"},
     # its norms have biases, whatever its projections have
-    read=lambda config: {
-        "window": config.get("sliding_window"), "norm_bias": None if config["use_bias"] else True,
+    read=lambda config: {"norm_bias": None if config["use_bias"] else True},
+    defaults={
+        "num_key_value_heads": 2, "tie_word_embeddings": True, "norm_epsilon": 1e-5, "use_bias": True,
+        "sliding_window": None,
     },
-    write=lambda config: {"sliding_window": config.window},
-    defaults={"num_key_value_heads": 2, "tie_word_embeddings": True, "norm_epsilon": 1e-5, "use_bias": True},
     foreign=_foreign_to_starcoder2,
     biases={"use_bias": "bias"},
     eps="norm_epsilon",
@@ -282,7 +268,7 @@ TANH = {"gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
 CAUSAL = {"use_bidirectional_attention": (False, None)}
 OF_GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
 
-GEMMA = make_relative(
+GEMMA = make_llama_relative(
     "gemma",
     "GemmaForCausalLM",
     fixed=LIKE_GEMMA,
@@ -301,13 +287,12 @@ CAPS = {"soft_cap": "attn_logit_softcapping", "logits_soft_cap": "final_logit_so
 
 
 def _read_gemma2(config: Json, every: int = 2) -> dict[str, Any]:
-    """Return what Gemma 2 and 3 let one choose."""
+    """Read the options that Gemma 2 and 3 have in addition to Gemma."""
     scalar = config["query_pre_attn_scalar"]
     own = scalar == (config["head_dim"] or config["hidden_size"] // config["num_attention_heads"])
     return {
         **_read_embed_scale(config),
         **window_options(config, every),
-        **{name: config[entry] for name, entry in CAPS.items()},
         "query_scale": None if own else scalar**-0.5,
     }
 
@@ -316,22 +301,22 @@ def _write_gemma2(config: DecoderConfig) -> dict[str, Any]:
     scalar = config.sizes[HEAD_DIM] if config.query_scale is None else config.query_scale**-2.0
     if round(scalar) and round(scalar) ** -0.5 == config.query_scale:
         scalar = round(scalar)
-    caps = {entry: getattr(config, name) for name, entry in CAPS.items()}
     about = {"hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar}
-    return {**about, **caps, **window_entries(config)}
+    return {**about, **window_entries(config)}
 
 
 LATER_GEMMA = Names(norms={**PRE_NORMS, **POST_NORMS, "mlp_norm": "pre_feedforward_layernorm"})
-CHOSEN_IN_GEMMA = ("embed_scale", "window", "full_every", "query_scale", *CAPS)
+CHOSEN_IN_GEMMA = ("embed_scale", "window", "full_every", "query_scale")
 OF_LATER_GEMMA = {
     **OF_GEMMA, "num_key_value_heads": 4, "sliding_window": 4096, "query_pre_attn_scalar": 256,
 }  # fmt: skip
 
-GEMMA2 = make_relative(
+GEMMA2 = make_llama_relative(
     "gemma2",
     "Gemma2ForCausalLM",
     LATER_GEMMA,
     fixed={**LIKE_GEMMA, "post_norm": True},
+    entries=CAPS,
     chosen=CHOSEN_IN_GEMMA,
     read=_read_gemma2,
     write=_write_gemma2,
@@ -373,15 +358,18 @@ def _gemma3_problems(config: Json) -> list[str]:
 def _foreign_to_gemma3(config: DecoderConfig, model_type: str) -> list[str]:
     found = _foreign_to_gemma(config, model_type)
     if config.window is not None and config.rope_scaling and config.window_theta is None:
-        found.append("rope_scaling stretches windows too, which gemma3_text has not: set window_theta")
+        found.append(
+            "rope_scaling also stretches blocks with a window, which gemma3_text does not: set window_theta"
+        )
     return found
 
 
-GEMMA3 = make_relative(
+GEMMA3 = make_llama_relative(
     "gemma3_text",
     "Gemma3ForCausalLM",
     Names(norms={**LATER_GEMMA.norms, **QK_NORMS}),
     fixed={**LIKE_GEMMA, "post_norm": True, "qk_norm": True},
+    entries=CAPS,
     chosen=(*CHOSEN_IN_GEMMA, "window_theta"),
     read=_read_gemma3,
     write=_write_gemma3,
@@ -398,126 +386,8 @@ GEMMA3 = make_relative(
 )  # fmt: skip
 
 
-def _experts_of(config: DecoderConfig) -> Experts:
-    found = read_experts(config.experts)
-    assert found is not None, "what foreign lists is refused first"
-    return found
-
-
-MIXTRAL = make_relative(
-    "mixtral",
-    "MixtralForCausalLM",
-    Names(experts="block_sparse_moe", expert_maps={"up": "w3", "gate": "w1", "down": "w2"}),
-    chosen=("window", "experts"),
-    read=lambda config: {
-        "window": config["sliding_window"],
-        "experts": experts_text(Experts(num=config["num_local_experts"], top=config["num_experts_per_tok"])),
-    },
-    write=lambda config: {
-        "sliding_window": config.window, "num_local_experts": _experts_of(config).num,
-        "num_experts_per_tok": _experts_of(config).top,
-    },
-    defaults={
-        "sliding_window": None, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
-        "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0,
-    },
-    problems=lambda config: expert_problems(config["num_local_experts"], config["num_experts_per_tok"]),
-    foreign=list_foreign_experts,
-)  # fmt: skip
-
-
-def _qwen_experts(config: Json) -> dict[str, Any]:
-    # transformers 5 writes the number of experts by another name than published files have
-    num = config.get("num_experts", config.get("num_local_experts"))
-    normalised = "chosen" if config["norm_topk_prob"] else "all"
-    return {"num": num, "top": config["num_experts_per_tok"], "normalised": normalised}
-
-
-def _read_qwen_moe(config: Json, **keys: Any) -> dict[str, Any]:
-    """Return the mixture, and the hidden features of one expert."""
-    experts = experts_text(Experts(**_qwen_experts(config), **keys))
-    return {"experts": experts, "mlp": config["moe_intermediate_size"]}
-
-
-def _read_qwen2_moe(config: Json) -> dict[str, Any]:
-    shared = config["shared_expert_intermediate_size"] // config["moe_intermediate_size"]
-    return _read_qwen_moe(config, shared=shared, shared_gate="sigmoid")
-
-
-def _write_qwen_moe(config: DecoderConfig) -> dict[str, Any]:
-    options = _experts_of(config)
-    return {
-        "use_sliding_window": False,
-        "num_experts": options.num,
-        "num_experts_per_tok": options.top,
-        "norm_topk_prob": options.normalised == "chosen",
-        "moe_intermediate_size": config.sizes[MLP],
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-
-
-def _write_qwen2_moe(config: DecoderConfig) -> dict[str, Any]:
-    shared = _experts_of(config).shared * config.sizes[MLP]
-    return {**_write_qwen_moe(config), "shared_expert_intermediate_size": shared}
-
-
-def _qwen2_problems(config: Json) -> list[str]:
-    wide, one = config["shared_expert_intermediate_size"], config["moe_intermediate_size"]
-    found = expert_problems(**_qwen_experts(config))
-    if wide % one:
-        multiples = f"multiples of moe_intermediate_size, {one}"
-        found.append(f"shared_expert_intermediate_size is {wide}; Decoder has {multiples}")
-    return found
-
-
-def _foreign_to_qwen2_moe(config: DecoderConfig, model_type: str) -> list[str]:
-    found = list_foreign_experts(config, model_type, ("normalised", "shared", "shared_gate"))
-    options = read_experts(config.experts)
-    if options and options.shared_gate != "sigmoid":
-        found.append("experts: the shared feed-forward has no gate; qwen2_moe has shared_gate=sigmoid only")
-    return _find_derived_head_dim(config, model_type) + found
-
-
-# every block has a mixture, and no window
-ALL_SPARSE = {**NO_WINDOWS["only"], "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
-
-QWEN2_MOE = make_relative(
-    "qwen2_moe",
-    "Qwen2MoeForCausalLM",
-    chosen=("experts",),
-    read=_read_qwen2_moe,
-    write=_write_qwen2_moe,
-    only=ALL_SPARSE,
-    biases={"qkv_bias": "qkv_bias"},
-    defaults={
-        "qkv_bias": True, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
-        "norm_topk_prob": False, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
-    },
-    problems=_qwen2_problems,
-    foreign=_foreign_to_qwen2_moe,
-)  # fmt: skip
-
-QWEN3_MOE = make_relative(
-    "qwen3_moe",
-    "Qwen3MoeForCausalLM",
-    QK_NORMED,
-    fixed={**LIKE_LLAMA, "qk_norm": True},
-    chosen=("experts",),
-    read=_read_qwen_moe,
-    write=_write_qwen_moe,
-    only=ALL_SPARSE,
-    biases=ATTENTION_BIAS,
-    defaults={
-        "num_key_value_heads": 4, "num_experts_per_tok": 8, "norm_topk_prob": False,
-        "num_local_experts": 128, "moe_intermediate_size": 768,
-    },
-    problems=lambda config: expert_problems(**_qwen_experts(config)),
-    foreign=lambda config, model_type: list_foreign_experts(config, model_type, ("normalised",)),
-)  # fmt: skip
-
 DECODERS = (
     GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, STARCODER2, OLMO2, GEMMA, GEMMA2, GEMMA3, GPT_NEOX, MIXTRAL,
     QWEN2_MOE, QWEN3_MOE,
 )  # fmt: skip
-"""In the order in which a model is given the first that has all its options."""
+"""A model is written as the first family that has all its options."""

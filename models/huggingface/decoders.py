@@ -1,6 +1,6 @@
-"""Decoders in files of Hugging Face: the names of their arrays, and what most families share.
+"""Map decoders to files of Hugging Face: names of arrays, and what most families share.
 
-`decoder_families.py` is the table of families; `rope.py` has the entries about positions.
+`decoder_families.py` and `mixture_families.py` list the families; `rope.py` has the entries about positions.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, SEQ, VOCAB
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.experts_options import Experts, read_experts
+from shardtrain.models.experts_options import read_experts
 from shardtrain.models.huggingface.entries import entry_problems
 from shardtrain.models.huggingface.place import (
     KERNELS,
@@ -18,7 +18,6 @@ from shardtrain.models.huggingface.place import (
     Copy,
     Family,
     Place,
-    option_problems,
     place_linear,
     place_norm,
 )
@@ -31,25 +30,31 @@ ATTENTION = {f"attention/{which}": f"self_attn.{which}_proj" for which in "qkvo"
 GATED_MLP = {f"mlp/{which}": f"mlp.{which}_proj" for which in ("up", "gate", "down")}
 PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 QK_NORMS = {f"attention/{which}_norm": f"self_attn.{which}_norm" for which in "qk"}
+WINDOW = {"window": "sliding_window"}
+ATTENTION_BIAS = {"attention_bias": "attention_bias"}
+NO_WINDOWS: dict[str, Any] = {
+    "only": {"use_sliding_window": (False,)},
+    "write": lambda config: {"use_sliding_window": False},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """How a family of decoders calls its arrays.
+    """The names of the arrays of a family of decoders.
 
     Args:
-      prefix: before all names but that of the head.
+      prefix: prefix of all names except the head's.
       embedding: the table of tokens.
-      positions: the table of positions; empty: there is none.
+      positions: the table of positions; empty if there is none.
       layer: beginning of the names in a layer.
-      maps: path of a linear map in a block -> its name. Maps of one name are slices of one array, in this
-        order.
+      maps: path of a linear map in a block -> its name. Maps with the same name are slices of one array, in
+        this order.
       norms: path of a norm in a block -> its name.
       final_norm: the norm before the head.
-      head: the head; where it is tied, a second name of the table of tokens.
+      head: the head; if it is tied, a second name of the table of tokens.
       transposed: whether matrices are (out, in).
-      by_head: whether maps of one name are sliced in each head.
-      experts: the mixture of experts; its maps are named by `expert_maps`.
+      by_head: whether maps with the same name are sliced within each head.
+      experts: the mixture of experts; `expert_maps` names its maps.
       expert_maps: map of an expert -> its name.
     """
 
@@ -67,6 +72,9 @@ class Names:
     expert_maps: Mapping[str, str] = field(
         default_factory=lambda: {w: f"{w}_proj" for w in ("up", "gate", "down")}
     )
+
+
+QK_NORMED = Names(norms={**PRE_NORMS, **QK_NORMS})
 
 
 def list_places(names: Names, config: DecoderConfig) -> Iterator[Place]:
@@ -102,7 +110,7 @@ def list_places(names: Names, config: DecoderConfig) -> Iterator[Place]:
 
 
 def _list_expert_places(names: Names, config: DecoderConfig, layer: str) -> Iterator[Place]:
-    """List the places of a mixture; in files each expert has arrays of its own, (out, in)."""
+    """List the places of a mixture of experts; in files each expert has its own arrays, (out, in)."""
     options = read_experts(config.experts)
     assert options is not None
     block, path = f"{layer}{names.experts}", "blocks/mlp"
@@ -129,14 +137,7 @@ def _list_copies(names: Names, config: DecoderConfig) -> Iterator[Copy]:
 
 
 def make_family(model_type: str, architecture: str, names: Names, **differences: Any) -> Family:
-    """Make a family of decoders.
-
-    Args:
-      model_type: see `Family`.
-      architecture: likewise.
-      names: of its arrays.
-      differences: other fields of `Family`.
-    """
+    """Make a family of decoders with these names of arrays; see `Family` for the other arguments."""
     return Family(
         model_type=model_type,
         architecture=architecture,
@@ -153,7 +154,7 @@ LIKE_LLAMA = {"positions": "rotary", "norm": "rmsnorm", "bias": False}
 SILU = {"silu": "swiglu", "swish": "swiglu"}
 
 
-def make_relative(
+def make_llama_relative(
     model_type: str,
     architecture: str,
     names: Names = Names(),
@@ -162,27 +163,21 @@ def make_relative(
     fixed: Json = LIKE_LLAMA,
     chosen: tuple[str, ...] = (),
     activations: Mapping[str, str] = SILU,
+    entries: Mapping[str, str] | None = None,
     defaults: Json | None = None,
     read: Callable[[Json], dict[str, Any]] = lambda config: {},
     write: Callable[[DecoderConfig], dict[str, Any]] = lambda config: {},
     problems: Callable[[Json], list[str]] = lambda config: [],
     **differences: Any,
 ) -> Family:
-    """Make a family whose entries are those of Llama, with rotary positions, but for its differences.
+    """Make a family with the entries of Llama and rotary positions; the arguments say how it differs.
 
     Args:
-      model_type: see `Family`, also for the other arguments.
-      architecture: likewise.
-      names: of its arrays.
-      eps: the entry of that option.
-      fixed: likewise.
-      chosen: likewise.
-      activations: likewise.
-      defaults: likewise.
-      read: likewise.
-      write: likewise.
-      problems: likewise.
-      differences: likewise.
+      eps: the entry of the option `eps`.
+      entries: more options -> entries, in addition to Llama's.
+      model_type, architecture, names, fixed, chosen, activations, defaults, read, write, problems,
+      differences:
+        see `make_family` and `Family`.
     """
 
     def read_all(config: Json) -> dict[str, Any]:
@@ -203,7 +198,7 @@ def make_relative(
         model_type,
         architecture,
         names,
-        entries={**TOKEN_ENTRIES, **others, "eps": eps},
+        entries={**TOKEN_ENTRIES, **others, "eps": eps, **(entries or {})},
         defaults={**none, **(defaults or {})},
         activations=activations,
         fixed=fixed,
@@ -217,37 +212,12 @@ def make_relative(
 
 
 def _rope_of_full_blocks(config: Json) -> Json:
-    """Return the entries about positions; of two kinds of blocks, those without a window."""
+    """Return the entries about positions; for models with windows in some blocks, those of the others."""
     rope = read_rope(config)
     return rope.get("full_attention") or rope
 
 
-def list_foreign_experts(config: DecoderConfig, model_type: str, chosen: tuple[str, ...] = ()) -> list[str]:
-    """List the options of a mixture that a family does not have.
-
-    Args:
-      config: of the model.
-      model_type: of the family.
-      chosen: keys of `experts` that it lets one choose, beside those of training.
-    """
-    options = read_experts(config.experts)
-    if options is None:
-        return [f"experts is ''; {model_type} has a mixture in each block"]
-    # the last four are for training alone, and no file says them
-    free = {"num", "top", *chosen, "capacity", "balance", "over", "z"}
-    defaults = vars(Experts(num=options.num, top=options.top))
-    fixed = {name: (value,) for name, value in defaults.items() if name not in free}
-    return [f"experts: {problem}" for problem in option_problems(options, fixed, model_type)]
-
-
-def expert_problems(num: int, top: int, normalised: str = "chosen") -> list[str]:
-    """List what a mixture cannot be.
-
-    >>> expert_problems(2, 4)
-    ['num_experts_per_tok is 4, and there are 2 experts']
-    """
-    if top > num:
-        return [f"num_experts_per_tok is {top}, and there are {num} experts"]
-    if top == 1 and normalised == "chosen":
-        return ["num_experts_per_tok is 1, and weights that add up to 1 train no router"]
-    return []
+def check_head_dim(config: DecoderConfig, model_type: str) -> list[str]:
+    """List a head size that differs from embed // num_heads, in families without an entry for it."""
+    found, derived = config.sizes[HEAD_DIM], config.sizes[EMBED] // config.sizes[HEADS]
+    return [] if found == derived else [f"head_dim is {found}; {model_type} has embed // num_heads only"]

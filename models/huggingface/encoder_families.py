@@ -1,4 +1,4 @@
-"""BERT as `Encoder` and ViT as `Vit` in files of Hugging Face, each with its head and without a pooler."""
+"""Map Hugging Face's BERT to `Encoder` and ViT to `Vit`, with the head and without a pooler."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -57,7 +57,7 @@ def _list_bert_places(config: EncoderConfig) -> Iterator[Place]:
 
 
 def _list_bert_copies(config: EncoderConfig) -> Iterator[Copy]:
-    """List the second names: a tied head and its bias, or the unused bias of an untied head."""
+    """List the other names of arrays: a tied head and its bias, or the unused bias of an untied head."""
     if not config.tied:
         yield Copy(name=f"{HEAD}bias", of=f"{HEAD}decoder.bias", tied=False)
         return

@@ -1,4 +1,4 @@
-"""Entries of a config.json of Hugging Face: what they may be, and what is wrong with them."""
+"""Check the entries of a Hugging Face config.json: types, ranges, and values that our models support."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from shardtrain.system.untrusted_files import check_whole_number, finite_number
 
 
 def label_problems(config: Mapping[str, Any]) -> list[str]:
-    """List what is wrong with the names of classes in a config.json."""
+    """List problems of the names of classes in a config.json."""
     labels = config.get("id2label")
     if labels is None or (isinstance(labels, Mapping) and labels):
         return []
@@ -16,7 +16,7 @@ def label_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def count_labels(config: Mapping[str, Any]) -> int:
-    """Return the number of classes of a config.json, two where it names none."""
+    """Return the number of classes of a config.json, two if it names none."""
     labels = config.get("id2label")
     return 2 if labels is None else len(labels)
 
@@ -33,7 +33,7 @@ def write_labels(num: int) -> dict[str, Any]:
 def entry_problems(
     config: Mapping[str, Any], needed: Iterable[str], only: Mapping[str, tuple[Any, ...]], ours: str
 ) -> list[str]:
-    """List entries of a config.json that are missing, or have a value that our model has no option for.
+    """List entries of a config.json that are missing, or have a value that our model does not support.
 
     >>> entry_problems({"hidden_act": "relu"}, ["vocab_size"], {"hidden_act": ("gelu", "silu")}, "Decoder")
     ['vocab_size is missing', "hidden_act is 'relu'; Decoder has 'gelu' or 'silu' only"]
@@ -80,7 +80,7 @@ MOST_SIZE = 2**31 - 1
 
 
 def value_problems(config: Mapping[str, Any]) -> list[str]:
-    """List entries of a config.json that are of another type, or out of any range.
+    """List entries of a config.json that have a wrong type, or are out of range.
 
     >>> value_problems({"n_layer": "9", "n_inner": None, "rms_norm_eps": float("inf"), "rope_scaling": 3})
     ["n_layer is '9'; it is a whole number from 1 to 2147483647", \
@@ -112,7 +112,7 @@ def value_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def find_problem(check: Callable[..., Any], *arguments: Any) -> list[str]:
-    """Return the message that a check raises as a list; empty if it raises none."""
+    """Call a check that raises ValueError; return its message in a list, empty if it passes."""
     try:
         check(*arguments)
     except ValueError as error:

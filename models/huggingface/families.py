@@ -1,7 +1,7 @@
 """Convert weights of Hugging Face's families to parameters of this package, and back.
 
-Pure numpy on state dicts (name -> array), one array at a time where memory counts; values are unchanged.
-`place.py` says which parameter each array is, `files.py` reads and writes files.
+Pure numpy on state dicts (name -> array), one array at a time to save memory; values are unchanged.
+`place.py` maps arrays to parameters, `files.py` reads and writes files.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,28 +20,28 @@ from shardtrain.models.huggingface.t5 import MT5, T5
 from shardtrain.system.excerpts import short
 
 FAMILIES = {family.model_type: family for family in (*DECODERS, BERT, VIT, RESNET, T5, MT5)}
-"""The first that has all options of a model is the one that it is written as."""
+"""model_type -> family; a model is written as the first family that has all its options."""
 
 State = Mapping[str, Any]
-"""Name -> array, or what has a shape and becomes one by `np.asarray`: it is read when its turn comes."""
+"""Name -> array, or an object with a shape that `np.asarray` reads when it is needed."""
 
 MOST_PROBLEMS = 100
 BUFFERS = (
     ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq",
     ".embeddings.position_ids", ".num_batches_tracked",
 )  # fmt: skip
-"""Endings of names of arrays beside the weights that ours have not."""
+"""Endings of names of arrays that are no weights, and that our models do not have."""
 
 OLDER = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
-"""Endings of names in the first BERT files -> what they are called now."""
+"""Endings of names in the first BERT files -> their current endings."""
 
 
 class ParameterReader(NamedTuple):
-    """A parameter that is not read yet.
+    """A parameter that is read when it is needed.
 
     Attributes:
       shape: its shape, blocks stacked.
-      read: returns its values.
+      read: a function that returns its values.
       stack: the first sizes of `shape`, along which arrays of the files are stacked: blocks, and experts.
       read_one: number of such an array, in the order of the stack -> its values.
     """
@@ -60,27 +60,26 @@ def from_huggingface(config: Mapping[str, Any], state: State) -> tuple[Any, dict
       state: its state dict as numpy arrays; names with or without the prefix of the whole model.
 
     Returns:
-      The configuration (dropout 0, other options of ours at their defaults: change them with
+      The configuration (dropout 0, other options that files do not have at their defaults: change them with
       `dataclasses.replace`), and a nested dict of arrays with the dtypes of `state`, blocks stacked; running
       statistics are below its entry "model_state".
 
     Raises:
-      ValueError: listing every option of `config` that our model does not have; or every missing, extra and
+      ValueError: lists every option of `config` that our model does not support; or every missing, extra and
         misshaped name of `state`.
     """
-    ours, found = parameter_readers(config, state)
+    ours, found = open_readers(config, state)
     return ours, unflatten_dict({path: each.read() for path, each in found.items()}, sep="/")
 
 
-def parameter_readers(
+def open_readers(
     config: Mapping[str, Any], state: State, *, dtype: Any = None
 ) -> tuple[Any, dict[str, ParameterReader]]:
-    """Return the configuration, and path -> parameter, each to be read in any order.
+    """Return the configuration, and path -> parameter; parameters are read when they are needed.
 
     Args:
-      config: as for `from_huggingface`.
-      state: the same; an array is read when its turn comes.
-      dtype: of the parameters; by default that of `state`.
+      config, state: as for `from_huggingface`.
+      dtype: the dtype of the parameters; by default that of `state`.
 
     Raises:
       ValueError: at once, as `from_huggingface`.
@@ -92,12 +91,12 @@ def parameter_readers(
     places = list(family.places(ours))
     problems = _layer_problems(num_blocks(ours), len(known), max(place.num_experts for place in places))
     problems = problems or _state_problems(family, places, ours, known)
-    checks.refuse(f"state dict of a {family.model_type} model", limit(problems))
+    checks.refuse(f"state dict of a {family.model_type} model", shorten(problems))
     return ours, {place.path: _make_reader(place, known, ours, dtype) for place in places}
 
 
 def _rename(state: State, family: Family) -> dict[str, Any]:
-    """Return the state dict by current names, with the family's prefix, without buffers and unused arrays."""
+    """Rename a state dict to current names with the family's prefix, and drop buffers and unused arrays."""
     is_bare = not any(name.startswith(family.prefix) for name in state)
 
     def current(name: str) -> str:
@@ -121,7 +120,7 @@ def _make_reader(place: Place, known: State, config: Any, dtype: Any) -> Paramet
     shape = place.shape(config.sizes)
 
     def read_one(number: int) -> np.ndarray:
-        return place.ours(np.asarray(known[names[number]]), config.sizes)
+        return place.convert_to_ours(np.asarray(known[names[number]]), config.sizes)
 
     def read() -> np.ndarray:
         # at most one of the stacked arrays is in memory twice
@@ -140,8 +139,8 @@ def to_huggingface(
     """Convert parameters to a Hugging Face state dict.
 
     Args:
-      config: of the model, of a class that a family has; a `DecoderConfig` is written as the first of
-        `FAMILIES` that has its options.
+      config: the configuration of the model; a `DecoderConfig` is written as the first of `FAMILIES` that has
+        its options.
       params: nested dict of arrays, blocks stacked.
       family: see `find_family`.
 
@@ -149,27 +148,26 @@ def to_huggingface(
       name -> array with the dtypes of `params`. A tied head is written once, as the embedding.
 
     Raises:
-      ValueError: listing every option that no family has; or every missing, extra and misshaped
-        parameter.
+      ValueError: lists every option that no family has; or every missing, extra and misshaped parameter.
     """
     flat: Any = flatten_dict(params, sep="/")
     shapes = {path: np.shape(array) for path, array in flat.items()}
-    return dict(tensors(config, shapes, flat.__getitem__, family))
+    return dict(iterate_tensors(config, shapes, flat.__getitem__, family))
 
 
-def tensors(
+def iterate_tensors(
     config: Any,
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], Any],
     family: str | None = None,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Convert parameters to a state dict array by array: pairs of name and array.
+    """Convert parameters to a state dict array by array; yield pairs of name and array.
 
     Args:
-      config: of the model.
+      config: the configuration of the model.
       shapes: path -> shape of every parameter.
-      read: path -> array, or what gives one for `array[layer]`, `array[layer, expert]` and by `np.asarray`;
-        asked once each, when its turn comes. Of a stacked one only what the next array needs is asked for.
+      read: path -> array, or an object that supports `array[layer]`, `array[layer, expert]` and `np.asarray`.
+        It is called once for each path, and only the slices of the next array are read.
       family: see `find_family`.
 
     Raises:
@@ -178,7 +176,7 @@ def tensors(
     written_as = find_family(config, family)
     places = list(written_as.places(config))
     wanted = {place.path: place.stack(num_blocks(config)) + place.shape(config.sizes) for place in places}
-    checks.refuse("params", differences(wanted, shapes))
+    checks.refuse("params", list_differences(wanted, shapes))
     return _convert(written_as, places, config, read)
 
 
@@ -190,7 +188,7 @@ def _convert(
         arrays = [read(place.path) for place in group]
         for numbers, name in zip(np.ndindex(*stack), group[0].names(num_blocks(config)), strict=True):
             slices = [
-                place.theirs(np.asarray(array[numbers] if stack else array))
+                place.convert_to_theirs(np.asarray(array[numbers] if stack else array))
                 for place, array in zip(group, arrays, strict=True)
             ]
             joined = group[0].joined(slices, config.sizes)
@@ -199,8 +197,8 @@ def _convert(
                 yield each, joined
 
 
-def tensor_shapes(config: Any, family: str | None = None) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every array that `tensors` yields, in the same order."""
+def list_tensor_shapes(config: Any, family: str | None = None) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of every array that `iterate_tensors` yields, in the same order."""
     written_as = find_family(config, family)
     return {
         each: group[0].their_shape(config.sizes)
@@ -211,7 +209,7 @@ def tensor_shapes(config: Any, family: str | None = None) -> dict[str, tuple[int
 
 
 def _group_by_array(places: Any) -> list[list[Place]]:
-    """Group the places by the Hugging Face array that they are slices of, in the order of the slices."""
+    """Group the places by their array in the state dict, in the order of its slices."""
     groups: dict[str, list[Place]] = {}
     for place in places:
         groups.setdefault(place.name, []).append(place)
@@ -219,19 +217,19 @@ def _group_by_array(places: Any) -> list[list[Place]]:
 
 
 def _written_copies(name: str, family: Family, config: Any) -> list[str]:
-    """Return the second names under which an array is written."""
+    """Return the other names under which an array is written too."""
     return [copy.name for copy in family.copies(config) if copy.of == name and not copy.tied]
 
 
 def find_family(config: Any, name: str | None = None) -> Family:
-    """Return the family that a configuration of this package can be written as.
+    """Find the family that a configuration of this package can be written as.
 
     Args:
-      config: of the model.
-      name: the `model_type` to write; None: the first of `FAMILIES` that has all options of the model.
+      config: the configuration of the model.
+      name: the `model_type` to write. None means the first of `FAMILIES` that has all options of the model.
 
     Raises:
-      ValueError: no family has such models; or listing every option that it does not have.
+      ValueError: no family has such models; or lists every option that the family does not have.
     """
     fit = {name: family for name, family in FAMILIES.items() if isinstance(config, family.kind)}
     if not fit:
@@ -242,7 +240,7 @@ def find_family(config: Any, name: str | None = None) -> Family:
     if name is not None:
         checks.refuse("family", checks.choice("family", name, tuple(fit)))
         fit = {name: fit[name]}
-    # the first that has all of it, else the nearest
+    # the first that has all options, else the nearest
     family = min(fit.values(), key=lambda family: len(family.list_foreign(config)))
     problems = family.list_foreign(config)
     checks.refuse(f"{family.kind.__name__} written as a {family.model_type} model", problems)
@@ -252,7 +250,7 @@ def find_family(config: Any, name: str | None = None) -> Family:
 def drop_unwritten_state(
     config: Any, shapes: Mapping[str, tuple[int, ...]], family: str | None
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes without running statistics that files of the family do not have."""
+    """Drop the shapes of running statistics that files of the family do not have."""
     if not any(path.startswith(STATE) for path in shapes):
         return dict(shapes)
     known = {place.path for place in find_family(config, family).places(config)}
@@ -266,7 +264,7 @@ def read_config(config: Mapping[str, Any]) -> tuple[Family, Any]:
       config: the dict of a config.json, with `model_type` one of `FAMILIES`.
 
     Raises:
-      ValueError: listing every entry that is missing or that our model has no option for.
+      ValueError: lists every entry that is missing or that our model does not support.
 
     >>> read_config({"model_type": "t0"})
     Traceback (most recent call last):
@@ -292,10 +290,10 @@ def read_config(config: Mapping[str, Any]) -> tuple[Family, Any]:
 
 
 def write_config(config: Any, family: str | None = None) -> dict[str, Any]:
-    """Return the config.json of a configuration of this package, as `find_family` chooses its family.
+    """Return the config.json of a configuration of this package; see `find_family`.
 
     Raises:
-      ValueError: no family has such models; or listing every option that it does not have.
+      ValueError: no family has such models; or lists every option that the family does not have.
 
     >>> from shardtrain.models.encoder import EncoderConfig
     >>> config = EncoderConfig(vocab=32, seq=8, embed=16, num_layers=1, num_heads=4, mlp=64)
@@ -305,14 +303,14 @@ def write_config(config: Any, family: str | None = None) -> dict[str, Any]:
     return find_family(config, family).write_config(config)
 
 
-def left_out(config: Mapping[str, Any], state: State) -> list[str]:
+def list_left_out(config: Mapping[str, Any], state: State) -> list[str]:
     """Return the names of a state dict that the model does not have, such as BERT's pooler."""
     prefixes = read_config(config)[0].left_out
     return sorted(name for name in state if prefixes and name.startswith(prefixes))
 
 
 def _state_problems(family: Family, places: list[Place], config: Any, known: dict[str, Any]) -> list[str]:
-    """List the problems of a state dict for the model; copies of other arrays are dropped from `known`."""
+    """List the problems of a state dict, and drop copies of other arrays from `known`."""
     shapes = {
         name: place.their_shape(config.sizes) for place in places for name in place.names(num_blocks(config))
     }
@@ -321,7 +319,7 @@ def _state_problems(family: Family, places: list[Place], config: Any, known: dic
         if copy.name in known:
             found += _copy_problems(copy, known)
             known.pop(copy.name)
-    return found + differences(shapes, {name: tuple(np.shape(array)) for name, array in known.items()})
+    return found + list_differences(shapes, {name: tuple(np.shape(array)) for name, array in known.items()})
 
 
 def _copy_problems(copy: Copy, known: Mapping[str, Any]) -> list[str]:
@@ -336,7 +334,7 @@ def _copy_problems(copy: Copy, known: Mapping[str, Any]) -> list[str]:
 
 
 def _layer_problems(num_layers: int, num_arrays: int, num_experts: int = 0) -> list[str]:
-    """Refuse more layers, or experts, than the files have arrays: each has at least one.
+    """Report more layers, or experts, than arrays in the files: each has at least one array.
 
     >>> _layer_problems(10**9, 148)
     ['the config has 1000000000 layers, and the files have 148 arrays in all']
@@ -347,16 +345,18 @@ def _layer_problems(num_layers: int, num_arrays: int, num_experts: int = 0) -> l
     return [f"the config has {num_layers} layers{experts}, and the files have {num_arrays} arrays in all"]
 
 
-def limit(problems: list[str]) -> list[str]:
+def shorten(problems: list[str]) -> list[str]:
     """Shorten a long list of problems."""
     more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
     return problems[:MOST_PROBLEMS] + more
 
 
-def differences(wanted: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> list[str]:
+def list_differences(
+    wanted: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]
+) -> list[str]:
     """List every missing, extra and misshaped array.
 
-    >>> differences({"a": (2,), "b": (3,)}, {"b": (4,), "c": (5,)})
+    >>> list_differences({"a": (2,), "b": (3,)}, {"b": (4,), "c": (5,)})
     ['a is missing; it needs shape (2,)', 'b has shape (4,); it needs shape (3,)', 'c is extra; leave it out']
     """
     missing = [f"{name} is missing; it needs shape {wanted[name]}" for name in wanted if name not in given]

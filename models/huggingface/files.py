@@ -1,7 +1,7 @@
 """Read and write Hugging Face model folders: config.json, safetensors files, tokenizer files.
 
-`shardtrain checkpoint export` and `import` load this module by its name; a module of your own with
-`export_model` and `import_model` can replace it (`--using`). `folder.py` reads single files.
+`shardtrain checkpoint export` and `import` load this module by its name; your own module with `export_model`
+and `import_model` can replace it (`--using`). `folder.py` reads single files.
 """
 
 import json
@@ -19,20 +19,20 @@ from shardtrain.models import checks
 from shardtrain.models.huggingface.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    adapter_config,
-    adapter_tensors,
+    iterate_adapters,
     merge_adapters,
     open_adapters,
+    write_adapter_config,
 )
 from shardtrain.models.huggingface.families import (
     FAMILIES,
     ParameterReader,
     drop_unwritten_state,
-    left_out,
-    parameter_readers,
+    iterate_tensors,
+    list_left_out,
+    list_tensor_shapes,
+    open_readers,
     read_config,
-    tensor_shapes,
-    tensors,
     write_config,
 )
 from shardtrain.models.huggingface.folder import (
@@ -50,7 +50,7 @@ from shardtrain.system.atomic_write import new_folder, refuse_filled
 from shardtrain.system.untrusted_files import read_bytes
 
 __all__ = (
-    "Imported",
+    "ImportedModel",
     "export_model",
     "import_model",
     "make_config",
@@ -68,15 +68,15 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 
 
 @dataclass(frozen=True, kw_only=True)
-class Imported:
-    """A model read from a folder.
+class ImportedModel:
+    """A model that is read from a folder.
 
     Args:
       family: the `model_type` in its config.json.
       config: its configuration, a dataclass of `shardtrain.models`.
-      arrays: pairs of path ("blocks/mlp/up/kernel") and float32 array, each read when its turn comes.
-      left_out: names of arrays in the folder that have no place in our model.
-      tokenizer: files that belong to its tokenizer.
+      arrays: pairs of path ("blocks/mlp/up/kernel") and float32 array, read one after the other.
+      left_out: names of arrays in the folder that our model does not have.
+      tokenizer: files of its tokenizer.
       tokens: the numbers of its special tokens, see `token_ids`.
     """
 
@@ -88,38 +88,37 @@ class Imported:
     tokens: dict[str, Any]
 
 
-def import_model(folder: Path, adapter: Path | None = None) -> Imported:
+def import_model(folder: Path, adapter: Path | None = None) -> ImportedModel:
     """Read a folder written by `save_pretrained` or downloaded.
 
     Args:
-      folder: it has config.json and safetensors.
-      adapter: a folder of low-rank adapters of the PEFT library for this model, which are put beside its
-        parameters; None: none.
+      folder: a folder with config.json and safetensors.
+      adapter: a folder of low-rank adapters of the PEFT library for this model, which are added to its
+        parameters; None adds none.
 
     Raises:
       FileNotFoundError: there is no config.json, or no safetensors.
-      ValueError: safetensors is not installed; or listing what in the folder cannot be read as one of the
-        families.
+      ValueError: safetensors is not installed; or lists why the folder cannot be read as one of the families.
     """
     config = read_object(own_file(folder, CONFIG), "a folder with config.json and model.safetensors")
     state = open_weights(folder)
     family, _ = read_config(config)
-    ours, readers = parameter_readers(config, state, dtype=np.float32)
+    ours, readers = open_readers(config, state, dtype=np.float32)
     if adapter is not None:
         lora, found = open_adapters(adapter, ours)
         ours, readers = replace(ours, lora=lora), {**readers, **found}
-    return Imported(
+    return ImportedModel(
         family=family.model_type,
         config=ours,
         arrays=((path, each.read()) for path, each in readers.items()),
-        left_out=left_out(config, state),
+        left_out=list_left_out(config, state),
         tokenizer=tokenizer_files(folder),
         tokens=token_ids(folder),
     )
 
 
 def read_model_config(folder: Path) -> Any:
-    """Return the configuration of the model in a folder; its weights are not looked at.
+    """Return the configuration of the model in a folder, without reading its weights.
 
     Raises:
       FileNotFoundError: there is no config.json.
@@ -129,13 +128,13 @@ def read_model_config(folder: Path) -> Any:
 
 
 def open_parameters(folder: Path) -> dict[str, ParameterReader]:
-    """Return path -> float32 parameter of the model in a folder, each read when it is asked for.
+    """Return path -> float32 parameter of the model in a folder, each read when it is needed.
 
     Raises:
       FileNotFoundError, ValueError: see `import_model`.
     """
     config = read_object(own_file(folder, CONFIG), "a folder with config.json and model.safetensors")
-    return parameter_readers(config, open_weights(folder), dtype=np.float32)[1]
+    return open_readers(config, open_weights(folder), dtype=np.float32)[1]
 
 
 def export_model(
@@ -151,47 +150,47 @@ def export_model(
     family: str | None = None,
     tokens: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Write a folder that `transformers` loads unchanged; low-rank adapters are merged into their kernels.
+    """Write a folder that `transformers` loads; low-rank adapters are merged into their kernels.
 
-    No more is in memory than one file's arrays, and one parameter with all its layers.
+    At most the arrays of one file, and one parameter with all its layers, are in memory.
 
     Args:
-      folder: where to; it must not hold anything. It gets its name when all is written.
-      options: of the model's configuration, name -> value.
-      shapes: path -> shape of every parameter, blocks stacked, and, below "model_state/", of what changes
-        without being trained, which is left out where files of the family do not have it.
-      read: path -> array, or what `families.tensors` takes in its place, of which one layer, or one expert of
-        a layer, is in memory.
-      dtype: of what is written: float32, float16 or bfloat16.
-      max_shard_bytes: a new file begins above that.
-      tokenizer: a folder whose tokenizer files are copied, and whose `TOKEN_FILES`, if it has them, tell
-        which tokens begin, end and fill up a text.
-      adapters: write the low-rank adapters alone, as the PEFT library loads them.
-      family: the `model_type` to write it as; None: the first family that has all its options.
-      tokens: the special tokens of the model that was imported, see `token_ids`, which hold where the folder
-        of the tokenizer has no others.
+      folder: the folder to write, which must be empty or missing. It gets its name when everything is
+        written.
+      options: options of the model's configuration, name -> value.
+      shapes: path -> shape of every parameter, blocks stacked, and, below "model_state/", of running
+        statistics, which are left out if files of the family do not have them.
+      read: path -> array, or an object as for `families.iterate_tensors`, of which one layer, or one expert
+        of a layer, is in memory.
+      dtype: the dtype of the files: float32, float16 or bfloat16.
+      max_shard_bytes: largest number of bytes of a file.
+      tokenizer: a folder whose tokenizer files are copied; its `TOKEN_FILES` name the tokens that begin, end
+        and pad a text.
+      adapters: whether to write only the low-rank adapters, as the PEFT library loads them.
+      family: the `model_type` to write. None means the first family that has all options of the model.
+      tokens: the special tokens of the imported model, see `token_ids`, for those that the tokenizer's folder
+        does not name.
 
     Returns:
       The names of the files.
 
     Raises:
-      FileExistsError: the folder holds something.
-      ValueError: safetensors is not installed; or listing everything in which the model is none of the
-        families.
+      FileExistsError: the folder is not empty.
+      ValueError: safetensors is not installed; or lists why the model is of none of the families.
     """
     checks.refuse("export", checks.choice("dtype", dtype, tuple(DTYPES)))
     checks.refuse("export", checks.positive({"max_shard_bytes": max_shard_bytes}))
     refuse_filled(folder)
-    # everything that can be refused is, before the folder is made
+    # all checks come before the folder is made
     config = make_config(options)
     shapes = drop_unwritten_state(config, shapes, family)
     if adapters:
         return _write_adapters(folder, config, read, dtype)
     config, shapes, read = merge_adapters(config, shapes, read)
-    arrays = tensors(config, shapes, read, family)
+    arrays = iterate_tensors(config, shapes, read, family)
     safetensors = import_safetensors()
     about = {**write_config(config, family), **_list_written_tokens(tokenizer, tokens or {}), "dtype": dtype}
-    sizes = tensor_shapes(config, family)
+    sizes = list_tensor_shapes(config, family)
     files = shard(sizes, np.dtype(DTYPES[dtype]).itemsize, max_shard_bytes)
     with new_folder(folder) as filled:
         _write_json(filled / CONFIG, about)
@@ -208,22 +207,22 @@ def export_model(
 
 
 def _write_adapters(folder: Path, config: Any, read: Callable[[str], np.ndarray], dtype: str) -> list[str]:
-    about, safetensors = adapter_config(config), import_safetensors()
+    about, safetensors = write_adapter_config(config), import_safetensors()
     with new_folder(folder) as filled:
         _write_json(filled / ADAPTER_CONFIG, about)
-        found = {name: _cast(array, dtype) for name, array in adapter_tensors(config, read)}
+        found = {name: _cast(array, dtype) for name, array in iterate_adapters(config, read)}
         safetensors.numpy.save_file(found, filled / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 
 
 def make_config(options: Mapping[str, Any]) -> Any:
-    """Return the configuration with these options, of the class that has them.
+    """Return the configuration with these options, of the only class that has them.
 
     Args:
-      options: name -> value, such as a run's description has them as model.NAME.
+      options: name -> value, such as model.NAME in the description of a run.
 
     Raises:
-      ValueError: they are those of no class that a family has, or of several.
+      ValueError: no class of a family has these options, or several have.
 
     >>> options = {"vocab": 32, "seq": 8, "embed": 16, "num_layers": 1, "num_heads": 4, "segments": 2}
     >>> type(make_config(options)).__name__
@@ -254,7 +253,7 @@ def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def token_ids(folder: Path) -> dict[str, Any]:
-    """Return the numbers of the tokens that begin, end and fill up a text, of both configuration files.
+    """Return the numbers of the tokens that begin, end and pad a text, from both configuration files.
 
     Raises:
       ValueError: a file leads out of the folder, or an entry is no number of a token.
@@ -263,7 +262,7 @@ def token_ids(folder: Path) -> dict[str, Any]:
 
 
 def _list_written_tokens(tokenizer: Path | None, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return entries for special tokens: null where none is known, unlike the defaults of `transformers`."""
+    """Return entries for special tokens, null for unknown ones, unlike the defaults of `transformers`."""
     found: dict[str, Any] = dict.fromkeys(TOKEN_IDS) if tokenizer is None else token_ids(tokenizer)
     for name in TOKEN_IDS:
         # several that end a text may be in a file that the folder of the tokenizer does not have

@@ -1,7 +1,7 @@
-"""Read a downloaded folder of a Hugging Face model: its JSON files, safetensors files and tokenizer files.
+"""Read files of a downloaded Hugging Face model: JSON files, safetensors files and tokenizer files.
 
-The only importer of safetensors (extra `hf`). Nothing here is trusted: names stay inside the folder, and
-arrays are checked before they are read.
+Only this module imports safetensors (extra `hf`). Files are not trusted: names must stay inside the folder,
+and arrays are checked before they are read.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "generation_config.json", "merges.txt", "vocab.*",
 )  # fmt: skip
-"""Files that are copied as they are."""
+"""Files that are copied unchanged."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Types of arrays that are parameters, as safetensors calls them."""
+"""Dtypes of parameters, by their names in safetensors."""
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -37,13 +37,13 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def own_file(folder: Path, name: str) -> Path:
-    """Return the path of a file of a download, by a name from another of its files.
+    """Return the path of a file of a download, and check that it is inside the folder.
 
-    Links may lead to elsewhere in the folder, and from a snapshot in the cache of Hugging Face's hub to its
+    Links may lead to other files of the folder, and from a snapshot in the cache of Hugging Face's hub to its
     blobs.
 
     Raises:
-      ValueError: the name, or what it leads to, is not in the folder.
+      ValueError: the name, or the target of a link, is not in the folder.
     """
     if problem := name_problem(name):
         raise ValueError(f"{folder} names a file {short(name)}, which {problem}")
@@ -57,10 +57,10 @@ def own_file(folder: Path, name: str) -> Path:
     return folder / name
 
 
-class _OnDisk:
-    """An array in a file: its shape is known, its values are read by `np.asarray`.
+class _StoredArray:
+    """An array in a file: its shape is known, and `np.asarray` reads its values.
 
-    The file is mapped only while it is read: else every page that was read once would stay with the process.
+    The file is mapped only while it is read: otherwise every page that was read once would stay in memory.
     """
 
     def __init__(self, path: Path, name: str, shape: tuple[int, ...]) -> None:
@@ -77,7 +77,7 @@ class _OnDisk:
         return array if dtype is None else array.astype(dtype)
 
 
-def open_weights(folder: Path, only: str | None = None) -> dict[str, _OnDisk]:
+def open_weights(folder: Path, only: str | None = None) -> dict[str, _StoredArray]:
     """Open the arrays of all files of a model, or of one file: name -> array.
 
     Raises:
@@ -104,7 +104,7 @@ def open_weights(folder: Path, only: str | None = None) -> dict[str, _OnDisk]:
         except (safetensors.SafetensorError, OSError) as error:
             raise ValueError(f"{path} cannot be read: {error}; download or copy it again") from None
         checks.refuse(f"arrays in {path}", _array_problems(dtypes))
-        arrays |= {each: _OnDisk(path, each, shape) for each, shape in shapes.items()}
+        arrays |= {each: _StoredArray(path, each, shape) for each, shape in shapes.items()}
     return arrays
 
 
@@ -112,7 +112,7 @@ def _weight_files(folder: Path) -> list[str]:
     """Return the names of the files with arrays.
 
     Raises:
-      ValueError: the index is not of its form.
+      ValueError: the index is malformed.
     """
     if not (folder / INDEX).is_file():
         return [WEIGHTS]
@@ -156,8 +156,8 @@ def read_object(path: Path, wanted: str) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 
     Args:
-      path: of the file.
-      wanted: what to give where there is no such file, for the error.
+      path: the file.
+      wanted: what the user should give, for the error if there is no such file.
 
     Raises:
       FileNotFoundError: there is no such file.

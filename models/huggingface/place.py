@@ -1,7 +1,7 @@
-"""The mapping between parameters of this package and a Hugging Face state dict, and between configurations.
+"""Map parameters and configurations of this package to those of Hugging Face, in both directions.
 
-Each family is a table of both, read in both directions: `decoder_families.py`, `encoder_families.py`, `t5.py`
-and `resnet.py` have them. Next: `families.py`.
+A `Family` describes both mappings: `decoder_families.py`, `mixture_families.py`, `encoder_families.py`,
+`t5.py` and `resnet.py` list them. Next: `families.py`.
 """
 
 import math
@@ -17,16 +17,16 @@ from shardtrain.models.huggingface.entries import entry_problems
 from shardtrain.models.transformer_options import has_bias
 
 STATE = "model_state/"
-"""Beginning of the paths of running statistics; those of parameters have none."""
+"""Prefix of the paths of running statistics; paths of parameters have no prefix."""
 
 
 def num_blocks(config: Any) -> int:
-    """Return the number of blocks of a model, whether they are stacked or not."""
+    """Return the number of blocks of a model, stacked or not."""
     return config.num_layers if hasattr(config, "num_layers") else config.num_blocks
 
 
 FLAT = ("kernel", "bias", "q_norm/scale", "k_norm/scale")
-"""Endings of the paths of parameters whose dims are fewer over there."""
+"""Endings of the paths of parameters that have fewer dims in the state dict."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +34,19 @@ class Place:
     """The mapping of one parameter of this package to arrays of a state dict.
 
     Args:
-      path: in our nested dict, joined by "/"; below `STATE` what changes without being trained.
-      name: in the state dict; "{}" stands for the number of the layer, a second one for that of the expert.
-      dims: what its sizes are, without layers and experts: names of dims, or numbers.
-      num_in: how many of the dims a linear map contracts; their product is one dim over there.
-      transposed: whether the matrix over there is (out, in).
-      part: which slice of the last dim it is.
-      parts: the dims that each slice writes, of queries, keys and values in one matrix; empty: it is all.
-      by_head: whether these slices are of each head, one head after the other, in place of all heads.
-      num_ones: dims of size 1 over there, before all others.
-      num_experts: how many arrays of each layer are stacked behind the layers; 0: one, which is not stacked.
-      is_window: whether it is a kernel of a convolution with a square window: over there (out, in, height,
-        width), here (height, width, in, out), or (height, width * in, out).
+      path: path in our nested dict, joined by "/"; below `STATE` for running statistics.
+      name: name in the state dict; "{}" stands for the number of the layer, a second "{}" for the expert.
+      dims: names of dims, or sizes, without layers and experts.
+      num_in: number of dims that a linear map contracts; in the state dict they are one dim.
+      transposed: whether the matrix in the state dict is (out, in).
+      part: the number of the slice, if the array has several parameters in its last dim.
+      parts: the output dims of each slice, such as queries, keys and values in one matrix; empty without
+        slices.
+      by_head: whether each head has all slices, head after head; otherwise each slice has all heads.
+      num_ones: number of leading dims of size 1 in the state dict.
+      num_experts: number of arrays of each layer, stacked after the layers; 0 means one that is not stacked.
+      is_window: whether this is a kernel of a convolution with a square window: (out, in, height, width) in
+        the state dict, here (height, width, in, out) or (height, width * in, out).
     """
 
     path: str
@@ -66,30 +67,30 @@ class Place:
         return "{}" in self.name
 
     def names(self, num_layers: int) -> list[str]:
-        """The names in the state dict, one for each layer, or for each expert of each layer."""
+        """Return the names in the state dict, one for each layer, or for each expert of each layer."""
         return [self.name.format(*numbers) for numbers in np.ndindex(*self.stack(num_layers))]
 
     def stack(self, num_layers: int) -> tuple[int, ...]:
-        """The sizes along which arrays of the state dict are stacked: of layers, and of experts."""
+        """Return the sizes along which arrays of the state dict are stacked: layers, and experts."""
         return ((num_layers, self.num_experts) if self.num_experts else (num_layers,)) * self.is_stacked
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of the parameter, without layers and experts."""
+        """Return the shape of the parameter, without layers and experts."""
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
 
     def their_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of the whole array in the state dict."""
+        """Return the shape of the whole array in the state dict."""
         shape = self.shape(sizes)
         if self.is_window:
             height, *rest, out = shape
             return (out, math.prod(rest) // height, height, height)
         if self.path.endswith(FLAT):
-            matrix = _matrix(shape, self.num_in)
+            matrix = _flatten_shape(shape, self.num_in)
             shape = (*matrix[:-1], sum(self._widths(sizes)) or matrix[-1])
         return (1,) * self.num_ones + (shape[::-1] if self.transposed else shape)
 
-    def ours(self, theirs: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """Return the parameter of one layer, or expert, from the array of the state dict."""
+    def convert_to_ours(self, theirs: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+        """Convert an array of the state dict to the parameter of one layer, or expert."""
         if self.is_window:
             return theirs.transpose(2, 3, 1, 0).reshape(self.shape(sizes))
         theirs = theirs.T if self.transposed else theirs
@@ -101,7 +102,7 @@ class Place:
         return np.split(theirs, ends, axis=-1)[self.part].reshape(self.shape(sizes))
 
     def joined(self, slices: list[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
-        """Return their array, untransposed, of the slices that the places of it gave."""
+        """Join slices from `convert_to_theirs` to the array of the state dict, untransposed."""
         if len(slices) == 1:
             return slices[0]
         if not self.by_head:
@@ -111,21 +112,21 @@ class Place:
         return np.stack(each, axis=-2).reshape(*slices[0].shape[:-1], -1)
 
     def _widths(self, sizes: Mapping[str, int]) -> list[int]:
-        """The size of each slice of the last dim."""
+        """Return the size of each slice of the last dim."""
         return [math.prod(sizes[dim] for dim in dims) for dims in self.parts]
 
-    def theirs(self, ours: np.ndarray) -> np.ndarray:
-        """Return the parameter of one layer, or expert, as its slice of their array, untransposed."""
+    def convert_to_theirs(self, ours: np.ndarray) -> np.ndarray:
+        """Convert the parameter of one layer, or expert, to its slice of the state dict, untransposed."""
         if self.is_window:
             height, out = ours.shape[0], ours.shape[-1]
             return ours.reshape(height, height, -1, out).transpose(3, 2, 0, 1)
         if self.path.endswith(FLAT):
-            return ours.reshape(_matrix(ours.shape, self.num_in))
+            return ours.reshape(_flatten_shape(ours.shape, self.num_in))
         return ours.reshape((1,) * self.num_ones + ours.shape)
 
 
-def _matrix(shape: tuple[int, ...], num_in: int) -> tuple[int, ...]:
-    """The shape of a kernel as a matrix (in, out), or of a bias as a vector (num_in 0)."""
+def _flatten_shape(shape: tuple[int, ...], num_in: int) -> tuple[int, ...]:
+    """Return the shape of a kernel as a matrix (in, out), or of a bias as a vector (num_in 0)."""
     out = math.prod(shape[num_in:])
     return (math.prod(shape[:num_in]), out) if num_in else (out,)
 
@@ -135,10 +136,10 @@ class Copy:
     """A second name in the state dict for an array that is mapped already.
 
     Args:
-      name: of the copy.
-      of: the name that has the place.
-      tied: it is the same array over there: never written, and in files that have it, equal. Else it is
-        written, and in files passed over.
+      name: the name of the copy.
+      of: the name of the mapped array.
+      tied: whether both are the same array: the copy is not written, and must be equal if files have it.
+        Otherwise the copy is written, and ignored when files are read.
     """
 
     name: str
@@ -148,33 +149,33 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family of Hugging Face models, and the configuration of ours that it fits.
+    """A family of Hugging Face models, and the class of our configurations that it maps to.
 
     Args:
-      model_type: in config.json.
-      architecture: the class of `transformers` that loads it, in config.json.
-      kind: our configuration's class.
-      prefix: before all names but those of the head; files of the model without its head lack it.
-      heads: beginnings of the names of the head.
-      places: configuration -> where every parameter stands.
+      model_type: the entry of config.json that names the family.
+      architecture: the class of `transformers` that loads the model, for config.json.
+      kind: the class of our configurations.
+      prefix: prefix of all names except the head's; files of a model without its head lack it.
+      heads: prefixes of the names of the head.
+      places: configuration -> places of all parameters.
       copies: configuration -> second names.
-      left_out: beginnings of names that have no place in our model, and are not read.
-      aliases: pairs of a part of a name in newer or older state dicts, and what it is in files.
-      entries: option of ours -> entry of config.json that is the same.
-      needed: other entries without which there is no model.
-      defaults: entry -> its value where config.json has none; entries of `entries` without one are needed.
+      left_out: prefixes of names that our model does not have, and that are not read.
+      aliases: pairs of a part of a name in newer or older state dicts, and its name in files.
+      entries: our option -> the entry of config.json with the same value.
+      needed: other entries that must be present.
+      defaults: entry -> its default; entries of `entries` without a default must be present.
       activations: value of the entry of the activation -> our activation; the first is the default, and the
         first that fits is written.
       activation: the entry of the activation.
       biases: switch in config.json -> the option of `BIASES` that it sets.
-      fixed: options of ours that have this value in the whole family.
-      chosen: options that it lets one choose, beside those of `entries` and `biases`.
-      only: entry -> the values that ours can follow.
+      fixed: our options that have this value in the whole family.
+      chosen: options that may have any value, in addition to those of `entries` and `biases`.
+      only: entry -> the values that our model supports.
       constant: entries that are always written, and not read.
       read: config.json with its defaults -> more options.
       write: configuration -> more entries.
-      problems: config.json with its defaults -> what else ours cannot follow.
-      foreign: (configuration, model_type) -> what else the family does not have.
+      problems: config.json with its defaults -> more problems.
+      foreign: (configuration, model_type) -> more options that the family does not have.
     """
 
     model_type: str
@@ -202,10 +203,10 @@ class Family:
     foreign: Callable[[Any, str], list[str]] = lambda config, model_type: []
 
     def read_config(self, config: Mapping[str, Any]) -> Any:
-        """Return our configuration of a config.json.
+        """Convert a config.json to our configuration.
 
         Raises:
-          ValueError: listing every entry that is missing or that our model has no option for.
+          ValueError: lists every entry that is missing or that our model does not support.
         """
         config = {**self.defaults, **config}
         needed = [each for each in (*self.entries.values(), *self.needed) if each not in self.defaults]
@@ -217,13 +218,13 @@ class Family:
             given = config.get(self.activation, next(iter(self.activations)))
             options["activation"] = self.activations[given]
         biases = {option: bool(config.get(entry)) for entry, option in self.biases.items()}
-        # None where `bias` says the same
+        # None if it equals `bias`
         bias = biases.get("bias", self.fixed.get("bias"))
         biases = {name: None if name != "bias" and x == bias else x for name, x in biases.items()}
         return self.kind(**{**options, **self.fixed, **biases, **self.read(config)})
 
     def write_config(self, config: Any) -> dict[str, Any]:
-        """Return the config.json of a configuration of ours; `list_foreign` has found nothing."""
+        """Convert our configuration to a config.json; `list_foreign` must have found nothing."""
         about = {"model_type": self.model_type, "architectures": [self.architecture], **self.constant}
         for option, entry in self.entries.items():
             size = SIZES_OF_OPTIONS.get(option)
@@ -236,7 +237,7 @@ class Family:
         return about | self.write(config)
 
     def list_foreign(self, config: Any) -> list[str]:
-        """List the options of a configuration of ours that the family does not have."""
+        """List options of our configuration that the family does not have."""
         chosen = {*self.entries, *OF_TRAINING, *self.chosen, *self.biases.values()} - self.fixed.keys()
         defaults = {f.name: f.default for f in fields(self.kind) if f.default is not MISSING}
         wanted = {name: (x,) for name, x in {**defaults, **self.fixed}.items() if name not in chosen}
@@ -246,10 +247,10 @@ class Family:
 
 
 OF_TRAINING = ("dropout", "remat", "scan", "dtype", "attention", "loss_chunk", "lora", "products")
-"""Options that are no part of a pretrained model."""
+"""Options that are not part of a pretrained model."""
 
 SIZES_OF_OPTIONS = {"mlp": MLP, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
-"""Option that may be None -> the dim whose size it is then."""
+"""Option that may be None -> the dim whose size is written then."""
 
 BLOCK_ENTRIES = {
     "embed": "hidden_size",
@@ -258,7 +259,7 @@ BLOCK_ENTRIES = {
     "num_heads": "num_attention_heads",
 }
 TOKEN_ENTRIES = {"vocab": "vocab_size", "seq": "max_position_embeddings", **BLOCK_ENTRIES}
-"""The entries of `Family.entries` that most families have."""
+"""The `Family.entries` that most families have."""
 
 KERNELS = {
     "q": ((EMBED,), (HEADS, HEAD_DIM)),
@@ -271,7 +272,7 @@ KERNELS = {
     "head": ((EMBED,), (VOCAB,)),
     "transform": ((EMBED,), (EMBED,)),
 }
-"""Name of a linear map -> the dims that it reads and those that it writes."""
+"""Name of a linear map -> its input dims and its output dims."""
 
 
 def place_linear(path: str, name: str, *, bias: bool = True, **layout: Any) -> Iterator[Place]:
@@ -293,7 +294,7 @@ def place_norm(
 
 
 def option_problems(config: Any, wanted: Mapping[str, tuple[Any, ...]], family: str) -> list[str]:
-    """List options of our model that a family does not have."""
+    """List options of our model with values that a family does not have."""
     return [
         f"{name} is {getattr(config, name)!r}; {family} has {' or '.join(map(repr, allowed))} only"
         for name, allowed in wanted.items()

@@ -1,6 +1,6 @@
-"""The ResNet family of Hugging Face as `ImageNetResNet`: with its classifier and running statistics.
+"""Map Hugging Face's ResNet family to `ImageNetResNet`, with the classifier and running statistics.
 
-Its files say nothing of the size of an image; ours add entries that transformers keeps and does not read.
+Its files do not have the size of an image; ours have additional entries, which transformers ignores.
 """
 
 from collections.abc import Iterator, Mapping
@@ -53,7 +53,7 @@ def _place_normed(path: str, name: str, kernel: tuple[int, ...]) -> Iterator[Pla
 
 
 def _find_depth(config: Mapping[str, Any]) -> int | None:
-    """Return the number of layers; None if there is no ResNet with these blocks."""
+    """Return the number of layers; None if no ResNet has these blocks."""
     kind, depths = config.get("layer_type", "bottleneck"), config.get("depths")
     found = [d for d, blocks in BLOCKS.items() if list(blocks) == depths and kind == _kind(d)]
     return found[0] if found else None

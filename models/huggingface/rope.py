@@ -1,4 +1,4 @@
-"""Entries of a config.json about positions and windows, and the options of ours that they are."""
+"""Convert entries of a config.json about positions and windows to our options, and back."""
 
 import math
 from collections.abc import Mapping
@@ -20,15 +20,15 @@ ENTRIES = {
     "short": "short_factor",
     "long": "long_factor",
 }
-"""Number of a scaling -> its entry."""
+"""Field of `Scaling` -> its entry."""
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 
 
 def read_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the entries about positions, which are in one of two objects, or in none.
+    """Return the entries about positions, from one of two objects, if there is one.
 
-    For LongRoPE some may stand beside the object, or follow from others.
+    For LongRoPE some entries may be next to the object, or follow from others.
     """
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     original = ENTRIES["original_seq"]
@@ -41,7 +41,7 @@ def read_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def scaling_problems(rope: Mapping[str, Any]) -> list[str]:
-    """List entries that are missing, or that ours cannot follow.
+    """List entries that are missing, or that our models do not support.
 
     >>> scaling_problems({"rope_type": "dynamic", "factor": 2.0})[0][:66]
     "rope_type is 'dynamic'; Decoder has 'default' or 'linear' or 'llam"
@@ -65,7 +65,7 @@ def scaling_problems(rope: Mapping[str, Any]) -> list[str]:
 
 def _kind(rope: Mapping[str, Any]) -> Any:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    # its name in the first files of Phi-3
+    # the name in the first files of Phi-3
     return "longrope" if kind == "su" else kind
 
 
@@ -81,7 +81,7 @@ def scaling_text(rope: Mapping[str, Any]) -> str:
     numbers = {name: rope.get(ENTRIES[name]) for name in SCALINGS[kind]}
     scales = [rope[name] for name in ("mscale", "mscale_all_dim") if rope.get(name)]
     if kind == "yarn" and numbers["magnitude"] is None and len(scales) == 2:
-        # the ratio of the two factors that these numbers stand for
+        # the ratio of two factors that these numbers give
         first, second = (0.1 * scale * math.log(rope["factor"]) + 1 for scale in scales)
         numbers["magnitude"] = first / second
     given = [
@@ -93,7 +93,7 @@ def scaling_text(rope: Mapping[str, Any]) -> str:
 
 
 def rope_entries(config: DecoderConfig) -> dict[str, Any]:
-    """Return the entries of transformers 5 about positions, and those of earlier versions."""
+    """Return the entries about positions, for transformers 5 and earlier versions."""
     scaling = read_scaling(config.rope_scaling)
     stretched = {"rope_type": "default"} if scaling is None else _scaling_entries(scaling)
     rope = {"rope_theta": config.theta, **stretched}
@@ -103,7 +103,7 @@ def rope_entries(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _part(rotated: int, head_dim: int) -> float:
-    """Return the share of a head that is rotated, such that readers, who cut fractions off, get `rotated`.
+    """Return the rotated fraction of a head, such that readers that truncate get `rotated` features.
 
     >>> int(44 * (30 / 44)), int(44 * _part(30, 44))
     (29, 30)
@@ -122,12 +122,12 @@ def _scaling_entries(scaling: Scaling) -> dict[str, Any]:
     return {"rope_type": scaling.kind} | {ENTRIES[name]: number for name, number in numbers.items()}
 
 
-class Windows(NamedTuple):
-    """Which blocks have a window.
+class WindowPattern(NamedTuple):
+    """The blocks that have a window.
 
     Attributes:
-      any: whether one of them has.
-      full_every: n: each n-th block has none; None: all have it.
+      any: whether any block has a window.
+      full_every: every n-th block has no window; None means that all have it.
     """
 
     any: bool
@@ -135,11 +135,11 @@ class Windows(NamedTuple):
 
 
 def window_options(config: Mapping[str, Any], every: int) -> dict[str, Any]:
-    """Return `window` and `full_every`; `window_problems` has found none.
+    """Return the options `window` and `full_every`; `window_problems` must have found none.
 
     Args:
       config: the dict of a config.json.
-      every: which blocks have no window where it says nothing.
+      every: by default every n-th block has no window.
     """
     windows = _windows(config, every)
     if config.get("sliding_window") is None or windows is None or not windows.any:
@@ -148,7 +148,7 @@ def window_options(config: Mapping[str, Any], every: int) -> dict[str, Any]:
 
 
 def window_problems(config: Mapping[str, Any], every: int) -> list[str]:
-    """List what of the blocks' windows ours cannot follow."""
+    """List arrangements of windows that our models do not support."""
     if "num_hidden_layers" not in config:
         return []
     num, kinds = config["num_hidden_layers"], config.get("layer_types")
@@ -161,17 +161,17 @@ def window_problems(config: Mapping[str, Any], every: int) -> list[str]:
     return []
 
 
-def _windows(config: Mapping[str, Any], every: int) -> Windows | None:
-    """Return which blocks have a window; None: neither all, nor all but each n-th."""
+def _windows(config: Mapping[str, Any], every: int) -> WindowPattern | None:
+    """Return the blocks that have a window; None if they follow no pattern of ours."""
     num, kinds = config["num_hidden_layers"], config.get("layer_types")
     pattern = config.get("sliding_window_pattern", every)
     if kinds is None:
         # no list is made: a file may claim any number of layers
-        return Windows(pattern > 1, pattern if pattern <= num else None)
+        return WindowPattern(pattern > 1, pattern if pattern <= num else None)
     if FULL not in kinds or WINDOWED not in kinds:
-        return Windows(WINDOWED in kinds, None)
+        return WindowPattern(WINDOWED in kinds, None)
     found = next((n for n in (pattern, kinds.index(FULL) + 1) if _pattern(num, n) == kinds), None)
-    return None if found is None else Windows(True, found)
+    return None if found is None else WindowPattern(True, found)
 
 
 def _pattern(num_layers: int, every: int) -> list[str]:
@@ -181,7 +181,7 @@ def _pattern(num_layers: int, every: int) -> list[str]:
 def window_entries(config: DecoderConfig) -> dict[str, Any]:
     """Return the entries about windows in blocks that differ."""
     if config.window is None:
-        # never read there, and a number all the same
+        # not read then, but it must be a number
         return {"sliding_window": config.seq, "layer_types": [FULL] * config.num_layers}
     kinds = _pattern(config.num_layers, config.full_every or config.num_layers + 1)
     return {"sliding_window": config.window, "layer_types": kinds}

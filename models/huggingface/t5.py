@@ -1,6 +1,6 @@
-"""The T5 families of Hugging Face as `EncoderDecoder`: versions 1.0 and 1.1, and mT5.
+"""Map Hugging Face's T5 families to `EncoderDecoder`: versions 1.0 and 1.1, and mT5.
 
-Their files say nothing of the longest sequence; positions are relative, so that any will do.
+Their files do not have a longest sequence, as relative positions allow any length.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,7 +46,7 @@ def _list_places(config: EncoderDecoderConfig) -> Iterator[Place]:
 
 
 def _list_copies(config: EncoderDecoderConfig) -> Iterator[Copy]:
-    """List the second names of the embedding: those of each half, and of a tied head."""
+    """List the other names of the embedding: in each half, and as a tied head."""
     for stack in ("encoder", "decoder"):
         yield Copy(name=f"{stack}.embed_tokens.weight", of=SHARED, tied=True)
     if config.tied:

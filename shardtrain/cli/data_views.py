@@ -16,7 +16,7 @@ from shardtrain.data.chat import Chat
 from shardtrain.data.conversations import Answers, make_conversation
 from shardtrain.data.corpus import corpus_files, token_shards
 from shardtrain.data.documents import refuse_mixed
-from shardtrain.data.inspection import QUANTILES, file_facts, find_problems, find_row, lengths
+from shardtrain.data.inspection import QUANTILES, file_facts, find_problems, find_row, read_lengths
 from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.token_manifest import token_folders
 from shardtrain.data.tokenizer import open_tokenizer
@@ -26,7 +26,7 @@ from shardtrain.system import terminal
 from shardtrain.system.excerpts import short
 
 if TYPE_CHECKING:
-    from shardtrain.data.chat_tokens import Encoded
+    from shardtrain.data.chat_tokens import EncodedConversation
 
 FOUND = 1
 """The exit code of `check` if something cannot be read."""
@@ -169,7 +169,7 @@ def _show_conversations(options: Show, template_name: str, files: Sequence[Sourc
     return 0
 
 
-def bracket_trained_text(found: "Encoded") -> str:
+def bracket_trained_text(found: "EncodedConversation") -> str:
     """Return the text of a conversation with ⟦ and ⟧ around what its trained tokens are."""
     steps = np.diff(found.trained.astype(np.int8), prepend=0, append=0)
     starts = np.concatenate([[0], found.ends])
@@ -210,7 +210,7 @@ def stats(options: Stats) -> int:
     """Print the number of documents and the quantiles of their lengths."""
     files = corpus_files(options.paths, options.format)
     unit = "tokens" if refuse_mixed(files) else "characters"
-    found = list(lengths(files, options.text))
+    found = list(read_lengths(files, options.text))
     good = np.concatenate([each for each, _ in found])
     terminal.out(f"{len(files):,} files, {len(good):,} documents, {good.sum():,} {unit}\n")
     if len(good):

@@ -2,8 +2,8 @@
 
 `corpus.py`, `chat.py` and `image_files.py` (formats of `sources/`), `mixture.py` and `windows.py` make
 sources of samples, `batches.py` and `token_batches.py` load them in the order of `order.py`, `row_split.py`
-decides who gets which rows and what is padding, `loader.py` and `placement.py` (jax) put a process's rows on
-the mesh. Names load at first use: a config needs no jax.
+splits rows over processes and pads them, `loader.py` and `placement.py` (jax) put a process's rows on the
+mesh. Names load at first use: a config needs no jax.
 """
 
 import importlib
@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardtrain.data.augmentation import Augment
-    from shardtrain.data.batches import Batches, Position
+    from shardtrain.data.batches import Batches, Loading, Position
     from shardtrain.data.chat import Chat
     from shardtrain.data.corpus import Corpus
     from shardtrain.data.image_files import ImageFiles
     from shardtrain.data.loader import BatchShard, Loader, batch_shard
-    from shardtrain.data.loading import Loading
     from shardtrain.data.masked import MaskedTokens
     from shardtrain.data.mixture import Mixture
     from shardtrain.data.placement import place, process_rows
@@ -31,13 +30,12 @@ if TYPE_CHECKING:
 
 _FILES = {
     "augmentation": ("Augment",),
-    "batches": ("Batches", "Position"),
+    "batches": ("Batches", "Loading", "Position"),
     "chat": ("Chat",),
     "corpus": ("Corpus",),
     "image_files": ("ImageFiles",),
     "masked": ("MaskedTokens",),
     "mixture": ("Mixture",),
-    "loading": ("Loading",),
     "loader": ("BatchShard", "Loader", "batch_shard"),
     "placement": ("place", "process_rows"),
     "row_split": ("RowSplit", "split_over_islands"),

@@ -1,7 +1,7 @@
-"""Random changes of images for training, and of their labels: crops, mirroring, colours, mixtures of two.
+"""Change images and labels at random for training: crops, mirroring, colours, mixtures of two images.
 
-Plain numpy on arrays, with a random generator as an argument, so that a change is a function of seed, epoch
-and sample. `image_files.py` calls it, `image_decoding.py` cuts the crop out.
+The functions take a numpy random generator, so that a change depends only on seed, epoch and sample.
+`image_files.py` calls them, `image_decoding.py` decodes the crop.
 """
 
 import math
@@ -15,28 +15,28 @@ from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import refuse
 
 ASPECTS = (3 / 4, 4 / 3)
-"""Least and largest width of a random crop in heights."""
+"""Smallest and largest ratio of width to height of a random crop."""
 TRIES = 10
-"""Number of random crops that may lie outside the image before its middle is taken."""
+"""Number of random crops that are tried; if all are outside the image, its middle is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Augment:
-    """Random changes of the images to train on; by default none. Held-out images are never changed.
+    """Random changes of training images; by default none. Held-out images are never changed.
 
     Args:
-      crop: least and largest part of an image's area that is cut out at random and resized, with a width of
-        3/4 to 4/3 of the height; 0.08 and 1 are usual. None: the middle, as for evaluation.
+      crop: smallest and largest fraction of an image's area that is cropped at random and resized, with a
+        width of 3/4 to 4/3 of the height; 0.08 and 1 are usual. None takes the middle, as for evaluation.
       flip: whether an image is mirrored, left to right, with probability 1/2.
-      brightness: the image is multiplied by a number drawn from 1 - brightness to 1 + brightness.
-      contrast: likewise its distance from its mean grey.
-      saturation: likewise the distance of each pixel from its own grey.
-      mixup: an image is mixed with another by a share drawn from a beta distribution with both parameters
-        this number, and so are their labels; 0.2 to 0.8 are usual, 0 mixes none.
-      cutmix: a box with a share of the area that is drawn likewise is filled from another image, and the
-        labels are mixed by it; 1 is usual. With mixup as well, each takes half of the images.
-      mixed: probability that an image is mixed at all.
-      smoothing: a label is 1 - smoothing for its class, and smoothing is divided over all classes.
+      brightness: multiplies the image by a number drawn from 1 - brightness to 1 + brightness.
+      contrast: multiplies the distance from the mean grey of the image by a number that is drawn likewise.
+      saturation: multiplies the distance of each pixel from its own grey by a number that is drawn likewise.
+      mixup: mixes an image and its label with another image, with a weight drawn from a beta distribution
+        whose parameters are both this number; 0.2 to 0.8 are usual, 0 disables it.
+      cutmix: fills a box of the image from another image, and mixes their labels by its area, which is drawn
+        likewise; 1 is usual, 0 disables it. With mixup too, each is applied to half of the images.
+      mixed: probability that an image is mixed with another.
+      smoothing: the label of the class is 1 - smoothing, and smoothing is divided over all classes.
 
     Raises:
       ValueError: lists every number that is out of range.
@@ -80,7 +80,7 @@ class Augment:
 
     @property
     def soft_labels(self) -> bool:
-        """Whether a label is a number for each class."""
+        """Whether labels are a number for each class."""
         return self.mixes or self.smoothing > 0
 
 
@@ -89,11 +89,11 @@ def crop_box(sides: tuple[int, int], areas: tuple[float, float], random: np.rand
 
     Args:
       sides: width and height of the image, in pixels.
-      areas: least and largest part of the image's area.
-      random: draws area, shape and place.
+      areas: smallest and largest fraction of the image's area.
+      random: draws area, shape and position.
 
     Returns:
-      Its box; of an image that is too long for any, the middle, with the nearest width that it may have.
+      The box; if no random box fits, the middle of the image with the nearest allowed shape.
 
     >>> crop_box((30, 20), (0.5, 0.5), np.random.default_rng(0))
     (4, 0, 20, 19)
@@ -114,16 +114,16 @@ def crop_box(sides: tuple[int, int], areas: tuple[float, float], random: np.rand
 
 
 GREY = np.array([0.299, 0.587, 0.114], np.float32)
-"""Weights of red, green and blue in a grey (ITU-R BT.601)."""
+"""Weights of red, green and blue in grey (ITU-R BT.601)."""
 
 
 def change_colours(image_HWC: np.ndarray, options: Augment, random: np.random.Generator) -> np.ndarray:
-    """Mirror an image and change its colours, as the options say.
+    """Mirror an image and change its colours at random.
 
     Args:
       image_HWC: float32, from 0 to 1.
-      options: which changes, and how large.
-      random: draws them.
+      options: kinds and sizes of the changes.
+      random: draws the changes.
 
     Returns:
       float32, from 0 to 1, of the same shape.
@@ -131,20 +131,22 @@ def change_colours(image_HWC: np.ndarray, options: Augment, random: np.random.Ge
     if options.flip and random.random() < 0.5:
         image_HWC = image_HWC[:, ::-1]
     if options.brightness:
-        image_HWC = np.clip(image_HWC * _factor(options.brightness, random), 0, 1)
+        image_HWC = np.clip(image_HWC * _draw_factor(options.brightness, random), 0, 1)
     if options.contrast:
-        image_HWC = _away_from((image_HWC @ GREY).mean(), image_HWC, _factor(options.contrast, random))
+        image_HWC = _scale_distance(
+            (image_HWC @ GREY).mean(), image_HWC, _draw_factor(options.contrast, random)
+        )
     if options.saturation:
         grey_HW1 = (image_HWC @ GREY)[..., None]
-        image_HWC = _away_from(grey_HW1, image_HWC, _factor(options.saturation, random))
+        image_HWC = _scale_distance(grey_HW1, image_HWC, _draw_factor(options.saturation, random))
     return np.ascontiguousarray(image_HWC)
 
 
-def _factor(most: float, random: np.random.Generator) -> np.float32:
+def _draw_factor(most: float, random: np.random.Generator) -> np.float32:
     return np.float32(random.uniform(1 - most, 1 + most))
 
 
-def _away_from(centre: np.ndarray, image: np.ndarray, factor: np.float32) -> np.ndarray:
+def _scale_distance(centre: np.ndarray, image: np.ndarray, factor: np.float32) -> np.ndarray:
     return np.clip(centre + factor * (image - centre), 0, 1).astype(np.float32)
 
 
@@ -152,9 +154,9 @@ class Mixing(NamedTuple):
     """How an image is mixed with another.
 
     Attributes:
-      kept: the share of its own, from 0 to 1.
-      box: the rows and columns that are the other image's, as parts of height and width: (top, left, bottom,
-        right); None: all pixels are sums.
+      kept: weight of the image, from 0 to 1.
+      box: the box that is filled from the other image, as fractions of height and width: (top, left, bottom,
+        right); None means that all pixels are weighted sums.
     """
 
     kept: float
@@ -162,7 +164,7 @@ class Mixing(NamedTuple):
 
 
 def draw_mixing(options: Augment, random: np.random.Generator) -> Mixing | None:
-    """Draw how an image is mixed; None: it is not."""
+    """Draw how an image is mixed; None if it is not."""
     if not options.mixes or random.random() >= options.mixed:
         return None
     cuts = options.cutmix > 0 and (options.mixup == 0 or random.random() < 0.5)
@@ -179,7 +181,8 @@ def mix_images(image_HWC: np.ndarray, other_HWC: np.ndarray, mixing: Mixing) -> 
     """Mix an image with another of the same shape.
 
     Returns:
-      float32 (height, width, channels), and the share of the first: that of its pixels where a box is cut.
+      float32 (height, width, channels), and the weight of the first image: with a box, its fraction of
+        pixels.
 
     >>> image, kept = mix_images(np.zeros((2, 4, 1)), np.ones((2, 4, 1)), Mixing(0.5, (0.5, -0.2, 1.2, 0.5)))
     >>> image[..., 0].tolist(), kept
@@ -202,7 +205,7 @@ def soft_label(shares: dict[int, float], classes: int, smoothing: float) -> np.n
     """Return a label as a number for each class.
 
     Args:
-      shares: class -> its share; they add up to 1.
+      shares: class -> its weight; they add up to 1.
       classes: V.
       smoothing: see `Augment`.
 

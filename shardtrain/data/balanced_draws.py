@@ -1,8 +1,8 @@
-"""Draws from several sources in given proportions: any draw on its own, with no memory of those before.
+"""Draw from several sources in given proportions; each draw is computed without the earlier ones.
 
-Draw n belongs to the source in whose part of [0, 1) the n-th multiple of the golden ratio falls, modulo 1.
-Such a sequence is as even as there is (its discrepancy grows as log n / n), and how many of the draws before
-n were of a source is a sum with a closed form. Next: `mixture.py`.
+Draw n belongs to the source in whose part of [0, 1) the n-th multiple of the golden ratio falls, modulo 1. No
+sequence is more even (its discrepancy grows as log n / n), and the number of earlier draws of a source is a
+sum with a closed form. Next: `mixture.py`.
 
 References:
   Kuipers and Niederreiter, Uniform Distribution of Sequences, 1974, chapter 2, section 3.
@@ -19,13 +19,13 @@ GOLDEN = 0x9E3779B97F4A7C15
 """2**64 times the golden ratio less 1, rounded to an odd number: all 2**64 multiples differ."""
 
 BLOCK = 4096
-"""Draws that are computed together."""
+"""Number of draws that are computed together."""
 
 
-def borders(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return where the part of each source begins, of 2**64, and 2**64.
+def compute_borders(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the start of each source's part of the interval [0, 2**64), and 2**64.
 
-    >>> [border / WORD for border in borders([3, 1])]
+    >>> [border / WORD for border in compute_borders([3, 1])]
     [0.0, 0.75, 1.0]
     """
     total = sum(weights)
@@ -37,12 +37,12 @@ def draw_block(parts: tuple[int, ...], offset: int, block: int) -> tuple[np.ndar
     """Return the draws `block * BLOCK` to `(block + 1) * BLOCK`.
 
     Args:
-      parts: from `borders`.
-      offset: where the sequence begins, of 2**64.
-      block: 0 or more.
+      parts: see `compute_borders`.
+      offset: start of the sequence, below 2**64.
+      block: number of the block.
 
     Returns:
-      The source of each draw, and how many draws before it were of that source, int64 (BLOCK,).
+      The source of each draw, and the number of earlier draws of that source, int64 (BLOCK,).
     """
     first = block * BLOCK
     with np.errstate(over="ignore"):
@@ -57,11 +57,11 @@ def draw_block(parts: tuple[int, ...], offset: int, block: int) -> tuple[np.ndar
 
 
 def count_before(parts: tuple[int, ...], offset: int, source: int, num_draws: int) -> int:
-    """Return how many of the first draws are of a source.
+    """Return the number of draws of a source among the first `num_draws`.
 
     A point x is below c modulo 2**64 where floor(x / 2**64) - floor((x - c) / 2**64) is 1.
 
-    >>> [count_before(borders([3, 1]), 0, source, 1_000_000) for source in (0, 1)]
+    >>> [count_before(compute_borders([3, 1]), 0, source, 1_000_000) for source in (0, 1)]
     [750001, 249999]
     """
     low, high = (floor_sum(num_draws, GOLDEN, offset - parts[source + i]) for i in (0, 1))
@@ -71,8 +71,8 @@ def count_before(parts: tuple[int, ...], offset: int, source: int, num_draws: in
 def floor_sum(num: int, step: int, start: int) -> int:
     """Return the sum of floor((start + step * m) / 2**64) over m from 0 to num - 1.
 
-    In O(log step) operations, as Euclid's algorithm: whole parts are taken out, then the roles of step and
-    divisor are exchanged.
+    It takes O(log step) operations, like Euclid's algorithm: whole parts are removed, then step and divisor
+    are exchanged.
 
     >>> floor_sum(3, 1 << 63, 1 << 62)  # floor(1/4) + floor(3/4) + floor(5/4)
     1

@@ -1,7 +1,7 @@
-"""Batches of a source, in an order that depends only on the seed and the number of samples.
+"""Load batches of a source, in an order that depends only on the seed and the number of samples.
 
-The order is in `order.py`. Any batch can be loaded on its own, so a run resumes at a saved position at no
-cost. Next: `placement.py` (onto the mesh).
+`order.py` has the order. Any batch can be loaded on its own, so a run resumes at a saved position at no cost.
+Next: `placement.py` (onto the mesh).
 """
 
 import sys
@@ -13,23 +13,52 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, TypedDict, cast
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
 from shardtrain.data.order import epoch_order
 from shardtrain.data.row_split import fill_with_copies, full_weights, weigh
 from shardtrain.data.samples import Batch, Source, load_rows
-from shardtrain.data.workers import Loadable, Workers
-from shardtrain.errors.field_types import too_small
+from shardtrain.data.workers import Workers
+from shardtrain.errors.field_types import too_small, wrong_types
 from shardtrain.errors.messages import refuse
+
+if TYPE_CHECKING:
+    from shardtrain.data.token_batches import TokenBatches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """How batches are loaded ahead of the step. It changes no batch and no position.
+
+    Args:
+      prefetch: number of batches that are loaded ahead, each in a thread of its own. Batches that load in
+        less than half a millisecond are loaded when they are needed, as all are with 0.
+      workers: number of processes that load batches, for data in Python code that holds the interpreter's
+        lock. Each process keeps a copy of the data's objects in memory. 0 means threads of the run's own
+        process.
+      heldout_workers: number of processes that load held-out batches. They start at each evaluation, which
+        takes a second or two. 0 means threads.
+
+    Raises:
+      ValueError: lists every value of a wrong type or out of range.
+    """
+
+    prefetch: int = 2
+    workers: int = 0
+    heldout_workers: int = 0
+
+    def __post_init__(self) -> None:
+        problems = wrong_types(self) + too_small(self, prefetch=0, workers=0, heldout_workers=0)
+        refuse("batches cannot be loaded in this way", problems)
 
 
 class Position(TypedDict):
     """The position of a run in its data, as a dict for JSON; independent of the batch size in examples.
 
     epoch: the epoch of the next batch.
-    index: number of samples of this epoch before it.
+    index: number of samples of this epoch before the next batch.
     """
 
     epoch: int
@@ -50,11 +79,9 @@ class Batches:
       seed: the seed of the order.
       epochs: number of epochs; None for no end.
       shuffle: False keeps the order of the source, as does a source whose attribute `ordered` is True.
-      rows: which rows of each batch to load, such as `placement.process_rows` or an island's rows;
-        None loads all. It does not change which sample is in which row.
-      prefetch: number of batches to load ahead, each on a thread of its own, where that takes long, see
-        `read_ahead`; 0 uses no threads.
-      workers: number of processes that load them, see `workers.py`; 0: threads of this process do.
+      rows: the rows of each batch to load, such as `placement.process_rows` or an island's rows; None loads
+        all. It does not change which sample is in which row.
+      prefetch, workers: see `Loading`.
 
     Raises:
       ValueError: lists every argument that is out of range.
@@ -97,7 +124,7 @@ class Batches:
         return [self.batch]
 
     def num_rows(self, position: Position | None) -> int:
-        """Return the number of rows of the batch at a position: that of all."""
+        """Return the number of rows of the batch at a position, which is the same for all."""
         return self.batch
 
     def advance(self, position: Position, num_batches: int = 1) -> Position:
@@ -129,8 +156,8 @@ class Batches:
         """Load the batch at a position.
 
         Returns:
-          The arrays of the samples, stacked: (B, ...), or (len(rows), ...), and "weights", float32 (B,):
-          those of the samples, or 1; 0 in rows of padding.
+          The arrays of the samples, stacked: (B, ...), or (len(rows), ...); and "weights", float32 (B,): the
+          weights of the samples, or 1; 0 in rows of padding.
 
         Raises:
           ValueError: the samples of a batch have different names or shapes, or cannot be arrays.
@@ -169,7 +196,7 @@ class Batches:
         return self._select_rows(self.batch)
 
     def _select_rows(self, num_real: int) -> tuple[list[int], np.ndarray]:
-        """Return the rows to load of a batch with some real rows, and whether each is real, bool (rows,)."""
+        """Return the rows to load of a batch with `num_real` rows, and whether each is real, bool (rows,)."""
         rows = np.arange(self.batch) if self.rows is None else np.asarray(self.rows)
         rows, real = fill_with_copies(rows, num_real)
         return rows.tolist(), real
@@ -194,16 +221,16 @@ def normalise_position(position: Position, num_samples: int) -> Position:
 
 
 QUICK_SECONDS = 0.0005
-"""What takes less is loaded by the thread that asks for it, while the device computes earlier steps: another
-one would hold Python's lock against the training loop, and to wake it takes about as long."""
+"""Quicker batches are loaded in the calling thread, while the device computes earlier steps: another thread
+would compete with the training loop for Python's lock, and waking it takes about as long as loading."""
 
 
-def read_ahead(batches: Loadable, start: Position) -> Generator[tuple[Batch, Position]]:
+def read_ahead(batches: "Batches | TokenBatches", start: Position) -> Generator[tuple[Batch, Position]]:
     """Yield (batch, the position after it), from a position on.
 
-    Workers load ahead, or threads where a batch takes more than `QUICK_SECONDS` in the mean of the last ones.
-    Quicker ones are loaded several at once: those after the first find code and data in the
-    processor's caches.
+    Worker processes load batches ahead; without them threads do, if recent batches took more than
+    `QUICK_SECONDS` on average. Quicker batches are loaded several at once: those after the first find code
+    and data in the processor's caches.
     """
     load, ahead = batches.load, max(batches.prefetch, batches.workers)
 
@@ -214,7 +241,7 @@ def read_ahead(batches: Loadable, start: Position) -> Generator[tuple[Batch, Pos
     with ExitStack() as stack:
         if batches.workers:
             # a copy, without what it has computed so far
-            copied = replace(cast("Any", batches), workers=0)
+            copied = replace(batches, workers=0)
             load = stack.enter_context(Workers(copied, batches.workers, batches.source)).load
         threads = ThreadPoolExecutor(max(ahead, 1), thread_name_prefix="shardtrain-loader")
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
@@ -238,7 +265,7 @@ def read_ahead(batches: Loadable, start: Position) -> Generator[tuple[Batch, Pos
 def _load_now(
     load: Callable[[Position], tuple[Batch, float]], position: Position
 ) -> Future[tuple[Batch, float]]:
-    """Load a batch in this thread; its error is raised by who asks for the result."""
+    """Load a batch in this thread; `result()` of the future raises its error."""
     future: Future[tuple[Batch, float]] = Future()
     try:
         future.set_result(load(position))
@@ -247,7 +274,7 @@ def _load_now(
     return future
 
 
-def _positions(batches: Loadable, position: Position) -> Iterator[tuple[Position, Position]]:
+def _positions(batches: "Batches | TokenBatches", position: Position) -> Iterator[tuple[Position, Position]]:
     """Yield (the position of a batch, the position after it), from a position on."""
     for _ in range(batches.num_batches(position)):
         after = batches.advance(position)

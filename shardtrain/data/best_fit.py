@@ -1,4 +1,4 @@
-"""Best-fit packing: samples of different lengths into as few windows of one length as a simple rule finds."""
+"""Pack samples of different lengths into few windows of one length (best fit decreasing)."""
 
 from bisect import bisect_left, insort
 
@@ -6,15 +6,16 @@ import numpy as np
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack samples into windows: the longest first, each where it leaves the least space.
+    """Pack samples into windows: the longest first, each into the window where it leaves the least space.
 
     Args:
-      lengths: of the samples, int (n,), from 1 to `capacity`.
+      lengths: lengths of the samples, int (n,), from 1 to `capacity`.
       capacity: the length of a window.
 
     Returns:
-      (order, ends): the samples of all windows, one window after the other, int64 (n,); and where those of
-      each window end, int64 (num_windows,). Samples of a window rise, and so do the first ones of windows.
+      (order, ends): the samples of all windows, window after window, int64 (n,); and where the samples of
+      each window end, int64 (num_windows,). The samples within a window rise, and so do the first samples of
+      windows.
 
     References:
       Johnson et al. 1974, Worst-case performance bounds for simple one-dimensional packing algorithms, SIAM
@@ -27,7 +28,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
     windows: list[list[int]] = []
     spaces: list[int] = []  # the spaces that windows have left, rising, each once
     having: dict[int, list[int]] = {}  # space -> the windows that have it left
-    # longest first: what remains is filled by short samples, for which there is nearly always a place
+    # longest first: short samples fill the gaps
     for sample in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[sample])
         at = bisect_left(spaces, length)

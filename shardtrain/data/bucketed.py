@@ -1,6 +1,6 @@
-"""Documents by themselves, of their own lengths: batches of similar lengths, padded to one of few.
+"""Make each document a sample of its own length, for batches of documents of similar length.
 
-`token_batches.py` makes the batches. Next: `packed.py`, where documents share windows instead.
+`token_batches.py` makes the batches. Next: `windows.py`, where documents share windows instead.
 """
 
 import hashlib
@@ -16,15 +16,15 @@ from shardtrain.data.tokens import TokenShards
 from shardtrain.data.windows import Windows
 
 BLOCK_TOKENS = 1 << 28
-"""Tokens whose documents are found together: few of them are in memory twice."""
+"""Number of tokens whose document ends are in memory at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentPieces:
-    """A random-access source: documents, those that are too long in pieces.
+    """A random-access source of documents; longer documents are cut into pieces.
 
     Args:
-      windows: checks tokens, and has the longest length of a piece in `seq`.
+      windows: the tokens; `windows.seq` is the largest number of inputs of a piece.
       starts: the first token of each piece, int64 (n,).
       lengths: number of inputs of each piece, int32 (n,): one less than its tokens.
     """
@@ -34,34 +34,30 @@ class DocumentPieces:
     lengths: np.ndarray
 
     bucketed = True
-    """Batches of these samples are counted in tokens."""
+    """The size of batches of these samples is counted in tokens."""
 
     @classmethod
     def of(cls, windows: Windows) -> Self:
-        """Return the pieces of all documents of tokens.
+        """Return the pieces of all documents.
 
         Raises:
-          ValueError: a file does not say where its documents end, or no document has two tokens.
+          ValueError: no document has two tokens.
         """
-        if path := windows.shards.without_ends:
-            raise ValueError(
-                f"packing is 'bucketed', and {path} does not say where documents end (a .ends file beside it"
-                " does); make the tokens by shardtrain data tokenize, or use --data.packing joined"
-            )
-        found = list(_pieces(windows.shards, windows.seq))
+        found = list(_find_pieces(windows.shards, windows.seq))
         starts, lengths = (np.concatenate([each[i] for each in found]) for i in (0, 1))
         if not len(starts):
             raise ValueError(f"{windows.path} has no document of two tokens or more; give some with text")
         return cls(windows=windows, starts=starts, lengths=lengths)
 
     def split(self, heldout_fraction: float) -> tuple[Self, Self | None]:
-        """Split into pieces to train on, and, at the end, whole documents that are held out.
+        """Split into pieces to train on and, at the end, whole documents that are held out.
 
         Args:
-          heldout_fraction: fraction of the tokens that is held out, about; above 0 at least one document.
+          heldout_fraction: approximate fraction of the tokens that is held out; above 0 at least one
+            document.
 
         Raises:
-          ValueError: there is one document alone.
+          ValueError: there is only one document.
         """
         if heldout_fraction == 0:
             return self, None
@@ -100,20 +96,20 @@ class DocumentPieces:
 
     @property
     def num_skipped(self) -> int | None:
-        """How many documents were left out of the tokens, see `Windows`."""
+        """Number of documents that were left out of the tokens, see `Windows`."""
         return self.windows.num_skipped
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the tokens, and of where these pieces begin and end."""
+        """A hash of the tokens and of where the pieces begin and end."""
         found = hashlib.sha256(f"{self.windows.fingerprint} bucketed".encode())
         found.update(self.starts.astype("<i8").data)
         found.update(self.lengths.astype("<i4").data)
         return found.hexdigest()[:16]
 
 
-def _pieces(shards: TokenShards, seq: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (starts, lengths) of pieces of at most `seq` inputs, some files' documents at a time."""
+def _find_pieces(shards: TokenShards, seq: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield (starts, lengths) of pieces of at most `seq` inputs, for `BLOCK_TOKENS` tokens at a time."""
     first = 0
     num_tokens = shards.num_tokens
     for start, stop in pairwise([*range(0, num_tokens, BLOCK_TOKENS), num_tokens]):

@@ -1,4 +1,4 @@
-"""Conversations as the data of a run: the loss counts the answers alone.
+"""Train on conversations; only the tokens of answers count in the loss.
 
 A window has several conversations, each a sequence of its own. Next: `chat_tokens.py`, `best_fit.py`.
 """
@@ -13,48 +13,50 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from shardtrain.data.best_fit import best_fit
+from shardtrain.data.chat_tokens import TRAINED, ChatTokens, tokenize_chat
 from shardtrain.data.conversations import Answers
 from shardtrain.data.corpus import corpus_files
 from shardtrain.data.documents import OnError, refuse_mixed
+from shardtrain.data.samples import SplitData, find_split_problems
 from shardtrain.data.sources.find import SourceFile, summary
 from shardtrain.data.token_manifest import tokenizer_hash
 from shardtrain.data.tokenizer import BYTES, Tokenizer, open_tokenizer
-from shardtrain.data.windows import split_problems
 from shardtrain.errors.messages import needs_library, refuse
 from shardtrain.system.excerpts import some
 
 if TYPE_CHECKING:
     from shardtrain.data.chat_template import ChatTemplate
-    from shardtrain.data.chat_tokens import ChatTokens
 
 TooLong = Literal["truncate", "skip"]
-"""What to do with a conversation that no window holds."""
+"""What happens to a conversation that is longer than a window."""
 
 ChatPacking = Literal["separate", "alone"]
-"""Whether windows have several conversations, or one each."""
+"""Whether a window has several conversations, or only one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat:
-    """The data of a run: conversations in files of many formats, of which the answers are learned.
+class Chat(SplitData["ChatWindows"]):
+    """Train on the answers in conversations, in files of many formats.
 
     A row has a list of messages, each with role and content, or a prompt and its completion. A chat template
-    makes text of it; the tokens of what the role assistant wrote have weight 1, all others 0.
+    turns it into text. Tokens that the role assistant wrote have weight 1 in the loss, all others 0.
 
     Args:
-      paths: files, folders, and patterns such as chats/**/*.parquet; read in the order of their names.
-      tokenizer: bytes, or the path of a folder with a tokenizer.json of Hugging Face, or of that file.
-      template: the chat template: tokenizer, for that in the tokenizer's folder; chatml, llama3 or plain (the
-        contents alone); or a file that ends in .jinja.
-      answers: whether all answers of a conversation are learned, or the last one alone.
+      paths: files, folders, and patterns such as chats/**/*.parquet, read in the order of their names.
+      tokenizer: bytes, a tokenizer.json of Hugging Face, or a folder that has one.
+      template: the chat template: tokenizer takes the template in the tokenizer's folder; chatml, llama3 and
+        plain (only the contents) are built in; or the path of a file that ends in .jinja.
+      answers: which answers of a conversation are trained on: all, or only the last.
       seq: tokens per window.
-      too_long: what to do with a conversation that no window holds: truncate its end, or skip it.
-      packing: whether a window has several conversations that do not see each other (separate), or one and
-        padding (alone).
-      heldout_fraction: fraction of the conversations, the last ones, that is held out of training.
-      messages: the field with the messages.
-      format: the format of all files; None recognises each.
-      on_error: what to do with a row or file that cannot be read: stop, or skip it and count it.
+      too_long: what happens to a conversation that is longer than a window: truncate cuts its end off, skip
+        leaves it out.
+      packing: separate packs several conversations into a window, where they do not see each other; alone
+        puts one conversation and padding into each window.
+      heldout_fraction: fraction of the conversations, at the end, that is held out of training.
+      messages: name of the field that has the messages.
+      format: the format of all files. None means that the format of each file is recognised.
+      on_error: what happens to a row or file that cannot be read: stop ends the run with an error, skip
+        leaves it out and counts it.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -73,7 +75,7 @@ class Chat:
     on_error: OnError = "stop"
 
     def __post_init__(self) -> None:
-        refuse("these conversations cannot be used", split_problems(self))
+        refuse("these conversations cannot be used", find_split_problems(self))
 
     @property
     def vocab(self) -> int:
@@ -84,18 +86,15 @@ class Chat:
         """
         return open_tokenizer(self.tokenizer).vocab
 
-    def train(self, folder: Path) -> "ChatWindows":
-        """Return the windows to train on.
-
-        Args:
-          folder: the folder of the run, where the conversations are tokenized.
+    def split(self, folder: Path) -> "tuple[ChatWindows, ChatWindows | None]":
+        """Return the windows to train on and the held-out windows; conversations are tokenized into `folder`.
 
         Raises:
           BadData: a row or file cannot be read, and `on_error` is "stop".
           ValueError: nothing is found, there is no chat template, or there are too few conversations.
         """
         tokens, pad = self._tokens(folder)
-        train, heldout = self._split(tokens)
+        train, heldout = self._split_numbers(tokens)
         if not len(train):
             longest = int(np.diff(tokens.extents[:, 0], prepend=0).max())
             raise ValueError(
@@ -103,21 +102,16 @@ class Chat:
                 f" held out; a window of seq {self.seq} holds {self.seq + 1:,} tokens, the longest has"
                 f" {longest:,}); give more, use a longer seq, or hold out less: --data.heldout-fraction 0"
             )
-        return self._windows(tokens, train, pad)
-
-    def heldout(self, folder: Path) -> "ChatWindows | None":
-        """Return the held-out windows; None if nothing is held out."""
-        tokens, pad = self._tokens(folder)
-        _, heldout = self._split(tokens)
-        return self._windows(tokens, heldout, pad) if len(heldout) else None
+        windows = self._windows(tokens, train, pad)
+        return windows, self._windows(tokens, heldout, pad) if len(heldout) else None
 
     def summary(self, folder: Path) -> str:
-        """Return a line with what is read, what is learned, and what was truncated or left out."""
+        """Return a line that says what is read and trained on, and what was truncated or left out."""
         tokens, _ = self._tokens(folder)
         record, train = tokens.record, self.train(folder)
         lengths = np.diff(tokens.extents[:, 0], prepend=0)
         num_long = int((lengths > self.seq + 1).sum())
-        num_lost = len(lengths) - sum(map(len, self._split(tokens)))
+        num_lost = len(lengths) - sum(map(len, self._split_numbers(tokens)))
         parts = [
             f"chat: {summary(self._files())}; {record['num_conversations']:,} conversations,"
             f" {record['num_tokens']:,} tokens, {record['num_trained']:,} of them in answers",
@@ -137,7 +131,7 @@ class Chat:
         return "; ".join(parts)
 
     def replace_tokenizer(self, tokenizer: str) -> "Chat":
-        """Return the same conversations for another tokenizer."""
+        """Return the same data with another tokenizer."""
         return replace(self, tokenizer=tokenizer)
 
     def open_template(self) -> "tuple[ChatTemplate, Tokenizer]":
@@ -161,12 +155,10 @@ class Chat:
             raise ValueError(f"{files[0].path} has tokens, and no conversations; give rows of messages")
         return files
 
-    def _tokens(self, folder: Path) -> "tuple[ChatTokens, int]":
+    def _tokens(self, folder: Path) -> tuple[ChatTokens, int]:
         """Return the tokens of all conversations, made at the first call, and the token of padding."""
         template, tokenizer = self.open_template()
-        from shardtrain.data.chat_tokens import chat_tokens
-
-        tokens = chat_tokens(
+        tokens = tokenize_chat(
             self._files(),
             folder,
             template,
@@ -177,8 +169,8 @@ class Chat:
         )
         return tokens, tokenizer.separator
 
-    def _split(self, tokens: "ChatTokens") -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers of the conversations to train on, and of those held out."""
+    def _split_numbers(self, tokens: ChatTokens) -> tuple[np.ndarray, np.ndarray]:
+        """Return the numbers of the conversations to train on, and of the held-out conversations."""
         lengths = np.diff(tokens.extents[:, 0], prepend=0)
         fits = lengths <= self.seq + 1
         if self.too_long == "truncate":
@@ -190,7 +182,7 @@ class Chat:
         border = len(usable) - num_heldout
         return usable[:border], usable[border:]
 
-    def _windows(self, tokens: "ChatTokens", numbers: np.ndarray, pad: int) -> "ChatWindows":
+    def _windows(self, tokens: ChatTokens, numbers: np.ndarray, pad: int) -> "ChatWindows":
         stops = tokens.extents[:, 0]
         lengths = np.minimum(np.diff(stops, prepend=0), self.seq + 1)[numbers]
         if self.packing == "separate":
@@ -214,20 +206,20 @@ class Chat:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChatWindows:
-    """A random-access source: windows of conversations, and which of their tokens are learned.
+    """A random-access source: windows of conversations, with weights of their tokens.
 
     Args:
       tokens: the tokens of all conversations.
-      starts: first token of each conversation, window after window, int64 (n,).
-      lengths: their numbers of tokens, int64 (n,).
-      ends: how many conversations the windows up to each have, int64 (num_windows,).
-      seq: tokens that a model reads in one window; a sample has one more, the last target.
+      starts: the first token of each conversation, window after window, int64 (n,).
+      lengths: the number of tokens of each conversation, int64 (n,).
+      ends: number of conversations up to the end of each window, int64 (num_windows,).
+      seq: number of tokens that a model reads in one window; a sample has one more, the last target.
       pad: the token after the last conversation of a window.
       segmented: whether samples have segments.
-      num_skipped: how many rows were left out, where that was allowed; None: it was not.
+      num_skipped: number of rows that were left out; None means that none may be left out.
     """
 
-    tokens: "ChatTokens"
+    tokens: ChatTokens
     starts: np.ndarray
     lengths: np.ndarray
     ends: np.ndarray
@@ -245,13 +237,11 @@ class ChatWindows:
         Returns:
           {"tokens": int32 (seq + 1,); "weights": float32 (seq,), 1 where the target is part of an answer; and
           with segments "segments": int32 (seq,), the number of each input's conversation in this window, from
-          0; padding is one more}
+          0; padding has the next number}
 
         Raises:
           IndexError: no such sample.
         """
-        from shardtrain.data.chat_tokens import TRAINED
-
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         first, last = (int(self.ends[index - 1]) if index else 0), int(self.ends[index])
@@ -273,8 +263,6 @@ class ChatWindows:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Read tokens of all conversations, uint32 (stop - start,)."""
-        from shardtrain.data.chat_tokens import TRAINED
-
         return self.tokens.tokens.read(start, stop) & np.uint32(TRAINED - 1)
 
     @property
@@ -284,7 +272,7 @@ class ChatWindows:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the tokens and of what is in which window."""
+        """A hash of the tokens and of the contents of each window."""
         found = hashlib.sha256(f"{self.tokens.record['checksum']} {self.seq} {self.segmented}".encode())
         for each in (self.starts, self.lengths, self.ends):
             found.update(each.astype("<i8").tobytes())

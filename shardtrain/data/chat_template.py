@@ -1,7 +1,7 @@
-"""Chat templates: a conversation as the text that a model reads, and where the answers are in it.
+"""Render conversations by chat templates as the text that a model reads, and locate the answers in it.
 
-All that imports jinja2 (extra `chat`). Templates come from untrusted folders: they run in Jinja's sandbox.
-Next: `conversations.py` (what a conversation is), `chat_tokens.py`.
+Only this module imports jinja2 (extra `chat`). Templates come from untrusted folders: they run in Jinja's
+sandbox. Next: `conversations.py`, `chat_tokens.py`.
 """
 
 import json
@@ -26,10 +26,10 @@ TOKENIZER_CONFIG, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 MOST_BYTES = 1 << 20
 
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Around what a template marks as generated: characters that Unicode keeps for such use within a program."""
+"""Marks around generated text: characters that Unicode reserves for internal use in a program."""
 
 TODAY = datetime(2024, 7, 26)
-"""The date given to templates, always the same: tokens must not depend on the day they are made on."""
+"""The date that templates get: always the same, as tokens must not depend on the day."""
 
 NAMED = {
     "chatml": (
@@ -54,15 +54,15 @@ NAMED = {
         "{% else %}{{ message.content }}{% endif %}{% endfor %}"
     ),
 }
-"""Name -> template. `plain` writes contents as they are, with the end of a document after each answer."""
+"""Name -> template. `plain` writes only the contents, with the end of a document after each answer."""
 
 
-class Rendered(NamedTuple):
+class RenderedConversation(NamedTuple):
     """A conversation as text.
 
     Attributes:
       text: the text.
-      answers: (start, stop) of each answer in it, in characters, rising.
+      answers: (start, stop) of each answer in the text, in characters, rising.
     """
 
     text: str
@@ -70,7 +70,7 @@ class Rendered(NamedTuple):
 
 
 class _Generation(Extension):
-    """The block `{% generation %}`, by which a template marks what the model writes."""
+    """The block `{% generation %}`, by which a template marks text that the model generates."""
 
     tags = {"generation"}
 
@@ -87,9 +87,9 @@ class ChatTemplate:
     """A chat template.
 
     Args:
-      source: the template, in Jinja, with the variables that Hugging Face's templates have.
+      source: the template, in Jinja, with the variables of Hugging Face's templates.
       special: names of special tokens, such as `eos_token`, and their texts.
-      answers: which answers count: all, or the last one of each conversation.
+      answers: the answers that are trained on: all, or the last one of each conversation.
 
     Raises:
       ValueError: it is no template.
@@ -113,24 +113,24 @@ class ChatTemplate:
 
     def render(
         self, messages: Sequence[dict[str, Any]], tools: Any = None, learned: Sequence[bool] | None = None
-    ) -> Rendered:
+    ) -> RenderedConversation:
         """Return a conversation as text, up to its last answer, and the spans of the answers.
 
         An answer begins where the text with the prompt for it ends, and ends where the text of the messages
-        up to it does; a template that marks answers by `{% generation %}` says it itself.
+        up to it ends, unless the template marks answers by `{% generation %}`.
 
         Args:
-          messages: role, content and whatever else the template reads of each; contents are text.
+          messages: role, content and other fields for the template; contents are text.
           tools: descriptions of functions that the model may call, for the template.
-          learned: whether each message counts, if it is an answer; None: all do.
+          learned: whether each message is trained on, if it is an answer; None means all.
 
         Raises:
-          ValueError: the template refuses them, or its text changes with later messages; or it is not known
-            which of the answers that it marks count.
+          ValueError: the template refuses the messages, or its text changes with later messages; or its marks
+            cannot be assigned to answers.
         """
         numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not numbers:
-            return Rendered(self._text(messages, tools), [])
+            return RenderedConversation(self._text(messages, tools), [])
         messages = messages[: numbers[-1] + 1]
         text = self._text(messages, tools)
         wanted = numbers if self.answers == "all" else numbers[-1:]
@@ -138,23 +138,23 @@ class ChatTemplate:
         if self._marks:
             text, spans = _remove_marks(text)
             if counted == wanted:
-                return Rendered(text, spans if self.answers == "all" else spans[-1:])
+                return RenderedConversation(text, spans if self.answers == "all" else spans[-1:])
             if len(spans) != len(numbers):
                 raise ValueError(
                     f"the chat template marks {len(spans)} answers of {len(numbers)}, so it is not known"
                     " which of them are not learned; use one that marks each: --data.template FILE.jinja"
                 )
-            return Rendered(text, [spans[numbers.index(number)] for number in counted])
+            return RenderedConversation(text, [spans[numbers.index(number)] for number in counted])
         spans = []
         for number in counted:
             before = self._text(messages[:number], tools, prompt=True)
             upto = text if number == numbers[-1] else self._text(messages[: number + 1], tools)
             if not (text.startswith(upto) and upto.startswith(before)):
-                raise ValueError(self._differs(number))
+                raise ValueError(self._explain_difference(number))
             spans.append((len(before), len(upto)))
-        return Rendered(text, spans)
+        return RenderedConversation(text, spans)
 
-    def _differs(self, number: int) -> str:
+    def _explain_difference(self, number: int) -> str:
         change = "" if self.answers == "last" else "train on last answers alone (--data.answers last), "
         return (
             f"the chat template writes the text up to message {number} in another way when that message is"
@@ -175,10 +175,10 @@ class ChatTemplate:
 
 
 def _remove_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Return a text without the marks of answers, and where they were.
+    """Remove the marks of answers from a text, and return the spans between them.
 
     Raises:
-      ValueError: one is inside another.
+      ValueError: marks are nested.
 
     >>> _remove_marks(f"Hi{BEGIN}there{END}.")
     ('Hithere.', [(2, 7)])
@@ -198,29 +198,32 @@ def _remove_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def open_template(name: str, tokenizer_name: str, tokenizer: Tokenizer, answers: Answers) -> ChatTemplate:
-    """Return a chat template.
+    """Open a chat template.
 
     Args:
-      name: one of `NAMED`, a file that ends in .jinja, or `tokenizer`: that in the tokenizer's folder.
-      tokenizer_name: bytes, a tokenizer.json, or a folder with one.
+      name: one of `NAMED`, a file that ends in .jinja, or `tokenizer` for the template in the tokenizer's
+        folder.
+      tokenizer_name: bytes, a tokenizer.json, or a folder that has one.
       tokenizer: the tokenizer.
-      answers: which answers count.
+      answers: the answers that are trained on.
 
     Raises:
-      ValueError: there is none, or it cannot be read.
+      ValueError: there is no such template, or it cannot be read.
     """
     folder = None if tokenizer_name == BYTES else Path(tokenizer_name)
     if folder is not None and not folder.is_dir():
         folder = folder.parent
-    config = _config(folder)
-    special = {key: text for key, value in config.items() if (text := _token_text(key, value)) is not None}
+    config = _read_config(folder)
+    special = {
+        key: text for key, value in config.items() if (text := _get_token_text(key, value)) is not None
+    }
     if folder is None:
         special["eos_token"] = "\0"
     special.setdefault("eos_token", tokenizer.decode([tokenizer.separator]))
-    return ChatTemplate(_source(name, folder, config), {"bos_token": "", **special}, answers)
+    return ChatTemplate(_find_source(name, folder, config), {"bos_token": "", **special}, answers)
 
 
-def _source(name: str, folder: Path | None, config: dict[str, Any]) -> str:
+def _find_source(name: str, folder: Path | None, config: dict[str, Any]) -> str:
     if name in NAMED:
         return NAMED[name]
     if name.endswith(".jinja"):
@@ -243,8 +246,8 @@ def _source(name: str, folder: Path | None, config: dict[str, Any]) -> str:
     )
 
 
-def _config(folder: Path | None) -> dict[str, Any]:
-    """Return what a tokenizer_config.json says; {} if there is none."""
+def _read_config(folder: Path | None) -> dict[str, Any]:
+    """Read the tokenizer_config.json of a folder; return {} if there is none."""
     if folder is None or not (folder / TOKENIZER_CONFIG).is_file():
         return {}
     found = read_json(folder / TOKENIZER_CONFIG)
@@ -253,8 +256,8 @@ def _config(folder: Path | None) -> dict[str, Any]:
     return found
 
 
-def _token_text(name: str, value: Any) -> str | None:
-    """Return the text of a special token in a tokenizer_config.json; None of another entry."""
+def _get_token_text(name: str, value: Any) -> str | None:
+    """Return the text of a special token in a tokenizer_config.json; None for other entries."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if name.endswith("_token") and isinstance(value, str) else None
 

@@ -1,18 +1,17 @@
-"""Conversations as tokens with marks of those that are trained on, in a folder of a run.
+"""Tokenize conversations into the run folder, and mark the tokens that are trained on.
 
-Written once, by one process, and read by all ranks. Next: `chat.py`, which packs them into windows.
+One process writes the files once, and all ranks read them. Next: `chat.py`, which packs them into windows.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardtrain.data.chat_template import ChatTemplate
-from shardtrain.data.conversations import Conversation, conversations
+from shardtrain.data.conversations import Conversation, read_conversations
 from shardtrain.data.documents import OnError, Piece, encode_rows
 from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData
@@ -25,20 +24,23 @@ from shardtrain.system.array_file import read_array
 from shardtrain.system.atomic_write import clear_parts, new_file, replace_file
 from shardtrain.system.untrusted_files import check_kind, check_whole_number, parse_json, read_text
 
+if TYPE_CHECKING:
+    from shardtrain.data.chat_template import ChatTemplate
+
 VERSION = 4
 TRAINED = 1 << 31
-"""The bit of a stored token that is trained on; tokens are below it."""
+"""The bit that marks a stored token as trained on; tokens are below it."""
 
 TOKENS, EXTENTS, RECORD = "tokens.npy", "extents.npy", "record.json"
 OWNER_ONLY = 0o600
 TOTALS = ("num_tokens", "num_trained", "num_conversations", "num_unanswered", "num_skipped")
 
 
-class Encoded(NamedTuple):
+class EncodedConversation(NamedTuple):
     """A conversation as tokens.
 
     Attributes:
-      text: what they were made of.
+      text: the text that was tokenized.
       tokens: uint32 (num_tokens,).
       trained: bool (num_tokens,), whether a token is part of an answer; never the first one.
       ends: where each token ends in the text, in characters, int (num_tokens,).
@@ -54,9 +56,9 @@ class ChatTokens(NamedTuple):
     """The tokens of all conversations that have an answer.
 
     Attributes:
-      tokens: all of them, with the bit `TRAINED`.
-      extents: of each conversation the number of tokens up to its end, in all, and the number before its
-        first trained one, in itself; int64 (num_conversations, 2).
+      tokens: the tokens of all conversations, with the bit `TRAINED`.
+      extents: for each conversation, the total number of tokens up to its end, and the number of its own
+        tokens before the first trained one; int64 (num_conversations, 2).
       record: `TOTALS`, the first errors that were skipped, and a checksum of the tokens.
     """
 
@@ -65,13 +67,15 @@ class ChatTokens(NamedTuple):
     record: dict[str, Any]
 
 
-def encode(given: Sequence[Conversation], template: ChatTemplate, tokenizer: Tokenizer) -> list[Encoded]:
-    """Return conversations as tokens, each up to its last answer.
+def encode(
+    given: Sequence[Conversation], template: "ChatTemplate", tokenizer: Tokenizer
+) -> list[EncodedConversation]:
+    """Tokenize conversations, each up to its last answer.
 
-    A token is trained on if it ends within an answer: so is one that begins before it.
+    A token is trained on if it ends within an answer, even if it begins before the answer.
 
     Raises:
-      ValueError: one is refused by the template, or cannot be tokens.
+      ValueError: the template or the tokenizer refuses a conversation.
     """
     rendered = [template.render(each.messages, each.tools, each.learned) for each in given]
     encoded = tokenizer.encode_with_ends([each.text for each in rendered])
@@ -81,30 +85,30 @@ def encode(given: Sequence[Conversation], template: ChatTemplate, tokenizer: Tok
         for start, stop in each.answers:
             trained |= (ends > start) & (ends <= stop)
         trained[:1] = False  # no token predicts it
-        found.append(Encoded(each.text, tokens, trained, ends))
+        found.append(EncodedConversation(each.text, tokens, trained, ends))
     return found
 
 
-def chat_tokens(
+def tokenize_chat(
     files: Sequence[SourceFile],
     folder: Path,
-    template: ChatTemplate,
+    template: "ChatTemplate",
     tokenizer: Tokenizer,
     *,
     tokenizer_hash: str,
     messages: str,
     on_error: OnError,
 ) -> ChatTokens:
-    """Return the tokens of all conversations of files, made at the first call.
+    """Return the tokens of all conversations in files, which are made at the first call.
 
     Args:
-      files: of formats with rows.
-      folder: the folder of the run; they are in a folder of it, named by what they depend on.
-      template: makes text of a conversation.
-      tokenizer: makes tokens of the text.
-      tokenizer_hash: of its content.
-      messages: the field with the messages.
-      on_error: what to do with a row or file that cannot be read.
+      files: files of formats with rows.
+      folder: the run folder; the tokens are in a subfolder whose name is a hash of all inputs.
+      template: turns a conversation into text.
+      tokenizer: turns text into tokens.
+      tokenizer_hash: a hash of the tokenizer's content.
+      messages: name of the field that has the messages.
+      on_error: what happens to a row or file that cannot be read.
 
     Raises:
       BadData: a row or file cannot be read, and `on_error` is "stop".
@@ -127,7 +131,7 @@ def chat_tokens(
     rows = (
         (file.path, row, found)
         for file in files
-        for row, found in conversations(Piece(file), messages, out / INDEX)
+        for row, found in read_conversations(Piece(file), messages, out / INDEX)
     )
     encoded = encode_rows(
         rows,
@@ -153,7 +157,7 @@ def chat_tokens(
 
 
 def _open_files(out: Path) -> ChatTokens | None:
-    """Return what was written, if all of it is there."""
+    """Open the files that were written before; None if they are incomplete."""
     try:
         record = check_kind(parse_json(read_text(out / RECORD), ours=True), dict, RECORD)
         for name in TOTALS:
@@ -171,7 +175,7 @@ def _open_files(out: Path) -> ChatTokens | None:
 
 
 def _write(
-    out: Path, encoded: Iterable[Encoded | BadData], on_error: OnError
+    out: Path, encoded: Iterable[EncodedConversation | BadData], on_error: OnError
 ) -> tuple[dict[str, Any], np.ndarray]:
     """Write the tokens, and return their record and extents."""
     counts = dict.fromkeys(TOTALS, 0)

@@ -1,6 +1,6 @@
-"""Conversations in records of files: messages with roles, or a prompt and its completion.
+"""Parse conversations in records of files: messages with roles, or a prompt and its completion.
 
-Next: `chat_template.py`, which makes text of them.
+Next: `chat_template.py`, which converts them to text.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,34 +22,34 @@ ROLES = {
     "human": "user",
     **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "bing", "bard"), "assistant"),
 }
-"""Names of roles in ShareGPT's conversations and data sets like them -> those that templates know."""
+"""Names of roles in ShareGPT's conversations and similar data sets -> names that templates use."""
 
 LEARNED = {
     *("weight", "lossweight", "lossscale", "loss", "computeloss", "calculateloss", "lossmask"),
     *("train", "training", "trainable", "istrainable", "trainon", "learn", "learned", "learnable"),
 }
-"""Names of marks that are true for a message that is learned, in lower case without _ and -."""
+"""Names of flags that are true if a message is trained on, in lower case without _ and -."""
 
 NOT_LEARNED = {"masked", "ismasked", "maskloss", "ignoreloss", "noloss", "skiploss", "notrain"}
-"""Names of marks that are true for a message that is not learned."""
+"""Names of flags that are true if a message is not trained on."""
 
 UNCLEAR = {"mask", "traindetail", "trainingdetail", "trainondetail"}
-"""Names of marks of which no value is read: what they say differs, or is about parts of a message."""
+"""Names of flags that are refused, as their meaning differs, or concerns parts of a message."""
 
 TEXTS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 ASSISTANT = "assistant"
 
 RESERVED = "\0\ufdd0\ufdd1"
-"""Characters that no content has: the separator of bytes, and the marks of answers."""
+"""Characters that no content may have: the separator of bytes, and the marks of answers."""
 
 
 class Conversation(NamedTuple):
     """A conversation.
 
     Attributes:
-      messages: each with role, content, and whatever else its record has.
+      messages: each with role, content, and other fields of its record.
       tools: functions that the model may call; None if there are none.
-      learned: whether each message is an answer that is learned, as its own marks or those of its row say.
+      learned: whether each message is an answer that is trained on, by its own flags and those of its row.
     """
 
     messages: list[dict[str, Any]]
@@ -57,43 +57,43 @@ class Conversation(NamedTuple):
     learned: list[bool]
 
 
-def conversations(
+def read_conversations(
     piece: Piece, field: str, folder: Path | None
 ) -> Iterator[tuple[int, Conversation | BadData]]:
-    """Yield (row, conversation or error) of the rows of a piece; see `read_rows` and `make_conversation`."""
+    """Yield (row, conversation or error) for the rows of a piece; see `read_rows`, `make_conversation`."""
     return read_rows(piece, lambda record: make_conversation(record, field), folder)
 
 
 def make_conversation(record: Record, field: str) -> Conversation:
-    """Return the conversation in a record.
+    """Parse the conversation in a record.
 
     Args:
-      record: it has a list of messages, each with `role` and `content` (or `from` and `value`); or `prompt`
-        and `completion`, each such a list, or a text, which is the content of one message. The list of
-        messages, and `tools`, may also be text or bytes: JSON.
-      field: the name of the list.
+      record: a record with a list of messages, each with `role` and `content` (or `from` and `value`); or
+        with `prompt` and `completion`, each such a list, or the text of one message. The list of messages and
+        `tools` may also be JSON, as text or bytes.
+      field: name of the field that has the list.
 
     Raises:
-      ValueError: it has none, a message lacks something, it or the row says wrongly whether it is learned
-        (see `take_learned`), or a text in it has a reserved character.
+      ValueError: there is no conversation, a message lacks a field, a flag is wrong (see `pop_learned`), or a
+        text has a reserved character.
 
     >>> make_conversation({"prompt": "Hi", "completion": "Hello"}, "messages").messages
     [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}]
     """
     if field in record:
-        messages = _messages(_parse(record[field], field), field)
+        messages = _parse_messages(_parse(record[field], field), field)
     elif PROMPT in record and COMPLETION in record:
         messages = [
             message
             for name, role in ((PROMPT, "user"), (COMPLETION, "assistant"))
-            for message in _side(record[name], name, role)
+            for message in _parse_side(record[name], name, role)
         ]
     else:
         raise ValueError(
             f"it has no field {near(field, record)}, nor {PROMPT} and {COMPLETION}; name that of the"
             " messages: --data.messages"
         )
-    learned = [take_learned(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    learned = [pop_learned(message, f"messages[{i}]") for i, message in enumerate(messages)]
     if not is_row_learned(record):
         learned = [False] * len(learned)
     tools = _parse(given, TOOLS) if (given := record.get(TOOLS)) else None
@@ -101,11 +101,11 @@ def make_conversation(record: Record, field: str) -> Conversation:
     return Conversation(messages, tools, learned)
 
 
-def _side(value: Any, name: str, role: str) -> list[dict[str, Any]]:
+def _parse_side(value: Any, name: str, role: str) -> list[dict[str, Any]]:
     """Return a prompt or a completion as messages."""
     value = decode_text(value) if isinstance(value, bytes) else value
     given = [{"role": role, "content": value}] if isinstance(value, str) else value
-    return _messages(given, name)
+    return _parse_messages(given, name)
 
 
 def _parse(value: Any, name: str) -> Any:
@@ -117,13 +117,13 @@ def _parse(value: Any, name: str) -> Any:
         raise ValueError(f"{name} is text, and no JSON ({error})") from None
 
 
-def _messages(given: Any, name: str) -> list[dict[str, Any]]:
+def _parse_messages(given: Any, name: str) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         raise ValueError(f"{name} is {short(given)}; it is a list of messages, with role and content each")
-    return [_message(each, f"{name}[{i}]") for i, each in enumerate(given)]
+    return [_parse_message(each, f"{name}[{i}]") for i, each in enumerate(given)]
 
 
-def _message(given: Any, name: str) -> dict[str, Any]:
+def _parse_message(given: Any, name: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError(f"{name} is {short(given)}; it is an object with role and content")
     # columns of files have None where other messages have a value
@@ -132,7 +132,7 @@ def _message(given: Any, name: str) -> dict[str, Any]:
         message |= {"role": message.pop("from"), "content": message.pop("value", None)}
     role, content = message.get("role"), message.get("content")
     if isinstance(content, list):
-        content = _join(content, name)
+        content = _join_parts(content, name)
     elif content is None and ("tool_calls" in message or "function_call" in message):
         content = ""
     for key, value in (("role", role), ("content", content)):
@@ -167,7 +167,7 @@ def _check_texts(value: Any, name: str) -> None:
             raise ValueError(f"{name} is no valid Unicode at character {error.start:,}") from None
 
 
-def _join(parts: list[Any], name: str) -> str:
+def _join_parts(parts: list[Any], name: str) -> str:
     """Return the text of a content that is a list of parts."""
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
     if wrong := [part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)]:
@@ -175,50 +175,49 @@ def _join(parts: list[Any], name: str) -> str:
     return "".join(map(str, texts))
 
 
-def take_learned(message: dict[str, Any], name: str) -> bool:
-    """Remove the marks of a message, and return whether it is learned; without marks answers are.
+def pop_learned(message: dict[str, Any], name: str) -> bool:
+    """Remove the flags of a message, and return whether it is trained on; without flags, answers are.
 
     Args:
-      message: with the role that templates know.
-      name: of the message, for errors.
+      message: the message, with a role that templates use.
+      name: name of the message, for errors.
 
     Raises:
-      ValueError: a mark is neither true nor false, marks contradict each other, or a message is marked as
-        learned that is no answer.
+      ValueError: a flag is neither true nor false, flags contradict each other, or a message that is no
+        answer is flagged.
 
-    >>> take_learned({"role": "assistant", "content": "a", "weight": 0.0}, "messages[0]")
+    >>> pop_learned({"role": "assistant", "content": "a", "weight": 0.0}, "messages[0]")
     False
     """
-    marks = _marks(message, name)
-    said = {f"{key} {short(message.pop(key))}": learned for key, learned in marks.items()}
+    flags = {f"{key} {short(message.pop(key))}": flag for key, flag in _find_flags(message, name).items()}
     is_answer = message["role"] == ASSISTANT
-    if said and not is_answer and True in said.values():
+    if not is_answer and True in flags.values():
         raise ValueError(
-            f"{name} has {next(iter(said))} and role {message['role']}, and only messages of the role"
+            f"{name} has {next(iter(flags))} and role {message['role']}, and only messages of the role"
             f" {ASSISTANT} are learned; write 0, or leave it out"
         )
-    return is_answer and all(said.values())
+    return is_answer and all(flags.values())
 
 
 def is_row_learned(record: Mapping[str, Any]) -> bool:
-    """Return whether the answers of a row are learned, by marks beside its messages; without marks they are.
+    """Return whether the answers of a row are trained on, by flags next to its messages; by default they are.
 
     Raises:
-      ValueError: a mark is neither true nor false, or marks contradict each other.
+      ValueError: a flag is neither true nor false, or flags contradict each other.
 
-    >>> is_row_learned({"messages": [], "weight": 0}), is_row_learned({"messages": [], "train": None})
+    >>> is_row_learned({"weight": 0}), is_row_learned({"messages": [], "train": None})
     (False, True)
     """
-    return all(_marks(record, "the row").values())
+    return all(_find_flags(record, "the row").values())
 
 
-def _marks(fields: Mapping[str, Any], name: str) -> dict[str, bool]:
-    """Return whether each mark says that its message or row is learned; None says nothing.
+def _find_flags(fields: Mapping[str, Any], name: str) -> dict[str, bool]:
+    """Return flag -> whether it says that its message or row is trained on; flags that are None are ignored.
 
     Raises:
       ValueError: see `is_row_learned`.
     """
-    marks: dict[str, bool] = {}
+    flags: dict[str, bool] = {}
     for key in fields:
         word = str(key).lower().replace("_", "").replace("-", "")
         if word not in LEARNED | NOT_LEARNED | UNCLEAR or fields[key] is None:
@@ -230,8 +229,8 @@ def _marks(fields: Mapping[str, Any], name: str) -> dict[str, bool]:
                 f"{name} has {key} {short(value)}; say whether it is learned by weight 1 or 0, or leave"
                 f" {key} out"
             )
-        marks[key] = bool(flag) == (word in LEARNED)
-    if len(set(marks.values())) > 1:
-        said = " and ".join(f"{key} {short(fields[key])}" for key in marks)
-        raise ValueError(f"{name} has {said}, which contradict each other; keep one of them")
-    return marks
+        flags[key] = bool(flag) == (word in LEARNED)
+    if len(set(flags.values())) > 1:
+        found = " and ".join(f"{key} {short(fields[key])}" for key in flags)
+        raise ValueError(f"{name} has {found}, which contradict each other; keep one of them")
+    return flags

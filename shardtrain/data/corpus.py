@@ -1,6 +1,6 @@
-"""A corpus as the data of a run: text or tokens in files of any format of `sources/`, cut into windows.
+"""Train on a corpus: text or tokens in files of any format of `sources/`, cut into windows.
 
-Text is tokenized into the folder of the run at the first start; a large corpus is tokenized before, by
+Text is tokenized into the run folder at the first start. Tokenize a large corpus before, with
 `shardtrain data tokenize`. Next: `windows.py`, `tokenize.py`.
 """
 
@@ -11,9 +11,9 @@ from typing import Literal
 
 from shardtrain.data.bucketed import DocumentPieces
 from shardtrain.data.documents import OnError, refuse_mixed
-from shardtrain.data.packed import PackedWindows
+from shardtrain.data.samples import SplitData, find_split_problems
 from shardtrain.data.sources import FORMATS
-from shardtrain.data.sources.find import SourceFile, find_files, once, summary
+from shardtrain.data.sources.find import SourceFile, drop_duplicates, find_files, summary
 from shardtrain.data.token_manifest import (
     MANIFEST,
     PLAN,
@@ -27,38 +27,39 @@ from shardtrain.data.token_manifest import (
 from shardtrain.data.tokenize import TokenizeOptions, plan_digest, tokenize
 from shardtrain.data.tokenizer import BYTES, open_tokenizer
 from shardtrain.data.tokens import TokenShards
-from shardtrain.data.windows import Windows, split_problems, split_windows
+from shardtrain.data.windows import Windows, split_windows
 from shardtrain.errors.messages import refuse
 from shardtrain.system.excerpts import some
 
 Packing = Literal["joined", "separate", "bucketed"]
-"""Whether documents share windows, and see each other there."""
-
-WindowSource = Windows | PackedWindows | DocumentPieces
+"""How documents are arranged in samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """The data of a run: documents in files of many formats, as text or as tokens, one after the other.
+class Corpus(SplitData[Windows | DocumentPieces]):
+    """Train on documents in files of many formats, as text or as tokens.
 
-    Formats are recognised by name or content: text, JSON lines (also .gz, .zst), Parquet, Arrow and folders
-    of Hugging Face datasets, ArrayRecord, TFRecord, tar shards; tokens in .npy and Megatron-LM files, and
-    folders that `shardtrain data tokenize` wrote.
+    The format of a file is recognised by its name or content: text, JSON lines (also .gz, .zst), Parquet,
+      Arrow
+    and folders of Hugging Face datasets, ArrayRecord, TFRecord, tar shards; tokens in .npy and Megatron-LM
+    files, and folders that `shardtrain data tokenize` wrote.
 
     Args:
-      paths: files, folders, and patterns such as web/**/*.parquet; read in the order of their names.
-      tokenizer: for text: bytes, or the path of a tokenizer.json of Hugging Face, or of a folder with one.
-        Folders of tokens have their own.
+      paths: files, folders, and patterns such as web/**/*.parquet, read in the order of their names.
+      tokenizer: the tokenizer for text: bytes, a tokenizer.json of Hugging Face, or a folder that has one.
+        Folders of tokens have their own tokenizer.
       seq: tokens per window.
-      heldout_fraction: fraction at the end of the corpus that is held out of training.
-      text: the field with the text, of formats with fields.
-      separator: the token after each document, as text; None: the tokenizer's end of a document.
-      format: the format of all files; None recognises each.
-      vocab_size: size of the vocabulary, for files of tokens without a manifest; None: that of the tokenizer.
-      on_error: what to do with a row or file that cannot be read: stop, or skip it and count it.
-      packing: whether attention and loss cross from one document of a window into the next (joined), or the
-        model gets each as a sequence of its own, with restarted positions (separate), or documents of similar
-        length share a batch, padded to one of few lengths, and the batch is counted in tokens (bucketed).
+      heldout_fraction: fraction of the corpus, at its end, that is held out of training.
+      text: name of the field that has the text, in formats with fields.
+      separator: the token after each document, as text. None means the tokenizer's end of a document.
+      format: the format of all files. None means that the format of each file is recognised.
+      vocab_size: size of the vocabulary, for token files without a manifest. None means the tokenizer's.
+      on_error: what happens to a row or file that cannot be read: stop ends the run with an error, skip
+        leaves it out and counts it.
+      packing: how documents are packed. joined: windows run across documents, and so do attention and loss.
+        separate: in each window every document is a sequence of its own, with restarted positions. bucketed:
+        each document is a row; rows of similar length share a batch, padded to one of few lengths, and the
+        batch size is counted in tokens.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -76,7 +77,7 @@ class Corpus:
     packing: Packing = "joined"
 
     def __post_init__(self) -> None:
-        problems = split_problems(self)
+        problems = find_split_problems(self)
         if self.vocab_size is not None and not 1 <= self.vocab_size <= 2**31:
             problems.append(f"vocab_size is {self.vocab_size}; use 1 to 2**31")
         refuse("this corpus cannot be used", problems)
@@ -86,38 +87,56 @@ class Corpus:
         """The size of the vocabulary.
 
         Raises:
-          ValueError, FileNotFoundError: the tokenizer cannot be opened.
+          ValueError, FileNotFoundError: the tokenizer cannot be opened, or folders of tokens differ in
+            theirs.
         """
-        manifests = self._manifests()
+        try:
+            files = find_named_files(self.paths, self.format)
+        except ValueError:
+            # a run file may ask for the vocabulary before the command line gives the paths; `split` raises it
+            files = []
+        manifests = token_folders(files)
         if self.vocab_size is not None:
             return self.vocab_size
         if manifests:
             return manifests[0].vocab
         return open_tokenizer(self.tokenizer, self.separator).vocab
 
-    def train(self, folder: Path) -> WindowSource:
-        """Return the windows to train on.
-
-        Args:
-          folder: the folder of the run, where text is tokenized.
+    def split(self, folder: Path) -> tuple[Windows | DocumentPieces, Windows | DocumentPieces | None]:
+        """Return the windows to train on and the held-out windows; text is tokenized into `folder`.
 
         Raises:
           BadData: a row or file cannot be read, and `on_error` is "stop".
           ValueError: nothing is found, formats do not fit together, or there are too few tokens.
         """
-        return self._split(folder)[0]
-
-    def heldout(self, folder: Path) -> WindowSource | None:
-        """Return the held-out windows; None if nothing is held out."""
-        return self._split(folder)[1]
+        _, shards, manifests = self._open(folder)
+        if self.packing != "joined" and (path := shards.without_ends):
+            raise ValueError(
+                f"packing is {self.packing!r}, and {path} does not say where documents end (a .ends file next"
+                " to it does); make the tokens by shardtrain data tokenize, or use --data.packing joined"
+            )
+        name = self.paths[0] if len(self.paths) == 1 else Path(some(self.paths, 2))
+        num_skipped = sum(manifest.num_skipped for manifest in manifests)
+        windows = Windows(
+            path=name,
+            seq=self.seq,
+            vocab=self.vocab,
+            start=0,
+            stop=shards.num_tokens,
+            shards=shards,
+            num_skipped=num_skipped if num_skipped or self.on_error == "skip" else None,
+            separate=self.packing == "separate",
+        )
+        if self.packing == "bucketed":
+            return DocumentPieces.of(windows).split(self.heldout_fraction)
+        return split_windows(windows, self.heldout_fraction)
 
     def summary(self, folder: Path) -> str:
-        """Return a line with what is read and what was skipped."""
-        files = self._files()
+        """Return a line that says what is read and what was skipped."""
+        files, shards, manifests = self._open(folder)
         if refuse_mixed(files):
-            num_tokens = self._shards(files, folder).num_tokens
-            return f"corpus: {summary(files)}; {num_tokens:,} tokens"
-        manifest = self._tokenize(files, folder)
+            return f"corpus: {summary(files)}; {shards.num_tokens:,} tokens"
+        [manifest] = manifests
         text = (
             f"corpus: {summary(files)}; {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens"
         )
@@ -126,72 +145,31 @@ class Corpus:
         return text
 
     def replace_tokenizer(self, tokenizer: str) -> "Corpus":
-        """Return the same corpus for another tokenizer; files of tokens have their own."""
-        is_text = not refuse_mixed(self._files()) if self.paths else True
-        return replace(self, tokenizer=tokenizer) if is_text else self
+        """Return the same corpus with another tokenizer, which token files ignore."""
+        has_tokens = self.paths and refuse_mixed(corpus_files(self.paths, self.format))
+        return self if has_tokens else replace(self, tokenizer=tokenizer)
 
-    def _split(self, folder: Path) -> tuple[WindowSource, WindowSource | None]:
-        files = self._files()
-        shards = self._shards(files, folder)
-        name = self.paths[0] if len(self.paths) == 1 else Path(some(self.paths, 2))
-        windows = Windows(
-            path=name, seq=self.seq, vocab=self.vocab, start=0, stop=shards.num_tokens, shards=shards
-        )
-        if (num_skipped := self._count_skipped(files, folder)) or self.on_error == "skip":
-            windows = replace(windows, num_skipped=num_skipped)
-        if self.packing == "bucketed":
-            return DocumentPieces.of(windows).split(self.heldout_fraction)
-        train, heldout = split_windows(windows, self.heldout_fraction)
-        if self.packing == "joined":
-            return train, heldout
-        packed = PackedWindows(windows=train)
-        return packed, None if heldout is None else replace(packed, windows=heldout)
-
-    def _files(self) -> list[SourceFile]:
+    def _open(self, folder: Path) -> tuple[list[SourceFile], TokenShards, list[Manifest]]:
+        """Return files, tokens and manifests; text is tokenized at the first call."""
         if not self.paths:
             raise ValueError("this corpus has no paths; give files, folders or patterns: --data PATTERN")
-        return corpus_files(self.paths, self.format)
-
-    def _shards(self, files: list[SourceFile], folder: Path) -> TokenShards:
-        if not refuse_mixed(files):
-            files = [SourceFile(path, "npy") for path in self._tokenize(files, folder).files()]
-        elif self.tokenizer != BYTES:
-            raise ValueError(
-                f"tokenizer is {self.tokenizer}, and {files[0].path} has tokens already; leave it out"
-            )
-        return token_shards(files)
-
-    def _tokenize(self, files: list[SourceFile], folder: Path) -> Manifest:
-        """Return the tokens of text, in the folder of the run, made at the first call."""
+        files = corpus_files(self.paths, self.format)
+        if refuse_mixed(files):
+            if self.tokenizer != BYTES:
+                raise ValueError(
+                    f"tokenizer is {self.tokenizer}, and {files[0].path} has tokens already; leave it out"
+                )
+            return files, token_shards(files), token_folders(files)
         options = TokenizeOptions(
             tokenizer=self.tokenizer, text=self.text, separator=self.separator, on_error=self.on_error
         )
         out = folder / f"tokens-{plan_digest(files, options)}"
-        return read_whole_manifest(out) or tokenize(files, out, options)
-
-    def _count_skipped(self, files: list[SourceFile], folder: Path) -> int:
-        """Return how many rows and files could not be read when the tokens were made."""
-        made = self._manifests() if refuse_mixed(files) else [self._tokenize(files, folder)]
-        return sum(manifest.num_skipped for manifest in made)
-
-    def _manifests(self) -> list[Manifest]:
-        """Return the manifests of the folders of tokens among the paths.
-
-        Raises:
-          ValueError: they were made by different tokenizers.
-        """
-        try:
-            files = find_named_files(self.paths, self.format)
-        except ValueError:
-            # a run file may ask for the vocabulary before the command line gives the paths; `train` raises it
-            return []
-        return token_folders(files)
+        manifest = read_whole_manifest(out) or tokenize(files, out, options)
+        return files, token_shards([SourceFile(path, "npy") for path in manifest.files()]), [manifest]
 
 
 def corpus_files(paths: Sequence[Path | str], format_name: str | None = None) -> list[SourceFile]:
-    """Find the files of paths and patterns; those of a folder of tokens are what its manifest says.
-
-    A file that several paths and patterns name is read once.
+    """Find the files of paths and patterns, each once; a folder of tokens has the files of its manifest.
 
     Raises:
       ValueError: see `find_files` and `check_shards`; or tokens were not finished.
@@ -202,7 +180,7 @@ def corpus_files(paths: Sequence[Path | str], format_name: str | None = None) ->
 
 
 def find_named_files(paths: Sequence[Path | str], format_name: str | None = None) -> list[SourceFile]:
-    """Do what `corpus_files` does, and do not look whether shards of tokens are whole."""
+    """Find files as `corpus_files` does, without a check that shards of tokens are complete."""
     found: list[SourceFile] = []
     for path in map(Path, paths):
         if (path / MANIFEST).is_file():
@@ -211,10 +189,10 @@ def find_named_files(paths: Sequence[Path | str], format_name: str | None = None
             raise make_unfinished_error(path)
         else:
             found += find_files([path], format_name)
-    return once(found)
+    return drop_duplicates(found)
 
 
 def token_shards(files: Sequence[SourceFile]) -> TokenShards:
-    """Open files of tokens as one sequence."""
+    """Open token files as one sequence."""
     finders = [(FORMATS[file.format].tokens, file.path) for file in files]
     return TokenShards([find(path) for find, path in finders if find is not None])

@@ -1,6 +1,6 @@
-"""The rows of files as documents or conversations, one after the other, and what of them cannot be read.
+"""Read the rows of files as documents or conversations, and yield errors for rows that cannot be read.
 
-Next: `tokenize.py` and `chat_tokens.py`, which make tokens of them.
+Next: `tokenize.py` and `chat_tokens.py`, which tokenize them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,17 +15,17 @@ from shardtrain.system.excerpts import some
 from shardtrain.system.plain_text import decode_text
 
 OnError = Literal["stop", "skip"]
-"""What to do with data that cannot be read."""
+"""What happens to data that cannot be read."""
 
 BATCH_CHARACTERS = 1 << 20
-"""Characters of documents that a tokenizer gets at a time."""
+"""Number of characters that a tokenizer gets at a time."""
 
 Value = TypeVar("Value")
 Encoded = TypeVar("Encoded")
 
 
 class Piece(NamedTuple):
-    """Rows of a file: from `start` up to `stop`; None: to its end."""
+    """Rows of a file, from `start` up to `stop`; None means to the end of the file."""
 
     file: SourceFile
     start: int = 0
@@ -37,12 +37,12 @@ def open_rows(file: SourceFile, folder: Path | None) -> Rows:
 
     Args:
       file: the file and its format.
-      folder: the folder of indices; None writes none.
+      folder: the folder for the index of rows; None writes no index.
 
     Raises:
-      BadData: it is damaged.
-      FileNotFoundError: it is gone.
-      ValueError: it has tokens, and no rows.
+      BadData: the file is damaged.
+      FileNotFoundError: the file is gone.
+      ValueError: the file has tokens, not rows.
     """
     make = FORMATS[file.format].rows
     if make is None:
@@ -51,10 +51,10 @@ def open_rows(file: SourceFile, folder: Path | None) -> Rows:
 
 
 def refuse_mixed(files: Sequence[SourceFile]) -> bool:
-    """Return whether files have tokens, and not text.
+    """Return whether files have tokens; refuse a mixture of tokens and text.
 
     Raises:
-      ValueError: some have tokens and others text.
+      ValueError: some files have tokens and others text.
     """
     tokens = [file.path for file in files if FORMATS[file.format].tokens is not None]
     others = [file.path for file in files if FORMATS[file.format].tokens is None]
@@ -69,12 +69,12 @@ def refuse_mixed(files: Sequence[SourceFile]) -> bool:
 def read_rows(
     piece: Piece, parse: Callable[[Record], Value], folder: Path | None
 ) -> Iterator[tuple[int, Value | BadData]]:
-    """Yield (row, value or error) of the rows of a piece; a file that cannot be opened is one error.
+    """Yield (row, value or error) for the rows of a piece; a file that cannot be opened is one error.
 
     Args:
       piece: the rows.
-      parse: makes the value of a record; raises ValueError for one that has none.
-      folder: the folder of indices; None writes none.
+      parse: record -> value; raises ValueError if the record has none.
+      folder: the folder for the index of rows; None writes no index.
 
     Raises:
       FileNotFoundError: the file is gone.
@@ -93,8 +93,8 @@ def read_rows(
         yield piece.start, error
 
 
-def texts(piece: Piece, field: str, folder: Path | None) -> Iterator[tuple[int, str | BadData]]:
-    """Yield (row, text or error) of the rows of a piece, whose text is in `field`; see `read_rows`."""
+def read_texts(piece: Piece, field: str, folder: Path | None) -> Iterator[tuple[int, str | BadData]]:
+    """Yield (row, text or error) for the rows of a piece, with the text in `field`; see `read_rows`."""
     return read_rows(piece, lambda record: read_text_field(record, field), folder)
 
 
@@ -125,12 +125,12 @@ def encode_rows(
     size: Callable[[Value], int],
     encode: Callable[[list[Value]], Sequence[Encoded]],
 ) -> Iterator[Encoded | BadData]:
-    """Encode rows in batches of about `BATCH_CHARACTERS`; yield what each becomes or its error, in order.
+    """Encode rows in batches of about `BATCH_CHARACTERS`; yield each encoded value or error, in order.
 
     Args:
       rows: (file, number of the row, value or error).
-      size: the characters of a value.
-      encode: values -> what each becomes; raises ValueError if one of them cannot be encoded.
+      size: value -> its number of characters.
+      encode: values -> encoded values; raises ValueError if one of them cannot be encoded.
     """
     batch: list[tuple[Path, int, Value | BadData]] = []
     filled = 0
@@ -164,13 +164,13 @@ def _encode_batch(
 def sample_texts(
     files: Sequence[SourceFile], field: str, num_bytes: int, on_error: OnError = "stop"
 ) -> Iterator[str]:
-    """Yield the first documents of each file, to train a tokenizer on, until each has given its part.
+    """Yield the first documents of each file, about as many bytes of each, to train a tokenizer on.
 
     Args:
-      files: of formats with rows.
-      field: the field with the text.
-      num_bytes: of all documents, about: what a file lacks is taken from later ones.
-      on_error: "stop" raises the error of a row; "skip" leaves it out.
+      files: files of formats with rows.
+      field: name of the field that has the text.
+      num_bytes: approximate number of bytes of all documents; if a file is too short, later files give more.
+      on_error: "stop" raises the error of a row; "skip" leaves the row out.
 
     Raises:
       BadData: a row cannot be read.
@@ -178,7 +178,7 @@ def sample_texts(
     left = num_bytes
     for number, file in enumerate(files):
         quota = left // (len(files) - number)
-        for _, text in texts(Piece(file), field, None):
+        for _, text in read_texts(Piece(file), field, None):
             if quota <= 0:
                 break
             if isinstance(text, BadData):

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face: a `tokenizer.json`, read or trained; all that imports tokenizers."""
+"""Read or train a Hugging Face `tokenizer.json`; only this module imports tokenizers."""
 
 from collections.abc import Iterable, Sequence
 from importlib import import_module
@@ -15,7 +15,7 @@ from shardtrain.system.json_size import check_values
 from shardtrain.system.untrusted_files import read_json, read_text
 
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
-"""Tokens that end a document, of the families of tokenizers; the first one in a vocabulary counts."""
+"""Usual tokens that end a document; the first one that a vocabulary has is used."""
 
 INSTALL = needs_library("tokenizers are", "tokenizers", "hf")
 
@@ -36,16 +36,16 @@ class HuggingFaceTokenizer:
 
     Args:
       path: the file.
-      separator: the token after each document, as text or by its number; None: `eos_token` of a
-        `tokenizer_config.json` or `special_tokens_map.json` beside it, or else the first of `SEPARATORS` in
-        the vocabulary.
+      separator: the token after each document, as text or by its number. None means `eos_token` of a
+        `tokenizer_config.json` or `special_tokens_map.json` in the same folder, or else the first of
+        `SEPARATORS` in the vocabulary.
 
     Attributes:
-      ends: the tokens that end a generated text: those of `TOKEN_FILES` beside the file; the separator where
-        they name none, or where one was given.
+      ends: the tokens that end a generated text, from `TOKEN_FILES` in the same folder; if these name none,
+        or a separator was given, the separator.
 
     Raises:
-      ValueError: it is no tokenizer, has no such token, or a file beside it cannot be read.
+      ValueError: it is no tokenizer, has no such token, or another file of the folder cannot be read.
     """
 
     def __init__(self, path: Path, separator: str | int | None = None) -> None:
@@ -57,7 +57,7 @@ class HuggingFaceTokenizer:
             if isinstance(error, ValueError) and str(error) == INSTALL:
                 raise
             raise ValueError(f"{path} is no tokenizer of Hugging Face: {error}") from None
-        # a file may say that texts are cut off or padded, which is for models and not for documents
+        # a file may ask for truncation or padding, which is for models and not for documents
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         tokens = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -96,7 +96,7 @@ class HuggingFaceTokenizer:
 
 
 def _read_configured(path: Path) -> list[str]:
-    """Return the text of the token that ends a text, by the files beside a tokenizer."""
+    """Return the text of the token that ends a text, from files next to a tokenizer."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
             content = read_json(path.with_name(name))
@@ -110,11 +110,11 @@ def _read_configured(path: Path) -> list[str]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int, path: Path) -> None:
-    """Train byte-level BPE, as that of GPT-2, and write it as a `tokenizer.json`.
+    """Train byte-level BPE, as GPT-2 has, and write it as a `tokenizer.json`.
 
     Args:
       texts: a sample of the documents, read once.
-      vocab: number of tokens at most, 257 or more: the 256 bytes and the token after documents.
+      vocab: largest number of tokens, 257 or more: the 256 bytes and the token after documents.
       path: the file to write.
 
     Raises:

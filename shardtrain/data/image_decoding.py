@@ -1,6 +1,6 @@
-"""Bytes of an image file to pixels, whole or a part of it. The only importer of pillow.
+"""Decode image files to pixels, whole or in part. Only this module imports pillow.
 
-Next: `image_files.py`, the source of the bytes; `augmentation.py`, which parts are taken.
+Next: `image_files.py`, which reads the files; `augmentation.py`, which chooses the parts.
 """
 
 import io
@@ -10,13 +10,13 @@ from importlib import import_module
 import numpy as np
 
 RESIZE = 256 / 224
-"""The shorter side before the crop, as a part of the size: what most evaluations on ImageNet take."""
+"""Ratio of the shorter side before the crop to the size, as in most evaluations on ImageNet."""
 
 MOST_RATIO = 100
 """Largest ratio of the sides of an image."""
 
 Box = tuple[int, int, int, int]
-"""Left, top, right, bottom in pixels; the last two are outside."""
+"""Left, top, right, bottom in pixels; right and bottom are outside the box."""
 
 
 def decode_image(content: bytes, size: int) -> np.ndarray:
@@ -48,13 +48,13 @@ def decode_image(content: bytes, size: int) -> np.ndarray:
 def decode_part(content: bytes, size: int, choose: Callable[[int, int], Box]) -> np.ndarray:
     """Decode an image, and resize a part of it.
 
-    A JPEG that is much larger than needed is decoded at a half, a quarter or an eighth of its size, which
-    takes less time.
+    A JPEG that is much larger than needed is decoded at a half, a quarter or an eighth of its size, to save
+    time.
 
     Args:
       content: as for `decode_image`.
       size: height and width of the result.
-      choose: (width, height) of the image -> the part.
+      choose: (width, height) of the image -> the box of the part.
 
     Returns:
       float32 (size, size, 3), from 0 to 1.
@@ -66,7 +66,7 @@ def decode_part(content: bytes, size: int, choose: Callable[[int, int], Box]) ->
     with pillow.open(io.BytesIO(content)) as file:
         width, height = file.size
         left, top, right, bottom = choose(width, height)
-        # never so small that the part has less than twice the result's rows and columns
+        # the part keeps at least twice the rows and columns of the result
         least = 2 * size * width // (right - left) + 1, 2 * size * height // (bottom - top) + 1
         file.draft("RGB", least)
         across, down = file.size[0] / width, file.size[1] / height

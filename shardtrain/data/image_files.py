@@ -1,7 +1,7 @@
-"""Images with labels as the data of a run: folders, tar shards, Parquet, TFRecord, ArrayRecord.
+"""Train on images with labels, in folders, tar shards, Parquet, TFRecord or ArrayRecord files.
 
-They are decoded when they are read, and changed at random for training. Next: `sources/`, the formats;
-`image_decoding.py`; `augmentation.py`; `batches.py`.
+Images are decoded when they are read, with random changes for training. Next: `sources/` (formats),
+`image_decoding.py`, `augmentation.py`, `batches.py`.
 """
 
 import hashlib
@@ -23,46 +23,45 @@ from shardtrain.data.augmentation import (
 )
 from shardtrain.data.documents import OnError, open_rows
 from shardtrain.data.image_decoding import decode_image, decode_part
+from shardtrain.data.samples import SplitData, find_split_problems
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.find import SourceFile, find_files, summary
 from shardtrain.data.sources.format import BadData, Record
-from shardtrain.data.windows import split_problems
 from shardtrain.errors.field_types import too_small
 from shardtrain.errors.messages import near, needs_library, refuse
 from shardtrain.system.excerpts import some
 
 IMAGE_FIELDS = ("image", "img", "jpg", "jpeg", "png", "webp", "image/encoded")
 LABEL_FIELDS = ("label", "labels", "cls", "fine_label", "image/class/label")
-"""Fields of formats and data sets, the first one that a record has counts."""
+"""Usual names of fields; the first one that a record has is read."""
 
 BLACK, WHITE = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 
 FINGERPRINTED = ("paths", "classes", "size", "image", "label", "heldout_fraction", "format", "on_error")
-"""Options that decide which sample has which number."""
+"""Options on which the number of a sample depends."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageFiles:
-    """The data of a run: images with labels, in folders of classes or in files of rows.
+class ImageFiles(SplitData["ImageSource"]):
+    """Train on images with labels, in folders of classes or in files of rows.
 
-    Each image is decoded when it is read, its shorter side resized, and the middle cropped; those to train on
-    may be changed at random instead, and a change depends on seed, epoch and sample alone. In a folder the
-    label is the number of the class's folder, in the order of names.
+    Each image is decoded when it is read. Its shorter side is resized and its middle cropped; training images
+    may be changed at random instead, depending only on seed, epoch and sample. In folders, the label of an
+    image is the number of its class folder in the order of names.
 
     Args:
       paths: folders, files and patterns.
       classes: number of classes.
       size: height and width of an image.
-      image: the field with the image, of formats with fields; None: the usual names.
-      label: the field with the label, a whole number; None: the usual names.
+      image: name of the field that has the image, in formats with fields. None means the usual names.
+      label: name of the field that has the label, a whole number. None means the usual names.
       heldout_fraction: fraction of the images, drawn at random once, that is held out of training.
-      format: the format of all files; None recognises each.
-      on_error: what to do with an image that cannot be read: stop, or skip it: it gets weight 0, so the
-        position of all others stays, and is counted.
-      augment: random changes of the images to train on.
-      mean: subtracted from the red, green and blue of each pixel, which are 0 to 1 before; of ImageNet 0.485,
-        0.456, 0.406.
-      std: what they are divided by then; of ImageNet 0.229, 0.224, 0.225.
+      format: the format of all files. None means that the format of each file is recognised.
+      on_error: what happens to an image that cannot be read: stop ends the run with an error; skip counts it,
+        and gives it weight 0, so that other samples keep their positions.
+      augment: random changes of the training images.
+      mean: subtracted from red, green and blue, each from 0 to 1; for ImageNet 0.485, 0.456, 0.406.
+      std: the differences are divided by it; for ImageNet 0.229, 0.224, 0.225.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -81,30 +80,14 @@ class ImageFiles:
     std: tuple[float, float, float] = WHITE
 
     def __post_init__(self) -> None:
-        problems = split_problems(self) + too_small(self, classes=1, size=1)
+        problems = find_split_problems(self) + too_small(self, classes=1, size=1)
         if not min(self.std) > 0:
             problems.append(f"std is {', '.join(f'{each:g}' for each in self.std)}; use numbers above 0")
         refuse("these images cannot be used", problems)
 
-    def train(self, folder: Path) -> "ImageSource":
-        """Return the images to train on.
-
-        Args:
-          folder: the folder of the run, for indices of files.
-
-        Raises:
-          BadData: a file is damaged.
-          ValueError: nothing is found, or pillow is missing.
-        """
-        return self._parts(folder)[0]
-
-    def heldout(self, folder: Path) -> "ImageSource | None":
-        """Return the held-out images; None if nothing is held out."""
-        return self._parts(folder)[1]
-
     def summary(self, folder: Path) -> str:
-        """Return a line with what is read."""
-        train, heldout = self._parts(folder)
+        """Return a line that says what is read."""
+        train, heldout = self.split(folder)
         num_heldout = 0 if heldout is None else len(heldout)
         text = f"images: {summary(find_files(self.paths, self.format))}; {len(train):,} to train on"
         text += f", {num_heldout:,} held out"
@@ -112,12 +95,16 @@ class ImageFiles:
             text += f"; skipped files that cannot be read: {some(damaged, 3)}"
         return text
 
-    def _parts(self, folder: Path) -> "tuple[ImageSource, ImageSource | None]":
+    def split(self, folder: Path) -> "tuple[ImageSource, ImageSource | None]":
+        """Return the training images and the held-out images; indices of files are written into `folder`.
+
+        Raises:
+          BadData: a file is damaged.
+          ValueError: nothing is found, or pillow is missing.
+        """
         opened = self._open(folder)
         num_images = int(opened.starts[-1])
-        num_heldout = round(self.heldout_fraction * num_images)
-        if self.heldout_fraction > 0:
-            num_heldout = max(1, num_heldout)
+        num_heldout = max(round(self.heldout_fraction * num_images), self.heldout_fraction > 0)
         if num_images <= num_heldout:
             raise ValueError(
                 f"there are {num_images} images, and {num_heldout} are held out; give more, or another"
@@ -131,7 +118,7 @@ class ImageFiles:
         unchanged = replace(self, augment=Augment())
         return train, replace(train, options=unchanged, samples=np.sort(order[:num_heldout]))
 
-    def _open(self, folder: Path) -> "Opened":
+    def _open(self, folder: Path) -> "ImageRows":
         if find_spec("PIL") is None:
             raise ValueError(needs_library("images are", "pillow", "images"))
         if not self.paths:
@@ -153,16 +140,16 @@ class ImageFiles:
                 if self.on_error == "stop":
                     raise
                 damaged.append(f"{error.place}: {error.why}")
-        return Opened(files, damaged, folder)
+        return ImageRows(files, damaged, folder)
 
 
-class Opened:
-    """Files of rows as one sequence; a process that gets a copy opens them again.
+class ImageRows:
+    """The rows of all files as one sequence; a process that gets a copy opens the files again.
 
     Args:
       files: the files.
       damaged: files that were left out, each with the reason.
-      folder: the folder of their indices.
+      folder: the folder of the indices of files.
     """
 
     def __init__(self, files: Sequence[SourceFile], damaged: Sequence[str], folder: Path) -> None:
@@ -171,7 +158,7 @@ class Opened:
         self.starts = np.concatenate([[0], np.cumsum([len(each) for each in self.rows], dtype=np.int64)])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Opened, (self.files, self.damaged, self.folder)
+        return ImageRows, (self.files, self.damaged, self.folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,14 +166,14 @@ class ImageSource:
     """A random-access source of decoded images.
 
     Args:
-      options: how images are found in a row, and decoded.
-      opened: the files.
-      samples: the numbers of the rows that belong to it, int64 (n,).
+      options: how images are read and decoded.
+      opened: the rows of all files.
+      samples: the numbers of the rows that belong to this source, int64 (n,).
       skipped_rows: the rows that this process has left out so far.
     """
 
     options: ImageFiles
-    opened: Opened
+    opened: ImageRows
     samples: np.ndarray
     skipped_rows: set[int] = field(default_factory=set, compare=False, repr=False)
 
@@ -194,7 +181,7 @@ class ImageSource:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Return sample `index`, as evaluation sees it: resized, and the middle.
+        """Return sample `index` for evaluation: the middle of the resized image.
 
         Returns:
           {"image": float32 (size, size, 3), from 0 to 1 unless `mean` and `std` change that, "label": int32
@@ -207,15 +194,12 @@ class ImageSource:
         return self._sample(index, None)
 
     def augmented(self, index: int, epoch: int, random: np.random.Generator) -> dict[str, np.ndarray]:
-        """Return sample `index` for training, changed as `augment` says.
+        """Return sample `index` for training, as `__getitem__` does, with the random changes of `augment`.
 
         Args:
-          index: of the sample.
-          epoch: not needed, as the draws of each epoch are others.
+          index: the index of the sample.
+          epoch: not used, as `random` differs between epochs.
           random: draws the changes.
-
-        Returns:
-          As `__getitem__`.
 
         Raises:
           BadData: it, or the image that it is mixed with, cannot be read, and `on_error` is "stop".
@@ -246,7 +230,7 @@ class ImageSource:
         return {**sample, "weights": np.float32(found is not None)} if skips else sample
 
     def _read(self, index: int, random: np.random.Generator | None) -> tuple[np.ndarray, int] | None:
-        """Return an image, changed by itself, and its class; None for one that is skipped."""
+        """Return an image before it is mixed, and its class; None if it is skipped."""
         row = int(self.samples[index])
         number = int(np.searchsorted(self.opened.starts, row, "right")) - 1
         try:
@@ -260,8 +244,8 @@ class ImageSource:
     def _decode(self, number: int, row: int, random: np.random.Generator | None) -> tuple[np.ndarray, int]:
         path, options = self.opened.files[number].path, self.options
         record = self.opened.rows[number].read(row)
-        label = _field(record, options.label, LABEL_FIELDS, path, row, "label")
-        content = _field(record, options.image, IMAGE_FIELDS, path, row, "image")
+        label = _read_field(record, options.label, LABEL_FIELDS, path, row, "label")
+        content = _read_field(record, options.image, IMAGE_FIELDS, path, row, "image")
         content = content.get("bytes") if isinstance(content, dict) else content  # as `datasets` stores it
         if not isinstance(content, bytes):
             raise BadData(path, f"its image is {type(content).__name__}, not the bytes of a file", row)
@@ -273,18 +257,18 @@ class ImageSource:
         if not 0 <= found < options.classes:
             raise BadData(place, f"its label is {found}, and classes are 0 to {options.classes - 1}", row)
         try:
-            return _image(content, options, random), found
+            return _make_image(content, options, random), found
         except Exception as error:
             raise BadData(place, f"its image cannot be decoded ({error})", row) from None
 
     @property
     def num_skipped(self) -> int | None:
-        """How many images and files this process has left out so far; None: none may be."""
+        """Number of images and files that this process has left out; None means that none may be left out."""
         return len(self.skipped_rows) + len(self.opened.damaged) if self.options.on_error == "skip" else None
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the names and numbers of rows of all files, of the options, and of the part."""
+        """A hash of the file names, their numbers of rows, the options, and the samples."""
         opened = self.opened
         files = [(file.path.name, len(rows)) for file, rows in zip(opened.files, opened.rows, strict=True)]
         # what changes an image leaves the position of all samples as it is
@@ -294,8 +278,8 @@ class ImageSource:
         return hashlib.sha256(f"({files!r}, {options}, {part!r})".encode()).hexdigest()[:16]
 
 
-def _image(content: bytes, options: ImageFiles, random: np.random.Generator | None) -> np.ndarray:
-    """Decode an image, for evaluation, or with random changes."""
+def _make_image(content: bytes, options: ImageFiles, random: np.random.Generator | None) -> np.ndarray:
+    """Decode an image for evaluation, or with random changes for training."""
     augment = options.augment
     if random is None:
         return decode_image(content, options.size)
@@ -306,7 +290,9 @@ def _image(content: bytes, options: ImageFiles, random: np.random.Generator | No
     return change_colours(image, augment, random)
 
 
-def _field(record: Record, asked: str | None, usual: Sequence[str], path: Path, row: int, option: str) -> Any:
+def _read_field(
+    record: Record, asked: str | None, usual: Sequence[str], path: Path, row: int, option: str
+) -> Any:
     """Return the value of a field.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What is in files of data: sizes, statistics, single samples, and everything that cannot be read.
+"""Inspect files of data: sizes, statistics, single samples, and all rows that cannot be read.
 
 Next: `sources/`, `tokenize.py`.
 """
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardtrain.data.documents import Piece, open_rows, texts
+from shardtrain.data.documents import Piece, open_rows, read_texts
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData, Record
@@ -23,14 +23,14 @@ CHUNK_TOKENS = 1 << 24
 
 
 class FileFacts(NamedTuple):
-    """What a file has.
+    """The size of a file, and its numbers of rows and tokens.
 
     Attributes:
       file: the file.
       num_bytes: its size.
-      num_rows: its rows, or documents of tokens; None: not known, or not readable.
-      num_tokens: its tokens; None for text.
-      problem: why it cannot be read; "" if it can.
+      num_rows: number of rows, or of documents of tokens; None if unknown or not readable.
+      num_tokens: number of tokens; None for text.
+      problem: why the file cannot be read; "" if it can.
     """
 
     file: SourceFile
@@ -41,7 +41,7 @@ class FileFacts(NamedTuple):
 
 
 def file_facts(file: SourceFile) -> FileFacts:
-    """Return what a file has."""
+    """Return the size of a file, and its numbers of rows and tokens."""
     num_bytes = 0 if file.path.is_dir() else file.path.stat().st_size
     find = FORMATS[file.format].tokens
     try:
@@ -59,11 +59,11 @@ def file_facts(file: SourceFile) -> FileFacts:
 
 
 def find_row(files: Sequence[SourceFile], row: int) -> tuple[SourceFile, int, Record]:
-    """Return a row of files of rows, counted over all files: its file, its number there, its fields.
+    """Return the row with a number that counts over all files: its file, its number there, its fields.
 
     Raises:
       ValueError: there are fewer rows.
-      BadData: it cannot be read.
+      BadData: the row cannot be read.
     """
     before = 0
     for file in files:
@@ -74,17 +74,17 @@ def find_row(files: Sequence[SourceFile], row: int) -> tuple[SourceFile, int, Re
     raise ValueError(f"row is {row}; there are {before:,} rows, use 0 to {before - 1}")
 
 
-def lengths(files: Sequence[SourceFile], field: str) -> Iterator[tuple[np.ndarray, int]]:
+def read_lengths(files: Sequence[SourceFile], field: str) -> Iterator[tuple[np.ndarray, int]]:
     """Yield (lengths of the documents of a file, number of rows that cannot be read), file after file.
 
-    Lengths are int64 (num_documents,), in characters of text, or in tokens; a file of tokens that does not
-    say where documents end is one document.
+    Lengths are int64 (num_documents,), in characters of text, or in tokens; a token file without ends of
+    documents counts as one document.
     """
     for file in files:
         find = FORMATS[file.format].tokens
         if find is None:
             found = [
-                len(text) if isinstance(text, str) else -1 for _, text in texts(Piece(file), field, None)
+                len(text) if isinstance(text, str) else -1 for _, text in read_texts(Piece(file), field, None)
             ]
             sizes = np.array(found, np.int64)
             yield sizes[sizes >= 0], int((sizes < 0).sum())
@@ -98,7 +98,7 @@ def lengths(files: Sequence[SourceFile], field: str) -> Iterator[tuple[np.ndarra
 
 
 def find_problems(files: Sequence[SourceFile], field: str, manifests: Sequence[Manifest]) -> Iterator[str]:
-    """Read everything, and yield what is wrong; one empty text for each file that was read."""
+    """Read all files, and yield their problems; yield "" after each file."""
     expected = {
         manifest.folder / shard["file"]: (shard, manifest)
         for manifest in manifests
@@ -107,7 +107,7 @@ def find_problems(files: Sequence[SourceFile], field: str, manifests: Sequence[M
     for file in files:
         find = FORMATS[file.format].tokens
         if find is None:
-            for _, text in texts(Piece(file), field, None):
+            for _, text in read_texts(Piece(file), field, None):
                 if isinstance(text, BadData):
                     yield f"{text.place}: {text.why}"
         else:
@@ -129,12 +129,12 @@ def _token_problems(tokens: TokenArray, expected: tuple[dict, Manifest] | None) 
     for path, name in ((tokens.path, "checksum"), (tokens.path.with_suffix(ENDS), "ends_checksum")):
         if name in shard and checksum(path) != shard[name]:
             yield f"{path}: it does not have the checksum of its manifest"
-    top = largest(tokens)
+    top = find_largest(tokens)
     if top >= manifest.vocab:
         yield f"{tokens.path}: token {top} is not below the vocabulary of {manifest.vocab}"
 
 
-def largest(tokens: TokenArray) -> int:
+def find_largest(tokens: TokenArray) -> int:
     """Return the largest token of a file; -1 if it has none."""
     found = -1
     with open_regular(tokens.path) as file:

@@ -1,6 +1,6 @@
-"""The rows of each batch that this process loads, as arrays on the mesh; padding has weight 0.
+"""Load the rows of each batch that this process needs, and place them on the mesh; padding has weight 0.
 
-Which rows are padding is decided in `row_split.py`. Next: `placement.py`.
+`row_split.py` decides which rows are padding. Next: `placement.py`.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -24,9 +24,9 @@ class BatchShard:
     """The rows of each batch that this process loads.
 
     Args:
-      rows: their numbers in the whole batch, int (n,).
-      real: bool (n,), False for padding: a copy of another row of the island.
-      num_rows: rows of this island, with padding and with those of its other processes.
+      rows: numbers of the rows in the whole batch, int (n,).
+      real: bool (n,), False for padding, which is a copy of another row of the island.
+      num_rows: number of rows of this island, with padding and with the rows of its other processes.
       start: the number of the island's first row in the whole batch.
     """
 
@@ -45,28 +45,28 @@ def batch_shard(
     multiple: int | None = None,
     capacity: int | None = None,
 ) -> BatchShard:
-    """Return the rows of this process, padded where those of its island cannot be split.
+    """Return the rows of this process, with padding if the rows of its island cannot be split.
 
     Args:
       rows_of_islands: island (or pipeline of islands) -> its number of rows, see `split_over_islands`.
-      island: which of them this process belongs to.
+      island: the island of this process.
       mesh: the mesh of this island.
       batch_axes: the mesh axes that split the rows of a microbatch.
       microbatches: M.
-      multiple: the number that the island's rows must be a multiple of; by default that of this mesh.
-      capacity: rows to pad the island's to; by default as few as can be split among several islands, and
-        none where there is one.
+      multiple: the island's rows must be a multiple of it; by default the multiple of this mesh.
+      capacity: number of rows to pad the island to; by default the smallest number that can be split, if
+        there are several islands; a single island is not padded.
 
     Raises:
       ValueError: the rows cannot be split, and nothing is padded.
     """
-    # 1. the rows of the island; among several it pads them to what its mesh can split
+    # 1. the rows of the island; one of several islands pads them to a number that its mesh can split
     num_real = rows_of_islands[island]
     num_rows = num_real if capacity is None else capacity
     if capacity is None and len(rows_of_islands) > 1:
         split = RowSplit.of(mesh.shape, batch_axes, microbatches)
         num_rows = RowSplit({"data": multiple}).pad_rows(num_real) if multiple else split.pad_rows(num_real)
-    # 2. of these the rows that this process's devices hold
+    # 2. the rows that the devices of this process hold
     local = process_rows(num_rows, mesh, batch_axes, microbatches)
     rows, real = fill_with_copies(local, num_real)
     # an island without rows loads row 0 of the batch, with weight 0
@@ -76,10 +76,10 @@ def batch_shard(
 
 @dataclass(frozen=True)
 class Loader:
-    """Batches of this process's rows, and their way onto the mesh.
+    """Load batches of this process's rows, and place them on the mesh.
 
     Args:
-      batches: the batches, of the rows in `shards`; see `with_shards`.
+      batches: the batches, of the rows in `shards`; see `replace_shards`.
       shards: number of rows of a whole batch -> the rows of this process, see `batch_shard`.
       mesh: the mesh of this island.
       batch_axes: the mesh axes that split the rows of a microbatch.
@@ -93,7 +93,7 @@ class Loader:
     microbatches: int
 
     def replace_shards(self, shards: Mapping[int, BatchShard]) -> "Loader":
-        """Return a loader of other rows of the same batches."""
+        """Return a loader for other rows of the same batches."""
         if isinstance(self.batches, TokenBatches):
             rows = {num_rows: shard.rows for num_rows, shard in shards.items()}
             return replace(self, batches=replace(self.batches, rows=rows), shards=shards)
@@ -102,7 +102,7 @@ class Loader:
         )
 
     def shard(self, position: Position | None = None) -> BatchShard:
-        """Return the rows of this process in the batch at a position; None: the first batch."""
+        """Return the rows of this process in the batch at a position; None means the first batch."""
         return self.shards[self.batches.num_rows(position)]
 
     def place(self, batch: Batch, position: Position | None = None) -> Any:
@@ -110,7 +110,7 @@ class Loader:
 
         Args:
           batch: name -> array (n, ...), of this process's rows.
-          position: the position that it was loaded from; None: the first.
+          position: the position from which the batch was loaded; None means the first.
 
         Returns:
           name -> jax array (M, rows of the island / M, ...), see `placement.place`.

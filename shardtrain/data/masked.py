@@ -1,6 +1,6 @@
-"""Masked tokens, for models with bidirectional attention: the original tokens are the targets.
+"""Train models with bidirectional attention to predict masked tokens.
 
-Which tokens are masked depends only on the sample and the seed: the same in each epoch, on any layout.
+The masked tokens depend only on the sample and the seed: they are the same in each epoch and any layout.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from shardtrain.errors.field_types import too_small, wrong_types
 from shardtrain.errors.messages import refuse
 
 MASKED, REPLACED = 0.8, 0.1
-"""Fractions of the chosen tokens that become the mask token, or a random one; the others stay as they are."""
+"""Fractions of the chosen tokens that become the mask token, or a random token; the others are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class MaskedWindows:
     """A random-access source: the windows of another one, with some tokens masked.
 
     Args:
-      windows: the samples, each with "tokens" (seq + 1,), of which the last is not used.
+      windows: the samples, each with "tokens" (seq + 1,); the last token is not used.
       options: how tokens are chosen and replaced.
     """
 
@@ -40,12 +40,12 @@ class MaskedWindows:
         """
         options = self.options
         targets = self.windows[index]["tokens"][:-1]
-        # the choice depends on seed and sample alone: the same in every epoch, and after a restart
+        # the choice depends only on seed and sample: it is the same in every epoch, and after a restart
         random = np.random.default_rng((options.seed, index))
         choice, replacement = random.random((2, len(targets)))
         chosen = (choice < options.rate) & ~np.isin(targets, options.never)
         others = random.integers(0, self.windows.vocab, len(targets), dtype=np.int32)
-        # of the chosen tokens most become the mask, some a random token, and some stay
+        # most chosen tokens become the mask, some a random token, and some are kept
         tokens = np.where(
             replacement < MASKED,
             options.mask_token,
@@ -68,13 +68,14 @@ class MaskedWindows:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedTokens:
-    """The data of a run that predicts masked tokens, with `loss=masked_token_loss`.
+    """Train on the prediction of masked tokens, with `loss=masked_token_loss`.
 
     Args:
       data: the source of the tokens: `Text` or `Tokens`.
-      mask_token: replaces a masked token; below the vocabulary of `data`. No byte of UTF-8 text is 255.
-      rate: fraction of the tokens that are predicted; of those 80 % are masked, 10 % are replaced by random
-        tokens, and 10 % stay.
+      mask_token: the token that replaces masked tokens, in the vocabulary of `data`. UTF-8 text has no byte
+        255.
+      rate: fraction of the tokens that are predicted; 80 % of them are masked, 10 % are replaced by random
+        tokens, and 10 % are kept.
       never: tokens that are never chosen, such as separators.
       seed: the seed of the random choice.
 
@@ -101,11 +102,7 @@ class MaskedTokens:
         refuse("these tokens cannot be masked", problems + too_small(self, seed=0))
 
     def train(self, folder: Path) -> MaskedWindows:
-        """Return the windows to train on.
-
-        Args:
-          folder: the folder of the run, as for `data`.
-        """
+        """Return the windows to train on; `folder` is as for `data`."""
         return MaskedWindows(windows=self.data.train(folder), options=self)
 
     def heldout(self, folder: Path) -> MaskedWindows | None:

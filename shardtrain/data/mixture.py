@@ -1,6 +1,6 @@
-"""A mixture of data: samples of several sources in given proportions, in an order that needs no memory.
+"""Train on a mixture of data: samples of several sources in given proportions.
 
-Next: `balanced_draws.py` (which source comes when), `batches.py` (the order within each source).
+Next: `balanced_draws.py` (the order of the sources), `batches.py` (the order within each source).
 """
 
 import hashlib
@@ -14,24 +14,24 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.data.balanced_draws import BLOCK, borders, count_before, draw_block
+from shardtrain.data.balanced_draws import BLOCK, compute_borders, count_before, draw_block
 from shardtrain.data.order import epoch_order
 from shardtrain.data.samples import Source
 from shardtrain.errors.field_types import too_small, wrong_types
 from shardtrain.errors.messages import near, refuse
 
 NUM_DRAWS = 1 << 40
-"""The length of a mixture: it has no end that a run reaches."""
+"""The length of a mixture, larger than any run reaches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Proportions from a draw on.
+    """A stage of a mixture, with constant proportions.
 
     Args:
       start: the first draw.
-      parts: where the part of each source begins, see `borders`.
-      before: for each source, its draws in earlier stages.
+      parts: the start of each source's part of the interval, see `compute_borders`.
+      before: number of draws of each source in earlier stages.
     """
 
     start: int
@@ -41,15 +41,15 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class MixedSource:
-    """Samples of several sources by draw: draw n is the same whatever was drawn before.
+    """Samples of several sources, by number of the draw; a draw does not depend on earlier calls.
 
-    Each source is read in its own random order, epoch after epoch: every sample once before any comes again.
-    A stream is read in its own order.
+    Each source is read in its own random order, epoch after epoch: each sample once before any is repeated. A
+    stream is read in its own order.
 
     Args:
       sources: the sources.
-      weights: (first draw, weight of each source), the first of them from draw 0; rising.
-      seed: of all orders.
+      weights: (first draw, weight of each source) of each stage; draws rise from 0.
+      seed: the seed of all orders.
     """
 
     sources: tuple[Source, ...]
@@ -57,11 +57,11 @@ class MixedSource:
     seed: int
 
     ordered = True
-    """Batches take these samples in sequence, and shuffle nothing."""
+    """Batches take these samples in sequence, without shuffling."""
 
     @property
     def is_stream(self) -> bool:
-        """Whether a source is a stream, which each process reads from its beginning."""
+        """Whether any source is a stream, which each process reads from its beginning."""
         return any(getattr(source, "is_stream", False) for source in self.sources)
 
     def __len__(self) -> int:
@@ -73,12 +73,12 @@ class MixedSource:
         return self.sources[source][sample]
 
     def augmented(self, index: int, epoch: int, random: np.random.Generator) -> Mapping[str, np.ndarray]:
-        """Return the sample of a draw, changed at random where its source does that.
+        """Return the sample of a draw, with random changes if its source has a method `augmented`.
 
         Args:
-          index: of the draw.
-          epoch: of the draws, which have one alone; the source gets its own.
-          random: for the changes.
+          index: the number of the draw.
+          epoch: not used; the source gets its own epoch.
+          random: draws the changes.
         """
         source, sample, own_epoch = self.draw(index)
         if not hasattr(self.sources[source], "augmented"):
@@ -86,7 +86,7 @@ class MixedSource:
         return self.sources[source].augmented(sample, own_epoch, random)  # type: ignore[attr-defined]
 
     def draw(self, index: int) -> tuple[int, int, int]:
-        """Return (source, its sample, how often the source was read before) of a draw.
+        """Return (source, its sample, number of earlier epochs of the source) of a draw.
 
         Raises:
           IndexError: no such draw.
@@ -97,7 +97,7 @@ class MixedSource:
         if getattr(self.sources[source], "is_stream", False):
             return source, count, 0
         epoch, position = divmod(count, len(self.sources[source]))
-        # each source has a seed of its own, or sources of equal length would be read in the same order
+        # each source has its own seed, or sources of equal length would be read in the same order
         seed = int(np.random.SeedSequence((self.seed, source)).generate_state(1)[0])
         return source, epoch_order(len(self.sources[source]), seed, epoch)(position), epoch
 
@@ -109,22 +109,22 @@ class MixedSource:
 
     @property
     def num_skipped(self) -> int | None:
-        """How many samples or documents the sources have left out; None: none of them may."""
+        """Number of samples or documents that the sources have left out; None means that none may be."""
         found = [getattr(source, "num_skipped", None) for source in self.sources]
         return None if all(each is None for each in found) else sum(each or 0 for each in found)
 
     @property
     def skipped_rows(self) -> dict[int, Any]:
-        """Number of a source -> what it has left out in this process."""
+        """Number of a source -> the rows that it has left out in this process."""
         return {i: rows for i, x in enumerate(self.sources) if (rows := getattr(x, "skipped_rows", None))}
 
     def add_skipped(self, rows: Mapping[int, Any]) -> None:
-        """Count what another process has left out."""
+        """Count rows that another process has left out."""
         for number, of_source in rows.items():
             self.sources[number].add_skipped(of_source)  # type: ignore[attr-defined]
 
     def _count(self, index: int) -> tuple[int, int]:
-        """Return the source of a draw, and how many draws before it were of that source."""
+        """Return the source of a draw, and the number of earlier draws of that source."""
         stage = next(each for each in reversed(self._stages) if each.start <= index)
         block, place = divmod(index - stage.start, BLOCK)
         sources, counts = draw_block(stage.parts, self._offset, block)
@@ -143,7 +143,7 @@ class MixedSource:
 def make_stages(
     weights: tuple[tuple[int, tuple[float, ...]], ...], num_sources: int, offset: int
 ) -> tuple[Stage, ...]:
-    """Return the stages, each with the draws of every source before it."""
+    """Return the stages, each with the number of earlier draws of each source."""
     stages: list[Stage] = []
     for start, of_sources in weights:
         before = (0,) * num_sources
@@ -153,24 +153,24 @@ def make_stages(
                 count + count_before(last.parts, offset, source, start - last.start)
                 for source, count in enumerate(last.before)
             )
-        stages.append(Stage(start=start, parts=borders(of_sources), before=before))
+        stages.append(Stage(start=start, parts=compute_borders(of_sources), before=before))
     return tuple(stages)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """The data of a run: samples of several data in given proportions, whatever their sizes.
+    """Train on samples of several data in given proportions, whatever their sizes.
 
-    All give samples of the same shapes, so proportions of samples are those of tokens. A source that is
-    smaller than its proportion is read again, in another order, each sample once before any comes again; a
-    stream is read in its own order. Each is evaluated by its name.
+    All parts have samples of the same shapes, so proportions of samples are also proportions of tokens. A
+    part that is too small for its proportion is read again in another order, each sample once before any is
+    repeated; a stream is read in its own order. Each part is evaluated under its name.
 
     Args:
       parts: name -> data, such as a corpus.
-      weights: proportion of each part, as in "web 0.7 code 0.3"; all together need not be 1. In Python also
+      weights: proportions of the parts, as in "web 0.7 code 0.3"; their sum need not be 1. In Python also
         name -> proportion.
-      later: other proportions later: "1000000: web 1 code 3; 2000000: code 1" has them from the sample with
-        that number on; what is not named has 0.
+      later: proportions of later samples: "1000000: web 1 code 3; 2000000: code 1" changes them from the
+        samples with these numbers on; parts that are not named get 0.
       seed: the seed of the order of all samples.
 
     Raises:
@@ -214,10 +214,10 @@ class Mixture:
 
     @property
     def vocab(self) -> int:
-        """The size of the vocabulary, which is that of all parts.
+        """The size of the vocabulary, the same for all parts.
 
         Raises:
-          ValueError: they differ.
+          ValueError: the vocabularies of the parts differ.
         """
         found = {name: part.vocab for name, part in self.parts.items()}
         if len(set(found.values())) > 1:
@@ -248,10 +248,7 @@ class Mixture:
         return tuple(found)
 
     def train(self, folder: Path) -> MixedSource:
-        """Return the samples to train on.
-
-        Args:
-          folder: the folder of the run, for what the parts write there.
+        """Return the samples to train on; `folder` is the run folder, where parts write files.
 
         Raises:
           ValueError: a part has no samples.
@@ -267,12 +264,12 @@ class Mixture:
         return MixedSource(sources=tuple(sources.values()), weights=self.stages(), seed=self.seed)
 
     def heldout(self, folder: Path) -> dict[str, Any] | None:
-        """Return name -> held-out samples of the parts that have some."""
+        """Return name -> held-out samples, for the parts that have some."""
         found = {name: part.heldout(folder) for name, part in self.parts.items()}
         return {name: source for name, source in found.items() if source is not None} or None
 
     def summary(self, folder: Path) -> str:
-        """Return a line for each part: its proportions, and its own summary."""
+        """Return a line for each part, with its proportions and its summary."""
         lines = []
         for number, (name, part) in enumerate(self.parts.items()):
             shares = ", ".join(f"{weights[number] / sum(weights):.1%}" for _, weights in self.stages())
@@ -285,7 +282,7 @@ def read_weights(text: str, parts: Mapping[str, Any], what: str) -> dict[str, fl
     """Read the weights of a stage, such as `web 0.7 code 0.3`.
 
     Raises:
-      ValueError: it is something else, names no part, or has weights out of range.
+      ValueError: it has another form, an unknown part, or weights out of range.
     """
     words = str(text).split()
     try:

@@ -1,6 +1,6 @@
-"""The order of an epoch: a random permutation that needs no memory, found in blocks.
+"""Compute the random order of the samples of an epoch, block by block, without a stored permutation.
 
-A block cipher of 4 rounds permutes the indices; an index that it sends outside of the samples is sent again
+A block cipher of 4 rounds permutes the indices; an index that it maps outside of the samples is mapped again
 (cycle walking; Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002, section 3). Saved positions
 refer to this order: its numbers never change. Next: `batches.py`.
 """
@@ -12,10 +12,10 @@ import numpy as np
 
 ROUNDS = 4
 BLOCK = 2**14
-"""Positions whose samples are found at once: a call of numpy has a fixed cost."""
+"""Number of positions whose samples are computed together, as each call of numpy has a fixed cost."""
 
 LEAST_BITS = 8
-"""Bits of half an index at least, for small permutations to be random too."""
+"""Smallest number of bits of half an index, so that small permutations are random too."""
 
 
 @lru_cache(maxsize=256)  # a mixture reads its sources in turn; each order keeps 256 kB at most
@@ -55,13 +55,13 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Callable[[int], int]
 
 
 def find_samples(positions: range, num_samples: int, keys: list[int], bits: int) -> np.ndarray:
-    """Return the samples at some positions: encrypted until they are below the number of samples.
+    """Return the samples at some positions: encrypt each until it is below the number of samples.
 
     Args:
-      positions: below `num_samples`.
-      num_samples: at most 4 ** `bits`.
-      keys: one a round.
-      bits: of half an index.
+      positions: positions below `num_samples`.
+      num_samples: number of samples, at most 4 ** `bits`.
+      keys: one key for each round.
+      bits: number of bits of half an index.
 
     Returns:
       Unsigned integers (len(positions),).
@@ -80,14 +80,15 @@ def find_samples(positions: range, num_samples: int, keys: list[int], bits: int)
 
 
 def encrypt(indices: np.ndarray, keys: list[int], bits: int) -> np.ndarray:
-    """Return a permutation of the numbers below 4 ** `bits`, by the rounds of the cipher Simon.
-
-    Source: Beaulieu et al., The Simon and Speck Families of Lightweight Block Ciphers, 2013, section 3.
+    """Permute the numbers below 4 ** `bits` by rounds of the cipher Simon.
 
     Args:
       indices: unsigned integers (n,), of 2 * `bits` bits or more.
-      keys: one a round, an even number.
-      bits: of half an index, 8 to 32.
+      keys: one key for each round; an even number of rounds.
+      bits: number of bits of half an index, 8 to 32.
+
+    References:
+      Beaulieu et al., The Simon and Speck Families of Lightweight Block Ciphers, 2013, section 3.
     """
     mask = 2**bits - 1
 
@@ -104,9 +105,10 @@ def encrypt(indices: np.ndarray, keys: list[int], bits: int) -> np.ndarray:
 
 
 def round_keys(seed: int) -> list[int]:
-    """Return the keys of the rounds, 32 bits each: four numbers of `std::seed_seq` of C++.
+    """Return the keys of the rounds, of 32 bits: four numbers of `std::seed_seq` of C++.
 
-    Source: ISO C++ 2011, section 26.5.7.1, paragraph 8, with n = 4, s = 1, p = 1 and q = 2.
+    References:
+      ISO C++ 2011, section 26.5.7.1, paragraph 8, with n = 4, s = 1, p = 1 and q = 2.
 
     >>> round_keys(5489)
     [3078589754, 2126075023, 4255833496, 582627599]

@@ -1,4 +1,4 @@
-"""Host batches -> arrays on the mesh, split into microbatches as `row_split.py` says.
+"""Place host batches as arrays on the mesh, split into microbatches by `row_split.py`.
 
 A process needs only the rows of its own devices: load them with `Batches(rows=process_rows(...))`.
 """
@@ -21,11 +21,11 @@ def place(
     """Put a batch on the mesh. The call returns while the transfer to the devices still runs.
 
     Args:
-      batch: a pytree of numpy arrays (B, ...), or of this process's rows of them.
+      batch: a pytree of numpy arrays (B, ...), or of only this process's rows.
       mesh: a jax Mesh.
       batch_axes: the mesh axes that split the rows of a microbatch.
-      microbatches: M, parts of the batch that a step handles one after the other.
-      num_rows: B, where `batch` holds only the rows of `process_rows`; by default it holds all.
+      microbatches: M, number of microbatches, which a step handles one after the other.
+      num_rows: B, if `batch` holds only the rows of `process_rows`; by default it holds all rows.
 
     Returns:
       The same pytree of jax arrays (M, B / M, ...) with PartitionSpec(None, batch_axes). Weights of `Batches`
@@ -70,10 +70,10 @@ def _num_rows(batch: Any) -> int:
 
 
 def _check_integers(batch: Any) -> None:
-    """Check that integers of 64 bits fit in the 32 bits that devices have, in which others would wrap.
+    """Check that integers of 64 bits fit into the 32 bits of devices, where larger ones would wrap.
 
     Raises:
-      ValueError: lists the arrays with others.
+      ValueError: lists the arrays with larger integers.
     """
     problems = []
     leaves = [] if getattr(jax.config, "jax_enable_x64", False) else jax.tree.leaves_with_path(batch)
@@ -95,7 +95,7 @@ def _check_integers(batch: Any) -> None:
 
 
 def leaf_problems(batch: Any) -> list[str]:
-    """Return what keeps a batch from being placed, one line each: every leaf must be an array with rows.
+    """List the leaves of a batch that are not arrays with rows, one line each.
 
     >>> leaf_problems({"x": np.zeros((4, 2)), "label": [1, 2, 3, 4], "rate": 0.5})[0]
     "'label' is of type list; use np.asarray, with a row for each example"
@@ -113,17 +113,17 @@ def leaf_problems(batch: Any) -> list[str]:
 
 
 def _is_list_of_numbers(tree: Any) -> bool:
-    """Return whether this is a list that was meant as an array, and not as a tree of arrays."""
+    """Return whether this is a list of numbers, rather than a tree of arrays."""
     return isinstance(tree, list | tuple) and not any(hasattr(x, "shape") for x in jax.tree.leaves(tree))
 
 
 def _put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """Put an array on the devices: what `device_put` does, in a third of its time."""
+    """Put an array on the devices as `device_put` does, in a third of its time."""
     return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def _share_ones(shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    """Return `_put_ones`, made again if a program was given them to overwrite."""
+    """Return `_put_ones`, put again if a program has overwritten them."""
     if _put_ones(shape, sharding).is_deleted():
         _put_ones.cache_clear()
     return _put_ones(shape, sharding)
@@ -131,7 +131,7 @@ def _share_ones(shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
 
 @lru_cache(maxsize=64)
 def _put_ones(shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    """Return ones on the devices, once: nearly all batches have such weights, and no step donates a batch."""
+    """Put ones on the devices once, for all batches without padding; no step donates a batch."""
     return _put(np.ones(shape, np.float32), sharding)
 
 
@@ -140,19 +140,17 @@ def process_rows(num_rows: int, mesh: Mesh, batch_axes: Sequence[str], microbatc
 
     Args:
       num_rows: B, rows of the whole batch.
-      mesh: as for `place`.
-      batch_axes: likewise.
-      microbatches: likewise.
+      mesh, batch_axes, microbatches: as for `place`.
 
     Returns:
-      Row numbers, int (rows,), rising; all of them where there is one process.
+      Row numbers, int (rows,), rising; all rows if there is one process.
 
     Raises:
       ValueError: as for `place`.
     """
     split, sharding = _split_over(num_rows, mesh, tuple(batch_axes), microbatches)
     shape = split.shape((num_rows,))
-    # let the sharding slice an array of row numbers: no second formula for who holds what
+    # the sharding slices an array of row numbers, so that no second formula is needed
     number = np.arange(num_rows).reshape(shape)
     slices = sharding.addressable_devices_indices_map(shape).values()
     return np.unique(np.concatenate([number[index].ravel() for index in slices if index is not None]))

@@ -1,7 +1,7 @@
-"""How many rows of a batch each island, device and microbatch gets, and which of them are padding (no jax).
+"""Split the rows of a batch over islands, devices and microbatches, and pad them (no jax).
 
-All padding is decided here: of an island whose rows do not divide, and of a short last batch.
-Next: `loader.py` and `placement.py`, which make arrays on the mesh of it.
+An island whose rows do not divide is padded, and so is a short last batch.
+Next: `loader.py` and `placement.py`, which make arrays on the mesh.
 """
 
 import math
@@ -22,8 +22,8 @@ class RowSplit:
     Row r of B is in microbatch r // (B / M).
 
     Args:
-      axis_sizes: mesh axis -> size, of the axes that split the rows of a microbatch.
-      microbatches: M, parts of the batch that a step handles one after the other.
+      axis_sizes: mesh axis -> size, for the axes that split the rows of a microbatch.
+      microbatches: M, number of microbatches, which a step handles one after the other.
 
     >>> RowSplit({"data": 4}, 2).multiple, RowSplit({"data": 4}, 2).pad_rows(9)
     (8, 16)
@@ -39,7 +39,7 @@ class RowSplit:
         """Return the split over some axes of a mesh.
 
         Args:
-          mesh_sizes: mesh axis -> size, of the whole mesh.
+          mesh_sizes: mesh axis -> size, for all axes of the mesh.
           batch_axes: the axes that split the rows of a microbatch.
           microbatches: M.
 
@@ -59,7 +59,7 @@ class RowSplit:
         return math.prod(self.axis_sizes.values()) * self.microbatches
 
     def pad_rows(self, num_rows: int) -> int:
-        """Return the least number of rows, above 0, that can be split and holds `num_rows`."""
+        """Return the smallest number of rows, above 0, that can be split and holds `num_rows`."""
         return max(-(-num_rows // self.multiple), 1) * self.multiple
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ class RowSplit:
             raise ValueError(problem)
 
     def problem(self, num_rows: int) -> str | None:
-        """Return why a batch of B rows cannot be split, with the sizes that can; None if it can.
+        """Return why a batch of B rows cannot be split, with sizes that can be split; None if it can.
 
         >>> RowSplit({"data": 4}).problem(6)
         "batch 6 cannot be split over axes ('data') of total size 4 and 1 microbatch: 6 % 4 = 2. Use 4 or 8."
@@ -105,14 +105,15 @@ def split_over_islands(
 ) -> list[int]:
     """Split the rows of a batch over islands, in proportion to their weights.
 
-    Each island gets a multiple of what it can split without padding, if such numbers add up to the batch;
+    Each island gets a multiple that it can split without padding, if such numbers add up to the batch;
     otherwise any number.
 
     Args:
       num_rows: B, rows of the whole batch.
       weights: island -> its weight.
       multiples: island -> `RowSplit.multiple` of its mesh.
-      limits: island -> the most rows that it may get, a multiple of that; what is above goes to the others.
+      limits: island -> the largest number of rows that it may get, a multiple of `multiples`; other islands
+        get the rest.
 
     Returns:
       island -> its number of rows; they add up to B.
@@ -127,7 +128,7 @@ def split_over_islands(
     """
     full: dict[int, int] = {}
     if limits is not None and sum(most for w, most in zip(weights, limits, strict=True) if w) < num_rows:
-        raise ValueError(limits_text(num_rows, weights, limits))
+        raise ValueError(describe_limits(num_rows, weights, limits))
     while True:
         rest, others = num_rows - sum(full.values()), [0 if i in full else w for i, w in enumerate(weights)]
         # shares without padding may not add up to the batch; then an island pads its own
@@ -142,10 +143,10 @@ def split_over_islands(
         full |= above
 
 
-def limits_text(num_rows: int, weights: Sequence[float], limits: Sequence[int]) -> str:
+def describe_limits(num_rows: int, weights: Sequence[float], limits: Sequence[int]) -> str:
     """Return the error message for a batch that islands cannot hold.
 
-    >>> limits_text(32, [1, 1], [16, 8]).partition(". ")[0]
+    >>> describe_limits(32, [1, 1], [16, 8]).partition(". ")[0]
     'a batch of 32 rows does not fit the islands: they may have at most 16, 8 rows, 24 together'
     """
     most = [limit if weight else 0 for weight, limit in zip(weights, limits, strict=True)]
@@ -157,14 +158,14 @@ def limits_text(num_rows: int, weights: Sequence[float], limits: Sequence[int]) 
 
 
 def fill_with_copies(rows: np.ndarray, num_real: int) -> tuple[np.ndarray, np.ndarray]:
-    """Replace the rows from `num_real` on, which do not exist, by copies of those that do.
+    """Replace the rows from `num_real` on, which do not exist, by copies of existing rows.
 
     Args:
       rows: row numbers from 0, int (n,).
-      num_real: how many rows exist; where none does, all become row 0.
+      num_real: number of existing rows; if it is 0, all rows become row 0.
 
     Returns:
-      (row numbers to load, int (n,); bool (n,), False for a copy: its weight must be 0).
+      (row numbers to load, int (n,); bool (n,), False for a copy, whose weight must be 0).
 
     >>> rows, real = fill_with_copies(np.arange(4), 3)
     >>> rows.tolist(), real.tolist()
@@ -175,7 +176,7 @@ def fill_with_copies(rows: np.ndarray, num_real: int) -> tuple[np.ndarray, np.nd
 
 @lru_cache(maxsize=64)
 def full_weights(num_rows: int) -> np.ndarray:
-    """Return the weights of rows of which none is padding: the same array each time, so `place` knows it.
+    """Return the weights of rows without padding: always the same array, which `place` recognises.
 
     Returns:
       Ones, float32 (num_rows,), read-only.
@@ -186,10 +187,10 @@ def full_weights(num_rows: int) -> np.ndarray:
 
 
 def weigh(weights: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Return the weights with those of padding set to 0; without padding, the array that was given.
+    """Set the weights of padding to 0; without padding, return the given array.
 
     Args:
-      weights: (n,) or (n, ...), one weight a row or a token.
+      weights: (n,) or (n, ...), a weight for each row or token.
       real: bool (n,), False for padding.
 
     Returns:

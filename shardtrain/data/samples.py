@@ -1,10 +1,13 @@
-"""Samples of a source: loaded, checked, and stacked as the rows of a batch. Next: `batches.py`."""
+"""Load samples of a source, check them, and stack them as the rows of a batch. Next: `batches.py`."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 
+from shardtrain.errors.field_types import too_small, wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.errors.user_code import user_code
 
@@ -12,15 +15,15 @@ Batch = dict[str, np.ndarray]
 
 
 class Source(Protocol):
-    """Samples by index, read by several threads at once.
+    """Samples by index; several threads read them at once.
 
-    A source may have a method `augmented(index, epoch, random)` beside: what training reads in place of
+    A source may have a method `augmented(index, epoch, random)`, which training calls in place of
     `source[index]`. `random`, a numpy generator, is seeded by the run's seed, the epoch and the index, so its
     draws are the same on any layout, any number of processes and threads, and after a restart.
 
-    Otherwise it may have a method `stacked_samples(indices)`, which is read in place of `source[index]` for
-    each row of a batch. It returns their arrays stacked, name -> (len(indices), ...), in memory of their own.
-    A subclass that defines `source[index]` alone is read by that.
+    Otherwise a source may have a method `stacked_samples(indices)`, which is called once for all rows of a
+    batch in place of `source[index]`. It returns new stacked arrays, name -> (len(indices), ...). In a
+    subclass that defines only `source[index]`, that method is called instead.
     """
 
     def __len__(self) -> int: ...
@@ -28,13 +31,41 @@ class Source(Protocol):
     def __getitem__(self, index: int, /) -> Mapping[str, np.ndarray]: ...
 
 
+SourceType = TypeVar("SourceType")
+
+
+class SplitData(ABC, Generic[SourceType]):
+    """The data of a run whose samples are split into training samples and held-out samples."""
+
+    @abstractmethod
+    def split(self, folder: Path) -> tuple[SourceType, SourceType | None]:
+        """Return the training samples, and the held-out samples or None; `folder` is that of the run."""
+
+    def train(self, folder: Path) -> SourceType:
+        """Return the training samples; see `split`."""
+        return self.split(folder)[0]
+
+    def heldout(self, folder: Path) -> SourceType | None:
+        """Return the held-out samples, None if there are none; see `split`."""
+        return self.split(folder)[1]
+
+
+def find_split_problems(data: Any) -> list[str]:
+    """List wrong types in the options of data, and wrong values of `seq` and `heldout_fraction`."""
+    problems = wrong_types(data) + (too_small(data, seq=1) if hasattr(data, "seq") else [])
+    if not 0 <= data.heldout_fraction < 1:
+        fraction = f"heldout_fraction is {data.heldout_fraction}"
+        problems.append(f"{fraction}; use 0 (nothing held out) or more, below 1")
+    return problems
+
+
 def load_sample(source: Source, index: int, seed: int = 0, epoch: int = 0) -> Mapping[str, np.ndarray]:
-    """Return a sample of a source, changed at random where the source does that.
+    """Return a sample of a source, with random changes if the source has a method `augmented`.
 
     Args:
       source: the samples.
-      index: of the sample.
-      seed: of the run.
+      index: the index of the sample.
+      seed: the seed of the run.
       epoch: number of times that the source was read before.
 
     Raises:
@@ -74,7 +105,7 @@ def load_rows(source: Source, indices: Sequence[int], seed: int = 0, epoch: int 
 
 
 def _stacks_samples(source_type: type) -> bool:
-    """Return whether a type stacks samples itself, and no subclass replaced how it reads one of them."""
+    """Return whether the most derived of the two methods is `stacked_samples`."""
     for each in source_type.__mro__:
         if "stacked_samples" in vars(each) or "__getitem__" in vars(each):
             return "stacked_samples" in vars(each)
@@ -82,7 +113,7 @@ def _stacks_samples(source_type: type) -> bool:
 
 
 def find_stacking_problems(batch: object, num_rows: int) -> list[str]:
-    """Return the problems that keep what a source stacked from being the rows of a batch, one line each.
+    """List why the stacked arrays of a source are no batch, one line each.
 
     >>> find_stacking_problems({"x": np.zeros((3, 2)), "label": [1, 2]}, 2)
     ["'x' has shape (3, 2); give an array of 2 rows, one for each index", "'label' is a list; use np.stack"]
@@ -93,7 +124,7 @@ def find_stacking_problems(batch: object, num_rows: int) -> list[str]:
     for name, value in batch.items():
         if not isinstance(value, np.ndarray):
             problems.append(f"{name!r} is a {type(value).__name__}; use np.stack")
-        elif why := _array_problem(value):
+        elif why := _describe_problem(value):
             problems.append(f"{name!r} is {why}")
         elif value.shape[:1] != (num_rows,):
             rows = f"an array of {num_rows} rows, one for each index"
@@ -102,15 +133,13 @@ def find_stacking_problems(batch: object, num_rows: int) -> list[str]:
 
 
 def check_samples(samples: Mapping[int, Mapping[str, np.ndarray]]) -> None:
-    """Check that samples are dicts of numbers.
-
-    Args:
-      samples: index -> sample.
+    """Check that samples (index -> sample) are dicts of numbers.
 
     Raises:
-      ValueError: lists what is not.
+      ValueError: lists every value that is no array of numbers.
     """
-    if problems := [text for index, sample in samples.items() for text in sample_problems(sample, index)]:
+    found = (find_sample_problems(sample, index) for index, sample in samples.items())
+    if problems := [text for each in found for text in each]:
         raise problems_error("the data has samples that cannot be batched", problems[:MAX_PROBLEMS])
 
 
@@ -136,16 +165,16 @@ def stack(samples: Mapping[int, Mapping[str, np.ndarray]], indices: Sequence[int
 
 
 MAX_PROBLEMS = 8
-"""Number of problems that are listed for the samples of a batch."""
+"""Largest number of problems in a message about a batch."""
 
 NUMBERS = "biufcV"
-"""Kinds of dtypes that devices take; V is bfloat16 and similar dtypes that numpy does not know."""
+"""Kinds of dtypes that devices accept; V is bfloat16 and similar dtypes that numpy does not know."""
 
 
-def sample_problems(sample: object, index: int) -> list[str]:
-    """Return the problems that keep a sample from being a row of a batch, one line each.
+def find_sample_problems(sample: object, index: int) -> list[str]:
+    """List why a sample cannot be a row of a batch, one line each.
 
-    >>> sample_problems({"text": "a story", "label": 3}, 7)
+    >>> find_sample_problems({"text": "a story", "label": 3}, 7)
     ["sample 7: 'text' is text ('a story'), not numbers; make tokens of it, or leave it out"]
     """
     if not isinstance(sample, Mapping):
@@ -156,12 +185,12 @@ def sample_problems(sample: object, index: int) -> list[str]:
     return [
         f"sample {index}: {name!r} is {why}"
         for name, value in sample.items()
-        if (why := _array_problem(value))
+        if (why := _describe_problem(value))
     ]
 
 
-def _array_problem(value: object) -> str:
-    """Return what a value is and what to do, if it is not an array of numbers; else an empty text."""
+def _describe_problem(value: object) -> str:
+    """Describe a value that is not an array of numbers, and the change to make; else return ""."""
     if value is None:
         return "None; give a number for what is missing, such as 0 with a weight of 0, or leave it out"
     try:

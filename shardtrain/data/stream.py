@@ -1,7 +1,7 @@
-"""Samples that come one after the other: generators, and streams whose length nobody knows.
+"""Train on a stream of samples, such as a generator, of unknown length.
 
-A stream is a source by number all the same, so positions, rows of islands and microbatches are those of any
-other: it is read forward, and the last samples are kept for threads that load batches. Next: `batches.py`.
+A stream is also a source by index, so positions, rows of islands and microbatches work as for other data. It
+is read forward; the last samples are kept for threads that load batches. Next: `batches.py`.
 """
 
 import inspect
@@ -19,21 +19,21 @@ from shardtrain.errors.field_types import too_small, wrong_types
 from shardtrain.errors.messages import refuse
 
 NO_END = 1 << 40
-"""The length of a stream: it has no end that a run reaches."""
+"""The length of a stream, larger than any run reaches."""
 
 Sample = Mapping[str, np.ndarray]
 
 
 class StreamSource:
-    """The samples of a stream by number; a stream that ends begins again.
+    """The samples of a stream by index; a stream that ends is started again.
 
     Args:
       samples: see `Stream`.
-      keep: how many samples are kept behind the last one that was read.
+      keep: number of samples that are kept after they were read.
     """
 
     ordered = True
-    """Batches take these samples in sequence, and shuffle nothing."""
+    """Batches take these samples in sequence, without shuffling."""
 
     is_stream = True
 
@@ -44,14 +44,15 @@ class StreamSource:
         self._kept: deque[Sample] = deque(maxlen=keep)
         self._length: int | None = None  # of one pass, once its end was met
         self._iterator: Iterator[Sample] = iter(())
-        # number of the next sample (-1: nothing was begun), its place in the pass, whether that gave any yet
+        # number of the next sample (-1 before the first start), its place in the pass, whether the pass has
+        # yielded a sample
         self._next, self._place, self._has_read = -1, 0, False
 
     def __len__(self) -> int:
         return NO_END
 
     def __getitem__(self, index: int) -> Sample:
-        """Return a sample; one that is neither kept nor to come is read again, by a new start.
+        """Return a sample; for an earlier sample that is not kept, start the stream again.
 
         Raises:
           IndexError: no such sample.
@@ -62,7 +63,10 @@ class StreamSource:
         with self._lock:
             ahead = index - self._next
             if self._next < 0 or ahead < -len(self._kept) or (self._seeks and ahead > self._keep):
-                self._go_to(index)
+                # start at the sample if the stream can, else read and drop earlier samples
+                self._kept.clear()
+                self._begin(index % self._length if self._length else index)
+                self._next = index
             while self._next <= index:
                 self._kept.append(self._read_or_begin_again())
                 self._next += 1
@@ -75,14 +79,8 @@ class StreamSource:
             self._next = -1  # a generator that raised looks as if it were at its end
             raise
 
-    def _go_to(self, index: int) -> None:
-        """Make a sample the next one: by the stream itself if it can, else by reading those before."""
-        self._kept.clear()
-        self._begin(index % self._length if self._length else index)
-        self._next = index
-
     def _begin(self, place: int) -> None:
-        """Begin a pass at a place, which may be behind its end."""
+        """Begin a pass at a place, which may be after its end."""
         self._place, self._has_read = place, False
         if self._seeks:
             self._iterator = iter(self._samples(place))
@@ -92,13 +90,13 @@ class StreamSource:
         self._length = skipped if skipped < place else self._length
 
     def _read(self) -> Sample:
-        """Return the next sample, of the next pass if this one is at its end."""
+        """Return the next sample; at the end of a pass, begin the next one."""
         for _ in range(2):
             for sample in self._iterator:
                 self._place, self._has_read = self._place + 1, True
                 return sample
             if self._length is None:
-                # a pass that began behind its end does not say where that is
+                # a pass that began after its end does not show where the end is
                 again = self._samples(0) if self._seeks else self._samples()
                 self._length = self._place if self._has_read else sum(1 for _ in again)
             if not self._length:
@@ -114,18 +112,19 @@ class StreamSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """The data of a run: samples of a generator, of unknown or no end, in the order in which they come.
+    """Train on the samples of a generator, in the order in which it yields them.
 
-    Each start of the stream has to give the same samples in the same order, as a run that resumes begins it
-    again: at the saved sample, if the function takes its number, else at the first one, and reads those
-    before without training on them. Every process of a run reads the whole stream and takes its rows.
+    Each start of the stream has to yield the same samples in the same order, as a resumed run starts it
+    again: at the saved sample, if the function takes its number; otherwise at the first one, and earlier
+      samples are
+    read without training on them. Every process of a run reads the whole stream and takes its rows.
 
     Args:
-      samples: a function that begins the stream: () -> iterable of samples, or (number of the first sample)
-        -> iterable from that one on.
-      held_out: samples to evaluate on, by number; None: nothing is evaluated.
-      keep: samples that are kept behind the last one, for batches that several threads load; more than a few
-        batches.
+      samples: a function that starts the stream: () -> iterable of samples, or (number of the first sample)
+        -> iterable from that sample on.
+      held_out: samples to evaluate on, by index. None disables evaluation.
+      keep: number of samples that are kept after they were read, for threads that load batches; more than a
+        few batches.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -154,5 +153,5 @@ class Stream:
         return StreamSource(self.samples, self.keep)
 
     def heldout(self, folder: Path) -> Any:
-        """Return the samples to evaluate on; None if there are none."""
+        """Return the samples to evaluate on, or None."""
         return self.held_out

@@ -1,7 +1,7 @@
-"""Text files as the data of a run: packed into one token file of bytes, then cut into windows.
+"""Train on the bytes of text files: write them into one token file, and cut that into windows.
 
-Without paths it is the sources of Python's standard library: real text that is always there.
-Next: `windows.py`, `batches.py` (their order).
+Without paths the text is the source code of Python's standard library, which is always there.
+Next: `windows.py`, `batches.py`.
 """
 
 import codecs
@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardtrain.data.samples import find_split_problems
 from shardtrain.data.sources.find import walk_files
 from shardtrain.data.tokens import open_tokens, write_tokens
-from shardtrain.data.windows import Windows, split_problems, split_tokens
+from shardtrain.data.windows import Windows, split_tokens
 from shardtrain.errors.messages import refuse
 from shardtrain.system.atomic_write import clear_parts, replace_file
 from shardtrain.system.excerpts import some
@@ -33,11 +34,11 @@ from shardtrain.system.untrusted_files import (
 )
 
 SEPARATOR = 0
-"""The byte after each document. No document contains it: a file that does counts as binary."""
+"""The byte after each document. A file that contains it counts as binary, and is left out."""
 
 CHUNK_BYTES = 1 << 24
 MAX_TOKENS = 1 << 60
-"""Upper limit of the counts in a record, which is read as an untrusted file."""
+"""Largest count in a record, which is read as an untrusted file."""
 
 OWNER_ONLY = 0o600
 """File mode of packed text: it may be a copy of files that other users may not read."""
@@ -53,19 +54,19 @@ EXCLUDED_FOLDERS = {
     "lib2to3",
     "encodings",
 }
-"""Folders of the standard library that are excluded: installed packages, tests, tables of numbers."""
+"""Folders of the standard library that are left out: installed packages, tests, tables of numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """A token file packed from text files.
+    """A token file that was packed from text files.
 
     Args:
       path: the token file.
-      num_tokens: its length.
-      num_documents: number of files in it.
-      skipped: files that are not text (UTF-8 without byte 0), or without permission to read; of those in
-        another encoding with what to do.
+      num_tokens: number of its tokens.
+      num_documents: number of text files in it.
+      skipped: files that are not text (UTF-8 without byte 0) or not readable; for another encoding with the
+        command that converts the file.
       left_out: folders that were not searched, each with the reason.
     """
 
@@ -78,13 +79,13 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """The data of a run: the bytes of text files.
+    """Train on the bytes of text files.
 
     Args:
-      paths: text files, and folders of them, read in the order of their names; hidden names and
-        empty files are skipped. Without paths: the sources of Python's standard library.
+      paths: text files, and folders of text files, read in the order of their names; hidden names and empty
+        files are skipped. Without paths the text is the source code of Python's standard library.
       seq: bytes per window.
-      heldout_fraction: fraction at the end of the text that is held out of training.
+      heldout_fraction: fraction of the text, at its end, that is held out of training.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -98,11 +99,11 @@ class Text:
     heldout_fraction: float = 0.05
 
     def __post_init__(self) -> None:
-        refuse("this text cannot be used", split_problems(self))
+        refuse("this text cannot be used", find_split_problems(self))
 
     @property
     def vocab(self) -> int:
-        """The size of the vocabulary: a token is a byte."""
+        """The size of the vocabulary: each token is a byte."""
         return 256
 
     def pack(self, folder: Path) -> Packed:
@@ -112,24 +113,24 @@ class Text:
         (the time of modification, or ctime, which no user can set).
 
         Args:
-          folder: the folder of the token file, such as that of the run. It is not searched for text.
+          folder: the folder for the token file, such as the run folder. It is not searched for text.
 
         Raises:
-          ValueError: lists every path that does not exist or has no text in it; or no file is text.
+          ValueError: lists every path that does not exist or has no text; or no file is text.
         """
         # the token file is named by a hash of the files, their sizes and times: a change makes a new one
         found = find_texts(self.paths, folder)
         files = [path.absolute() for path in found.files]
-        stats = [(str(file), *_identity(file.stat())) for file in files]
+        stats = [(str(file), *_read_identity(file.stat())) for file in files]
         tokens = folder / f"text-{hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]}.npy"
-        packed = _existing(tokens)
+        packed = _read_existing(tokens)
         if packed is None:
             packed = _write_text(tokens, files)
         clear_parts(folder, "text-*")
         return replace(packed, left_out=found.left_out)
 
     def summary(self, folder: Path) -> str:
-        """Return a line with what was read and what was skipped, such as `text: 3 files, 12,345 bytes`."""
+        """Return a line that says what was read and skipped, such as `text: 3 files, 12,345 bytes`."""
         packed = self.pack(folder)
         text = f"text: {packed.num_documents} files, {packed.num_tokens:,} bytes"
         if skipped := packed.skipped:
@@ -139,10 +140,7 @@ class Text:
         return text
 
     def train(self, folder: Path) -> Windows:
-        """Return the windows to train on.
-
-        Args:
-          folder: the folder of the token file, see `pack`.
+        """Return the windows to train on; `folder` is that of the token file, see `pack`.
 
         Raises:
           ValueError: see `pack`; or the text is too short.
@@ -151,31 +149,28 @@ class Text:
         return self._split(packed)[0]
 
     def heldout(self, folder: Path) -> Windows | None:
-        """Return the held-out windows; None if nothing is held out.
-
-        They are of the text that `train` has found, also where it has changed since.
-        """
+        """Return the held-out windows of the text that `train` found; None if nothing is held out."""
         return self._split(self._trained_on.get(folder.resolve()) or self.pack(folder))[1]
 
     @cached_property
     def _trained_on(self) -> dict[Path, Packed]:
-        """By folder what `train` has returned windows of: two calls must not split two states of a text."""
+        """Folder -> the text that `train` split, so that `heldout` splits the same even if files change."""
         return {}
 
     def _split(self, packed: Packed) -> tuple[Windows, Windows | None]:
         return split_tokens(packed.path, self.seq, self.heldout_fraction, self.vocab)
 
 
-def _identity(found: os.stat_result) -> tuple[int, ...]:
+def _read_identity(found: os.stat_result) -> tuple[int, ...]:
     """Return values that change with a file's content: size, mtime, and ctime, which only the system sets."""
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def _left_out(file: Path) -> str | None:
-    """Return the name of a file that is no text, with its encoding if a mark says it; None for a text."""
+def _explain_binary(file: Path) -> str | None:
+    """Return the name of a file that is no text, with its encoding if known; None if it is text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        for chunk in _chunks(file):
+        for chunk in _read_chunks(file):
             if problem := encoding_problem(chunk):
                 return f"{file} ({problem})"
             decoder.decode(chunk)
@@ -187,8 +182,8 @@ def _left_out(file: Path) -> str | None:
     return None
 
 
-def _chunks(file: Path) -> Iterator[bytes]:
-    """Yield the bytes of a file, without the byte order mark at its beginning."""
+def _read_chunks(file: Path) -> Iterator[bytes]:
+    """Yield the bytes of a file in chunks, without a byte order mark."""
     with open_regular(file) as stream:
         mark = len(codecs.BOM_UTF8)
         stream.seek(mark if stream.read(mark) == codecs.BOM_UTF8 else 0)
@@ -200,9 +195,9 @@ def _write_text(path: Path, files: Sequence[Path]) -> Packed:
     # decide by the content which files are text, before anything is written
     texts, others = [], []
     for file in files:
-        if (name := _left_out(file)) is not None:
+        if (name := _explain_binary(file)) is not None:
             others.append(name)
-        elif next(_chunks(file), b""):
+        elif next(_read_chunks(file), b""):
             texts.append(file)
     if not texts and not others:
         raise ValueError(f"{files[0]} has a byte order mark, and no text; give text files")
@@ -213,7 +208,7 @@ def _write_text(path: Path, files: Sequence[Path]) -> Packed:
 
     def parts() -> Iterator[np.ndarray]:
         for file in texts:
-            for chunk in _chunks(file):
+            for chunk in _read_chunks(file):
                 yield np.frombuffer(chunk, np.uint8)
             yield np.array([SEPARATOR], np.uint8)
 
@@ -223,8 +218,8 @@ def _write_text(path: Path, files: Sequence[Path]) -> Packed:
     return Packed(path=path, num_tokens=num_tokens, num_documents=len(texts), skipped=tuple(others))
 
 
-def _existing(tokens: Path) -> Packed | None:
-    """Return the token file that was packed before, if it is there and has the recorded length."""
+def _read_existing(tokens: Path) -> Packed | None:
+    """Return the existing token file, if it has the recorded length."""
     # any doubt about the record or the file means that the text is packed again
     try:
         found = check_kind(parse_json(read_text(tokens.with_suffix(".json")), ours=True), dict, "a record")
@@ -240,18 +235,18 @@ def _existing(tokens: Path) -> Packed | None:
     return packed if is_whole else None
 
 
-class FoundTexts(NamedTuple):
+class TextPaths(NamedTuple):
     """The files that `Text` reads, in its order, text or not, and the folders that it does not search."""
 
     files: list[Path]
     left_out: tuple[str, ...]
 
 
-def find_texts(paths: Sequence[Path], folder: Path) -> FoundTexts:
+def find_texts(paths: Sequence[Path], folder: Path) -> TextPaths:
     """Find the files that `Text` reads.
 
     Args:
-      paths: files and folders; none is the standard library.
+      paths: files and folders; without any, the standard library is searched.
       folder: a folder that is not searched, as it holds files of the run.
 
     Raises:
@@ -260,10 +255,10 @@ def find_texts(paths: Sequence[Path], folder: Path) -> FoundTexts:
     library = Path(sysconfig.get_path("stdlib"))
     if not paths:
         files = _walk(library, folder, EXCLUDED_FOLDERS).files
-        return FoundTexts([file for file in files if file.suffix == ".py" and file.stat().st_size], ())
+        return TextPaths([file for file in files if file.suffix == ".py" and file.stat().st_size], ())
     files, left_out, problems = [], [], []
     for path in map(Path, paths):
-        found = _walk(path, folder) if path.is_dir() else FoundTexts([path] if path.is_file() else [], ())
+        found = _walk(path, folder) if path.is_dir() else TextPaths([path] if path.is_file() else [], ())
         filled = [file for file in found.files if file.stat().st_size]
         files += filled
         left_out += found.left_out
@@ -272,10 +267,10 @@ def find_texts(paths: Sequence[Path], folder: Path) -> FoundTexts:
             why += f" (not entered: {some(found.left_out, 3)})" if found.left_out else ""
             problems.append(f"{path.absolute()} {why}; give a text file or a folder of them")
     refuse("this text cannot be read", problems)
-    return FoundTexts(files, tuple(left_out))
+    return TextPaths(files, tuple(left_out))
 
 
-def _walk(path: Path, excluded_folder: Path, excluded_names: Set[str] = frozenset()) -> FoundTexts:
+def _walk(path: Path, excluded_folder: Path, excluded_names: Set[str] = frozenset()) -> TextPaths:
     files: list[Path] = []
     left_out: list[str] = []
     for root, folders, found in walk_files(path, left_out.append, lambda name: name not in excluded_names):
@@ -283,4 +278,4 @@ def _walk(path: Path, excluded_folder: Path, excluded_names: Set[str] = frozense
             folders.clear()
         else:
             files += found
-    return FoundTexts(files, tuple(left_out))
+    return TextPaths(files, tuple(left_out))

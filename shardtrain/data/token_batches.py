@@ -1,7 +1,7 @@
-"""Batches of at most N tokens, of samples of unequal lengths, in an order that depends only on the seed.
+"""Load batches of at most N tokens from samples of unequal lengths, in an order given by the seed.
 
 Samples of similar length share a batch and are padded to one of few lengths, so few programs are compiled.
-Any batch can be loaded on its own, as in `batches.py`: Grain buckets by packing alone, and only in sequence.
+Any batch can be loaded on its own, as in `batches.py`; Grain buckets only by packing, and only in sequence.
 """
 
 import sys
@@ -20,10 +20,10 @@ from shardtrain.errors.field_types import too_small
 from shardtrain.errors.messages import refuse
 
 SHORTEST = 8
-"""The least length that samples are padded to."""
+"""The shortest length that samples are padded to."""
 
 CHUNK = 1 << 16
-"""Positions of an epoch whose batches are formed together: the last batches of each are short."""
+"""Number of positions of an epoch whose batches are formed together; its last batches are short."""
 
 
 class SizedSource(Source, Protocol):
@@ -34,7 +34,7 @@ class SizedSource(Source, Protocol):
 
 
 def length_ladder(longest: int) -> list[int]:
-    """Return the lengths that samples are padded to: powers of 2, and the longest sample's.
+    """Return the lengths that samples are padded to: powers of 2, and the length of the longest sample.
 
     >>> length_ladder(100), length_ladder(5)
     ([8, 16, 32, 64, 100], [5])
@@ -50,8 +50,8 @@ class BatchPlan(NamedTuple):
 
     Args:
       samples: the samples of the chunk, batch after batch.
-      starts: of each batch, the number of samples before it; one more, for the end.
-      lengths: what the samples of each batch are padded to.
+      starts: number of samples before each batch, and the number of all samples.
+      lengths: the padded length of each batch.
     """
 
     samples: np.ndarray
@@ -60,13 +60,13 @@ class BatchPlan(NamedTuple):
 
 
 def plan_batches(samples: np.ndarray, lengths: np.ndarray, ladder: Sequence[int], batch: int) -> BatchPlan:
-    """Form batches of samples in a given order: each is complete as soon as it is full.
+    """Form batches of samples; batches come in the order in which they are full.
 
     Args:
-      samples: in the order of the epoch, int (n,).
-      lengths: the number of tokens of each, int (n,).
+      samples: samples in the order of the epoch, int (n,).
+      lengths: the number of tokens of each sample, int (n,).
       ladder: the lengths that samples are padded to.
-      batch: tokens of a batch at most, with padding.
+      batch: largest number of tokens of a batch, with padding.
 
     >>> plan_batches(np.array([4, 7, 2]), np.array([8, 3, 5]), [4, 8], batch=8)
     BatchPlan(samples=array([4, 2, 7]), starts=array([0, 1, 2, 3]), lengths=array([8, 8, 4]))
@@ -93,20 +93,18 @@ class TokenBatches:
     """The batches of a source whose samples differ in length; each sample once per epoch, none dropped.
 
     A batch has at most `batch` tokens: N // L rows, padded to one of the lengths L of `length_ladder`. All
-    arrays of a sample that have dims are padded with zeros at the end of the first one, by the same number.
-    Weights are per token, 0 where padded, unless a sample has one of its own without dims.
+    arrays of a sample that have dims are padded with zeros at the end of the first dim, by the same number.
+    Weights are per token, 0 where padded, unless a sample has a scalar weight of its own.
 
     Args:
       source: samples, with the number of tokens of each in `lengths`.
       batch: N, tokens of a batch with padding.
-      seed: the seed of the order, which is that of `Batches`.
+      seed: the seed of the order, which is the order of `Batches`.
       epochs: number of epochs; None for no end.
       shuffle: False keeps the order of the source.
-      rows: which rows to load of a batch of so many rows; None loads all. It does not change which sample is
+      rows: number of rows of a batch -> the rows to load; None loads all. It does not change which sample is
         in which row.
-      prefetch: number of batches to load ahead, each on a thread of its own, where that takes long, see
-        `batches.read_ahead`; 0 uses no threads.
-      workers: number of processes that load them, see `workers.py`; 0: threads of this process do.
+      prefetch, workers: see `batches.Loading`.
 
     Raises:
       ValueError: lists every argument that is out of range.
@@ -162,12 +160,12 @@ class TokenBatches:
 
     @property
     def row_counts(self) -> list[int]:
-        """The numbers of rows that batches have, from that of the longest samples to that of the shortest."""
+        """The numbers of rows that batches have, rising."""
         return sorted({self.batch // length for length in self.ladder})
 
     @property
     def rows_by_length(self) -> list[Batch]:
-        """A row of each shape that batches have: the shortest sample, padded to each length."""
+        """One row for each padded length of batches: the shortest sample, padded to that length."""
         index = int(self._lengths.argmin())
         sample, shortest = load_sample(self.source, index, self.seed, 0), int(self._lengths[index])
         lengths = [length for length in self.ladder if length >= shortest]
@@ -204,8 +202,9 @@ class TokenBatches:
         """Load the batch at a position.
 
         Returns:
-          The arrays of the samples, padded and stacked: (N // L, ...), or of the rows asked for, and
-          "weights", float32: those of the samples, or (N // L, L) with 1 for a token; 0 in padding.
+          The arrays of the samples, padded and stacked: (N // L, ...), or only `rows`; and "weights",
+            float32:
+          the weights of the samples, or (N // L, L) with 1 for a token; 0 in padding.
 
         Raises:
           ValueError: the position is not the beginning of a batch; or samples cannot be batched.
@@ -245,7 +244,7 @@ class TokenBatches:
 
     @cached_property
     def _plan(self) -> Callable[[int, int], BatchPlan]:
-        """(epoch, chunk) -> its batches; the last few are kept."""
+        """(epoch, chunk) -> the batches of the chunk; the last few are cached."""
         ladder = self.ladder
 
         def plan(epoch: int, chunk: int) -> BatchPlan:
@@ -258,7 +257,7 @@ class TokenBatches:
 
     @cached_property
     def _count(self) -> Callable[[int, int], int]:
-        """(epoch, chunk) -> its number of batches."""
+        """(epoch, chunk) -> the number of batches of the chunk."""
         return lru_cache(maxsize=None)(lambda epoch, chunk: len(self._plan(epoch, chunk).lengths))
 
     def _find(self, position: Position) -> tuple[BatchPlan, int, tuple[int, int]]:
@@ -277,7 +276,7 @@ class TokenBatches:
 
 
 def pad_sample(sample: Mapping[str, np.ndarray], length: int, to: int) -> dict[str, np.ndarray]:
-    """Return a sample with its arrays padded with zeros, and with weights of its tokens.
+    """Pad the arrays of a sample with zeros, and add weights of its tokens.
 
     >>> padded = pad_sample({"tokens": np.array([5, 6, 7]), "label": np.array(1)}, 2, 4)
     >>> padded["tokens"].tolist(), padded["weights"].tolist(), padded["label"].tolist()

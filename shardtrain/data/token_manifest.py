@@ -1,4 +1,4 @@
-"""The manifest of a folder of tokens: what is in it, and whether all of it is there.
+"""Read the manifest of a folder of tokens, and check that the folder is complete.
 
 Next: `tokenize.py`, which writes it.
 """
@@ -27,7 +27,7 @@ FIRST_SHARD = "shard-00000.npy"
 VERSION = 1
 MOST_TOKENS = 1 << 60
 MOST_BYTES = 1 << 30
-"""Limits of what is read from a manifest, which may come from elsewhere."""
+"""Limits for the values of a manifest, which is not trusted."""
 
 TOTALS = ("num_tokens", "num_documents", "num_skipped")
 END_BYTES = 8
@@ -35,18 +35,18 @@ END_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What is in a folder of tokens.
+    """The contents of a folder of tokens.
 
     Args:
       folder: the folder.
-      tokenizer: bytes, or the path of its tokenizer.
-      tokenizer_hash: of the content of its tokenizer.json; bytes for bytes.
+      tokenizer: bytes, or the path of the folder's tokenizer.
+      tokenizer_hash: a hash of the content of its tokenizer.json; bytes for bytes.
       vocab: number of tokens in the vocabulary.
       separator: the token after each document.
       num_tokens: number of tokens, with separators.
       num_documents: number of documents that are not empty.
-      num_skipped: rows and files that could not be read and were left out.
-      skipped: the first of them, as text.
+      num_skipped: number of rows and files that could not be read and were left out.
+      skipped: the first errors, as text.
       shards: records of the shards, in order.
     """
 
@@ -67,11 +67,11 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a folder of tokens, which is treated as an untrusted file.
+    """Read the manifest of a folder of tokens, as an untrusted file.
 
     Raises:
-      FileNotFoundError: the folder has none.
-      ValueError: it is damaged.
+      FileNotFoundError: the folder has no manifest.
+      ValueError: the manifest is damaged.
     """
     path = folder / MANIFEST
     try:
@@ -106,7 +106,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def tokenizer_hash(name: Path | str) -> str:
-    """Return a hash of the content of a tokenizer.json, or of that in a folder; bytes for bytes.
+    """Return a hash of the content of a tokenizer.json, which may be in a folder; bytes for bytes.
 
     Raises:
       OSError: it cannot be read.
@@ -119,7 +119,7 @@ def tokenizer_hash(name: Path | str) -> str:
 
 
 def shard_problem(path: Path, record: Mapping[str, Any]) -> str:
-    """Return why a shard, or the ends beside it, has another size than its record says; "" if it has not."""
+    """Return why the size of a shard, or of its file of ends, differs from its record; "" if it does not."""
     try:
         num_tokens = find_tokens(path).num_tokens
         ends_bytes = path.with_suffix(ENDS).stat().st_size
@@ -136,7 +136,7 @@ def shard_problem(path: Path, record: Mapping[str, Any]) -> str:
 
 
 def read_whole_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a folder that is finished and has all its shards; None of another."""
+    """Return the manifest of a folder if it is finished and has all shards, else None."""
     try:
         manifest = read_manifest(folder)
     except (FileNotFoundError, ValueError):
@@ -146,10 +146,10 @@ def read_whole_manifest(folder: Path) -> Manifest | None:
 
 
 def token_folders(files: Sequence[SourceFile]) -> list[Manifest]:
-    """Return the manifests of the folders of tokens that files are in.
+    """Return the manifests of the folders of tokens that have these files.
 
     Raises:
-      ValueError: one is not finished or has no readable manifest, or they are of different tokenizers.
+      ValueError: a folder is not finished or has no readable manifest, or the tokenizers differ.
     """
     folders = dict.fromkeys(file.path.parent for file in files if file.format == "npy")
     found = []
@@ -168,15 +168,15 @@ def token_folders(files: Sequence[SourceFile]) -> list[Manifest]:
 
 
 def make_unfinished_error(folder: Path) -> ValueError:
-    """Return the error of a folder of tokens without a manifest."""
+    """Return the error for a folder of tokens without a manifest."""
     return ValueError(f"{folder} is not finished; give the same shardtrain data tokenize command again")
 
 
 def check_shards(files: Sequence[SourceFile]) -> None:
-    """Compare the files that are in folders of tokens with their manifests.
+    """Check the files of folders of tokens against their manifests.
 
     Raises:
-      ValueError: lists those of a folder that are gone, have another number of tokens or documents, or are
+      ValueError: lists files of a folder that are gone, have another number of tokens or documents, or are
         not in its manifest; or see `token_folders`.
     """
     for manifest in token_folders(files):

@@ -1,6 +1,6 @@
-"""Pairs of rows of two token files, for an encoder-decoder: what it reads, and what it shall write.
+"""Train an encoder-decoder on pairs of rows from two token files, of sources and of targets.
 
-A row is as long as its option says and ends in padding. Next: `batches.py`; `tokens.py` writes the files.
+All rows of a file have one length and end in padding. Next: `batches.py`; `tokens.py` writes the files.
 """
 
 import hashlib
@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from shardtrain.data.samples import SplitData, find_split_problems
 from shardtrain.data.tokens import TokenShards, check_tokens, token_file
-from shardtrain.data.windows import FINGERPRINT_BLOCKS, split_problems
+from shardtrain.data.windows import FINGERPRINT_BLOCKS
 from shardtrain.errors.field_types import too_small
 from shardtrain.errors.messages import refuse
 
@@ -21,7 +22,7 @@ class PairRows:
     """A random-access source: rows `start` to `stop` of the two files.
 
     Args:
-      pairs: the files, and what a row is.
+      pairs: the files and the lengths of their rows.
       start: the first row.
       stop: one past the last row.
     """
@@ -50,9 +51,9 @@ class PairRows:
         source, target = (self._read(*file, self.start + index) for file in self.files)
         return {
             "source": source,
-            "source_mask": _real(source, self.pairs.padding).astype(np.int32),
+            "source_mask": _find_real(source, self.pairs.padding).astype(np.int32),
             "target": np.r_[self.pairs.padding, target].astype(np.int32),
-            "weights": _real(target, self.pairs.padding).astype(np.float32),
+            "weights": _find_real(target, self.pairs.padding).astype(np.float32),
         }
 
     def _read(self, shards: TokenShards, length: int, row: int) -> np.ndarray:
@@ -62,7 +63,7 @@ class PairRows:
 
     @cached_property
     def files(self) -> tuple[tuple[TokenShards, int], ...]:
-        """The tokens of the sources and those of the targets, with their numbers of tokens in a row."""
+        """(tokens, length of a row) of the sources, and of the targets."""
         pairs = self.pairs
         return (
             (token_file(pairs.source), pairs.source_seq),
@@ -71,7 +72,7 @@ class PairRows:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the sizes and of rows at equal distances, to tell one source from another."""
+        """A hash of the sizes and of evenly spaced rows, which identifies the source."""
         found = hashlib.sha256(f"{self.start} {self.stop} {self.pairs.padding}".encode())
         for row in range(self.start, self.stop, max(1, len(self) // FINGERPRINT_BLOCKS)):
             for shards, length in self.files:
@@ -79,30 +80,30 @@ class PairRows:
         return found.hexdigest()[:16]
 
 
-def _real(tokens: np.ndarray, padding: int) -> np.ndarray:
-    """Return which positions are not padding, which stands at the end.
+def _find_real(tokens: np.ndarray, padding: int) -> np.ndarray:
+    """Return which positions come before the padding at the end.
 
-    >>> _real(np.array([5, 0, 6, 0, 0]), 0).tolist()
+    >>> _find_real(np.array([5, 0, 6, 0, 0]), 0).tolist()
     [True, True, True, False, False]
     """
     return np.cumsum((tokens != padding)[::-1])[::-1] > 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenPairs:
-    """The data of a run of an encoder-decoder: two token files, of rows of one length each, row beside row.
+class TokenPairs(SplitData[PairRows]):
+    """Train an encoder-decoder on two token files; row i of one belongs to row i of the other.
 
-    The files are those of `write_tokens`, given rows as its documents. A row ends in padding where its text
-    is shorter, and usually in the token that ends a text before that. A target begins with that of padding.
+    `write_tokens` writes such files, with rows as its documents. A shorter text is followed by padding,
+    usually after the token that ends a text. The decoder's first input is the padding token.
 
     Args:
-      source: a one-dimensional .npy file of integers: what the encoder reads.
-      target: the same: what the decoder shall write.
+      source: a one-dimensional .npy file of integers, which the encoder reads.
+      target: a one-dimensional .npy file of integers, which the decoder learns to write.
       vocab: size of the vocabulary; every token is below it.
       source_seq: tokens of a row of `source`.
       target_seq: tokens of a row of `target`.
-      padding: the token that fills rows up.
-      heldout_fraction: fraction of the rows, the last ones, that is held out of training.
+      padding: the token that pads rows.
+      heldout_fraction: fraction of the rows, at the end, that is held out of training.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -117,30 +118,24 @@ class TokenPairs:
     heldout_fraction: float = 0.05
 
     def __post_init__(self) -> None:
-        problems = split_problems(self)
+        problems = find_split_problems(self)
         problems = problems or too_small(self, vocab=1, source_seq=1, target_seq=1)
         if not problems and not 0 <= self.padding < self.vocab:
             problems.append(f"padding is {self.padding}; use 0 to {self.vocab - 1}, a token below vocab")
         refuse("these pairs cannot be used", problems)
 
-    def train(self, folder: Path) -> PairRows:
-        """Return the rows to train on; nothing is written into `folder`.
+    def split(self, folder: Path) -> tuple[PairRows, PairRows | None]:
+        """Return the rows to train on and the held-out rows; nothing is written into `folder`.
 
         Raises:
           FileNotFoundError: a file is not there.
           ValueError: one is not a token file, or their numbers of rows differ.
         """
         whole = self._rows()
-        return replace(whole, stop=len(whole) - self._num_heldout(len(whole)))
-
-    def heldout(self, folder: Path) -> PairRows | None:
-        """Return the held-out rows; None if nothing is held out."""
-        whole = self._rows()
-        num = self._num_heldout(len(whole))
-        return replace(whole, start=len(whole) - num) if num else None
-
-    def _num_heldout(self, num_rows: int) -> int:
-        return max(1, round(self.heldout_fraction * num_rows)) if self.heldout_fraction else 0
+        if not self.heldout_fraction:
+            return whole, None
+        border = len(whole) - max(1, round(self.heldout_fraction * len(whole)))
+        return replace(whole, stop=border), replace(whole, start=border)
 
     def _rows(self) -> PairRows:
         sizes = {"source": self.source_seq, "target": self.target_seq}

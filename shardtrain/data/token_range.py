@@ -1,6 +1,6 @@
-"""Which tokens of files samples are made of, and the first one that is beyond a vocabulary.
+"""Find the first token of the data that is not in the model's vocabulary.
 
-Next: `trainer/sources.py`, which asks before the first step.
+Next: `trainer/sources.py`, which does so before the first step.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,13 @@ from shardtrain.data.bucketed import DocumentPieces
 from shardtrain.data.chat import ChatWindows
 from shardtrain.data.masked import MaskedWindows
 from shardtrain.data.mixture import MixedSource
-from shardtrain.data.packed import PackedWindows
 from shardtrain.data.token_pairs import PairRows
-from shardtrain.data.tokens import first_outside
+from shardtrain.data.tokens import find_outside
 from shardtrain.data.windows import Windows
 
 CHUNK_TOKENS = 1 << 20
 MOST_TOKENS = 1 << 28
-"""Tokens of a range that are read, in less than a second; of a longer one, chunks at equal distances."""
+"""Largest number of tokens that is checked, in less than a second; longer ranges are sampled evenly."""
 
 
 class TokenRange(NamedTuple):
@@ -28,8 +27,8 @@ class TokenRange(NamedTuple):
     Attributes:
       read: (start, stop) -> tokens, integers (stop - start,).
       place: number of a token -> its file and place there, for messages.
-      start, stop: those that samples are made of.
-      vocab: size of the vocabulary that the data says they have; None: it is not known here.
+      start, stop: the range of tokens that samples contain.
+      vocab: size of the vocabulary that the data states; None means unknown.
     """
 
     read: Callable[[int, int], np.ndarray]
@@ -39,22 +38,22 @@ class TokenRange(NamedTuple):
     vocab: int | None
 
     def first_outside(self, vocab: int) -> tuple[int, str] | None:
-        """Return the first token that is negative or not below `vocab`, and its place; None: all are."""
+        """Return the first token that is negative or not below `vocab`, and its place; None if none is."""
         num_tokens = self.stop - self.start
         step = max(CHUNK_TOKENS, num_tokens // (MOST_TOKENS // CHUNK_TOKENS))
         for begin in range(self.start, self.stop, step):
             chunk = self.read(begin, min(begin + CHUNK_TOKENS, self.stop))
-            if (at := first_outside(chunk, vocab)) is not None:
+            if (at := find_outside(chunk, vocab)) is not None:
                 return int(chunk[at]), self.place(begin + at)
         return None
 
 
 def token_ranges(source: Any) -> list[TokenRange]:
-    """Return the tokens of files that the samples of a source are made of; [] of samples of another kind."""
+    """Return the ranges of tokens that the samples of a source contain; [] if they are no tokens."""
     match source:
         case MixedSource():
             return [each for part in source.sources for each in token_ranges(part)]
-        case PackedWindows() | MaskedWindows() | DocumentPieces():
+        case MaskedWindows() | DocumentPieces():
             return token_ranges(source.windows)
         case Windows(shards=shards):
             return [TokenRange(shards.read, shards.place, source.start, source.stop, source.vocab)]

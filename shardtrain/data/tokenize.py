@@ -1,7 +1,7 @@
-"""Tokenize files into a folder of shards with a manifest: in parallel, and resumed where it was stopped.
+"""Tokenize files into a folder of shards with a manifest, in parallel and resumable.
 
-Files are cut into units, each of which becomes one shard whatever process writes it; one that was written is
-not written again. So the shards depend on files and options alone. Next: `token_manifest.py`, `corpus.py`.
+Files are cut into units; each unit becomes one shard, whichever process writes it. A shard that exists is not
+written again. So the shards depend only on files and options. Next: `token_manifest.py`, `corpus.py`.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardtrain.data.documents import OnError, Piece, encode_rows, open_rows, texts
+from shardtrain.data.documents import OnError, Piece, encode_rows, open_rows, read_texts
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData
@@ -55,18 +55,18 @@ from shardtrain.system.untrusted_files import (
 UNIT_BYTES = 1 << 26
 
 INDEX = ".index"
-"""Folder, in that of the shards, of where the rows of files begin; hidden, so that no pattern matches it."""
+"""Hidden folder, next to the shards, with indices of the rows of files."""
 
 BLOCK_BYTES = 1 << 20
 MOST_LISTED = 20
-"""Errors that the record of a unit lists; all are counted."""
+"""Largest number of errors in the record of a unit; all are counted."""
 
 
 class Unit(NamedTuple):
-    """What becomes the shard of a number.
+    """The part of the input that becomes one shard.
 
     Attributes:
-      number: from 0.
+      number: number of the shard, from 0.
       pieces: rows of files, in order.
     """
 
@@ -75,20 +75,21 @@ class Unit(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the shard, without an ending."""
+        """The name of the shard, without a suffix."""
         return f"shard-{self.number:05}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeOptions:
-    """How text becomes tokens.
+    """How text is tokenized.
 
     Args:
-      tokenizer: bytes, or the path of a tokenizer.json of Hugging Face or of a folder with one.
-      text: the field with the text, of formats with fields.
-      separator: the token after each document, as text; None: the tokenizer's end of a document.
-      on_error: what to do with a row or file that cannot be read: stop, or skip it and count it.
-      shard_bytes: bytes of input in each shard, about.
+      tokenizer: bytes, a tokenizer.json of Hugging Face, or a folder that has one.
+      text: name of the field that has the text, in formats with fields.
+      separator: the token after each document, as text. None means the tokenizer's end of a document.
+      on_error: what happens to a row or file that cannot be read: stop ends with an error, skip leaves it out
+        and counts it.
+      shard_bytes: approximate number of bytes of input in each shard.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -115,18 +116,18 @@ def tokenize(
     workers: int = 1,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Manifest:
-    """Tokenize files into a folder, or finish that where it was stopped.
+    """Tokenize files into a folder, or complete a folder that was begun.
 
     Args:
-      files: of formats with rows.
-      out: the folder; one that was written from the same files with the same options is completed.
-      options: how.
-      workers: number of processes; 1 works in this one.
-      report: called with (units done, all units) at the beginning and after each.
+      files: files of formats with rows.
+      out: the folder; it may have been begun with the same files and options.
+      options: how text is tokenized.
+      workers: number of processes; 1 means this process.
+      report: called with (units done, all units) at the beginning and after each unit.
 
     Raises:
       BadData: something cannot be read, and `on_error` is "stop"; file and row are named.
-      ValueError: the folder has other data, there is no text in the files, or one changed meanwhile.
+      ValueError: the folder has other data, there is no text in the files, or a file changed meanwhile.
     """
     tokenizer = open_tokenizer(options.tokenizer, options.separator)
     plan = {"version": VERSION, "digest": plan_digest(files, options)}
@@ -177,7 +178,7 @@ def _write_manifest(out: Path, name: str, tokenizer: Tokenizer, records: Sequenc
 
 
 def plan_digest(files: Sequence[SourceFile], options: TokenizeOptions) -> str:
-    """Return a hash of what the shards depend on: files with sizes and times, options, the tokenizer."""
+    """Return a hash of everything that shards depend on: files with sizes and times, options, tokenizer."""
     found = hashlib.sha256(json.dumps(asdict(options)).encode())
     for file in files:
         stat = os.stat(file.path)
@@ -192,10 +193,10 @@ def plan_digest(files: Sequence[SourceFile], options: TokenizeOptions) -> str:
 
 
 def _check_plan(out: Path, plan: dict[str, Any]) -> None:
-    """Note what a folder is written from, or check that it is the same.
+    """Write the plan of a folder, or check that the folder has the same plan.
 
     Raises:
-      ValueError: it is another, or the folder has something else in it.
+      ValueError: the plan differs, or the folder has other contents.
     """
     path = out / PLAN
     if path.is_file():
@@ -213,7 +214,7 @@ def _check_plan(out: Path, plan: dict[str, Any]) -> None:
 
 
 def _write_units(units: Sequence[Unit], out: Path, options: TokenizeOptions, workers: int) -> Iterator[None]:
-    """Write units, and yield after each."""
+    """Write the shards of units, and yield after each."""
     if workers <= 1 or len(units) <= 1:
         tokenizer = open_tokenizer(options.tokenizer, options.separator)
         for unit in units:
@@ -248,7 +249,7 @@ def _work(unit: Unit, out: Path, options: TokenizeOptions) -> None:
 
 
 def make_units(files: Sequence[SourceFile], unit_bytes: int, folder: Path, on_error: OnError) -> list[Unit]:
-    """Cut files into units of about as many bytes; small files share one, large ones are cut at rows.
+    """Cut files into units of similar size; small files share a unit, large files are cut at rows.
 
     Raises:
       BadData: a file that has to be cut is damaged, and `on_error` is "stop".
@@ -257,7 +258,7 @@ def make_units(files: Sequence[SourceFile], unit_bytes: int, folder: Path, on_er
     pieces: list[Piece] = []
     filled = 0
     for file in files:
-        for piece, size in _pieces(file, unit_bytes, folder, on_error):
+        for piece, size in _cut_file(file, unit_bytes, folder, on_error):
             if pieces and filled + size > unit_bytes:
                 units.append(Unit(len(units), pieces))
                 pieces, filled = [], 0
@@ -266,7 +267,7 @@ def make_units(files: Sequence[SourceFile], unit_bytes: int, folder: Path, on_er
     return [*units, Unit(len(units), pieces)] if pieces else units
 
 
-def _pieces(
+def _cut_file(
     file: SourceFile, unit_bytes: int, folder: Path, on_error: OnError
 ) -> Iterator[tuple[Piece, int]]:
     """Yield the pieces of a file, and the bytes of each."""
@@ -280,7 +281,7 @@ def _pieces(
     except BadData:
         if on_error == "stop":
             raise
-        yield whole, num_bytes  # the unit reports it
+        yield whole, num_bytes  # writing the unit reports the error
         return
     rows = max(1, num_rows * unit_bytes // num_bytes)
     for start in range(0, num_rows, rows):
@@ -292,10 +293,10 @@ def write_unit(unit: Unit, out: Path, tokenizer: Tokenizer, field: str, on_error
     """Write the shard of a unit: its tokens, the ends of its documents, and last its record.
 
     Args:
-      unit: what to read.
+      unit: the rows to read.
       out: the folder of the shards.
-      tokenizer: makes the tokens.
-      field: the field with the text.
+      tokenizer: the tokenizer.
+      field: name of the field that has the text.
       on_error: "stop" raises an error; "skip" leaves the row out and counts it.
 
     Returns:
@@ -307,7 +308,7 @@ def write_unit(unit: Unit, out: Path, tokenizer: Tokenizer, field: str, on_error
     rows = (
         (piece.file.path, row, text)
         for piece in unit.pieces
-        for row, text in texts(piece, field, out / INDEX)
+        for row, text in read_texts(piece, field, out / INDEX)
     )
     skipped: list[str] = []
     num_skipped, last = 0, (Path(), "")
@@ -321,7 +322,7 @@ def write_unit(unit: Unit, out: Path, tokenizer: Tokenizer, field: str, on_error
                 if on_error == "stop":
                     raise tokens
                 num_skipped += 1
-                # a group of rows that is damaged has one error for all
+                # all rows of a damaged group have the same error
                 if (tokens.path, tokens.why) != last and len(skipped) < MOST_LISTED:
                     extent = " (the whole file is left out)" if tokens.row is None else ""
                     skipped.append(f"{tokens.place}: {tokens.why}{extent}")
@@ -345,12 +346,12 @@ def write_unit(unit: Unit, out: Path, tokenizer: Tokenizer, field: str, on_error
         "checksum": checksum(path),
         "ends_checksum": checksum(path.with_suffix(ENDS)),
     }
-    replace_file(record_path(out, unit), json.dumps(record).encode())
+    replace_file(out / f"{unit.name}.json", json.dumps(record).encode())
     return record
 
 
 def is_written(out: Path, unit: Unit) -> bool:
-    """Return whether the shard of a unit is there, with the ends of its documents and its record."""
+    """Return whether the shard of a unit is complete, with the ends of its documents and its record."""
     try:
         return not shard_problem(out / f"{unit.name}.npy", read_record(out, unit))
     except (OSError, ValueError):
@@ -358,21 +359,16 @@ def is_written(out: Path, unit: Unit) -> bool:
 
 
 def read_record(out: Path, unit: Unit) -> dict[str, Any]:
-    """Read the record of a unit, which may have come with a run folder.
+    """Read the record of a unit, as an untrusted file.
 
     Raises:
       OSError, ValueError: there is none, or it is damaged.
     """
-    record = check_kind(read_json(record_path(out, unit)), dict, "a record")
+    record = check_kind(read_json(out / f"{unit.name}.json"), dict, "a record")
     for name in (*TOTALS, "checksum", "ends_checksum"):
         check_whole_number(record.get(name), name, MOST_TOKENS)
     skipped = check_kind(record.get("skipped"), list, "skipped")
     return {**record, "file": f"{unit.name}.npy", "skipped": list(map(str, skipped))}
-
-
-def record_path(out: Path, unit: Unit) -> Path:
-    """Return the file that says that a unit is written."""
-    return out / f"{unit.name}.json"
 
 
 def checksum(path: Path) -> int:

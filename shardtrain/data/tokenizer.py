@@ -1,6 +1,6 @@
-"""Tokenizers: bytes, or a Hugging Face `tokenizer.json` (`huggingface_tokenizer.py`).
+"""Open tokenizers: bytes, or a Hugging Face `tokenizer.json` (`huggingface_tokenizer.py`).
 
-Next: `tokenize.py`, which turns files into shards of tokens.
+Next: `tokenize.py`, which converts files to shards of tokens.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back.
+    """Converts text to tokens and back.
 
     Attributes:
       vocab: number of tokens; every token is below it.
@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_with_ends(self, texts: Sequence[str], /) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the tokens of each text, and where each token ends in it, in characters, int (num_tokens,).
+        """Return the tokens of each text, and the end of each token in characters, int (num_tokens,).
 
         Raises:
           ValueError: as `encode`.
@@ -45,12 +45,12 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int], /) -> str:
-        """Return the text of tokens; what is no text is replaced."""
+        """Return the text of tokens; invalid characters are replaced."""
         ...
 
 
 class Bytes:
-    """A token is a byte of UTF-8; byte 0, which no text should have, separates documents.
+    """A tokenizer whose tokens are the bytes of UTF-8; byte 0 separates documents.
 
     >>> [tokens.tolist() for tokens in Bytes().encode(["aß"])], Bytes().decode([97, 195, 159])
     ([[97, 195, 159]], 'aß')
@@ -65,7 +65,7 @@ class Bytes:
         return [np.frombuffer(each, np.uint8) for each in encoded]
 
     def encode_with_ends(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return bytes, of which the separator may be one, and where the character of each ends."""
+        """Return the bytes, which may include the separator, and the end of each byte's character."""
         found = []
         for text in texts:
             sizes = [len(character.encode("utf-8", "surrogatepass")) for character in text]
@@ -78,15 +78,15 @@ class Bytes:
 
 
 def open_tokenizer(name: Path | str, separator: str | int | None = None) -> Tokenizer:
-    """Return a tokenizer.
+    """Open a tokenizer.
 
     Args:
       name: `bytes`, a `tokenizer.json`, or a folder that has one.
-      separator: the token after each document, as text or by its number; None: the usual end of a document or
-        text.
+      separator: the token after each document, as text or by its number. None means the usual end of a
+        document or text.
 
     Raises:
-      FileNotFoundError: no such file.
+      FileNotFoundError: there is no such file.
       ValueError: it is no tokenizer, has no such token, or its library is missing.
     """
     if str(name) == BYTES:

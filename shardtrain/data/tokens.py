@@ -1,15 +1,14 @@
-"""Token files: one-dimensional .npy files of integers, which numpy reads and writes too.
+"""Read and write token files: one-dimensional .npy files of integers, as numpy has them.
 
-`TokenShards` reads the tokens of many files as one long sequence. Next: `windows.py`.
+`TokenShards` reads the tokens of many files as one sequence. Next: `windows.py`.
 """
 
 import os
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
-from threading import Lock
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -21,9 +20,8 @@ TOKEN_TYPES = ("uint8", "uint16", "uint32")
 """The dtypes that `write_tokens` writes. `open_tokens` reads any integers."""
 
 RESTORE_HINT = "bring it back, or delete it where it was made from text, and give the same command again"
-Value = TypeVar("Value")
 MOST_OPEN = 64
-"""Files that are kept open: a process may have a thousand, for all that it does."""
+"""Largest number of files that are kept open: a process may have a thousand, for all purposes."""
 
 
 def write_tokens(
@@ -36,14 +34,14 @@ def write_tokens(
 ) -> int:
     """Write documents into one token file, one after the other.
 
-    It is written under another name, then renamed, so `path` is never there in part.
+    The file is written under another name and then renamed, so `path` is never an unfinished file.
 
     Args:
       path: the file to write; its folder is created.
       documents: integers (num_tokens,) each, read once, one at a time.
       dtype: uint8, uint16 or uint32.
-      separator: the token after each document; None for no token.
-      mode: the file's permissions, less the umask.
+      separator: the token after each document; None means no token.
+      mode: the permissions of the file, before the umask.
 
     Returns:
       The number of tokens in the file.
@@ -121,15 +119,15 @@ def open_tokens(path: Path) -> np.memmap:
 
 
 class TokenArray(NamedTuple):
-    """Where the tokens of a file are.
+    """The position of an array of tokens in a file.
 
     Attributes:
-      path: the file that has them.
-      dtype: of one token.
-      offset: bytes before the first token.
+      path: the file.
+      dtype: the dtype of a token.
+      offset: number of bytes before the first token.
       num_tokens: number of tokens.
-      ends: returns for each document the number of tokens up to its end, int (num_documents,); None: they are
-        not known. A function, as thousands of open files would be too many.
+      ends: a function that reads the number of tokens up to the end of each document, int (num_documents,);
+        None means that the ends are not known.
     """
 
     path: Path
@@ -150,21 +148,26 @@ def token_file(path: Path) -> "TokenShards":
 
 
 class TokenShards:
-    """The tokens of files, one after the other.
+    """The tokens of several files as one sequence, which any number of threads may read.
 
-    Opening reads headers alone; tokens are read when they are asked for, by any number of threads. Files are
-    not mapped into memory: if a mapped file is truncated or its disk fails, SIGBUS ends the process.
+    Files are not mapped into memory: if a mapped file is truncated or its disk fails, SIGBUS ends the
+      process.
 
     Args:
       arrays: the files.
     """
 
     def __init__(self, arrays: Sequence[TokenArray]) -> None:
-        self._arrays = tuple(arrays)
+        self._arrays = arrays = tuple(arrays)
         self._starts = np.concatenate([[0], np.cumsum([each.num_tokens for each in arrays], dtype=np.int64)])
-        self._open: OrderedDict[int, _OpenTokens] = OrderedDict()
-        self._ends_open: OrderedDict[int, np.ndarray] = OrderedDict()
-        self._lock = Lock()
+
+        def read_ends(number: int) -> np.ndarray:
+            read = arrays[number].ends
+            return np.empty(0, np.int64) if read is None else read()
+
+        # a file that a thread still reads is closed after that
+        self._handle = lru_cache(MOST_OPEN)(lambda number: _OpenTokens(arrays[number]))
+        self._ends = lru_cache(MOST_OPEN)(read_ends)
 
     @property
     def num_tokens(self) -> int:
@@ -195,14 +198,14 @@ class TokenShards:
 
     @property
     def without_ends(self) -> Path | None:
-        """The first file that does not say where its documents end; None: all do."""
+        """The first file that does not say where its documents end; None if all do."""
         return next((array.path for array in self._arrays if array.ends is None), None)
 
     def ends_in(self, start: int, stop: int) -> np.ndarray:
-        """Return where documents end: e with `start` <= e < `stop` where token e - 1 is the last of one.
+        """Return the ends e of documents with `start` <= e < `stop`; token e - 1 is the last of a document.
 
         Returns:
-          Rising, int64 (n,); those of files that do not say it are missing.
+          Rising, int64 (n,); without the documents of files whose ends are not known.
         """
         found = [np.empty(0, np.int64)]
         number = max(0, int(np.searchsorted(self._starts, start, "left")) - 1)
@@ -215,27 +218,12 @@ class TokenShards:
             number += 1
         return np.concatenate(found)
 
-    def _ends(self, number: int) -> np.ndarray:
-        find = self._arrays[number].ends
-        return self._keep(self._ends_open, number, find or (lambda: np.empty(0, np.int64)))
-
-    def _handle(self, number: int) -> "_OpenTokens":
-        return self._keep(self._open, number, lambda: _OpenTokens(self._arrays[number]))
-
-    def _keep(self, kept: OrderedDict[int, Value], number: int, make: Callable[[], Value]) -> Value:
-        """Return what is kept of a file, or make it; what a thread still uses is closed after that."""
-        with self._lock:
-            kept[number] = kept.pop(number) if number in kept else make()
-            while len(kept) > MOST_OPEN:
-                kept.popitem(last=False)
-            return kept[number]
-
     def __reduce__(self) -> tuple[type["TokenShards"], tuple[tuple[TokenArray, ...]]]:
         return TokenShards, (self._arrays,)
 
 
 class _OpenTokens:
-    """An open file of tokens, closed when nobody has it."""
+    """An open token file, which is closed when nothing refers to it."""
 
     def __init__(self, array: TokenArray) -> None:
         self._array = array
@@ -263,10 +251,10 @@ class _OpenTokens:
         return np.frombuffer(data, dtype)
 
 
-def first_outside(tokens: np.ndarray, vocab: int) -> int | None:
+def find_outside(tokens: np.ndarray, vocab: int) -> int | None:
     """Return the index of the first token that is negative or not below `vocab`; None if all are tokens.
 
-    >>> first_outside(np.array([3, 9, 12]), 9)
+    >>> find_outside(np.array([3, 9, 12]), 9)
     1
     """
     if not tokens.size or (tokens.max() < vocab and (tokens.dtype.kind == "u" or tokens.min() >= 0)):
@@ -285,7 +273,7 @@ def check_tokens(tokens: np.ndarray, vocab: int, place: Callable[[int], str]) ->
     Raises:
       ValueError: one is negative, or not below `vocab`.
     """
-    if (found := first_outside(tokens, vocab)) is not None:
+    if (found := find_outside(tokens, vocab)) is not None:
         token = int(tokens.ravel()[found])
         change = f"set vocab (vocab_size of a corpus) to {token + 1} or more"
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Windows over tokens: sample i is tokens[i*seq : i*seq + seq + 1]; the last ones are held out.
+"""Cut token files into windows of equal length; the last windows are held out of training.
 
-Next: `batches.py` (their order).
+Sample i is tokens[i*seq : i*seq + seq + 1]. Next: `batches.py`, which loads windows in a random order.
 """
 
 import hashlib
@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from shardtrain.data.samples import SplitData, find_split_problems
 from shardtrain.data.tokens import TokenShards, check_tokens, token_file
-from shardtrain.errors.field_types import too_small, wrong_types
 from shardtrain.errors.messages import refuse
 
 FINGERPRINT_BLOCKS = 1024
@@ -24,16 +23,19 @@ FINGERPRINT_BLOCK_TOKENS = 1024
 class Windows:
     """A random-access source: tokens `start` to `stop` of files, cut into windows.
 
-    Neighbours share one token: the last target of one is the first input of the next.
+    Neighbouring windows share one token: the last target of one is the first input of the next. A document
+      that
+    the end of a window cuts is continued in the next window, with `separate` as a document of its own.
 
     Args:
       path: the token file, or the folder or pattern of the files, for messages.
       shards: the tokens.
-      seq: tokens that a model reads in one window; a sample has one more, the last target.
+      seq: number of tokens that a model reads in one window; a sample has one more, the last target.
       vocab: size of the vocabulary; every token must be below it.
       start: the first token.
       stop: one past the last token.
-      num_skipped: how many documents were left out of the tokens, where that was allowed; None: it was not.
+      num_skipped: number of documents that were left out of the tokens; None means that none may be left out.
+      separate: whether samples number the documents of a window, so that documents do not see each other.
     """
 
     path: Path
@@ -43,6 +45,7 @@ class Windows:
     start: int
     stop: int
     num_skipped: int | None = None
+    separate: bool = False
 
     def __len__(self) -> int:
         return max(0, self.stop - self.start - 1) // self.seq
@@ -51,19 +54,21 @@ class Windows:
         """Return sample `index`.
 
         Returns:
-          {"tokens": int32 (seq + 1,)}
+          {"tokens": int32 (seq + 1,)}; with `separate` also "segments": int32 (seq,), the number of the
+          document of each input in this window, from 0; and "weights": float32 (seq,), 0 where the target is
+          the first token of the next document.
 
         Raises:
           IndexError: no such sample.
           ValueError: a token is negative, or not below `vocab`.
         """
-        return {"tokens": self.stacked_samples([index])["tokens"][0]}
+        return {name: rows[0] for name, rows in self.stacked_samples([index]).items()}
 
     def stacked_samples(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """Return some samples as rows; see `Source`.
+        """Return several samples, stacked; see `Source`.
 
         Returns:
-          {"tokens": int32 (len(indices), seq + 1)}
+          As `__getitem__`, each array with a first dim of len(indices).
 
         Raises:
           IndexError, ValueError: as for one.
@@ -76,7 +81,15 @@ class Windows:
         tokens = np.concatenate(windows).reshape(len(windows), -1)
         width = self.seq + 1
         check_tokens(tokens, self.vocab, lambda at: self.shards.place(begins[at // width] + at % width))
-        return {"tokens": tokens.astype(np.int32)}
+        sample = {"tokens": tokens.astype(np.int32)}
+        if self.separate:
+            starts, weights = np.zeros(tokens.shape, np.int32), np.ones((len(begins), self.seq), np.float32)
+            for row, begin in enumerate(begins):
+                # a document ends before these inputs; the target before is the first token of the next one
+                ends = self.shards.ends_in(begin + 1, begin + self.seq + 1) - begin
+                starts[row, ends], weights[row, ends - 1] = 1, 0
+            sample |= {"segments": np.cumsum(starts[:, :-1], 1, dtype=np.int32), "weights": weights}
+        return sample
 
     @cached_property
     def fingerprint(self) -> str:
@@ -91,16 +104,7 @@ class Windows:
         for begin in range(self.start, self.stop, step):
             tokens = self.shards.read(begin, min(begin + FINGERPRINT_BLOCK_TOKENS, self.stop))
             found.update(tokens.astype("<i8").data)
-        return found.hexdigest()[:16]
-
-
-def split_problems(data: Any) -> list[str]:
-    """Return what is wrong with the values of data, one line each: types, `seq` and `heldout_fraction`."""
-    problems = wrong_types(data) + (too_small(data, seq=1) if hasattr(data, "seq") else [])
-    if not 0 <= data.heldout_fraction < 1:
-        fraction = f"heldout_fraction is {data.heldout_fraction}"
-        problems.append(f"{fraction}; use 0 (nothing held out) or more, below 1")
-    return problems
+        return found.hexdigest()[:16] + " separate" * self.separate
 
 
 def split_tokens(path: Path, seq: int, heldout_fraction: float, vocab: int) -> tuple[Windows, Windows | None]:
@@ -111,7 +115,7 @@ def split_tokens(path: Path, seq: int, heldout_fraction: float, vocab: int) -> t
     Args:
       path: the token file.
       seq: tokens per window.
-      heldout_fraction: fraction of the windows that is held out, from 0 to 1; above 0 at least one window.
+      heldout_fraction: fraction of the windows that is held out, from 0 to 1; above 0 at least one window is.
       vocab: size of the vocabulary; every token is below it.
 
     Returns:
@@ -126,7 +130,7 @@ def split_tokens(path: Path, seq: int, heldout_fraction: float, vocab: int) -> t
 
 
 def split_windows(windows: Windows, heldout_fraction: float) -> tuple[Windows, Windows | None]:
-    """Split windows into those to train on and, at the end, held-out ones; see `split_tokens`.
+    """Split windows into training windows and, at the end, held-out windows; see `split_tokens`.
 
     Raises:
       ValueError: there are too few tokens.
@@ -135,7 +139,7 @@ def split_windows(windows: Windows, heldout_fraction: float) -> tuple[Windows, W
     # both parts need a window at least, with its last target
     windows_needed = 2 if heldout_fraction > 0 else 1
     if num_tokens < windows_needed * (seq + 1):
-        raise ValueError(too_short(windows.path, num_tokens, seq, windows_needed))
+        raise ValueError(describe_too_short(windows.path, num_tokens, seq, windows_needed))
     # round to whole windows: one at least is held out, and one is left to train on
     num_heldout = 0
     if heldout_fraction > 0:
@@ -147,10 +151,10 @@ def split_windows(windows: Windows, heldout_fraction: float) -> tuple[Windows, W
     return train, heldout if num_heldout else None
 
 
-def too_short(path: Path, num_tokens: int, seq: int, windows_needed: int) -> str:
+def describe_too_short(path: Path, num_tokens: int, seq: int, windows_needed: int) -> str:
     """Return the error message for a file with too few tokens.
 
-    >>> too_short(Path("a.npy"), 100, 64, 2)
+    >>> describe_too_short(Path("a.npy"), 100, 64, 2)
     'a.npy has 100 tokens; 2 windows of seq 64 need 2 * (64 + 1) = 130. Give more, or use seq 49 or less.'
     """
     longest = num_tokens // windows_needed - 1
@@ -161,14 +165,14 @@ def too_short(path: Path, num_tokens: int, seq: int, windows_needed: int) -> str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokens:
-    """The data of a run: a token file of your own, from any tokenizer; see `write_tokens`.
+class Tokens(SplitData[Windows]):
+    """Train on a token file of your own, made by any tokenizer; see `write_tokens`.
 
     Args:
       path: a one-dimensional .npy file of integers.
       vocab: size of the vocabulary; every token is below it.
       seq: tokens per window.
-      heldout_fraction: fraction at the end of the file that is held out of training.
+      heldout_fraction: fraction of the tokens, at the end of the file, that is held out of training.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -180,20 +184,16 @@ class Tokens:
     heldout_fraction: float = 0.05
 
     def __post_init__(self) -> None:
-        problems = split_problems(self)
+        problems = find_split_problems(self)
         if isinstance(self.vocab, int) and not 1 <= self.vocab <= 2**31:
             problems.append(f"vocab is {self.vocab}; use 1 to 2**31")
         refuse("these tokens cannot be used", problems)
 
-    def train(self, folder: Path) -> Windows:
-        """Return the windows to train on; nothing is written into `folder`.
+    def split(self, folder: Path) -> tuple[Windows, Windows | None]:
+        """Return the windows to train on and the held-out windows; nothing is written into `folder`.
 
         Raises:
           FileNotFoundError: there is no such file.
           ValueError: it is not a token file, or too short.
         """
-        return split_tokens(self.path, self.seq, self.heldout_fraction, self.vocab)[0]
-
-    def heldout(self, folder: Path) -> Windows | None:
-        """Return the held-out windows; None if nothing is held out."""
-        return split_tokens(self.path, self.seq, self.heldout_fraction, self.vocab)[1]
+        return split_tokens(self.path, self.seq, self.heldout_fraction, self.vocab)

@@ -1,4 +1,4 @@
-"""Processes that load batches by their positions: any of them loads any batch, so their number changes none.
+"""Load batches in worker processes; any process can load any batch, so their number changes no batch.
 
 Threads of `batches.py` wait for them. Grain's own worker processes outlive a parent that is killed, and each
 owns every n-th batch.
@@ -16,28 +16,18 @@ import traceback
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from shardtrain.data.samples import Batch
 from shardtrain.errors.user_code import UserCodeFailed, user_traceback
 from shardtrain.system.stop_signals import STOPPING
 
+if TYPE_CHECKING:
+    from shardtrain.data.batches import Batches
+    from shardtrain.data.token_batches import TokenBatches
+
 END_SECONDS = 5.0
-"""How long a worker has to finish the batch that it loads, when no more is wanted of it."""
-
-
-class Loadable(Protocol):
-    """Batches by position, see `Batches`."""
-
-    @property
-    def source(self) -> Any: ...
-    @property
-    def prefetch(self) -> int: ...
-    @property
-    def workers(self) -> int: ...
-    def num_batches(self, position: Any = None, /) -> int: ...
-    def advance(self, position: Any, num_batches: int = 1, /) -> Any: ...
-    def load(self, position: Any, /) -> Batch: ...
+"""Time that a worker has to finish its batch before it is killed, once no more batches are needed."""
 
 
 class _Worker(NamedTuple):
@@ -45,7 +35,7 @@ class _Worker(NamedTuple):
     pipe: Connection
 
 
-class _Failed(NamedTuple):
+class _Failure(NamedTuple):
     """An error in a worker, and its traceback as text."""
 
     error: Exception
@@ -53,22 +43,22 @@ class _Failed(NamedTuple):
 
 
 class WorkerTraceback(Exception):
-    """The cause of an error that was raised in a worker: its traceback there."""
+    """The traceback in a worker, as the cause of an error that it raised."""
 
 
 class Workers:
-    """Worker processes, while it is entered.
+    """Worker processes, which run while this context is entered.
 
     Args:
-      batches: what they load from; they get a copy.
-      number: of processes.
-      source: receives what their copies of it have skipped.
+      batches: the batches to load; each process gets a copy.
+      number: number of processes.
+      source: the data; it is given the rows that the copies have skipped.
 
     Raises:
       ValueError: the data cannot be copied to other processes.
     """
 
-    def __init__(self, batches: Loadable, number: int, source: Any) -> None:
+    def __init__(self, batches: "Batches | TokenBatches", number: int, source: Any) -> None:
         self._source = source
         try:
             self._copy = pickle.dumps(batches)
@@ -118,7 +108,7 @@ class Workers:
                 process.join()
 
     def _take(self, deadline: float) -> _Worker:
-        """Return a worker that no thread uses; from the deadline on all are killed, which frees them."""
+        """Return a worker that no thread uses; after the deadline kill all workers, which frees them."""
         try:
             return self._free.get(timeout=max(0.0, deadline - time.monotonic()))
         except Empty:
@@ -130,11 +120,11 @@ class Workers:
             process.kill()
 
     def load(self, position: Any) -> Batch:
-        """Load the batch at a position, in the next worker that is free; called by any number of threads.
+        """Load the batch at a position in the next free worker; any number of threads may call this.
 
         Raises:
           ChildProcessError: the worker ended.
-          RuntimeError: no batches are wanted any more, and nobody waits for this one.
+          RuntimeError: the workers were ended, and nothing waits for this batch.
           ValueError, UserCodeFailed: see `Batches.load`.
         """
         worker = self._free.get()
@@ -147,7 +137,7 @@ class Workers:
             raise _make_ended_error(worker.process) from error
         finally:
             self._free.put(worker)  # one that ended says so to the next thread as well
-        if isinstance(found, _Failed):
+        if isinstance(found, _Failure):
             raise found.error from WorkerTraceback(f"in a worker process:\n{found.trace}")
         batch, skipped = found
         if skipped:
@@ -163,7 +153,7 @@ def _explain_not_copied(data: str, error: Exception) -> str:
 
 
 def _make_ended_error(process: BaseProcess) -> ChildProcessError:
-    """Return the error of a worker that ended by itself."""
+    """Return the error for a worker that has ended unexpectedly."""
     process.join(END_SECONDS)
     code = process.exitcode
     if code is not None and code < 0:
@@ -199,29 +189,29 @@ def _serve(pipe: Connection) -> None:
 
 
 def _copy_batches(copy: bytes) -> Any:
-    """Return the batches of this worker, or why they cannot be made."""
+    """Unpickle the batches of this worker, or return the error."""
     try:
         return pickle.loads(copy)
     except Exception as error:
         return ValueError(_explain_not_copied("its classes or files", error))
 
 
-def _make_failure(error: Exception) -> _Failed:
+def _make_failure(error: Exception) -> _Failure:
     if isinstance(error, UserCodeFailed):
-        return _Failed(UserCodeFailed(str(error)), user_traceback(error))
+        return _Failure(UserCodeFailed(str(error)), user_traceback(error))
     trace = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # it cannot be sent as it is
-        return _Failed(RuntimeError(f"{type(error).__name__}: {error}"), trace)
-    return _Failed(error, trace)
+        return _Failure(RuntimeError(f"{type(error).__name__}: {error}"), trace)
+    return _Failure(error, trace)
 
 
 def begin_worker(*ignored: signal.Signals) -> None:
-    """Leave signals, which a terminal or batch system sends to all processes, to the parent; end with it.
+    """Prepare a worker process: ignore signals that a terminal sends to all, and end with the parent.
 
     Args:
-      ignored: the signals.
+      ignored: the signals, which the parent handles.
     """
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from shardtrain.axes import PIPELINE
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.data.loading import Loading
+from shardtrain.data.batches import Loading
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import refuse
 from shardtrain.functional.compute_dtype import has_dtype, set_compute_dtype

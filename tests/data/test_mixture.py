@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain.data import Batches, Corpus, Mixture
-from shardtrain.data.balanced_draws import BLOCK, WORD, borders, count_before, draw_block, floor_sum
+from shardtrain.data.balanced_draws import BLOCK, WORD, compute_borders, count_before, draw_block, floor_sum
 from shardtrain.data.mixture import NUM_DRAWS, MixedSource
 from shardtrain.data.samples import load_sample
 
@@ -50,7 +50,7 @@ def test_the_closed_form_is_the_sum(num, step, start):
 
 @pytest.mark.parametrize("weights", [(0.5, 0.3, 0.15, 0.049, 0.001), (1.0,), (2, 1), (0, 1, 0, 3), (1, 1e-9)])
 def test_proportions_are_exact_over_a_million_draws(weights):
-    parts, found = borders(weights), np.zeros(len(weights), np.int64)
+    parts, found = compute_borders(weights), np.zeros(len(weights), np.int64)
     for block in range(1_000_000 // BLOCK):
         sources, counts = draw_block(parts, 1234567, block)
         # the count of each draw is what really came before it

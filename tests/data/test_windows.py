@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain.data import Batches, Tokens, open_tokens, write_tokens
-from shardtrain.data.windows import split_tokens, too_short
+from shardtrain.data.windows import describe_too_short, split_tokens
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
@@ -112,11 +112,11 @@ def test_windows_cover_the_file_and_none_is_in_both_parts(counting, num_tokens, 
 
 
 def test_too_short_says_what_is_needed():
-    assert too_short(Path("a.npy"), 100, 64, 2) == (
+    assert describe_too_short(Path("a.npy"), 100, 64, 2) == (
         "a.npy has 100 tokens; 2 windows of seq 64 need 2 * (64 + 1) = 130. Give more, or use seq 49 or less."
     )
     assert (
-        too_short(Path("a.npy"), 1, 8, 1)
+        describe_too_short(Path("a.npy"), 1, 8, 1)
         == "a.npy has 1 tokens; 1 window of seq 8 need 1 * (8 + 1) = 9. Give more."
     )
 

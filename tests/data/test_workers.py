@@ -18,7 +18,7 @@ from tiny_language_model import TinyConfig
 from worker_data import Failing, Unpicklable, Words
 
 from shardtrain.data import Batches, Chat, ImageFiles, MaskedTokens, Mixture, Text, TokenBatches
-from shardtrain.data.loading import Loading
+from shardtrain.data.batches import Loading
 from shardtrain.data.workers import Workers
 from shardtrain.errors.user_code import UserCodeFailed, user_traceback
 from shardtrain.trainer.config import Run

@@ -154,7 +154,7 @@ def test_a_run_that_is_killed_at_random_moments_is_as_if_it_never_was(lives, che
 
 MIXED = {
     "from shardtrain.data import Text": "from shardtrain.data import Corpus, Mixture\n"
-    "from shardtrain.data.loading import Loading",
+    "from shardtrain.data.batches import Loading",
     "(self, tokens):\n        return self.table[tokens]": "(self, tokens, segments):\n"
     "        return self.table[tokens] * (1 + 0.1 * segments[..., None])",
     'Text(paths=(Path("text.txt"),), seq=8, heldout_fraction=0.1)': "Mixture(parts={name: Corpus("

@@ -12,7 +12,7 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, EMBED, LAYERS, MLP, SEQ, VOCAB
-from shardtrain.models.layers import coming_keys, normal
+from shardtrain.models.layers import normal, peek_keys
 
 SIZES: tuple[str, ...] = (VOCAB, EMBED, MLP, LAYERS)
 
@@ -63,7 +63,7 @@ class TinyModel(nnx.Module):
     def block_keys(self) -> jax.Array | None:
         if self.rngs is None or self.dropout.deterministic:
             return None
-        return coming_keys(self.rngs, self.config.num_layers)
+        return peek_keys(self.rngs, self.config.num_layers)
 
     def run(self, blocks: Blocks, x: jax.Array, keys: jax.Array | None) -> jax.Array:
         def block(x, of_block):

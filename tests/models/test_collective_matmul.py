@@ -130,7 +130,7 @@ def test_a_part_is_sent_while_the_one_before_is_multiplied():
 
 def test_products_in_8_bits_are_refused(pure):
     on_mesh, _ = under(pure(replace(SMALL, products="float8")).apply, {"tensor": 4})
-    with pytest.raises(ValueError, match="products='float8' are of whole sequences, and the layout has coll"):
+    with pytest.raises(ValueError, match="products='float8' need whole sequences, and the layout has coll"):
         jax.eval_shape(on_mesh, pure(SMALL).params, TOKENS)
 
 

@@ -16,10 +16,10 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.families import FAMILIES as KNOWN
 from shardtrain.models.huggingface.families import (
     from_huggingface,
-    left_out,
+    iterate_tensors,
+    list_left_out,
+    list_tensor_shapes,
     read_config,
-    tensor_shapes,
-    tensors,
     to_huggingface,
     write_config,
 )
@@ -135,7 +135,7 @@ def test_names_of_the_first_bert_files_and_what_has_no_place():
     older["bert.embeddings.position_ids"] = np.arange(12)[None]
     dropped = {"bert.pooler.dense.bias": np.zeros(16), "cls.seq_relationship.bias": np.zeros(2)}
     assert_same(to_huggingface(*from_huggingface(config, {**older, **dropped})), state)
-    assert left_out(config, {**older, **dropped}) == sorted(dropped)
+    assert list_left_out(config, {**older, **dropped}) == sorted(dropped)
 
 
 def test_an_untied_encoder_has_the_bias_that_is_used_and_the_one_that_is_not(pure):
@@ -160,10 +160,10 @@ def test_arrays_are_read_one_after_the_other(pure):
 
     shapes = {path: x.shape for path, x in flat.items()}
     given = []
-    for name, array in tensors(config, shapes, read):
+    for name, array in iterate_tensors(config, shapes, read):
         given.append((name, array.shape, len(asked)))
-    assert {name: shape for name, shape, _ in given} == tensor_shapes(config)
-    assert [name for name, _, _ in given] == list(tensor_shapes(config))
+    assert {name: shape for name, shape, _ in given} == list_tensor_shapes(config)
+    assert [name for name, _, _ in given] == list(list_tensor_shapes(config))
     assert sorted(asked) == sorted(flat)
     assert [num for _, _, num in given][:2] == [1, 2]
 

@@ -11,9 +11,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from shardtrain.models.attention import attend, has_flash
+from shardtrain.models.device_forms import target_devices
 from shardtrain.models.layers import Linear, Norm
-from shardtrain.models.rotary import frequencies, rotate
-from shardtrain.models.target import target_devices
+from shardtrain.models.rotary import compute_frequencies, rotate
 from shardtrain.models.transformer import FeedForward
 from shardtrain.models.transformer_options import BlockOptions
 
@@ -25,7 +25,7 @@ def normal(*shape):
 
 
 def turned(x, theta):
-    return rotate(x, frequencies(theta, x.shape[-1])[0])
+    return rotate(x, compute_frequencies(theta, x.shape[-1])[0])
 
 
 def test_rotation_turns_each_pair_by_its_frequency():

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from shardtrain.functional.activation_rules import activation_rules
-from shardtrain.models import on_gpus, one_cpu
+from shardtrain.models import device_forms
 from shardtrain.models.block_stack import MOST_UNROLLED_GPU
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
@@ -31,8 +31,8 @@ TOKENS = jnp.asarray(np.arange(12).reshape(2, 6) % 7)
 @pytest.fixture
 def gpu(monkeypatch):
     """What is traced here is traced as for a GPU."""
-    monkeypatch.setattr(on_gpus, "target_platform", lambda: "gpu")
-    monkeypatch.setattr(one_cpu, "target_devices", list)
+    monkeypatch.setattr(device_forms, "target_platform", lambda: "gpu")
+    monkeypatch.setattr(device_forms, "target_devices", list)
     return monkeypatch
 
 
@@ -81,11 +81,11 @@ IMAGES = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 8, 3)), jnp.flo
     ids=["gpt", "llama", "outputs", "lora", "encoder", "vit"],
 )
 def test_loss_and_gradients_are_those_of_the_plain_form(config, inputs, monkeypatch):
-    monkeypatch.setattr(one_cpu, "target_devices", list)
+    monkeypatch.setattr(device_forms, "target_devices", list)
     loss, params = loss_of(config, inputs)
     plain = jax.jit(jax.value_and_grad(loss))(params)
     assert "layout_constraint" not in program(loss, params)
-    monkeypatch.setattr(on_gpus, "target_platform", lambda: "gpu")
+    monkeypatch.setattr(device_forms, "target_platform", lambda: "gpu")
     loss, params = loss_of(config, inputs)
     found = jax.jit(jax.value_and_grad(loss))(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, plain)
@@ -156,19 +156,19 @@ def stacked_elements(loss, params):
 
 
 def test_one_gpu_stores_what_norms_and_activations_read_alone(monkeypatch):
-    monkeypatch.setattr(one_cpu, "target_devices", list)
+    monkeypatch.setattr(device_forms, "target_devices", list)
     config = DecoderConfig(**{**SIZES, "remat": "none"})
     stored = stacked_elements(*loss_of(config))
-    monkeypatch.setattr(on_gpus, "target_platform", lambda: "gpu")
+    monkeypatch.setattr(device_forms, "target_platform", lambda: "gpu")
     assert stacked_elements(*loss_of(config)) < 0.8 * stored
 
 
 def test_a_scan_on_several_gpus_stores_products_and_no_elementwise_results(monkeypatch):
-    monkeypatch.setattr(one_cpu, "target_devices", list)
+    monkeypatch.setattr(device_forms, "target_devices", list)
     loss, params = loss_of(GPT, one_device=False)
     plain = jax.jit(jax.value_and_grad(loss))(params)
     stored = stacked_elements(loss, params)
-    monkeypatch.setattr(on_gpus, "target_platform", lambda: "gpu")
+    monkeypatch.setattr(device_forms, "target_platform", lambda: "gpu")
     loss, _ = loss_of(GPT, one_device=False)
     assert stacked_elements(loss, params) < 0.6 * stored
     found = jax.jit(jax.value_and_grad(loss))(params)

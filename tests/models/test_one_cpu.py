@@ -12,7 +12,7 @@ from flax import nnx
 
 import shardtrain as st
 from shardtrain.functional.activation_rules import activation_rules
-from shardtrain.models import one_cpu
+from shardtrain.models import device_forms
 from shardtrain.models.block_stack import MOST_UNROLLED_CPU
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.kernel_product import kernel_product
@@ -52,7 +52,7 @@ def loss_of(config):
 )
 def test_loss_and_gradients_are_those_of_the_plain_form(options, monkeypatch):
     loss, params = loss_of(CONFIG)
-    monkeypatch.setattr(one_cpu, "target_devices", list)
+    monkeypatch.setattr(device_forms, "target_devices", list)
     plain = jax.jit(jax.value_and_grad(loss))(params)
     monkeypatch.undo()
     loss, _ = loss_of(DecoderConfig(**{**vars(CONFIG), **options}))
@@ -82,7 +82,7 @@ def test_the_form_is_for_one_cpu_alone(monkeypatch):
     # two barriers of a block forward, two of the gradient
     assert here.count("optimization_barrier") >= 4
     assert "unroll=3" in here
-    monkeypatch.setattr(one_cpu, "target_devices", lambda: [SimpleNamespace(device_kind="NVIDIA H100")])
+    monkeypatch.setattr(device_forms, "target_devices", lambda: [SimpleNamespace(device_kind="NVIDIA H100")])
     elsewhere = text()
     assert "optimization_barrier" not in elsewhere
     assert "unroll=1" in elsewhere

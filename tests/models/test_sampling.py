@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardtrain.models.sampling import Sampling, likely_enough, sample
+from shardtrain.models.sampling import Sampling, mask_unlikely, sample
 
 LOGITS = np.random.default_rng(0).normal(size=(5, 11)).astype(np.float32)
 
@@ -28,7 +28,7 @@ def test_temperature_zero_takes_the_likeliest():
 @pytest.mark.parametrize("top_p", [1.0, 0.7, 0.05])
 def test_the_tokens_that_are_likely_enough(top_k, top_p):
     """The fewest of the k likeliest whose probabilities, among those k, add up to p."""
-    found = np.isfinite(likely_enough(jnp.asarray(LOGITS), top_k, top_p))
+    found = np.isfinite(mask_unlikely(jnp.asarray(LOGITS), top_k, top_p))
     for logits, kept in zip(LOGITS, found, strict=True):
         order = np.argsort(-logits)[: top_k or len(logits)]
         probabilities = np.exp(logits[order]) / np.exp(logits[order]).sum()

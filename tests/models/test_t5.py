@@ -24,7 +24,7 @@ from shardtrain.models import huggingface
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.generate import generate
 from shardtrain.models.huggingface.adapters import merge_adapters
-from shardtrain.models.huggingface.families import left_out, read_config, write_config
+from shardtrain.models.huggingface.families import list_left_out, read_config, write_config
 from shardtrain.models.huggingface.files import make_config
 from shardtrain.models.relative_positions import find_bucket
 from shardtrain.models.sampling import Sampling
@@ -156,7 +156,7 @@ def test_files_come_back_bitwise(golden, imported):
     again = huggingface.from_huggingface(config_json(golden), {**state, **older})
     assert again[0] == config
     jax.tree.map(np.testing.assert_array_equal, again[1], params)
-    assert left_out(config_json(golden), {**state, **older}) == [extra]
+    assert list_left_out(config_json(golden), {**state, **older}) == [extra]
 
 
 def test_adapters_are_merged_into_blocks_that_stand_in_a_list(pure):

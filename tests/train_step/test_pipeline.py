@@ -18,7 +18,7 @@ from shardtrain.functional.cross_entropy import cross_entropy
 from shardtrain.functional.model import BLOCKS
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.functional.rng import step_key
-from shardtrain.models.layers import coming_keys
+from shardtrain.models.layers import peek_keys
 from shardtrain.pipeline import mesh_tasks
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.schedule import (
@@ -310,7 +310,7 @@ class Noisy(Words):
 
     def first(self, tokens, mask):
         stream = super().first(tokens, mask)
-        noise = jax.random.normal(coming_keys(self.rngs, 1)[0], stream["x"].shape)
+        noise = jax.random.normal(peek_keys(self.rngs, 1)[0], stream["x"].shape)
         return {**stream, "x": stream["x"] + noise}
 
 

@@ -185,7 +185,7 @@ def test_an_upcycled_model_has_the_loss_of_the_dense_one(
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"experts": ""}, "experts is empty; say which experts there are, as --model.experts num=8,top=2"),
+        ({"experts": ""}, "experts is empty; give the experts, such as --model.experts num=8,top=2"),
         ({"experts": "num=4,shared=1", "mlp": 16}, "shared is 1; a shared feed-forward would be added"),
         ({"experts": "num=4,shared=1", "mlp": 16}, "mlp is 16; a copy of the dense feed-forward has 32"),
     ],

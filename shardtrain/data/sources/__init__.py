@@ -1,6 +1,6 @@
-"""The formats that data is read from. To add one: CONTRIBUTING, "A format of data".
+"""Registry of the formats of data files. To add one: CONTRIBUTING, "A format of data".
 
-Next: `format.py` (what a format is), `find.py` (files of a pattern, recognised).
+Next: `format.py` (definition of a format), `find.py` (finds files and recognises their formats).
 """
 
 from shardtrain.data.sources import (
@@ -30,4 +30,4 @@ FORMATS: dict[str, Format] = {
     "npy": numpy_tokens.FORMAT,
     "megatron": megatron.FORMAT,
 }
-"""Name -> format, in the order in which files are compared with them."""
+"""Name -> format; files are compared with formats in this order."""

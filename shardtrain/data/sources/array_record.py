@@ -1,4 +1,4 @@
-"""ArrayRecord files; the only module that imports array_record."""
+"""Read ArrayRecord files; only this module imports array_record."""
 
 import threading
 from importlib import import_module
@@ -10,7 +10,7 @@ from shardtrain.data.sources.payload import PayloadRows
 
 
 class ArrayRecords(PayloadRows):
-    """The records of a file, found by its own index; each thread has a reader."""
+    """The records of a file, located by its own index; each thread has a reader."""
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
         self.path = path

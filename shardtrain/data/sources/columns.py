@@ -1,6 +1,6 @@
-"""Parquet and Arrow files, such as those of a Hugging Face `datasets` folder; all that imports pyarrow.
+"""Read Parquet and Arrow files, such as those of a Hugging Face `datasets` folder, by pyarrow.
 
-A column is read a row group, or a record batch, at a time; the last one read is kept for each thread.
+A column is read one row group, or record batch, at a time; each thread keeps the last one that it read.
 """
 
 import io
@@ -22,7 +22,7 @@ from shardtrain.data.sources.decoded_size import (
     check_decoded,
     limit_decoded,
     measure_decoded_message,
-    row_bytes,
+    measure_rows,
 )
 from shardtrain.data.sources.format import BadData, Format, Record, Rows
 from shardtrain.data.sources.parquet_columns import CheckedColumns
@@ -30,24 +30,24 @@ from shardtrain.system.untrusted_files import open_regular
 
 EXTRA = ("pyarrow", "arrow")
 FOOTER_END = 10
-"""Bytes behind an Arrow footer: its size, and the mark of the format."""
+"""Bytes after an Arrow footer: its size, and the magic bytes of the format."""
 
 LEAST_ROWS, ROWS_OF_A_BYTE = 1 << 20, 1 << 10
-"""A file may have so many rows, and so many more for each of its bytes: equal values take next to none."""
+"""Limit of the rows of a file: a constant, and a number for each byte, as equal values take little space."""
 
 
 class Columns(Rows):
-    """The rows of a file of columns, in groups; a column is read when a row is asked for it.
+    """The rows of a file of columns, in groups; a column of a group is read when one of its values is needed.
 
     Args:
       path: the file.
       sizes: number of rows of each group.
-      names: of the columns.
-      load: (number of a group, name of a column) -> a pyarrow array. It is validated here, as a value outside
-        its buffers would end the process.
+      names: names of the columns.
+      load: (number of a group, name of a column) -> a pyarrow array, which is validated, as a value outside
+        of its buffers would end the process.
 
     Raises:
-      BadData: it declares more rows than it can have.
+      BadData: the file declares more rows than it can have.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Columns(Rows):
         """Return a field of a row.
 
         Raises:
-          BadData: it cannot be read, or is no value of Python.
+          BadData: the value cannot be read.
         """
         group = int(np.searchsorted(self._starts, row, "right")) - 1
         start, stop = map(int, self._starts[group : group + 2])
@@ -83,7 +83,7 @@ class Columns(Rows):
             raise BadData(self.path, why, row)
         try:
             if self._last.__dict__[name][2]:
-                check_decoded(row_bytes(column.slice(row - start, 1)), LEAST_BYTES, "the row")
+                check_decoded(measure_rows(column.slice(row - start, 1)), LEAST_BYTES, "the row")
             return column[row - start].as_py()
         except UnicodeDecodeError as error:
             raise BadData(self.path, f"a text is not UTF-8 at its byte {error.start:,}", row) from None
@@ -93,7 +93,7 @@ class Columns(Rows):
     def _column(self, group: int, name: str) -> Any:
         """Return a column of a group, or its error.
 
-        The last of each name is kept for this thread, with whether its rows may be too large.
+        Each thread keeps the last column of each name, and whether its rows may be too large.
         """
         if (group, name) in self._errors:
             return self._errors[group, name]
@@ -101,19 +101,19 @@ class Columns(Rows):
         if name not in kept or kept[name][0] != group:
             try:
                 column = check_column(self._load(group, name))
-                is_large = SHARING.search(str(column.type)) and row_bytes(column) > LEAST_BYTES
+                is_large = SHARING.search(str(column.type)) and measure_rows(column) > LEAST_BYTES
                 kept[name] = group, column, is_large
             except Exception as error:
                 if isinstance(error, FileNotFoundError):
                     raise
-                # without its frames, which have the arrays
+                # without its frames, which refer to arrays
                 self._errors[group, name] = error.with_traceback(None)
                 return error
         return kept[name][1]
 
 
 class _Row(Mapping[str, Any]):
-    """The fields of a row, each read when it is asked for."""
+    """The fields of a row, each read when it is needed."""
 
     def __init__(self, columns: Columns, row: int) -> None:
         self._columns, self._row = columns, row
@@ -206,9 +206,9 @@ def open_arrow(path: Path, folder: Path | None = None) -> Columns:
         with lock:
             column = get_batch(group).column(name)
         column.validate()
-        # before every byte is checked of texts that are shared
+        # before every byte of shared texts is checked
         if "_view" in str(column.type):
-            check_decoded(row_bytes(column), limit_decoded(num_bytes), name)
+            check_decoded(measure_rows(column), limit_decoded(num_bytes), name)
         column = check_column(column)
         # two arrays are copied into one, which does not change with the file
         return pyarrow.concat_arrays([column, column[:0]])
@@ -226,10 +226,10 @@ def _file_messages(mapped: Any) -> Iterator[Any]:
 
 
 def _check_messages(messages: Iterable[Any], num_bytes: int, *, together: bool) -> None:
-    """Check what batches decode to, each or `together`; dictionaries are always kept.
+    """Check the decoded size of each batch, or of all `together`; dictionaries are always kept.
 
     Raises:
-      ValueError: it is too much for a file of so many bytes.
+      ValueError: the size is above the limit for a file of `num_bytes`.
     """
     most, kept = limit_decoded(num_bytes), 0
     for message in messages:

@@ -1,7 +1,7 @@
-"""How much memory columns may take once they are decoded: a few bytes can stand for any number of values.
+"""Limit the memory of decoded columns, as a few bytes of a file can represent any number of values.
 
-Of Arrow files it is found here, before pyarrow allocates it, from the sizes before their compressed buffers;
-of Parquet files in `parquet_columns.py`. Next: `columns.py`.
+For Arrow files the size is measured here, before pyarrow allocates it, from the sizes that precede compressed
+buffers; for Parquet files in `parquet_columns.py`. Next: `columns.py`.
 """
 
 import re
@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 
 LEAST_BYTES, BYTES_OF_A_BYTE = 1 << 29, 1 << 4
-"""A column of a row group may decode to so many bytes, and so many more for each byte of the file."""
+"""Limit of the decoded bytes of a column of a row group: a constant, and a number for each byte of the
+file."""
 
 SIZE = 12
-"""Bytes of a value and its levels, beside the content of a text."""
+"""Bytes of a value and its levels, without the content of a text."""
 
 SHARING = re.compile(r"<.*(dictionary<|_view\b|run_end_encoded<|union<)|^\w*list_view<|^\w*union<")
-"""Types of which a few bytes can stand for any number of values in one row."""
+"""Types of which a few bytes can represent any number of values in one row."""
 
 VIEW_BYTES = 16
-"""Of a text in an Arrow view; its length comes first."""
+"""Bytes of an entry of an Arrow view; the length of the text comes first."""
 
 RECORD_BATCH, DICTIONARY_BATCH = 3, 2
 LEGACY_COMPRESSION = b"ARROW:experimental_compression"
@@ -31,29 +32,29 @@ HOW = "write smaller row groups or shorter rows, of texts without DELTA_BYTE_ARR
 
 
 def limit_decoded(num_bytes: int) -> int:
-    """Return the largest size to which a column of a file of so many bytes may decode."""
+    """Return the largest decoded size of a column, for a file of `num_bytes`."""
     return LEAST_BYTES + BYTES_OF_A_BYTE * num_bytes
 
 
 class TooLarge(ValueError):
-    """Something would take more memory than may be read."""
+    """Data would take more memory than the limit."""
 
 
 def check_decoded(num_bytes: int, most: int, what: str) -> None:
-    """Check a size before memory is taken.
+    """Check a size before memory is allocated.
 
     Raises:
-      TooLarge: it is.
+      TooLarge: it is above `most`.
     """
     if num_bytes > most:
         raise TooLarge(f"{what} would take {num_bytes:,} bytes; at most {most:,} are read; {HOW}")
 
 
 def check_column(column: Any) -> Any:
-    """Check that all values of a column are inside its buffers; its rows report texts that are no UTF-8.
+    """Check that all values of a column are inside its buffers; texts that are no UTF-8 pass.
 
     Raises:
-      ValueError: they are not.
+      ValueError: a value is outside.
     """
     for chunk in getattr(column, "chunks", [column]):
         chunk.validate()
@@ -65,7 +66,7 @@ def check_column(column: Any) -> Any:
 
 
 def _find_stored_type(kind: Any) -> Any:
-    """Return the type of the same buffers in which any text and date is valid."""
+    """Return the type with the same buffers in which any text and date is valid."""
     pyarrow = import_module("pyarrow")
     types = pyarrow.types
 
@@ -90,23 +91,23 @@ def _find_stored_type(kind: Any) -> Any:
     return plain.get(str(kind), kind)
 
 
-def row_bytes(array: Any) -> int:
-    """Return what values take in Python if they share nothing.
+def measure_rows(array: Any) -> int:
+    """Return the memory of values in Python if they share nothing.
 
     Raises:
-      ValueError: they are of a type in which lists share their values.
+      ValueError: lists of this type share their values.
     """
     pyarrow, compute = import_module("pyarrow"), import_module("pyarrow.compute")
     types, kind = pyarrow.types, array.type
     if isinstance(array, pyarrow.ChunkedArray):
-        return sum(map(row_bytes, array.chunks))
+        return sum(map(measure_rows, array.chunks))
     if types.is_map(kind):
         array = array.view(pyarrow.list_(pyarrow.struct([kind.key_field, kind.item_field])))
         kind = array.type
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return SIZE * len(array) + row_bytes(array.flatten())
+        return SIZE * len(array) + measure_rows(array.flatten())
     if types.is_struct(kind):
-        return sum(map(row_bytes, array.flatten()))
+        return sum(map(measure_rows, array.flatten()))
     if types.is_dictionary(kind) and not types.is_nested(kind.value_type):
         texts = compute.binary_length(array.dictionary.cast(pyarrow.binary()))
         return compute.sum(texts.take(array.indices)).as_py() or 0
@@ -119,14 +120,14 @@ def row_bytes(array: Any) -> int:
 
 
 def measure_decoded_message(metadata: memoryview, body: memoryview) -> tuple[int, int]:
-    """Return (bytes of the buffers of an Arrow message once they are decompressed, most values of an array).
+    """Return (decompressed bytes of the buffers of an Arrow message, largest number of values of an array).
 
     Args:
-      metadata: of a message, which pyarrow has verified.
-      body: its buffers; a compressed one begins with its size.
+      metadata: metadata of the message, which pyarrow has verified.
+      body: its buffers; a compressed buffer begins with its size.
 
     Raises:
-      ValueError: it is damaged.
+      ValueError: the message is damaged.
     """
     try:
         message = _reference(metadata, 0)
@@ -150,10 +151,10 @@ def measure_decoded_message(metadata: memoryview, body: memoryview) -> tuple[int
 
 
 def arrow_blocks(footer: memoryview) -> list[int]:
-    """Return where the messages of an Arrow file begin, by its footer.
+    """Return the offsets of the messages of an Arrow file, from its footer.
 
     Raises:
-      ValueError: it is damaged.
+      ValueError: the footer is damaged.
     """
     try:
         root = _reference(footer, 0)
@@ -172,7 +173,7 @@ def _reference(data: memoryview, place: int) -> int:
 
 
 def _field(data: memoryview, table: int, number: int) -> int:
-    """Return where a field of a table is; 0 for none."""
+    """Return the offset of a field of a table; 0 if there is none."""
     fields = table - struct.unpack_from("<i", data, table)[0]
     if 4 + 2 * number >= struct.unpack_from("<H", data, fields)[0]:
         return 0
@@ -181,7 +182,7 @@ def _field(data: memoryview, table: int, number: int) -> int:
 
 
 def _items(data: memoryview, place: int, num_bytes: int) -> range:
-    """Return where the items of a vector begin; none where there is no vector."""
+    """Return the offsets of the items of a vector; none if there is no vector."""
     if not place:
         return range(0)
     vector = _reference(data, place)

@@ -1,6 +1,6 @@
 """Find the files of patterns, and recognise the format of each.
 
-Next: `__init__.py`, the formats; `../corpus.py`, which makes windows of them.
+Next: `__init__.py`, the formats; `../corpus.py`, which cuts their tokens into windows.
 """
 
 import glob
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from shardtrain.data.sources import FORMATS
 from shardtrain.data.sources.format import BadData
-from shardtrain.data.sources.unread_files import read_compressed_head, unread_problem
+from shardtrain.data.sources.unread_files import explain_file, read_compressed_head
 from shardtrain.errors.messages import near, needs_library, problems_error
 from shardtrain.system.excerpts import some
 from shardtrain.system.plain_text import MARK
@@ -31,11 +31,11 @@ BESIDE = (
     "dataset_dict.json",
     "tokenizer_config.json",
 )
-"""Names in folders of data that hold none."""
+"""Names of files in folders of data that are no data."""
 
 DATASET_STATE, DATASET_SPLITS = "state.json", "dataset_dict.json"
 README = "readme.md"
-"""Describes a folder of data: no document where its files are of another format."""
+"""A description of a folder, which is no document if other files are of another format."""
 
 RECORD = re.compile(r"shard-\d{5,}\.json")
 MOST_PROBLEMS = 8
@@ -53,11 +53,12 @@ def find_files(patterns: Sequence[Path | str], format_name: str | None = None) -
 
     Args:
       patterns: files, folders (searched for files of known formats; hidden names are skipped), and patterns
-        with *, ?, [] and ** (any folders). Those of each are in the order of their names.
-      format_name: the format of all files; None recognises each by its name, or else by its content.
+        with *, ?, [] and ** (any folders). The files of each are in the order of their names.
+      format_name: the format of all files. None means that each is recognised by its name, or else its
+        content.
 
     Returns:
-      The files; a folder with images alone is one of them.
+      The files; a folder with only images counts as one file.
 
     Raises:
       ValueError: lists each pattern that names nothing, each file that is not recognised, and each library
@@ -68,7 +69,7 @@ def find_files(patterns: Sequence[Path | str], format_name: str | None = None) -
     found: list[SourceFile] = []
     problems: list[str] = []
     for pattern in map(str, patterns):
-        paths = [Path(pattern)] if os.path.lexists(pattern) else matching(pattern)
+        paths = [Path(pattern)] if os.path.lexists(pattern) else match_pattern(pattern)
         files: list[SourceFile] = []
         for path in paths:
             try:
@@ -89,13 +90,13 @@ def find_files(patterns: Sequence[Path | str], format_name: str | None = None) -
     if problems:
         more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
         raise problems_error("this data cannot be read", [*problems[:MOST_PROBLEMS], *more])
-    return once(found)
+    return drop_duplicates(found)
 
 
-def matching(pattern: str) -> list[Path]:
-    """Return the paths that match a pattern, sorted; files beside data, such as `dataset_info.json`, are not.
+def match_pattern(pattern: str) -> list[Path]:
+    """Return the paths that match a pattern, sorted, without files that are no data (`dataset_info.json`).
 
-    Of a pattern that matches all files at any depth (`web/**`, `web/**/*`) the folders are left out.
+    A pattern for all files at any depth (`web/**`, `web/**/*`) returns no folders.
     """
     found = [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
     *folders, last = Path(pattern).parts
@@ -103,8 +104,8 @@ def matching(pattern: str) -> list[Path]:
     return [path for path in found if not (_is_beside(path.name) or (files_alone and path.is_dir()))]
 
 
-def once(files: Sequence[SourceFile]) -> list[SourceFile]:
-    """Drop what is there already: a file by another path, or the second of a pair as .bin and .idx."""
+def drop_duplicates(files: Sequence[SourceFile]) -> list[SourceFile]:
+    """Drop duplicates: the same file by another path, or the second of a pair of .bin and .idx."""
     found: dict[str, SourceFile] = {}
     for file in files:
         real = os.path.realpath(file.path)
@@ -113,7 +114,7 @@ def once(files: Sequence[SourceFile]) -> list[SourceFile]:
 
 
 def recognise(path: Path) -> str | None:
-    """Return the format of a file, by the longest ending of a name that fits, or else by its first bytes.
+    """Return the format of a file, by the longest matching suffix of its name, or else by its first bytes.
 
     >>> recognise(Path("web-00.jsonl.gz")), recognise(Path("web.PARQUET")), recognise(Path("no_such_file"))
     ('jsonl.gz', 'parquet', None)
@@ -130,13 +131,13 @@ def recognise(path: Path) -> str | None:
     except OSError:
         return None
     found = next((key for key, each in FORMATS.items() if each.magic and head.startswith(each.magic)), None)
-    # what is compressed may be anything; of a damaged file nothing is known
+    # a compressed file may have any content; a damaged one keeps the format of its first bytes
     inside = read_compressed_head(path).lstrip(MARK.encode()).lstrip() if found else b""
     return None if inside and not inside.startswith(b"{") else found
 
 
 def missing_libraries(names: set[str]) -> list[str]:
-    """Return a line for each format whose library is not installed, with what installs it."""
+    """Return a line for each format whose library is not installed, with the command that installs it."""
     lines = []
     for name in sorted(names):
         needs = FORMATS[name].needs
@@ -151,7 +152,7 @@ def _recognise(path: Path, format_name: str | None) -> SourceFile:
     if not path.is_file():
         raise ValueError(f"{path.absolute()} is {kind_text(path.stat().st_mode)}; give a regular file")
     name = format_name or recognise(path)
-    if name is None and (problem := unread_problem(path)):
+    if name is None and (problem := explain_file(path)):
         raise ValueError(f"{path.absolute()} is read in no format: {problem}")
     if name is None:
         raise ValueError(
@@ -182,7 +183,7 @@ def _find_in_folder(folder: Path, format_name: str | None) -> list[SourceFile]:
                 continue
             key = format_name or recognise(path)
             if key is None and read_compressed_head(path):
-                unread.append(f"{path}: {unread_problem(path)}")
+                unread.append(f"{path}: {explain_file(path)}")
             with_images |= key == "images"
             if key is not None and key != "images":
                 found.append(SourceFile(path, key))
@@ -222,16 +223,17 @@ def summary(files: Sequence[SourceFile]) -> str:
 def walk_files(
     folder: Path, left_out: Callable[[str], None], enter: Callable[[str], bool]
 ) -> Iterator[tuple[Path, list[str], list[Path]]]:
-    """Yield (a folder, names of folders in it, paths of regular files in it), as `os.walk`, sorted.
+    """Yield (a folder, names of its subfolders, paths of its regular files), as `os.walk`, sorted.
 
-    Hidden names are skipped, as is what is no regular file: a FIFO would block. Who iterates may clear the
-    names of folders, and none of them is entered.
+    Hidden names are skipped, and so are files that are not regular: a FIFO would block. The caller may clear
+      the
+    names of subfolders, so that none is entered.
 
     Args:
-      folder: where to begin.
-      left_out: called with each folder that is not entered, and why: it is a link, or cannot be read. A link
-        might lead in a circle, or to files that are not meant for training.
-      enter: name of a folder -> whether to enter it; those that are not are not reported.
+      folder: the first folder.
+      left_out: called with each folder that is not entered, and the reason: it is a link, or cannot be read.
+        A link might lead in a circle, or to files that are not meant for training.
+      enter: name of a folder -> whether to enter it; other folders are not reported.
     """
 
     def unreadable(error: OSError) -> None:

@@ -1,4 +1,4 @@
-"""What a format of files is: how it is recognised and read; the error for what cannot be read.
+"""Definition of a format of data files, and the error for data that cannot be read.
 
 Next: `__init__.py`, the registry of formats.
 """
@@ -23,7 +23,7 @@ class BadData(ValueError):
     Attributes:
       path: the file.
       why: the reason.
-      row: the number of the row, from 0; None for the whole file.
+      row: the number of the row, from 0; None means the whole file.
     """
 
     def __init__(self, path: Path, why: str, row: int | None = None) -> None:
@@ -32,7 +32,7 @@ class BadData(ValueError):
 
     @property
     def place(self) -> str:
-        """The file, and the row if it is one."""
+        """The file, and the row if the error is about a row."""
         return f"{self.path}" if self.row is None else f"{self.path}, row {self.row}"
 
     def __reduce__(self) -> tuple[type["BadData"], tuple[Path, str, int | None]]:
@@ -40,7 +40,7 @@ class BadData(ValueError):
 
 
 class Rows(ABC):
-    """The rows of a file, read by several threads at once."""
+    """The rows of a file, which several threads may read at once."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -50,7 +50,7 @@ class Rows(ABC):
         """Return a row.
 
         Raises:
-          BadData: it cannot be read.
+          BadData: the row cannot be read.
         """
 
     def iterate(self, start: int, stop: int | None, /) -> Iterator[tuple[int, Record | BadData]]:
@@ -67,16 +67,15 @@ class Format:
     """A format of files.
 
     Args:
-      summary: what it is, for help and tables.
-      suffixes: endings of names, in lower case; the longest ending of all formats wins.
-      magic: the first bytes of a file, by which it is recognised under any name; empty: none.
+      summary: a short description, for help and tables.
+      suffixes: suffixes of file names, in lower case; the longest matching suffix of all formats wins.
+      magic: the first bytes of a file, which identify it under any name; empty if there are none.
       rows: opens a file as rows: (path, folder for an index) -> rows. None for tokens.
       tokens: finds the tokens of a file. None for rows.
       whole: whether a file can only be read from its beginning, and not row by row.
-      needs: the module that reads it, if that is not always installed, and the extra with it.
+      needs: the module that reads it, if it is optional, and the extra that installs it.
 
-    Raises:
-      (of `rows` and `tokens`) BadData: the file is damaged. FileNotFoundError: there is none.
+    `rows` and `tokens` raise BadData for a damaged file, and FileNotFoundError.
     """
 
     summary: str

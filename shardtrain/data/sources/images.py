@@ -1,4 +1,4 @@
-"""A folder of images: its folders are the classes, in the order of their names."""
+"""Read a folder of images; its subfolders are the classes, in the order of their names."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", "
 
 
 class ImageFolder(Rows):
-    """The images below a folder, each with the number of its class; or a single image without one."""
+    """The images of a folder, each with the number of its class; or a single image without a class."""
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
         self._path = path if path.is_dir() else path.parent
@@ -32,7 +32,7 @@ class ImageFolder(Rows):
 
 
 def image_names(path: Path) -> list[str]:
-    """Return the names of all images below a folder, sorted; hidden names are skipped."""
+    """Return the names of all images in a folder and its subfolders, sorted; hidden names are skipped."""
     names: list[str] = []
     for root, folders, files in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".")]

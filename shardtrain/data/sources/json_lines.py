@@ -1,6 +1,6 @@
-"""JSON lines: an object in each line; plain, or compressed by gzip or zstd.
+"""Read JSON lines, with an object in each line; plain, or compressed by gzip or zstd.
 
-Compressed files are read from their beginning only. zstd is read by pyarrow (`columns.py`).
+Compressed files are only read from their beginning. pyarrow reads zstd (`columns.py`).
 """
 
 import gzip
@@ -16,7 +16,7 @@ import numpy as np
 from shardtrain.data.sources.columns import open_zstd
 from shardtrain.data.sources.format import BadData, Format, Record, Rows
 from shardtrain.data.sources.row_offsets import read_part, row_offsets
-from shardtrain.data.sources.unread_files import content_problem
+from shardtrain.data.sources.unread_files import explain_content
 from shardtrain.system.plain_text import decode_text, encoding_problem, is_blank
 from shardtrain.system.untrusted_data import parse_record, read_lines
 from shardtrain.system.untrusted_files import open_regular
@@ -25,11 +25,11 @@ BLOCK_BYTES, FEW_BYTES = 1 << 24, 1 << 10
 
 
 class JsonLines(Rows):
-    """The lines of a file, found by an index of their offsets; a blank line is no row."""
+    """The lines of a file, located by an index of their offsets; a blank line is no row."""
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
         self._path = path
-        self._offsets = row_offsets(path, folder, line_offsets)
+        self._offsets = row_offsets(path, folder, find_line_offsets)
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -40,7 +40,7 @@ class JsonLines(Rows):
         return parse_line(line, self._path, row)
 
 
-def line_offsets(path: Path) -> np.ndarray:
+def find_line_offsets(path: Path) -> np.ndarray:
     """Return the (start, stop) of each line that is not blank, int (n, 2), in bytes.
 
     Raises:
@@ -49,19 +49,19 @@ def line_offsets(path: Path) -> np.ndarray:
     found, heads, position, unfinished = [np.empty(0, np.int64)], [np.zeros(1, np.uint8)], 0, False
     with open_regular(path) as file:
         while block := file.read(BLOCK_BYTES):
-            if not position and (problem := encoding_problem(block) or content_problem(block)):
+            if not position and (problem := encoding_problem(block) or explain_content(block)):
                 raise BadData(path, problem)
             content = np.frombuffer(block, np.uint8)
             ends = np.flatnonzero(content == ord("\n"))
             found.append(ends + position)
-            # the first byte of the line behind each; behind the last of a block the end itself
+            # the first byte of the line after each end; after the last end of a block, the end itself
             heads.append(content.take(ends + 1, mode="clip"))
             position += len(block)
             unfinished = not block.endswith(b"\n")
         stops = np.concatenate([*found, [position] if unfinished else np.empty(0, np.int64)]).astype(np.int64)
         starts = np.concatenate([[0], stops[:-1] + 1]) if len(stops) else stops
         filled = stops > starts
-        # white space, and a mark, begin with none of the printable bytes of ASCII; few lines do not
+        # blank lines begin with white space or a byte order mark, not with a printable byte of ASCII
         odd = np.concatenate(heads)[: len(stops)]
         for line in np.flatnonzero(filled & ((odd <= ord(" ")) | (odd > ord("~")))):
             filled[line] = not _is_blank(file, int(starts[line]), int(stops[line]))
@@ -69,7 +69,7 @@ def line_offsets(path: Path) -> np.ndarray:
 
 
 def _is_blank(file: BinaryIO, start: int, stop: int) -> bool:
-    """Return whether a part of a file is blank; most of those that are not differ soon."""
+    """Return whether a part of a file is blank; most parts that are not differ in their first bytes."""
     few = os.pread(file.fileno(), min(stop - start, FEW_BYTES), start)
     return is_blank(few) and (
         stop - start <= FEW_BYTES or is_blank(os.pread(file.fileno(), stop - start, start))
@@ -96,7 +96,7 @@ def parse_line(line: bytes, path: Path, row: int) -> Record:
 
 
 class CompressedLines(Rows):
-    """The lines of a compressed file, read from the beginning only."""
+    """The lines of a compressed file, which is only read from its beginning."""
 
     def __init__(self, path: Path, open_file: Callable[[Path], BinaryIO]) -> None:
         self._path, self._open = path, open_file
@@ -131,7 +131,7 @@ class CompressedLines(Rows):
         try:
             with self._open(self._path) as file:
                 for line in read_lines(file):
-                    if not row and (problem := encoding_problem(line) or content_problem(line)):
+                    if not row and (problem := encoding_problem(line) or explain_content(line)):
                         yield BadData(self._path, f"what it compresses cannot be read: {problem}")
                         return
                     if not is_blank(line):

@@ -1,4 +1,4 @@
-"""Tokens of Megatron-LM: a .bin file of tokens, and a .idx file with the lengths of its sequences.
+"""Read tokens of Megatron-LM: a .bin file of tokens, and a .idx file with the lengths of its sequences.
 
 The layout: https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/datasets/indexed_dataset.py
 """
@@ -22,7 +22,7 @@ HEAD = struct.Struct("<QBQQ")
 
 
 def find_tokens(path: Path) -> TokenArray:
-    """Find the tokens of a .bin file; a sequence counts as a document, in the order of the file."""
+    """Find the tokens of a .bin file; each sequence counts as a document, in the order of the file."""
     index, tokens = path.with_suffix(".idx"), path.with_suffix(".bin")
     for file in (index, tokens):
         if not file.is_file():

@@ -1,4 +1,4 @@
-"""Tokens in .npy files, which `write_tokens` and `shardtrain data tokenize` write."""
+"""Read tokens from .npy files, which `write_tokens` and `shardtrain data tokenize` write."""
 
 from functools import partial
 from pathlib import Path
@@ -10,11 +10,11 @@ from shardtrain.data.tokens import TokenArray, open_tokens
 from shardtrain.system.untrusted_files import open_regular
 
 ENDS = ".ends"
-"""Ending of the file beside a token file that has the ends of its documents, unsigned integers of 8 bytes."""
+"""Suffix of the file with the ends of documents next to a token file, unsigned integers of 8 bytes."""
 
 
 def find_tokens(path: Path) -> TokenArray:
-    """Find the tokens of a .npy file, and the ends of its documents if a file beside it has them."""
+    """Find the tokens of a .npy file, and the ends of its documents if there is a file with them."""
     try:
         tokens = open_tokens(path)
     except FileNotFoundError:
@@ -30,7 +30,7 @@ def read_ends(path: Path, num_tokens: int) -> np.ndarray:
     """Read the ends of documents, uint64 (num_documents,).
 
     Raises:
-      BadData: they do not rise, or the last document does not end with the tokens.
+      BadData: the ends do not rise, or the last document does not end with the tokens.
     """
     with open_regular(path) as file:
         ends = np.fromfile(file, "<u8")

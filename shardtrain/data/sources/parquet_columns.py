@@ -1,4 +1,4 @@
-"""What a column of a Parquet file decodes to, from the headers of its pages, as pyarrow reads them."""
+"""Measure the decoded size of a column of a Parquet file, from the headers of its pages."""
 
 import io
 import os
@@ -10,7 +10,7 @@ from shardtrain.data.sources.decoded_size import SIZE, check_decoded
 MOST_PAGES, PADDING = 1 << 17, 100
 INT32, STRUCT, MOST_DEPTH = 5, 12, 64
 DICTIONARY, DELTA_BYTE_ARRAY = (2, 8), 7
-"""Numbers of encodings of Parquet in which a text is less than itself."""
+"""Numbers of Parquet's encodings in which a text may take less space than itself."""
 
 DICTIONARY_PAGE = -1
 PAGE_TYPE, UNCOMPRESSED, COMPRESSED = 1, 2, 3
@@ -19,14 +19,14 @@ DATA_PAGES = {0: (5, 2), 3: (8, 4)}
 
 
 class CheckedColumns:
-    """A Parquet file that pyarrow reads: what columns decode to is checked before they are decoded.
+    """A Parquet file for pyarrow, which checks the decoded size of columns before they are decoded.
 
-    Sizes in the footer are not used: they may be wrong, and some errors in it end the process.
+    Sizes in the footer are not used: they may be wrong, and some errors in a footer end the process.
 
     Args:
       file: the file.
-      most: the largest size to which a column may decode.
-      kept_once: whether the texts of a dictionary are kept once.
+      most: the largest decoded size of a column.
+      kept_once: whether each text of a dictionary is in memory only once.
     """
 
     def __init__(self, file: BinaryIO, most: int, *, kept_once: bool) -> None:
@@ -51,7 +51,7 @@ class CheckedColumns:
         return self._at
 
     def begin(self, value_bytes: int) -> None:
-        """Check what is read from now on, as columns of values of fixed length; 0 for texts."""
+        """Check columns from now on; `value_bytes` is the length of a value, 0 for texts."""
         self._value_bytes, self._total = value_bytes, 0
 
     def read(self, num_bytes: int) -> bytes:
@@ -70,21 +70,21 @@ class CheckedColumns:
 
 
 def measure_decoded_column(content: bytes, value_bytes: int) -> tuple[int, int]:
-    """Return what a column of a row group decodes to, by the headers of its pages.
+    """Return the decoded size of a column of a row group, from the headers of its pages.
 
     Args:
       content: the column in the file.
-      value_bytes: of a value of fixed length; 0 for texts.
+      value_bytes: length of a value; 0 for texts.
 
     Returns:
-      The bytes if texts of a dictionary are kept once, and if every value is as long as the dictionary.
+      The bytes if each text of a dictionary is kept once, and if every value is as long as the dictionary.
 
     Raises:
       ValueError: a header is damaged.
     """
     once, repeated, dictionary_bytes = 0, 0, 0
-    for num_bytes, num_values, encoding in _pages(content):
-        # a text may begin as the one before it, which is not written again
+    for num_bytes, num_values, encoding in _read_pages(content):
+        # a text may share its beginning with the text before it
         copies = num_values if encoding == DELTA_BYTE_ARRAY else 1
         once += copies * num_bytes + num_values * (SIZE + value_bytes)
         if encoding == DICTIONARY_PAGE:
@@ -94,7 +94,7 @@ def measure_decoded_column(content: bytes, value_bytes: int) -> tuple[int, int]:
     return once, once + repeated
 
 
-def _pages(content: bytes) -> Iterator[tuple[int, int, int]]:
+def _read_pages(content: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield (decompressed bytes, number of values, encoding) of the pages of a column."""
     file = io.BytesIO(content)
     for _ in range(MOST_PAGES):
@@ -104,7 +104,7 @@ def _pages(content: bytes) -> Iterator[tuple[int, int, int]]:
         try:
             page = _read_struct(file)
         except ValueError:
-            # pyarrow reads so many bytes more of a column that an old writer wrote
+            # pyarrow reads this many more bytes of a column from an old writer
             if len(content) - start <= PADDING:
                 return
             raise
@@ -126,8 +126,8 @@ def _read_struct(file: io.BytesIO, depth: int = 0) -> dict[int, Any]:
     """Read the 32-bit integers and structs in a struct of Thrift's compact protocol, as pyarrow does."""
     found: dict[int, Any] = {}
     number = 0
-    while (head := _byte(file)) != 0:
-        number = number + (head >> 4) if head >> 4 else _integer(file)
+    while (head := _read_byte(file)) != 0:
+        number = number + (head >> 4) if head >> 4 else _read_integer(file)
         kind = head & 15
         value = _read_value(file, kind, depth) if kind not in (1, 2) else None
         if kind in (INT32, STRUCT):
@@ -137,12 +137,12 @@ def _read_struct(file: io.BytesIO, depth: int = 0) -> dict[int, Any]:
 
 def _read_value(file: io.BytesIO, kind: int, depth: int) -> Any:
     if kind in (1, 2, 3):
-        return _byte(file)
+        return _read_byte(file)
     if kind in (4, INT32, 6):
-        return _integer(file)
+        return _read_integer(file)
     if kind in (7, 8):
-        num_bytes = 8 if kind == 7 else _varint(file)
-        # a list may claim any number of values: none is behind the end
+        num_bytes = 8 if kind == 7 else _read_varint(file)
+        # a list may claim any number of values, but none is after the end
         if num_bytes > len(file.getbuffer()) - file.tell():
             raise ValueError("the file ends in a header of a page")
         file.seek(num_bytes, 1)
@@ -153,34 +153,34 @@ def _read_value(file: io.BytesIO, kind: int, depth: int) -> Any:
         return _read_struct(file, depth + 1)
     # lists, sets and maps
     if kind == 11:
-        count = _varint(file)
-        kinds = divmod(_byte(file), 16) if count else ()
+        count = _read_varint(file)
+        kinds = divmod(_read_byte(file), 16) if count else ()
     else:
-        count, each = divmod(_byte(file), 16)
-        count, kinds = _varint(file) if count == 15 else count, (each,)
+        count, each = divmod(_read_byte(file), 16)
+        count, kinds = _read_varint(file) if count == 15 else count, (each,)
     for _ in range(count):
         for each in kinds:
             _read_value(file, each, depth + 1)
     return None
 
 
-def _byte(file: BinaryIO) -> int:
+def _read_byte(file: BinaryIO) -> int:
     read = file.read(1)
     if not read:
         raise ValueError("the file ends in a header of a page")
     return read[0]
 
 
-def _varint(file: BinaryIO) -> int:
+def _read_varint(file: BinaryIO) -> int:
     value = 0
     for shift in range(0, 70, 7):
-        byte = _byte(file)
+        byte = _read_byte(file)
         value |= (byte & 127) << shift
         if byte < 128:
             return value
     raise ValueError("a header of a page is damaged")
 
 
-def _integer(file: BinaryIO) -> int:
-    value = _varint(file)
+def _read_integer(file: BinaryIO) -> int:
+    value = _read_varint(file)
     return value >> 1 ^ -(value & 1)

@@ -1,4 +1,4 @@
-"""What is in a record of ArrayRecord and TFRecord: JSON, a `tf.train.Example`, or text."""
+"""Parse records of ArrayRecord and TFRecord files: JSON, a `tf.train.Example`, or text."""
 
 from abc import abstractmethod
 from functools import cache, cached_property
@@ -42,11 +42,10 @@ message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MES
 
 
 def recognise_kind(record: bytes) -> Kind:
-    r"""Recognise what a record is; the first one decides for its file.
+    r"""Recognise the kind of a record; the first record decides for its file.
 
-    >>> heads = b'{"text": "a"}', b"\n\r\n\x0b\n\x01a\x12\x06\n\x04\n\x02hi", b"plain"
-    >>> tuple(map(recognise_kind, heads))
-    ('json', 'example', 'text')
+    >>> [recognise_kind(x) for x in (b'{"text": "a"}', b"\n\r\n\x0b\n\x01a\x12\x06\n\x04\n\x02hi", b"plain")]
+    ['json', 'example', 'text']
     """
     if record.removeprefix(MARK.encode()).lstrip()[:1] == b"{":
         try:
@@ -63,7 +62,7 @@ def parse_payload(record: bytes, kind: Kind, path: Path, row: int) -> Record:
     """Return the fields of a record; a text has the field text.
 
     Raises:
-      BadData: it is not what the first record of the file is.
+      BadData: the record is not of this kind.
     """
     try:
         if kind == "example":
@@ -79,7 +78,7 @@ def parse_payload(record: bytes, kind: Kind, path: Path, row: int) -> Record:
 
 
 class PayloadRows(Rows):
-    """The rows of a file of records, of which the first one says what all are.
+    """The rows of a file of records, all of the kind of the first record.
 
     Attributes:
       path: the file.
@@ -89,10 +88,10 @@ class PayloadRows(Rows):
 
     @abstractmethod
     def payload(self, row: int) -> bytes:
-        """Return a record as it is stored.
+        """Return the stored bytes of a record.
 
         Raises:
-          BadData: it cannot be read.
+          BadData: the record cannot be read.
         """
 
     def read(self, row: int) -> Record:
@@ -110,7 +109,7 @@ def parse_example(message: bytes) -> dict[str, Any]:
       name -> bytes, or a list of bytes if there are several; float32 (n,); or int64 (n,).
 
     Raises:
-      ValueError: it is none.
+      ValueError: it is no `tf.train.Example`.
 
     >>> parse_example(b"\n\r\n\x0b\n\x01a\x12\x06\n\x04\n\x02hi")
     {'a': b'hi'}

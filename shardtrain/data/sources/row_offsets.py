@@ -1,4 +1,4 @@
-"""Where the rows of a file begin, found once and kept in a file that all ranks read."""
+"""Index the rows of a file: find their offsets once, and store them in a file that all ranks read."""
 
 import hashlib
 import os
@@ -14,25 +14,25 @@ from shardtrain.system.untrusted_files import open_regular
 
 OWNER_ONLY = 0o600
 VERSION = 2
-"""Of what counts as a row: an index of another version is not read."""
+"""Version of the definition of a row: an index of another version is not read."""
 PAIR_BYTES = 16
 BLOCK_ROWS = 512
-"""Whose offsets are read at once and kept."""
+"""Number of rows whose offsets are read together and kept."""
 
 MOST_ROW_BYTES = (1 << 31) - 1
-"""Of a row; a call of the system reads no more."""
+"""Largest number of bytes of a row, which a single system call can read."""
 
 CUT_OFF = -1
-"""Offset of a last row that stands for all that is lost, of a file that is damaged or cut off behind it."""
+"""Offset of an additional last row that represents the lost rest of a damaged or truncated file."""
 
 
 class RowOffsets:
-    """The offsets of a file's rows, read from their index a row at a time.
+    """The offsets of a file's rows, which are read from their index when they are needed.
 
-    They are not mapped into memory, nor believed: an index may be damaged, or come with a run folder.
+    The index is not mapped into memory, and not trusted: it may be damaged, or come with a run folder.
 
     Args:
-      index: the file.
+      index: the index file.
       path: the file of the rows.
 
     Raises:
@@ -71,15 +71,15 @@ def row_offsets(
 ) -> RowOffsets | np.ndarray:
     """Return the byte offsets of a file's rows, from an index that is written at the first call.
 
-    The index is used again while path, size and time of modification are the same.
+    The index is reused while path, size and time of modification are the same.
 
     Args:
       path: the file.
-      folder: the folder of the index; None keeps it in memory.
-      find: path -> offsets, int (n, 2), where there is no index yet.
+      folder: the folder for the index; None keeps the offsets in memory.
+      find: path -> offsets, int (n, 2); called if there is no index yet.
 
     Returns:
-      What `find` returned, as unsigned integers.
+      The result of `find`, as unsigned integers.
     """
     if folder is None:
         return find(path).astype(np.uint64)
@@ -109,7 +109,7 @@ def read_part(path: Path, start: int, num_bytes: int, row: int) -> bytes:
 
 
 def remove_indices(folder: Path) -> None:
-    """Delete the indices in a folder that nothing reads any more, and the folder if nothing else is in it."""
+    """Delete the indices in a folder, and the folder if it is empty then."""
     if folder.is_symlink() or not folder.is_dir():
         return
     for index in folder.glob("rows-*.npy"):
@@ -122,7 +122,7 @@ def row_extent(offsets: RowOffsets | np.ndarray, row: int, path: Path) -> tuple[
     """Return both offsets of a row.
 
     Raises:
-      BadData: it stands for what is lost of the file.
+      BadData: the row represents the lost rest of the file.
     """
     start, stop = map(int, offsets[row])
     if start == CUT_OFF % 2**64:  # it was read as unsigned

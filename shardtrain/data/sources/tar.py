@@ -1,4 +1,4 @@
-"""Tar shards as WebDataset writes them: files of one name and several endings are the fields of a row.
+"""Read tar shards of WebDataset: files with one name and several suffixes are the fields of a row.
 
 Not compressed. The layout: https://github.com/webdataset/webdataset#the-webdataset-format
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 from shardtrain.data.sources.format import BadData, Format, Record, Rows
 from shardtrain.data.sources.row_offsets import CUT_OFF, read_part, row_extent, row_offsets
-from shardtrain.data.sources.unread_files import content_problem
+from shardtrain.data.sources.unread_files import explain_content
 from shardtrain.system.excerpts import short
 from shardtrain.system.plain_text import decode_text
 from shardtrain.system.untrusted_data import parse_record
@@ -21,23 +21,23 @@ from shardtrain.system.untrusted_files import open_regular
 
 TEXTS = ("txt", "text", "caption")
 NUMBERS = ("cls", "cls2", "index", "inx", "id")
-"""Endings whose files are whole numbers as text."""
+"""Suffixes of files that are whole numbers as text."""
 
 BLOCK_BYTES = 512
 
 MOST_HEADER_BYTES = 1 << 20
-"""Of the longest header, which has a name or attributes."""
+"""Largest number of bytes of a header, which has a name or attributes."""
 
 DAMAGED = (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError, MemoryError)
-"""What `tarfile` raises for a file that is damaged."""
+"""Errors that `tarfile` raises for a damaged file."""
 
 
 class TarRows(Rows):
-    """The rows of a tar file, found by an index of where the files of each row begin and end."""
+    """The rows of a tar file, located by an index of the start and stop of each row's files."""
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
         self._path = path
-        self._offsets = row_offsets(path, folder, group_offsets)
+        self._offsets = row_offsets(path, folder, find_group_offsets)
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -50,7 +50,7 @@ class TarRows(Rows):
                 if start % BLOCK_BYTES or start > stop or stop > os.fstat(file.fileno()).st_size:
                     raise BadData(self._path, "its index is wrong, or the file was cut off", row)
                 file.seek(start)
-                for member in members(file, stop):
+                for member in read_members(file, stop):
                     if member.isfile():
                         content = read_part(self._path, member.offset_data, member.size, row)
                         found |= self._field(member, content, row)
@@ -76,7 +76,7 @@ class TarRows(Rows):
 
 
 class _Headers:
-    """A file of which `tarfile` reads headers alone: no more bytes than a header may have."""
+    """A file from which `tarfile` reads only headers: larger reads are refused."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.seek, self.tell = file, file.seek, file.tell
@@ -89,11 +89,11 @@ class _Headers:
         return self._file.read(num_bytes)
 
 
-def members(file: BinaryIO, stop: int) -> Iterator[tarfile.TarInfo]:
-    """Yield the files in a tar file from its position up to `stop`; the last may be cut off.
+def read_members(file: BinaryIO, stop: int) -> Iterator[tarfile.TarInfo]:
+    """Yield the files in a tar file from its position up to `stop`; the last one may be cut off.
 
     Raises:
-      `DAMAGED`: a header is.
+      `DAMAGED`: a header is damaged.
     """
     with tarfile.open(fileobj=_Headers(file), mode="r:") as tar:  # type: ignore[call-overload]
         while (member := tar.next()) is not None:
@@ -102,18 +102,18 @@ def members(file: BinaryIO, stop: int) -> Iterator[tarfile.TarInfo]:
                 kind = "is sparse" if member.issparse() else f"has {member.size} bytes"
                 raise tarfile.ReadError(f"{short(member.name)} {kind}")
             yield member
-            # what follows may be damaged
-            if end_of(member) >= stop:
+            # later headers may be damaged
+            if find_end(member) >= stop:
                 return
 
 
-def end_of(member: tarfile.TarInfo) -> int:
-    """Return where the blocks of a file in a tar file end."""
+def find_end(member: tarfile.TarInfo) -> int:
+    """Return the end of the blocks of a file in a tar file."""
     return member.offset_data + -(-member.size // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return a file's key, which the files of a row share, and its ending from the first dot of its name on.
+    """Return a file's key, which the files of a row share, and its suffix from the first dot of its name on.
 
     >>> split_name("train/0001.seg.png"), split_name("0001.TXT")
     (('train/0001', 'seg.png'), ('0001', 'txt'))
@@ -123,10 +123,10 @@ def split_name(name: str) -> tuple[str, str]:
     return folder + slash + stem, ending.lower()
 
 
-def group_offsets(path: Path) -> np.ndarray:
+def find_group_offsets(path: Path) -> np.ndarray:
     """Return (start, stop) of each row's files with their headers, int (n, 2), in bytes.
 
-    Of a file that is cut off the last row is `CUT_OFF` and the position up to which it is whole.
+    For a file that is cut off, the last row is `CUT_OFF` and the position up to which the file is complete.
 
     Raises:
       BadData: the file is compressed, no tar file, or cut off within the first file in it.
@@ -136,8 +136,8 @@ def group_offsets(path: Path) -> np.ndarray:
     num_bytes = path.stat().st_size
     try:
         with open_regular(path) as file:
-            for member in members(file, num_bytes):
-                end = end_of(member)
+            for member in read_members(file, num_bytes):
+                end = find_end(member)
                 key, ending = split_name(member.name)
                 if end > num_bytes:
                     rows = rows[:-1] if key == last_key else rows
@@ -156,7 +156,7 @@ def group_offsets(path: Path) -> np.ndarray:
     except DAMAGED as error:
         if not rows:
             with open_regular(path) as file:
-                known = content_problem(file.read(BLOCK_BYTES))
+                known = explain_content(file.read(BLOCK_BYTES))
             raise BadData(path, known or f"it is no whole tar file ({error})") from None
     if not whole:
         if not rows:

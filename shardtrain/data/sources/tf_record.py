@@ -1,6 +1,6 @@
-"""TFRecord: length, checksum, record, checksum, one after the other; not compressed.
+"""Read TFRecord files that are not compressed: length, checksum, record and checksum, repeated.
 
-Checksums of lengths are compared, those of records are not: in Python that takes longer than to read them.
+Checksums of lengths are checked. Checksums of records are not, as in Python that takes longer than reading.
 The format: https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details
 """
 
@@ -12,18 +12,18 @@ import numpy as np
 from shardtrain.data.sources.format import BadData, Format
 from shardtrain.data.sources.payload import PayloadRows
 from shardtrain.data.sources.row_offsets import CUT_OFF, read_part, row_extent, row_offsets
-from shardtrain.data.sources.unread_files import content_problem
+from shardtrain.data.sources.unread_files import explain_content
 from shardtrain.system.untrusted_files import open_regular
 
 HEAD_BYTES, TAIL_BYTES = 12, 4
 
 
 class TfRecords(PayloadRows):
-    """The records of a file, found by an index of their offsets."""
+    """The records of a file, located by an index of their offsets."""
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
         self.path = path
-        self._offsets = row_offsets(path, folder, record_offsets)
+        self._offsets = row_offsets(path, folder, find_record_offsets)
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -33,11 +33,11 @@ class TfRecords(PayloadRows):
         return read_part(self.path, start, size, row)
 
 
-def record_offsets(path: Path) -> np.ndarray:
-    """Return the (start, size) of each record, int (n, 2); of one that is cut off `CUT_OFF` and its position.
+def find_record_offsets(path: Path) -> np.ndarray:
+    """Return the (start, size) of each record, int (n, 2); for a cut-off record `CUT_OFF` and its position.
 
     Raises:
-      BadData: not even the first record is whole.
+      BadData: the first record is not complete.
     """
     found: list[tuple[int, int]] = []
     end = path.stat().st_size
@@ -51,7 +51,7 @@ def record_offsets(path: Path) -> np.ndarray:
             damaged = compute_masked_crc32c(head[:8]) != int.from_bytes(head[8:], "little")
             if next_position > end or damaged:
                 if not found:
-                    why = content_problem(head) or "it is no TFRecord file, or damaged"
+                    why = explain_content(head) or "it is no TFRecord file, or damaged"
                     raise BadData(path, why)
                 found.append((CUT_OFF, position))
                 break

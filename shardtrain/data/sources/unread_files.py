@@ -1,6 +1,6 @@
-"""Files that are read in no format, or not in that of their name: what they are, and what to do.
+"""Explain files that cannot be read: recognise what they are, and say how to convert them.
 
-Next: `find.py`, which recognises the files that are read.
+Next: `find.py`, which recognises the files that can be read.
 """
 
 import bz2
@@ -20,12 +20,12 @@ WRITE_ROWS = "write its rows as JSON lines or Parquet"
 
 
 class Kind(NamedTuple):
-    """A kind of files.
+    """A kind of files that cannot be read.
 
     Attributes:
-      what: what such a file is, after "it is".
-      change: what to do; a command, which ends in the name of the file, is after a colon.
-      open_file: opens what is compressed; None for other kinds.
+      what: a description that follows "it is".
+      change: how to convert the file; after a colon a command, to which the name of the file is appended.
+      open_file: opens compressed files; None for other kinds.
     """
 
     what: str
@@ -62,21 +62,21 @@ BY_ENDING = {
         (".html", ".htm", ".xml"), Kind("a page with markup", "extract its text, as a .txt file")
     ),
 }
-"""Ending of a name -> kind, of files whose first bytes say nothing."""
+"""Suffix -> kind, for files that cannot be recognised by their first bytes."""
 
 
-def content_problem(head: bytes) -> str:
-    r"""Return what a file is, and what to do, if its first bytes say it; else "".
+def explain_content(head: bytes) -> str:
+    r"""Describe a file by its first bytes, and say how to convert it; return "" if it is not recognised.
 
-    >>> content_problem(b"PK\x03\x04"), content_problem(b"a text")
+    >>> explain_content(b"PK\x03\x04"), explain_content(b"a text")
     ('it is a zip archive; unpack it: unzip FILE', '')
     """
     kind = _recognise_kind(head)
     return "" if kind is None else f"it is {kind.what}; {_change(kind, 'FILE')}"
 
 
-def unread_problem(path: Path) -> str:
-    """Return what a file is that is read in no format, and what to do, if content or name say it; else ""."""
+def explain_file(path: Path) -> str:
+    """Describe a file by content or name, and say how to convert it; return "" if it is not recognised."""
     kind = _recognise_kind(_head(open_regular, path)) or BY_ENDING.get(path.suffix.lower())
     if kind is None:
         return ""
@@ -86,7 +86,7 @@ def unread_problem(path: Path) -> str:
 
 
 def read_compressed_head(path: Path) -> bytes:
-    """Return the first bytes in a compressed file; b"" of one that is none, or damaged."""
+    """Return the first decompressed bytes of a file; b"" if it is not compressed, or damaged."""
     kind = _recognise_kind(_head(open_regular, path))
     return b"" if kind is None or kind.open_file is None else _head(kind.open_file, path)
 

@@ -140,7 +140,7 @@ def test_a_compressed_line_is_bounded(tmp_path, monkeypatch):
 def test_an_index_of_another_kind_is_made_again(index, tmp_path):
     path, folder = tmp_path / "a.jsonl", tmp_path / "index"
     path.write_text('{"text": "a"}\n{"text": "b"}\n')
-    row_offsets(path, folder, json_lines.line_offsets)
+    row_offsets(path, folder, json_lines.find_line_offsets)
     (written,) = folder.iterdir()
     np.save(written, index)
     assert json_lines.JsonLines(path, folder).read(1) == {"text": "b"}
@@ -150,7 +150,7 @@ def test_an_index_of_another_kind_is_made_again(index, tmp_path):
 def test_an_index_that_leads_beyond_the_file_is_not_believed(pair, tmp_path):
     path, folder = tmp_path / "a.jsonl", tmp_path / "index"
     path.write_text('{"text": "a"}\n')
-    row_offsets(path, folder, json_lines.line_offsets)
+    row_offsets(path, folder, json_lines.find_line_offsets)
     (written,) = folder.iterdir()
     np.save(written, np.array([pair], np.uint64))
     with pytest.raises(BadData, match=r"the row has|its index is wrong"):

@@ -1,0 +1,172 @@
+"""List the families of decoders with a mixture of experts in files of Hugging Face.
+
+`decoder_families.py` lists the families without experts; `decoders.py` has what all share.
+"""
+
+from typing import Any
+
+from shardtrain.axes import MLP
+from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.experts_options import Experts, experts_text, read_experts
+from shardtrain.models.huggingface.decoders import (
+    ATTENTION_BIAS,
+    LIKE_LLAMA,
+    NO_WINDOWS,
+    QK_NORMED,
+    WINDOW,
+    Json,
+    Names,
+    check_head_dim,
+    make_llama_relative,
+)
+from shardtrain.models.huggingface.place import option_problems
+
+
+def _list_foreign(config: DecoderConfig, model_type: str, chosen: tuple[str, ...] = ()) -> list[str]:
+    """List the options of a mixture that a family does not have.
+
+    Args:
+      config: the configuration of the model.
+      model_type: the family.
+      chosen: keys of `experts` that may have any value in the family, in addition to `num`, `top` and the
+        keys for training.
+    """
+    options = read_experts(config.experts)
+    if options is None:
+        return [f"experts is ''; {model_type} has a mixture in each block"]
+    # the last four are only for training, and not in files
+    free = {"num", "top", *chosen, "capacity", "balance", "over", "z"}
+    defaults = vars(Experts(num=options.num, top=options.top))
+    fixed = {name: (value,) for name, value in defaults.items() if name not in free}
+    return [f"experts: {problem}" for problem in option_problems(options, fixed, model_type)]
+
+
+def _find_problems(num: int, top: int, normalised: str = "chosen") -> list[str]:
+    """List why a mixture of experts cannot be trained.
+
+    >>> _find_problems(2, 4)
+    ['num_experts_per_tok is 4, and there are 2 experts']
+    """
+    if top > num:
+        return [f"num_experts_per_tok is {top}, and there are {num} experts"]
+    if top == 1 and normalised == "chosen":
+        return ["num_experts_per_tok is 1, and weights that add up to 1 train no router"]
+    return []
+
+
+def _get_experts(config: DecoderConfig) -> Experts:
+    found = read_experts(config.experts)
+    assert found is not None, "`foreign` refuses a model without experts first"
+    return found
+
+
+MIXTRAL = make_llama_relative(
+    "mixtral",
+    "MixtralForCausalLM",
+    Names(experts="block_sparse_moe", expert_maps={"up": "w3", "gate": "w1", "down": "w2"}),
+    entries=WINDOW,
+    chosen=("experts",),
+    read=lambda config: {
+        "experts": experts_text(Experts(num=config["num_local_experts"], top=config["num_experts_per_tok"])),
+    },
+    write=lambda config: {
+        "num_local_experts": _get_experts(config).num, "num_experts_per_tok": _get_experts(config).top,
+    },
+    defaults={
+        "sliding_window": None, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0,
+    },
+    problems=lambda config: _find_problems(config["num_local_experts"], config["num_experts_per_tok"]),
+    foreign=_list_foreign,
+)  # fmt: skip
+
+
+def _qwen_experts(config: Json) -> dict[str, Any]:
+    # transformers 5 and published files name the number of experts differently
+    num = config.get("num_experts", config.get("num_local_experts"))
+    normalised = "chosen" if config["norm_topk_prob"] else "all"
+    return {"num": num, "top": config["num_experts_per_tok"], "normalised": normalised}
+
+
+def _read_qwen_moe(config: Json, **keys: Any) -> dict[str, Any]:
+    """Read the experts and the hidden features of one expert."""
+    experts = experts_text(Experts(**_qwen_experts(config), **keys))
+    return {"experts": experts, "mlp": config["moe_intermediate_size"]}
+
+
+def _read_qwen2_moe(config: Json) -> dict[str, Any]:
+    shared = config["shared_expert_intermediate_size"] // config["moe_intermediate_size"]
+    return _read_qwen_moe(config, shared=shared, shared_gate="sigmoid")
+
+
+def _write_qwen_moe(config: DecoderConfig) -> dict[str, Any]:
+    options = _get_experts(config)
+    return {
+        "use_sliding_window": False,
+        "num_experts": options.num,
+        "num_experts_per_tok": options.top,
+        "norm_topk_prob": options.normalised == "chosen",
+        "moe_intermediate_size": config.sizes[MLP],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _write_qwen2_moe(config: DecoderConfig) -> dict[str, Any]:
+    shared = _get_experts(config).shared * config.sizes[MLP]
+    return {**_write_qwen_moe(config), "shared_expert_intermediate_size": shared}
+
+
+def _qwen2_problems(config: Json) -> list[str]:
+    wide, one = config["shared_expert_intermediate_size"], config["moe_intermediate_size"]
+    found = _find_problems(**_qwen_experts(config))
+    if wide % one:
+        multiples = f"multiples of moe_intermediate_size, {one}"
+        found.append(f"shared_expert_intermediate_size is {wide}; Decoder has {multiples}")
+    return found
+
+
+def _foreign_to_qwen2_moe(config: DecoderConfig, model_type: str) -> list[str]:
+    found = _list_foreign(config, model_type, ("normalised", "shared", "shared_gate"))
+    options = read_experts(config.experts)
+    if options and options.shared_gate != "sigmoid":
+        found.append("experts: the shared feed-forward has no gate; qwen2_moe has shared_gate=sigmoid only")
+    return check_head_dim(config, model_type) + found
+
+
+# every block has experts, and none has a window
+ALL_SPARSE = {**NO_WINDOWS["only"], "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
+
+QWEN2_MOE = make_llama_relative(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    chosen=("experts",),
+    read=_read_qwen2_moe,
+    write=_write_qwen2_moe,
+    only=ALL_SPARSE,
+    biases={"qkv_bias": "qkv_bias"},
+    defaults={
+        "qkv_bias": True, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
+        "norm_topk_prob": False, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+    },
+    problems=_qwen2_problems,
+    foreign=_foreign_to_qwen2_moe,
+)  # fmt: skip
+
+QWEN3_MOE = make_llama_relative(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    QK_NORMED,
+    fixed={**LIKE_LLAMA, "qk_norm": True},
+    chosen=("experts",),
+    read=_read_qwen_moe,
+    write=_write_qwen_moe,
+    only=ALL_SPARSE,
+    biases=ATTENTION_BIAS,
+    defaults={
+        "num_key_value_heads": 4, "num_experts_per_tok": 8, "norm_topk_prob": False,
+        "num_local_experts": 128, "moe_intermediate_size": 768,
+    },
+    problems=lambda config: _find_problems(**_qwen_experts(config)),
+    foreign=lambda config, model_type: _list_foreign(config, model_type, ("normalised",)),
+)  # fmt: skip
