@@ -40,7 +40,7 @@ OTHERS = {
     "benchmarks": "--measured",
     "other programs": "--add-source --cpunodebind --format --launcher --membind --query-gpu --usr1 --zone",
     "patterns of ours": "--help-all --model --model.NAME --model.no --watch",
-    "of earlier versions, refused with a successor": "--sweep",
+    "of earlier versions, refused with a successor": "--meet-when --sweep",
     "rejected in a decision": "--distribution --placement",
 }
 """Options of other programs that pages and messages name, and beginnings of ours."""
@@ -217,7 +217,7 @@ def test_a_field_without_an_option_is_refused_with_where_to_set_it(capsys):
         " file\n  - --optimizer.learning_rate.power: set optimizer.learning_rate.power in the run file\n"
         "  - --no-outer-nesterov: set strategy.synchronisation.outer.nesterov in the run file, or nesterov in"
         " [synchronisation.outer] of a strategy file\n"
-        "  - --meet-when: it is --sync-when (moved:0.1 is drift:0.1) now\n"
+        "  - --meet-when: use --sync-when (moved:0.1 is drift:0.1)\n"
     )
 
 

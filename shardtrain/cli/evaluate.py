@@ -1,4 +1,4 @@
-"""`shardtrain evaluate RUN`: what a run has trained, on other held-out data and on multiple-choice questions.
+"""`shardtrain evaluate RUN`: evaluate a trained model on held-out data and on multiple-choice questions.
 
 Next: `saved_run.py`, which opens the run; `trainer/evaluation.py`.
 """
@@ -15,9 +15,17 @@ from typing import Any
 import optax
 import tyro
 
-from shardtrain.cli.compilation import compiling, set_xla_flags
+from shardtrain.cli.arguments import list_too_small
+from shardtrain.cli.compilation import cache_programs, set_xla_flags
 from shardtrain.cli.evaluated_data import find_tokenizer_name, make_evaluated_sources, parse_names
-from shardtrain.cli.saved_run import SavedOptions, SavedRun, find_seq, open_run, tokenizer_name
+from shardtrain.cli.saved_run import (
+    SavedOptions,
+    SavedRun,
+    choose_tokenizer,
+    find_seq,
+    open_run,
+    round_rows,
+)
 from shardtrain.data.tokenizer import Bytes, Tokenizer, open_tokenizer
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.loss import next_token_loss
@@ -38,28 +46,28 @@ from shardtrain.trainer.setup import RunSetup
 from shardtrain.trainer.trained_model import RestoredModel
 
 HELDOUT = "heldout"
-"""The name of data without one."""
+"""Name of data that is given without one."""
 
 MOST_EXPONENT = 700.0
-"""The perplexity of a larger loss is no number."""
+"""Largest loss whose perplexity is a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(SavedOptions):
-    """Evaluate what a run has trained, on other data or by multiple-choice questions; the run stays as it is.
+    """Evaluate a trained model on other data or on multiple-choice questions, without changing the run.
 
     Args:
-      data: files, folders or patterns of text or tokens, as --data of a run, or NAME=PATH; the option may be
-        given several times, and each name is evaluated by itself. None: with --run-file the held-out data of
-        that run.
-      choices: a file of JSON lines with "context", "choices" and "answer", the number of the right one from
-        0, or NAME=FILE; the option may be given several times.
-      name: the name of data that is given without one.
-      delimiter: what stands between a context and a choice.
-      seq: tokens per window of the data; None: those of the run.
-      text: the field with the text, of formats with fields.
-      batch: rows of a batch; rounded up so that all devices have as many.
-      batches: number of batches at most, the first ones of each data; None: all.
+      data: files, folders or patterns of text or tokens, as in --data of a run, or NAME=PATH. The option may
+        be given several times; each name is evaluated separately. By default, the held-out data of
+        --run-file.
+      choices: a file of JSON lines with "context", "choices" and "answer", the number of the right choice
+        from 0, or NAME=FILE. The option may be given several times.
+      name: name of data that is given without a name.
+      delimiter: text between a context and a choice.
+      seq: tokens per window of the data. None means the same as in training.
+      text: name of the field with the text, in formats with fields.
+      batch: rows of a batch, rounded up so that all devices have the same number.
+      batches: largest number of batches of each data set, from its first one on. None means all.
       json: print one JSON object.
     """
 
@@ -74,17 +82,12 @@ class EvaluateOptions(SavedOptions):
     json: bool = False
 
     def check(self) -> None:
-        """Refuse options that are out of range or missing, all of them at once.
+        """Refuse options that are out of range or missing, all at once.
 
         Raises:
           ValueError: lists them.
         """
-        counts = {"batch": self.batch, "batches": self.batches, "seq": self.seq}
-        wrong = [
-            f"--{name} is {value}; use 1 or more"
-            for name, value in counts.items()
-            if value is not None and value < 1
-        ]
+        wrong = list_too_small({"batch": self.batch, "batches": self.batches, "seq": self.seq})
         if not (self.data or self.choices or self.run_file):
             wrong.append("nothing to evaluate on; give --data PATH, --choices FILE, or both")
         if wrong:
@@ -92,34 +95,33 @@ class EvaluateOptions(SavedOptions):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the values of each data and file of questions; return 0."""
+    """Print the values of each data set and file of questions; return 0."""
     flags_text = set_xla_flags(arguments)
     options = tyro.cli(EvaluateOptions, args=list(arguments), prog="shardtrain evaluate")
     options.check()
-    with compiling(flags_text):
+    with cache_programs(flags_text):
         _print_values(options)
     return 0
 
 
 def _print_values(options: EvaluateOptions) -> None:
-    """Print the values of each data and file of questions."""
-    # everything that can be refused is, before parameters are read
-    questions = {name: read_questions(Path(path)) for name, (path,) in _single(options.choices).items()}
+    # mistakes are refused before parameters are read
+    questions = {name: read_questions(Path(path)) for name, (path,) in _name_files(options.choices).items()}
     saved = open_run(options)
     if saved.is_encoder_decoder and (options.data or options.choices or options.run_file is None):
         raise ValueError(
-            f"the model of {options.run} is an encoder-decoder, which is evaluated on pairs that its run"
-            " holds out; give its run file alone: --run-file my_run.py"
+            f"the model of {options.run} is an encoder-decoder, which is evaluated on the held-out"
+            " pairs of its run; give only its run file: --run-file my_run.py"
         )
-    requests = _requests(saved, options, questions) if questions else {}
+    requests = _make_requests(saved, options, questions) if questions else {}
     with ExitStack() as stack:
-        # text is tokenized there: the folder of the run stays as it is
+        # text is tokenized there, so that the folder of the run stays unchanged
         folder = Path(stack.enter_context(TemporaryDirectory()))
         sources = {}
         if options.data or not options.choices:
             sources = make_evaluated_sources(saved, options, folder)
-        restored = saved.restored(evaluated=options.evaluated)
-        rows = _rows(restored, options.batch)
+        restored = saved.restore(evaluated=options.evaluated)
+        rows = round_rows(restored, options.batch)
         found = _evaluate(saved, restored, sources, rows, options) if sources else {}
     for name, each in requests.items():
         accuracy = compute_accuracy(
@@ -135,10 +137,10 @@ def _print_values(options: EvaluateOptions) -> None:
         terminal.out(json.dumps(about) + "\n")
     else:
         for name, values in found.items():
-            terminal.out(f"{name}: {', '.join(_text(key, value) for key, value in values.items())}\n")
+            terminal.out(f"{name}: {', '.join(_format_value(key, value) for key, value in values.items())}\n")
 
 
-def _requests(
+def _make_requests(
     saved: SavedRun, options: EvaluateOptions, questions: Mapping[str, Sequence[Question]]
 ) -> dict[str, list[Request]]:
     """Return name -> the tokens of each question with each of its choices.
@@ -146,7 +148,7 @@ def _requests(
     Raises:
       ValueError: the model does not have one of the tokens.
     """
-    tokenizer = open_tokenizer(tokenizer_name(saved, options.tokenizer))
+    tokenizer = open_tokenizer(choose_tokenizer(saved, options.tokenizer))
     vocab = getattr(saved.run.model, "vocab", tokenizer.vocab)
     found = {}
     for name, each in questions.items():
@@ -154,28 +156,17 @@ def _requests(
         if (largest := max(int(request.tokens.max()) for request in found[name])) >= vocab:
             raise ValueError(
                 f"{name} has token {largest:,}, and the model has tokens 0 to {vocab - 1:,}; the tokenizer"
-                f" has {tokenizer.vocab:,} tokens: give that of the model: --tokenizer FILE"
+                f" has {tokenizer.vocab:,} tokens: give the model's own: --tokenizer FILE"
             )
     return found
 
 
-def _text(name: str, value: float) -> str:
-    return (
-        f"{name.replace('_', ' ')} {value:,}"
-        if isinstance(value, int)
-        else f"{name.replace('_', ' ')} {value:.6g}"
-    )
+def _format_value(name: str, value: float) -> str:
+    return f"{name.replace('_', ' ')} {value:{',' if isinstance(value, int) else '.6g'}}"
 
 
-def _rows(restored: RestoredModel, batch: int) -> int:
-    """Return the rows of a batch, of which all devices have as many."""
-    sizes = restored.placement.mesh.shape
-    shards = math.prod(sizes[axis] for axis in restored.placement.layout.batch_axes)
-    return -(-batch // shards) * shards
-
-
-def _single(given: Sequence[str]) -> dict[str, list[str]]:
-    """Return name -> its one file; a file without a name has that of its stem.
+def _name_files(given: Sequence[str]) -> dict[str, list[str]]:
+    """Return name -> a list of one file; a file without a name is named by its stem.
 
     Raises:
       ValueError: a name is given twice.
@@ -196,7 +187,7 @@ def _evaluate(
     rows: int,
     options: EvaluateOptions,
 ) -> dict[str, dict[str, float]]:
-    """Return name -> values, by the evaluation of training."""
+    """Return name -> values, computed by the evaluation that training uses."""
     run = replace(
         saved.run, batch=rows, batch_unit="examples", evaluate_batches=options.batches, evaluate_with=None
     )
@@ -223,12 +214,12 @@ def _evaluate(
 
 
 def count_tokens(source: Any, num_rows: int, tokenizer: Tokenizer | None) -> tuple[int, int]:
-    """Count the next tokens of windows that have weight, and the bytes of their text without separators.
+    """Count the next tokens of windows with non-zero weight, and the bytes of their text without separators.
 
     Args:
       source: samples with "tokens" (seq + 1,) and, optionally, "weights" (seq,).
-      num_rows: how many of them, from the first on.
-      tokenizer: makes text of tokens; None: the bytes are not known, 0.
+      num_rows: number of samples to count, from the first on.
+      tokenizer: decodes tokens. None means that the bytes are unknown, and returns 0 for them.
     """
     num_tokens = num_bytes = 0
     document: list[int] = []

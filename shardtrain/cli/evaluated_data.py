@@ -1,4 +1,4 @@
-"""The data that `shardtrain evaluate` reads: text, tokens or conversations, as the run read its own.
+"""Open the data of `shardtrain evaluate`: text, tokens or conversations, read as in training.
 
 Next: `evaluate.py`, which evaluates it.
 """
@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from shardtrain.cli.saved_run import SavedRun, find_seq, tokenizer_name
+from shardtrain.cli.saved_run import SavedRun, choose_tokenizer, find_seq
 from shardtrain.data import Chat, Corpus
 from shardtrain.data.conversations import COMPLETION, PROMPT
 from shardtrain.data.corpus import corpus_files
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from shardtrain.cli.evaluate import EvaluateOptions
 
 PACKINGS = {"separate": "separate", "bucketed": "separate"}
-"""Packing of the run's data -> that of the text it is evaluated on; joined for all others."""
+"""Packing in training -> packing of the text to evaluate on; "joined" for all others."""
 
 OF_CHAT = ("template", "answers", "messages", "too_long", "packing")
-"""Options of conversations that are those of the run."""
+"""Options of conversations that are taken from the run."""
 
 
 def parse_names(given: Sequence[str], name: str) -> dict[str, list[str]]:
-    """Return name -> paths of `NAME=PATH` and `PATH`; a path with = in it is one, if it is there."""
+    """Parse `NAME=PATH` and `PATH` to name -> paths; a word with = is a path if such a file exists."""
     found: dict[str, list[str]] = {}
     for word in given:
         before, equals, path = word.partition("=")
@@ -58,7 +58,7 @@ def make_evaluated_sources(saved: SavedRun, options: "EvaluateOptions", folder: 
         sets = {name or options.name: source for name, source in open_sources(run, folder)[1].items()}
         data = dict.fromkeys(sets, run.data)
         if not sets:
-            raise ValueError(f"the data of {options.run_file} holds nothing out; give --data PATH")
+            raise ValueError(f"the data of {options.run_file} has no held-out part; give --data PATH")
     vocab = getattr(run.model, "vocab", None)
     problems = [
         problem
@@ -71,15 +71,15 @@ def make_evaluated_sources(saved: SavedRun, options: "EvaluateOptions", folder: 
 
 
 def find_tokenizer_name(saved: SavedRun, options: "EvaluateOptions") -> str | None:
-    """Return the name of the tokenizer; None if none is known, which data of tokens does not need."""
+    """Return the name of the tokenizer; None if it is unknown, as data of tokens needs none."""
     try:
-        return tokenizer_name(saved, options.tokenizer)
+        return choose_tokenizer(saved, options.tokenizer)
     except ValueError:
         return None
 
 
 def _make_data(saved: SavedRun, options: "EvaluateOptions", paths: tuple[Path, ...], seq: int) -> Any:
-    """Return the data of paths, as the run of a decoder, or the data of the run file, reads them.
+    """Return the data of some paths, read as the run of a decoder, or the data of the run file, reads it.
 
     Raises:
       ValueError: the data of the run file has no paths.
@@ -91,12 +91,12 @@ def _make_data(saved: SavedRun, options: "EvaluateOptions", paths: tuple[Path, .
         if "paths" not in known:
             raise ValueError(
                 f"the data of {options.run_file} is {type(data).__name__}, which reads no paths; leave --data"
-                " out, and evaluate on what it holds out"
+                " out to evaluate on its held-out part"
             )
         return replace(cast("Any", data), **{name: value for name, value in changes.items() if name in known})
     files = corpus_files(paths)
     if not refuse_mixed(files):
-        changes["tokenizer"] = tokenizer_name(saved, options.tokenizer)
+        changes["tokenizer"] = choose_tokenizer(saved, options.tokenizer)
         of_chat = _chat_options(saved.options)
         if of_chat and _is_chat(files[0], of_chat.get("messages", "messages")):
             return Chat(**changes, **of_chat)
@@ -108,14 +108,14 @@ def _make_data(saved: SavedRun, options: "EvaluateOptions", paths: tuple[Path, .
     own = find_tokenizer_name(saved, options)
     if own is not None and made_by and (digest := tokenizer_hash(own)) not in made_by:
         raise ValueError(
-            f"{next(iter(made_by.values()))} has tokens of another tokenizer than {own}, that of the run"
-            f" (hash {digest}); tokenize its text by that one"
+            f"{next(iter(made_by.values()))} has tokens of another tokenizer than the run's, {own}"
+            f" (hash {digest}); tokenize its text with the run's tokenizer"
         )
     return corpus if made_by else replace(corpus, vocab_size=saved.run.model.vocab)
 
 
 def _chat_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a run's conversations, also of those in a mixture; {} of other data."""
+    """Return the options of a run's conversations, also inside a mixture; {} for other data."""
     found = next((name for name in options if name.startswith("data.") and name.endswith(".template")), None)
     prefix = "" if found is None else found.removesuffix("template")
     return {name: options[prefix + name] for name in OF_CHAT if prefix and prefix + name in options}

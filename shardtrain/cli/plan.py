@@ -1,4 +1,4 @@
-"""`shardtrain plan RUN`: which strategy to use on devices one may not have, if it fits, how fast it is."""
+"""`shardtrain plan RUN`: rank the layouts of a run on a machine by predicted step time and memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from shardtrain.cli.compilation import compiling, set_xla_flags
+from shardtrain.cli.compilation import cache_programs, set_xla_flags
 from shardtrain.cli.option_files import read_given_cluster, read_given_strategy
 from shardtrain.cli.plan_compile import check_compile, compile_plan
 from shardtrain.cli.plan_options import PlanOptions, check_output, check_trace
@@ -47,7 +47,7 @@ from shardtrain.trainer.strategy import strategy_text
 
 
 def _write_trace(path: Path, plan: ClusterPlan, all_times: Sequence[StepTimes]) -> str:
-    """Write the simulated steps of all kinds of islands, with and without overlap; return their times."""
+    """Write a trace of the simulated steps of all kinds of islands; return the times of these steps."""
     found = []
     kinds = [each for each in plan.kinds if each.rows]
     for each, times in zip(kinds, all_times, strict=True):
@@ -57,19 +57,19 @@ def _write_trace(path: Path, plan: ClusterPlan, all_times: Sequence[StepTimes]) 
     return format_traces(found) + f"trace: {path}\n"
 
 
-def _trace_text(run: Run, path: Path, plan: ClusterPlan, subjects: Sequence[Subject], *, given: bool) -> str:
-    """Write the trace of the best way, or of the run's strategy and its shares if that is given."""
+def _make_trace(run: Run, path: Path, plan: ClusterPlan, subjects: Sequence[Subject], *, given: bool) -> str:
+    """Write the trace of the best layout, or of the run's own strategy if one is given; return its text."""
     if given:
         choices = find_choices(run.strategy, plan)
         traced = apply_shares(plan, run.strategy, choices, subjects[0].batch_rows)
         return _write_trace(path, traced, estimate_times(traced, subjects, choices))
     if not all(each.plan.ranked for each in plan.kinds):
-        return "trace: none is written, as nothing runs\n"
+        return "trace: not written, as nothing runs\n"
     return _write_trace(path, plan, estimate_times(plan, subjects))
 
 
-def _or_problem(name: str, text: Callable[[], str]) -> str:
-    """Return the text of an analysis, or why it cannot be done: the plan itself stands."""
+def _try_analysis(name: str, text: Callable[[], str]) -> str:
+    """Return the text of an analysis, or why it cannot be done; the plan itself remains valid."""
     try:
         return text()
     except ValueError as problem:
@@ -77,15 +77,13 @@ def _or_problem(name: str, text: Callable[[], str]) -> str:
 
 
 def _search_operators(run: Run, options: PlanOptions, subject: Subject, kind: KindPlan) -> str:
-    """Search the shardings of operators, with the recomputation of the best way."""
-    layout = make_space(run, parse_mesh(options.fixed)).layout
-    remat = kind.plan.ranked[0].choice.remat
+    """Search the shardings of operators, with the remat policy of the best layout."""
     found = plan_operators(
         subject,
         kind.machine,
         kind.kind.devices or 1,
-        layout=layout,
-        remat=remat,
+        layout=make_space(run, parse_mesh(options.fixed)).layout,
+        remat=kind.plan.ranked[0].choice.remat,
         proposals=options.proposals,
         seed=run.seed,
     )
@@ -93,7 +91,7 @@ def _search_operators(run: Run, options: PlanOptions, subject: Subject, kind: Ki
 
 
 def _layers_text(subject: Subject, plan: ClusterPlan, link_gb_per_second: float | None) -> str:
-    """Return the best partition of each layer, and the best pipeline of stages with several devices."""
+    """Format the best partition of each layer, and the best pipeline of stages with several devices."""
     group = cluster_group(plan, link_gb_per_second)
     per_node = min(each.machine.devices_per_node for each in plan.kinds)
     text = layers_text(plan_layers(trace_layers(subject), group, per_node))
@@ -104,8 +102,8 @@ def _layers_text(subject: Subject, plan: ClusterPlan, link_gb_per_second: float 
     return f"\n{text}{stages}"
 
 
-def _stages(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> StagesPlan | None:
-    """Print and return the best pipelines over several islands, or why there are none."""
+def _plan_stages(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> StagesPlan | None:
+    """Print and return the best pipelines over several islands; print why if there are none."""
     if len(plan.shares) == 1 or not run.strategy.synchronisation.is_mean:
         return None
     try:
@@ -113,7 +111,7 @@ def _stages(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], space: Spa
             raise ValueError("; ".join(problems))
         one_cut = bool(different_cut_problems(run, subjects[0].model_state))
         found = plan_stages(subjects, plan, space, one_cut=one_cut)
-        # the run refuses what it cannot have beside such a strategy
+        # the run refuses fields that do not go with such a strategy
         replace(run, strategy=make_staged_strategy(run, found))
     except ValueError as problem:
         terminal.out(f"as pipelines, a stage on each island: {problem}\n")
@@ -123,7 +121,7 @@ def _stages(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], space: Spa
 
 
 def _draw_frontiers(path: Path, plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> str:
-    """Draw memory against time for each kind of islands, of several in a file each; return where."""
+    """Draw memory against time for each kind of islands, each in a file; return a line for each file."""
     lines = []
     for each, subject in plan.planned(subjects):
         devices = each.kind.devices or 1
@@ -138,7 +136,7 @@ def _draw_frontiers(path: Path, plan: ClusterPlan, subjects: Sequence[Subject], 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the ranked ways, write the best if asked for; return 0, or 1 if nothing fits."""
+    """Print the ranked layouts, and write what options ask for; return 0, or 1 if nothing fits."""
     flags_text = set_xla_flags(arguments)
     run, options = parse_run("plan", arguments, PlanOptions)
     cluster = options.cluster(read_given_cluster(arguments))
@@ -161,9 +159,9 @@ def main(arguments: Sequence[str]) -> int:
             " --synchronisation says; give a cluster of several islands to plan how these are joined\n"
         )
     terminal.out(plan_text(plan, subjects, options.most))
-    stages = _stages(run, plan, subjects, space)
+    stages = _plan_stages(run, plan, subjects, space)
     if options.output is not None and (plan.fits or stages is not None):
-        # first, so that no analysis that cannot be done keeps it from being written
+        # written before any analysis can fail
         best = make_planned_strategy(run, plan)
         if stages is not None and (not plan.fits or stages.seconds < plan.seconds):
             best = make_staged_strategy(run, stages)
@@ -176,17 +174,17 @@ def main(arguments: Sequence[str]) -> int:
     if options.frontier is not None:
         terminal.out(_draw_frontiers(options.frontier, plan, subjects, space))
     if options.advise:
-        terminal.out(_or_problem("advise", partial(plan_advice_text, subjects, plan)))
+        terminal.out(_try_analysis("advise", partial(plan_advice_text, subjects, plan)))
     if options.operators and plan.kinds[0].plan.ranked:
         text = partial(_search_operators, run, options, subjects[0], plan.kinds[0])
-        terminal.out(_or_problem("operators", text))
+        terminal.out(_try_analysis("operators", text))
     if options.layers:
         text = partial(_layers_text, subjects[0], plan, cluster.link_gb_per_second)
-        terminal.out(_or_problem("layers", text))
+        terminal.out(_try_analysis("layers", text))
     if options.trace is not None:
         given = read_given_strategy(arguments) is not None
-        terminal.out(_trace_text(run, options.trace, plan, subjects, given=given))
+        terminal.out(_make_trace(run, options.trace, plan, subjects, given=given))
     if options.compile is not None:
-        with compiling(flags_text):
+        with cache_programs(flags_text):
             terminal.out(compile_plan(run, plan, subjects, options.compile))
     return DONE if plan.fits or stages is not None else FAILED

@@ -1,4 +1,4 @@
-"""`shardtrain plan --compile KIND`: compile the step of the best way, and show it beside its prediction."""
+"""`shardtrain plan --compile KIND`: compile the best layout and compare it with its prediction."""
 
 import math
 from collections.abc import Sequence
@@ -29,10 +29,10 @@ EVERY_TICK = (
 
 
 def check_compile(kind: str, cluster: Cluster) -> None:
-    """Refuse devices that nothing can be compiled for, before the search.
+    """Refuse devices that cannot be compiled for.
 
     Raises:
-      ValueError: an unknown kind, a number of devices that it does not have, or an extra is not installed.
+      ValueError: an unknown kind, an unavailable number of devices, or an extra is not installed.
     """
     for each in cluster.islands:
         try:
@@ -42,13 +42,13 @@ def check_compile(kind: str, cluster: Cluster) -> None:
 
 
 def compile_plan(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], kind: str) -> str:
-    """Compile the best way of each kind of islands; return it beside the prediction, as text.
+    """Compile the best layout of each kind of islands, and format a comparison with its prediction.
 
     Args:
       run: the run.
-      plan: the plan; kinds on which nothing runs are left out.
-      subjects: of each kind, as for `plan_cluster`.
-      kind: of devices, see `plan.compile.described_devices`.
+      plan: the plan; kinds on which nothing runs are skipped.
+      subjects: the subject of each kind, as for `plan_cluster`.
+      kind: kind of devices, see `plan.compile.describe_devices`.
     """
     texts = []
     for each, counted in plan.planned(subjects):
@@ -72,12 +72,12 @@ def compile_plan(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], kind:
         exchange = counted.exchange(step.choice.layout, step.sizes)
         if counts_flash(counted.program(step.choice.remat, exchange=exchange)):
             texts.append(ABSENT_ATTENTION)
-        texts += [f"{line}\n" for line in _flags(subject, step, found)]
+        texts += [f"{line}\n" for line in _list_flags(subject, step, found)]
     return "".join(texts)
 
 
-def _flags(subject: Subject, step: Step, found: Figures) -> Sequence[str]:
-    """Return what does not follow the plan: parameters that are whole, or gathered."""
+def _list_flags(subject: Subject, step: Step, found: Figures) -> Sequence[str]:
+    """Return a line for each parameter that is not sharded or gathered as planned."""
     layout = step.choice.layout
     stages = subject.stages(step.sizes[axes.PIPELINE], step.choice.virtual_stages)
     specs = state_specs(subject.find_model(None), subject.optimizer, layout, step.sizes, stages=stages)

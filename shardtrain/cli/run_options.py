@@ -1,6 +1,6 @@
-"""The command line options of a run: their names and headings, and how they change the run.
+"""Parse the command line of a run: load the run file, and change its fields by options.
 
-Next: `field_options.py`, which makes options of fields, and `run_file.py`, which loads the run.
+Next: `field_options.py`, which makes an option of each field; `run_file.py`, which loads the run.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from shardtrain.cli.field_options import (
     parse_options,
     replace_fields,
 )
-from shardtrain.cli.help_pages import help_page
+from shardtrain.cli.help_pages import ACROSS, LAYOUT, PIPELINE, SYNCHRONISATION, help_page
 from shardtrain.cli.option_files import StrategyOptions, adopt_tokenizer, apply_files, is_layout_file
 from shardtrain.cli.run_file import load_combiner, load_run
 from shardtrain.combine import CODECS, COMBINERS
@@ -28,57 +28,29 @@ from shardtrain.sharding.shares import parse_weights
 from shardtrain.system import terminal
 from shardtrain.trainer.config import Run
 
-LAYOUT, SYNCHRONISATION, ACROSS, PIPELINE = (
-    f"strategy.{name}." for name in ("layout", "synchronisation", "across", "pipeline")
-)
 NO_OPTION = (
     *("loss", "names", "sample", "hooks", "strategy.islands", "strategy.predicted"),
     *(f"{LAYOUT}parameters", f"{LAYOUT}activations"),
 )
-"""Fields of a run whose values text cannot express: they are given in Python or in a strategy file."""
+"""Fields of a run whose values text cannot express; they are set in Python or in a strategy file."""
 
 RARE = (
-    *(
-        "unit",
-        "hook_errors",
-        "evaluate_with",
-        "loading.heldout_workers",
-        "loading.prefetch",
-        "scaling.warmup",
-    ),
-    *("optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.decay_unused", "optimizer.rates"),
-    *("optimizer.learning_rate.start", "optimizer.learning_rate.power"),
+    *("unit", "hook_errors", "evaluate_with", "loading.heldout_workers", "loading.prefetch"),
+    *("scaling.warmup", "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.decay_unused"),
+    *("optimizer.rates", "optimizer.learning_rate.start", "optimizer.learning_rate.power"),
     *("checkpoints.keep_every", "watch.stall_seconds", "watch.long_seconds"),
     *(f"recovery.{name}" for name in ("window", "rollbacks", "straggler")),
-    *(f"{ACROSS}{name}" for name in ("first_bucket_bytes", "memory")),
-    f"{SYNCHRONISATION}outer.nesterov",
+    *(f"{ACROSS}first_bucket_bytes", f"{ACROSS}memory", f"{SYNCHRONISATION}outer.nesterov"),
 )
-"""Fields without an option because few runs change them: set in the run file or a strategy file."""
+"""Fields without an option because few runs change them; they are set in the run file or a strategy file."""
 
 OF_TRAINING = (
-    *(
-        "run_dir",
-        "log_every",
-        "evaluate_every",
-        "evaluate_batches",
-        "evaluate_with",
-        "time_limit",
-        "nonfinite",
-    ),
-    *(
-        "sinks",
-        "hook_errors",
-        "replay",
-        "loading.",
-        "checkpoints.",
-        "scaling.",
-        "recovery.",
-        "watch.",
-        "allow.",
-    ),
-    *("start_from.step", "start_from.adapter", "start_from.upcycle", "optimizer.learning_rate."),
+    *("run_dir", "log_every", "evaluate_every", "evaluate_batches", "evaluate_with", "time_limit"),
+    *("nonfinite", "sinks", "hook_errors", "replay", "loading.", "checkpoints.", "scaling.", "recovery."),
+    *("watch.", "allow.", "start_from.step", "start_from.adapter", "start_from.upcycle"),
+    "optimizer.learning_rate.",
 )
-"""Paths, or beginnings of paths, of options that change no plan and no inspection of a run."""
+"""Paths, or beginnings of paths, of options that change neither a plan nor an inspection of a run."""
 
 SHORT = {
     "data.paths": "data",
@@ -122,10 +94,10 @@ SHORT = {
     f"{PIPELINE}link_speed": "link_speed",
     f"{PIPELINE}in_flight": "in_flight",
 }
-"""Path of a field -> the short name of its option; the path works too."""
+"""Path of a field -> short name of its option; the path is accepted too."""
 
 RENAMED = {"--meet-when": "--sync-when (moved:0.1 is drift:0.1)"}
-"""Earlier name of an option -> what to write."""
+"""Former name of an option -> what to write instead."""
 
 GIVEN_IN_PYTHON = "given in Python"
 """The default of --combine if the run file defines its own combiner."""
@@ -136,8 +108,8 @@ class DeviceOptions:
     """Options that `cli.set_cpu_devices` reads before jax starts.
 
     Args:
-      cpu_devices: simulate this many devices on the CPU; with several islands one number for each, such as
-        2,1.
+      cpu_devices: number of devices to simulate on the CPU; with several islands, one number for each, such
+        as 2,1.
     """
 
     cpu_devices: str | None = None
@@ -200,7 +172,7 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
 
 
 def _refuse_training(command: str, options: Sequence[FieldOption], words: Sequence[str]) -> None:
-    """Refuse options that only training reads, by each of their names."""
+    """Refuse options that only training reads, by any of their names."""
     names = {name for option in options for name in (option.name, f"--{option.path.replace('_', '-')}")}
     given = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
     given |= {word.replace("-no-", "-").replace(".no-", ".") for word in given}
@@ -221,7 +193,7 @@ def run_options(run: Run) -> Iterator[FieldOption]:
 
 
 def refuse_options(words: Sequence[str], config: Any) -> None:
-    """Refuse renamed options, and options of fields that are set in the run file only.
+    """Refuse renamed options, and options of fields that only the run file sets.
 
     Args:
       words: the command line after RUN.
@@ -236,7 +208,7 @@ def refuse_options(words: Sequence[str], config: Any) -> None:
     for word in words:
         name = re.sub(r"(?<=[-.])no-", "", word.partition("=")[0].replace("_", "-"))
         if name in RENAMED:
-            problems.append(f"{name}: it is {RENAMED[name]} now")
+            problems.append(f"{name}: use {RENAMED[name]}")
         if path := flags.get(name):
             section, _, field = path.removeprefix("strategy.").rpartition(".")
             file = f", or {field} in [{section}] of a strategy file" if path.startswith("strategy.") else ""
@@ -254,9 +226,9 @@ def _read_mesh(text: str) -> Mapping[str, int]:
 
 
 def _combiner_help() -> str:
-    """Return the help of --combine, which lists all registered combiners and codecs."""
+    """Return the help of --combine, with all registered combiners and codecs."""
     return (
-        f"the combiner, with codecs before it as in int8+adasum; or your own, as path.py:name. Combiners:"
+        f"combiner of replicas, after its codecs, as in int8+adasum; or your own, as path.py:name. Combiners:"
         f" {_summaries(COMBINERS)}. Codecs: {_summaries(CODECS)}."
     )
 
@@ -277,7 +249,7 @@ def _summaries(registry: Mapping[str, Callable[..., Any]]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextForm:
-    """The text form of a field whose Python value is not a plain one.
+    """How a field whose value is not a plain one is read from text and written as text.
 
     Args:
       write: value -> text.
@@ -290,17 +262,17 @@ class TextForm:
     help: str
 
 
-def _shares(text: str) -> tuple[float, ...] | str:
+def _read_shares(text: str) -> tuple[float, ...] | str:
     """Read `auto` or weights such as `3,1`."""
     if text == "auto":
         return text
     try:
         return parse_weights(text)
     except ValueError as error:
-        raise ValueError(f"{error}\n  - the word auto is allowed too: shares by measured speed") from None
+        raise ValueError(f"{error}\n  - auto is also allowed; it splits by measured speed") from None
 
 
-def _share_limits(text: str) -> tuple[int, ...] | str:
+def _read_share_limits(text: str) -> tuple[int, ...] | str:
     """Read `auto` or whole numbers such as `24,64`."""
     words = [word.strip() for word in text.split(",")]
     if text != "auto" and not all(word.isascii() and word.isdecimal() for word in words):
@@ -312,8 +284,8 @@ TEXTS = {
     f"{LAYOUT}mesh": TextForm(
         write=_mesh_text,
         read=_read_mesh,
-        help="sizes of the mesh axes, such as data=2,fsdp=-1 (-1: all remaining devices), or a layout file"
-        " such as those in meshes/.",
+        help="sizes of the mesh axes, such as data=2,fsdp=-1 (-1 means all remaining devices), or a layout"
+        " file, as in meshes/.",
     ),
     f"{SYNCHRONISATION}by": TextForm(
         write=lambda by: by if isinstance(by, str) else GIVEN_IN_PYTHON,
@@ -323,20 +295,20 @@ TEXTS = {
     "sinks": TextForm(
         write=lambda sinks: ",".join(each if isinstance(each, str) else GIVEN_IN_PYTHON for each in sinks),
         read=lambda text: tuple(name.strip() for name in text.split(",")),
-        help=f"where metrics are written, such as jsonl,wandb: {', '.join(SINKS)}. jsonl is always one of"
-        " them; wandb and mlflow need the extras of these names.",
+        help=f"sinks of metrics, such as jsonl,wandb: {', '.join(SINKS)}. jsonl is always written; wandb and"
+        " mlflow need the extras of these names.",
     ),
     f"{ACROSS}shares": TextForm(
         write=lambda given: given if isinstance(given, str | None) else ",".join(f"{x:g}" for x in given),
-        read=_shares,
-        help="weights of the replicas, in proportion to which they get rows of a batch, such as 3,1; None: by"
-        " their devices; auto: by their devices at first, then by the speed that is measured.",
+        read=_read_shares,
+        help="weights by which the rows of a batch are split over replicas, such as 3,1. None splits by the"
+        " number of devices; auto splits by devices at first, then by measured speed.",
     ),
     f"{ACROSS}share_limits": TextForm(
         write=lambda given: given if isinstance(given, str | None) else ",".join(map(str, given)),
-        read=_share_limits,
-        help="the most examples of a batch that each island gets (tokens, where the batch counts them), such"
-        " as 24,64; auto: as many as fit its memory.",
+        read=_read_share_limits,
+        help="largest number of examples of a batch for each island, such as 24,64 (of tokens, if the batch"
+        " is counted in tokens); auto finds the number that fits its memory.",
     ),
 }
 """Path of a field -> its text form."""
