@@ -24,7 +24,6 @@ from shardtrain.cli.data_views import (
     show_samples,
 )
 from shardtrain.cli.subcommands import Subcommands, run_subcommand
-from shardtrain.data.corpus import corpus_files
 from shardtrain.data.documents import OnError, refuse_mixed, sample_texts
 from shardtrain.data.sources.find import SourceFile
 from shardtrain.data.sources.format import BadData
@@ -93,10 +92,10 @@ def _find_texts(options: Texts) -> list[SourceFile]:
     Raises:
       ValueError: they contain tokens.
     """
-    files = corpus_files(options.paths, options.format)
+    files = options.find()
     if refuse_mixed(files):
         raise ValueError(f"{files[0].path} has tokens already; give text")
-    return list(files)
+    return files
 
 
 def _tokenize(options: Tokenize) -> int:

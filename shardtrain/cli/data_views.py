@@ -47,9 +47,15 @@ class Files:
     paths: tyro.conf.Positional[tuple[str, ...]]
     format: str | None = None
 
-    def __post_init__(self) -> None:
+    def find(self) -> list[SourceFile]:
+        """Find the files.
+
+        Raises:
+          ValueError: no path was given, or there are no files.
+        """
         if not self.paths:
             raise ValueError("no data was given; name files, folders or patterns")
+        return corpus_files(self.paths, self.format)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +111,7 @@ class Check(Texts):
 
 def list_files(options: Ls) -> int:
     """Print a line for each file, and their sums."""
-    facts = [file_facts(file) for file in corpus_files(options.paths, options.format)]
+    facts = [file_facts(file) for file in options.find()]
     lines = [
         f"{each.file.format:13}"
         f"{'' if each.num_rows is None else f'{each.num_rows:,}':>14}"
@@ -130,7 +136,7 @@ def show_samples(options: Show) -> int:
     ]
     if problems:
         raise ValueError("; ".join(problems))
-    files = corpus_files(options.paths, options.format)
+    files = options.find()
     if refuse_mixed(files):
         return _show_windows(options, files)
     if options.template is not None:
@@ -202,7 +208,7 @@ def _show_windows(options: Show, files: Sequence[SourceFile]) -> int:
 
 def measure_documents(options: Stats) -> int:
     """Print the number of documents and the quantiles of their lengths."""
-    files = corpus_files(options.paths, options.format)
+    files = options.find()
     unit = "tokens" if refuse_mixed(files) else "characters"
     found = list(lengths(files, options.text))
     good = np.concatenate([each for each, _ in found])
@@ -218,7 +224,7 @@ def measure_documents(options: Stats) -> int:
 
 def check_files(options: Check) -> int:
     """Read all files, and print what cannot be read."""
-    files = corpus_files(options.paths, options.format)
+    files = options.find()
     refuse_mixed(files)
     num_problems = done = 0
     kinds: Counter[str] = Counter()

@@ -25,7 +25,7 @@ from shardtrain.plan.live_arrays import Trip, order_on_gpus
 from shardtrain.plan.machine import make_machine
 from shardtrain.plan.predict import find_sharding, predictions
 from shardtrain.plan.program import CallSizes, Kernel, Sharding
-from shardtrain.plan.program_cost import Durations, costs
+from shardtrain.plan.program_cost import Durations, compute_costs
 from shardtrain.plan.simulator.operator_search import trace_whole_step
 from shardtrain.plan.space import Choice
 from shardtrain.plan.trace import Target, trace
@@ -114,7 +114,7 @@ def test_devices_that_split_heads_split_flash_attention():
         layout, sizes = Layout(mesh={"tensor": tensor}), axis_sizes({"tensor": tensor}, tensor)
         completed = subject.state(Choice(layout=layout), tensor).layout
         sharding = find_sharding(completed, sizes, 1)
-        return costs(program, [sharding], Durations(lambda flops, moved: flops))[0]
+        return compute_costs(program, [sharding], Durations(lambda flops, moved: flops))[0]
 
     assert found(2).seconds == pytest.approx(found(1).seconds / 2)
 
@@ -157,7 +157,7 @@ def passes(function, shapes, kind=H100):
     names = [None] * len(inputs)
     results = len(jax.tree.leaves(jax.eval_shape(function, *inputs)))
     program = trace(function, inputs, names, [None] * results, [False] * results, target=Target(kind))
-    return costs(program, [WHOLE], Durations(lambda flops, moved: moved))[0].seconds
+    return compute_costs(program, [WHOLE], Durations(lambda flops, moved: moved))[0].seconds
 
 
 X = ((64, 64), jnp.float32)
@@ -246,7 +246,7 @@ def peak(function, shapes, names, kind=H100, stored=()):
     inputs = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     program = trace(function, inputs, names, [None], [False], target=Target(kind))
     sharding = Sharding((), tuple((dim, ("fsdp",)) for dim in stored), (("fsdp", 2),))
-    return costs(program, [sharding], Durations(lambda flops, moved: flops))[0].peak_bytes
+    return compute_costs(program, [sharding], Durations(lambda flops, moved: flops))[0].peak_bytes
 
 
 BLOCKS = [(64, 64), (4, 64, 64)]

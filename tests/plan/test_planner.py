@@ -31,7 +31,7 @@ from shardtrain.plan.machine import Link, Machine, Rates, make_machine, make_sim
 from shardtrain.plan.predict import find_sharding, predictions, steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.program import Sharding
-from shardtrain.plan.program_cost import Durations, costs
+from shardtrain.plan.program_cost import Durations, compute_costs
 from shardtrain.plan.search import Plan, Ranked, search
 from shardtrain.plan.space import Space
 from shardtrain.plan.trace import Target, trace
@@ -53,7 +53,9 @@ MACHINE = Machine(rates=RATES, devices_per_node=4, device_link=Link(bytes_per_se
 
 
 def one(program, axes=(), sizes=(), stacking=RATES.stacking_seconds):
-    (found,) = costs(program, [Sharding(axes, (), sizes)], Durations(lambda flops, moved: flops, stacking))
+    (found,) = compute_costs(
+        program, [Sharding(axes, (), sizes)], Durations(lambda flops, moved: flops, stacking)
+    )
     return found
 
 
@@ -122,7 +124,7 @@ def test_of_rows_and_their_table_what_is_smaller_is_sent(vocab, table_is_sent):
     inputs = (jax.ShapeDtypeStruct((vocab, 4), jnp.float32), jax.ShapeDtypeStruct((2, 16), jnp.int32))
     program = trace(jax.grad(looked_up), inputs, [table, ("batch", None)], [table], [True])
     over = (("residual_seq", ("tensor",)), ("vocab", ("tensor",)))
-    (found,) = costs(program, [Sharding(over, over[1:], (("tensor", 2),))], Durations(RATES.seconds))
+    (found,) = compute_costs(program, [Sharding(over, over[1:], (("tensor", 2),))], Durations(RATES.seconds))
     large = {each.kind: each.num_bytes for each in found.sent if each.kind != "all-reduce"}
     # the rows of all tokens, or the table, forward and backward
     assert large == dict.fromkeys(
@@ -187,8 +189,8 @@ def test_many_shardings_cost_what_each_costs_alone(subject):
             Choice(layout=Layout(mesh=mesh, sequence_sharded=sequence)), math.prod(mesh.values())
         )
         shardings.append(find_sharding(state.layout, sizes, 2))
-    together = costs(program, shardings, durations)
-    assert together == [costs(program, [each], durations)[0] for each in shardings]
+    together = compute_costs(program, shardings, durations)
+    assert together == [compute_costs(program, [each], durations)[0] for each in shardings]
     blocks = [sent for each in together for sent in each.sent if sent.times >= 2 * CONFIG.num_layers]
     # every block sends over tensor, with a sharded sequence by two kinds of collectives
     assert {sent.kind for sent in blocks} == {"all-reduce", "reduce-scatter", "all-gather"}

@@ -15,7 +15,6 @@ from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, 
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.simulator.operators import Operators, Part, Value
 from shardtrain.plan.simulator.task_graph import Key, Task
-from shardtrain.plan.step_collectives import BETWEEN, INSIDE
 
 Sharding = tuple[str | None, ...]
 """For each mesh axis the dim that it shards; None: its devices all do the same."""
@@ -153,7 +152,7 @@ class ShardedOperators:
             tasks: list[Task] = []
             for step, (kind, over, seconds) in enumerate(self._moves[moves]):
                 key = (*first, number, *code, step)
-                link = self._link(over)
+                link = self.machine.find_link_name(over, self.sizes)
                 name = f"{kind} of {self.graph.operators[value.source].name}"
                 tasks.append(Task(key, name, "collective", link, seconds, needs))
                 needs = (key,)
@@ -182,9 +181,6 @@ class ShardedOperators:
                 self.machine.collective_seconds(kind, over, self.sizes, whole, messages),
             )
             split = split | set(over) if kind == REDUCE_SCATTER else split
-
-    def _link(self, over: tuple[str, ...]) -> str:
-        return INSIDE if self.machine.link(over, self.sizes) == self.machine.device_link else BETWEEN
 
     def _select_device(self, part: Part, sharding: Sharding) -> float:
         return part.amount / self._parts(sharding, part.dims)

@@ -172,7 +172,7 @@ class _Walk:
 
     def kernels(self, program: Program, scope: tuple[int, ...], trips: float) -> None:
         """Add the operators of a program, or of the body of a loop that runs so many times."""
-        moved = {each.array for each in program.resharded if each.source is not None}
+        moved = {each.array for each in program.reshardings if each.source is not None}
         for number, kernel in enumerate(program.kernels):
             if kernel.body is not None and not scope and len(kernel.writes) == len(kernel.body.outputs):
                 self._loop(number, kernel, kernel.body)

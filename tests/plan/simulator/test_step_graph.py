@@ -11,11 +11,11 @@ from planned_steps import subject_of
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.simulate import simulate
-from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.machine import BETWEEN, Link, Machine, Rates
 from shardtrain.plan.predict import predictions, steps
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.simulator.step_graph import step_graph
-from shardtrain.plan.step_collectives import BETWEEN, GRADIENT, Collective
+from shardtrain.plan.step_collectives import GRADIENT, Collective
 from shardtrain.plan.step_times import StepTimes, step_times
 from shardtrain.report.step_trace import TracedStep, trace_text
 from shardtrain.sharding.layout import Layout
