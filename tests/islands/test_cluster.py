@@ -57,7 +57,10 @@ def test_hosts_get_the_ranks_of_their_islands():
 def test_options_for_a_launcher_that_takes_none_are_refused(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("[[islands]]\nkind = 'a'\nlaunch.flux = { queue = 'x' }\n")
-    text = "kind a: launch.flux does not name a launcher that takes options from a cluster file: 'flux' (known: slurm)"
+    text = (
+        "kind a: launch.flux does not name a launcher that takes options from a cluster file: 'flux' (known:"
+        " slurm)"
+    )
     with pytest.raises(ValueError, match=re.escape(text)):
         main(["slurm", "--cluster", str(path), "--dry-run", "--", "train", "run.py"])
 

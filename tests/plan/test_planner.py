@@ -24,7 +24,7 @@ from shardtrain.islands.options import Across
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.plan.advice.efficiency import scaling
-from shardtrain.plan.island_exchange import StepOfIsland, early_gradients
+from shardtrain.plan.island_exchange import IslandStepTimes, time_early_gradients
 from shardtrain.plan.islands import ClusterPlan, KindPlan, estimate_times, plan_cluster
 from shardtrain.plan.layers.replicated_costs import pipeline_costs
 from shardtrain.plan.machine import Link, Machine, Rates, make_machine, make_simulated_machine
@@ -399,7 +399,7 @@ def test_unequal_islands_get_rows_by_their_speed(tiny):
     asked = replace(run, strategy=replace(run.strategy, across=own))
     assert make_planned_strategy(asked, plan).across.gradient_parts == 2
     assert "gradients in 2 programs at most, as --gradient-parts says: " in plan_text(plan, [tiny, tiny], 1)
-    with pytest.raises(ValueError, match="islands of kind 'b' do not say their devices"):
+    with pytest.raises(ValueError, match="islands of kind 'b' do not name their devices"):
         plan_cluster([tiny], Cluster(islands=(IslandKind(kind="b"),)))
 
 
@@ -414,11 +414,11 @@ PARTS_OF_GPT = {
 
 
 def test_gradients_in_parts_are_predicted_as_they_were_measured():
-    step = StepOfIsland(0.242, 0.0)
+    step = IslandStepTimes(0.242, 0.0)
 
     def predicted(bytes_per_second):
         return {
-            number: early_gradients(step, ready, [size / bytes_per_second for size in sizes]).seconds
+            number: time_early_gradients(step, ready, [size / bytes_per_second for size in sizes]).seconds
             for number, (ready, sizes) in PARTS_OF_GPT.items()
         }
 
@@ -428,11 +428,11 @@ def test_gradients_in_parts_are_predicted_as_they_were_measured():
         # compared with one program
         assert found[number] / found[1] == pytest.approx(seconds / MEASURED[1], abs=0.1)
     # 3 programs of 1 and 2 s of computation after 1 s, sent in 2 s each: the link is the last
-    step = StepOfIsland(3.0 / 1.15, 0.0)
-    assert early_gradients(step, [1 / 3, 2 / 3, 1.0], [2.0, 2.0, 2.0]).seconds == pytest.approx(7.0)
+    step = IslandStepTimes(3.0 / 1.15, 0.0)
+    assert time_early_gradients(step, [1 / 3, 2 / 3, 1.0], [2.0, 2.0, 2.0]).seconds == pytest.approx(7.0)
     # of 3 microbatches only the last one's are sent early
-    step = StepOfIsland(9.0 / 1.15, 0.0, microbatches=3)
-    assert early_gradients(step, [1 / 3, 2 / 3, 1.0], [2.0, 2.0, 2.0]).seconds == pytest.approx(13.0)
+    step = IslandStepTimes(9.0 / 1.15, 0.0, microbatches=3)
+    assert time_early_gradients(step, [1 / 3, 2 / 3, 1.0], [2.0, 2.0, 2.0]).seconds == pytest.approx(13.0)
     # between two ranks of one host several programs cost more than they hide
     shared_memory = predicted(3369984 / 0.003)
     assert min(shared_memory, key=shared_memory.__getitem__) == 1

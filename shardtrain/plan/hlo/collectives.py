@@ -1,7 +1,6 @@
-"""The collectives of a compiled program: each with its axes, count and bytes.
+"""Read the collectives of a compiled program from its text, with their axes, counts and bytes.
 
-Read from the text of the program, so they are what XLA made of a layout, not what was intended.
-Syntax is in `text.py`, loops and values in `dataflow.py`, groups of devices in `replica_groups.py`.
+`text.py` parses the syntax, `dataflow.py` follows loops and values, `replica_groups.py` reads device groups.
 """
 
 import math
@@ -69,8 +68,8 @@ class Collective:
 def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collective, ...]:
     """Return the collectives of a compiled program.
 
-    Combined operations are split by kind and dtype. Of the branches of a conditional the most expensive one
-    counts, for each kind and axes, so there the result is an upper bound. Axes of size 1 never appear.
+    Combined operations are split by kind and dtype. For each kind and axes, the most expensive branch of a
+    conditional counts, as an upper bound. Axes of size 1 never appear.
 
     Args:
         hlo_text: what `jax.jit(f).lower(...).compile().as_text()` returns.
@@ -136,10 +135,10 @@ class _Reader:
     def _continues(self, instruction: Instruction) -> bool:
         """Return whether a collective in a fusion continues one that has been read."""
         channel = instruction.attribute("channel_id")
-        if channel is None or channel in self.fused_channels:
-            return channel is not None
-        self.fused_channels.add(channel)
-        return False
+        continues = channel in self.fused_channels
+        if channel is not None:
+            self.fused_channels.add(channel)
+        return continues
 
     def _repeat(self, frame: Frame, loop: Instruction) -> Iterator[Collective]:
         """Yield the collectives of a loop, multiplied by its trip count."""
@@ -278,28 +277,24 @@ def is_scattered(frame: Frame, all_reduce: Instruction, part: int, array: Array,
 
 def _is_only_sliced(frame: Frame, name: str, element: int | None, array: Array, groups: Groups) -> bool:
     """Return whether all uses of a value are such slices; `element` is None unless the value is a tuple."""
-    # every use must be such a slice, and the value may not leave the computation otherwise
     uses = [
         _slices(frame, user, name, element, array, groups)
         for user in frame.computation.users.get(name, ())
         if element is None or user.opcode != "get-tuple-element" or user.index == element
     ]
     if frame.computation.root.name == name:
-        uses.append(_only_sliced_outside(frame, element, array, groups))
+        # follow the result of a fusion or call; a result of a loop or branch may have any use
+        caller, parent = frame.caller, frame.parent
+        if caller is None or parent is None or parent.callee(caller) is None:
+            return False
+        uses.append(_is_only_sliced(parent, caller.name, element, array, groups))
     return bool(uses) and all(uses)
-
-
-def _only_sliced_outside(frame: Frame, element: int | None, array: Array, groups: Groups) -> bool:
-    """Return the same for the result of a fusion or call; False for results of loops and branches."""
-    if frame.parent is None or frame.caller is None or frame.parent.callee(frame.caller) is None:
-        return False
-    return _is_only_sliced(frame.parent, frame.caller.name, element, array, groups)
 
 
 def _slices(
     frame: Frame, user: Instruction, name: str, element: int | None, array: Array, groups: Groups
 ) -> bool:
-    """Return whether one use takes such a slice, directly or after passing the value on."""
+    """Return whether a use takes such a slice, directly or after passing the value on."""
     if user.opcode == "get-tuple-element":
         return _is_only_sliced(frame, user.name, None, array, groups)
     if user.opcode in _PASS_ON:

@@ -1,7 +1,7 @@
-"""Data flow of a compiled program: the origin of a value, the integer of a scalar, the trip count of a loop.
+"""Find origins of values, integers of scalars and trip counts of loops in a compiled program.
 
-Follows values through copies, fusions, calls and loops that pass them on unchanged. XLA prints trip counts
-for CPU and GPU; for TPU they follow from the loop counter: start, step and limit.
+Values are followed through copies, fusions, calls and loops that pass them on unchanged. XLA prints trip
+counts for CPU and GPU; for TPU they follow from the start, step and limit of the loop counter.
 """
 
 import re
@@ -226,7 +226,7 @@ def trip_count(frame: Frame, loop: Instruction) -> int | None:
         loop: the `while` instruction.
 
     Returns:
-        The count that XLA prints, else from the loop counter (start, step, limit); None if neither is known.
+        The count that XLA prints, or that follows from the loop counter; None if neither is known.
     """
     printed = re.search(r"known_trip_count\D*(\d+)", loop.attributes)
     if printed:

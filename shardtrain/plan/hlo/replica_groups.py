@@ -1,7 +1,7 @@
-"""The groups of devices of a collective, and the mesh axes along which they differ.
+"""Read the groups of devices of a collective, and find the mesh axes along which they differ.
 
-Reads XLA's three spellings of replica groups and the pairs of a permutation.
-Devices count in C order of the axis sizes: device = np.ravel_multi_index(position, sizes).
+XLA has three spellings of replica groups, and pairs for a permutation. Devices count in C order of the axis
+sizes: device = np.ravel_multi_index(position, sizes).
 """
 
 import math
@@ -64,7 +64,7 @@ def find_axes(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
         Names of axes; empty if no group has two devices.
 
     Examples:
-        >>> axes_of(((0, 2), (1, 3)), {"data": 2, "tensor": 2})
+        >>> find_axes(((0, 2), (1, 3)), {"data": 2, "tensor": 2})
         ('data',)
     """
     sizes = tuple(axis_sizes.values())
@@ -85,7 +85,7 @@ def parse_list(text: str) -> Groups:
         The numbers, group by group; empty groups are left out.
 
     Examples:
-        >>> listed("{0,1},{2,3}")
+        >>> parse_list("{0,1},{2,3}")
         ((0, 1), (2, 3))
     """
     groups = (tuple(_integers(group)) for group in re.findall(r"\{([\d,\s]*)\}", text))
