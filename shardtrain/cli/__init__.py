@@ -26,8 +26,8 @@ COMMANDS = {
     "launch": "start a command as islands: here, on other hosts, or as a batch job",
     "doctor": "check what a run needs before it starts",
     "checkpoint": "list, show, compare, verify, prune, export and import checkpoints",
-    "evaluate": "evaluate what a run has trained on other data, or by questions",
-    "generate": "continue texts with what a run has trained",
+    "evaluate": "evaluate a trained model on other data, or by questions",
+    "generate": "continue texts with a trained model",
     "data": "tokenize a corpus, train a tokenizer, list, show, measure and check data",
 }
 """Command -> its description; the module of that name has its `main`."""
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-      arguments: the command line without the program's name; by default that of this process.
+      arguments: the command line without the program's name; by default, the command line of this process.
 
     Returns:
       The exit code: 0 if done; 1 if the run, or the user's code in it, failed; 2 for a mistake in the

@@ -121,7 +121,7 @@ def measure_machine(dtype: str) -> Machine:
 def measure_host(dtype: str) -> Machine:
     """Measure one device by small programs, while the other devices are idle.
 
-    Its link copies memory: what is sent is read and written at the rate of memory.
+    Its link copies memory: sent bytes are read and written at the rate of memory.
 
     Raises:
       ValueError: there are no measurements in this dtype.

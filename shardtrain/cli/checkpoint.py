@@ -196,7 +196,7 @@ def _exclusive(folder: Path) -> Iterator[None]:
     """Lock a folder of checkpoints and the folder of its run.
 
     Raises:
-      ValueError: another process has one of the locks, or the folder is that of another run.
+      ValueError: another process has one of the locks, or the folder belongs to another run.
     """
     refuse_other_run(folder)
     run = folder.resolve().parent

@@ -149,7 +149,7 @@ def import_checkpoint(options: Import) -> int:
         for path in found.tokenizer:
             (filled / TOKENIZER).mkdir(exist_ok=True)
             (filled / TOKENIZER / path.name).write_bytes(read_bytes(path))
-    # print what is missing, what was left out, and how to train on
+    # print missing and skipped parts, and how to train further
     if data_kind == "masked tokens" and token is None:
         terminal.out(
             f'the number of [MASK] was not found: write it as "mask_token" into {options.out / MODEL_FILE}\n'
@@ -160,7 +160,7 @@ def import_checkpoint(options: Import) -> int:
         f"{found.family}: {num_params:,} parameters -> {options.out}\n"
         f"in a run file of your own: model={model_text(found.config)}\n"
         f"train on: {shlex.join(['shardtrain', 'train', str(options.out / RUN_FILE)])}"
-        " (its first lines say with what data)\n"
+        " (its first lines describe the data)\n"
     )
     return 0
 
@@ -226,7 +226,7 @@ def _converter(name: str, function: str) -> Any:
 
     module = load_module(name, f"give one that has {function}")
     if not hasattr(module, function):
-        raise ValueError(f"{name} has no {function}; see {CONVERTER} for what it takes and returns")
+        raise ValueError(f"{name} has no {function}; see {CONVERTER} for its arguments and results")
     return getattr(module, function)
 
 

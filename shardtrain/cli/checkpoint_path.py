@@ -80,7 +80,9 @@ def find_checkpoint_path(where: str, step: int | None = None) -> CheckpointPath:
     """
     path, named, is_best = _split(where)
     if not path.is_dir():
-        raise FileNotFoundError(f"there is no folder {path}; give a run's folder, or that of its checkpoints")
+        raise FileNotFoundError(
+            f"there is no folder {path}; give a run's folder, or its folder of checkpoints"
+        )
     own, _ = read_name(path.name)
     if own >= 0 and not (path / CHECKPOINTS).is_dir():
         folder, named = path.parent, [*named, own]
@@ -92,7 +94,7 @@ def find_checkpoint_path(where: str, step: int | None = None) -> CheckpointPath:
     if len(steps) > 1:
         raise ValueError(f"{where} is step {min(steps)} and step {max(steps)} at once; name one")
     if not find_finished_steps(folder) and not partial_folders(folder):
-        raise ValueError(f"{path} contains no checkpoints; give a run's folder, or that of its checkpoints")
+        raise ValueError(f"{path} contains no checkpoints; give a run's folder, or its folder of checkpoints")
     return CheckpointPath(folder=folder, step=next(iter(steps), None))
 
 

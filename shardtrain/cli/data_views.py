@@ -84,7 +84,7 @@ class Show(Files):
       seq: tokens of a window.
       tokenizer: tokenizer of conversations, and of tokens without a manifest: bytes, or the path of a
         tokenizer.json or of a folder with one.
-      template: show conversations in this chat template, with what is trained on in brackets: tokenizer,
+      template: show conversations in this chat template, with trained text in brackets: tokenizer,
         chatml, llama3, plain, or a .jinja file.
       answers: whether all answers of a conversation are trained on, or the last one only.
       messages: name of the field with the messages of a conversation.

@@ -73,7 +73,7 @@ SECTIONS = {
         first=5,
     ),
     "checkpoints": Section(
-        about="where the run is kept, when it is saved, and what it starts from",
+        about="the folder of the run, when it saves, and the checkpoint it starts from",
         shown=(
             *("run_dir", "start_from.checkpoint", "checkpoints.every_minutes", "checkpoints.every_steps"),
             *("checkpoints.keep", "time_limit"),
@@ -81,12 +81,12 @@ SECTIONS = {
         more=("checkpoints.", "start_from.", "allow.", "time_margin"),
     ),
     "logging": Section(
-        about="what is logged and evaluated, and when",
+        about="which metrics are logged and evaluated, and when",
         shown=("log_every", "evaluate_every", "evaluate_batches", "sinks", "profile"),
         more=("evaluate_with",),
     ),
     "islands": Section(
-        about="what replicas and islands exchange, and when they are synchronised",
+        about="how and when replicas and islands are synchronised",
         shown=(
             *(f"{SYNCHRONISATION}by", f"{SYNCHRONISATION}every", "synchronisation", f"{ACROSS}shares"),
             *(f"{ACROSS}axis", "cluster"),
@@ -99,11 +99,11 @@ SECTIONS = {
         more=(PIPELINE,),
     ),
     "failures": Section(
-        about="when a run rolls back, and when a run that hangs is ended",
+        about="when a run rolls back, and when a hanging run is ended",
         shown=("nonfinite", "recovery.spike"),
         more=("recovery.", "watch."),
     ),
-    "command": Section(about="options of this command alone"),
+    "command": Section(about="options of this command"),
 }  # fmt: skip
 """Name of a section -> its options; options that no section names are in "command"."""
 

@@ -200,7 +200,7 @@ def _merges_text(run: Run, specs: Specs, sizes: Mapping[str, int], num_islands: 
 
 
 def _use_data(run: Run, use: Callable[[Any], Any]) -> Any:
-    """Prepare the training data of a run in a temporary folder, and return what a function makes of it."""
+    """Prepare the training data of a run in a temporary folder, and call a function with it."""
     with TemporaryDirectory() as folder:
         return use(run.data.train(Path(folder)))
 

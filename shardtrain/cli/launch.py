@@ -140,7 +140,7 @@ def program_problem(program: Sequence[str]) -> str | None:
 
 
 def _parse(name: str | None, words: Sequence[str]) -> tuple[Options, Any]:
-    """Parse the options of every launcher, and those of the named one."""
+    """Parse the options of every launcher, and of the named one."""
     import tyro
 
     flat = tyro.conf.OmitArgPrefixes

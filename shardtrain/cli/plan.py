@@ -155,8 +155,8 @@ def main(arguments: Sequence[str]) -> int:
     plan = plan_cluster(subjects, cluster, space, options.most, synchronisation, run.strategy.across)
     if len(plan.shares) == 1 and synchronisation.on_deltas:
         terminal.out(
-            "synchronisation: a plan of one island adds up gradients over data in every step, whatever"
-            " --synchronisation says; give a cluster of several islands to plan how these are joined\n"
+            "synchronisation: a plan of one island adds up gradients over data in every step and ignores"
+            " --synchronisation; give a cluster of several islands to plan their synchronisation\n"
         )
     terminal.out(plan_text(plan, subjects, options.most))
     stages = _plan_stages(run, plan, subjects, space)

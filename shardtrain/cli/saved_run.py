@@ -45,7 +45,7 @@ LAYOUT = "strategy.layout."
 
 @dataclass(frozen=True, kw_only=True)
 class SavedOptions(DeviceOptions, CompileOptions):
-    """Options of commands that use what a run has trained.
+    """Options of commands that use a trained model.
 
     Args:
       run: a run's folder, its folder of checkpoints, or the folder of a step; RUN@20 names step 20, and
@@ -95,7 +95,7 @@ class SavedRun:
 
     @property
     def takes_cache(self) -> bool:
-        """Whether the model keeps keys and values between tokens: those of this library do."""
+        """Whether the model caches keys and values between tokens, as models of this library do."""
         return self.is_decoder or self.is_encoder_decoder
 
     def restore(self, *, evaluated: bool) -> RestoredModel:
@@ -209,7 +209,7 @@ def _check_layout(layout: Layout) -> Layout:
 
 
 def _own_mesh(options: Mapping[str, Any]) -> dict[str, int]:
-    """Return the mesh of the run, without pipeline and context, if it fits the devices; else data alone."""
+    """Return the mesh of the run, without pipeline and context, if it fits the devices; else only data."""
     own = select_options(options, f"{LAYOUT}mesh.")
     # pipeline shards parameters, as fsdp does; context shards a batch, as data does
     for axis, other in ((axes.PIPELINE, axes.FSDP), (axes.CONTEXT, axes.DATA)):

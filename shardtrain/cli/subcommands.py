@@ -18,7 +18,7 @@ def run_subcommand(program: str, word: str, commands: Subcommands, arguments: Se
 
     Args:
       program: the words before the arguments, such as "shardtrain data".
-      word: what the first argument is called in the help, such as "COMMAND".
+      word: name of the first argument in the help, such as "COMMAND".
       commands: the commands.
       arguments: the command line after `program`.
 

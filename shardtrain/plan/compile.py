@@ -158,7 +158,7 @@ def compile_step(
     *,
     microbatches: int = 1,
 ) -> jax.stages.Compiled:
-    """Compile the training step from shapes alone.
+    """Compile the training step from shapes.
 
     Args:
       model: the model.

@@ -238,7 +238,7 @@ class AttentionCall(NamedTuple):
             for row, figures in zip(found, self._count(int(num), in_pairs, sizes, here), strict=True):
                 row[here] = figures
         flops, moved, temporary, num_bytes, messages = found
-        # an exchange between two devices takes what a permute does
+        # an exchange between two devices takes the time of a permute
         sent = Sent(PERMUTE, (axes.CONTEXT,), num_bytes, messages)  # pyright: ignore
         return CallCost(flops=flops, moved_bytes=moved, temporary_bytes=temporary, sent=(sent,))
 

@@ -23,17 +23,17 @@ class ReachedRates:
     softmax_features: float = 128.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Device:
     """A device by its data sheet; "GB" is read as 10**9 bytes, so memory is a lower bound.
 
     Args:
       kind: the `device_kind` of jax.
       source: source of the figures.
-      matrix_flops_per_second: peak of dense matrix products in bfloat16, without sparsity. None means that
-        the device has none.
       memory_bytes: device memory.
       memory_bytes_per_second: peak bandwidth of that memory.
+      matrix_flops_per_second: peak of dense matrix products in bfloat16, without sparsity. None means that
+        the device has none.
       float32_flops_per_second: peak in float32 outside matrix units. None means that it is not in this table.
       float16_flops_per_second: peak of dense matrix products in float16, for devices without bfloat16.
       compute_capability: compute capability of a GPU, from the CUDA programming guide.
@@ -42,9 +42,9 @@ class Device:
 
     kind: str
     source: str
-    matrix_flops_per_second: float | None
     memory_bytes: int
     memory_bytes_per_second: float
+    matrix_flops_per_second: float | None
     float32_flops_per_second: float | None = None
     float16_flops_per_second: float | None = None
     compute_capability: str | None = None
@@ -63,7 +63,6 @@ HOPPER = ReachedRates(products=0.77, memory=0.8, kernel_seconds=2e-6, softmax_fe
 """SXM boards of Hopper, measured by a step of GPT-2 124M on one H200 (docs/benchmarks/gpu.md): products at
 730 to 780 of 989 Tflop/s, the optimizer's update at 0.81 of the bandwidth, cuDNN's attention (heads of 64
 features, 1,024 positions) at a third of the rate of products. The time of a kernel is assumed."""
-UNMEASURED = ReachedRates()
 
 
 def _device(
@@ -76,20 +75,12 @@ def _device(
     compute_capability: str | None = None,
     *,
     float16: float | None = None,
-    reached: ReachedRates = UNMEASURED,
+    reached: ReachedRates = ReachedRates(),
 ) -> Device:
     """Build a device from figures in teraflops, GB and GB per second."""
-    return Device(
-        kind=kind,
-        source=source,
-        matrix_flops_per_second=None if matrix is None else matrix * TERA,
-        memory_bytes=round(memory * GB),
-        memory_bytes_per_second=bandwidth * GB,
-        float32_flops_per_second=None if float32 is None else float32 * TERA,
-        float16_flops_per_second=None if float16 is None else float16 * TERA,
-        compute_capability=compute_capability,
-        reached=reached,
-    )
+    peaks = [None if peak is None else peak * TERA for peak in (matrix, float32, float16)]
+    sizes = round(memory * GB), bandwidth * GB
+    return Device(kind, source, *sizes, *peaks, compute_capability, reached)  # pyright: ignore
 
 
 H100 = "NVIDIA H100 Tensor Core GPU datasheet"

@@ -93,7 +93,7 @@ class ClusterPlan:
 
     @property
     def island_seconds(self) -> float:
-        """Seconds of a step of the slowest island alone."""
+        """Seconds of a step of the slowest island, without synchronisation."""
         return self.slowest.plan.ranked[0].prediction.seconds.total
 
     @property

@@ -24,7 +24,7 @@ LOOKUPS = {"gather": 0, "scatter-add": 2}
 
 
 class PartialSum(NamedTuple):
-    """A sum of which each device has a part.
+    """A partial sum on each device.
 
     Args:
       summed: names of the dims that are split over these devices.

@@ -44,7 +44,7 @@ class Rates:
       memory_bytes_per_second: bytes that kernels read and write per second.
       kernel_seconds: seconds of a tiny kernel.
       memory_bytes: device memory. inf means unknown.
-      copies_stacked: whether programs are those of XLA for CPU: loops copy parts of stacked arrays, more
+      copies_stacked: whether XLA for CPU compiles the programs: loops copy parts of stacked arrays, more
         arrays are alive at once (`CallSizes.fuses`), and the optimizer's state is copied before its update.
     """
 
@@ -206,7 +206,8 @@ def make_machine(device: ClusterDevice, devices: int, *, in_float32: bool, nodes
         raise ValueError(
             f"device {near(device.name, names)}; or give its teraflops, memory_gb and memory_gb_per_second"
         )
-    flops, peak = None if device.teraflops is None else device.teraflops * TERA, None
+    flops, peak, reached = None if device.teraflops is None else device.teraflops * TERA, None, ReachedRates()
+    moved, memory = _count_bytes(device.memory_gb_per_second), _count_bytes(device.memory_gb)
     if known is not None:
         in_16_bits = known.matrix_flops_per_second or known.float16_flops_per_second
         peak = known.float32_flops_per_second if in_float32 else in_16_bits
@@ -214,32 +215,32 @@ def make_machine(device: ClusterDevice, devices: int, *, in_float32: bool, nodes
             dtype = "float32" if in_float32 else "16 bits"
             raise ValueError(f"the table has no rate of {known.kind} in {dtype}; give its teraflops")
         # no device was measured in float32
-        reached = ReachedRates() if in_float32 else known.reached
-        flops = reached.products * (peak or 0.0) if flops is None else flops
+        products = reached.products if in_float32 else known.reached.products
+        flops, reached = products * (peak or 0.0) if flops is None else flops, known.reached
+        if device.memory_gb_per_second is None:
+            moved = reached.memory * known.memory_bytes_per_second
+        if device.memory_gb is None:
+            memory = known.memory_bytes
     assert flops is not None
-    moved, memory = device.memory_gb_per_second, device.memory_gb
-    kernel = None if device.kernel_us is None else device.kernel_us * 1e-6
-    if known is not None:
-        moved = known.reached.memory * known.memory_bytes_per_second / GB if moved is None else moved
-        memory = known.memory_bytes / GB if memory is None else memory
-        kernel = known.reached.kernel_seconds if kernel is None else kernel
     rates = Rates(
         flops_per_second=flops,
-        memory_bytes_per_second=_bytes(moved),
-        kernel_seconds=ReachedRates().kernel_seconds if kernel is None else kernel,
-        memory_bytes=OF_MEMORY * _bytes(memory),
+        memory_bytes_per_second=moved,
+        kernel_seconds=reached.kernel_seconds if device.kernel_us is None else device.kernel_us * 1e-6,
+        memory_bytes=OF_MEMORY * memory,
         copies_stacked=device.simulated,
     )
     latency = device.latency_us * 1e-6
     return Machine(
         rates=rates,
         devices_per_node=device.per_node or max(devices // nodes, 1),
-        device_link=Link(bytes_per_second=_bytes(device.link_gb_per_second), latency_seconds=latency),
-        node_link=Link(bytes_per_second=_bytes(device.node_link_gb_per_second), latency_seconds=latency),
+        device_link=Link(bytes_per_second=_count_bytes(device.link_gb_per_second), latency_seconds=latency),
+        node_link=Link(
+            bytes_per_second=_count_bytes(device.node_link_gb_per_second), latency_seconds=latency
+        ),
         peak_flops_per_second=peak or flops,
         simulated=device.simulated,
     )
 
 
-def _bytes(gigabytes: float | None) -> float:
+def _count_bytes(gigabytes: float | None) -> float:
     return math.inf if gigabytes is None else gigabytes * GB

@@ -244,29 +244,25 @@ def _scatter(operands: Operands) -> OutputNames:
 
 
 RULES: Mapping[str, Callable[[Operands], OutputNames]] = {
+    **dict.fromkeys(
+        (
+            *("cumsum", "dynamic_slice", "pad", "reduce_window", "reduce_window_max", "reduce_window_min"),
+            *("reduce_window_sum", "rev", "slice", "sort", "select_and_gather_add", "split"),
+        ),
+        _name_like_first,
+    ),
     "broadcast_in_dim": _broadcast,
     "concatenate": _join,
     "conv_general_dilated": _convolution,
-    "cumsum": _name_like_first,
     "dot_general": _dot,
-    "dynamic_slice": _name_like_first,
     "dynamic_update_slice": _update,
     "gather": _gather,
-    "pad": _name_like_first,
     "ragged_dot_general": _name_ragged,
-    "reduce_window": _name_like_first,
-    "reduce_window_max": _name_like_first,
-    "reduce_window_min": _name_like_first,
-    "reduce_window_sum": _name_like_first,
     "reshape": _reshape,
-    "rev": _name_like_first,
     "scatter-add": _scatter,
     "scatter": _scatter,
-    "slice": _name_like_first,
-    "sort": _name_like_first,
-    "select_and_gather_add": _name_like_first,
     "select_and_scatter_add": _name_like_last,
-    "split": _name_like_first,
     "squeeze": _squeeze,
     "transpose": _transpose,
 }
+"""Operation -> its rule; `_name_like_inputs` is the rule of any other operation."""

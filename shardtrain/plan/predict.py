@@ -117,7 +117,7 @@ def steps(subject: Subject, machine: Machine, num_devices: int, choices: Sequenc
 def predictions(
     subject: Subject, machine: Machine, num_devices: int, choices: Sequence[Choice], *, waits: bool = True
 ) -> list[Prediction]:
-    """Predict several choices at once; the arguments are those of `steps` and `predict`.
+    """Predict several choices at once; for the arguments see `steps` and `predict`.
 
     Raises:
       ValueError: a layout does not fit the model.

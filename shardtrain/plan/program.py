@@ -83,7 +83,7 @@ class Kernel:
       operands: for each input of a loop's body, the number of the array that it is a part of; for a call, the
         number of each input.
       call: costs of a call by devices.
-      looked_up: numbers of arrays of which it reads only as many elements as it writes.
+      looked_up: numbers of arrays from which it reads only as many elements as it writes.
     """
 
     name: str

@@ -218,7 +218,7 @@ TRIED = 64
 
 
 def nearest_text(subject: Subject, num_devices: int, space: Space) -> str:
-    """Format which batch or number of devices would run; the arguments are those of `find_nearest_batch`."""
+    """Format which batch or number of devices would run; for the arguments see `find_nearest_batch`."""
     batch = find_nearest_batch(subject, num_devices, space)
     devices = find_nearest_devices(subject, num_devices, space)
     ways = [] if batch is None else [f"a batch of {batch} rows"]

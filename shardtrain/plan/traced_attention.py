@@ -44,7 +44,7 @@ class TracedAttention:
         causal: bool,
         **seen: Any,
     ) -> jax.Array:
-        """Return attention; the arguments are those of `ContextAttention`.
+        """Return attention; for the arguments see `ContextAttention`.
 
         Raises:
           ValueError: another kind than "all-to-all" has a bias, which a run refuses too.
@@ -91,7 +91,7 @@ class PlannedFlash(NamedTuple):
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, window: Any = None
     ) -> jax.Array:
-        """Return attention in one call; the arguments are those of `attend_whole`."""
+        """Return attention in one call; for the arguments see `attend_whole`."""
         call = FlashCall(
             queries=q.shape[1],
             keys=k.shape[1],

@@ -9,11 +9,11 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.optimize import nnls
 
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.system.plain_text import read_csv
@@ -120,8 +120,6 @@ class Fit(NamedTuple):
 def fit(terms: Sequence[Sequence[float]], results: Sequence[float]) -> Fit:
     """Fit results as a sum of terms with coefficients that are not negative, by least relative squares.
 
-    All sets of terms are tried; the best one whose free solution is not negative is the constrained optimum.
-
     Args:
       terms: (rows, terms), at most a few terms.
       results: (rows,), above 0.
@@ -130,16 +128,11 @@ def fit(terms: Sequence[Sequence[float]], results: Sequence[float]) -> Fit:
     (1.0, 2.0)
     """
     matrix, target = np.asarray(terms, float), np.asarray(results, float)
-    scaled, number = matrix / target[:, None], matrix.shape[1]
-    best, least = np.zeros(number), np.inf
-    for size in range(1, number + 1):
-        for chosen in combinations(range(number), size):
-            found, *_ = np.linalg.lstsq(scaled[:, list(chosen)], np.ones(len(target)), rcond=None)
-            residual = float(((scaled[:, list(chosen)] @ found - 1) ** 2).sum())
-            # more terms must reduce the residual by more than rounding
-            if (found >= 0).all() and residual < least * (1 - 1e-9) - 1e-18:
-                best, least = np.zeros(number), residual
-                best[list(chosen)] = found
+    scaled = matrix / target[:, None]
+    # columns of one size, so that rounding is the same for all
+    sizes = np.linalg.norm(scaled, axis=0)
+    sizes[sizes == 0] = 1.0
+    best = nnls(scaled / sizes, np.ones(len(target)))[0] / sizes
     error = float(np.abs(scaled @ best - 1).mean())
     return Fit(tuple(float(f"{each:.12g}") for each in best), error)
 

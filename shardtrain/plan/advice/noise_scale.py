@@ -98,7 +98,7 @@ def read_logged_noise(lines: Sequence[Mapping[str, float]], name: str) -> tuple[
         before = line["step"]
     if not found:
         raise ValueError(
-            f"no line of metrics of {name} has what the gradient noise scale is estimated from; train with"
+            f"no line of metrics of {name} has the gradients' noise; train with"
             " --gradient-noise-scale, at least until the first line of metrics"
         )
     newer = [(steps, values) for step, steps, values in found if step > found[-1][0] / 2]

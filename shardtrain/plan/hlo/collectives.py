@@ -40,7 +40,7 @@ class Collective:
     """One collective operation of a compiled program."""
 
     kind: str
-    """One of `KINDS`. An all-reduce of which each device keeps only its own slice is a reduce-scatter."""
+    """One of `KINDS`. An all-reduce is a reduce-scatter if each device keeps only its own slice."""
     axes: tuple[str, ...]
     """Mesh axes along which data moves, in the order of the mesh."""
     group_size: int
@@ -181,7 +181,7 @@ class _Reader:
         group_size = max(len(group) for group in groups)
         # of a permute not every device sends
         senders = sum(len(set(group)) > 1 for group in groups) / frame.module.num_devices
-        # operands of a combined all-reduce of which each device keeps a slice count as reduce-scatter
+        # operands of a combined all-reduce count as reduce-scatter if each device keeps only its slice
         parts: dict[tuple[str, str], int] = {}
         for part, array in enumerate(_operand_arrays(frame, instruction)):
             scattered = kind == ALL_REDUCE and is_scattered(frame, instruction, part, array, groups)

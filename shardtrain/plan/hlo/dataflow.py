@@ -13,7 +13,7 @@ import numpy as np
 from shardtrain.plan.hlo.text import Computation, Instruction, Module
 
 COPIES = frozenset({"bitcast", "copy", "copy-done", "copy-start", "optimization-barrier", "reshape"})
-"""Operations whose value is that of their first operand."""
+"""Operations whose value is the value of their first operand."""
 
 _CALLEES = {"fusion": "calls", "call": "to_apply", "async-start": "calls"}
 _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
@@ -66,7 +66,7 @@ class Frame:
         return self._loop(loop, "condition")
 
     def branches(self, conditional: Instruction) -> tuple["Frame", ...]:
-        """Return the frames of the branches of a conditional, of which a device runs one."""
+        """Return the frames of the branches of a conditional."""
         listed = conditional.find_braced("branch_computations")
         if listed is None:
             names = [conditional.attribute(f"{side}_computation") for side in ("true", "false")]

@@ -236,7 +236,7 @@ def pipeline_costs(subject: Subject, plan: ClusterPlan, link_gb_per_second: floa
     """
     devices = list_pipeline_devices(plan, link_gb_per_second, subject.num_blocks)
     stages = min(len(devices.devices), subject.num_blocks)
-    # equal rows, so that the costs are not those of a padded batch
+    # equal rows, so that no batch is padded
     microbatches = max(n for n in divisors(subject.batch_rows) if n <= MICROBATCHES * stages)
     rows = subject.batch_rows // microbatches
     traced = subject.traced_blocks(rows)

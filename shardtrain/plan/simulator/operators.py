@@ -23,7 +23,7 @@ WHOLE = frozenset((axes.LAYERS, axes.HEIGHT, axes.WIDTH))
 
 @dataclass(frozen=True)
 class Part:
-    """A kernel or an array, of which a device may have a part.
+    """A kernel or an array that may be split over devices.
 
     Args:
       amount: flops of the kernel, or bytes of the array.
