@@ -114,7 +114,8 @@ def main(arguments: Sequence[str]) -> int:
         names = ", ".join(map(repr, run.strategy.islands))
         terminal.out(f"sections of islands ({names}) are not applied; --island NUMBER applies those of one\n")
     layout = run.strategy.layout
-    sizes = axis_sizes(layout.mesh, options.devices or _count_devices(layout.mesh))
+    of_mesh = math.prod(layout.mesh.values()) if -1 not in layout.mesh.values() else jax.device_count()
+    sizes = axis_sizes(layout.mesh, options.devices or of_mesh)
     model = make_model(run)
     optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims, frozen=model.frozen)
     stages = _find_partition(run, model, sizes[axes.PIPELINE])
@@ -290,9 +291,3 @@ def _show(table: Table, picture: Path | None) -> None:
     terminal.out("\n" + timeline_text(table, width))
     if picture is not None:
         terminal.out(f"timeline: {timeline(table, picture)}\n")
-
-
-def _count_devices(mesh: Mapping[str, int]) -> int:
-    if -1 not in mesh.values():
-        return math.prod(mesh.values())
-    return jax.device_count()

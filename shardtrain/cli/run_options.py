@@ -149,7 +149,11 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
     for name in ("cpu_devices", "strategy", "synchronisation", "cluster"):  # these are applied already
         changes.pop(name, None)
     own_paths = {option.path for option in command_options}
-    run_changes = {path: _parse_value(path, new) for path, new in changes.items() if path not in own_paths}
+    run_changes = {
+        path: TEXTS[path].read(new) if path in TEXTS and new is not None else new
+        for path, new in changes.items()
+        if path not in own_paths
+    }
     own_changes = {path: new for path, new in changes.items() if path in own_paths}
     run = adopt_tokenizer(replace_fields(run, run_changes), run_changes)
     return run, replace_fields(own, own_changes)
@@ -296,8 +300,3 @@ TEXTS = {
     ),
 }
 """Path of a field -> its text form."""
-
-
-def _parse_value(path: str, value: Any) -> Any:
-    """Convert a parsed value to the value of its field."""
-    return TEXTS[path].read(value) if path in TEXTS and value is not None else value

@@ -10,7 +10,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.cli.checkpoint_path import MODEL, find_checkpoint_path, select_options
 from shardtrain.errors.messages import problems_error
 from shardtrain.imported import option_problems
@@ -115,7 +114,8 @@ def read_row(folder: Path, names: dict[str, str]) -> tuple[MeasuredRow, list[str
     options = dict(reader.extra.get("run") or {})
     own = select_options(options, MODEL)
     model = names.setdefault(repr(sorted(own.items(), key=str)) if own else str(folder), folder.name)
-    found["parameter_mb"] = _parameter_bytes(reader) / 1e6
+    sizes = [math.prod(leaf.shape) for path, leaf in reader.leaves.items() if path.startswith(PARAMS)]
+    found["parameter_mb"] = GRADIENT_BYTES * sum(sizes) / 1e6
     found["checkpoint_mb"] = reader.num_bytes / 1e6
     teraflops = _teraflops(own, options, lines)
     notes = []
@@ -139,11 +139,6 @@ def find_devices(folder: Path) -> tuple[str, int]:
         raise ValueError(
             f"{path} does not name the devices of the run ({error}); write a row to a CSV file instead"
         ) from error
-
-
-def _parameter_bytes(reader: CheckpointReader) -> float:
-    shapes = [leaf.shape for path, leaf in reader.leaves.items() if path.startswith(PARAMS)]
-    return float(GRADIENT_BYTES * sum(math.prod(shape) for shape in shapes))
 
 
 def _teraflops(

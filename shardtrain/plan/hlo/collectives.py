@@ -85,7 +85,11 @@ def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collectiv
     module = parse(hlo_text)
     num_devices = math.prod(axis_sizes.values())
     if module.num_devices != num_devices:
-        raise ValueError(_wrong_devices(axis_sizes, module.num_devices))
+        listed = ", ".join(f"{name}={size}" for name, size in axis_sizes.items() if size > 1) or "all 1"
+        raise ValueError(
+            f"axis sizes {listed} make {num_devices} devices, but the program was compiled for"
+            f" {module.num_devices}. Pass dict(mesh.shape) of the mesh that it was compiled for."
+        )
     # walk from the entry into every called computation, as a run of the program does
     frame = Frame(module=module, computation=module.entry)
     return tuple(_Reader(axis_sizes=axis_sizes).read(frame))
@@ -129,8 +133,15 @@ class _Reader:
                 yield from self._most_expensive(frame, instruction)
             elif inner is not None:
                 yield from self.read(inner)
-            elif instruction.opcode == "send" and _leaves_the_host(instruction):
-                raise ValueError(_unreadable_send(instruction))
+            elif instruction.opcode == "send" and (
+                # to another device or slice, not to its own host
+                "megascale" in instruction.attributes or "is_host_transfer=true" not in instruction.attributes
+            ):
+                raise ValueError(
+                    f"instruction {instruction.name} sends data by a transfer of its own, whose receivers the"
+                    " text does not name. Counted are collectives inside one slice: compile for a topology with"
+                    " num_slices=1."
+                )
 
     def _continues(self, instruction: Instruction) -> bool:
         """Return whether a collective in a fusion continues one that has been read."""
@@ -149,7 +160,13 @@ class _Reader:
             return
         rounds = trip_count(frame, loop)
         if rounds is None:
-            raise ValueError(_unknown_trip_count(loop, body + condition))
+            inside = {f"{found.kind} over {'+'.join(found.axes)}" for found in body + condition}
+            raise ValueError(
+                f"loop {loop.name} ({loop.source or 'no source noted'}) contains {', '.join(sorted(inside))},"
+                " and the text does not tell how often it runs. Counted are loops with a fixed number of"
+                " iterations: use lax.scan, or lax.fori_loop with Python integers as bounds, in place of"
+                " lax.while_loop."
+            )
         # the condition is evaluated once more than the body
         around = Loop(name=loop.name, trip_count=rounds, source=loop.source)
         for times, part in ((rounds, body), (rounds + 1, condition)):
@@ -223,35 +240,6 @@ def _operand_arrays(frame: Frame, instruction: Instruction) -> list[Array]:
     if instruction.opcode.startswith(RAGGED_ALL_TO_ALL):
         return list(first)
     return [array for operand in instruction.operands for array in instructions[operand].arrays]
-
-
-def _leaves_the_host(instruction: Instruction) -> bool:
-    """Return whether a send goes to another device or slice, not to its own host."""
-    return "megascale" in instruction.attributes or "is_host_transfer=true" not in instruction.attributes
-
-
-def _wrong_devices(axis_sizes: Mapping[str, int], num_devices: int) -> str:
-    sizes = ", ".join(f"{name}={size}" for name, size in axis_sizes.items() if size > 1) or "all 1"
-    return (
-        f"axis sizes {sizes} make {math.prod(axis_sizes.values())} devices, but the program was compiled "
-        f"for {num_devices}. Pass dict(mesh.shape) of the mesh that it was compiled for."
-    )
-
-
-def _unknown_trip_count(loop: Instruction, inside: tuple[Collective, ...]) -> str:
-    contained = ", ".join(sorted({f"{found.kind} over {'+'.join(found.axes)}" for found in inside}))
-    return (
-        f"loop {loop.name} ({loop.source or 'no source noted'}) contains {contained}, and the text does "
-        "not tell how often it runs. Counted are loops with a fixed number of iterations: use lax.scan, or "
-        "lax.fori_loop with Python integers as bounds, in place of lax.while_loop."
-    )
-
-
-def _unreadable_send(instruction: Instruction) -> str:
-    return (
-        f"instruction {instruction.name} sends data by a transfer of its own, whose receivers the text does "
-        "not name. Counted are collectives inside one slice: compile for a topology with num_slices=1."
-    )
 
 
 _PASS_ON = COPIES | {"all-reduce-done", "convert", "transpose"}

@@ -50,7 +50,11 @@ def device_groups(instruction: Instruction, num_devices: int) -> Groups:
         return _make_groups(_arrange(arranged))
     if mesh:
         return _make_groups(_parse_over_mesh(mesh))
-    raise ValueError(_unknown_spelling(instruction.name, text))
+    raise ValueError(
+        f"collective {instruction.name} has replica groups that are spelled in an unknown way: {text[:60]!r}."
+        " Known are {{0,1},{2,3}}, [2,2]<=[4], mesh['a'=2,'b'=2] {'a'} and source_target_pairs; add the new"
+        " spelling to shardtrain/plan/hlo/replica_groups.py."
+    )
 
 
 def find_axes(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -135,11 +139,3 @@ def _make_groups(devices: np.ndarray) -> Groups:
 
 def _integers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
-
-
-def _unknown_spelling(name: str, text: str) -> str:
-    return (
-        f"collective {name} has replica groups that are spelled in an unknown way: {text[:60]!r}. "
-        "Known are {{0,1},{2,3}}, [2,2]<=[4], mesh['a'=2,'b'=2] {'a'} and source_target_pairs; "
-        "add the new spelling to shardtrain/plan/hlo/replica_groups.py."
-    )

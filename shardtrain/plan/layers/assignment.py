@@ -144,16 +144,11 @@ def estimate_exchange(layers: Layers, chosen: Sequence[Split], sides: Sides) -> 
         for layer, split in zip(layers, chosen, strict=True)
         for source in layer.sources
     )
-    return between + sum(
-        own_seconds(layer, split, sides) - _compute_seconds(layer, split, sides)
-        for layer, split in zip(layers, chosen, strict=True)
-    )
-
-
-def _compute_seconds(layer: Layer, split: Split, sides: Sides) -> float:
-    return max(
-        flops / side.flops_per_second for side, flops in zip(sides, count_flops(layer, split), strict=True)
-    )
+    for layer, split in zip(layers, chosen, strict=True):
+        flops = zip(sides, count_flops(layer, split), strict=True)
+        compute = max(number / side.flops_per_second for side, number in flops)
+        between += own_seconds(layer, split, sides) - compute
+    return between
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,11 @@ def find_mesh(layers: Layers, found: Partitioned) -> AsMesh:
             )
     of_levels = [(layer, split) for chosen in tensor_levels for layer, split in _weighted(layers, chosen)]
     # use the default rules if they give these types, else the dims that these types split
-    split_dims = {dim for layer, split in of_levels for dim in _dims(layer.dims_in, layer.dims_out, split)}
+    split_dims = {
+        dim
+        for layer, split in of_levels
+        for dim in {TYPE_II: layer.dims_in, TYPE_III: layer.dims_out}.get(split.way, ())
+    }
     for dims in (TENSOR_DIMS, frozenset(split_dims)):
         if all(find_tensor_type(layer, dims) == split.way for layer, split in of_levels):
             return AsMesh(data=2**data_levels, tensor=2 ** len(tensor_levels), dims=dims)
@@ -103,10 +107,6 @@ def find_mesh(layers: Layers, found: Partitioned) -> AsMesh:
 
 def _weighted(layers: Layers, chosen: Sequence[Split]) -> list[tuple[Layer, Split]]:
     return [(layer, split) for layer, split in zip(layers, chosen, strict=True) if layer.has_weights]
-
-
-def _dims(dims_in: tuple[str, ...], dims_out: tuple[str, ...], split: Split) -> tuple[str, ...]:
-    return {TYPE_II: dims_in, TYPE_III: dims_out}.get(split.way, ())
 
 
 def _is_even(found: Partitioned) -> bool:
