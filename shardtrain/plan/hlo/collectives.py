@@ -139,8 +139,8 @@ class _Reader:
             ):
                 raise ValueError(
                     f"instruction {instruction.name} sends data by a transfer of its own, whose receivers the"
-                    " text does not name. Counted are collectives inside one slice: compile for a topology with"
-                    " num_slices=1."
+                    " text does not name. Counted are collectives inside one slice: compile for a topology"
+                    " with num_slices=1."
                 )
 
     def _continues(self, instruction: Instruction) -> bool:
