@@ -23,9 +23,9 @@ from shardtrain.plan.layers.replicated_costs import pipeline_costs
 from shardtrain.plan.layers.trace_layers import trace_layers
 from shardtrain.plan.predict import predict, steps
 from shardtrain.plan.prediction import Step
-from shardtrain.plan.search import frontier
+from shardtrain.plan.search import find_frontier
 from shardtrain.plan.simulator.operator_search import plan_operators
-from shardtrain.plan.simulator.step_graph import step_graph
+from shardtrain.plan.simulator.step_graph import make_step_graph
 from shardtrain.plan.space import Space
 from shardtrain.plan.step_times import StepTimes
 from shardtrain.plan.subject import Subject
@@ -62,7 +62,7 @@ def _write_trace(path: Path, plan: ClusterPlan, all_times: Sequence[StepTimes]) 
     kinds = [each for each in plan.kinds if each.rows]
     for each, times in zip(kinds, all_times, strict=True):
         for overlap, what in ((False, "nothing overlaps"), (True, "sums of gradients overlap")):
-            found.append(TracedStep(f"{each.kind.kind}: {what}", step_graph(times, overlap=overlap)))
+            found.append(TracedStep(f"{each.kind.kind}: {what}", make_step_graph(times, overlap=overlap)))
     replace_file(path, trace_text(found).encode())
     return format_traces(found) + f"trace: {path}\n"
 
@@ -137,7 +137,7 @@ def _draw_frontiers(path: Path, plan: ClusterPlan, subjects: Sequence[Subject], 
         devices = each.kind.devices or 1
         if not each.plan.ranked:
             continue
-        best, points = frontier(subject, each.machine, devices, space)
+        best, points = find_frontier(subject, each.machine, devices, space)
         file = path.with_stem(f"{path.stem}_{each.kind.kind}") if len(plan.kinds) > 1 else path
         title = f"{each.kind.kind}: {devices} device{'s' * (devices > 1)}, {each.rows} rows"
         frontier_plot(best, points, each.machine.rates.memory_bytes, file, title=title)

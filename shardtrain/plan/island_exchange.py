@@ -72,7 +72,7 @@ class Join(NamedTuple):
     seconds: float
 
 
-def join(
+def compute_join(
     synchronisation: Synchronisation, merges: MergeBytes, bytes_per_second: float, step_seconds: float
 ) -> Join:
     """Return the costs of synchronising islands, if they skip no merge.
@@ -85,11 +85,11 @@ def join(
       bytes_per_second: rate at which an island sends. inf means that no link is given.
       step_seconds: seconds of a step of the slowest island.
 
-    >>> every = join(Synchronisation(), MergeBytes(2, (4000,)), 4e3, 0.1)
+    >>> every = compute_join(Synchronisation(), MergeBytes(2, (4000,)), 4e3, 0.1)
     >>> every.bytes_per_step, every.seconds
     (4000.0, 1.0)
     >>> rare = Synchronisation(on="deltas", every=10, overlap=4)
-    >>> [round(each, 3) for each in join(rare, MergeBytes(2, (4000,), every=10), 4e3, 0.1)]
+    >>> [round(each, 3) for each in compute_join(rare, MergeBytes(2, (4000,), every=10), 4e3, 0.1)]
     [10, 400.0, 0.04, 0.06]
     """
     seconds = [num_bytes / bytes_per_second for num_bytes in merges.merges]

@@ -19,7 +19,7 @@ from shardtrain.plan.island_exchange import (
     Join,
     MergeBytes,
     choose_fastest,
-    join,
+    compute_join,
     make_merge_bytes,
     own_copies,
     plan_early,
@@ -29,7 +29,7 @@ from shardtrain.plan.predict import steps
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import Plan, Ranked, plan_named_layouts, search
 from shardtrain.plan.space import Space, nearest_text
-from shardtrain.plan.step_times import StepTimes, step_times
+from shardtrain.plan.step_times import StepTimes, compute_step_times
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.shares import shares
 
@@ -117,7 +117,7 @@ class ClusterPlan:
         """Return the costs of another synchronisation, with the same layouts."""
         assert self.merges is not None
         merges, rate = self.merges(synchronisation), self.link_bytes_per_second
-        found = join(synchronisation, merges, rate, self.island_seconds)
+        found = compute_join(synchronisation, merges, rate, self.island_seconds)
         if not (self.early and synchronisation.is_mean):
             return found
         # sending while later programs compute, minus the costs of several programs
@@ -232,7 +232,7 @@ def estimate_times(
         if not each.rows:
             continue
         (step,) = steps(subject, each.machine, each.kind.devices or 1, [choice])
-        found.append(step_times(step, each.machine))
+        found.append(compute_step_times(step, each.machine))
     return found
 
 

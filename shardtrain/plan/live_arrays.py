@@ -63,7 +63,7 @@ def compute_peak_bytes(
     return peak
 
 
-def order_on_gpus(kernels: Sequence[Kernel], trip: Trip | None) -> list[int]:
+def sort_for_gpus(kernels: Sequence[Kernel], trip: Trip | None) -> list[int]:
     """Return the positions of kernels in the order in which XLA's scheduler for GPUs runs them.
 
     In a trip of a loop, kernels that the next trip needs run first, each as late as another kernel needs it.
@@ -95,7 +95,7 @@ def order_on_gpus(kernels: Sequence[Kernel], trip: Trip | None) -> list[int]:
     return list(found)
 
 
-def copies_on_gpus(
+def count_copies_on_gpus(
     program: Program, kernels: Sequence[Kernel], sizes: Sequence[Any], splits: Splits, trip: Trip | None
 ) -> dict[int, Any]:
     """Return the bytes of the copies that a program for GPUs makes of its inputs.

@@ -19,10 +19,10 @@ from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS, Shard
 from shardtrain.plan.step_collectives import (
     count_sent_parameters,
     list_sent_activations,
-    lockstep_table,
-    stage_runs,
+    list_stage_runs,
+    make_lockstep_table,
 )
-from shardtrain.plan.step_times import StepTimes, step_times
+from shardtrain.plan.step_times import StepTimes, compute_step_times
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import Exchange
 from shardtrain.plan.traffic import count_sent_bytes
@@ -134,11 +134,11 @@ def predict(step: Step, machine: Machine, *, waits: bool = True) -> Prediction:
       waits: whether to simulate how the stages of a pipeline wait for each other. Without it, the seconds are
         a lower bound, which is faster to compute.
     """
-    times = step_times(step, machine)
+    times = compute_step_times(step, machine)
     return Prediction(
         memory=_predict_memory(step, machine, times.table if times.num_stages > 1 else None),
         seconds=_predict_seconds(times, waits, idle_costs=not machine.simulated),
-        flops=sum(runs * each.flops for runs, each in stage_runs(step)),
+        flops=sum(runs * each.flops for runs, each in list_stage_runs(step)),
     )
 
 
@@ -216,7 +216,7 @@ def sum_sent_by_axes(step: Step, *, simulated: bool = False) -> dict[tuple[str, 
         members = math.prod(sizes.get(axis, 1) for axis in each.axes)
         add(each.axes, count_sent_bytes(each.kind, members, each.num_bytes))
     if stages > 1:
-        table = lockstep_table(choice.schedule, stages, choice.accumulate, choice.virtual_stages)
+        table = make_lockstep_table(choice.schedule, stages, choice.accumulate, choice.virtual_stages)
         # the last stage sends nothing forward, the first nothing backward
         add((axes.PIPELINE,), 2 * table.num_ticks * step.stream_bytes * (stages - 1) / stages)
     return found

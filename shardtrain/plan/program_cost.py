@@ -14,7 +14,7 @@ import numpy as np
 from shardtrain import axes
 from shardtrain.plan.fusion import share_passes
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from shardtrain.plan.live_arrays import Trip, compute_peak_bytes, copies_on_gpus, order_on_gpus
+from shardtrain.plan.live_arrays import Trip, compute_peak_bytes, count_copies_on_gpus, sort_for_gpus
 from shardtrain.plan.prediction import Cost, Loop, Segment, Sent
 from shardtrain.plan.program import Array, CallSizes, Kernel, Program, Resharding, Sharding, Splits
 
@@ -179,9 +179,9 @@ def _sum_costs(program: Program, splits: Splits, seconds: Durations, trip: Trip 
         inside.append(np.maximum(body.peak_bytes - made, 0.0))
     copies: dict[int, Any] = {}
     if program.for_gpus:
-        order = order_on_gpus(kernels, trip)
+        order = sort_for_gpus(kernels, trip)
         kernels, inside = [kernels[at] for at in order], [inside[at] for at in order]
-        copies = copies_on_gpus(program, kernels, sizes, splits, trip)
+        copies = count_copies_on_gpus(program, kernels, sizes, splits, trip)
     total.peak_bytes = compute_peak_bytes(program, kernels, sizes, inside, copies)
     for each in program.reshardings:
         rows = None if each.rows is None else program.arrays[each.rows]

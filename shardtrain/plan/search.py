@@ -129,7 +129,7 @@ def _select_least_recomputed(
     return list(best.values())
 
 
-def frontier(
+def find_frontier(
     subject: Subject, machine: Machine, num_devices: int, space: Space
 ) -> tuple[tuple[Ranked, ...], tuple[tuple[float, float], ...]]:
     """Return the choices that need less memory than every faster one, and the points of all choices.

@@ -88,7 +88,7 @@ def list_allowed_choices(
         if axes.CONTEXT in searched
         else 1
     )
-    for layout in layouts(num_devices, space.layout, searched):
+    for layout in list_layouts(num_devices, space.layout, searched):
         if layout.mesh.get(axes.CONTEXT, 1) > most_context:
             continue
         sizes = axis_sizes(layout.mesh, num_devices)
@@ -135,7 +135,7 @@ def list_searched_axes(subject: Subject, given: Layout) -> tuple[str, ...]:
     return tuple(axis for axis in axes.AXES if axis in used)
 
 
-def layouts(num_devices: int, given: Layout, searched: Sequence[str] = MESH_AXES) -> Iterator[Layout]:
+def list_layouts(num_devices: int, given: Layout, searched: Sequence[str] = MESH_AXES) -> Iterator[Layout]:
     """Return every layout whose axis sizes multiply to the number of devices.
 
     Args:
@@ -273,7 +273,7 @@ def _has_choice(subject: Subject, num_devices: int, space: Space) -> bool:
 
 def _list_fitting_layouts(subject: Subject, num_devices: int, space: Space) -> Iterator[Layout]:
     """Yield the layouts of a number of devices that fit the model."""
-    for layout in layouts(num_devices, space.layout):
+    for layout in list_layouts(num_devices, space.layout):
         try:
             subject.state(Choice(layout=layout), num_devices)
         except ValueError:

@@ -18,12 +18,12 @@ from shardtrain.plan.traffic import StepSizes, Traffic, parameter_traffic
 
 
 @cache
-def lockstep_table(schedule: str, stages: int, microbatches: int, chunks: int) -> Table:
+def make_lockstep_table(schedule: str, stages: int, microbatches: int, chunks: int) -> Table:
     """Return the table of a schedule as a mesh runs it."""
     return make_table(schedule, stages, microbatches, chunks, lockstep=True)
 
 
-def stage_runs(step: Step) -> list[tuple[float, Segment]]:
+def list_stage_runs(step: Step) -> list[tuple[float, Segment]]:
     """Return (runs in a step, segment) for each segment of the traced program, averaged over stages."""
     runs, parts = step.choice.accumulate * step.choice.virtual_stages, step.num_parts
     if step.forward is None or step.num_stages == 1:
@@ -44,7 +44,7 @@ def list_sent_activations(step: Step) -> tuple[Sent, ...]:
     """List the collectives of activations of a step."""
     return tuple(
         each._replace(num_bytes=times * each.num_bytes, times=times * each.times)
-        for times, segment in stage_runs(step)
+        for times, segment in list_stage_runs(step)
         for each in segment.sent
     )
 
@@ -66,7 +66,7 @@ def count_sent_parameters(step: Step, *, sums_apart: bool, only_blocks: bool = F
 
 def count_backwards(choice: Choice) -> int:
     """Return the number of kinds of backward tasks of a pipeline's schedule."""
-    table = lockstep_table(choice.schedule, 2, 2 * choice.virtual_stages, choice.virtual_stages)
+    table = make_lockstep_table(choice.schedule, 2, 2 * choice.virtual_stages, choice.virtual_stages)
     return len(table.kinds) - 1
 
 

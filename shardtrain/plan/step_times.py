@@ -18,7 +18,7 @@ from shardtrain.plan.step_collectives import (
     Collective,
     list_activation_collectives,
     list_parameter_collectives,
-    lockstep_table,
+    make_lockstep_table,
 )
 from shardtrain.plan.traffic import GRADIENT_BYTES
 
@@ -65,7 +65,7 @@ class StepTimes:
         """The schedule, also of a single stage."""
         choice = self.choice
         schedule = choice.schedule if self.num_stages > 1 else "1f1b"
-        return lockstep_table(schedule, self.num_stages, choice.accumulate, choice.virtual_stages)
+        return make_lockstep_table(schedule, self.num_stages, choice.accumulate, choice.virtual_stages)
 
     @property
     def compute(self) -> float:
@@ -127,7 +127,7 @@ class StepTimes:
         return of_blocks + self.outside(part, kind)
 
 
-def step_times(step: Step, machine: Machine) -> StepTimes:
+def compute_step_times(step: Step, machine: Machine) -> StepTimes:
     """Return the durations of a step's parts on a machine."""
     link, state = machine.link((axes.PIPELINE,), step.sizes), step.state
     computed = _time_whole if step.forward is None or step.num_stages == 1 else _time_parts

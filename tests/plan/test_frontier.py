@@ -18,7 +18,7 @@ from shardtrain.models.decoder_flops import flops_per_token
 from shardtrain.plan.islands import plan_cluster
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.predict import predictions
-from shardtrain.plan.search import frontier
+from shardtrain.plan.search import find_frontier
 from shardtrain.plan.space import (
     Space,
     find_nearest_batch,
@@ -45,7 +45,7 @@ def subject():
 
 
 def test_no_way_beats_the_frontier_in_memory_and_time(subject):
-    found, points = frontier(subject, MACHINE, 4, SPACE)
+    found, points = find_frontier(subject, MACHINE, 4, SPACE)
     tried = [
         replace(choice, remat=remat)
         for choice, remat in product(list_allowed_choices(subject, 4, SPACE)[0], SPACE.remats)
@@ -58,7 +58,7 @@ def test_no_way_beats_the_frontier_in_memory_and_time(subject):
 
 
 def test_the_frontier_is_drawn(subject, tmp_path):
-    found, points = frontier(subject, MACHINE, 2, SPACE)
+    found, points = find_frontier(subject, MACHINE, 2, SPACE)
     path = tmp_path / "frontier.png"
     check_frontier(path)
     frontier_plot(found, points, 1e9, path, title="2 devices")

@@ -21,7 +21,7 @@ from shardtrain.models import attention
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.device_calls import FlashCall, counts_flash
 from shardtrain.plan.devices import find_device
-from shardtrain.plan.live_arrays import Trip, order_on_gpus
+from shardtrain.plan.live_arrays import Trip, sort_for_gpus
 from shardtrain.plan.machine import make_machine
 from shardtrain.plan.predict import find_sharding, predictions
 from shardtrain.plan.program import CallSizes, Kernel, Sharding
@@ -228,17 +228,17 @@ def test_on_gpus_a_trip_runs_what_the_next_one_needs_first_and_each_product_when
     gradient, early, late = kernel((0,), (1,)), kernel((0,), (2,)), kernel((0,), (3,))
     carried = kernel((3, 2), (4,))
     trip = Trip(carried=[4], parts=[], is_loop=np.array([True]))
-    assert order_on_gpus([gradient, early, late, carried], trip) == [2, 1, 3, 0]
+    assert sort_for_gpus([gradient, early, late, carried], trip) == [2, 1, 3, 0]
     # what devices compute by hand, such as what they send, keeps its place
     called = kernel((2,), (5,), "device_call", call)
-    assert order_on_gpus([gradient, early, called, late, carried], trip) == [1, 2, 3, 4, 0]
+    assert sort_for_gpus([gradient, early, called, late, carried], trip) == [1, 2, 3, 4, 0]
     # a result that is carried as it came needs no kernel
-    assert order_on_gpus([gradient], trip._replace(carried=[0])) == [0]
+    assert sort_for_gpus([gradient], trip._replace(carried=[0])) == [0]
 
 
 def test_on_gpus_sums_that_nothing_needs_come_last_outside_of_loops():
     kernels = [kernel((0,), (1,)), kernel((0,), (2,), "reduce_sum"), kernel((0,), (3,), "reduce_sum")]
-    assert order_on_gpus([*kernels, kernel((3,), (4,))], None) == [0, 2, 3, 1]
+    assert sort_for_gpus([*kernels, kernel((3,), (4,))], None) == [0, 2, 3, 1]
 
 
 def peak(function, shapes, names, kind=H100, stored=()):

@@ -13,11 +13,11 @@ from shardtrain.plan.islands import KindPlan
 from shardtrain.plan.predict import steps
 from shardtrain.plan.search import Ranked, search
 from shardtrain.plan.space import REMATS, Space
-from shardtrain.plan.step_times import step_times
+from shardtrain.plan.step_times import compute_step_times
 from shardtrain.plan.subject import Subject
 
 
-def speedup(overhead_ratio: float, devices: int) -> float:
+def compute_speedup(overhead_ratio: float, devices: int) -> float:
     """Return how much faster a step is on several devices than on one, which share only the computation.
 
     Args:
@@ -27,23 +27,23 @@ def speedup(overhead_ratio: float, devices: int) -> float:
     Returns:
       (1 + R_O) / (1 / G + R_O); G times the efficiency.
 
-    >>> round(speedup(0.1, 4), 3)
+    >>> round(compute_speedup(0.1, 4), 3)
     3.143
     """
     return (1 + overhead_ratio) / (1 / devices + overhead_ratio)
 
 
-def most_devices(overhead_ratio: float, efficiency: float) -> float:
+def compute_most_devices(overhead_ratio: float, efficiency: float) -> float:
     """Return the largest number of devices with an efficiency: G <= (1 + (1 - a) / R_O) / a.
 
     Args:
-      overhead_ratio: R_O, as in `speedup`; assumed not to grow with the devices.
+      overhead_ratio: R_O, as in `compute_speedup`; assumed not to grow with the devices.
       efficiency: a.
 
     Returns:
       A whole number from 1; inf without overhead.
 
-    >>> most_devices(0.1, 0.8), most_devices(0.0, 0.8)
+    >>> compute_most_devices(0.1, 0.8), compute_most_devices(0.0, 0.8)
     (3, inf)
     """
     if overhead_ratio == 0:
@@ -86,8 +86,8 @@ def scaling(subject: Subject, each: KindPlan, best: Ranked, efficiency: float) -
     ratio = overhead / (seconds.compute * num_devices)
     return Scaling(
         overhead_ratio=ratio,
-        efficiency=speedup(ratio, num_devices) / num_devices,
-        most_devices=most_devices(ratio, efficiency),
+        efficiency=compute_speedup(ratio, num_devices) / num_devices,
+        most_devices=compute_most_devices(ratio, efficiency),
         link_factor=sent / left if left > 0 else math.inf,
     )
 
@@ -95,7 +95,7 @@ def scaling(subject: Subject, each: KindPlan, best: Ranked, efficiency: float) -
 def _latency_seconds(subject: Subject, each: KindPlan, best: Ranked) -> float:
     """Return the part of the seconds of collectives that faster links do not shorten."""
     (step,) = steps(subject, each.machine, each.kind.devices or 1, [best.choice])
-    times = step_times(step, each.machine)
+    times = compute_step_times(step, each.machine)
     found = sum(one.latency_seconds for one in times.collectives)
     # the rest is sent between the stages of a pipeline, with the same part of latency each time
     all_seconds = sum(best.prediction.seconds.collectives.values())

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from shardtrain.plan.hlo.dataflow import COPIES, Frame, trip_count, values
-from shardtrain.plan.hlo.replica_groups import Groups, device_groups, find_axes, parse_list
+from shardtrain.plan.hlo.dataflow import COPIES, Frame, find_trip_count, find_values
+from shardtrain.plan.hlo.replica_groups import Groups, find_axes, find_device_groups, parse_list
 from shardtrain.plan.hlo.text import Array, Instruction, parse
 
 ALL_REDUCE = "all-reduce"
@@ -158,7 +158,7 @@ class _Reader:
         condition = tuple(self.read(frame.condition(loop)))
         if not body and not condition:
             return
-        rounds = trip_count(frame, loop)
+        rounds = find_trip_count(frame, loop)
         if rounds is None:
             inside = {f"{found.kind} over {'+'.join(found.axes)}" for found in body + condition}
             raise ValueError(
@@ -191,7 +191,7 @@ class _Reader:
         """Yield the parts of one collective instruction, by kind (all-reduce or reduce-scatter) and dtype."""
         kind = instruction.opcode.removesuffix("-start")
         # which devices communicate, as mesh axes; a group of one device sends nothing
-        groups = device_groups(instruction, frame.module.num_devices)
+        groups = find_device_groups(instruction, frame.module.num_devices)
         axes = find_axes(groups, self.axis_sizes)
         if not axes:
             return
@@ -306,7 +306,7 @@ def _slices_differ(frame: Frame, user: Instruction, array: Array, groups: Groups
     # the slices of a group must have 1/n each, and start at different places
     if any(user.arrays[0].num_elements * len(group) != array.num_elements for group in groups):
         return False
-    starts = values(frame, user.operands[1:])
+    starts = find_values(frame, user.operands[1:])
     if starts is None:
         return False
     start_of = np.stack(starts, axis=1)

@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 
-from shardtrain.plan.hlo.dataflow import Frame, trip_count
+from shardtrain.plan.hlo.dataflow import Frame, find_trip_count
 from shardtrain.plan.hlo.text import Instruction, parse
 
 _GEMM_DIMS = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
@@ -36,7 +36,7 @@ def _flops(frame: Frame) -> float:
             total += _count_convolution(frame, instruction)
         elif instruction.opcode == "while":
             body = _flops(frame.body(instruction))
-            total += body * (trip_count(frame, instruction) or 1) if body else 0.0
+            total += body * (find_trip_count(frame, instruction) or 1) if body else 0.0
         elif instruction.opcode == "conditional":
             total += max(map(_flops, frame.branches(instruction)), default=0.0)
         elif inner is not None:

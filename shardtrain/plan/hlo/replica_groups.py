@@ -22,7 +22,7 @@ _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
 _SUB_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
-def device_groups(instruction: Instruction, num_devices: int) -> Groups:
+def find_device_groups(instruction: Instruction, num_devices: int) -> Groups:
     """Return the groups of devices within which a collective moves data.
 
     Args:

@@ -17,7 +17,7 @@ from shardtrain.plan.prediction import Choice
 from shardtrain.plan.simulator.operator_shardings import ShardedOperators, Sharding, Transfers
 from shardtrain.plan.simulator.operators import SAME_DIM, Operator, Operators, trace_operators
 from shardtrain.plan.simulator.task_graph import Key, Task, simulate
-from shardtrain.plan.space import layouts, mesh_text
+from shardtrain.plan.space import list_layouts, mesh_text
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.axis_sizes import axis_sizes, divisors
 from shardtrain.sharding.layout import Layout
@@ -109,7 +109,7 @@ class ShardedStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Searched:
+class SearchResult:
     """The result of a search.
 
     Args:
@@ -127,7 +127,7 @@ class Searched:
 
 def search_shardings(
     space: ShardedOperators, start: Sequence[Sharding], *, proposals: int, seed: int = 0
-) -> Searched:
+) -> SearchResult:
     """Search from one start.
 
     Half of the proposals give one operator any sharding; half shard one dim over one axis, or no dim, in some
@@ -155,10 +155,10 @@ def search_shardings(
         now, accepted = tried, accepted + 1
         if tried.judged.cost < best.judged.cost:
             best = tried
-    return Searched(shardings=best.shardings, start=first.judged, found=best.judged, accepted=accepted)
+    return SearchResult(shardings=best.shardings, start=first.judged, found=best.judged, accepted=accepted)
 
 
-def random_shardings(space: ShardedOperators, seed: int = 0) -> tuple[Sharding, ...]:
+def draw_shardings(space: ShardedOperators, seed: int = 0) -> tuple[Sharding, ...]:
     """Return a random sharding of each operator."""
     rng = random.Random(seed)
     return tuple(_any_sharding(space, number, rng) for number in range(len(space.graph.operators)))
@@ -209,10 +209,10 @@ class OperatorPlan:
     space: ShardedOperators
     rules: str
     by_rules: tuple[Sharding, ...]
-    searched: Mapping[str, Searched]
+    searched: Mapping[str, SearchResult]
 
     @property
-    def best(self) -> Searched:
+    def best(self) -> SearchResult:
         """The best result of all starts."""
         return min(self.searched.values(), key=lambda each: each.found.cost)
 
@@ -248,7 +248,7 @@ def plan_operators(
     starts = {
         "data parallel": _shard_by_rules(space, Layout(mesh={axes.DATA: -1}), None),
         f"rules: {rules}": by_rules,
-        "random": random_shardings(space, seed),
+        "random": draw_shardings(space, seed),
     }
     searched = {
         name: search_shardings(space, start, proposals=proposals, seed=seed) for name, start in starts.items()
@@ -283,7 +283,7 @@ def _best_by_rules(
 ) -> tuple[ShardedOperators, str, tuple[Sharding, ...]]:
     """Return the layout whose rules give the fastest step, its mesh and its sharding of each operator."""
     found = []
-    for each in layouts(num_devices, layout):
+    for each in list_layouts(num_devices, layout):
         sizes = axis_sizes(each.mesh, num_devices)
         # all ZeRO stages send the same bytes if gathered weights are kept for the backward
         if sizes[axes.PIPELINE] > 1 or each.zero != 3:

@@ -24,7 +24,7 @@ from shardtrain.plan.step_times import StepTimes
 BETWEEN_STAGES = "link between stages"
 
 
-def step_graph(times: StepTimes, *, overlap: bool = False) -> TaskGraph:
+def make_step_graph(times: StepTimes, *, overlap: bool = False) -> TaskGraph:
     """Return the tasks of a step.
 
     Args:
