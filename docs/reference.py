@@ -49,7 +49,7 @@ MODULES = {
     "shardtrain.functional": ("model", "nnx_model"),
     "shardtrain.sharding": ("layout", "layout_file", "axis_sizes", "rules"),
     "shardtrain.pipeline": ("options", "schedule", "table", "simulate", "partition"),
-    "shardtrain.islands": ("rank_environment", "placement", "binding", "membership"),
+    "shardtrain.islands": ("rank_environment", "rank_placement", "binding", "membership"),
 }
 """Package without public names of its own -> the modules that a user needs."""
 
@@ -141,12 +141,16 @@ def public(module: str) -> dict[str, str]:
     """Public name of a module -> the module that defines it."""
     path = ROOT / module.replace(".", "/")
     tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
-    imported = {
-        alias.asname or alias.name: node.module or ""
+    aliases = [
+        (alias, node.module or "")
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
-    }
+    ]
+    # `from a import b as b` makes b public
+    if exported := {alias.name: origin for alias, origin in aliases if alias.asname == alias.name}:
+        return dict(sorted(exported.items()))
+    imported = {alias.asname or alias.name: origin for alias, origin in aliases}
     for node in tree.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return {name: imported.get(name, module) for name in ast.literal_eval(node.value)}

@@ -8,11 +8,11 @@ from pathlib import Path
 import optax
 
 import shardtrain as st
-from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.gpt import GptConfig
 
 layout = st.Layout(mesh={"data": -1})
 mesh = st.make_mesh(layout)
-model = st.from_nnx(DecoderConfig(vocab=256, seq=64, embed=64, num_layers=2, num_heads=4))
+model = st.from_nnx(GptConfig(vocab=256, seq=64, embed=64, num_layers=2, num_heads=4))
 optimizer = optax.adamw(3e-3)
 placement = st.make_placement(model, optimizer, layout, mesh)
 state = st.init_state(model, optimizer, placement, seed=0)

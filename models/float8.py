@@ -88,7 +88,7 @@ def round_values(x: jax.Array, num_dims: int) -> tuple[jax.Array, jax.Array]:
       The rounded values, float8_e4m3fn, and the scale, float32, with those dims of size 1: `x` is about their
       product. Zeros stay zeros; a value that is not finite makes all along the dims NaN.
 
-    >>> values, scale = rounded(jnp.array([[1.0, -3.5], [0.0, 0.0]]), 1)
+    >>> values, scale = round_values(jnp.array([[1.0, -3.5], [0.0, 0.0]]), 1)
     >>> (values.astype(jnp.float32) * scale).tolist()
     [[1.0, -3.5], [0.0, 0.0]]
     """

@@ -200,7 +200,7 @@ def restart_positions(segments_BT: jax.Array) -> jax.Array:
     Args:
       segments_BT: the number of each token's segment, such as a document; equal numbers stand together.
 
-    >>> restarted_positions(jnp.array([[0, 0, 1, 1, 1, 2]])).tolist()
+    >>> restart_positions(jnp.array([[0, 0, 1, 1, 1, 2]])).tolist()
     [[0, 1, 0, 1, 2, 0]]
     """
     # over whole rows: neighbours in different shards would be sent by permutes, see `drop_first`

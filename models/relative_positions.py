@@ -39,7 +39,7 @@ def find_bucket(distances: np.ndarray, *, num_buckets: int, max_distance: int, c
       int32, shaped as `distances`.
 
     >>> distances = np.array([0, -1, -7, -8, -15, -16, -127, -500, 1, 500])
-    >>> bucket_of(distances, num_buckets=32, max_distance=128, causal=False).tolist()
+    >>> find_bucket(distances, num_buckets=32, max_distance=128, causal=False).tolist()
     [0, 1, 7, 8, 9, 10, 15, 15, 17, 31]
     """
     behind = np.zeros_like(distances)

@@ -1,6 +1,6 @@
 """Write and read the options of an imported model as JSON, never as code; read its special tokens.
 
-They are checked when they are written, and again when they are read. No jax.
+Options are checked when they are written, and again when they are read. No jax.
 """
 
 import json
@@ -18,13 +18,13 @@ MODEL_FILE = "model.json"
 
 EOS = "eos_token_id"
 TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")
-"""Entries of the files of Hugging Face with the tokens that begin, end and fill up a text."""
+"""Entries of Hugging Face's files with the tokens that start, end and pad a text."""
 
 TOKEN_FILES = ("generation_config.json", "config.json")
-"""Files with these entries; as in `transformers` the first one that has an entry holds."""
+"""Files with these entries; as in `transformers`, the first file with an entry counts."""
 
 TOKENS = "tokens"
-"""Entry of a checkpoint's extra data with these entries of what was imported."""
+"""Entry of a checkpoint's extra data with the special tokens of the imported model."""
 
 MOST_TOKEN = 2**31 - 1
 
@@ -32,7 +32,7 @@ Config = TypeVar("Config")
 
 MOST_INT = 1 << 53
 MOST_TEXT = 10_000
-"""Characters of an option: the factors of wavelengths of a Phi-3 with 128k positions are 2,000."""
+"""Largest number of characters of an option; a Phi-3 with 128k positions has one of 2,000."""
 MOST_BYTES = 1 << 20
 
 
@@ -42,10 +42,10 @@ def write_about(path: Path, config: Any, mask_token: int | None = None) -> None:
     Args:
       path: the file.
       config: a dataclass.
-      mask_token: the mask token of its tokenizer; None if the model has none or it is not known.
+      mask_token: the mask token of its tokenizer; None if the model has none or it is unknown.
 
     Raises:
-      ValueError: an option that JSON cannot hold, or a number that is none.
+      ValueError: lists options that JSON cannot represent.
     """
     kind, options = type(config), asdict(config)
     if problems := option_problems(kind, options):
@@ -63,7 +63,7 @@ def read_model(path: Path, kind: type[Config]) -> Config:
 
     Raises:
       FileNotFoundError: the file is not there.
-      ValueError: it is not of the form that was written; all options that are wrong are listed.
+      ValueError: it has another form; lists all wrong options.
     """
     options = _about(path).get("options")
     if type(options) is not dict:
@@ -83,7 +83,7 @@ def read_mask_token(path: Path, vocab: int) -> int:
 
     Raises:
       FileNotFoundError: the file is not there.
-      ValueError: it is not known, or out of range.
+      ValueError: it is unknown, or out of range.
     """
     token = _about(path).get("mask_token")
     if token is None:

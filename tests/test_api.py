@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import shardtrain
+
 ROOT = Path(__file__).parents[1]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -63,3 +65,8 @@ def test_public_names_and_signatures_are_those_committed(reference, assert_snaps
             lines += signatures(f"{module}.{name}", definition(reference, module, name))
     assert len(lines) > 300
     assert_snapshot("api.txt", "\n".join(lines) + "\n")
+
+
+def test_an_earlier_name_is_refused_with_the_name():
+    with pytest.raises(AttributeError, match="no attribute 'pretrained'; its name is read_pretrained now"):
+        shardtrain.pretrained  # noqa: B018

@@ -64,6 +64,7 @@ COMMANDS = {
     "inspect tiny.py —devices=8": "is no hyphen; write --devices=8",
     "train dict.py": "gave dict {'batch': 3} | must return a shardtrain.Run",
     "inspect tiny.py --mesh tensor=9999999999999999": "'tensor=9999999999999999' is not AXIS=NUMBER",
+    "inspect tiny.py --mesh data=1 --devices 1e10": "--devices | '1e10'",
     "inspect tiny.py --mesh data=1 --timeline x.doc": "x.doc | .svg or .png: use x.svg",
     "inspect tiny.py --mesh data=1 --compile v100": "'v100' (did you mean 'h100' or 'a100'?)",
     "checkpoint": "usage: shardtrain checkpoint COMMAND",
@@ -101,6 +102,11 @@ COMMANDS = {
 
 OPTIONS = {
     "--batch -4 --steps 0 --seed 4294967296 --log-every 0 --evaluate-every 0 --evaluate-batches 0": "batch is -4; use 1 or more | steps is 0; use 1 or more | seed is 4294967296; use a number from 0 to 2**32 - 1 | log_every is 0; use 1 or more | evaluate_every is 0; use 1 or more | evaluate_batches is 0; use 1 or more",
+    "--batch abc": "--batch | 'abc'",
+    "--seed -1": "seed is -1; use a number from 0 to 2**32 - 1",
+    "--mesh data=-2": "axis 'data' has size -2; allowed: a whole number from 1, or -1 (the rest)",
+    "--data.heldout-fraction 2": "heldout_fraction is 2.0; use 0 (nothing held out) or more, below 1",
+    "--combine top_k:x+mean": "top_k | 'x'",
     "--nonfinite ignore": "'ignore' | 'skip', 'stop', 'roll_back'",
     "--optimizer.name adamw2": "'adamw2' | 'adamw', 'sgd'",
     "--optimizer.learning-rate.peak inf --optimizer.learning-rate.warmup -5": "peak is inf; give a number, finite | warmup is -5 steps; it must be 0 or more",

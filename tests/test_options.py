@@ -217,7 +217,7 @@ def test_a_field_without_an_option_is_refused_with_where_to_set_it(capsys):
         " file\n  - --optimizer.learning_rate.power: set optimizer.learning_rate.power in the run file\n"
         "  - --no-outer-nesterov: set strategy.synchronisation.outer.nesterov in the run file, or nesterov in"
         " [synchronisation.outer] of a strategy file\n"
-        "  - --meet-when: use --sync-when (moved:0.1 is drift:0.1)\n"
+        "  - --meet-when: its name is --sync-when now\n"
     )
 
 

@@ -15,7 +15,7 @@ from shardtrain.trainer.sources import make_batches, source_warnings
 
 FILE = Path(__file__).parent / "programs" / "own_runs.py"
 LINES = FILE.read_text().splitlines()
-DRAWS = "its key is not made from that which the model gets, so each microbatch and replica would get the same numbers, in every step; use apply.key in the loss"
+DRAWS = "its key is not derived from the key that the model gets, so each microbatch and replica would get the same numbers, in every step; use apply.key in the loss"
 CONSTANT = "gives other numbers each time that it is traced | they would be constants | draw with the key of the step"
 
 

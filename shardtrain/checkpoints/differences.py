@@ -115,7 +115,8 @@ def widen_optimizer_state(saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf])
 
     >>> leaf = Leaf(shape=(2,), dtype="bfloat16")
     >>> wanted = Leaf(shape=(2,), dtype="float32")
-    >>> found = widened(dict.fromkeys(["opt_state/mu", "params/w"], leaf), {"opt_state/mu": wanted})
+    >>> leaves = dict.fromkeys(["opt_state/mu", "params/w"], leaf)
+    >>> found = widen_optimizer_state(leaves, {"opt_state/mu": wanted})
     >>> [x.dtype for x in found.values()]
     ['float32', 'bfloat16']
     """
@@ -140,9 +141,9 @@ def find_arrays_to_initialize(
       missing: patterns of arrays that need not be saved; no others are initialized.
 
     >>> state = ["opt_state/0/count", "opt_state/0/mu/a", "opt_state/0/mu/b", "opt_state/1/count"]
-    >>> sorted(reinitialized(["opt_state/0/mu/a"], state, ["opt_state/*"]))
+    >>> sorted(find_arrays_to_initialize(["opt_state/0/mu/a"], state, ["opt_state/*"]))
     ['opt_state/0/count', 'opt_state/0/mu/a', 'opt_state/0/mu/b']
-    >>> sorted(reinitialized(["opt_state/0/mu/a"], state, ["opt_state/*/a"]))
+    >>> sorted(find_arrays_to_initialize(["opt_state/0/mu/a"], state, ["opt_state/*/a"]))
     ['opt_state/0/mu/a']
     """
     listed = list(wanted)

@@ -104,7 +104,7 @@ class Mirror:
         best: FindBest = lambda steps: None,
     ) -> None:
         self._fast, self._shared, self._policy, self._part = fast, shared, policy, part
-        self._best = best
+        self._find_best = best
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copy checkpoint")
         self._wanted: int | None = None
         self.busy: tuple[int, ...] = ()
@@ -143,7 +143,7 @@ class Mirror:
             try:
                 self._copy(step)
                 self.left_behind = None
-                notes += delete_old(self._shared, self._policy, self._part, step, best=self._best)
+                notes += delete_old(self._shared, self._policy, self._part, step, best=self._find_best)
             except (OSError, shutil.Error) as error:
                 self.left_behind = step
                 notes.append(

@@ -26,7 +26,7 @@ from shardtrain.launch.job import Job
 from shardtrain.launch.launcher import Launch, Launcher, shell_text
 from shardtrain.launch.log_folder import claim, write_new
 from shardtrain.launch.registry import DEFAULT, LAUNCHERS, WITH_HOSTS
-from shardtrain.launch.restarts import Ended, Restarts, run_again
+from shardtrain.launch.restarts import LaunchEnd, Restarts, run_again
 from shardtrain.launch.supervise import supervise_once
 from shardtrain.system import terminal
 
@@ -245,11 +245,11 @@ def _run(launcher: Launcher, job: Job, special: Any, dry_run: bool) -> int:
     terminal.err(f"launch: {what}{ranks} by {launch.command[0]}; a log for each rank in {job.logs}\n")
     until = None if job.time_seconds is None else time.monotonic() + job.time_seconds
 
-    def start(number: int) -> Ended:
+    def start(number: int) -> LaunchEnd:
         left = None if until is None else until - time.monotonic()
         if number and left is not None and left <= job.stop_seconds:
             terminal.err("launch: not started again: the time limit is near\n")
-            return Ended(code=TEMPORARY_FAILURE, asked=True, step=0)
+            return LaunchEnd(code=TEMPORARY_FAILURE, asked=True)
         return supervise_once(launch, job.logs, os.environ, time_seconds=left, stop_seconds=job.stop_seconds)
 
     return run_again(start, restarts, terminal.err)

@@ -80,8 +80,8 @@ SHORT = {
 }
 """Path of a field -> short name of its option; the path is accepted too."""
 
-RENAMED = {"--meet-when": "--sync-when (moved:0.1 is drift:0.1)"}
-"""Former name of an option -> what to write instead."""
+RENAMED = {"meet_when": "sync_when"}
+"""Earlier name of an option -> its name."""
 
 GIVEN_IN_PYTHON = "given in Python"
 """The default of --combine if the run file defines its own combiner."""
@@ -192,11 +192,12 @@ def refuse_options(words: Sequence[str], config: Any) -> None:
     """
     rare = {*RARE, *(f"model.{name}" for name in getattr(config, "RARE", ()))}
     flags = {format_flag(name): path for path in rare for name in (path, SHORT.get(path, path))}
+    renamed = {format_flag(old): format_flag(new) for old, new in RENAMED.items()}
     problems = []
     for word in words:
         name = re.sub(r"(?<=[-.])no-", "", word.partition("=")[0].replace("_", "-"))
-        if name in RENAMED:
-            problems.append(f"{name}: use {RENAMED[name]}")
+        if name in renamed:
+            problems.append(f"{name}: its name is {renamed[name]} now")
         if path := flags.get(name):
             section, _, field = path.removeprefix("strategy.").rpartition(".")
             file = f", or {field} in [{section}] of a strategy file" if path.startswith("strategy.") else ""

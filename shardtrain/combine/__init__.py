@@ -1,4 +1,4 @@
-"""Combiners of the replicas' trees, and codecs that compress what is sent, each written once over a group.
+"""Combiners of the replicas' gradients or deltas, and codecs that compress what is sent.
 
 A new one is a file here and an entry of `COMBINERS` or `CODECS`; tests/combine/test_contract.py checks every
 entry. Next: `combiner.py` (the contract), `mean.py` (the shortest), `group.py`.
@@ -49,7 +49,7 @@ COMBINERS: dict[str, Callable[..., Combiner]] = {
     "sum": sum,
     "adasum": adasum,
 }
-"""Name -> function that makes the combiner; its one argument, if it has any, is written after a colon."""
+"""Name -> function that makes the combiner; its argument, if it has one, is written after a colon."""
 
 CODECS: dict[str, Callable[..., Codec]] = {
     "bfloat16": bfloat16,
@@ -59,14 +59,14 @@ CODECS: dict[str, Callable[..., Codec]] = {
     "power_sgd": power_sgd,
     "scale": scale,
 }
-"""Name -> function that makes the codec, likewise."""
+"""Name -> function that makes the codec, with an argument like a combiner's."""
 
 
 def make_combiner(text: str) -> Combiner:
     """Make a combiner by name, with codecs before it.
 
     Args:
-      text: names joined by "+", the combiner last; each may have an argument after ":", such as "mean",
+      text: names joined by "+", the combiner last; each may have an argument after ":". Examples: "mean",
         "adasum:whole", "int8+adasum", "top_k:0.01+mean".
 
     Raises:

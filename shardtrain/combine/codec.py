@@ -1,6 +1,6 @@
-"""Error feedback and gathering, which all codecs share.
+"""Error feedback and all-gathers, which codecs share.
 
-A codec sends less than the leaves, and adds the difference, its residual, to the next round.
+A codec sends less than the leaves, and adds the difference, its residual, in the next round.
 Next: `narrow.py` (16 bits), `int8.py`, `top_k.py`, `power_sgd.py`.
 """
 
@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardtrain.combine.combiner import Codec, Combined, Combiner, contribution, flatten
-from shardtrain.combine.group import Group, StackGroup
+from shardtrain.combine.combiner import Codec, Combined, Combiner, flatten, mask_without_examples
+from shardtrain.combine.group import Group, MeshGroup
 
 Leaves = list[jax.Array]
 
@@ -23,7 +23,7 @@ class Feedback(NamedTuple):
 
     Attributes:
       residual: float32, like each leaf: what this rank has not sent yet.
-      codec: the state of the codec's own, such as PowerSGD's factors.
+      codec: the codec's own state, such as PowerSGD's factors.
       inner: the state of the combiner after it.
     """
 
@@ -34,7 +34,7 @@ class Feedback(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """Functions that turn a rank's leaves into a payload and back, inside jit.
+    """Functions that encode a rank's leaves as a payload and decode it, inside jit.
 
     Args:
       init: leaves or their shapes -> the codec's state on each rank.
@@ -48,14 +48,16 @@ class Encoding:
     decode: Callable[[Any, Sequence[jax.ShapeDtypeStruct]], Leaves]
 
 
-def zeros_like(leaves: Sequence[Any]) -> Leaves:
-    """Return the residual before the first round: float32 zeros."""
+def make_zero_residual(leaves: Sequence[Any]) -> Leaves:
+    """Return the residual before the first round, float32 zeros."""
     return [jnp.zeros(leaf.shape, jnp.float32) for leaf in leaves]
 
 
-def targets(leaves: Leaves, residual: Leaves, count: jax.Array) -> Leaves:
-    """Return float32 leaves plus the residual: what a rank would send without a codec."""
-    return [contribution(x.astype(jnp.float32), count) + r for x, r in zip(leaves, residual, strict=True)]
+def add_residual(leaves: Leaves, residual: Leaves, count: jax.Array) -> Leaves:
+    """Return what a rank would send without a codec: float32 leaves plus the residual."""
+    return [
+        mask_without_examples(x.astype(jnp.float32), count) + r for x, r in zip(leaves, residual, strict=True)
+    ]
 
 
 def all_finite(value: Any, group: Group) -> jax.Array:
@@ -70,30 +72,30 @@ def all_finite(value: Any, group: Group) -> jax.Array:
     return group.whole(wrong, "max").max() == 0
 
 
-def where(condition: jax.Array, new: Any, old: Any) -> Any:
+def select(condition: jax.Array, new: Any, old: Any) -> Any:
     """Return the tree `new` where a scalar condition holds, else `old`."""
     return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
 
 
 def gathered(encoding: Encoding) -> Codec:
-    """Make a codec whose payloads are all-gathered: each rank decodes all of them and combines them itself.
+    """Make a codec that all-gathers payloads; each rank decodes and combines all of them.
 
-    Sends the payload to P - 1 ranks, where an all-reduce of n bytes sends 2 n (P - 1) / P: it saves bytes
-    while the payload is smaller than 2 n / P. Decoding and combining takes P times the memory and the
+    It sends the payload to P - 1 ranks, while an all-reduce of n bytes sends 2 n (P - 1) / P: it saves bytes
+    if the payload is smaller than 2 n / P. Decoding and combining takes P times the memory and the
     time on each rank. States of the combiner after it are gathered too; most have none.
     """
 
     def codec(inner: Combiner) -> Combiner:
         def init(tree: Any) -> Feedback:
             leaves = jax.tree.leaves(tree)
-            return Feedback(zeros_like(leaves), encoding.init(leaves), inner.init(tree))
+            return Feedback(make_zero_residual(leaves), encoding.init(leaves), inner.init(tree))
 
         def combine(tree: Any, count: Any, state: Feedback, group: Group) -> Combined:
             leaves, structure = flatten(tree)
             count = jnp.asarray(count, jnp.float32)
             shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in leaves]
             # encode the gradient plus what earlier rounds could not send
-            target = targets(leaves, state.residual, count)
+            target = add_residual(leaves, state.residual, count)
             payload, codec_state = encoding.encode(target, state.codec, group)
             sent = encoding.decode(payload, shapes)
 
@@ -102,19 +104,19 @@ def gathered(encoding: Encoding) -> Codec:
                 return inner.combine(tree, count, state, stack)
 
             # the gathered payloads are a leading dim; vmap over it lets the combiner run as on P ranks
-            stack = StackGroup(f"{getattr(group, 'axis', 'ranks')}_gathered", group)
+            stack = MeshGroup(f"{getattr(group, 'axis', 'ranks')}_gathered", group.size, outer=group)
             gathered_inputs = gather((payload, count, state.inner), group)
             found = jax.vmap(combine_rank, axis_name=stack.axis)(*gathered_inputs)
 
-            # the value is the same on every rank of the stack; of the states this rank keeps its own
+            # the value is the same on every rank of the stack; this rank keeps only its own state
             value = jax.tree.map(lambda x, leaf: x[0].astype(leaf.dtype), found.value, tree)
             inner_state = jax.tree.map(
                 lambda x: lax.dynamic_index_in_dim(x, group.index, keepdims=False), found.state
             )
-            # the next round adds what this one lost; a round that is not valid changes no state
+            # the next round adds what this one did not send; an invalid round changes no state
             residual = [t - s for t, s in zip(target, sent, strict=True)]
             is_valid = (count != 0) & all_finite(value, group)
-            next_state = where(is_valid, Feedback(residual, codec_state, inner_state), state)
+            next_state = select(is_valid, Feedback(residual, codec_state, inner_state), state)
             return Combined(value, next_state, jax.tree.map(lambda x: x[0], found.metrics))
 
         return Combiner(init, combine, across_leaves=inner.across_leaves, is_one_vector=inner.is_one_vector)
@@ -123,7 +125,7 @@ def gathered(encoding: Encoding) -> Codec:
 
 
 def gather(tree: Any, group: Group) -> Any:
-    """All-gather each array, to (size, ...), in one message per width of the dtypes."""
+    """All-gather each array to (size, ...), in one message for each width of dtypes."""
     leaves, structure = jax.tree.flatten(tree)
     found: list[Any] = [None] * len(leaves)
     for width, bits in ((1, jnp.uint8), (2, jnp.uint16), (4, jnp.uint32)):

@@ -1,6 +1,6 @@
-"""The interface of combiners: a pair of pure functions over a `Group`, and `chain` to put codecs before it.
+"""The interface of combiners, pairs of pure functions over a `Group`; `chain` puts codecs before them.
 
-A user's own combiner is any `Combiner`. Next: `mean.py`, the shortest; `adasum.py`; `codec.py`.
+Users may write their own `Combiner`. Next: `mean.py`, the shortest; `adasum.py`; `codec.py`.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ class Combined(NamedTuple):
       value: like the tree that was combined, the same bits on all ranks.
       state: this rank's next state.
       metrics: name -> float32, the same on all ranks: scalars, or (L,) with one entry per leaf.
-      residual: float32, like the tree: what this rank rounded off the value. A codec adds it to this rank's
-        tree of the next round. None where nothing was rounded.
+      residual: float32, like the tree: the rounding error that this rank made. A codec adds it to this rank's
+        tree in the next round. None if nothing was rounded.
     """
 
     value: Any
@@ -41,16 +41,17 @@ class Combiner:
     tests/combine/test_contract.py checks this contract for every registered combiner.
 
     Args:
-      init: tree of arrays or shapes -> this rank's state, () if the combiner keeps none.
+      init: tree of arrays or shapes -> this rank's state, () if the combiner has no state.
       combine: (tree, count, state, group) -> `Combined`. The tree is this rank's mean over its own
         `count` (float32 scalar) examples: leaves of any shape, float32, bfloat16 or float16. A rank with
         count 0 contributes nothing, even if its tree holds NaN, and its state does not change, except for
         parts that are equal on all ranks; without examples on any rank the value is zeros. A NaN or an
         infinity of a rank with examples makes the value not finite on all ranks, and changes no state.
-      linear: whether `combine` is a weighted sum without state: then a codec may combine factors, not leaves.
+      linear: whether `combine` is a weighted sum without state, so that a codec may combine factors of
+        leaves.
       across_leaves: whether a leaf's result depends on other leaves, so that all must be in one call.
-      is_one_vector: whether all leaves count as one vector, whatever their names, so that stages of a
-        pipeline in a mesh can combine theirs together, by `Group.whole` with `stages`.
+      is_one_vector: whether all leaves count as one vector, whatever their names, so that the stages of a
+        pipeline in a mesh can combine them together, by `Group.whole` with `stages`.
 
     >>> def largest(tree, count, state, group):
     ...     ranks = jax.tree.map(lambda x: group.all_gather(jnp.where(count > 0, x, 0)), tree)
@@ -118,6 +119,6 @@ def flatten(tree: Any) -> tuple[list[jax.Array], Any]:
     return [leaf for _, leaf in with_paths], structure
 
 
-def contribution(x: jax.Array, count: jax.Array) -> jax.Array:
-    """Replace a leaf by zeros if this rank has no examples. A count of NaN leaves it as it is."""
+def mask_without_examples(x: jax.Array, count: jax.Array) -> jax.Array:
+    """Replace a leaf by zeros if this rank has no examples; a NaN count does not change it."""
     return jnp.where(count != 0, x, 0)

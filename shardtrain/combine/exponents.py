@@ -1,4 +1,4 @@
-"""Exact scaling by powers of two, which are passed on as int32 exponents.
+"""Scale arrays exactly, by powers of two that are given as int32 exponents.
 
 XLA on CPU flushes subnormal numbers to zero, so all powers here are normal.
 """

@@ -1,6 +1,6 @@
-"""Fragments: parts of the parameters that replicas combine in turn, so that less is sent at a time.
+"""Divide the parameters into fragments that replicas combine in turn, so that less is sent at a time.
 
-Each layer of each array is dealt out on its own, the largest first, so that fragments become equally large.
+Each layer of each array is assigned separately, the largest first, so that fragments have similar sizes.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardtrain.functional.model import path_text
+from shardtrain.functional.model import group_by_path, path_text
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Fragment:
     """A part of a tree of arrays.
 
     Args:
-      rows: path of each array of the fragment -> the rows of its first dim, None for the whole array.
+      rows: path of each array of the fragment -> rows of its first dim; None means the whole array.
     """
 
     rows: Mapping[str, tuple[int, ...] | None]
@@ -29,17 +29,17 @@ class Fragment:
         """Return path -> this fragment's part of each of its arrays.
 
         Args:
-          tree: the whole tree, of arrays or shapes.
-          lead: number of dims before the arrays' own, such as one of replicas.
+          tree: the whole tree of arrays or shapes.
+          lead: number of leading dims before the arrays' own, such as a dim of replicas.
         """
         found = group_by_path(tree)
         return {
-            path: found[path] if rows is None else _rows(found[path], rows, lead)
+            path: found[path] if rows is None else _take_rows(found[path], rows, lead)
             for path, rows in self.rows.items()
         }
 
     def select(self, specs: Any) -> dict[str, PartitionSpec]:
-        """Return path -> the PartitionSpec of this fragment's part, which is that of the whole array."""
+        """Return path -> the PartitionSpec of each array of this fragment."""
         found = group_by_path(specs)
         return {path: found[path] for path in self.rows}
 
@@ -56,7 +56,7 @@ class Fragment:
         return jax.tree.map_with_path(leaf, tree)
 
 
-def _rows(x: Any, rows: tuple[int, ...], lead: int) -> Any:
+def _take_rows(x: Any, rows: tuple[int, ...], lead: int) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((*x.shape[:lead], len(rows), *x.shape[lead + 1 :]), x.dtype)
     return jnp.take(x, np.array(rows), axis=lead)
@@ -69,9 +69,10 @@ def make_fragments(
 
     Args:
       tree: arrays or shapes.
-      stacked: paths of the arrays whose first dim counts layers, see `replicas.stacked_paths`.
-      number: of fragments; 1 is the whole tree.
-      num_stages: of a pipeline in the mesh: each has as many consecutive layers, and deals out its own.
+      stacked: paths of the arrays whose first dim counts layers, see `replicas.find_stacked_paths`.
+      number: number of fragments; 1 is the whole tree.
+      num_stages: stages of a pipeline in the mesh, each with equally many consecutive layers; every fragment
+        has the same layers of each stage.
 
     Raises:
       ValueError: there are fewer layers and other arrays than fragments.
@@ -83,7 +84,7 @@ def make_fragments(
     leaves = group_by_path(tree)
     if number == 1:
         return (Fragment(dict.fromkeys(leaves)),)
-    # what is dealt out: (number of elements, path, layer of each stage); layer is None for a whole array
+    # what is assigned: (number of elements, path, layer of each stage); layer is None for a whole array
     parts: list[tuple[int, str, int | None]] = [
         (leaves[path].size, path, None) for path in leaves.keys() - stacked
     ]
@@ -113,12 +114,6 @@ def make_fragments(
     return tuple(Fragment({path: rows(path, own[path]) for path in leaves if path in own}) for own in layers)
 
 
-def group_by_path(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a tree of arrays, shapes or PartitionSpecs by their paths."""
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return {path_text(path): leaf for path, leaf in leaves}
-
-
 def restore_paths(tree: Any, found: Mapping[str, Any]) -> Any:
-    """Return a tree of the same structure with the leaves found at its paths."""
+    """Return a tree of the same structure with leaves given by path."""
     return jax.tree.map_with_path(lambda path, _: found[path_text(path)], tree)

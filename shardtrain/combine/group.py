@@ -1,6 +1,6 @@
-"""Groups of ranks: the indices of a mesh axis, or arrays of all ranks that were gathered.
+"""Groups of ranks that combiners communicate in: the indices of a mesh axis, or gathered arrays of all ranks.
 
-A combiner is written once over `Group`, and runs on a mesh, on gathered arrays and over MPI
+A combiner uses only the methods of `Group`, so it runs on a mesh, on gathered arrays and over MPI
 (`islands/bridge.py`). Next: `combiner.py`.
 """
 
@@ -16,7 +16,7 @@ Op = Literal["sum", "max"]
 
 
 class Group(Protocol):
-    """Ranks 0 to size - 1, each with arrays of the same shapes. All of them call the same methods."""
+    """Ranks 0 to size - 1, each with arrays of the same shapes. All ranks make the same calls."""
 
     @property
     def size(self) -> int:
@@ -29,11 +29,11 @@ class Group(Protocol):
         ...
 
     def all_reduce(self, x: jax.Array, span: int | None = None) -> jax.Array:
-        """Sum over each block of `span` consecutive ranks (None: all), with the same bits on all of them.
+        """Sum over each block of `span` consecutive ranks, with the same bits on all of them.
 
         Args:
           x: float32 or int32.
-          span: a divisor of the size.
+          span: a divisor of the size; None means all ranks.
         """
         ...
 
@@ -56,8 +56,8 @@ class Group(Protocol):
         Args:
           x: (..., L), the last dim counts the leaves in the order of the tree.
           op: how the values of shards are reduced.
-          stages: reduce the values of all stages of a pipeline too, whose leaves of one name are different
-            layers: for what is then reduced over all leaves. Leaves that all stages have count once.
+          stages: whether to reduce over the stages of a pipeline too, whose leaves of one name are different
+            layers; leaves that all stages have count once.
         """
         ...
 
@@ -71,9 +71,11 @@ class MeshGroup:
     Args:
       axis: the mesh axis, or the axis_name of the vmap.
       size: the size of the axis.
-      leaf_axes: for each leaf the axes that shard it; () where no leaf is sharded.
-      shard_axes: axis -> size, of all axes that shard any leaf.
-      stage_axes: axis -> size, of those that shard layers: each index has other layers of the same names.
+      leaf_axes: the axes that shard each leaf; () if no leaf is sharded.
+      shard_axes: axis -> size, for all axes that shard any leaf.
+      stage_axes: axis -> size, for axes that shard layers: each index has other layers of the same names.
+      outer: the group whose arrays were gathered into the dim of a vmap over `axis`; it reduces values of
+        shards. None if no arrays were gathered.
 
     >>> group = MeshGroup("data", 4)
     >>> jax.vmap(group.all_reduce, axis_name="data")(jnp.arange(4.0)).tolist()
@@ -85,6 +87,7 @@ class MeshGroup:
     leaf_axes: Sequence[tuple[str, ...]] = ()
     shard_axes: Mapping[str, int] | None = None
     stage_axes: Mapping[str, int] | None = None
+    outer: Group | None = None
 
     @property
     def index(self) -> int | jax.Array:
@@ -106,14 +109,16 @@ class MeshGroup:
     def exchange(self, x: jax.Array, sources: Sequence[int]) -> jax.Array:
         """Permute arrays over ranks, see `Group`."""
         pairs = [(source, rank) for rank, source in enumerate(sources)]
-        return _floats(lax.ppermute(_bits(x), self.axis, pairs), x.dtype)
+        return _from_bits(lax.ppermute(_to_bits(x), self.axis, pairs), x.dtype)
 
     def all_gather(self, x: jax.Array) -> jax.Array:
         """Gather the arrays of all ranks, see `Group`."""
-        return _floats(lax.all_gather(_bits(x), self.axis), x.dtype)
+        return _from_bits(lax.all_gather(_to_bits(x), self.axis), x.dtype)
 
     def whole(self, x: jax.Array, op: Op = "sum", *, stages: bool = False) -> jax.Array:
         """Reduce values of shards to values of whole leaves, see `Group`."""
+        if self.outer is not None:
+            return self.outer.whole(x, op, stages=stages)
         over = (*(self.shard_axes or ()), *((self.stage_axes or ()) if stages else ()))
         if not over:
             return x
@@ -128,49 +133,10 @@ class MeshGroup:
         return lax.psum(jnp.where(jnp.stack(counted), x, 0), over) if counted else x
 
 
-@dataclass(frozen=True)
-class StackGroup:
-    """The ranks of another group after their arrays were gathered: the dim of a vmap over `axis`.
-
-    Args:
-      axis: the vmap's axis_name.
-      outer: the group that was gathered; it reduces values of shards.
-    """
-
-    axis: str
-    outer: Group
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.outer.size
-
-    @property
-    def index(self) -> int | jax.Array:
-        """The index of this rank."""
-        return MeshGroup(self.axis, self.size).index
-
-    def all_reduce(self, x: jax.Array, span: int | None = None) -> jax.Array:
-        """Sum over blocks of `span` ranks, see `Group`."""
-        return MeshGroup(self.axis, self.size).all_reduce(x, span)
-
-    def exchange(self, x: jax.Array, sources: Sequence[int]) -> jax.Array:
-        """Permute arrays over ranks, see `Group`."""
-        return MeshGroup(self.axis, self.size).exchange(x, sources)
-
-    def all_gather(self, x: jax.Array) -> jax.Array:
-        """Gather the arrays of all ranks, see `Group`."""
-        return MeshGroup(self.axis, self.size).all_gather(x)
-
-    def whole(self, x: jax.Array, op: Op = "sum", *, stages: bool = False) -> jax.Array:
-        """Reduce values of shards to values of whole leaves, see `Group`."""
-        return self.outer.whole(x, op, stages=stages)
-
-
-def _bits(x: jax.Array) -> jax.Array:
+def _to_bits(x: jax.Array) -> jax.Array:
     # compilers may send 16-bit floats as 32 bits, never 16-bit integers
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
-def _floats(x: jax.Array, dtype: Any) -> jax.Array:
+def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(x, dtype) if x.dtype != dtype else x

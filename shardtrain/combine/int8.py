@@ -1,4 +1,4 @@
-"""A codec that sends each element in 8 bits, with one scale per leaf."""
+"""A codec that sends each element in 8 bits, with one scale for each leaf."""
 
 from collections.abc import Sequence
 from typing import Any

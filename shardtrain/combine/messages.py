@@ -1,7 +1,7 @@
-"""The messages of a combiner, found by running it on shapes over a group that only counts.
+"""List the messages of a combiner, by running it on shapes over a group that only counts.
 
-So what a merge sends is what the combiner and its codecs ask the group for, and no table beside them. Next:
-`train_step/bucket_exchange.py` (of islands), `plan/merge_bytes.py` (bytes of each way to synchronise).
+So the predicted bytes are those of the combiner and its codecs, without a second description. Next:
+`train_step/bucket_exchange.py` (between islands), `plan/merge_bytes.py` (bytes of each way to synchronise).
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ ALL_REDUCE, ALL_GATHER, EXCHANGE = "all-reduce", "all-gather", "collective-permu
 
 
 class Message(NamedTuple):
-    """What one rank gives to its group in one call.
+    """An array that one rank passes to its group in one call.
 
     Args:
       kind: the collective: `ALL_REDUCE`, `ALL_GATHER` or `EXCHANGE`.
-      num_bytes: of this rank's array.
-      num_ranks: that take part.
+      num_bytes: the bytes of this rank's array.
+      num_ranks: the number of ranks that take part.
     """
 
     kind: str
@@ -31,13 +31,13 @@ class Message(NamedTuple):
 
 
 class CountingGroup:
-    """Rank 0 of a group that does not exist: a `Group` for `jax.eval_shape`, which lists what it is given.
+    """Rank 0 of a pretended group, a `Group` for `jax.eval_shape` that lists its messages.
 
     Args:
       size: number of ranks.
 
     Attributes:
-      messages: of this rank, in the order of the calls.
+      messages: the messages of this rank, in the order of the calls.
 
     >>> group = CountingGroup(4)
     >>> jax.eval_shape(group.all_gather, jax.ShapeDtypeStruct((3,), jnp.float32)).shape
@@ -67,7 +67,7 @@ class CountingGroup:
         return jnp.broadcast_to(x, (self.size, *x.shape))
 
     def whole(self, x: jax.Array, op: Op = "sum", *, stages: bool = False) -> jax.Array:
-        """Return `x`: what devices of one replica reduce is not sent to others."""
+        """Return `x`: reductions between devices of one replica are not sent to other replicas."""
         return x
 
     def _count(self, kind: str, x: jax.Array, num_ranks: int) -> None:
@@ -76,18 +76,18 @@ class CountingGroup:
 
 
 def trace_messages(combiner: Combiner, tree: Any, num_ranks: int) -> list[Message]:
-    """Return what a rank gives to its group in one round of a combiner; nothing is computed.
+    """List the messages of one rank in one round of a combiner, without computing anything.
 
     Args:
-      combiner: any, with codecs before it.
+      combiner: any combiner, with codecs before it.
       tree: arrays or shapes of one rank.
-      num_ranks: that are combined.
+      num_ranks: number of ranks that are combined.
 
     >>> from shardtrain.combine import make_combiner
     >>> tree = {"up": jax.ShapeDtypeStruct((100,), jnp.float32)}
-    >>> messages_of(make_combiner("mean"), tree, 2)
+    >>> trace_messages(make_combiner("mean"), tree, 2)
     [Message(kind='all-reduce', num_bytes=408, num_ranks=2)]
-    >>> [(each.kind, each.num_bytes) for each in messages_of(make_combiner("int8+mean"), tree, 2)]
+    >>> [(each.kind, each.num_bytes) for each in trace_messages(make_combiner("int8+mean"), tree, 2)]
     [('all-gather', 100), ('all-gather', 8)]
     """
     group = CountingGroup(num_ranks)

@@ -1,6 +1,6 @@
-"""Codecs that send leaves as 16-bit floats, which the combiner after them works on.
+"""Codecs that convert leaves to 16-bit floats, which are sent and combined.
 
-Each rank adds what it rounded off to its next round, also what `mean` rounded off the slice that it summed.
+Each rank adds its rounding errors in its next round, including those of the slice that it summed in `mean`.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardtrain.combine.codec import Feedback, all_finite, targets, where, zeros_like
+from shardtrain.combine.codec import Feedback, add_residual, all_finite, make_zero_residual, select
 from shardtrain.combine.combiner import Codec, Combined, Combiner, flatten
 from shardtrain.combine.exponents import exponent, power
 from shardtrain.combine.group import Group
@@ -20,12 +20,12 @@ FLOAT16_EXPONENT = 14
 def bfloat16() -> Codec:
     """Send leaves as bfloat16, half of float32's bytes: 8 bits of precision, float32's range.
 
-    Before `mean`, `sum` or `adasum`: 2 n' (P - 1) / P bytes per rank for n' = 2 bytes per element. What
-    `adasum` rounds after each level is not added to the next round.
+    Before `mean`, `sum` or `adasum`: 2 n' (P - 1) / P bytes per rank for n' = 2 bytes per element. Rounding
+    errors of `adasum` after each level are not added in the next round.
 
     Source: Seide et al. 2014, 1-bit stochastic gradient descent, section 2 (error feedback).
     """
-    return _narrow(jnp.bfloat16, scaled=False)
+    return _make_narrow_codec(jnp.bfloat16, scaled=False)
 
 
 def float16() -> Codec:
@@ -37,22 +37,24 @@ def float16() -> Codec:
 
     Source: Micikevicius et al. 2018, Mixed precision training, section 3.2 (scaling).
     """
-    return _narrow(jnp.float16, scaled=True)
+    return _make_narrow_codec(jnp.float16, scaled=True)
 
 
-def _narrow(dtype: Any, scaled: bool) -> Codec:
+def _make_narrow_codec(dtype: Any, scaled: bool) -> Codec:
     def codec(inner: Combiner) -> Combiner:
         def init(tree: Any) -> Feedback:
             narrow = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), tree)
-            return Feedback(zeros_like(jax.tree.leaves(tree)), (), inner.init(narrow))
+            return Feedback(make_zero_residual(jax.tree.leaves(tree)), (), inner.init(narrow))
 
         def combine(tree: Any, count: Any, state: Feedback, group: Group) -> Combined:
             leaves, structure = flatten(tree)
             count = jnp.asarray(count, jnp.float32)
-            target = targets(leaves, state.residual, count)
+            target = add_residual(leaves, state.residual, count)
 
             # scaled by a power of two, which is exact, then rounded to 16 bits
-            exponents = _common_exponents(target, count, group) if scaled else [jnp.int32(0)] * len(leaves)
+            exponents = (
+                _find_common_exponents(target, count, group) if scaled else [jnp.int32(0)] * len(leaves)
+            )
             narrow = [(x * power(-e)).astype(dtype) for x, e in zip(target, exponents, strict=True)]
             found = inner.combine(jax.tree.unflatten(structure, narrow), count, state.inner, group)
 
@@ -66,7 +68,7 @@ def _narrow(dtype: Any, scaled: bool) -> Codec:
             values = [x.astype(leaf.dtype) for x, leaf in zip(unscale(found.value), leaves, strict=True)]
             value = jax.tree.unflatten(structure, values)
             is_valid = (count != 0) & all_finite(value, group)
-            next_state = where(is_valid, Feedback(residual, (), found.state), state)
+            next_state = select(is_valid, Feedback(residual, (), found.state), state)
             return Combined(value, next_state, found.metrics)
 
         return Combiner(init, combine, across_leaves=inner.across_leaves, is_one_vector=inner.is_one_vector)
@@ -74,7 +76,7 @@ def _narrow(dtype: Any, scaled: bool) -> Codec:
     return codec
 
 
-def _common_exponents(leaves: list[jax.Array], count: jax.Array, group: Group) -> list[jax.Array]:
+def _find_common_exponents(leaves: list[jax.Array], count: jax.Array, group: Group) -> list[jax.Array]:
     """Return the exponents that bring each leaf's greatest element of any rank to 2^14 / P."""
     if not leaves:
         return []

@@ -1,7 +1,6 @@
-"""A combiner run over the data axis of a mesh.
+"""Run a combiner over the data axis of a mesh.
 
-Stacked layers are split first, so that "per leaf" means per layer.
-Next: `train_step/state.py` (what a replica keeps for itself), `train_step/step.py`.
+Stacked layers are split first, so that "per leaf" means per layer. Next: `train_step/step.py`.
 """
 
 import math
@@ -23,13 +22,13 @@ from shardtrain.sharding.specs import add_leading_dim, spec_axes
 def find_stacked_paths(arrays: Mapping[str, Named], specs: Any) -> frozenset[str]:
     """Return the paths of arrays that stack layers along their first dim.
 
-    Along it they are unsharded, or sharded over the axis pipeline alone: then each stage has whole layers.
+    That dim is unsharded, or sharded over only the axis pipeline, so that each stage has whole layers.
 
     Args:
       arrays: path -> dims and shape, in the order of the leaves of `specs`.
       specs: the PartitionSpec of each.
     """
-    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    leaves = jax.tree.leaves(specs)
     return frozenset(
         path
         for (path, named), spec in zip(arrays.items(), leaves, strict=True)
@@ -40,7 +39,7 @@ def find_stacked_paths(arrays: Mapping[str, Named], specs: Any) -> frozenset[str
 
 
 def split_layers(tree: Any, stacked: frozenset[str]) -> dict[str, Any]:
-    """Return a tree as path -> array, with stacked layers split: blocks/up becomes blocks/up/0, blocks/up/1.
+    """Return path -> array with stacked layers split: blocks/up becomes blocks/up/0, blocks/up/1.
 
     Args:
       tree: a tree of arrays or shapes.
@@ -55,18 +54,18 @@ def split_layers(tree: Any, stacked: frozenset[str]) -> dict[str, Any]:
         if name not in stacked:
             layers[name] = leaf
             continue
-        for i, label in enumerate(_layers(name, leaf.shape[0])):
+        for i, label in enumerate(_list_layers(name, leaf.shape[0])):
             abstract = isinstance(leaf, jax.ShapeDtypeStruct)
             layers[label] = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) if abstract else leaf[i]
     return layers
 
 
 def stack_layers(layers: Mapping[str, Any], like: Any, stacked: frozenset[str]) -> Any:
-    """Return the tree that `split_layers` split.
+    """Stack layers again, the reverse of `split_layers`.
 
     Args:
       layers: path -> array.
-      like: a tree of the paths and shapes of that tree.
+      like: a tree with the paths and shapes of the result.
       stacked: as for `split_layers`.
     """
 
@@ -74,29 +73,29 @@ def stack_layers(layers: Mapping[str, Any], like: Any, stacked: frozenset[str]) 
         name = path_text(path)
         if name not in stacked:
             return layers[name]
-        return jnp.stack([layers[label] for label in _layers(name, leaf.shape[0])])
+        return jnp.stack([layers[label] for label in _list_layers(name, leaf.shape[0])])
 
     return jax.tree.map_with_path(leaf, like)
 
 
-def _layers(name: str, number: int) -> list[str]:
+def _list_layers(name: str, number: int) -> list[str]:
     # of one width, so that their order as text, which is jax's of a dict, is their order as numbers
     return [f"{name}/{i:0{len(str(max(number - 1, 0)))}d}" for i in range(number)]
 
 
-def stage_entries(
+def list_stage_entries(
     params: Any, stacked: frozenset[str], num_stages: int, stored_blocks: Sequence[int]
 ) -> dict[str, int]:
-    """Return label -> its place in a metric (L,) that `combine_replicas` has of a pipeline, by label.
+    """Return label -> index in the metric (L,) of a pipeline in a mesh, sorted by label.
 
     Args:
       params: arrays or shapes, with blocks as the mesh stores them.
       stacked: see `split_layers`.
-      num_stages: of the pipeline.
+      num_stages: number of stages.
       stored_blocks: the block at each stored position, -1 for padding, which has no label.
 
     >>> table = {"up": jnp.ones((4, 8)), "wte": jnp.ones(4)}
-    >>> stage_entries(table, frozenset({"up"}), 2, (0, -1, 1, 2))
+    >>> list_stage_entries(table, frozenset({"up"}), 2, (0, -1, 1, 2))
     {'up/0': 0, 'up/1': 3, 'up/2': 4, 'wte': 2}
     """
     # label on a stage -> the array, and the row of the stage
@@ -104,7 +103,7 @@ def stage_entries(
     depth = len(stored_blocks) // num_stages
     for path, _ in jax.tree.leaves_with_path(params):
         name = path_text(path)
-        rows = enumerate(_layers(name, depth)) if name in stacked else [(None, name)]
+        rows = enumerate(_list_layers(name, depth)) if name in stacked else [(None, name)]
         places |= {label: (name, row) for row, label in rows}
     found = {}
     for stage in range(num_stages):
@@ -113,7 +112,7 @@ def stage_entries(
             if row is None:
                 found.setdefault(name, number)
             elif (block := stored_blocks[stage * depth + row]) >= 0:
-                found[_layers(name, max(stored_blocks) + 1)[block]] = number
+                found[_list_layers(name, max(stored_blocks) + 1)[block]] = number
     return dict(sorted(found.items()))
 
 
@@ -126,12 +125,12 @@ def list_combined_entries(specs: Any) -> tuple[list[str], list[int] | None]:
     stacked, stages = find_stacked_paths(specs.arrays, specs.sharded), specs.stages
     if stages is None:
         return sorted(split_layers(specs.trained, stacked)), None
-    found = stage_entries(specs.trained, stacked, stages.num_stages, stages.stored_blocks)
+    found = list_stage_entries(specs.trained, stacked, stages.num_stages, stages.stored_blocks)
     return [*found], [*found.values()]
 
 
 def shard_shapes(abstract: Any, specs: Any, sizes: Mapping[str, int]) -> Any:
-    """Return the shapes of the shards that one device holds.
+    """Return the shapes of one device's shards.
 
     Args:
       abstract: a tree of shapes.
@@ -161,31 +160,31 @@ def combine_replicas(
     """Combine over the data axis of a mesh, inside jit; each device combines its own shards.
 
     Args:
-      combiner: any.
+      combiner: any combiner.
       tree: each leaf (data, ...), the mean of each replica over its own examples.
-      counts: float32 (data,), their numbers of examples.
-      state: the combiner's, each leaf (devices, ...).
+      counts: float32 (data,), the replicas' numbers of examples.
+      state: the combiner's state, each leaf (devices, ...).
       specs: the PartitionSpec of each leaf without its first dim; it may not name the data axis.
       stacked: see `split_layers`.
-      mesh: the mesh. On its axis pipeline each stage combines its own layers, and what all stages have, all
-        of them combine alike.
-      entries: of a pipeline: which entries of metrics (L,) are returned, see `stage_entries`.
+      mesh: the mesh. On its axis pipeline each stage combines its own layers, and all stages combine in the
+        same way what they share.
+      entries: indices of the entries of metrics (L,) to return, see `list_stage_entries`; None returns all.
 
     Returns:
       (the combined tree, without the first dim; the new state; the combiner's metrics, arrays (L,) in the
-      order of `sorted(split_layers(tree))`, or of a pipeline those at `entries`).
+      order of `sorted(split_layers(tree))`, or the given entries of them).
     """
     replica_specs = add_leading_dim(specs, axes.DATA)
     by_device = PartitionSpec(mesh.axis_names)
-    # the axes over which a replica's own arrays are sharded: sums over a whole array go over these, too; over
-    # stages, which have other layers or the same array, only where all arrays are one vector
+    # the axes over which a replica's own arrays are sharded: sums over a whole array go over these too; over
+    # stages, which have other layers or the same array, only if all arrays are one vector
     own_axes = {a: n for a, n in mesh.shape.items() if a != axes.DATA and n > 1}
     shard_axes = {a: n for a, n in own_axes.items() if a != axes.PIPELINE}
     stage_axes = {a: n for a, n in own_axes.items() if a == axes.PIPELINE}
     num_stages = mesh.shape.get(axes.PIPELINE, 1)
     leaf_axes = {
         path_text(path): tuple(axis for axis in spec_axes(spec) if axis in own_axes)
-        for path, spec in jax.tree.leaves_with_path(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        for path, spec in jax.tree.leaves_with_path(specs)
     }
 
     def combine_shard(tree: Any, counts: jax.Array, state: Any) -> Any:

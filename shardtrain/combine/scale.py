@@ -9,23 +9,22 @@ from shardtrain.combine.combiner import Codec, Combined, Combiner
 from shardtrain.combine.group import Group
 
 LEAST = 2e-38
-"""The least factor: float32 holds it, and its inverse."""
+"""The smallest factor: float32 can represent it and its inverse."""
 
 
 def scale(factors: float | str = 1.0) -> Codec:
-    """Multiply each rank's leaves by a factor, and what the combiner makes of them by another.
+    """Multiply each rank's leaves by a factor, and the combined result by another.
 
-    Sends what the combiner after it sends, and keeps no state. "scale:0.5+mean" is half of the mean;
-    "scale:0.001,1000+file.py:name" is that combiner as it is, but its sums are 1000 times smaller, so that 16
-    bits do not overflow. `float16` needs no such factor: it finds one for each leaf in each step.
+    It sends the same bytes as the combiner after it, and has no state. "scale:0.5+mean" is half of the mean;
+    "scale:0.001,1000+file.py:name" gives the result of that combiner, but its sums are 1000 times smaller, so
+    that 16 bits do not overflow. `float16` needs no such factor: it finds one for each leaf in each step.
 
     Args:
-      factors: the one before, or both with a comma between, such as "0.001,1000"; the one after is 1 if it is
-        not given.
+      factors: the factor before combining, or both factors separated by a comma, such as "0.001,1000"; the
+        factor after combining is 1 if it is left out.
 
     Raises:
-      ValueError: a factor is no number above 0 that float32 holds with its inverse, 2e-38 to 5e37, or there
-        are more than two.
+      ValueError: a factor is not a number from 2e-38 to 5e37, or there are more than two.
 
     Source: Sergeev and Del Balso 2018, Horovod; its prescale_factor and postscale_factor.
 
@@ -39,10 +38,10 @@ def scale(factors: float | str = 1.0) -> Codec:
 
     def codec(inner: Combiner) -> Combiner:
         def combine(tree: Any, count: Any, state: Any, group: Group) -> Combined:
-            found = inner.combine(_times(tree, before), count, state, group)
+            found = inner.combine(_scale_tree(tree, before), count, state, group)
             # what was rounded off is of the scaled tree
-            residual = None if found.residual is None else _times(found.residual, 1 / before)
-            return found._replace(value=_times(found.value, after), residual=residual)
+            residual = None if found.residual is None else _scale_tree(found.residual, 1 / before)
+            return found._replace(value=_scale_tree(found.value, after), residual=residual)
 
         return Combiner(inner.init, combine, inner.linear, inner.across_leaves, inner.is_one_vector)
 
@@ -62,6 +61,6 @@ def _parse(factors: Any) -> tuple[float, float]:
     )
 
 
-def _times(tree: Any, factor: float) -> Any:
+def _scale_tree(tree: Any, factor: float) -> Any:
     """Multiply in float32; leaves keep their dtypes."""
     return jax.tree.map(lambda x: (x.astype(jnp.float32) * factor).astype(x.dtype), tree)

@@ -1,6 +1,6 @@
-"""Leaves split into as many equal slices as there are ranks, and the messages that carry the slices.
+"""Split leaves into one equal slice for each rank, and pack slices into messages.
 
-Every slice holds the same static share of every leaf. Leaves of one dtype and size are stacked, so that
+Every slice has the same static fraction of every leaf. Leaves of one dtype and size are stacked, so that
 programs grow with the number of different sizes only. Next: `mean.py`, `adasum.py`.
 """
 
@@ -14,7 +14,7 @@ from jax import lax
 LARGE = 1 << 16  # elements of a row from which a message of its own costs less than a copy
 
 Owners = list[list[int]]
-"""For each stack the leaf of each of its pieces."""
+"""For each stack, the number of the leaf of each of its pieces."""
 
 
 def split_into_slices(leaves: Sequence[jax.Array], parts: int) -> tuple[list[jax.Array], Owners]:
@@ -23,8 +23,8 @@ def split_into_slices(leaves: Sequence[jax.Array], parts: int) -> tuple[list[jax
     Returns:
       (stacks (parts, pieces, width), whose row p holds slice p of each piece; the leaf of each piece).
 
-    A leaf whose size `parts` does not divide gives two pieces: what divides, and its last few elements,
-    padded with zeros.
+    A leaf whose size is no multiple of `parts` gives two pieces: the largest multiple, and its last few
+    elements, padded with zeros.
 
     >>> stacks, owners = split_into_slices([jnp.arange(5.0), jnp.arange(4.0)], 2)
     >>> [stack.shape for stack in stacks], owners
@@ -46,10 +46,10 @@ def split_into_slices(leaves: Sequence[jax.Array], parts: int) -> tuple[list[jax
 def join_slices(
     stacks: Sequence[Sequence[jax.Array]], owners: Owners, leaves: Sequence[Any]
 ) -> list[jax.Array]:
-    """Return the leaves that `split_into_slices` split.
+    """Join the slices of leaves, the reverse of `split_into_slices`.
 
     Args:
-      stacks: each as blocks of its rows, in order.
+      stacks: each stack as blocks of its rows, in order.
       owners: the owners that `split_into_slices` returned.
       leaves: arrays or shapes, of the shapes wanted.
     """
@@ -63,7 +63,7 @@ def join_slices(
     return [x[: leaf.size].reshape(leaf.shape) for x, leaf in zip(flat, leaves, strict=True)]
 
 
-def part(stack: jax.Array, position: int | jax.Array, parts: int) -> jax.Array:
+def take_part(stack: jax.Array, position: int | jax.Array, parts: int) -> jax.Array:
     """Return the rows at `position` of `parts` equal blocks of rows."""
     rows = stack.shape[0] // parts
     if isinstance(position, int):
@@ -72,7 +72,7 @@ def part(stack: jax.Array, position: int | jax.Array, parts: int) -> jax.Array:
 
 
 def pack_messages(stacks: Sequence[jax.Array]) -> list[jax.Array]:
-    """Pack stacks into messages (rows, C): a large stack is a message of its own; small ones share one."""
+    """Pack stacks into messages (rows, C): one for each large stack, one for the small ones of a dtype."""
     flat = [stack.reshape(stack.shape[0], -1) for stack in stacks]
     return [
         flat[which[0]] if len(which) == 1 else jnp.concatenate([flat[i] for i in which], axis=1)
@@ -81,11 +81,11 @@ def pack_messages(stacks: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def unpack_messages(messages: Sequence[jax.Array], stacks: Sequence[Any]) -> list[jax.Array]:
-    """Unpack what `pack_messages` packed: stacks with the rows of the messages.
+    """Unpack messages into stacks, the reverse of `pack_messages`.
 
     Args:
       messages: (rows, C) each.
-      stacks: arrays or shapes with the pieces, widths and dtypes of what was packed.
+      stacks: arrays or shapes with the pieces, widths and dtypes of the packed stacks.
     """
     found: list[Any] = [None] * len(stacks)
     for message, which in zip(messages, _group_by_message(stacks), strict=True):
@@ -99,7 +99,7 @@ def unpack_messages(messages: Sequence[jax.Array], stacks: Sequence[Any]) -> lis
 
 
 def _group_by_message(stacks: Sequence[Any]) -> list[list[int]]:
-    """Return the stacks of each message; the same at every level, whatever the number of rows."""
+    """Return the numbers of the stacks of each message, which do not depend on the number of rows."""
     messages: dict[Any, list[int]] = {}
     for i, stack in enumerate(stacks):
         alone = stack.shape[1] * stack.shape[2] >= LARGE
@@ -107,14 +107,14 @@ def _group_by_message(stacks: Sequence[Any]) -> list[list[int]]:
     return list(messages.values())
 
 
-def block_sources(size: int, distance: int, radix: int, turn: int) -> list[int]:
-    """Return for each rank the partner that it receives from in a turn.
+def list_block_sources(size: int, distance: int, radix: int, turn: int) -> list[int]:
+    """Return the partner that each rank receives from in a turn.
 
     Ranks fall into blocks of `distance * radix`; the partners of a rank are `distance` apart in its block.
 
-    >>> block_sources(4, 2, 2, 1)
+    >>> list_block_sources(4, 2, 2, 1)
     [2, 3, 0, 1]
-    >>> block_sources(3, 1, 3, 1)
+    >>> list_block_sources(3, 1, 3, 1)
     [1, 2, 0]
     """
     positions = [rank // distance % radix for rank in range(size)]
@@ -122,7 +122,7 @@ def block_sources(size: int, distance: int, radix: int, turn: int) -> list[int]:
 
 
 def order_by_turn(turns: Sequence[jax.Array], position: int | jax.Array) -> list[jax.Array]:
-    """Order what was received in turns 0 (this rank's own), 1, ... by the position of the sender."""
+    """Order the arrays received in turns 0 (this rank's own), 1, ... by the position of the sender."""
     radix = len(turns)
     if isinstance(position, int):
         return [turns[(sender - position) % radix] for sender in range(radix)]

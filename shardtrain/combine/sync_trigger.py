@@ -1,6 +1,6 @@
-"""Triggers: whether replicas with local steps synchronise now, of the steps that `every` allows.
+"""Triggers, which decide whether replicas with local steps synchronise at a step that `every` allows.
 
-A new one is a function here and an entry of `SYNC_TRIGGERS`, which tests/combine/test_sync_trigger.py checks.
+A new one is a function here and an entry of `SYNC_TRIGGERS`; tests/combine/test_sync_trigger.py checks it.
 """
 
 import math
@@ -15,13 +15,13 @@ from shardtrain.errors.messages import near
 
 
 class SyncTrigger(NamedTuple):
-    """A statistic of each replica, and a decision over those of all, both inside jit.
+    """A statistic of each replica, and a decision by the statistics of all; both run inside jit.
 
     Args:
-      measure: (deltas, params) -> float32 scalar. Both are path -> array of a fragment: what this replica
-        has changed, and the common parameters. Without changes it is finite too.
-      is_due: float32 (n,) -> bool scalar: whether deltas are sent now. The numbers are those of the replicas
-        of a mesh, or of the processes of all islands: each process gives the number of its island or stage.
+      measure: (deltas, params) -> float32 scalar. Both are path -> array of a fragment: the changes of this
+        replica, and the common parameters. It must be finite without changes too.
+      is_due: float32 (n,) -> bool scalar: whether deltas are sent now, given the statistics of all replicas
+        of a mesh, or of the processes of all islands.
     """
 
     measure: Callable[[Mapping[str, jax.Array], Mapping[str, jax.Array]], jax.Array]
@@ -32,8 +32,8 @@ def drift(most: float) -> SyncTrigger:
     """Synchronise when the parameters of a replica drifted from the common ones by a fraction of their norm.
 
     Args:
-      most: the norm of what a replica changed over the norm of the common parameters, up to which replicas
-        do not synchronise.
+      most: replicas synchronise when the norm of a replica's changes divided by the norm of the common
+        parameters is above this.
 
     Raises:
       ValueError: `most` is not a finite number of 0 or more.
@@ -59,11 +59,11 @@ def drift(most: float) -> SyncTrigger:
 ALWAYS = "always"
 
 SYNC_TRIGGERS: dict[str, Callable[[float], SyncTrigger]] = {"drift": drift}
-"""Name -> function that makes the trigger of its number, which is written after a colon."""
+"""Name -> function that makes the trigger for a number, which is written after a colon."""
 
 
 def make_sync_trigger(text: str) -> SyncTrigger | None:
-    """Make a trigger by name; None means "always".
+    """Make a trigger by name; return None for "always".
 
     Args:
       text: "always", or a name of `SYNC_TRIGGERS` with its number, such as "drift:0.01".

@@ -1,4 +1,4 @@
-"""The options of how replicas are synchronised: when, what is combined, by which combiner, and then what.
+"""Options of how replicas are synchronised: when, what they combine, and how the result is applied.
 
 Next: `replicas.py`, which runs a combiner on a mesh; `train_step/local_steps.py`, the arithmetic.
 """
@@ -16,14 +16,14 @@ from shardtrain.errors.messages import near, problems_error
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
-    """The outer optimizer: SGD on the combined delta, whose negative it takes as the gradient.
+    """The outer optimizer: SGD whose gradient is the negative combined delta.
 
-    The defaults add the combined delta to the parameters as it is.
+    The defaults add the combined delta to the parameters.
 
     Args:
       learning_rate: factor of the combined delta.
-      momentum: of earlier combined deltas; 0 keeps none.
-      nesterov: look ahead along the momentum, as DiLoCo does.
+      momentum: factor of the accumulated earlier deltas; 0 keeps none.
+      nesterov: whether to use Nesterov momentum, as DiLoCo does.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -53,28 +53,29 @@ class Synchronisation:
     indices of the mesh's data axis.
 
     Args:
-      by: a combiner by name, such as "mean", "adasum", "int8+adasum" (see `combine.make_combiner`), or
+      by: the combiner, by name, such as "mean", "adasum", "int8+adasum" (see `combine.make_combiner`), or
         any `combine.Combiner`.
       on: what is combined: "gradients", or "deltas", the parameter changes that each replica's own optimizer
-        computes (Horovod's Adasum, local SGD). Each replica then has its own optimizer state.
+        computes (Horovod's Adasum, local SGD). With deltas each replica has its own optimizer state.
       every: number of local steps of a replica before its delta is combined; more than 1 needs deltas.
-      inside: how an island reduces its own devices' gradients before they are sent to other islands: to
-        their mean, or to their sum, the mean times the number of its replicas.
-      outer: what is done with a combined delta: options of SGD, or in Python any optax transformation.
-      fragments: number of parts of the parameters that are combined in turn, each every `every` steps, so
-        that less is sent at a time (streaming DiLoCo); each layer of each array is dealt out on its own, so
-        that fragments become equally large.
-      overlap: number of steps that replicas go on while deltas are under way; the result is then added to
-        what they have changed since. At most `every`.
-      when: when replicas synchronise, of the steps that `every` allows: "always", or a trigger such as
-        "drift:0.01": if one drifted from the common parameters by more than 1 % of their norm. After the
-        last step of a run they always do.
+      inside: how an island reduces the gradients of its own devices before it sends them to other islands:
+        to their mean, or to their sum, which is the mean times the number of its replicas.
+      outer: the optimizer that applies a combined delta: options of SGD, or in Python any optax
+        transformation.
+      fragments: number of parts of the parameters that are combined in turn, each once in `every` steps, so
+        that less is sent at a time (streaming DiLoCo); each layer of each array is assigned separately, so
+        that fragments have similar sizes.
+      overlap: number of steps that replicas continue while deltas are sent; the result is then added to the
+        parameters that they have reached. At most `every`.
+      when: at which of the steps that `every` allows replicas synchronise: "always", or a trigger such as
+        "drift:0.01", which synchronises if a replica drifted from the common parameters by more than 1 % of
+        their norm. Replicas always synchronise after the last step of a run.
       distance: number of waves, of `every` steps each, that an island may be ahead of the slowest one: it
-        pushes what it changed in a wave, and goes on from all that was pushed so far (wave-synchronous
-        parallelism, HetPipe). None: all replicas merge together. It is for islands; the replicas of a mesh
-        merge together in any case.
-      synchronous_steps: number of first steps of a run in which replicas average their gradients, as by
-        "every-step"; local steps begin after them (post-local SGD, Lin et al. 2018).
+        pushes what it changed in a wave, and continues from everything pushed so far (wave-synchronous
+        parallelism, HetPipe). None merges all replicas together. It applies to islands; the replicas of a
+        mesh always merge together.
+      synchronous_steps: number of steps at the start of a run in which replicas average their gradients in
+        every step; local steps begin after them (post-local SGD, Lin et al. 2018).
 
     Short form: the name of a preset, such as "diloco" (see `PRESETS`), or a value of `by`.
 
@@ -108,20 +109,10 @@ class Synchronisation:
             for name, number in (("every (--local-steps)", self.every), ("fragments", self.fragments))
             if number < 1
         ]
-        if self.every > 1 and self.on == "gradients":
-            problems.append(
-                f"every (--local-steps) is {self.every}, but gradients are combined in every step; use deltas"
-                " (--combine-on deltas)"
-            )
         if self.fragments > self.every >= 1:
             problems.append(
                 f"fragments is {self.fragments}, one combined at a time, and every is {self.every};"
                 f" use {self.every} fragments or fewer"
-            )
-        if self.outer != Outer() and self.on == "gradients":
-            problems.append(
-                "an outer optimizer takes combined deltas, and gradients are combined; use deltas"
-                " (--combine-on deltas)"
             )
         if not 0 <= self.overlap <= self.every:
             problems.append(
@@ -129,10 +120,13 @@ class Synchronisation:
                 f" {self.every}, as deltas must have arrived when the next ones are sent"
             )
         problems += [
-            f"{name} is {value!r}, and gradients are combined in every step; use deltas (--combine-on deltas)"
+            f"{name} is {value!r}, but gradients are combined in every step; use deltas (--combine-on deltas)"
             for name, value, plain in (
+                ("every (--local-steps)", max(self.every, 1), 1),
+                ("outer", self.outer, Outer()),
                 ("overlap", self.overlap, 0),
                 ("when", self.when, ALWAYS),
+                ("distance (--clock-distance)", self.distance, None),
                 ("synchronous_steps", self.synchronous_steps, 0),
             )
             if value != plain and self.on == "gradients"
@@ -149,17 +143,12 @@ class Synchronisation:
         make_sync_trigger(self.when)
 
     def _wave_problems(self) -> list[str]:
-        """Return what does not go with waves: their updates are added as they come."""
+        """Return the options that do not work with waves, whose updates are added as they arrive."""
         if self.distance is None:
             return []
         problems = []
         if self.distance < 0:
             problems.append(f"distance is {self.distance} waves; use 0 or more, or None for no waves")
-        if self.on == "gradients":
-            problems.append(
-                f"distance is {self.distance} waves, which are of deltas, and gradients are combined in every"
-                " step; use deltas (--combine-on deltas)"
-            )
         plain = {
             "by": "mean",
             "outer": Outer(),
@@ -178,7 +167,7 @@ class Synchronisation:
 
     @property
     def simplified(self) -> "Synchronisation":
-        """Every step where that is the same: waves of one step, of which nobody may be ahead."""
+        """The default synchronisation if this is equivalent: waves of one step, with no island ahead."""
         return Synchronisation() if self.distance == 0 and self.every == 1 else self
 
     @property
@@ -188,7 +177,7 @@ class Synchronisation:
 
     @property
     def is_mean(self) -> bool:
-        """Whether this is ordinary data parallelism: one gradient, the mean over all examples."""
+        """Whether this is ordinary data parallelism with the mean gradient over all examples."""
         return self.by == "mean" and self.on == "gradients"
 
     @property
@@ -198,7 +187,7 @@ class Synchronisation:
 
     @property
     def outer_optimizer(self) -> optax.GradientTransformation | None:
-        """The outer optimizer as an optax transformation; None if combined deltas are added as they are."""
+        """The outer optimizer as an optax transformation; None if combined deltas are only added."""
         if not isinstance(self.outer, Outer):
             return self.outer
         if self.outer == Outer():
@@ -212,12 +201,12 @@ class Synchronisation:
 
     @property
     def keeps_drift(self) -> bool:
-        """Whether replicas have parameters of their own after some steps."""
+        """Whether replicas may have different parameters between steps."""
         sometimes = self.when != ALWAYS or self.synchronous_steps > 0
         return self.every > 1 or self.overlap > 0 or sometimes or self.distance is not None
 
     def is_synchronous(self, step: Any) -> Any:
-        """Return whether replicas average their gradients in a step, counted from 1; also inside jit."""
+        """Return whether replicas average their gradients in a step, counted from 1; works inside jit."""
         return step <= self.synchronous_steps
 
     def is_sent(self, fragment: int, step: Any, last_step: int = -1) -> Any:
@@ -226,20 +215,21 @@ class Synchronisation:
         Args:
           fragment: its number.
           step: counted from 1; also an array inside jit.
-          last_step: the last step of the run, after which nothing is left unsent.
+          last_step: the last step of the run, which sends all fragments.
 
         >>> is_sent = Synchronisation(on="deltas", every=4, fragments=2).is_sent
         >>> [[f for f in (0, 1) if is_sent(f, step)] for step in range(1, 9)]
         [[], [0], [], [1], [], [0], [], [1]]
         """
-        # the fragments are spread evenly over the steps of a round, and the last one ends it
-        phase = (fragment + 1) * self.every // self.fragments
-        is_now = ((step - phase) % self.every == 0) | (step == last_step)
-        return is_now & (step > self.synchronous_steps)
+        return self._is_now(fragment, step, last_step, 0)
 
     def is_due(self, fragment: int, step: Any, last_step: int = -1) -> Any:
-        """Return whether what was sent of a fragment is combined at the end of a step, see `is_sent`."""
-        phase = (fragment + 1) * self.every // self.fragments + self.overlap
+        """Return whether the sent deltas of a fragment are combined at the end of a step, see `is_sent`."""
+        return self._is_now(fragment, step, last_step, self.overlap)
+
+    def _is_now(self, fragment: int, step: Any, last_step: int, delay: int) -> Any:
+        # fragments are distributed evenly over the steps of a round, and the last one ends it
+        phase = (fragment + 1) * self.every // self.fragments + delay
         is_now = ((step - phase) % self.every == 0) | (step == last_step)
         return is_now & (step > self.synchronous_steps)
 

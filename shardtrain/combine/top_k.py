@@ -15,14 +15,14 @@ from shardtrain.combine.group import Group
 
 
 def top_k(share: float = 0.01) -> Codec:
-    """Send the elements of greatest magnitude of each leaf; the others stay in the residual.
+    """Send the elements of greatest magnitude of each leaf; the other elements stay in the residual.
 
     A payload has 8 bytes per element sent and 4 for the count. All ranks gather all payloads, so each
     sends its own to P - 1 ranks: less than a float32 all-reduce while share < 1 / P. Of a sharded leaf
     each device sends elements of its shard.
 
     Args:
-      share: fraction of a leaf's elements that is sent, rounded; at least one element is.
+      share: fraction of a leaf's elements that is sent; at least one element is sent.
 
     Raises:
       ValueError: the share is not above 0 and at most 1.
@@ -36,9 +36,9 @@ def top_k(share: float = 0.01) -> Codec:
 
 
 def count_sent(share: float, size: int) -> int:
-    """Return how many elements of a leaf are sent.
+    """Return the number of elements of a leaf that are sent.
 
-    >>> num_sent(0.01, 1000), num_sent(0.01, 3), num_sent(0.01, 0)
+    >>> count_sent(0.01, 1000), count_sent(0.01, 3), count_sent(0.01, 0)
     (10, 1, 0)
     """
     return min(size, max(1, math.floor(share * size + 0.5)))

@@ -181,7 +181,7 @@ def mix_images(image_HWC: np.ndarray, other_HWC: np.ndarray, mixing: Mixing) -> 
     Returns:
       float32 (height, width, channels), and the share of the first: that of its pixels where a box is cut.
 
-    >>> image, kept = mixed(np.zeros((2, 4, 1)), np.ones((2, 4, 1)), Mixing(0.5, (0.5, -0.2, 1.2, 0.5)))
+    >>> image, kept = mix_images(np.zeros((2, 4, 1)), np.ones((2, 4, 1)), Mixing(0.5, (0.5, -0.2, 1.2, 0.5)))
     >>> image[..., 0].tolist(), kept
     ([[0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]], 0.75)
     """

@@ -180,7 +180,7 @@ def _remove_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     Raises:
       ValueError: one is inside another.
 
-    >>> _unmarked(f"Hi{BEGIN}there{END}.")
+    >>> _remove_marks(f"Hi{BEGIN}there{END}.")
     ('Hithere.', [(2, 7)])
     """
     parts, spans, length = [], [], 0

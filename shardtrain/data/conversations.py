@@ -77,7 +77,7 @@ def make_conversation(record: Record, field: str) -> Conversation:
       ValueError: it has none, a message lacks something, it or the row says wrongly whether it is learned
         (see `take_learned`), or a text in it has a reserved character.
 
-    >>> conversation_of({"prompt": "Hi", "completion": "Hello"}, "messages").messages
+    >>> make_conversation({"prompt": "Hi", "completion": "Hello"}, "messages").messages
     [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}]
     """
     if field in record:
@@ -206,7 +206,7 @@ def is_row_learned(record: Mapping[str, Any]) -> bool:
     Raises:
       ValueError: a mark is neither true nor false, or marks contradict each other.
 
-    >>> row_learned({"messages": [], "weight": 0}), row_learned({"messages": [], "train": None})
+    >>> is_row_learned({"messages": [], "weight": 0}), is_row_learned({"messages": [], "train": None})
     (False, True)
     """
     return all(_marks(record, "the row").values())

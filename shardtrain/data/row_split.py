@@ -25,7 +25,7 @@ class RowSplit:
       axis_sizes: mesh axis -> size, of the axes that split the rows of a microbatch.
       microbatches: M, parts of the batch that a step handles one after the other.
 
-    >>> RowSplit({"data": 4}, 2).multiple, RowSplit({"data": 4}, 2).padded(9)
+    >>> RowSplit({"data": 4}, 2).multiple, RowSplit({"data": 4}, 2).pad_rows(9)
     (8, 16)
     """
 

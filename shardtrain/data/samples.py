@@ -84,7 +84,7 @@ def _stacks_samples(source_type: type) -> bool:
 def find_stacking_problems(batch: object, num_rows: int) -> list[str]:
     """Return the problems that keep what a source stacked from being the rows of a batch, one line each.
 
-    >>> stacked_problems({"x": np.zeros((3, 2)), "label": [1, 2]}, 2)
+    >>> find_stacking_problems({"x": np.zeros((3, 2)), "label": [1, 2]}, 2)
     ["'x' has shape (3, 2); give an array of 2 rows, one for each index", "'label' is a list; use np.stack"]
     """
     if not isinstance(batch, dict):

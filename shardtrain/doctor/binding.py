@@ -14,15 +14,15 @@ from shardtrain.doctor.check import (
     count_text,
     group_by_host,
     join_texts,
-    some,
 )
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system.cgroup import limits
-from shardtrain.system.host import memory_bytes, ranges_text
+from shardtrain.system.excerpts import some
+from shardtrain.system.host import memory_bytes, parse_ranges, ranges_text
 from shardtrain.system.untrusted_data import parse_count
 
 SHM_BYTES_PER_RANK = 64 * 2**20
-"""Least space in /dev/shm per rank, for MPI's buffers; containers often have 64 MiB for all ranks."""
+"""Smallest space in /dev/shm per rank for MPI's buffers; containers often have 64 MiB for all ranks."""
 
 MEMLOCK_BYTES = 2**30
 FEW_FILES = 1024
@@ -42,58 +42,48 @@ def collect(context: RankContext) -> Facts:
         "cores": cores,
         "given": list(context.given_cores),
         "host_cores": os.cpu_count() or 1,
-        "nodes": numa_nodes(),
+        "nodes": read_numa_nodes(),
         "threads": {name: context.environ[name] for name in THREADS if name in context.environ},
         "limits": limits(),
         "memory_bytes": memory_bytes("MemTotal"),
         "available_bytes": memory_bytes("MemAvailable"),
         "shm_bytes": shm.f_frsize * shm.f_blocks if shm else None,
         "shm_free_bytes": shm.f_frsize * shm.f_bavail if shm else None,
-        "ulimits": {name: _soft(kind) for name, kind in names.items()},
+        "ulimits": {name: _read_soft_limit(kind) for name, kind in names.items()},
         "infiniband": Path("/sys/class/infiniband").is_dir(),
     }
 
 
-def _soft(kind: int) -> int | None:
+def _read_soft_limit(kind: int) -> int | None:
     soft, _ = resource.getrlimit(kind)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> dict[str, list[int]]:
-    """Return NUMA node -> its cores; nodes without cores (only memory) are left out."""
+def read_numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> dict[str, list[int]]:
+    """Return NUMA node -> its cores; nodes without cores are left out."""
     nodes = {}
     for path in sorted(folder.glob("node[0-9]*/cpulist")):
-        if cores := read_ranges(path.read_text()):
+        if cores := parse_ranges(path.read_text()):
             nodes[path.parent.name.removeprefix("node")] = cores
     return nodes
 
 
-def read_ranges(text: str) -> list[int]:
-    """Parse a list of numbers and ranges, as in a cpulist file.
-
-    >>> read_ranges("0-2,8\\n")
-    [0, 1, 2, 8]
-    """
-    ranges = [part.partition("-") for part in text.strip().split(",") if part]
-    return [i for low, _, high in ranges for i in range(int(low), int(high or low) + 1)]
-
-
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
-    """Return rows for cores, NUMA nodes, limits on cores and memory, /dev/shm and ulimits."""
+    """Return the rows for cores, NUMA nodes, limits on cores and memory, /dev/shm and ulimits."""
     hosts = group_by_host(all_facts)
     rows = [
-        _cores(all_facts, hosts),
-        _numa(all_facts),
-        *_threads(all_facts),
-        _quota(all_facts),
-        _memory_limit(hosts),
+        _check_cores(all_facts, hosts),
+        _check_numa(all_facts),
+        *_check_threads(all_facts),
+        _check_quota(all_facts),
+        _check_memory(hosts),
     ]
-    return [*rows, _shm(hosts), *_ulimits(all_facts)]
+    return [*rows, _check_shm(hosts), *_check_ulimits(all_facts)]
 
 
-def _cores(all_facts: Sequence[RankFacts], hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
+def _check_cores(all_facts: Sequence[RankFacts], hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
     finding = join_texts((one.name, _cores_text(one.facts)) for one in all_facts)
-    for overlapping in (_overlap(ranks) for ranks in hosts.values()):
+    for overlapping in (_find_overlap(ranks) for ranks in hosts.values()):
         if overlapping:
             status, text, fix = overlapping
             return Row("cores", f"{text}; {finding}", status, fix)
@@ -106,7 +96,7 @@ def _cores_text(facts: Mapping) -> str:
     return own if given == cores else f"{own}, its share of {ranges_text(given)}"
 
 
-def _overlap(ranks: Sequence[RankFacts]):
+def _find_overlap(ranks: Sequence[RankFacts]):
     """Return (status, finding, fix) if several ranks of a host may run on the same cores."""
     users: dict[int, list[str]] = {}
     for one in ranks:
@@ -135,7 +125,7 @@ def _overlap(ranks: Sequence[RankFacts]):
     return "wrong", text, fix
 
 
-def _numa(all_facts: Sequence[RankFacts]) -> Row:
+def _check_numa(all_facts: Sequence[RankFacts]) -> Row:
     several = [one for one in all_facts if len(one.facts["nodes"]) > 1]
     if not several:
         return Row("NUMA", "one node on every host")
@@ -156,7 +146,7 @@ def _numa(all_facts: Sequence[RankFacts]) -> Row:
     return Row("NUMA", f"{finding}: spread over nodes", "note", fix)
 
 
-def _threads(all_facts: Sequence[RankFacts]) -> list[Row]:
+def _check_threads(all_facts: Sequence[RankFacts]) -> list[Row]:
     many = [
         (one.name, f"{name}={value} on {len(one.facts['cores'])} cores")
         for one in all_facts
@@ -169,7 +159,7 @@ def _threads(all_facts: Sequence[RankFacts]) -> list[Row]:
     return [Row("threads", join_texts(many), "warning", fix)]
 
 
-def _quota(all_facts: Sequence[RankFacts]) -> Row:
+def _check_quota(all_facts: Sequence[RankFacts]) -> Row:
     tight = [one for one in all_facts if 0 < (one.facts["limits"]["cores"] or 0) < len(one.facts["cores"])]
     if not tight:
         return Row("CPU quota", "none below the number of visible cores")
@@ -185,7 +175,7 @@ def _quota(all_facts: Sequence[RankFacts]) -> Row:
     return Row("CPU quota", finding, "warning", fix)
 
 
-def _memory_limit(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
+def _check_memory(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
     texts, tight = [], []
     for host, ranks in hosts.items():
         facts = ranks[0].facts
@@ -202,7 +192,7 @@ def _memory_limit(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
     return Row("memory", join_texts(texts))
 
 
-def _shm(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
+def _check_shm(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
     texts, small = [], []
     for host, ranks in hosts.items():
         size, free = (ranks[0].facts[name] for name in ("shm_bytes", "shm_free_bytes"))
@@ -218,7 +208,7 @@ def _shm(hosts: Mapping[str, Sequence[RankFacts]]) -> Row:
     return Row("/dev/shm", join_texts(texts), "warning", fix)
 
 
-def _ulimits(all_facts: Sequence[RankFacts]) -> list[Row]:
+def _check_ulimits(all_facts: Sequence[RankFacts]) -> list[Row]:
     finding = join_texts((one.name, ulimits_text(one.facts["ulimits"])) for one in all_facts)
     pinned = [
         o

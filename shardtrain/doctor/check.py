@@ -1,4 +1,4 @@
-"""The interface of a check: `collect` gathers facts on every rank, `evaluate` turns the facts into rows."""
+"""The interface of a check: `collect` gathers facts on every rank, `evaluate` converts them to rows."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,25 +6,29 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from shardtrain.islands.rank_environment import RankEnvironment
+from shardtrain.system.excerpts import some
 
 Status = Literal["ok", "note", "warning", "wrong"]
 
 STATUSES: tuple[Status, ...] = ("ok", "note", "warning", "wrong")
-"""From best to worst: `note` needs no action, `warning` costs time, `wrong` stops or spoils a run."""
+"""Statuses from best to worst: `note` needs no action, `warning` costs time, `wrong` breaks a run."""
+
+MOST_NAMES = 4
+"""Names of ranks or hosts that a finding lists; the others are counted."""
 
 Facts = dict[str, Any]
-"""Facts of a check on one rank: values that JSON can represent."""
+"""Facts of a check on one rank, as JSON values."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: what a check found about one item, its status, and the fix.
+    """A row of the table: the finding of a check about one item, its status, and the fix.
 
     Args:
       item: the item that was checked.
-      finding: the result as text; per rank or host if they differ.
+      finding: the result as text, by rank or host if they differ.
       status: see `STATUSES`.
-      fix: what to do; never empty for `warning` and `wrong`.
+      fix: the change to make; never empty for `warning` and `wrong`.
       check: the name of the check, which the runner sets.
     """
 
@@ -52,17 +56,17 @@ class ControlChannel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """What a check needs to collect facts on one rank.
+    """The context in which a check collects facts on one rank.
 
     Args:
       environment: rank, size and host of this process.
       hosts: rank -> host, of the connected ranks.
-      control: channel to the other ranks; one per check, so that a check that hangs disturbs no other.
-      comm: the mpi4py communicator of all ranks; None if this process is alone.
+      control: channel to the other ranks; each check has its own, so that one that hangs disturbs no other.
+      comm: the mpi4py communicator of all ranks; None for a single process.
       environ: the environment variables.
       run_dir: the folder for runs.
-      quick: skip slow measurements.
-      given_cores: the cores that the launcher bound this rank to, before `train` divides them among ranks.
+      quick: whether to skip slow measurements.
+      given_cores: the cores to which the launcher bound this rank, before they are divided among ranks.
       problem: why the launched ranks cannot exchange messages; None if they can.
       islands_problem: why the ranks cannot be divided into islands; None if they can.
     """
@@ -102,7 +106,7 @@ class RankFacts:
       rank: its number.
       name: its name in the table.
       host: its host.
-      facts: what `collect` returned.
+      facts: the result of `collect`.
     """
 
     rank: int
@@ -113,14 +117,14 @@ class RankFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A check: how to collect its facts, and how to make rows of them.
+    """A check: a function that collects its facts, and one that converts them to rows.
 
     Args:
-      about: what is checked, as a short text.
+      about: short description of the checked items.
       collect: collects facts; runs on every rank at the same time.
       evaluate: returns the rows for the facts of all ranks on which `collect` succeeded (at least one).
       limit_seconds: time limit of `collect`.
-      if_it_hangs: what to do if `collect` exceeds its time limit.
+      if_it_hangs: the fix if `collect` exceeds its time limit.
       measures: whether it is a slow measurement, which --quick skips.
     """
 
@@ -133,12 +137,12 @@ class Check:
 
 
 def join_texts(texts: Iterable[tuple[str, str]]) -> str:
-    """Join the texts of several ranks or hosts; equal texts appear once, with the names they belong to.
+    """Join the texts of several ranks or hosts; equal texts appear once, after all of their names.
 
     Args:
       texts: (name, text).
 
-    >>> each([("a", "1 core"), ("b", "1 core")]), each([("a", "x"), ("b", "y"), ("c", "x")])
+    >>> join_texts([("a", "1 core"), ("b", "1 core")]), join_texts([("a", "x"), ("b", "y"), ("c", "x")])
     ('1 core', 'a, c: x; b: y')
     """
     groups: dict[str, list[str]] = {}
@@ -146,18 +150,7 @@ def join_texts(texts: Iterable[tuple[str, str]]) -> str:
         groups.setdefault(text, []).append(name)
     if len(groups) == 1:
         return next(iter(groups))
-    return "; ".join(f"{some(names)}: {text}" for text, names in groups.items())
-
-
-def some(names: Sequence[str], most: int = 4) -> str:
-    """Join names; only the first few if there are many.
-
-    >>> some("abc"), some("abcdefg")
-    ('a, b, c', 'a, b, c and 4 more')
-    """
-    if len(names) <= most:
-        return ", ".join(names)
-    return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} more"
+    return "; ".join(f"{some(names, MOST_NAMES)}: {text}" for text, names in groups.items())
 
 
 def group_by_host(all_facts: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:

@@ -1,4 +1,4 @@
-"""Child processes for what might crash or hang: any program, and the MPI of a launcher. No MPI, no jax."""
+"""Run programs that might crash or hang, such as the start of MPI, in child processes. No MPI, no jax."""
 
 import json
 import os
@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from shardtrain.doctor.check import Facts
-from shardtrain.islands.launcher_variables import LAUNCHERS, outside_launch
-from shardtrain.islands.mpi_library import library_environment, vendor
+from shardtrain.islands.launcher_variables import LAUNCHERS, drop_launch_variables
+from shardtrain.islands.mpi_library import find_vendor, library_environment
 from shardtrain.islands.rank_environment import RankEnvironment
 
 
@@ -20,17 +20,17 @@ def run_child(
 
     Args:
       program: Python source code.
-      environ: environment of the parent; the child gets it without the variables of a launcher.
+      environ: environment of the parent; the child gets it without variables of a launcher.
       timeout_seconds: seconds until the child and its own children are killed.
       arguments: arguments of the program.
 
     Returns:
-      The facts that it printed, and `died`: None if it succeeded, else how it ended, as text.
+      The printed facts, and `died`: None if the program succeeded, else a text about its end.
 
     >>> run_child("print('{\\"a\\": 1}'); raise SystemExit('no b')", {}, 30.0)
     {'a': 1, 'died': 'no b'}
     """
-    own = outside_launch(environ, keep_settings=False)
+    own = drop_launch_variables(environ, keep_settings=False)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", program, *arguments]
     child = subprocess.Popen(command, env=own, start_new_session=True, **pipes)
@@ -60,12 +60,12 @@ def _failure_text(code: int, err: str) -> str:
 LIBRARY_SECONDS = 60.0
 
 
-def compatible(launcher: str, library: str) -> bool:
+def is_compatible(launcher: str, library: str) -> bool:
     """Return whether a launcher of one vendor can start ranks that use a library of another.
 
     MPICH and Intel MPI use the same PMI. An unknown library counts as compatible.
 
-    >>> compatible("hydra", "intel"), compatible("openmpi", "hydra")
+    >>> is_compatible("hydra", "intel"), is_compatible("openmpi", "hydra")
     (True, False)
     """
     return library == "other" or (launcher == "openmpi") == (library == "openmpi")
@@ -74,7 +74,7 @@ def compatible(launcher: str, library: str) -> bool:
 def launch_problem(environment: RankEnvironment, environ: Mapping[str, str]) -> str | None:
     """Return why MPI would not start or not find the other ranks; None if it should work.
 
-    A child process without launcher variables loads mpi4py: a rank of another MPI might end by it.
+    A child process without launcher variables loads mpi4py, because that might end a rank of another MPI.
     """
     program = "import json; from mpi4py import MPI; print(json.dumps({'library': MPI.Get_library_version()}))"
     facts = run_child(program, {**environ, **library_environment(environ)}, LIBRARY_SECONDS)
@@ -82,7 +82,7 @@ def launch_problem(environment: RankEnvironment, environ: Mapping[str, str]) -> 
         return f"mpi4py does not start: {facts['died']}"
     # srun and flux start the ranks of any MPI
     launcher = LAUNCHERS[environment.launcher].mpi_vendor
-    if launcher is None or compatible(launcher, vendor(facts["library"])):
+    if launcher is None or is_compatible(launcher, find_vendor(facts["library"])):
         return None
     version = facts["library"].splitlines()[0]
     return (

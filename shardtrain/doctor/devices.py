@@ -1,6 +1,6 @@
 """The check `devices`: whether jax sees the devices of the machine that this process may use.
 
-GPUs of the host are read from device files and nvidia-smi, in a process without jax.
+Device files and nvidia-smi show the GPUs of the host, in a process without jax.
 """
 
 import os
@@ -9,74 +9,63 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from pathlib import Path
 
-from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, group_by_host, join_texts, some
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, group_by_host, join_texts
 from shardtrain.doctor.child import run_child
+from shardtrain.islands.binding import parse_devices
 from shardtrain.islands.launcher_variables import NODE_GPUS, STEP_GPUS
 from shardtrain.report.quantities import bytes_text
-from shardtrain.system.host import driver
+from shardtrain.system.excerpts import some
+from shardtrain.system.host import driver, list_gpu_files
 from shardtrain.system.untrusted_data import parse_count
 
 QUERY = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
 SMI_SECONDS = 20.0
 
 
-def visible_gpu_facts(environ: Mapping[str, str]) -> Facts:
+def collect_gpus(environ: Mapping[str, str]) -> Facts:
     """Collect the GPUs that this process may use.
 
     Returns:
-      `nodes`: number of GPUs whose device file can be opened; `closed`: of those that cannot; `gpus`: as
-      nvidia-smi lists them; `visible`: by `CUDA_VISIBLE_DEVICES`, None where it is not set; `slurm`: how
-      many Slurm gave, None likewise; `driver`; `plugin`: the CUDA plugin of jax and its version;
-      `smi_error`.
+      `nodes` and `closed`: numbers of GPUs whose device file can and cannot be opened; `gpus`: the list of
+      nvidia-smi; `visible`: see `visible`; `slurm`: number of GPUs from Slurm, or None; `driver`; `plugin`:
+      the CUDA plugin of jax and its version; `smi_error`; `cpu_wanted`: whether jax is set to use the CPU.
     """
-    files = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    files = list_gpu_files()
     openable = [path for path in files if os.access(path, os.R_OK | os.W_OK)]
-    gpus, error = _nvidia_smi() if files else ([], None)
+    gpus, error = _run_nvidia_smi() if files else ([], None)
     return {
         "nodes": len(openable),
         "closed": len(files) - len(openable),
         "gpus": gpus,
         "smi_error": error,
-        "visible": visible(environ),
-        "slurm": slurm_gpus(environ),
+        "visible": find_visible(environ),
+        "slurm": count_slurm_gpus(environ),
         "driver": driver(),
-        "plugin": plugin(),
+        "plugin": find_plugin(),
         "cpu_wanted": environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu",
     }
 
 
 def wants_gpus(environ: Mapping[str, str]) -> bool:
     """Return whether there is a GPU, and jax is not set to use the CPU."""
-    has_gpu = num_device_files() > 0 and visible(environ) != []
+    has_gpu = bool(list_gpu_files()) and find_visible(environ) != []
     return has_gpu and environ.get("JAX_PLATFORMS", "").split(",")[0] != "cpu"
 
 
-def num_device_files() -> int:
-    """Return the number of GPUs with a device file."""
-    return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").glob("nvidia*"))
-
-
-def visible(environ: Mapping[str, str]) -> list[str] | None:
-    """Return the entries of `CUDA_VISIBLE_DEVICES`; CUDA ignores all entries after an invalid one.
-
-    >>> visible({"CUDA_VISIBLE_DEVICES": "0,2"}), visible({"CUDA_VISIBLE_DEVICES": ""}), visible({})
-    (['0', '2'], [], None)
-    """
+def find_visible(environ: Mapping[str, str]) -> list[str] | None:
+    """Return the valid entries of `CUDA_VISIBLE_DEVICES`; None if it is not set."""
     text = environ.get("CUDA_VISIBLE_DEVICES")
-    if text is None:
-        return None
-    words = [word.strip() for word in text.split(",")]
-    end = next((i for i, word in enumerate(words) if word in ("", "-1", "NoDevFiles")), len(words))
-    return words[:end]
+    return None if text is None else parse_devices(text)
 
 
-def slurm_gpus(environ: Mapping[str, str]) -> int | None:
-    """Return the number of GPUs that Slurm allocated on this host; None: not known.
+def count_slurm_gpus(environ: Mapping[str, str]) -> int | None:
+    """Return the number of GPUs that Slurm allocated on this host; None if unknown.
 
-    >>> slurm_gpus({"SLURM_STEP_GPUS": "0,1"}), slurm_gpus({"SLURM_GPUS_ON_NODE": "4"}), slurm_gpus({})
-    (2, 4, None)
+    >>> count_slurm_gpus({"SLURM_STEP_GPUS": "0,1"}), count_slurm_gpus({"SLURM_GPUS_ON_NODE": "4"})
+    (2, 4)
+    >>> count_slurm_gpus({}) is None
+    True
     """
     if step := environ.get(STEP_GPUS):
         return len(step.split(","))
@@ -95,16 +84,16 @@ def read_gpus(text: str) -> list[Facts]:
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) == len(QUERY):
             index, uuid, name, total, used, _ = cells
-            sizes = {"memory_bytes": _mebibytes(total), "used_bytes": _mebibytes(used)}
+            sizes = {"memory_bytes": _parse_mebibytes(total), "used_bytes": _parse_mebibytes(used)}
             gpus.append({"index": index, "uuid": uuid, "name": name, **sizes})
     return gpus
 
 
-def _mebibytes(cell: str) -> int:
+def _parse_mebibytes(cell: str) -> int:
     return (parse_count(cell) or 0) * 2**20
 
 
-def _nvidia_smi() -> tuple[list[Facts], str | None]:
+def _run_nvidia_smi() -> tuple[list[Facts], str | None]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return [], "there is no nvidia-smi"
@@ -118,8 +107,8 @@ def _nvidia_smi() -> tuple[list[Facts], str | None]:
     return read_gpus(done.stdout), None
 
 
-def plugin() -> str | None:
-    """Return the installed CUDA plugin of jax and its version; None for none."""
+def find_plugin() -> str | None:
+    """Return the installed CUDA plugin of jax and its version; None without one."""
     for name in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
         try:
             return f"{name} {metadata.version(name)}"
@@ -128,8 +117,8 @@ def plugin() -> str | None:
     return None
 
 
-def uuids(facts: Mapping, names: Sequence[str] | None) -> list[str]:
-    """Return the UUIDs of the GPUs in `CUDA_VISIBLE_DEVICES`, which are the same in every container."""
+def find_uuids(facts: Mapping, names: Sequence[str] | None) -> list[str]:
+    """Return the UUIDs of visible GPUs, which are the same in every container."""
     gpus = facts["gpus"]
     if names is None:
         return [gpu["uuid"] for gpu in gpus]
@@ -143,7 +132,7 @@ def uuids(facts: Mapping, names: Sequence[str] | None) -> list[str]:
 
 CHILD_SECONDS = 90.0
 BUSY_SHARE = 0.1
-"""Fraction of a GPU's memory in use above which another process must be using it."""
+"""Used fraction of a GPU's memory above which another process must be using it."""
 
 PROGRAM = """
 import json, jax
@@ -158,33 +147,33 @@ print(json.dumps({"devices": seen}))
 
 def collect(context: RankContext) -> Facts:
     """Collect the devices of this rank, and the GPUs visible to it."""
-    facts = visible_gpu_facts(context.environ)
-    facts["uuids"] = uuids(facts, facts["visible"])
+    facts = collect_gpus(context.environ)
+    facts["uuids"] = find_uuids(facts, facts["visible"])
     # ranks that share a GPU start their child processes at the same time
     environ = {**context.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return facts | {"seen": run_child(PROGRAM, environ, CHILD_SECONDS)}
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
-    """Return rows for the devices that jax sees, those that it should see, and shared GPUs."""
+    """Return the rows for devices that jax sees, devices that it should see, and shared GPUs."""
     rows = [_check_visible(all_facts)]
     if idle := [one for one in all_facts if _is_idle(one.facts)]:
         rows.append(_check_unused(idle))
-    if short := [one for one in all_facts if _problem(one.facts)]:
+    if short := [one for one in all_facts if _describe_missing_gpus(one.facts)]:
         fix = (
             "ask the launcher for as many as jax is to use (srun --gpus-per-task, CUDA_VISIBLE_DEVICES);"
             " an allocated GPU that jax does not see is broken or in use: run nvidia-smi on that host"
         )
-        finding = join_texts((one.name, str(_problem(one.facts))) for one in short)
+        finding = join_texts((one.name, str(_describe_missing_gpus(one.facts))) for one in short)
         rows.append(Row("visible GPUs", finding, "wrong", fix))
     rows += [row for ranks in group_by_host(all_facts).values() for row in _check_shared(ranks)]
-    return rows + _busy(all_facts) + _rights(all_facts)
+    return rows + _check_busy(all_facts) + _check_rights(all_facts)
 
 
-def text(devices: Sequence[Facts]) -> str:
+def format_devices(devices: Sequence[Facts]) -> str:
     """Format a list of devices.
 
-    >>> text([{"platform": "cpu", "kind": "cpu", "memory_bytes": None}] * 2)
+    >>> format_devices([{"platform": "cpu", "kind": "cpu", "memory_bytes": None}] * 2)
     '2 x cpu'
     """
     groups: dict[str, int] = {}
@@ -207,7 +196,7 @@ def _check_visible(all_facts: Sequence[RankFacts]) -> Row:
         )
         finding = "jax does not start: " + join_texts((name, str(died)) for name, died in broken)
         return Row("seen by jax", finding, "wrong", fix)
-    finding = join_texts((one.name, text(one.facts["seen"]["devices"])) for one in all_facts)
+    finding = join_texts((one.name, format_devices(one.facts["seen"]["devices"])) for one in all_facts)
     if len({one.facts["seen"]["devices"][0]["platform"] for one in all_facts}) > 1:
         fix = "nothing if unequal islands are intended; otherwise see the row below or the host's driver"
         return Row("seen by jax", finding, "note", fix)
@@ -242,7 +231,7 @@ def _check_unused(idle: Sequence[RankFacts]) -> Row:
     return Row("GPUs not used", finding, "wrong", fix)
 
 
-def _problem(facts: Facts) -> str | None:
+def _describe_missing_gpus(facts: Facts) -> str | None:
     """Return a message if a rank sees another number of GPUs than were allocated to it; None otherwise."""
     seen = _count_gpus_seen(facts)
     if not seen:
@@ -277,7 +266,7 @@ def _check_shared(ranks: Sequence[RankFacts]) -> list[Row]:
     return [Row("shared GPUs", finding, "warning", fix)]
 
 
-def _busy(all_facts: Sequence[RankFacts]) -> list[Row]:
+def _check_busy(all_facts: Sequence[RankFacts]) -> list[Row]:
     busy = {
         f"{one.host} GPU {gpu['index']}": f"{bytes_text(gpu['used_bytes'])} of"
         f" {bytes_text(gpu['memory_bytes'])}"
@@ -291,7 +280,7 @@ def _busy(all_facts: Sequence[RankFacts]) -> list[Row]:
     return [Row("memory taken", join_texts(busy.items()), "warning", fix)]
 
 
-def _rights(all_facts: Sequence[RankFacts]) -> list[Row]:
+def _check_rights(all_facts: Sequence[RankFacts]) -> list[Row]:
     closed = [
         (one.name, f"{one.facts['closed']} GPUs cannot be opened") for one in all_facts if one.facts["closed"]
     ]

@@ -1,6 +1,6 @@
-"""Probes of what checkpoints need of a file system: rename, fsync, lock, small files, one large file.
+"""Probe what checkpoints need from a file system: rename, fsync, lock, small files, one large file.
 
-A probe measures something in an empty folder, and judges the results of all hosts. Next: `files.py`.
+A probe measures in an empty folder, and judges the results of all hosts. Next: `files.py`.
 """
 
 import errno
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from shardtrain.doctor.check import Facts, Row, Status, join_texts, rate_text, some, time_text
+from shardtrain.doctor.check import Facts, Row, Status, join_texts, rate_text, time_text
+from shardtrain.system.excerpts import some
 
 NUM_SMALL, NUM_SYNCS = 16, 5
 LARGE_BYTES, BLOCK_BYTES = 64 * 2**20, 2**20
@@ -56,17 +57,17 @@ def fix_for(errors: Sequence[str]) -> str:
 
 
 Results = Mapping[str, Mapping]
-"""Host -> what a probe measured there."""
+"""Host -> the measurements of a probe there."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Something that checkpoints need of a folder.
+    """A test of something that checkpoints need from a folder.
 
     Args:
       item: its name in the table.
-      measure: measures in an empty folder.
-      judge: results of all hosts -> (finding, fix); the fix is empty if all is well.
+      measure: measures in a folder.
+      judge: results of all hosts -> (finding, fix); the fix is empty if nothing is wrong.
       status: the status if there is something to fix.
       status_of_error: the status if measuring failed.
     """
@@ -78,7 +79,7 @@ class Probe:
     status_of_error: Status = "wrong"
 
     def row(self, results: Results) -> Row:
-        """Return the row for the results, or for the errors where it failed."""
+        """Return the row for the results, or for errors."""
         if errors := [(host, result["error"]) for host, result in results.items() if "error" in result]:
             fix = fix_for([error for _, error in errors])
             return Row(self.item, f"fails: {join_texts(errors)}", self.status_of_error, fix)
@@ -87,31 +88,31 @@ class Probe:
 
 
 def measure_all(folder: Path, *, with_large: bool) -> Facts:
-    """Return probe -> what it measured in a temporary folder, or its `error`: name and text of the system's.
+    """Run all probes in a folder; return probe -> its measurements, or its `error`.
 
     Args:
-      folder: the folder.
-      with_large: whether a large file is written too.
+      folder: a temporary folder.
+      with_large: whether to write a large file too.
     """
     chosen = {name: probe for name, probe in PROBES.items() if with_large or name != "large"}
-    return {name: result_or_error(probe.measure, folder) for name, probe in chosen.items()}
+    return {name: run_probe(probe.measure, folder) for name, probe in chosen.items()}
 
 
 def probe_rows(probes: Mapping[str, Mapping[str, Mapping]]) -> list[Row]:
-    """Return a row for each probe that ran, of host -> probe -> what it measured, or its `error`."""
+    """Return a row for each probe that ran, from host -> probe -> its measurements, or its `error`."""
     results = {name: {host: ran[name] for host, ran in probes.items() if name in ran} for name in PROBES}
     return [PROBES[name].row(found) for name, found in results.items() if found]
 
 
-def result_or_error(probe: Callable[[Path], Facts], folder: Path) -> Facts:
-    """Return the result of a probe, or its error."""
+def run_probe(probe: Callable[[Path], Facts], folder: Path) -> Facts:
+    """Return the result of a probe, or its `error`: the name and text of the system's error."""
     try:
         return probe(folder)
     except OSError as error:
         return {"error": f"{errno.errorcode.get(error.errno or 0, '?')}: {error.strerror}"}
 
 
-def rename(folder: Path) -> Facts:
+def probe_rename(folder: Path) -> Facts:
     """Return whether a rename replaces a file atomically, and can move a whole folder."""
     old, new = folder / "old", folder / "new"
     old.write_text("old")
@@ -124,26 +125,26 @@ def rename(folder: Path) -> Facts:
     return {"replaces": old.read_text() == "new" and not new.exists(), "moves_folders": moved}
 
 
-def _rename(results: Results) -> tuple[str, str]:
+def _judge_rename(results: Results) -> tuple[str, str]:
     if bad := [host for host, r in results.items() if not (r["replaces"] and r["moves_folders"])]:
         fix = "checkpoints are finished by a rename: give --run-dir another file system (not an object store)"
         return f"does not replace a file or move a folder on {some(bad)}", fix
     return "replaces a file, moves a whole folder", ""
 
 
-def fsync(folder: Path) -> Facts:
+def measure_fsync(folder: Path) -> Facts:
     """Measure how long fsync of a small file and of a folder takes."""
     files, folders = [], []
     for number in range(NUM_SYNCS):
         with (folder / f"synced-{number}").open("wb") as file:
             file.write(bytes(4096))
             file.flush()
-            files.append(_time(lambda file=file: os.fsync(file.fileno())))
-        folders.append(_time(lambda: sync_folder(folder)))
+            files.append(_measure_seconds(lambda file=file: os.fsync(file.fileno())))
+        folders.append(_measure_seconds(lambda: sync_folder(folder)))
     return {"file_seconds": median(files), "folder_seconds": median(folders)}
 
 
-def _fsync(results: Results) -> tuple[str, str]:
+def _judge_fsync(results: Results) -> tuple[str, str]:
     finding = join_texts(
         (host, f"a file in {time_text(r['file_seconds'])}, a folder in {time_text(r['folder_seconds'])}")
         for host, r in results.items()
@@ -165,7 +166,7 @@ def sync_folder(folder: Path) -> None:
         os.close(opened)
 
 
-def lock(folder: Path) -> Facts:
+def probe_lock(folder: Path) -> Facts:
     """Return whether another process sees a lock that is held."""
     with (folder / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,7 +174,7 @@ def lock(folder: Path) -> Facts:
     return {"seen": code == SEEN}
 
 
-def _locks(results: Results) -> tuple[str, str]:
+def _judge_lock(results: Results) -> tuple[str, str]:
     if unseen := [host for host, r in results.items() if not r["seen"]]:
         fix = "make sure that no two runs use one folder (NFS: mount without nolock; Lustre: with -o flock)"
         return f"a lock is not seen by another process on {some(unseen)}", fix
@@ -190,15 +191,15 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def small(folder: Path) -> Facts:
+def measure_small(folder: Path) -> Facts:
     """Measure how long it takes to create a small file, and to stat it."""
     paths = [folder / f"small-{number}" for number in range(NUM_SMALL)]
-    created = [_time(lambda path=path: path.write_bytes(b"x")) for path in paths]
-    stats = [_time(path.stat) for path in paths]
+    created = [_measure_seconds(lambda path=path: path.write_bytes(b"x")) for path in paths]
+    stats = [_measure_seconds(path.stat) for path in paths]
     return {"create_seconds": median(created), "stat_seconds": median(stats)}
 
 
-def _small(results: Results) -> tuple[str, str]:
+def _judge_small(results: Results) -> tuple[str, str]:
     finding = join_texts(
         (host, f"created in {time_text(r['create_seconds'])}, stat in {time_text(r['stat_seconds'])}")
         for host, r in results.items()
@@ -208,7 +209,7 @@ def _small(results: Results) -> tuple[str, str]:
     return finding, fix if slowest > SLOW_FILE_SECONDS else ""
 
 
-def large(folder: Path, num_bytes: int = LARGE_BYTES) -> Facts:
+def measure_large(folder: Path, num_bytes: int = LARGE_BYTES) -> Facts:
     """Measure how fast a large file is written to the disk."""
     # not zeros, which some file systems do not store
     block = os.urandom(BLOCK_BYTES)
@@ -221,7 +222,7 @@ def large(folder: Path, num_bytes: int = LARGE_BYTES) -> Facts:
     return {"bytes_per_second": num_bytes / (time.monotonic() - began)}
 
 
-def _large(results: Results) -> tuple[str, str]:
+def _judge_large(results: Results) -> tuple[str, str]:
     finding = join_texts((host, rate_text(r["bytes_per_second"])) for host, r in results.items())
     slowest = min(r["bytes_per_second"] for r in results.values())
     minutes = CHECKPOINT_BYTES / slowest / 60
@@ -229,17 +230,17 @@ def _large(results: Results) -> tuple[str, str]:
     return finding, fix if slowest < SLOW_BYTES_PER_SECOND else ""
 
 
-def _time(call: Callable[[], object]) -> float:
+def _measure_seconds(call: Callable[[], object]) -> float:
     began = time.monotonic()
     call()
     return time.monotonic() - began
 
 
 PROBES: Mapping[str, Probe] = {
-    "rename": Probe("rename", rename, _rename, "wrong"),
-    "fsync": Probe("fsync", fsync, _fsync),
-    "lock": Probe("lock", lock, _locks, status_of_error="warning"),
-    "small": Probe("small files", small, _small),
-    "large": Probe("write", large, _large),
+    "rename": Probe("rename", probe_rename, _judge_rename, "wrong"),
+    "fsync": Probe("fsync", measure_fsync, _judge_fsync),
+    "lock": Probe("lock", probe_lock, _judge_lock, status_of_error="warning"),
+    "small": Probe("small files", measure_small, _judge_small),
+    "large": Probe("write", measure_large, _judge_large),
 }
-"""Probe -> what it measures and how that is judged; each in a folder that the others use too."""
+"""Name -> probe; all probes use the same folder."""

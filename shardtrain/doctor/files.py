@@ -1,6 +1,6 @@
-"""The check `files`: whether the run folder does what checkpoints need, and all ranks see the same one.
+"""The check `files`: whether the run folder supports checkpoints, and all ranks see the same one.
 
-The probes are in `file_probes.py`. They run in a temporary folder, which is removed again.
+The probes of `file_probes.py` run in a temporary folder, which is removed again.
 """
 
 import fcntl
@@ -19,14 +19,14 @@ from shardtrain.doctor.check import (
     Row,
     group_by_host,
     join_texts,
-    some,
     time_text,
 )
-from shardtrain.doctor.file_probes import fix_for, is_locked, measure_all, probe_rows, result_or_error
+from shardtrain.doctor.file_probes import fix_for, is_locked, measure_all, probe_rows, run_probe
 from shardtrain.report.quantities import bytes_text
+from shardtrain.system.excerpts import some
 
 SEEN_SECONDS = 10.0
-"""Longest time until another host sees a new file; some file systems cache listings for 3 s."""
+"""Longest wait until another host sees a new file; some file systems cache listings for 3 s."""
 
 FREE_BYTES, FREE_INODES = 2 * 2**30, 10_000
 TEMPORARY = {
@@ -43,7 +43,7 @@ def collect(context: RankContext) -> Facts:
     try:
         if folder is not None and context.is_first_on_host:
             facts["probes"] = measure_all(folder, with_large=not context.quick)
-        return facts | _visibility(context, folder)
+        return facts | _collect_visibility(context, folder)
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -54,9 +54,9 @@ def _make_probe_folder(context: RankContext) -> tuple[Facts, Path | None]:
     facts: Facts = {"path": str(context.run_dir), "error": None}
     if context.run_dir.exists() and not context.run_dir.is_dir():
         return facts | {"base": str(context.run_dir), "error": "ENOTDIR: it is a file"}, None
-    base = nearest(context.run_dir)
+    base = find_nearest_folder(context.run_dir)
     mounts = Path("/proc/mounts")
-    facts |= {"base": str(base), "there": context.run_dir.is_dir(), "space": result_or_error(space, base)}
+    facts |= {"base": str(base), "there": context.run_dir.is_dir(), "space": run_probe(measure_space, base)}
     facts["mount"] = find_mount(base, mounts.read_text() if mounts.exists() else "")
     made: list[Path] = []
 
@@ -64,11 +64,11 @@ def _make_probe_folder(context: RankContext) -> tuple[Facts, Path | None]:
         made.append(Path(tempfile.mkdtemp(prefix=".shardtrain-doctor-", dir=base)))
         return {}
 
-    return facts | {"error": result_or_error(make, base).get("error")}, made[0] if made else None
+    return facts | {"error": run_probe(make, base).get("error")}, made[0] if made else None
 
 
-def _visibility(context: RankContext, folder: Path | None) -> Facts:
-    """Find out whether all ranks see a lock of rank 0, and rank 0 sees a file of every rank."""
+def _collect_visibility(context: RankContext, folder: Path | None) -> Facts:
+    """Test whether all ranks see a lock of rank 0, and rank 0 sees a file of every rank."""
     if context.control.size == 1:
         return {}
     first = context.rank == 0
@@ -85,7 +85,7 @@ def _visibility(context: RankContext, folder: Path | None) -> Facts:
         if not first:
             facts["sees_seconds"] = wait_for(Path(theirs) / "held")
             facts["sees_lock"] = facts["sees_seconds"] is not None and _sees_lock(Path(theirs) / "held")
-            result_or_error(lambda folder: (folder / f"seen-by-{context.rank}").touch() or {}, Path(theirs))
+            run_probe(lambda folder: (folder / f"seen-by-{context.rank}").touch() or {}, Path(theirs))
         context.control.all_gather("files are seen")
         # rank 0 counts these files, which may take a moment to appear on a network file system
         if first:
@@ -103,12 +103,12 @@ def _visibility(context: RankContext, folder: Path | None) -> Facts:
 
 
 def _lock(file) -> None:
-    result_or_error(lambda _: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB) or {}, Path(file.name))
+    run_probe(lambda _: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB) or {}, Path(file.name))
 
 
 def _sees_lock(path: Path) -> bool:
     locked: list[bool] = []
-    result_or_error(lambda path: locked.append(is_locked(path)) or {}, path)
+    run_probe(lambda path: locked.append(is_locked(path)) or {}, path)
     return locked == [True]
 
 
@@ -136,9 +136,9 @@ def find_mount(path: Path, mounts: str) -> Facts:
       mounts: the text of /proc/mounts.
 
     Returns:
-      Its `type`, `source`, and whether it is `read_only`.
+      Its `type` and `source`, and whether it is `read_only`.
 
-    >>> mount_of(Path("/data/x"), "d / ext4 rw 0 0\\nn:/d /data nfs4 ro,vers=4 0 0\\n")
+    >>> find_mount(Path("/data/x"), "d / ext4 rw 0 0\\nn:/d /data nfs4 ro,vers=4 0 0\\n")
     {'type': 'nfs4', 'source': 'n:/d', 'read_only': True}
     """
     mount = {"type": "unknown", "source": "", "read_only": False}
@@ -154,7 +154,7 @@ def find_mount(path: Path, mounts: str) -> Facts:
     return mount
 
 
-def nearest(path: Path) -> Path:
+def find_nearest_folder(path: Path) -> Path:
     """Return the folder itself, or the nearest existing one above it."""
     path = path.absolute()
     while not path.is_dir():
@@ -162,7 +162,7 @@ def nearest(path: Path) -> Path:
     return path.resolve()
 
 
-def space(folder: Path) -> Facts:
+def measure_space(folder: Path) -> Facts:
     """Return the free space and inodes for this user."""
     stats = os.statvfs(folder)
     return {
@@ -174,14 +174,14 @@ def space(folder: Path) -> Facts:
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
-    """Return rows for the folder, its visibility on all ranks, its space, and each probe."""
+    """Return the rows for the folder, its visibility on all ranks, its space, and each probe."""
     hosts = {host: ranks[0] for host, ranks in group_by_host(all_facts).items()}
     refused = [(one.name, one.facts["error"]) for one in all_facts if one.facts["error"]]
-    rows = [_check_refused(all_facts[0], refused) if refused else _folder(hosts)]
+    rows = [_check_refused(all_facts[0], refused) if refused else _check_folder(hosts)]
     if len(all_facts) > 1 and all_facts[0].rank == 0 and "unseen" in all_facts[0].facts:
-        rows.append(_same(all_facts))
+        rows.append(_check_shared(all_facts))
     with_space = {host: one for host, one in hosts.items() if one.facts.get("space", {}).get("size_bytes")}
-    rows += [_space(with_space)] if with_space else []
+    rows += [_check_space(with_space)] if with_space else []
     probes = {host: one.facts["probes"] for host, one in hosts.items() if "probes" in one.facts}
     return rows + (probe_rows(probes) if probes else [])
 
@@ -192,7 +192,7 @@ def _check_refused(first: RankFacts, refused: Sequence[tuple[str, str]]) -> Row:
     return Row("run folder", finding, "wrong", fix)
 
 
-def _folder(hosts: Mapping[str, RankFacts]) -> Row:
+def _check_folder(hosts: Mapping[str, RankFacts]) -> Row:
     finding = join_texts((host, _folder_text(one.facts)) for host, one in hosts.items())
     if lost := [
         one.facts["mount"]["type"] for one in hosts.values() if one.facts["mount"]["type"] in TEMPORARY
@@ -208,7 +208,7 @@ def _folder_text(facts: Mapping) -> str:
     return f"{facts['base']}{there} on {mount['type']} of {mount['source']}"
 
 
-def _same(all_facts: Sequence[RankFacts]) -> Row:
+def _check_shared(all_facts: Sequence[RankFacts]) -> Row:
     """Return the row for whether all ranks see the same folder."""
     others = all_facts[1:]
     unseeing = {one.rank: one for one in others if one.facts.get("sees_seconds") is None}
@@ -234,7 +234,7 @@ def _same(all_facts: Sequence[RankFacts]) -> Row:
     return Row("shared", f"{finding}, and its lock")
 
 
-def _space(hosts: Mapping[str, RankFacts]) -> Row:
+def _check_space(hosts: Mapping[str, RankFacts]) -> Row:
     texts, small = [], []
     for host, one in hosts.items():
         room = one.facts["space"]

@@ -1,6 +1,6 @@
 """The check `links`: bandwidth and latency between pairs of devices, and between pairs of ranks over MPI.
 
-Pairs that share no rank are measured at the same time, as they would be in a run.
+Pairs without a common rank are measured at the same time, as in a run.
 """
 
 import time
@@ -17,10 +17,10 @@ from shardtrain.doctor.check import (
     Row,
     count_text,
     rate_text,
-    some,
     time_text,
 )
-from shardtrain.doctor.rates import best, outliers, spread_text
+from shardtrain.doctor.rates import best, find_outliers, spread_text
+from shardtrain.system.excerpts import some
 
 MESSAGE_BYTES = {"cpu": 4 * 2**20}
 DEVICE_BYTES = 64 * 2**20
@@ -40,21 +40,23 @@ def collect(context: RankContext) -> Facts:
     num_bytes = MESSAGE_BYTES.get(devices[0].platform, DEVICE_BYTES)
     facts: Facts = {
         "platform": devices[0].platform,
-        "pairs": {f"{a} - {b}": permute(devices, a, b, num_bytes) for a, b in sample_pairs(len(devices))},
-        "all_reduce": all_reduce(devices, num_bytes) if len(devices) > 1 else None,
+        "pairs": {
+            f"{a} - {b}": measure_permute(devices, a, b, num_bytes) for a, b in sample_pairs(len(devices))
+        },
+        "all_reduce": measure_all_reduce(devices, num_bytes) if len(devices) > 1 else None,
     }
     context.control.all_gather("devices are measured")
     if context.comm is None:
         return facts
-    facts["partners"] = _rank_pairs(context)
-    facts["bridge"] = _bridge_rate(context)
+    facts["partners"] = _measure_rank_pairs(context)
+    facts["bridge"] = _measure_bridge(context)
     return facts
 
 
 def sample_pairs(num_devices: int) -> list[tuple[int, int]]:
     """Choose pairs of devices: all, or neighbours and opposites if there are many.
 
-    >>> sampled(3), len(sampled(8)), len(sampled(64))
+    >>> sample_pairs(3), len(sample_pairs(8)), len(sample_pairs(64))
     ([(0, 1), (0, 2), (1, 2)], 8, 8)
     """
     every = list(combinations(range(num_devices), 2))
@@ -67,8 +69,8 @@ def sample_pairs(num_devices: int) -> list[tuple[int, int]]:
     return list(dict.fromkeys((min(pair), max(pair)) for pair in near + far))
 
 
-def permute(devices: Sequence[Any], a: int, b: int, num_bytes: int) -> float:
-    """Return the bytes per second that each of two devices sends to the other."""
+def measure_permute(devices: Sequence[Any], a: int, b: int, num_bytes: int) -> float:
+    """Measure the bytes per second that each of two devices sends to the other."""
     import jax
 
     return num_bytes / best(
@@ -78,8 +80,8 @@ def permute(devices: Sequence[Any], a: int, b: int, num_bytes: int) -> float:
     )
 
 
-def all_reduce(devices: Sequence[Any], num_bytes: int) -> float:
-    """Return the bytes per second of a sum over all devices, relative to the size of one device's array."""
+def measure_all_reduce(devices: Sequence[Any], num_bytes: int) -> float:
+    """Measure the bytes per second of a sum over all devices, relative to one device's array."""
     import jax
 
     return num_bytes / best(_run_on_mesh(devices, num_bytes, lambda x: jax.lax.psum(x, "data")))
@@ -98,12 +100,12 @@ def _run_on_mesh(devices: Sequence[Any], num_bytes: int, body: Any):
     return lambda: jax.block_until_ready(step(x))
 
 
-def rounds(size: int) -> list[list[tuple[int, int]]]:
+def schedule_rounds(size: int) -> list[list[tuple[int, int]]]:
     """Return rounds of disjoint pairs of ranks that contain each pair once.
 
-    >>> rounds(3)
+    >>> schedule_rounds(3)
     [[(1, 2)], [(0, 2)], [(0, 1)]]
-    >>> sorted(pair for one in rounds(6) for pair in one) == list(combinations(range(6), 2))
+    >>> sorted(pair for one in schedule_rounds(6) for pair in one) == list(combinations(range(6), 2))
     True
     """
     # an odd number of ranks gets an empty slot; its partner pauses in that round
@@ -117,22 +119,22 @@ def rounds(size: int) -> list[list[tuple[int, int]]]:
     return schedule
 
 
-def _rank_pairs(context: RankContext) -> dict[str, list[float]]:
-    """Return partner -> (seconds of a small message one way, bytes per second of a large one)."""
+def _measure_rank_pairs(context: RankContext) -> dict[str, list[float]]:
+    """Measure partner -> (seconds of a small message one way, bytes per second of a large one)."""
     # a communicator of its own, so that no other message interferes
     comm = context.comm.Dup()
     measured = {}
-    for pairs in rounds(comm.size)[:MOST_ROUNDS]:
+    for pairs in schedule_rounds(comm.size)[:MOST_ROUNDS]:
         comm.Barrier()
         for pair in pairs:
             if comm.rank in pair:
                 other = pair[1] if comm.rank == pair[0] else pair[0]
-                measured[str(other)] = _exchange(comm, other)
+                measured[str(other)] = _measure_exchange(comm, other)
     comm.Free()
     return {other: figures for other, figures in measured.items() if int(other) > context.rank}
 
 
-def _exchange(comm: Any, other: int) -> list[float]:
+def _measure_exchange(comm: Any, other: int) -> list[float]:
     figures = []
     for num_bytes, repeats in ((PING_BYTES, NUM_PINGS), (BRIDGE_BYTES, NUM_MESSAGES)):
         sent, got = bytearray(num_bytes), bytearray(num_bytes)
@@ -145,8 +147,8 @@ def _exchange(comm: Any, other: int) -> list[float]:
     return [figures[0], BRIDGE_BYTES / figures[1]]
 
 
-def _bridge_rate(context: RankContext) -> float:
-    """Return the bytes per second of an mpi4jax sum over all ranks, relative to one rank's array."""
+def _measure_bridge(context: RankContext) -> float:
+    """Measure the bytes per second of an mpi4jax sum over all ranks, relative to one rank's array."""
     import jax
     import numpy as np
 
@@ -166,8 +168,8 @@ def _bridge_rate(context: RankContext) -> float:
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
-    """Return rows for devices inside ranks, pairs of ranks, and the sum over all ranks."""
-    rows = _devices(all_facts)
+    """Return the rows for devices inside ranks, pairs of ranks, and the sum over all ranks."""
+    rows = _check_devices(all_facts)
     names = {one.rank: one for one in all_facts}
     pairs = {
         (one.rank, int(other)): figures
@@ -178,7 +180,7 @@ def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     for where, same in (("one host", True), ("two hosts", False)):
         chosen = {p: f for p, f in pairs.items() if (names[p[0]].host == names[p[1]].host) == same}
         if chosen:
-            rows.append(_pairs(chosen, names, where))
+            rows.append(_check_pairs(chosen, names, where))
     if bridges := {one.name: one.facts["bridge"] for one in all_facts if "bridge" in one.facts}:
         rate = min(bridges.values())
         seconds = 4 * EXAMPLE_PARAMETERS / rate
@@ -190,7 +192,7 @@ def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     return rows
 
 
-def _devices(all_facts: Sequence[RankFacts]) -> list[Row]:
+def _check_devices(all_facts: Sequence[RankFacts]) -> list[Row]:
     rates = {f"{one.name} {pair}": rate for one in all_facts for pair, rate in one.facts["pairs"].items()}
     if not rates:
         return []
@@ -200,14 +202,14 @@ def _devices(all_facts: Sequence[RankFacts]) -> list[Row]:
     if any(one.facts["platform"] == "cpu" for one in all_facts):
         finding = f"{text} (simulated devices: memory of the host)"
         return [Row("devices", finding)]
-    if slow := outliers(rates, OUTLIER_SHARE):
+    if slow := find_outliers(rates, OUTLIER_SHARE):
         named = some([f"{pair} {rate_text(rate)}" for pair, rate in slow.items()])
         fix = "nvidia-smi topo -m shows the connections: place tensor and fsdp on devices joined by NVLink"
         return [Row("devices", f"{text}; slow: {named}", "warning", fix)]
     return [Row("devices", text)]
 
 
-def _pairs(pairs: dict[tuple[int, int], list[float]], names: dict[int, RankFacts], where: str) -> Row:
+def _check_pairs(pairs: dict[tuple[int, int], list[float]], names: dict[int, RankFacts], where: str) -> Row:
     rates = {pair: figures[1] for pair, figures in pairs.items()}
     pings = [figures[0] for figures in pairs.values()]
     item = f"ranks on {where}"
@@ -216,11 +218,11 @@ def _pairs(pairs: dict[tuple[int, int], list[float]], names: dict[int, RankFacts
         f" 8 MiB both ways at {spread_text(rates.values(), 'B')}"
     )
     # a pair that is slow among its equals points to a cable or port
-    if slow := outliers(rates, OUTLIER_SHARE):
+    if slow := find_outliers(rates, OUTLIER_SHARE):
         shown = [
             f"{' - '.join(names[i].name for i in pair)} {rate_text(rate)}" for pair, rate in slow.items()
         ]
-        fix = _common(list(slow), names) or "check the cables and ports between these hosts"
+        fix = _find_common_rank(list(slow), names) or "check the cables and ports between these hosts"
         return Row(item, f"{text}; slow: {some(shown)}", "warning", fix)
     middle = median(rates.values())
     # all pairs alike, but slow for a network: MPI may have taken another one
@@ -244,7 +246,7 @@ def times_text(seconds: Sequence[float]) -> str:
     return " to ".join(dict.fromkeys((time_text(min(seconds)), time_text(max(seconds)))))
 
 
-def _common(slow: Sequence[tuple[int, int]], names: dict[int, RankFacts]) -> str:
+def _find_common_rank(slow: Sequence[tuple[int, int]], names: dict[int, RankFacts]) -> str:
     """Return the rank or host that all of several slow pairs share; "" if there is none."""
     shared = set.intersection(*(set(pair) for pair in slow))
     if len(slow) > 1 and shared:

@@ -16,11 +16,11 @@ from shardtrain.doctor.check import (
     group_by_host,
     join_texts,
 )
-from shardtrain.doctor.child import compatible, run_child
+from shardtrain.doctor.child import is_compatible, run_child
 from shardtrain.doctor.devices import wants_gpus
 from shardtrain.islands.device_memory import cuda_aware
-from shardtrain.islands.launcher_variables import JOB_ID, JOB_TASKS, OTHER_LAUNCHERS, pmi_interface
-from shardtrain.islands.mpi_library import library_environment, list_not_installed, vendor
+from shardtrain.islands.launcher_variables import JOB_ID, JOB_TASKS, OTHER_LAUNCHERS, find_pmi
+from shardtrain.islands.mpi_library import find_vendor, library_environment, list_not_installed
 from shardtrain.launch.mpi import find_mpiexec
 from shardtrain.system.untrusted_data import parse_count
 
@@ -58,28 +58,28 @@ def collect(context: RankContext) -> Facts:
         "told": [context.environment.rank, context.environment.size],
         "problem": context.problem,
         "placement_problem": context.islands_problem,
-        "pmi": pmi_interface(context.environ),
+        "pmi": find_pmi(context.environ),
         "strange": [n for n in OTHER_LAUNCHERS if n in context.environ]
         if context.environment.launcher == "none"
         else [],
-        "tasks_of_job": _tasks_of_job(context.environ) if context.environment.launcher == "none" else 1,
+        "tasks_of_job": _count_job_tasks(context.environ) if context.environment.launcher == "none" else 1,
     }
     if context.is_first_on_host and (absent := list_not_installed()):
         facts["absent"] = absent
     elif context.is_first_on_host:
         environ = {**context.environ, **library_environment(context.environ), "JAX_PLATFORMS": "cpu"}
-        facts |= {"child": run_child(PROGRAM, environ, CHILD_SECONDS), "mpiexec": _mpiexec()}
+        facts |= {"child": run_child(PROGRAM, environ, CHILD_SECONDS), "mpiexec": _find_mpiexec()}
         if wants_gpus(context.environ) and not context.quick:
             facts["cuda_aware"] = cuda_aware(timeout_seconds=PROBE_SECONDS)
     return facts
 
 
-def _tasks_of_job(environ: Mapping[str, str]) -> int:
+def _count_job_tasks(environ: Mapping[str, str]) -> int:
     number = environ.get(JOB_TASKS, "1") if JOB_ID in environ else "1"
     return parse_count(number) or 1
 
 
-def _mpiexec() -> Facts:
+def _find_mpiexec() -> Facts:
     try:
         program = find_mpiexec()
     except (ValueError, OSError) as error:
@@ -88,23 +88,28 @@ def _mpiexec() -> Facts:
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
-    """Return rows for the launcher, the libraries, the mpiexec, and the test message."""
+    """Return the rows for the launcher, the libraries, the mpiexec, and the test message."""
     firsts = [
         one for one in (ranks[0] for ranks in group_by_host(all_facts).values()) if "child" in one.facts
     ]
-    rows = [_launcher(all_facts)]
+    rows = [_check_launcher(all_facts)]
     if problem := all_facts[0].facts["placement_problem"]:
         fix = "start as many ranks as the islands need, or change SHARDTRAIN_ISLAND_PROCESSES, as it says"
         rows.append(Row("islands", problem, "wrong", fix))
     if absent := [(one.host, ", ".join(one.facts["absent"])) for one in all_facts if "absent" in one.facts]:
-        rows.append(_absent(absent, alone=all_facts[0].facts["told"][1] == 1))
+        rows.append(_check_absent(absent, alone=all_facts[0].facts["told"][1] == 1))
     if firsts:
-        rows += [_library(firsts), *_threads(firsts), _mpi4jax(firsts), _launches(firsts)]
+        rows += [
+            _check_library(firsts),
+            *_check_threads(firsts),
+            _check_mpi4jax(firsts),
+            _check_mpiexec(firsts),
+        ]
     probed = [(one.host, one.facts["cuda_aware"]) for one in firsts if "cuda_aware" in one.facts]
-    return rows + ([_device_memory(probed)] if probed else [])
+    return rows + ([_check_device_memory(probed)] if probed else [])
 
 
-def _launcher(all_facts: Sequence[RankFacts]) -> Row:
+def _check_launcher(all_facts: Sequence[RankFacts]) -> Row:
     facts = all_facts[0].facts
     started = {"none": "no launcher: a single process"}.get(
         facts["launcher"], f"started by {facts['launcher']}"
@@ -133,7 +138,7 @@ def _launcher(all_facts: Sequence[RankFacts]) -> Row:
     return Row("launcher", finding)
 
 
-def _absent(hosts: Sequence[tuple[str, str]], alone: bool) -> Row:
+def _check_absent(hosts: Sequence[tuple[str, str]], alone: bool) -> Row:
     """Return the row for an MPI that is not installed; a single process does not need it."""
     finding = f"not installed: {join_texts(hosts)}"
     install = "install shardtrain[mpi] (README, Installing)"
@@ -153,7 +158,7 @@ def _first_line(library: str) -> str:
     return re.sub(r"\s+", " ", lines[0].split(", package")[0]) if lines else "?"
 
 
-def _library(firsts: Sequence[RankFacts]) -> Row:
+def _check_library(firsts: Sequence[RankFacts]) -> Row:
     """Return the row for the MPI library of mpi4py."""
     children = [(one.host, one.facts["child"]) for one in firsts]
     broken = [(host, child["died"]) for host, child in children if "library" not in child]
@@ -179,7 +184,7 @@ def _library(firsts: Sequence[RankFacts]) -> Row:
     return Row("library", join_texts(texts))
 
 
-def _threads(firsts: Sequence[RankFacts]) -> list[Row]:
+def _check_threads(firsts: Sequence[RankFacts]) -> list[Row]:
     levels = [(one.host, one.facts["child"]["threads"]) for one in firsts if "threads" in one.facts["child"]]
     low = [(host, THREAD_LEVELS[level]) for host, level in levels if level < 3]
     if not low:
@@ -190,7 +195,7 @@ def _threads(firsts: Sequence[RankFacts]) -> list[Row]:
     return [Row("threads", join_texts(low), "wrong", fix)]
 
 
-def _mpi4jax(firsts: Sequence[RankFacts]) -> Row:
+def _check_mpi4jax(firsts: Sequence[RankFacts]) -> Row:
     """Return the row for mpi4jax: whether it has the same MPI, and an array passed through it."""
     children = [(one.host, one.facts["child"]) for one in firsts if "library" in one.facts["child"]]
     rebuild = "build it again for this MPI: uv sync --refresh-package mpi4jax --reinstall-package mpi4jax"
@@ -215,7 +220,7 @@ def _mpi4jax(firsts: Sequence[RankFacts]) -> Row:
     return Row("mpi4jax", join_texts(texts) if texts else "not tried: mpi4py does not start")
 
 
-def _launches(firsts: Sequence[RankFacts]) -> Row:
+def _check_mpiexec(firsts: Sequence[RankFacts]) -> Row:
     """Return the row for the mpiexec that `shardtrain launch` uses."""
     finding = join_texts(
         (one.host, m.get("error") or f"{m['path']} ({m['flavour']} {m['version']})")
@@ -229,10 +234,10 @@ def _launches(firsts: Sequence[RankFacts]) -> Row:
         )
         return Row("mpiexec", finding, "warning", fix)
     other = [
-        (one.host, vendor(one.facts["child"]["library"]))
+        (one.host, find_vendor(one.facts["child"]["library"]))
         for one in firsts
         if "library" in one.facts["child"]
-        and not compatible(one.facts["mpiexec"]["flavour"], vendor(one.facts["child"]["library"]))
+        and not is_compatible(one.facts["mpiexec"]["flavour"], find_vendor(one.facts["child"]["library"]))
     ]
     if other:
         fix = (
@@ -243,7 +248,7 @@ def _launches(firsts: Sequence[RankFacts]) -> Row:
     return Row("mpiexec", finding)
 
 
-def _device_memory(probed: Sequence[tuple[str, bool]]) -> Row:
+def _check_device_memory(probed: Sequence[tuple[str, bool]]) -> Row:
     finding = join_texts(
         (host, "accepts device memory" if able else "does not accept device memory") for host, able in probed
     )

@@ -20,10 +20,11 @@ from shardtrain.doctor.check import (
 from shardtrain.islands.network import PROXIES
 
 SLOW_SECONDS = 1.0
-"""Lookups of names that take longer are a warning; they take seconds if a name server does not answer."""
+"""Duration above which a lookup of a name is a warning; it takes seconds if a name server does not answer."""
 
 CLOCK_SECONDS, CLOCK_WRONG_SECONDS = 1.0, 60.0
-"""Clock differences that are a warning, and wrong: dates of checkpoints and log lines get out of order."""
+"""Clock differences above which the status is `warning` and `wrong`: dates of checkpoints and logs get out of
+order."""
 
 MOST_HOSTS = 64
 """Largest number of other hosts that a host looks up."""
@@ -72,20 +73,20 @@ def is_loopback(address: str) -> bool:
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
-    """Return rows for own names, other hosts' names, and clocks."""
+    """Return the rows for own names, other hosts' names, and clocks."""
     firsts = [ranks[0] for ranks in group_by_host(all_facts).values()]
-    rows = [_own(firsts), *_doubles(firsts), *_slow(firsts), *_proxies(firsts)]
+    rows = [_check_own(firsts), *_check_doubles(firsts), *_check_speed(firsts), *_check_proxies(firsts)]
     if len(firsts) > 1:
-        rows += [_others(firsts), _clocks(all_facts)]
+        rows += [_check_others(firsts), _check_clocks(all_facts)]
     return rows
 
 
-def _own(firsts: Sequence[RankFacts]) -> Row:
+def _check_own(firsts: Sequence[RankFacts]) -> Row:
     finding = join_texts(
         (one.host, f"{one.facts['name']} is {addresses_text(one.facts['own'])}") for one in firsts
     )
     lost = [one for one in firsts if not one.facts["own"]["addresses"]]
-    looped = [one for one in firsts if _loops(one.facts["own"]) and one not in lost]
+    looped = [one for one in firsts if _is_loopback(one.facts["own"]) and one not in lost]
     if lost:
         line = f"10.0.0.7 {lost[0].facts['name']}"
         fix = (
@@ -107,7 +108,7 @@ def _own(firsts: Sequence[RankFacts]) -> Row:
     return Row("own name", finding)
 
 
-def _loops(answer: Mapping) -> bool:
+def _is_loopback(answer: Mapping) -> bool:
     return any(is_loopback(address) for address in answer["addresses"])
 
 
@@ -116,8 +117,8 @@ def addresses_text(answer: Mapping) -> str:
     return ", ".join(answer["addresses"]) or f"unknown ({answer['error']})"
 
 
-def _doubles(firsts: Sequence[RankFacts]) -> list[Row]:
-    """Return rows for machines with the same name, and hosts that the launcher names differently."""
+def _check_doubles(firsts: Sequence[RankFacts]) -> list[Row]:
+    """Return the rows for machines with the same name, and hosts that the launcher names differently."""
     machines: dict[str, set[str]] = {}
     for one in firsts:
         machines.setdefault(one.facts["name"], set()).add(one.facts["machine"])
@@ -138,7 +139,7 @@ def _doubles(firsts: Sequence[RankFacts]) -> list[Row]:
     return rows
 
 
-def _slow(firsts: Sequence[RankFacts]) -> list[Row]:
+def _check_speed(firsts: Sequence[RankFacts]) -> list[Row]:
     slow = [
         (one.host, name, answer["seconds"])
         for one in firsts
@@ -153,7 +154,7 @@ def _slow(firsts: Sequence[RankFacts]) -> list[Row]:
     return [Row("speed", finding, "warning", fix)]
 
 
-def _proxies(firsts: Sequence[RankFacts]) -> list[Row]:
+def _check_proxies(firsts: Sequence[RankFacts]) -> list[Row]:
     """Return a row for variables of proxies, which gRPC uses between hosts too."""
     found = join_texts((one.host, ", ".join(one.facts["proxies"])) for one in firsts if one.facts["proxies"])
     if not found:
@@ -165,13 +166,13 @@ def _proxies(firsts: Sequence[RankFacts]) -> list[Row]:
     return [Row("proxies", f"{found} set", "note", fix)]
 
 
-def _others(firsts: Sequence[RankFacts]) -> Row:
-    """Return the row for how hosts resolve the names of other hosts."""
+def _check_others(firsts: Sequence[RankFacts]) -> Row:
+    """Return the row for the lookup of other hosts' names."""
     wrong = [
         f"{one.host} finds {name} at {addresses_text(answer)}"
         for one in firsts
         for name, answer in one.facts["others"].items()
-        if not answer["addresses"] or _loops(answer)
+        if not answer["addresses"] or _is_loopback(answer)
     ]
     if wrong:
         fix = "put every host with its address into /etc/hosts of every host, or repair the name server"
@@ -179,7 +180,7 @@ def _others(firsts: Sequence[RankFacts]) -> Row:
     return Row("other hosts", f"each of {len(firsts)} hosts finds the others by name")
 
 
-def _clocks(all_facts: Sequence[RankFacts]) -> Row:
+def _check_clocks(all_facts: Sequence[RankFacts]) -> Row:
     # the clock of a host is that of its rank that left the barrier first
     clocks = {
         host: min(one.facts["clock"] for one in ranks) for host, ranks in group_by_host(all_facts).items()

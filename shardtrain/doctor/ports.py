@@ -5,11 +5,12 @@ import socket
 import time
 from collections.abc import Sequence
 
-from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, group_by_host, some, time_text
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, group_by_host, time_text
+from shardtrain.system.excerpts import some
 
 CONNECT_SECONDS = 3.0
 MOST_PARTNERS = 16
-"""Number of next hosts in a ring that each host connects to; neighbours are tried in both directions."""
+"""Number of following hosts in a ring to which each host connects."""
 
 CAUSES = {
     "silent": "a firewall drops it",
@@ -17,7 +18,7 @@ CAUSES = {
     "no route": "there is no route between these networks",
     "no name": "the name does not resolve there, see names",
 }
-"""How a connection fails -> the usual cause."""
+"""Failure of a connection -> its usual cause."""
 
 
 def collect(context: RankContext) -> Facts:
@@ -37,7 +38,7 @@ def collect(context: RankContext) -> Facts:
         alone = len(context.first_ranks) == 1
         mine = {"address": "127.0.0.1" if alone else socket.gethostname(), "port": port}
         everyone = context.control.all_gather("ports", mine)
-        for host in partners(list(context.first_ranks), context.hosts[context.rank]):
+        for host in choose_partners(list(context.first_ranks), context.hosts[context.rank]):
             there = everyone[context.first_ranks[host]]
             if there["port"]:
                 facts["connects"][host] = connect(there["address"], there["port"])
@@ -46,10 +47,10 @@ def collect(context: RankContext) -> Facts:
     return facts
 
 
-def partners(hosts: Sequence[str], mine: str) -> list[str]:
-    """Return the hosts that this one connects to: itself if it is alone, else the next ones.
+def choose_partners(hosts: Sequence[str], mine: str) -> list[str]:
+    """Return the hosts to which this one connects: itself if there is no other, else the next ones.
 
-    >>> partners(["a"], "a"), partners(["a", "b", "c"], "b")
+    >>> choose_partners(["a"], "a"), choose_partners(["a", "b", "c"], "b")
     (['a'], ['c', 'a'])
     """
     at = hosts.index(mine)
@@ -79,7 +80,7 @@ def connect(address: str, port: int) -> Facts:
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
-    """Return rows for listening and for connecting."""
+    """Return the rows for listening and for connecting."""
     firsts = [ranks[0] for ranks in group_by_host(all_facts).values()]
     if refused := [f"{one.host}: {one.facts['listens']}" for one in firsts if one.facts["listens"]]:
         fix = (

@@ -5,20 +5,22 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any, TypeVar
 
-from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, rate_text, some
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, rate_text
 from shardtrain.plan.devices import find_device
+from shardtrain.system.excerpts import some
 
 SIZES = {"cpu": (1024, 2**24)}
 LARGE = (8192, 2**28)
-"""Rows of square matrices, and float32 elements that are moved: by platform, and for all others."""
+"""Sizes by platform, and for all others: rows of square matrices, and number of float32 elements to copy."""
 
 REPEATS, BUDGET_SECONDS = 5, 1.0
 OUTLIER = {"cpu": 0.5}
 OUTLIER_SHARE = 0.8
-"""Fraction of the median of its kind below which a device is slow; lower for CPUs, whose ranks interfere."""
+"""Fraction of the median rate of its kind below which a device is slow; CPUs, whose ranks interfere, have a
+lower one."""
 
 OF_PEAK = 0.4
-"""Fraction of the data sheet's rate below which a device is throttled, shared or misconfigured."""
+"""Fraction of the data sheet's rate below which a device counts as throttled, shared or misconfigured."""
 
 _Key = TypeVar("_Key")
 
@@ -55,14 +57,14 @@ def measure(device: Any) -> Facts:
     size, elements = SIZES.get(device.platform, LARGE)
     rates, exact = {}, True
     for dtype in ("float32", "bfloat16"):
-        run, is_right = product(device, size, dtype)
+        run, is_right = make_product(device, size, dtype)
         exact = exact and is_right()
         rates[dtype] = 2 * size**3 / best(run)
-    return {**rates, "memory": 2 * 4 * elements / best(copy(device, elements)), "exact": exact}
+    return {**rates, "memory": 2 * 4 * elements / best(make_copy(device, elements)), "exact": exact}
 
 
-def product(device: Any, size: int, dtype: str) -> tuple[Callable[[], None], Callable[[], bool]]:
-    """Multiply two matrices of small integers, whose product every device must compute exactly."""
+def make_product(device: Any, size: int, dtype: str) -> tuple[Callable[[], None], Callable[[], bool]]:
+    """Return a function that multiplies matrices of small integers, and one that checks the exact product."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -82,8 +84,8 @@ def product(device: Any, size: int, dtype: str) -> tuple[Callable[[], None], Cal
     return lambda: jax.block_until_ready(multiply(left, right)), is_right
 
 
-def copy(device: Any, elements: int) -> Callable[[], None]:
-    """Add a constant to an array in place; writing to new memory would measure page faults instead."""
+def make_copy(device: Any, elements: int) -> Callable[[], None]:
+    """Return a function that adds a constant to an array in place; new memory would measure page faults."""
     import jax
     import numpy as np
 
@@ -97,7 +99,7 @@ def copy(device: Any, elements: int) -> Callable[[], None]:
 
 
 def best(run: Callable[[], None]) -> float:
-    """Return the seconds of the fastest of several calls, after one that compiles and warms up."""
+    """Return the seconds of the fastest of several calls, after a first call that compiles."""
     run()
     began, seconds = time.monotonic(), []
     while len(seconds) < REPEATS and (not seconds or time.monotonic() - began < BUDGET_SECONDS):
@@ -110,12 +112,12 @@ def best(run: Callable[[], None]) -> float:
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
     """Return a row for each kind of device and measurement, with the slow devices."""
     kinds = dict.fromkeys(device["kind"] for one in all_facts for device in one.facts["devices"])
-    rows = [_wrong_products(all_facts)]
-    rows += [row for kind in kinds for name in ITEMS for row in [_rate(all_facts, kind, name)]]
+    rows = [_check_products(all_facts)]
+    rows += [row for kind in kinds for name in ITEMS for row in [_check_rate(all_facts, kind, name)]]
     return [row for row in rows if row is not None]
 
 
-def _wrong_products(all_facts: Sequence[RankFacts]) -> Row | None:
+def _check_products(all_facts: Sequence[RankFacts]) -> Row | None:
     wrong = [
         f"{one.name} device {i}"
         for one in all_facts
@@ -129,7 +131,7 @@ def _wrong_products(all_facts: Sequence[RankFacts]) -> Row | None:
     return Row("exact products", finding, "wrong", fix)
 
 
-def _rate(all_facts: Sequence[RankFacts], kind: str, name: str) -> Row:
+def _check_rate(all_facts: Sequence[RankFacts], kind: str, name: str) -> Row:
     item, unit = ITEMS[name]
     devices = [
         (f"{one.name} device {i}", device)
@@ -144,7 +146,7 @@ def _rate(all_facts: Sequence[RankFacts], kind: str, name: str) -> Row:
     middle = median(rates.values())
     text = f"{len(rates)} x {kind}: {spread_text(rates.values(), unit)}"
     # compare devices of one kind with each other, then with the data sheet
-    if slow := outliers(rates, share):
+    if slow := find_outliers(rates, share):
         named = some(
             [f"{where} {rate_text(rate, unit)} ({rate / middle:.0%})" for where, rate in slow.items()]
         )
@@ -153,7 +155,7 @@ def _rate(all_facts: Sequence[RankFacts], kind: str, name: str) -> Row:
             " (nvidia-smi -q -d PERFORMANCE), a shared core; or give it fewer rows (--shares)"
         )
         return Row(item, f"{text}; slow: {named}", "warning", fix)
-    peak = _peak(kind, name)
+    peak = _find_peak(kind, name)
     if peak and middle < OF_PEAK * peak:
         found_text = f"{text}, {middle / peak:.0%} of the data sheet's {rate_text(peak, unit)}"
         fix = "check for another process, a power cap and clocks: nvidia-smi -q -d PERFORMANCE,POWER"
@@ -161,7 +163,7 @@ def _rate(all_facts: Sequence[RankFacts], kind: str, name: str) -> Row:
     return Row(item, text)
 
 
-def _peak(kind: str, name: str) -> float | None:
+def _find_peak(kind: str, name: str) -> float | None:
     known = find_device(kind)
     if known is None or name == "float32":
         return None
@@ -183,10 +185,10 @@ def spread_text(values: Iterable[float], unit: str) -> str:
     return f"{both}, median {rate_text(median(values), unit)}"
 
 
-def outliers(rates: dict[_Key, float], share: float) -> dict[_Key, float]:
+def find_outliers(rates: dict[_Key, float], share: float) -> dict[_Key, float]:
     """Return the entries below a fraction of the median.
 
-    >>> outliers({"a": 10.0, "b": 7.0, "c": 10.5}, 0.8)
+    >>> find_outliers({"a": 10.0, "b": 7.0, "c": 10.5}, 0.8)
     {'b': 7.0}
     """
     limit = share * median(rates.values())

@@ -1,4 +1,4 @@
-"""The registry of checks, and their execution on all ranks with a time limit for one.
+"""Run the registered checks on all ranks, each with a time limit.
 
 A check that fails or hangs becomes a row of the table. A missing rank becomes a row, and ends the checks.
 """
@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardtrain.doctor import binding, devices, files, links, mpi, names, ports, rates, versions
-from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, Status, join_texts, some, worst
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, Status, join_texts, worst
 from shardtrain.islands.rank_timeout import RankTimeout
+from shardtrain.system.excerpts import some
 
 CHECKS: Mapping[str, Check] = {
     "names": names.CHECK,
@@ -62,7 +63,7 @@ def run_checks(
 
     Args:
       checks: name -> check, in order.
-      contexts: the context for gathering results, then one for one check; one has its own control channel.
+      contexts: the context that gathers results, then one for each check, with its own control channel.
       slack_seconds: see `SLACK_SECONDS`.
 
     Returns:
@@ -79,10 +80,10 @@ def run_checks(
         hung = hung or any(one["hung"] for one in outcomes.values())
         seconds[name] = max(one["seconds"] for one in outcomes.values())
         facts[name] = {context.control.names[rank]: one["facts"] for rank, one in outcomes.items()}
-        rows += check_rows(name, check, context, outcomes)
+        rows += evaluate_check(name, check, context, outcomes)
         if missing is not None:
             left = list(checks)[list(checks).index(name) + 1 :]
-            rows.append(missing_row(name, str(missing), left))
+            rows.append(report_missing(name, str(missing), left))
             present, hung = sorted(outcomes), True
             break
     return CheckResults(rows=tuple(rows), seconds=seconds, facts=facts, present=tuple(present), hung=hung)
@@ -92,7 +93,7 @@ def collect_in_thread(check: Check, context: RankContext) -> Facts:
     """Collect the facts of a check in a thread that is abandoned at its time limit.
 
     Returns:
-      The outcome: `facts` (None: the check failed), `failed` (the error as text, or None), `hung`, `seconds`.
+      The outcome: `facts` (None if the check failed), `failed` (the error text, or None), `hung`, `seconds`.
     """
     box: Facts = {"facts": None, "failed": None}
 
@@ -125,7 +126,7 @@ def _gather_outcomes(
         return missing.received, missing
 
 
-def check_rows(name: str, check: Check, context: RankContext, outcomes: Mapping[int, Facts]) -> list[Row]:
+def evaluate_check(name: str, check: Check, context: RankContext, outcomes: Mapping[int, Facts]) -> list[Row]:
     """Return the rows of a check, and rows for the ranks on which it failed or hung."""
     names = context.control.names
     facts = [
@@ -150,10 +151,10 @@ def check_rows(name: str, check: Check, context: RankContext, outcomes: Mapping[
     return [replace(row, check=row.check or name) for row in rows]
 
 
-def missing_row(name: str, text: str, left: Sequence[str]) -> Row:
+def report_missing(name: str, text: str, left: Sequence[str]) -> Row:
     """Return the row for missing ranks.
 
-    >>> missing_row("files", "rank 1 (host b) did not reach 'files' within 40 s", ["rates"]).finding
+    >>> report_missing("files", "rank 1 (host b) did not reach 'files' within 40 s", ["rates"]).finding
     "rank 1 (host b) did not reach 'files' within 40 s; not checked: rates"
     """
     rest = f"; not checked: {some(left, 9)}" if left else ""

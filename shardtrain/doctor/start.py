@@ -1,14 +1,11 @@
-"""Connect the launched ranks for the checks, or report why MPI does not start.
-
-Next: `runner.py`.
-"""
+"""Connect the launched ranks for the checks, or report why MPI does not start. Next: `runner.py`."""
 
 import os
 import select
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardtrain.doctor.check import ControlChannel
@@ -31,7 +28,7 @@ class SingleProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """The connected ranks, or why they cannot be connected.
+    """The connected ranks, or the reason why they cannot be connected.
 
     Args:
       controls: control channels: one to gather results, and one for each check.
@@ -68,7 +65,7 @@ def connect_ranks(
         return alone
     # 1. find mistakes of the launch that need no MPI
     if problem := launch_problem(environment, environ):
-        return _add_problem(alone, problem)
+        return replace(alone, problem=problem)
     who = f"rank {environment.rank} of {environment.size} (host {environment.host})"
     # 2. start MPI, watched by a child process: it may end this process without a message
     with watch_mpi_start(who, 2 * patience_seconds):
@@ -78,9 +75,9 @@ def connect_ranks(
         try:
             comm = world()
         except ValueError as problem:
-            return _add_problem(alone, str(problem))
+            return replace(alone, problem=str(problem))
         if (comm.rank, comm.size) != (environment.rank, environment.size):
-            return _add_problem(alone, format_other_mpi(environment, comm.rank, comm.size))
+            return replace(alone, problem=format_other_mpi(environment, comm.rank, comm.size))
         controls = tuple(Control(comm) for _ in range(num_controls))
         hosts = controls[0].all_gather("start", environment.host, patience_seconds)
     # 3. assign ranks to islands; a mistake there must not keep the other checks from running
@@ -99,10 +96,6 @@ def connect_ranks(
     return Connection(controls=controls, hosts=tuple(hosts), comm=comm, islands_problem=problem)
 
 
-def _add_problem(alone: Connection, problem: str) -> Connection:
-    return Connection(controls=alone.controls, hosts=alone.hosts, comm=None, problem=problem)
-
-
 def late_text(who: str, after_seconds: float) -> str:
     """Return the message for a rank on which MPI does not start.
 
@@ -119,7 +112,7 @@ def late_text(who: str, after_seconds: float) -> str:
 def format_ended(who: str) -> str:
     """Return the message for a rank that ended while MPI started.
 
-    >>> ended_text("rank 1 of 2 (host a)")[:68]
+    >>> format_ended("rank 1 of 2 (host a)")[:68]
     'shardtrain doctor: rank 1 of 2 (host a): the process ended while MPI'
     """
     return (
@@ -131,9 +124,9 @@ def format_ended(who: str) -> str:
 
 @contextmanager
 def watch_mpi_start(who: str, after_seconds: float) -> Iterator[None]:
-    """Print a message if the enclosed code ends this process, or does not end in time.
+    """Print a message if the code in this context ends this process, or does not end in time.
 
-    A child process does so: MPI_Init holds Python's global lock, so no thread or signal handler would run.
+    A child process prints it: MPI_Init holds Python's global lock, so that no thread or signal handler runs.
     """
     read, write = os.pipe()
     parent = os.getpid()

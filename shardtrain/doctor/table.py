@@ -1,4 +1,4 @@
-"""The table of `shardtrain doctor`: finding, status and fix of each row, and a summary line."""
+"""Format the table of `shardtrain doctor`: finding, status and fix of each row, and a summary line."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -3,10 +3,11 @@
 import sys
 from collections.abc import Sequence
 
-from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, join_texts, some
+from shardtrain.doctor.check import Check, Facts, RankContext, RankFacts, Row, join_texts
 from shardtrain.islands.agreement import disagreement
 from shardtrain.islands.mpi_library import PACKAGES as OF_MPI
 from shardtrain.islands.rank_facts import flags, versions
+from shardtrain.system.excerpts import some
 from shardtrain.system.host import system_facts
 
 SHOWN = ("python", "jax", "jaxlib", "flax", "mpi4py", "mpi4jax", "shardtrain")
@@ -23,12 +24,17 @@ def collect(context: RankContext) -> Facts:
 
 
 def evaluate(all_facts: Sequence[RankFacts]) -> list[Row]:
-    """Return rows for packages and flags, which must agree, and for systems, which may differ."""
-    return [_packages(all_facts), _flags(all_facts), _python(all_facts), _system(all_facts)]
+    """Return the rows for packages and flags, which must be equal, and for systems, which may differ."""
+    return [
+        _check_packages(all_facts),
+        _check_flags(all_facts),
+        _check_python(all_facts),
+        _check_system(all_facts),
+    ]
 
 
-def _packages(all_facts: Sequence[RankFacts]) -> Row:
-    if differences := _differences(all_facts, "versions/"):
+def _check_packages(all_facts: Sequence[RankFacts]) -> Row:
+    if differences := _find_differences(all_facts, "versions/"):
         return Row("packages", differences[0], "wrong", differences[1])
     missing = [name for name in SHOWN if all_facts[0].facts[f"versions/{name}"] is None]
     # a single process needs no MPI; the check `mpi` reports it
@@ -41,8 +47,8 @@ def _packages(all_facts: Sequence[RankFacts]) -> Row:
     return Row("packages", finding)
 
 
-def _flags(all_facts: Sequence[RankFacts]) -> Row:
-    if differences := _differences(all_facts, "flags/"):
+def _check_flags(all_facts: Sequence[RankFacts]) -> Row:
+    if differences := _find_differences(all_facts, "flags/"):
         return Row("flags", differences[0], "wrong", differences[1])
     facts = all_facts[0].facts
     xla = [f"{name[6:]}={value}" for name, value in facts.items() if name.startswith("flags/xla_")]
@@ -50,7 +56,7 @@ def _flags(all_facts: Sequence[RankFacts]) -> Row:
     return Row("flags", finding)
 
 
-def _differences(all_facts: Sequence[RankFacts], prefix: str) -> tuple[str, str] | None:
+def _find_differences(all_facts: Sequence[RankFacts], prefix: str) -> tuple[str, str] | None:
     """Return the differences and their fixes, with the same text as before the first step of a run."""
     facts = [{k: v for k, v in one.facts.items() if k.startswith(prefix)} for one in all_facts]
     text = disagreement(facts, [one.name for one in all_facts])
@@ -61,7 +67,7 @@ def _differences(all_facts: Sequence[RankFacts], prefix: str) -> tuple[str, str]
     return finding, "; ".join(line[3:] for line in lines if line.startswith("->"))
 
 
-def _python(all_facts: Sequence[RankFacts]) -> Row:
+def _check_python(all_facts: Sequence[RankFacts]) -> Row:
     finding = join_texts((one.name, one.facts["python"]) for one in all_facts)
     if len({one.facts["python"] for one in all_facts}) > 1:
         fix = "nothing while their packages are equal; one environment on a shared file system ensures that"
@@ -69,7 +75,7 @@ def _python(all_facts: Sequence[RankFacts]) -> Row:
     return Row("python", finding)
 
 
-def _system(all_facts: Sequence[RankFacts]) -> Row:
+def _check_system(all_facts: Sequence[RankFacts]) -> Row:
     names = ("system", "machine", "libc", "driver")
     finding = join_texts(
         (one.name, ", ".join(str(one.facts[n]) for n in names if one.facts[n])) for one in all_facts

@@ -1,1 +1,1 @@
-"""Error messages, checks of field types, exceptions of user code, exit codes. No jax."""
+"""Build error messages, check field types, report exceptions of user code, define exit codes. No jax."""

@@ -1,9 +1,9 @@
-"""A sentence for what XLA refuses to compile or to run: its reason, the operation, what to change. No jax."""
+"""Explain errors of XLA and of platforms: the reason, the operation, and the change to make. No jax."""
 
 import re
 
 LONGEST_REASON = 300
-"""Characters of the compiler's own words that a message quotes."""
+"""Largest number of characters of a compiler's reason in a message."""
 
 _CHANGES = {
     "sdy.manual_computation": "a shard_map of the model that is manual over some axes of the mesh only cannot"
@@ -11,13 +11,13 @@ _CHANGES = {
     "RESOURCE_EXHAUSTED": "it needs more memory than the device has; use more microbatches (--accumulate),"
     " --remat full or more devices (shardtrain inspect --compile shows what a step holds)",
 }
-"""What is in the compiler's words -> the change to make."""
+"""Part of a compiler's message -> the change to make."""
 
 _OTHER_CHANGE = "try a mesh of one axis (--mesh data=-1), or write the operation in another way"
 
 
 def compiler_text(error: BaseException) -> str | None:
-    """Return the message for an error of XLA, or of jax's lowering for it; None for any other error.
+    """Return the message for an error of XLA or of jax's lowering; None for any other error.
 
     >>> error = ValueError('''Cannot lower jaxpr with verifier errors:
     ...     'sort' op must have one dim
@@ -27,7 +27,7 @@ def compiler_text(error: BaseException) -> str | None:
     """
     words = str(error)
     in_lowering = words.startswith("Cannot lower jaxpr")
-    # what a callback of the user raises comes this way too, and has a traceback of its own
+    # exceptions in callbacks of the user come this way too, and have their own traceback
     if not in_lowering and (type(error).__name__ != "JaxRuntimeError" or "callback" in words.lower()):
         return None
     reasons = [line.strip() for line in words.splitlines()[in_lowering:] if line.strip()]
@@ -39,7 +39,7 @@ def compiler_text(error: BaseException) -> str | None:
 
 
 def platform_text(error: BaseException) -> str | None:
-    """Return the message where jax cannot start a platform of JAX_PLATFORMS; None for any other error.
+    """Return the message for a platform of JAX_PLATFORMS that jax cannot start; None for any other error.
 
     >>> platform_text(RuntimeError("Unable to initialize backend 'tpuu': it is unknown")).partition(": ")[0]
     "jax cannot start the platform 'tpuu' of JAX_PLATFORMS"
@@ -50,5 +50,5 @@ def platform_text(error: BaseException) -> str | None:
     reason = found[2].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
     return (
         f"jax cannot start the platform {found[1]!r} of JAX_PLATFORMS: {reason[:LONGEST_REASON]}. Name one"
-        " that is installed, such as JAX_PLATFORMS=cpu, or unset it: then jax takes the fastest that is there"
+        " that is installed, such as JAX_PLATFORMS=cpu, or unset it: then jax uses the fastest that it finds"
     )

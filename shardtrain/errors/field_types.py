@@ -24,15 +24,15 @@ NEWLINE = "\n"
 
 
 class WrongType(ValueError):
-    """A value is not of the type that its field takes; the text says what to write instead."""
+    """A value has another type than its field; the text says what to write instead."""
 
 
 def wrong_types(value: Any) -> list[str]:
-    """List the fields of a dataclass whose values are of another type than their type hints say.
+    """List the fields of a dataclass whose values do not have the types of their hints.
 
-    Unambiguous values are converted in place: a numpy scalar, text for a path, a list for a tuple,
-    and what the dataclass of a field accepts as a short form (its static method `short`: value -> fields).
-    A wrong field gets its default, so that the caller can check the ranges of the others and raise.
+    Unambiguous values are converted in place: a numpy scalar, text for a path, a list for a tuple, and the
+    short form of a dataclass (its static method `short`: value -> fields). A wrong field gets its default, so
+    that the caller can check the ranges of other fields before it raises.
 
     Args:
       value: the dataclass, in its `__post_init__`.
@@ -55,7 +55,7 @@ def wrong_types(value: Any) -> list[str]:
 
 
 def too_small(value: Any, **least: int) -> list[str]:
-    """List the attributes that are numbers below the least one that is allowed.
+    """List the attributes that are below their smallest allowed numbers.
 
     >>> too_small(slice(0, -1), start=0, stop=1)
     ['stop is -1; use 1 or more']
@@ -77,11 +77,11 @@ def convert_kind(value: Any, hint: Any, name: str) -> Any:
     """Convert a value to its type hint.
 
     Raises:
-      WrongType: it is of another type; the text names the field, the value and what to write.
+      WrongType: it has another type; the text names the field, the value and what to write.
 
-    >>> as_kind("runs/a", Path | None, "run_dir")
+    >>> convert_kind("runs/a", Path | None, "run_dir")
     PosixPath('runs/a')
-    >>> as_kind("3e-4", float, "peak")
+    >>> convert_kind("3e-4", float, "peak")
     Traceback (most recent call last):
     shardtrain.errors.field_types.WrongType: peak is '3e-4'; give a number: peak=0.0003
     """
@@ -93,9 +93,9 @@ def convert_kind(value: Any, hint: Any, name: str) -> Any:
         if _fits(value, option):
             return _convert(value, option, name)
     for option in options:
-        if is_dataclass(option) and hasattr(option, "short") and (made := _make(option, value, name)):
+        if is_dataclass(option) and hasattr(option, "short") and (made := _from_short(option, value, name)):
             return made
-    raise WrongType(_problem(value, options, name))
+    raise WrongType(_format_problem(value, options, name))
 
 
 def _is_union(hint: Any) -> bool:
@@ -133,9 +133,9 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _wrong_items(value: Sequence[Any], hint: Any) -> list[int]:
-    """Return the indices of the items that are not what a `tuple[X, ...]` or `tuple[X, Y]` has there.
+    """Return the indices of items that do not fit a `tuple[X, ...]` or `tuple[X, Y]`.
 
-    Of a list of another length it is that of the first item too many, or missing.
+    For a list of another length this includes the first superfluous or missing index.
     """
     kinds = _kinds(hint, len(value))
     wrong = [i for i, (item, kind) in enumerate(zip(value, kinds, strict=False)) if not fits(item, kind)]
@@ -143,7 +143,7 @@ def _wrong_items(value: Sequence[Any], hint: Any) -> list[int]:
 
 
 def _kinds(hint: Any, num_items: int) -> tuple[Any, ...]:
-    """Return the type of each item of a tuple; of so many, where it may have any number.
+    """Return the type of each item of a tuple; `num_items` types for a tuple of any length.
 
     >>> _kinds(tuple[int, ...], 2), _kinds(tuple[int, str], 3)
     ((<class 'int'>, <class 'int'>), (<class 'int'>, <class 'str'>))
@@ -161,7 +161,7 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
     return value
 
 
-def _make(kind: Any, value: Any, name: str) -> Any:
+def _from_short(kind: Any, value: Any, name: str) -> Any:
     """Return the dataclass of a short form; None if the value is not a short form."""
     try:
         given = kind.short(value)
@@ -170,9 +170,9 @@ def _make(kind: Any, value: Any, name: str) -> Any:
         raise WrongType(f"{name}: {str(error).replace(NEWLINE, NEWLINE + '  ')}") from error
 
 
-def _problem(value: Any, options: Sequence[Any], name: str) -> str:
+def _format_problem(value: Any, options: Sequence[Any], name: str) -> str:
     """Format the error."""
-    shown = f"{name} is {_shown(value)}"
+    shown = f"{name} is {_shorten(value)}"
     # a number or a word, such as best, is described like other unions; so are a list or a word
     others = {int, float, tuple} & {typing.get_origin(option) or option for option in options}
     words = None if others else next(filter(_is_literal, options), None)
@@ -182,10 +182,10 @@ def _problem(value: Any, options: Sequence[Any], name: str) -> str:
     if any(map(_is_literal, options)):  # a word after a list would read as one of its items
         options = sorted(options, key=lambda option: typing.get_origin(option) is tuple)
     wanted = " or ".join(_format_wanted(option) for option in options)
-    return f"{shown}; give {wanted}{_suggestion(value, options, name)}"
+    return f"{shown}; give {wanted}{_suggest(value, options, name)}"
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     brief = reprlib.Repr()
     brief.maxother = brief.maxstring = MOST_SHOWN
     return brief.repr(value)
@@ -223,25 +223,25 @@ def _format_wanted(option: Any) -> str:
     return WORDS.get(origin, f"a {name}")
 
 
-def _suggestion(value: Any, options: Sequence[Any], name: str) -> str:
+def _suggest(value: Any, options: Sequence[Any], name: str) -> str:
     """Return a suggestion of what to write for this value; "" if there is none."""
     if isinstance(value, float) and not math.isfinite(value):
         return ", finite"
     for option in options:
-        if option in (int, float) and (number := _number(value, option)) is not None:
+        if option in (int, float) and (number := _parse_number(value, option)) is not None:
             return f": {name}={number!r}"
         if typing.get_origin(option) is tuple and _fits((value,), option):
-            return f": {name}=({_shown(value)},)"
+            return f": {name}=({_shorten(value)},)"
         short: Any = getattr(option, "short", None)
-        if short and isinstance(value, str) and (number := _number(value, float)) is not None:
+        if short and isinstance(value, str) and (number := _parse_number(value, float)) is not None:
             return f": {name}={number!r}" if short(number) else ""
         if is_dataclass(option):
-            fitting = _fitting(option, value)
+            fitting = _suggest_fields(option, value)
             return f": {' or '.join(f'{name}={text}' for text in fitting)}" if fitting else ""
     return ""
 
 
-def _number(value: Any, kind: type) -> Any:
+def _parse_number(value: Any, kind: type) -> Any:
     """Return the number that a text or float represents exactly; None if it represents none."""
     if not isinstance(value, str | float):
         return None
@@ -254,17 +254,17 @@ def _number(value: Any, kind: type) -> Any:
     return kind(number)
 
 
-def _fitting(kind: Any, value: Any) -> list[str]:
+def _suggest_fields(kind: Any, value: Any) -> list[str]:
     """Return ways to write this dataclass with the value: fields of a dict, or a field that fits."""
     hints = _hints(kind)
     names = [field.name for field in fields(kind)]
     if isinstance(value, Mapping):
         if not value or any(name not in names for name in value):
             return []
-        return [f"{kind.__name__}({', '.join(f'{key}={_shown(item)}' for key, item in value.items())})"]
+        return [f"{kind.__name__}({', '.join(f'{key}={_shorten(item)}' for key, item in value.items())})"]
     if value is None or isinstance(value, bool):
         return []
-    found = [f"{kind.__name__}({name}={_shown(value)})" for name in names if _takes(hints[name], value)]
+    found = [f"{kind.__name__}({name}={_shorten(value)})" for name in names if _takes(hints[name], value)]
     return found if len(found) <= MOST_SUGGESTIONS else []
 
 

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 MOST_NAME = 100
-"""Characters of a name that are quoted in a message."""
+"""Largest number of characters of a name in a message."""
 
 
 def near(name: str, allowed: Iterable[str]) -> str:
@@ -24,7 +24,7 @@ def near(name: str, allowed: Iterable[str]) -> str:
 
 
 def needs_library(what: str, library: str, extra: str) -> str:
-    """Return the message for what needs a library that is not installed.
+    """Return the message for a missing library.
 
     >>> needs_library("images are", "pillow", "images").partition(":")[0]
     'images are read by the library pillow'

@@ -1,6 +1,6 @@
-"""Exceptions of the user's code (data, loss, sample), distinguished from mistakes in options or inputs.
+"""Tell exceptions of the user's code (data, loss, sample) from mistakes in options or inputs.
 
-`user_code` wraps a call into such code; the command line shows the user's part of the traceback. No jax.
+`user_code` wraps a call of such code; the command line shows the user's part of the traceback. No jax.
 """
 
 import os
@@ -14,24 +14,24 @@ from types import TracebackType
 PACKAGE = __name__.partition(".")[0]
 
 FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
-"""Where this package is, up to the name of a file in it."""
+"""The folder of this package, with a separator at its end."""
 
 OWN_MISTAKES = (ValueError, OSError)
-"""What shardtrain raises for a mistake in options or inputs, with the fix in the text."""
+"""Exceptions of shardtrain for mistakes in options or inputs, with the fix in the text."""
 
 
 class UserCodeFailed(Exception):
-    """The user's code raised an exception, which is the cause of this one; the text says where in the run."""
+    """The user's code raised the exception that is the cause of this one; the text says where in the run."""
 
 
 @contextmanager
 def user_code(where: Callable[[BaseException], str]) -> Iterator[None]:
-    """Convert exceptions of the user's code, called within this context, to `UserCodeFailed`.
+    """Convert exceptions of the user's code within this context to `UserCodeFailed`.
 
-    Errors that shardtrain itself raises inside, to explain a mistake, pass through.
+    Errors of shardtrain that explain a mistake pass through.
 
     Args:
-      where: exception -> what raised it, such as "sample 3 of the training data".
+      where: exception -> its place, such as "sample 3 of the training data".
 
     Raises:
       UserCodeFailed: the user's code raised an exception, or asked Python to exit.
@@ -52,9 +52,9 @@ def user_code(where: Callable[[BaseException], str]) -> Iterator[None]:
 
 
 def _format_traced(error: Exception) -> str:
-    """Return what to say of code that needs the value of a traced array; "" of another error.
+    """Format an error of code that needs the value of a traced array; "" for other errors.
 
-    The text of jax names the function that is traced, which is this package's.
+    The text of jax would name the traced function, which belongs to this package.
     """
     change = _TRACED.get(type(error).__name__) if type(error).__module__ == "jax.errors" else None
     if change is None:
@@ -114,7 +114,7 @@ def user_traceback(failure: UserCodeFailed) -> str:
 
 
 def find_raising_line(error: BaseException) -> str:
-    """Return the file and line of the user's code that raised, or that called the library which did.
+    """Return the file and line of the user's code that raised an error, or called the library that did.
 
     Args:
       error: caught where this package called the user's code.
@@ -122,7 +122,7 @@ def find_raising_line(error: BaseException) -> str:
     >>> try:
     ...     exec(compile("1 / 0", "hooks.py", "exec"))
     ... except ZeroDivisionError as error:
-    ...     raised_at(error)
+    ...     find_raising_line(error)
     'hooks.py:1'
     """
     calls = traceback.extract_tb(error.__traceback__)
@@ -132,13 +132,13 @@ def find_raising_line(error: BaseException) -> str:
 
 
 def calling_line() -> str:
-    """Return the file and line of the user's code that is running, the innermost."""
+    """Return the innermost file and line of the user's running code."""
     calls = [call for call in traceback.extract_stack() if is_users(call.filename)]
     return f"{calls[-1].filename}:{calls[-1].lineno}" if calls else "?"
 
 
 def is_users(path: str) -> bool:
-    """Return whether a file is of the user: neither installed nor of this package."""
+    """Return whether a file belongs to the user: it is neither installed nor part of this package."""
     return not is_installed(path) and not path.startswith((FOLDER, "<"))
 
 

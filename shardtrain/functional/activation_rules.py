@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ from shardtrain.errors.user_code import UserCodeFailed
 from shardtrain.functional import per_device as _installed  # noqa: F401
 from shardtrain.functional.collective_matmul import CollectiveMatmul
 from shardtrain.functional.context_attention import ContextAttention
-from shardtrain.functional.expert_exchange import ExpertExchange
+from shardtrain.functional.expert_exchange import exchange_tokens
 from shardtrain.sharding.axis_sizes import is_one_device
-from shardtrain.sharding.placement_problems import rules_text, ways_text
+from shardtrain.sharding.placement_problems import format_rules, format_ways
 from shardtrain.sharding.rules import Rules, find_repeated
 
 
@@ -44,19 +43,6 @@ class _NameRecorder:
     __hash__ = object.__hash__
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Findings:
-    """What is wrong with the constraints of a traced function, each problem once, in order.
-
-    Args:
-      problems: messages, as keys.
-      unruled: dim names without a rule, as keys.
-    """
-
-    problems: dict[str, None] = field(default_factory=dict)
-    unruled: dict[str, None] = field(default_factory=dict)
-
-
 class _StrictRules(tuple):
     """(dim, axes) rules for Flax that record what it would silently drop; Flax requires a tuple.
 
@@ -65,23 +51,26 @@ class _StrictRules(tuple):
     these dims.
     """
 
-    findings: _Findings
+    problems: dict[str, None]
+    """Messages about the constraints of the traced function, as keys, in order."""
+    unruled: dict[str, None]
+    """Dim names without a rule, as keys."""
     one_device: bool
     any_mesh: bool
-    """Whether the trace is for meshes that are not chosen yet, so that no form is for one device."""
+    """Whether the trace is for meshes that are not chosen yet, so that models use no form for one device."""
     unnamed: str
     attention: ContextAttention | None
-    """The attention of the models, which look for it here; None: each computes its own."""
-    experts: ExpertExchange | None
-    """How their mixtures of experts use the mesh, likewise."""
+    """The attention that models compute, see `ContextAttention`; None means their own."""
+    experts: Callable[..., jax.Array] | None
+    """The exchange of mixtures of experts, see `exchange_tokens`; None on one device."""
     products: CollectiveMatmul | None
-    """How their blocks multiply what is sharded over tensor, likewise; None: each its own products."""
+    """The products of blocks with sharded sequences, see `CollectiveMatmul`; None means plain products."""
     note: Callable[[str], None] | None
-    """Receives which attention a model computes and why, likewise; None: nobody asks."""
+    """Receives lines about the attention that a model computes; None disables it."""
     per_device: bool
     """Whether convolutions and FFTs are computed per device (`per_device.py`)."""
     flash: Any
-    """A plan's device and flash attention, likewise; None: models ask jax for its devices and for cuDNN's."""
+    """The device and flash attention of a plan; None means those of jax."""
 
     def __iter__(self) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
         rules: Rules = dict(super().__iter__())
@@ -103,8 +92,8 @@ class _StrictRules(tuple):
         problems = [f"no rule for dim {near(dim, rules)}" for dim in unruled]
         used = find_repeated(axis for dim in dims for axis in rules.get(dim, ()))
         problems += [f"axis {axis!r} shards {n} dims of one array" for axis, n in used]
-        self.findings.unruled.update(dict.fromkeys(unruled))
-        self.findings.problems.update(dict.fromkeys(f"{names} ({_line()}): {text}" for text in problems))
+        self.unruled.update(dict.fromkeys(unruled))
+        self.problems.update(dict.fromkeys(f"{names} ({_line()}): {text}" for text in problems))
 
 
 def _line() -> str:
@@ -130,7 +119,7 @@ _NOTE: ContextVar[Callable[[str], None] | None] = ContextVar("note", default=Non
 
 @contextmanager
 def noting(note: Callable[[str], None]) -> Iterator[None]:
-    """Within this, models that are traced under `activation_rules` say which attention they compute, and why.
+    """Within this context, models traced under `activation_rules` log the attention that they compute.
 
     Args:
       note: receives each line once.
@@ -162,7 +151,7 @@ def activation_rules(
     any_mesh: bool = False,
     flash: Any = None,
 ) -> Iterator[None]:
-    """Within this, `nn.with_logical_constraint` of traced functions follows these rules, strictly.
+    """Within this context, `nn.with_logical_constraint` follows these rules strictly.
 
     Args:
       rules: dim -> axes for activations.
@@ -171,11 +160,11 @@ def activation_rules(
       context_attention: how attention is computed where sequences are sharded, see `ContextAttention`.
       collective_matmul: whether products are computed while a sharded sequence is exchanged, see
         `CollectiveMatmul`.
-      attention: what models get as attention instead, called alike.
-      experts: what mixtures of experts get as their exchange instead, called as `ExpertExchange`.
+      attention: the attention of models, in place of `ContextAttention`.
+      experts: the exchange of mixtures of experts, in place of `exchange_tokens`.
       any_mesh: whether the trace is for meshes that are not chosen yet, though this one has one device.
-      flash: of a plan, a device that models ask for its `device_kind` and `compute_capability`, and call in
-        the place of cuDNN's attention (hashable).
+      flash: the device of a plan (hashable): models read its `device_kind` and `compute_capability`, and
+        call it in place of cuDNN's attention.
 
     Raises:
       ValueError: (at exit) lists every constraint with a dim without a rule or an axis used twice in one
@@ -183,15 +172,15 @@ def activation_rules(
     """
     pairs = tuple(rules.items())
     strict = _StrictRules(pairs)
-    strict.findings, strict.unnamed = _Findings(), unnamed
+    strict.problems, strict.unruled, strict.unnamed = {}, {}, unnamed
     strict.one_device, strict.any_mesh = is_one_device(mesh.shape), any_mesh
     over_context = ContextAttention(context_attention) if mesh.shape.get(CONTEXT, 1) > 1 else None
     strict.attention = over_context if attention is None else attention
-    strict.experts = experts or (None if strict.one_device else ExpertExchange())
+    strict.experts = experts or (None if strict.one_device else exchange_tokens)
     strict.products = CollectiveMatmul() if collective_matmul and mesh.shape.get(TENSOR, 1) > 1 else None
     strict.note, strict.flash = _NOTE.get(), flash
     strict.per_device = not any_mesh
-    # who asks hears of a block that was traced before, too
+    # a block that was traced before is traced again if a log is asked for
     of_run = (strict.attention, experts, strict.products is None, strict.note, flash)
     key = (pairs, unnamed, strict.one_device, any_mesh, of_run)
     with (
@@ -207,10 +196,10 @@ def activation_rules(
             if any(text in found for text in _OVER_REPLICAS):
                 raise ValueError(own_constraint_text(found)) from error
             raise
-    if strict.findings.problems:
+    if strict.problems:
         # jax caches these traces, and would not check their constraints again
         jax.clear_caches()
-        raise ValueError(constraints_text(list(strict.findings.problems), list(strict.findings.unruled)))
+        raise ValueError(constraints_text(list(strict.problems), list(strict.unruled)))
 
 
 def constraints_text(problems: list[str], unruled: list[str]) -> str:
@@ -218,15 +207,15 @@ def constraints_text(problems: list[str], unruled: list[str]) -> str:
     text = str(problems_error("constraints on activations cannot be followed", problems))
     if not unruled:
         return text
-    rules = rules_text("activations", dict.fromkeys(unruled, ()))
-    return text + ways_text([f"rules for them, as {rules}"])
+    rules = format_rules("activations", dict.fromkeys(unruled, ()))
+    return text + format_ways([f"rules for them, as {rules}"])
 
 
 _OVER_REPLICAS = (
     "cannot appear in with_sharding_constraint spec",
     "passed to with_sharding_constraint can only refer to Auto axes",
 )
-"""What jax says of a constraint over a replica axis, where replicas are a vmap and where it is manual."""
+"""jax's messages about a constraint over a replica axis: with replicas as a vmap, and as a manual axis."""
 
 
 def own_constraint_text(found: str) -> str:

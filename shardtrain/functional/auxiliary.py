@@ -1,7 +1,7 @@
-"""Losses and metrics that a model has of its own beside its outputs, such as those of routers of experts.
+"""Add the losses and metrics that a model computes itself, such as those of expert routers.
 
 A module whose call takes the argument `auxiliary` returns (outputs, object) if it is True; the object is an
-`Auxiliary`, or None. Losses see the outputs alone (docs/decisions/0040). Next: `nnx_model.py`.
+`Auxiliary`, or None. Losses see only the outputs (docs/decisions/0040). Next: `nnx_model.py`.
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ from shardtrain.functional.loss_checks import check_result
 from shardtrain.functional.model_calls import ModelCall
 
 AUXILIARY = "auxiliary"
-"""The argument by which a module is asked for its own losses."""
+"""The argument of a module that requests its own losses."""
 
 
 class Auxiliary(Protocol):
-    """What a model returns beside its outputs: a pytree of arrays whose first dim is the rows of a batch."""
+    """What a model returns in addition to its outputs: a pytree of arrays whose first dim is the rows."""
 
     def losses(
         self, weights: jax.Array, count: jax.Array
     ) -> tuple[jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
-        """Return (what is added to the mean loss, metrics: name -> (sum, count)).
+        """Return (penalty added to the mean loss, metrics: name -> (sum, count)).
 
         Args:
-          weights: float32 (rows,), what the loss counts in each row, such as tokens; 0 for padding.
-          count: float32 scalar, their sum.
+          weights: float32 (rows,), the count of the loss in each row, such as tokens; 0 for padding.
+          count: float32 scalar, the sum of the weights.
         """
         ...
 
@@ -45,7 +45,7 @@ class Outputs:
     Args:
       outputs: as the module returns them.
       auxiliary: an `Auxiliary`.
-      train: whether its losses count; its metrics always do.
+      train: whether its losses are added; its metrics always are.
     """
 
     outputs: Any
@@ -54,27 +54,27 @@ class Outputs:
 
 
 def plain(outputs: Any) -> Any:
-    """Return the outputs of a model without the losses of its own."""
+    """Return the outputs of a model without its own losses."""
     return outputs.outputs if isinstance(outputs, Outputs) else outputs
 
 
 def sum_loss(
     loss: Loss, apply: Apply, batch: Batch, train: bool = True, rng: jax.Array | None = None
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Return (sum, count, metrics) of a loss, with those that the model has of its own.
+    """Return (sum, count, metrics) of a loss, with the model's own losses and metrics added.
 
-    A loss that calls the model several times gets their mean.
+    If the loss calls the model several times, the mean over the calls is added.
 
     Args:
       loss: returns (sum, count) or (sum, count, metrics), see `loss.Loss`.
       apply: the model; it returns outputs, or `Outputs`.
-      batch: what the loss reads.
-      train: whether it is the loss of training, or that of held-out data.
-      rng: the key of the model's call, from which the loss has its `apply.key`; None: the attribute `rng` of
+      batch: the batch of the loss.
+      train: whether to compute the loss of training; False means that of held-out data.
+      rng: the key of the model's call, from which `apply.key` is derived; None means the attribute `rng` of
         the model.
 
     Raises:
-      ValueError: the loss returns something else, or a metric that the model has too.
+      ValueError: the loss returns something else, or a metric with the name of one of the model.
     """
     called: list[Any] = []
 
@@ -90,7 +90,7 @@ def sum_loss(
     found = [outputs for outputs in called if isinstance(outputs, Outputs)]
     for outputs in found:
         rows = jax.tree.leaves(outputs.auxiliary)[0].shape[0]
-        weights = _row_counts(loss, [plain(each) for each in called], batch, rows, count) / len(found)
+        weights = _count_rows(loss, [plain(each) for each in called], batch, rows, count) / len(found)
         penalty, own = outputs.auxiliary.losses(weights, jnp.float32(count) / len(found))
         if twice := sorted(metrics.keys() & own.keys()) if outputs is found[0] else ():
             raise ValueError(f"the loss returns metrics {', '.join(twice)}, as the model does; rename them")
@@ -101,19 +101,18 @@ def sum_loss(
     return loss_sum, count, metrics
 
 
-def _row_counts(loss: Loss, outputs: Sequence[Any], batch: Batch, rows: int, total: Any) -> jax.Array:
-    """Return what a loss counts in each row, float32 (rows,): the weights of the row times their derivatives.
+def _count_rows(loss: Loss, outputs: Sequence[Any], batch: Batch, rows: int, total: Any) -> jax.Array:
+    """Return the count of a loss in each row, float32 (rows,): the derivative of the count times the weights.
 
-    They add up over any split of a batch, which a mean over rows times the count of the split does not where
-    rows count differently. Where the count has no derivative, as a number of weights above 0 has none, it is
-    divided as those that are not 0.
+    These counts add up over any split of a batch, also if rows count differently. A count without a
+    derivative, such as a number of weights above 0, is divided in proportion to the nonzero weights.
 
     Args:
       loss: returns (sum, count), see `loss.Loss`.
-      outputs: what its calls of the model returned, in order.
-      batch: what it read.
+      outputs: the outputs of its calls of the model, in order.
+      batch: its batch.
       rows: the number of rows.
-      total: what it counted.
+      total: the count that it returned.
     """
     weights = batch.get("weights")
     if weights is None or weights.shape[0] != rows:

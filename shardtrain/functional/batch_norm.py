@@ -1,4 +1,4 @@
-"""BatchNorm over replicas: the axis name of Flax norms, and how a model is called outside that axis.
+"""Find the axis name over which BatchNorm averages replicas, and call models where it is not bound.
 
 Next: `nnx_model.py`, `linen_model.py`.
 """
@@ -10,11 +10,10 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 
 REPLICAS = "replicas"
 """The axis name that sync_batch_norm gives to norms."""
-
 
 NO_BATCH_NORMS = (
     *(nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm),
@@ -22,7 +21,7 @@ NO_BATCH_NORMS = (
 )
 
 
-def one_axis_name(modules: Iterable[Any]) -> str | None:
+def find_axis_name(modules: Iterable[Any]) -> str | None:
     """Return the axis name over which modules average batch statistics; None if none does.
 
     Raises:
@@ -38,13 +37,12 @@ def one_axis_name(modules: Iterable[Any]) -> str | None:
     ]
     if len(names) > 1:
         problems.append(f"there are the axis names {names}; use one, as all of them mean the replicas")
-    if problems:
-        raise problems_error("statistics cannot be averaged over replicas", list(dict.fromkeys(problems)))
+    refuse("statistics cannot be averaged over replicas", list(dict.fromkeys(problems)))
     return names[0] if names else None
 
 
 def bind_axis(call: Callable[..., Any], axis_name: str | None) -> Callable[..., Any]:
-    """Return a function that also works where its axis name is not bound, as with one replica."""
+    """Return a function that also works where its axis name is not bound, like with one replica."""
     if axis_name is None:
         return call
 

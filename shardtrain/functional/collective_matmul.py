@@ -1,15 +1,14 @@
-"""Matrix products beside a sequence that is sharded over tensor, computed while its parts are exchanged.
+"""Multiply activations with kernels while the parts of a sequence that tensor shards are exchanged.
 
-A device multiplies the part that it has while the next one comes, in the place of an all-gather before the
-product or a reduce-scatter behind it. A run hands it to models with the rules of their constraints
-(docs/decisions/0058); outside a run they multiply themselves. Next: `ring.py`, `activation_rules.py`.
+A device multiplies the part that it has while it receives the next one. This replaces an all-gather before
+the product, or a reduce-scatter after it. A run hands it to models with the rules of their constraints
+(docs/decisions/0058); outside a run models compute plain products. Next: `ring.py`, `activation_rules.py`.
 
 References:
   Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition,
   https://dl.acm.org/doi/10.1145/3567955.3567959, sections 3 and 5.
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,10 +18,10 @@ import jax.numpy as jnp
 from flax.core.spmd import get_logical_axis_rules
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from shardtrain import axes
-from shardtrain.functional.context_attention import find_mesh_axes
+from shardtrain.functional.mesh_axes import find_mesh_axes, map_shards, num_devices
 from shardtrain.functional.remat_policies import WHOLE_SEQ
 from shardtrain.functional.ring import Ring
 
@@ -30,7 +29,7 @@ Dims = tuple[str | None, ...]
 Axes = tuple[str, ...]
 
 NOTED = "products: while parts of the sequence are exchanged"
-"""The beginning of the line in the log of a run whose model has such products."""
+"""The beginning of the line that a run logs if its model has such products."""
 
 
 class _Call(NamedTuple):
@@ -39,8 +38,8 @@ class _Call(NamedTuple):
     Attributes:
       ring: the devices along tensor.
       rows: mesh axes that shard the rows of x.
-      seq: those of its positions where features are sharded over tensor.
-      of_kernel: those of each dim of the kernel.
+      seq: mesh axes that shard the positions of x where its features are sharded over tensor.
+      of_kernel: mesh axes that shard each dim of the kernel.
       num_in: the first dims of the kernel, over which the product sums.
     """
 
@@ -51,7 +50,7 @@ class _Call(NamedTuple):
     num_in: int
 
     def spec(self, features: range) -> PartitionSpec:
-        """Return how activations are sharded whose features are these dims of the kernel."""
+        """Return the spec of activations whose features are these dims of the kernel."""
         of_features = [self.of_kernel[i] for i in features]
         is_split = any(axes.TENSOR in each for each in of_features)
         seq = self.seq if is_split else (*self.seq, axes.TENSOR)
@@ -59,7 +58,7 @@ class _Call(NamedTuple):
 
 
 class CollectiveMatmul:
-    """Products of activations with kernels, from parts of a sequence to parts of features, or back."""
+    """Products that turn parts of a sequence into parts of features, or back."""
 
     def gathered(self, x_BTD: jax.Array, kernel: jax.Array, dims: Dims) -> jax.Array | None:
         """Multiply the residual stream with a kernel whose other dims are sharded over tensor.
@@ -92,10 +91,10 @@ class CollectiveMatmul:
 
 
 def _call(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int, split: range) -> _Call | None:
-    """Return the mesh axes of a product's arrays, or None where it cannot be computed part by part.
+    """Return the mesh axes of a product's arrays; None where it cannot be computed part by part.
 
-    Of the kernel's dims exactly one may be sharded, one of `split`, and over tensor alone: sums over dims
-    that other axes shard would need the terms of their devices too.
+    Exactly one dim of the kernel may be sharded: one of `split`, over tensor only. A sum over a dim that
+    another axis shards would need the terms of other devices.
     """
     mesh = jax.sharding.get_abstract_mesh()
     num = mesh.shape.get(axes.TENSOR, 1)
@@ -105,10 +104,10 @@ def _call(x: jax.Array, kernel: jax.Array, dims: Dims, num_in: int, split: range
     sharded = {i: each for i, each in enumerate(of_kernel) if each}
     if num == 1 or parts != (*seq, axes.TENSOR) or sharded not in [{i: (axes.TENSOR,)} for i in split]:
         return None
-    if x.shape[1] % math.prod(mesh.shape[axis] for axis in parts):
+    if x.shape[1] % num_devices(parts, mesh.shape):
         return None
     # a few rows that are only traced need not divide
-    rows = rows if x.shape[0] % math.prod(mesh.shape[axis] for axis in rows) == 0 else ()
+    rows = rows if x.shape[0] % num_devices(rows, mesh.shape) == 0 else ()
     ring = Ring(axes.TENSOR, num, "any", in_pairs=mesh.shape.get(axes.PIPELINE, 1) > 1)
     if (note := getattr(get_logical_axis_rules(), "note", None)) is not None:
         note(f"{NOTED} over tensor={num} (collective matmul)")
@@ -154,12 +153,12 @@ _scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
 def _sum_kernel_gradient(x: jax.Array, dy: jax.Array) -> jax.Array:
-    """Return the gradient of a kernel, a sum over tokens, which the compiler reduces as that of any layer."""
+    """Return the gradient of a kernel: a sum over tokens, which the compiler reduces over devices."""
     return lax.dot_general(x, dy, (((0, 1), (0, 1)), ((), ())))
 
 
 def _gather_and_multiply(call: _Call, x: jax.Array, kernel: jax.Array, summed: range) -> Any:
-    """Multiply parts of a sequence, that of this device and then those of the others, with a kernel.
+    """Multiply the parts of a sequence with a kernel: first this device's part, then those of the others.
 
     Args:
       call: of the product.
@@ -170,15 +169,15 @@ def _gather_and_multiply(call: _Call, x: jax.Array, kernel: jax.Array, summed: r
     Returns:
       The product (B, T, ...), and x gathered.
     """
-    ring, features = call.ring, _others(kernel, summed)
+    ring, features = call.ring, _other_dims(kernel, summed)
 
     def of_device(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
         here, parts, products = x, [x], [_multiply(x, kernel, summed)]
         for step in range(1, ring.num):
             if step > 1:
-                # parts are sent one at a time, each beside a product, and not all of them before
+                # send one part at a time, during a product, and not all of them before the first
                 x, here, products[-2] = lax.optimization_barrier((x, here, products[-2]))
-            here = ring.exchange_with_opponent(x, step) if ring.is_tournament else ring.sent(here)
+            here = ring.exchange_with_opponent(x, step) if ring.is_tournament else ring.send(here)
             parts.append(here)
             products.append(_multiply(here, kernel, summed))
         return _join(products, ring), _join(parts, ring)
@@ -188,7 +187,7 @@ def _gather_and_multiply(call: _Call, x: jax.Array, kernel: jax.Array, summed: r
 
 
 def _join(parts: Sequence[jax.Array], ring: Ring) -> jax.Array:
-    """Join the parts (B, T, ...) of a sequence, which a device has in the order of the ring's steps."""
+    """Join the parts (B, T, ...) of a sequence, given in the order of the ring's steps."""
     first, num_tokens = parts[0], parts[0].shape[1]
     whole = jnp.zeros((len(first), ring.num * num_tokens, *first.shape[2:]), first.dtype)
     for step, part in enumerate(parts):
@@ -197,7 +196,7 @@ def _join(parts: Sequence[jax.Array], ring: Ring) -> jax.Array:
 
 
 def _multiply_and_scatter(call: _Call, x: jax.Array, kernel: jax.Array, summed: range) -> jax.Array:
-    """Multiply parts of features with a kernel; each device gets the sums for its part of the sequence.
+    """Multiply parts of features with a kernel; each device gets the sums of its part of the sequence.
 
     Args:
       call: of the product.
@@ -214,7 +213,7 @@ def _multiply_and_scatter(call: _Call, x: jax.Array, kernel: jax.Array, summed: 
         num_tokens = x.shape[1] // ring.num
 
         def compute_term(device: jax.Array) -> jax.Array:
-            """Return this device's term of the sums that another one gets."""
+            """Return this device's term of the sums of another device."""
             part = lax.dynamic_slice_in_dim(x, device * num_tokens, num_tokens, 1)
             return _multiply(part, kernel, summed)
 
@@ -227,35 +226,29 @@ def _multiply_and_scatter(call: _Call, x: jax.Array, kernel: jax.Array, summed: 
         # sums go round, and each device adds its term; a device's own sums are those that it completes
         total = compute_term(ring.other(1))
         for step in range(2, ring.num + 1):
-            total = ring.sent(total) + compute_term(ring.other(step))
+            total = ring.send(total) + compute_term(ring.other(step))
         return total
 
-    return _run_on_shards(call, of_device, call.spec(summed), call.spec(_others(kernel, summed)))(x, kernel)
-
-
-def _run_on_shards(call: _Call, function: Any, of_x: PartitionSpec, of_result: Any) -> Any:
-    mesh = jax.sharding.get_abstract_mesh()
-    # manual over every axis, as attention over context
-    free = {
-        name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto
-    }
-    of_kernel = PartitionSpec(*(each or None for each in call.of_kernel))
-    return jax.shard_map(
-        function, in_specs=(of_x, of_kernel), out_specs=of_result, axis_names=free, check_vma=False
+    return _run_on_shards(call, of_device, call.spec(summed), call.spec(_other_dims(kernel, summed)))(
+        x, kernel
     )
 
 
-def _multiply(x: jax.Array, kernel: jax.Array, summed: range) -> jax.Array:
-    """Multiply the last dims of x with some of the kernel, in a product of its own.
+def _run_on_shards(call: _Call, function: Any, of_x: PartitionSpec, of_result: Any) -> Any:
+    of_kernel = PartitionSpec(*(each or None for each in call.of_kernel))
+    return map_shards(function, (of_x, of_kernel), of_result)
 
-    Compilers join products with one kernel to a large one, which would wait for the parts of all devices.
-    Behind a barrier each has another operand.
+
+def _multiply(x: jax.Array, kernel: jax.Array, summed: range) -> jax.Array:
+    """Multiply the last dims of x with some dims of the kernel, after an optimization barrier.
+
+    Without the barrier compilers join the products into one, which waits for the parts of all devices.
     """
     x, kernel = lax.optimization_barrier((x, kernel))
     last = tuple(range(x.ndim - len(summed), x.ndim))
     return lax.dot_general(x, kernel, ((last, tuple(summed)), ((), ())))
 
 
-def _others(kernel: jax.Array, summed: range) -> range:
+def _other_dims(kernel: jax.Array, summed: range) -> range:
     """Return the dims of a kernel that a product does not sum over."""
     return range(summed.stop, kernel.ndim) if summed.start == 0 else range(summed.start)

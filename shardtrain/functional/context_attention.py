@@ -12,23 +12,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.core.spmd import get_logical_axis_rules
-from flax.linen.spmd import logical_to_mesh_axes
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from shardtrain import axes
-from shardtrain.functional.key_heads import KeyHeads, check_split, key_heads, num_devices
+from shardtrain.functional.key_heads import KeyHeads, check_split, key_heads
+from shardtrain.functional.mesh_axes import find_mesh_axes, map_shards, num_devices
 from shardtrain.functional.ring import Ring
-from shardtrain.functional.ring_attention import Seen, attend_gathered, ring_attention
-from shardtrain.functional.score_blocks import HIDDEN
-from shardtrain.functional.score_sizes import window_reach
+from shardtrain.functional.ring_attention import VisibleKeys, attend_gathered, ring_attention
+from shardtrain.functional.score_blocks import HIDDEN, window_reach
 
 Whole = Callable[..., jax.Array]
 """(q, k, v, causal=, mask_BS=) -> attention over whole sequences, as the model computes it."""
 
 
 BIAS = "bias_BHTS"
-"""What is added to the scores, which no device has by positions."""
+"""The argument that is added to the scores; it is sharded over heads, not over positions."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class ContextAttention:
         soft_cap: float | None = None,
         bias_BHTS: Any = None,
     ) -> jax.Array:
-        """Compute the attention of arrays that are named (batch, seq, heads, head_dim).
+        """Compute the attention of arrays with the dims (batch, seq, heads, head_dim).
 
         Args:
           whole: the model's own attention over whole sequences.
@@ -63,18 +62,18 @@ class ContextAttention:
           k: (B, S, kv_heads, K).
           v: (B, S, kv_heads, K).
           causal: queries see keys of positions up to their own; T is S.
-          mask_BS: 0 for keys that are not seen; None: all are.
-          segments_BT: int; queries see keys of their own segment; T is S. None: all is one segment.
-          window: of causal attention, how many keys a query sees at most, its own and those just before it:
-            a number, or an int scalar. None: any number.
-          soft_cap: scores x become soft_cap * tanh(x / soft_cap). None: they stay.
-          bias_BHTS: added to the scores, of "all-to-all". None: nothing.
+          mask_BS: 0 for keys that are hidden; None shows all keys.
+          segments_BT: int; queries see keys of their own segment; T is S. None means one segment.
+          window: largest number of keys that a causal query sees, its own and those just before it: a number
+            or an int scalar. None disables it.
+          soft_cap: scores x become soft_cap * tanh(x / soft_cap). None disables it.
+          bias_BHTS: added to the scores, by "all-to-all" only. None adds nothing.
 
         Returns:
           Shaped and typed as q.
 
         Raises:
-          ValueError: lists every size that cannot be split; or another kind has a bias.
+          ValueError: lists every size that cannot be split; or a bias is given to another kind.
         """
         mesh = jax.sharding.get_abstract_mesh()
         rows, seq, heads = find_mesh_axes(axes.BATCH, axes.SEQ, axes.HEADS)
@@ -117,20 +116,18 @@ class ContextAttention:
         """Compute the attention on the shards of each device.
 
         Args:
-          call: what the call has beside its arrays.
+          call: the options of the call.
           own: the key heads of each device.
           sharded: the mesh axes that shard the rows, positions and heads of the queries.
           q, k, v: as for a call.
-          facts: masks, segments, a window and a bias, as far as there are any.
+          facts: the mask, segments, window and bias that are given.
         """
-        mesh, (rows, seq, heads) = jax.sharding.get_abstract_mesh(), sharded
+        rows, seq, heads = sharded
         split = PartitionSpec(rows or None, seq, heads or None)
         of_keys = PartitionSpec(rows or None, seq, own.axes_of_k or None)
-        # manual over every axis: collectives over one would gather what the others shard
-        free = {
-            name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto
-        }
-        compute = {"ring": _ring, "all-gather": _all_gather, "all-to-all": _all_to_all}[self.kind]
+        compute = {"ring": _attend_ring, "all-gather": _attend_all_gather, "all-to-all": _attend_all_to_all}[
+            self.kind
+        ]
         note = getattr(get_logical_axis_rules(), "note", None)
         if self.kind != "all-to-all" and note is not None:
             text = f"over context={call.num}, in plain jax: it has no kernel for any device"
@@ -144,26 +141,20 @@ class ContextAttention:
         if BIAS in facts:
             # of the heads that a device has once sequences are exchanged for them
             of_facts[BIAS] = PartitionSpec(rows or None, (*heads, axes.CONTEXT))
-        return jax.shard_map(
-            of_device,
-            in_specs=(split, of_keys, of_keys, of_facts),
-            out_specs=split,
-            axis_names=free,
-            check_vma=False,
-        )(q, k, v, facts)
+        return map_shards(of_device, (split, of_keys, of_keys, of_facts), split)(q, k, v, facts)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What a call has beside its arrays.
+    """The options of a call of `ContextAttention`.
 
     Args:
       whole: the model's own attention, with `causal` and `soft_cap`.
-      num: devices of context.
-      causal: as for `ContextAttention`.
-      window: likewise, where it is a number.
-      soft_cap: likewise.
-      in_stages: whether the mesh has stages of a pipeline, which compute different things at a time.
+      num: number of devices along context.
+      causal: see `ContextAttention`.
+      window: see `ContextAttention`; None if it is an array.
+      soft_cap: see `ContextAttention`.
+      in_stages: whether the mesh has pipeline stages, which do not run the same operations together.
     """
 
     whole: Whole
@@ -174,19 +165,19 @@ class _Call:
     in_stages: bool
 
 
-def _ring(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
-    """Send keys and values round; causal ones in an order by which all devices compute as much."""
-    seen = _label_seen(call, facts)
+def _attend_ring(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
+    """Send keys and values around the ring; causal ones in an order that gives all devices equal work."""
+    seen = _label_keys(call, facts)
     order = "balanced" if call.causal else "any"
     ring = Ring(axes.CONTEXT, call.num, order, soft_cap=call.soft_cap, in_pairs=call.in_stages)
-    # contiguous shards where a window needs few of them; under a mask a query may see no key, which needs all
+    # contiguous shards if a window needs few of them; with a mask a query may see no key, which needs all
     if call.causal and call.window is not None and "mask_BS" not in facts:
         reach = window_reach(call.num, q.shape[1], call.window)
         ring = ring if reach is None else replace(ring, order="window", reach=reach)
     if ring.order != "balanced":
         return _group_heads(q, k, v, lambda *arrays: ring_attention(*arrays, seen, ring))
     of_queries, of_keys = jax.tree.map(ring.balance_halves, (seen.of_queries, seen.of_keys))
-    seen = Seen(of_queries, of_keys, seen.window)
+    seen = VisibleKeys(of_queries, of_keys, seen.window)
     # one exchange for all three
     heads = (q.shape[2], q.shape[2] + k.shape[2])
     q, k, v = jnp.split(ring.balance_halves(jnp.concatenate([q, k, v], 2)), heads, 2)
@@ -194,15 +185,15 @@ def _ring(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
     return ring.balance_halves(out, inverse=True)
 
 
-def _all_gather(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
+def _attend_all_gather(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
     """Gather keys and values; each device computes the scores of its queries to all of them."""
-    seen = _label_seen(call, facts)
+    seen = _label_keys(call, facts)
     seen = seen._replace(of_keys=jax.tree.map(_gather, seen.of_keys))
     ring = Ring(axes.CONTEXT, 1, "gathered" if call.causal else "any", soft_cap=call.soft_cap)
     return _group_heads(q, k, v, lambda *arrays: attend_gathered(*arrays, seen, ring))
 
 
-def _all_to_all(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
+def _attend_all_to_all(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
     """Exchange sequences for heads: each device computes whole sequences of some heads."""
     q, k, v = (lax.all_to_all(x, axes.CONTEXT, 2, 1, tiled=True) for x in (q, k, v))
     not_by_position = ("window", BIAS)
@@ -212,14 +203,14 @@ def _all_to_all(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> A
     return lax.all_to_all(call.whole(q, k, v, **facts), axes.CONTEXT, 1, 2, tiled=True)
 
 
-def _label_seen(call: _Call, facts: dict[str, Any]) -> Seen:
+def _label_keys(call: _Call, facts: dict[str, Any]) -> VisibleKeys:
     """Return the labels of a device's queries and keys: their segments, or whether a mask shows a key."""
     mask, segments = facts.get("mask_BS"), facts.get("segments_BT")
     window = facts.get("window", call.window)
     if segments is None:
-        return Seen(None, mask, window)
+        return VisibleKeys(None, mask, window)
     labels = segments.astype(jnp.int32)
-    return Seen(labels, labels if mask is None else jnp.where(mask, labels, HIDDEN), window)
+    return VisibleKeys(labels, labels if mask is None else jnp.where(mask, labels, HIDDEN), window)
 
 
 def _gather(x: jax.Array) -> jax.Array:
@@ -235,14 +226,3 @@ def _group_heads(q: Any, k: Any, v: Any, attention: Callable[..., jax.Array]) ->
     q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]) * jnp.asarray(q.shape[3] ** -0.5, q.dtype)
     out = attention(q, k, v)
     return out.reshape(*out.shape[:2], -1, out.shape[4]).astype(dtype)
-
-
-def find_mesh_axes(*dims: str | None) -> list[tuple[str, ...]]:
-    """Return the mesh axes that shard each dim of an activation."""
-    spec = logical_to_mesh_axes(dims) or ()
-    return [axis_names(entry) for entry in (*spec, *(None,) * len(dims))][: len(dims)]
-
-
-def axis_names(entry: Any) -> tuple[str, ...]:
-    """Return the mesh axes of an entry of a PartitionSpec."""
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())

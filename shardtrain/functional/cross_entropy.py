@@ -1,4 +1,4 @@
-"""Softmax cross-entropy of logits: summed over targets, never averaged; with label smoothing and a z-loss.
+"""Compute softmax cross-entropy, summed over targets and never averaged; label smoothing and z-loss.
 
 Next: `loss.py`, which reads batches and calls it.
 """
@@ -14,7 +14,7 @@ from flax.core.spmd import get_logical_axis_rules
 
 @runtime_checkable
 class LogitsInChunks(Protocol):
-    """Logits that exist for a chunk of tokens at a time, as `models.chunked_logits.ChunkedLogits`."""
+    """Logits that are computed chunk by chunk, such as `models.chunked_logits.ChunkedLogits`."""
 
     def sum_chunks(self, compute: Callable[..., Any], *of_tokens: jax.Array) -> Any:
         """Add up compute(logits, *arrays) -> (loss, others) over chunks; padding is 0 in all arrays."""
@@ -27,8 +27,8 @@ def cross_entropy(
     """Return the summed softmax cross-entropy.
 
     Args:
-      logits: float (..., V); or in chunks, of which one exists at a time.
-      targets: integer (...), from 0 to V - 1; any other makes the sum NaN, unless its weight is 0.
+      logits: float (..., V), or in chunks.
+      targets: integer (...), from 0 to V - 1; any other target makes the sum NaN, unless its weight is 0.
       weights: float (...); weight 0 ignores a target. By default all are 1.
 
     Returns:
@@ -56,17 +56,17 @@ def sum_regularized_cross_entropy(
 
     Args:
       logits, targets, weights: as for `cross_entropy`; with `label_smoothing` logits must be finite.
-      label_smoothing: the share of each target that all classes get alike, from 0 to less than 1.
-      z_loss: weight of the squared logarithm of the sum of exponentials, which keeps that near 0.
+      label_smoothing: fraction of each target that is spread evenly over all classes, from 0 to below 1.
+      z_loss: weight of the squared logarithm of the sum of exponentials, which keeps that logarithm near 0.
 
     Returns:
-      (sum in nats, count, {"cross_entropy": (sum without either, count)}), float32 scalars.
+      (sum in nats, count, {"cross_entropy": (unregularized sum, count)}), float32 scalars.
 
     References:
       Szegedy et al. 2016, Rethinking the Inception Architecture, https://arxiv.org/abs/1512.00567, section 7.
       Chowdhery et al. 2022, PaLM, https://arxiv.org/abs/2204.02311, section 5, whose z-loss has weight 1e-4.
 
-    >>> total, count, _ = regularized_cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3]), z_loss=1.0)
+    >>> total, count, _ = sum_regularized_cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3]), z_loss=1.0)
     >>> round(float(total / count), 4)  # log(4) + log(4)**2
     3.3081
     """
@@ -101,10 +101,10 @@ def _sum(
 def _entropies(
     logits: jax.Array, targets: jax.Array, counts: jax.Array, label_smoothing: float, z_loss: float
 ) -> jax.Array:
-    """Return the cross-entropy of each target that counts, and 0 of the others, whose logits may be infinite.
+    """Return the cross-entropy of each target that counts, and 0 for others, whose logits may be infinite.
 
-    The derivative is one expression of the logits and the logarithms of their sums. Those of the single steps
-    take a GPU longer than reading the logits does.
+    The derivative is one expression of the logits and the logarithms of their sums: the derivatives of the
+    single operations take a GPU longer than reading the logits.
 
     Args:
       logits: float32 (..., V).
@@ -161,11 +161,11 @@ def _entropies_derivative(
 def soft_cross_entropy(
     logits: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the summed softmax cross-entropy with targets that are shares of all classes.
+    """Return the summed softmax cross-entropy with soft labels.
 
     Args:
       logits: float (..., V).
-      targets: float (..., V), which add up to 1.
+      targets: float (..., V), probabilities that add up to 1.
       weights: float (...); weight 0 ignores a row.
 
     Returns:

@@ -1,6 +1,6 @@
-"""Split a function into what is computed now and what is deferred, without computing anything twice.
+"""Defer the second output of a function, without computing anything twice.
 
-So a backward pass is split into the cotangents of its inputs and the gradients of its parameters. Next:
+This splits a backward pass into the cotangents of its inputs and the gradients of its parameters. Next:
 `jaxpr_split.py`.
 """
 
@@ -16,13 +16,13 @@ from shardtrain.functional.jaxpr_split import Split
 
 
 @dataclass(frozen=True, eq=False)
-class _Later:
-    """The program that runs later: one object for all calls of a compiled function.
+class _DeferredProgram:
+    """The program of deferred outputs: one object for all calls of a compiled function.
 
     Args:
       split: both programs.
-      needed: of each argument, whether this one needs it.
-      structure: of its outputs.
+      needed: whether the program needs each argument.
+      structure: the tree structure of its outputs.
     """
 
     split: Split
@@ -30,38 +30,38 @@ class _Later:
     structure: Any
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["kept", "arguments"], meta_fields=["later"])
+@partial(jax.tree_util.register_dataclass, data_fields=["kept", "arguments"], meta_fields=["program"])
 @dataclass(frozen=True)
 class Deferred:
-    """The outputs of a function that are computed later; a pytree, which compiled functions can return.
+    """The deferred outputs of a function; a pytree, which compiled functions can return.
 
     Args:
-      kept: the intermediate arrays that are needed.
-      arguments: those of the function's arguments that are needed, see `given`.
-      later: the program.
+      kept: the intermediate arrays that the program needs.
+      arguments: the arguments that the program needs, see `given`.
+      program: computes the outputs.
     """
 
     kept: list[jax.Array]
     arguments: list[jax.Array]
-    later: _Later
+    program: _DeferredProgram
 
     def given(self, *arguments: Any) -> "Deferred":
-        """Add what is needed of the function's arguments, as compiled functions copy what they return."""
-        return replace(self, arguments=list(compress(jax.tree.leaves(arguments), self.later.needed)))
+        """Return it with the needed arguments: compiled functions would copy them if they returned them."""
+        return replace(self, arguments=list(compress(jax.tree.leaves(arguments), self.program.needed)))
 
     def compute(self) -> Any:
-        """Return the outputs, after `given`."""
-        split = self.later.split
-        arrays = compress(split.inputs, self.later.needed)
+        """Compute the outputs, after `given`."""
+        split = self.program.split
+        arrays = compress(split.inputs, self.program.needed)
         given = [*zip(arrays, self.arguments, strict=True), *zip(split.kept, self.kept, strict=True)]
-        return jax.tree.unflatten(self.later.structure, split.later.run(given))
+        return jax.tree.unflatten(self.program.structure, split.later.run(given))
 
 
 def defer(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Deferred]]:
-    """Return a function that computes the first output of a function, and the second one `Deferred`.
+    """Return a function that computes the first output of a function, and returns the second as `Deferred`.
 
     Args:
-      function: returns (what is needed now, what is needed later), each a pytree of arrays.
+      function: returns (outputs needed now, outputs needed later), each a pytree of arrays.
 
     >>> def moments(x, y):
     ...     z = x + y
@@ -80,7 +80,7 @@ def defer(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, 
         split.now.outputs += split.kept
         found = split.now.run(zip(split.inputs, jax.tree.leaves(arguments), strict=True))
         needed = tuple(map(split.later.needs, split.inputs))
-        deferred = Deferred(found[len(now) :], [], _Later(split, needed, of_later))
+        deferred = Deferred(found[len(now) :], [], _DeferredProgram(split, needed, of_later))
         return jax.tree.unflatten(of_now, found[: len(now)]), deferred
 
     return run

@@ -1,22 +1,21 @@
-"""Experts over a mesh: tokens go to the devices that have their experts, and come back.
+"""Compute experts over a mesh: send tokens to the devices of their experts, and the outputs back.
 
 A run hands it to the models' mixtures of experts with the rules of their constraints (docs/decisions/0040);
 outside a run a model computes its experts itself. Next: `activation_rules.py`.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax.linen.spmd import with_logical_constraint
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from shardtrain import axes
-from shardtrain.errors.messages import problems_error
-from shardtrain.functional.context_attention import find_mesh_axes
+from shardtrain.errors.messages import refuse
+from shardtrain.functional.mesh_axes import find_mesh_axes, map_shards, num_devices
 
 
 class Choice(Protocol):
@@ -34,7 +33,7 @@ class Choice(Protocol):
     def _replace(self, **arrays: jax.Array) -> Any: ...
 
 
-class OfDevice(Protocol):
+class LocalExperts(Protocol):
     """The experts of a model over tokens of one device, as `models.experts.OfDevice` computes them."""
 
     @property
@@ -61,79 +60,69 @@ class OfDevice(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ExpertExchange:
-    """Experts that are sharded over mesh axes along the dim experts, and their hidden features along mlp.
+def exchange_tokens(
+    experts: LocalExperts, x_BTD: jax.Array, choice: Choice, kernels: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """Compute experts that are sharded over a mesh; return their weighted sums for each token, float32.
 
-    Tokens that an expert may take of a row are bounded with a capacity: then devices exchange as many tokens
-    by all-to-all. Without one a device may need all tokens: they are gathered, and their sums are scattered.
+    If experts have a capacity, devices exchange that number of tokens by all-to-all. Without one a device may
+    need all tokens: they are all-gathered, and the sums are reduce-scattered.
+
+    Args:
+      experts: the model's own computation on one device.
+      x_BTD: named (batch, seq, embed).
+      choice: named (batch, seq, no name).
+      kernels: named (experts, embed, no name, mlp) and (experts, mlp, embed).
+
+    Raises:
+      ValueError: lists every size that cannot be split.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    rows, seq = find_mesh_axes(axes.BATCH, axes.SEQ)
+    (by_expert,) = find_mesh_axes(axes.EXPERTS)
+    (hidden,) = find_mesh_axes(axes.MLP)
+    size = {
+        axes.BATCH: num_devices(rows, mesh.shape),
+        axes.EXPERTS: num_devices(by_expert, mesh.shape),
+        axes.MLP: num_devices(hidden, mesh.shape),
+    }
+    problems = [
+        f"{number} {dim} cannot be split over {list(names)} of total size {num}: {number} % {num} ="
+        f" {number % num}. Use another mesh, or the rules {dim} = [] of parameters and activations"
+        for dim, number, names, num in (
+            (axes.EXPERTS, kernels[1].shape[0], by_expert, size[axes.EXPERTS]),
+            (axes.MLP, kernels[1].shape[1], hidden, size[axes.MLP]),
+        )
+        if number % num
+    ]
+    refuse("experts cannot be sharded over this mesh", problems)
+    # a few rows that are only traced need not divide
+    rows = rows if x_BTD.shape[0] % size[axes.BATCH] == 0 else ()
+    # one copy for each part of the hidden features: then gradients are reduced where the compiler
+    # reduces those of any layer, and no input of the program below is on several devices
+    lead = (hidden or None, rows or None, seq or None)
+    copied = [_copy_for_mlp(x, size[axes.MLP]) for x in (x_BTD, choice.weights_BTK)]
+    in_up = PartitionSpec(by_expert or None, None, None, hidden or None)
+    in_down = PartitionSpec(by_expert or None, hidden or None, None)
 
-    def __call__(
-        self, experts: OfDevice, x_BTD: jax.Array, choice: Choice, kernels: tuple[jax.Array, jax.Array]
-    ) -> jax.Array:
-        """Return the weighted sums of the outputs of each token's experts, float32, named as x.
+    def of_device(x: Any, weights: Any, numbers: Any, *kernels: Any) -> jax.Array:
+        own = choice._replace(experts_BTK=numbers, weights_BTK=weights[0])
+        compute = _gather if experts.is_dropless else _exchange
+        return compute(experts, x[0], own, kernels, by_expert)[None]
 
-        Args:
-          experts: the model's own computation on one device.
-          x_BTD: named (batch, seq, embed).
-          choice: named (batch, seq, no name).
-          kernels: named (experts, embed, no name, mlp) and (experts, mlp, embed).
-
-        Raises:
-          ValueError: lists every size that cannot be split.
-        """
-        mesh = jax.sharding.get_abstract_mesh()
-        rows, seq = find_mesh_axes(axes.BATCH, axes.SEQ)
-        (by_expert,) = find_mesh_axes(axes.EXPERTS)
-        (hidden,) = find_mesh_axes(axes.MLP)
-        size = {name: math.prod(mesh.shape[axis] for axis in names) for name, names in
-                (("rows", rows), ("experts", by_expert), ("mlp", hidden))}  # fmt: skip
-        problems = [
-            f"{number} {dim} cannot be split over {list(names)} of total size {num}: {number} % {num} ="
-            f" {number % num}. Use another mesh, or the rules {dim} = [] of parameters and activations"
-            for dim, number, names, num in (
-                (axes.EXPERTS, kernels[1].shape[0], by_expert, size["experts"]),
-                (axes.MLP, kernels[1].shape[1], hidden, size["mlp"]),
-            )
-            if number % num
-        ]
-        if problems:
-            raise problems_error("experts cannot be sharded over this mesh", problems)
-        # a few rows that are only traced need not divide
-        rows = rows if x_BTD.shape[0] % size["rows"] == 0 else ()
-        # one copy for each part of the hidden features: then gradients are reduced where the compiler
-        # reduces those of any layer, and no input of the program below is on several devices
-        lead = (hidden or None, rows or None, seq or None)
-        copied = [_copies(x, size["mlp"]) for x in (x_BTD, choice.weights_BTK)]
-        in_up = PartitionSpec(by_expert or None, None, None, hidden or None)
-        in_down = PartitionSpec(by_expert or None, hidden or None, None)
-
-        def of_device(x: Any, weights: Any, numbers: Any, *kernels: Any) -> jax.Array:
-            own = choice._replace(experts_BTK=numbers, weights_BTK=weights[0])
-            compute = _gather if experts.is_dropless else _exchange
-            return compute(experts, x[0], own, kernels, by_expert)[None]
-
-        free = {
-            name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto
-        }
-        parts = jax.shard_map(
-            of_device,
-            in_specs=(PartitionSpec(*lead), PartitionSpec(*lead), PartitionSpec(*lead[1:]), in_up, in_down),
-            out_specs=PartitionSpec(*lead),
-            axis_names=free,
-            check_vma=False,
-        )(*copied, choice.experts_BTK, *kernels)
-        return with_logical_constraint(parts, (axes.MLP, axes.BATCH, axes.SEQ, axes.EMBED)).sum(0)
+    split, of_numbers = PartitionSpec(*lead), PartitionSpec(*lead[1:])
+    compute_parts = map_shards(of_device, (split, split, of_numbers, in_up, in_down), split)
+    parts = compute_parts(*copied, choice.experts_BTK, *kernels)
+    return with_logical_constraint(parts, (axes.MLP, axes.BATCH, axes.SEQ, axes.EMBED)).sum(0)
 
 
-def _copies(x: jax.Array, number: int) -> jax.Array:
+def _copy_for_mlp(x: jax.Array, number: int) -> jax.Array:
     """Return x with a leading dim of copies, sharded as hidden features are."""
     x = jnp.broadcast_to(x, (number, *x.shape))
     return with_logical_constraint(x, (axes.MLP, axes.BATCH, axes.SEQ, None))
 
 
-def _exchange(experts: OfDevice, x: Any, choice: Any, kernels: Any, over: tuple[str, ...]) -> jax.Array:
+def _exchange(experts: LocalExperts, x: Any, choice: Any, kernels: Any, over: tuple[str, ...]) -> jax.Array:
     """Send each token to the devices of its experts, which have as many slots for every device."""
     slots = experts.slots(choice)
     filled = experts.filled(slots, x)
@@ -148,7 +137,7 @@ def _exchange(experts: OfDevice, x: Any, choice: Any, kernels: Any, over: tuple[
     return experts.combined(slots, back.reshape(-1, back.shape[-1]), choice).reshape(x.shape)
 
 
-def _gather(experts: OfDevice, x: Any, choice: Any, kernels: Any, over: tuple[str, ...]) -> jax.Array:
+def _gather(experts: LocalExperts, x: Any, choice: Any, kernels: Any, over: tuple[str, ...]) -> jax.Array:
     """Gather the tokens of all devices, compute own experts, and send each device the sums of its tokens."""
     if not over:
         return experts.dropless(x, choice, kernels)

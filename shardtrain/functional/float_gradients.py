@@ -1,4 +1,4 @@
-"""Gradients of functions whose parameters may be whole numbers or booleans, which are frozen: zeros."""
+"""Differentiate functions whose parameters may be frozen integers or booleans: their gradients are zeros."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def value_and_grad(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `jax.value_and_grad(function, has_aux=True)`, with float32 zeros for what has no gradient.
+    """Return `jax.value_and_grad(function, has_aux=True)`, with float32 zeros where there is no gradient.
 
     >>> grad = value_and_grad(lambda tree: (tree["w"] * tree["table"].sum(), ()))
     >>> grad({"w": jnp.float32(2), "table": jnp.arange(3)})[1]["table"].tolist()
@@ -24,7 +24,7 @@ def value_and_grad(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def vjp(function: Callable[..., Any], *primals: Any) -> Any:
-    """Return `jax.vjp(function, *primals, has_aux=True)`, with float32 zeros for what has no gradient."""
+    """Return `jax.vjp(function, *primals, has_aux=True)`, with float32 zeros where there is no gradient."""
     outputs, pull, auxiliary = jax.vjp(function, *primals, has_aux=True)
     return outputs, lambda cotangents: _fill(pull(cotangents)), auxiliary
 

@@ -1,17 +1,17 @@
-"""Parameters that are not trained: no gradient, optimizer state or weight decay, the same bits at the end.
+"""Freeze parameters: they get no gradient, optimizer state or weight decay, and keep their bits.
 
 Next: `optim/optimizer.py`, an optimizer without them.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
 
-from shardtrain.errors.messages import near, problems_error
-from shardtrain.functional.model import Model, Tree, path_text
+from shardtrain.errors.messages import near, refuse
+from shardtrain.functional.model import Model, Tree, map_parameters, path_text
 from shardtrain.sharding.array_dims import is_dims
 
 ADAPTERS = ("*/lora_a", "*/lora_b")
@@ -19,28 +19,28 @@ ADAPTERS = ("*/lora_a", "*/lora_b")
 
 
 def freeze_parameters(model: Model, patterns: Sequence[str] | None) -> Model:
-    """Return the model with parameters that no gradient reaches.
+    """Return the model with some parameters frozen.
 
     Args:
       model: the model.
-      patterns: patterns (fnmatch, on the whole path; * matches / too) of the parameters to freeze. One that
-        begins with "!" excludes what it matches, whatever the others say. None: all but the adapters if the
-        model has any (`ADAPTERS`), else nothing.
+      patterns: patterns (fnmatch, on the whole path; * matches / too) of the parameters to freeze. A pattern
+        that begins with "!" excludes what it matches. None freezes all but the adapters (`ADAPTERS`) if the
+        model has any, else nothing.
 
     Raises:
       ValueError: lists every pattern that matches nothing; or nothing is frozen, or left to train.
 
-    >>> from shardtrain.functional.nnx_model import as_model
+    >>> from shardtrain.functional.nnx_model import convert_model
     >>> from shardtrain.models.mlp import MlpConfig
-    >>> mlp = as_model(MlpConfig(features=4, mlp=8, num_layers=2, classes=3))
-    >>> sorted(with_frozen(mlp, ["blocks/*", "!*/kernel", "!*/scale"]).frozen)[:2]
+    >>> mlp = convert_model(MlpConfig(features=4, mlp=8, num_layers=2, classes=3))
+    >>> sorted(freeze_parameters(mlp, ["blocks/*", "!*/kernel", "!*/scale"]).frozen)[:2]
     ['blocks/0/down/bias', 'blocks/0/norm/bias']
     """
     if patterns is not None and not patterns:
         return model
     paths = parameter_paths(model)
     if patterns is None:
-        if not any(_matches(path, ADAPTERS) for path in paths):
+        if not any(_is_matched(path, ADAPTERS) for path in paths):
             return model
         patterns = ("*", *(f"!{pattern}" for pattern in ADAPTERS))
     idle = [p for p in patterns if not any(fnmatchcase(path, p.removeprefix("!")) for path in paths)]
@@ -49,18 +49,20 @@ def freeze_parameters(model: Model, patterns: Sequence[str] | None) -> Model:
             f"freeze is {tuple(patterns)}, which excludes parameters and freezes none; name what to freeze"
             f" too, as in '*' {patterns[0]!r}"
         )
-    if idle:
-        problems = [f"no parameter matches {near(p.removeprefix('!'), paths)}" for p in idle]
-        raise problems_error("freeze does not fit the model's parameters", problems)
+    problems = [f"no parameter matches {near(p.removeprefix('!'), paths)}" for p in idle]
+    refuse("freeze does not fit the model's parameters", problems)
     kept = tuple(p[1:] for p in patterns if p.startswith("!"))
     chosen = tuple(p for p in patterns if not p.startswith("!"))
-    frozen = frozenset(path for path in paths if _matches(path, chosen) and not _matches(path, kept))
+    frozen = frozenset(path for path in paths if _is_matched(path, chosen) and not _is_matched(path, kept))
     if len(frozen) == len(paths):
         raise ValueError(
             f"freeze is {tuple(patterns)}, which matches all {len(paths)} parameters, so nothing is trained;"
             " exclude some by a pattern with ! before it, as in '*' '!head/*'"
         )
-    return _stop_gradients(model, frozen) if frozen else model
+    if not frozen:
+        return model
+    stopped = map_parameters(model, lambda path, x: jax.lax.stop_gradient(x) if path in frozen else x)
+    return replace(stopped, frozen=frozen)
 
 
 def parameter_paths(model: Model) -> list[str]:
@@ -68,32 +70,14 @@ def parameter_paths(model: Model) -> list[str]:
     return [path_text(path) for path, _ in jax.tree.leaves_with_path(model.dims, is_leaf=is_dims)]
 
 
-def _matches(path: str, patterns: Sequence[str]) -> bool:
+def _is_matched(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(path, pattern) for pattern in patterns)
 
 
-def _stop_gradients(model: Model, frozen: frozenset[str]) -> Model:
-    """Return a model whose functions pass no gradient to some of its parameters."""
-
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(params: Tree, *rest: Any) -> Any:
-            def stop(path: Any, x: Any) -> Any:
-                return jax.lax.stop_gradient(x) if path_text(path) in frozen else x
-
-            return function(jax.tree.map_with_path(stop, params), *rest)
-
-        return call
-
-    chain = model.chain
-    if chain is not None:
-        chain = replace(chain, first=wrap(chain.first), run=wrap(chain.run), last=wrap(chain.last))
-    return replace(model, apply=wrap(model.apply), chain=chain, frozen=frozen)
-
-
 def drop_paths(tree: Mapping[str, Any], paths: Collection[str], parent: str = "") -> Tree:
-    """Return a nested dict without the leaves of some paths, and without dicts that are empty then.
+    """Return a nested dict without the leaves at some paths, and without dicts that become empty.
 
-    >>> without({"a": {"b": 1, "c": 2}, "d": {"e": 3}}, {"a/c", "d/e"})
+    >>> drop_paths({"a": {"b": 1, "c": 2}, "d": {"e": 3}}, {"a/c", "d/e"})
     {'a': {'b': 1}}
     """
     found: Tree = {}
@@ -108,9 +92,9 @@ def drop_paths(tree: Mapping[str, Any], paths: Collection[str], parent: str = ""
 
 
 def merge_trees(part: Mapping[str, Any], whole: Mapping[str, Any]) -> Tree:
-    """Return a nested dict with the leaves of `part`, and those of `whole` that it lacks.
+    """Return `whole` with its leaves replaced by those of `part`, where `part` has them.
 
-    >>> merged({"a": {"b": 1}}, {"a": {"b": 0, "c": 2}, "d": 3})
+    >>> merge_trees({"a": {"b": 1}}, {"a": {"b": 0, "c": 2}, "d": 3})
     {'a': {'b': 1, 'c': 2}, 'd': 3}
     """
     return {
@@ -120,9 +104,9 @@ def merge_trees(part: Mapping[str, Any], whole: Mapping[str, Any]) -> Tree:
 
 
 def select_like(whole: Mapping[str, Any], part: Mapping[str, Any]) -> Tree:
-    """Return the leaves of a nested dict that another one has too.
+    """Return the leaves of the nested dict `whole` at the paths of `part`.
 
-    >>> like({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"c": 0}})
+    >>> select_like({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"c": 0}})
     {'a': {'c': 2}}
     """
     return {

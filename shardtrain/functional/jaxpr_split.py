@@ -1,4 +1,4 @@
-"""Split a traced program into two: what some outputs need, and the rest, which computes nothing again.
+"""Split a traced program into two: the first computes some outputs, the second the others, nothing twice.
 
 Next: `deferred_outputs.py`, which splits functions.
 """
@@ -12,13 +12,10 @@ from typing import Any, NamedTuple
 from jax import lax
 from jax.extend.core import Literal
 
-from shardtrain.functional.scan_operands import scan_counts
-
-INLINED = {"jit": "jaxpr", "remat2": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
-"""Primitives that call a program -> their parameter with it; its equations are split one by one."""
+from shardtrain.functional.jaxprs import INLINED, scan_counts
 
 REPEATED = ("broadcast_in_dim", "convert_element_type", "iota")
-"""Primitives that both programs apply if the result is larger than what it is made of."""
+"""Primitives that both programs apply if their result is larger than their inputs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,14 +54,14 @@ class _Program:
       outputs: what it returns.
     """
 
-    def __init__(self, outputs: Sequence[Any]) -> None:
+    def __init__(self, outputs: Iterable[Any]) -> None:
         self.outputs = list(outputs)
         # used as sets that keep their order, so that programs are the same in each process
-        self._needed, self._made = dict.fromkeys(outputs), dict[Any, None]()
+        self._needed, self._made = dict.fromkeys(self.outputs), dict[Any, None]()
         self._operations: list[_Operation] = []
 
     def needs(self, array: Any) -> bool:
-        """Whether an operation so far, or an output, reads an array."""
+        """Return whether an operation so far, or an output, reads an array."""
         return array in self._needed
 
     def prepend(self, operation: _Operation) -> None:
@@ -74,14 +71,14 @@ class _Program:
         self._made.update(dict.fromkeys(operation.writes))
 
     def find_taken(self, other: "_Program") -> list[Any]:
-        """Return the arrays that the other program makes, and this one needs and does not make."""
+        """Return the arrays that this program needs and only the other one makes."""
         return [x for x in self._needed if x in other._made and x not in self._made]
 
     def run(self, given: Iterable[tuple[Any, Any]]) -> list[Any]:
         """Return the outputs.
 
         Args:
-          given: (array, its value) of everything that it does not make.
+          given: (array, its value) for every array that the program reads and does not make.
         """
         values = dict(given)
 
@@ -98,8 +95,7 @@ class _Program:
 class Split:
     """The two programs of a jaxpr.
 
-    An equation is in the first program if an output needs it that is needed now; a scan is split into two
-    scans.
+    The first program has the equations on which the outputs of now depend; a scan is split into two scans.
 
     Args:
       jaxpr: closed.
@@ -110,10 +106,7 @@ class Split:
     def __init__(self, jaxpr: Any, now: Sequence[bool], later: Sequence[bool]) -> None:
         self.inputs = [_Array(_num_bytes(x)) for x in jaxpr.jaxpr.invars]
         equations, outputs = _flatten(jaxpr, self.inputs)
-        self.now, self.later = (
-            _Program(list(compress(outputs, now))),
-            _Program(list(compress(outputs, later))),
-        )
+        self.now, self.later = _Program(compress(outputs, now)), _Program(compress(outputs, later))
         for equation, reads, writes in reversed(equations):
             self._add(equation, reads, writes)
         self.kept = self.later.find_taken(self.now)
@@ -122,12 +115,9 @@ class Split:
         now = list(map(self.now.needs, writes))
         later = [self.later.needs(x) and not yes for x, yes in zip(writes, now, strict=True)]
         if any(now) and any(later) and equation.primitive.name == "scan":
-            for program, half in zip(
-                (self.now, self.later),
-                _SplitScan(equation, now, later).operations(reads, writes),
-                strict=True,
-            ):
-                program.prepend(half)
+            first, second = _SplitScan(equation, now, later).operations(reads, writes)
+            self.now.prepend(first)
+            self.later.prepend(second)
             return
         whole = _Operation(reads, writes, partial(bind, equation))
         if any(now):
@@ -166,7 +156,7 @@ def _flatten(jaxpr: Any, inputs: Sequence[Any]) -> tuple[list[_Equation], list[A
 
 
 class _SplitScan:
-    """The two scans of a scan: what the later one needs of each step of the first is stacked.
+    """The two scans of a scan: the first stacks what the later one needs of each step.
 
     Args:
       equation: the scan.
@@ -182,7 +172,7 @@ class _SplitScan:
         self._carried = slice(first_carried, first_scanned)
         self._consts, self._scanned = slice(0, first_carried), slice(first_scanned, None)
         self._split_body(jaxpr, now, later)
-        self.stacked = [_Array(self._options["length"] * x.num_bytes) for x in self._kept]
+        self._stacked = [_Array(self._options["length"] * x.num_bytes) for x in self._kept]
 
     def _split_body(self, jaxpr: Any, now: list[bool], later: list[bool]) -> None:
         """Split a step: what it carries to the next one may need more to be carried."""
@@ -209,8 +199,8 @@ class _SplitScan:
         first = self._scan(self._split.now, self._now, reads, writes, [])
         later = self._scan(self._split.later, self._later, reads, writes, self._kept)
         return (
-            first._replace(writes=[*first.writes, *self.stacked]),
-            later._replace(reads=[*later.reads, *self.stacked]),
+            first._replace(writes=[*first.writes, *self._stacked]),
+            later._replace(reads=[*later.reads, *self._stacked]),
         )
 
     def _scan(

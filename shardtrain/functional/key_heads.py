@@ -1,4 +1,4 @@
-"""How attention over the mesh axis context is split: heads and positions, and what cannot be split.
+"""Split the heads and positions of attention over the mesh axis context, or say what cannot be split.
 
 Next: `context_attention.py`, which computes it.
 """
@@ -13,18 +13,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardtrain import axes
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
+from shardtrain.functional.mesh_axes import num_devices
 
 
 @dataclass(frozen=True)
 class KeyHeads:
-    """Which key heads the queries of a device need, where keys are sharded over fewer devices than queries.
+    """The key heads that a device's queries need, where keys are sharded over fewer devices than queries.
 
     Args:
       axes_of_q: mesh axes that shard the heads of queries.
-      axes_of_k: those that shard the heads of keys, the first ones of `axes_of_q`.
-      devices_of_q: product of their sizes.
-      devices_of_k: likewise.
+      axes_of_k: mesh axes that shard the heads of keys, the first ones of `axes_of_q`.
+      devices_of_q: number of devices of `axes_of_q`.
+      devices_of_k: number of devices of `axes_of_k`.
     """
 
     axes_of_q: tuple[str, ...]
@@ -33,7 +34,7 @@ class KeyHeads:
     devices_of_k: int
 
     def problems(self, q: Any, k: Any) -> list[str]:
-        """List what of the shapes (B, T, heads, K) cannot be split."""
+        """List the heads of shapes (B, T, heads, K) that cannot be split."""
         found = [
             f"{heads} {name} cannot be split over {list(names)} of total size {devices}:"
             f" {heads} % {devices} = {heads % devices}. Use another mesh, or the rule activations.{name} = []"
@@ -46,14 +47,16 @@ class KeyHeads:
         return found or [f"{q[2]} heads are no multiple of {k[2]} kv_heads"] * (q[2] % k[2] != 0)
 
     def counts(self, q: Any, k: Any) -> tuple[int, int]:
-        """Return the heads of a device: of queries, and those that `of` returns."""
+        """Return the numbers of query heads and of key heads of a device."""
         heads = q[2] // self.devices_of_q
         return heads, heads // math.gcd(heads, q[2] // k[2])
 
     def of(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Return the key heads of this device's queries, in their order; k is (B, S, heads of it, K).
+        """Return the key heads of this device's queries, in their order, each as often as its group needs it.
 
-        Each is there once, or as often as groups of equally many queries need it.
+        Args:
+          q: queries of this device, (B, T, H, K).
+          k: keys of this device, (B, S, kv_heads, K).
         """
         if self.axes_of_k == self.axes_of_q:
             return k
@@ -65,20 +68,15 @@ class KeyHeads:
 
 
 def key_heads(heads: tuple[str, ...], kv_heads: tuple[str, ...], sizes: Mapping[str, int]) -> KeyHeads:
-    """Return how key heads are split; those that are sharded otherwise than heads of queries are gathered.
+    """Return how key heads are split; they are gathered unless they are sharded like the heads of queries.
 
     Args:
       heads: mesh axes that shard the heads of queries.
-      kv_heads: those that shard the heads of keys.
+      kv_heads: mesh axes that shard the heads of keys.
       sizes: axis -> size.
     """
     kv_heads = kv_heads if kv_heads == heads[: len(kv_heads)] else ()
     return KeyHeads(heads, kv_heads, num_devices(heads, sizes), num_devices(kv_heads, sizes))
-
-
-def num_devices(names: tuple[str, ...], sizes: Mapping[str, int]) -> int:
-    """Return the product of the sizes of some axes."""
-    return math.prod(sizes.get(name, 1) for name in names)
 
 
 def check_split(
@@ -97,8 +95,8 @@ def check_split(
     Raises:
       ValueError: lists every size that cannot be split.
     """
-    if problems := _problems(kind, q, k, num, own, causal):
-        raise problems_error(f"attention by {kind} over context={num} cannot split this", problems)
+    problems = _problems(kind, q, k, num, own, causal)
+    refuse(f"attention by {kind} over context={num} cannot split this", problems)
 
 
 def check_layout(

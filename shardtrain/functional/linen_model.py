@@ -1,4 +1,4 @@
-"""The pure functions of a linen module. Next: `model.py` (what they are)."""
+"""Convert a linen module to the pure functions of a `Model`. Next: `model.py`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from shardtrain.functional.batch_norm import REPLICAS, bind_axis, one_axis_name
-from shardtrain.functional.model import Model, Tree, dim_names, path_text, same_structure
+from shardtrain.functional.batch_norm import REPLICAS, bind_axis, find_axis_name
+from shardtrain.functional.model import Model, Tree, dim_names, keep_structure, path_text
 from shardtrain.functional.model_calls import split_options
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.training_mode import Call, check_evaluation, mode_arguments, record_calls
@@ -25,20 +25,20 @@ def from_linen(
     sync_batch_norm: bool = False,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Model:
-    """Return the pure functions of a linen module.
+    """Convert a linen module to a `Model`.
 
     Args:
       module: dims come from `nn.with_partitioning` and `nn.with_logical_partitioning`. Arguments of
         `__call__` that set the mode are passed (see `training_mode.mode_arguments`).
-      *inputs: arrays or jax.ShapeDtypeStruct of one batch, of any batch size; a random key and what is no
-        array as it is.
+      *inputs: arrays or jax.ShapeDtypeStruct of one batch, of any batch size; random keys and values that
+        are no arrays are passed unchanged.
       rng_streams: names of the module's rng streams; streams of other names share one key.
       evaluation: the same module constructed for evaluation, if its mode is a field and not an argument of
         its call: TransformerLM(config.replace(deterministic=True)).
       without: variable collections that are dropped after each call, such as sown values.
-      sync_batch_norm: every nn.BatchNorm takes the statistics of a microbatch over all replicas, like one
-        with an axis_name; otherwise each replica has its own.
-      options: arguments of `__call__` by name, given like the inputs.
+      sync_batch_norm: whether every nn.BatchNorm averages the statistics of a microbatch over all replicas,
+        like one with an axis_name; otherwise each replica has its own.
+      options: keyword arguments of `__call__`, given like the inputs.
 
     Raises:
       ValueError: the module would apply dropout or use batch statistics in evaluation too.
@@ -46,7 +46,7 @@ def from_linen(
     evaluated = module if evaluation is None else evaluation
 
     def variables(key: jax.Array) -> dict[str, Tree]:
-        zeros, given = jax.tree.map(_zeros, (inputs, dict(options)))
+        zeros, given = jax.tree.map(_make_zeros, (inputs, dict(options)))
         modes: dict[str, Any] = mode_arguments(type(evaluated).__call__, False)
         found: Any = evaluated.init({"params": key}, *zeros, **{**modes, **given})
         return {name: tree for name, tree in found.items() if name not in without}
@@ -66,10 +66,10 @@ def from_linen(
                 {"params": params, **model_state},
                 *inputs,
                 **{**modes, **given},
-                rngs=_rngs(rng, rng_streams),
+                rngs=_make_rngs(rng, rng_streams),
                 mutable=mutable,
             )
-        return outputs, same_structure({**model_state, **changed}, model_state)
+        return outputs, keep_structure({**model_state, **changed}, model_state)
 
     # trace the module once, to find its dims and the layers that need an axis of replicas
     boxed, calls, axis_name = _trace(variables)
@@ -88,12 +88,12 @@ def _trace(variables: Callable[[jax.Array], dict[str, Tree]]) -> tuple[Tree, lis
             boxed = jax.eval_shape(variables, new_key(0)).get("params", {})
     finally:
         # raise about axis names first: a norm that cannot be synchronised fails with an unbound axis name
-        axis_name = one_axis_name(call.module for call in calls)
+        axis_name = find_axis_name(call.module for call in calls)
     return boxed, calls, axis_name
 
 
-def _zeros(like: Any) -> Any:
-    """Return zeros of a shape and dtype; of a key's a key, and what has no shape as it is."""
+def _make_zeros(like: Any) -> Any:
+    """Return zeros of a shape and dtype, or a key for the dtype of keys; values without a shape unchanged."""
     if not hasattr(like, "shape"):
         return like
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
@@ -101,14 +101,14 @@ def _zeros(like: Any) -> Any:
     return jnp.zeros(like.shape, jax.dtypes.canonicalize_dtype(like.dtype))
 
 
-def _rngs(rng: jax.Array, streams: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Return a key for each rng stream; linen derives those of other streams from the key of `params`."""
+def _make_rngs(rng: jax.Array, streams: tuple[str, ...]) -> dict[str, jax.Array]:
+    """Return a key for each rng stream; linen derives other streams from the key of `params`."""
     names = dict.fromkeys((*streams, "params"))
     return {name: jax.random.fold_in(rng, i) for i, name in enumerate(names)}
 
 
 def _dims(boxed: Tree) -> Tree:
-    """Return the dims tree of parameters that are boxed in nn.Partitioned, or not."""
+    """Return the dim names of parameters; None for those that are not boxed in nn.Partitioned."""
 
     def is_boxed(leaf: Any) -> bool:
         return isinstance(leaf, nn.Partitioned)
@@ -121,7 +121,7 @@ def _dims(boxed: Tree) -> Tree:
 
 @contextmanager
 def _synchronise_norms(axis_name: str | None) -> Iterator[None]:
-    """Within this, give every nn.BatchNorm without an axis name this one; None changes nothing."""
+    """Within this context, give every nn.BatchNorm without an axis name this one; None changes nothing."""
 
     def intercept(call: Any, arguments: Any, options: Any, context: Any) -> Any:
         module = context.module

@@ -1,6 +1,6 @@
-"""Losses as (sum, count): summed over examples or tokens, never averaged.
+"""Compute losses as (sum, count): summed over examples or tokens, never averaged.
 
-So the gradients of any split of a batch, uneven or with empty parts, add up to that of the batch.
+Therefore the gradients of any split of a batch, uneven or with empty parts, add up to those of the batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from shardtrain.axes import CONTEXT
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.functional.cross_entropy import (
     cross_entropy,
     soft_cross_entropy,
@@ -24,16 +24,16 @@ from shardtrain.functional.cross_entropy import (
 
 
 def drop_first(x_BT: jax.Array) -> jax.Array:
-    """Return all but the first of each row, (B, T - 1), which no device cuts out of a shard.
+    """Drop the first position of each row, (B, T - 1), on an unsharded sequence.
 
-    Cut out of shards, a position at each border would be sent to another device, by a permute that never
-    ends in stages of a pipeline, which all permutes of a mesh wait for.
+    On a sharded sequence XLA would send border positions by a collective-permute, which can deadlock pipeline
+    stages: all devices of a mesh join a permute.
 
     Args:
       x_BT: (B, T), such as tokens.
 
     >>> import jax.numpy as jnp
-    >>> without_first(jnp.arange(4)[None]).tolist()
+    >>> drop_first(jnp.arange(4)[None]).tolist()
     [[1, 2, 3]]
     """
     x_BT = x_BT[:, 1:]
@@ -43,7 +43,7 @@ def drop_first(x_BT: jax.Array) -> jax.Array:
 
 
 def apply_to_segments(apply: Callable[..., Any], tokens: jax.Array, segments: jax.Array | None) -> Any:
-    """Call a model with tokens, and with segments if there are some.
+    """Call a model with tokens, and with segments if they are given.
 
     Args:
       apply: the model.
@@ -51,7 +51,7 @@ def apply_to_segments(apply: Callable[..., Any], tokens: jax.Array, segments: ja
       segments: int32 (B, T), or None.
 
     Raises:
-      ValueError: it takes tokens alone, so its attention would cross from one document into the next.
+      ValueError: the model takes no segments, so its attention would cross document borders.
     """
     if segments is None:
         return apply(tokens)
@@ -72,23 +72,23 @@ Apply = Callable[..., Any]
 Loss = Callable[[Apply, Batch], tuple[Any, ...]]
 """(apply, batch) -> (sum, count), or (sum, count, metrics) with metrics: name -> (sum, count)."""
 Entropy = Callable[[Any, jax.Array, jax.Array], tuple[Any, ...]]
-"""(logits, targets, weights) -> what the loss returns: `cross_entropy`, or `Regularized`'s."""
+"""(logits, targets, weights) -> the result of a loss, such as `cross_entropy`."""
 
 
 @dataclass(frozen=True)
 class Regularized:
-    """A loss of tokens with label smoothing and a z-loss in training, and without them for held-out data.
+    """A token loss with label smoothing and z-loss in training, and without them for held-out data.
 
-    The cross-entropy without either is the metric `cross_entropy`.
+    The plain cross-entropy is logged as the metric `cross_entropy`.
 
     Args:
-      loss: `next_token_loss`, `masked_token_loss`, `translation_loss`, or one of your own that calls its
-        argument `entropy` in place of `cross_entropy` and returns what that does.
-      label_smoothing: the share of each target that all classes get alike, from 0 to less than 1.
+      loss: `next_token_loss`, `masked_token_loss`, `translation_loss`, or a function of yours that calls its
+        argument `entropy` in place of `cross_entropy` and returns its result.
+      label_smoothing: fraction of each target that is spread evenly over all classes, from 0 to below 1.
       z_loss: weight of the squared logarithm of the softmax's denominator, 0 or more; 1e-4 in PaLM.
 
     Raises:
-      ValueError: lists every value out of range; the loss has no argument `entropy`.
+      ValueError: lists every value out of range, and a loss without the argument `entropy`.
 
     >>> loss = Regularized(next_token_loss, label_smoothing=0.1, z_loss=1e-4)
     """
@@ -111,8 +111,7 @@ class Regularized:
                 " translation_loss, or one that calls its argument `entropy` as cross_entropy. Metrics go"
                 " outside: add_metrics(Regularized(loss, ...), ...)"
             )
-        if problems:
-            raise problems_error("this loss cannot be regularized", problems)
+        refuse("this loss cannot be regularized", problems)
 
     @property
     def for_evaluation(self) -> "Regularized":
@@ -127,9 +126,9 @@ class Regularized:
 
 
 def find_evaluation_loss(loss: Loss) -> Loss:
-    """Return the loss of held-out data: the attribute `find_evaluation_loss` of a loss, or the loss itself.
+    """Return the loss of held-out data: the attribute `for_evaluation` of a loss, or the loss itself.
 
-    It returns metrics of the same names.
+    It returns metrics with the same names.
     """
     return getattr(loss, "for_evaluation", loss)
 
@@ -143,10 +142,10 @@ def _takes_entropy(loss: Callable[..., Any]) -> bool:
 
 
 def _check_ranks(batch: Batch, **ranks: int) -> None:
-    """Refuse arrays with more or fewer dims than the loss expects.
+    """Check the number of dims of the arrays of a batch.
 
     Raises:
-      ValueError: lists every array of another number of dims.
+      ValueError: lists every array with another number of dims.
     """
     problems = []
     for name, rank in ranks.items():
@@ -154,13 +153,11 @@ def _check_ranks(batch: Batch, **ranks: int) -> None:
         if len(shape) > rank:
             problems.append(
                 f"{name!r} has shape {shape} in a batch, so each sample has shape {shape[1:]}: it seems to be"
-                f" a batch already; give {shape[1]} samples of shape {shape[2:]} instead, batches are made of"
-                " them"
+                f" a batch already; give {shape[1]} samples of shape {shape[2:]} instead"
             )
         elif len(shape) < rank:
             problems.append(f"{name!r} has shape {shape} in a batch; give samples with {rank - 1} dims")
-    if problems:
-        raise problems_error("the samples do not fit the loss", problems)
+    refuse("the samples do not fit the loss", problems)
 
 
 def target_weights(batch: Batch, targets: jax.Array) -> jax.Array:
@@ -190,8 +187,8 @@ def next_token_loss(apply: Apply, batch: Batch, entropy: Entropy = cross_entropy
 
     Args:
       apply: tokens int32 (B, T), and segments if the batch has them -> logits (B, T, V).
-      batch: "tokens" int32 (B, T + 1), any, as -100, of weight 0; "weights" float32, see `target_weights`;
-        and, optionally, "segments" int32 (B, T), the number of each input's document.
+      batch: "tokens" int32 (B, T + 1), any number where the weight is 0; "weights" float32, see
+        `target_weights`; and, optionally, "segments" int32 (B, T), the document number of each input.
       entropy: see `Entropy`.
 
     Returns:
@@ -207,7 +204,7 @@ def masked_token_loss(apply: Apply, batch: Batch, entropy: Entropy = cross_entro
     """Return the cross-entropy of masked tokens (BERT).
 
     Args:
-      apply: tokens int32 (B, T), and if the batch has one of them mask and segments -> logits (B, T, V).
+      apply: tokens int32 (B, T), and mask and segments if the batch has one of them -> logits (B, T, V).
       batch: "tokens" int32 (B, T), as the model reads them; "targets" int32 (B, T), the original tokens;
         "chosen" (B, T), 1 where the target counts; "weights" float32 (B,) or (B, T); and, optionally,
         "mask" (B, T), 0 for padding, and "segments" int32 (B, T). See `shardtrain.data.MaskedTokens`.
@@ -229,7 +226,7 @@ def translation_loss(apply: Apply, batch: Batch, entropy: Entropy = cross_entrop
     """Return the cross-entropy of next-token prediction of a target sequence, given a source sequence.
 
     Args:
-      apply: source int32 (B, S), target int32 (B, T), and if the batch has one its mask -> logits (B, T, V).
+      apply: source int32 (B, S), target int32 (B, T), and the mask if the batch has one -> logits (B, T, V).
       batch: "source" int32 (B, S); "target" int32 (B, T + 1); "weights" as for `next_token_loss`; and,
         optionally, "source_mask" (B, S), 0 for padding of the source.
       entropy: see `Entropy`.
@@ -251,12 +248,12 @@ def classification_loss(
 
     Args:
       apply: image (B, ...) -> logits (B, V).
-      batch: "image"; "label" int32 (B,), or float (B, V), the share of each class, of mixed or smoothed
-        labels; "weights" float32 (B,).
+      batch: "image"; "label" int32 (B,), or soft labels, float (B, V), such as mixed or smoothed ones;
+        "weights" float32 (B,).
 
     Returns:
-      (sum in nats, number of examples, {"accuracy": (number of correct ones, number of examples)}); correct
-      is what has the largest share.
+      (sum in nats, number of examples, {"accuracy": (number of correct ones, number of examples)}). With
+      soft labels the class with the largest probability is correct.
     """
     label, weights = batch["label"], batch["weights"]
     is_soft = is_soft_label(label)
@@ -269,12 +266,12 @@ def classification_loss(
 
 
 def is_soft_label(label: jax.Array) -> bool:
-    """Whether labels are a float for each class (B, V), not the numbers of classes."""
+    """Return whether labels are soft, float (B, V), and not class indices."""
     return label.ndim == 2 and jnp.issubdtype(label.dtype, jnp.floating)
 
 
 def hard_label(label: jax.Array) -> jax.Array:
-    """Return the class with the largest share, int (B,), of labels of either form."""
+    """Return the class index of labels, int (B,); of soft labels that of the largest probability."""
     return jnp.argmax(label, -1) if is_soft_label(label) else label
 
 
@@ -284,4 +281,4 @@ CLASSES: dict[Any, Mapping[str, tuple[str, ...]]] = {
     translation_loss: {"target": ("weights",)},
     classification_loss: {"label": ("weights",)},
 }
-"""Loss -> the arrays of a batch that have class indices, each with the arrays of weights that mask them."""
+"""Loss -> arrays of a batch with class indices -> the arrays of weights that mask them."""

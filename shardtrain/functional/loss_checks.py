@@ -1,4 +1,4 @@
-"""Checks of what a loss returns, and messages about its exceptions. Next: `loss.py`, the losses."""
+"""Check the result of a loss, and report its exceptions. Next: `loss.py`, the losses."""
 
 from functools import wraps
 from typing import Any
@@ -6,19 +6,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.errors.user_code import user_code
 from shardtrain.functional.loss import Apply, Batch, Loss, find_evaluation_loss
 
 RESERVED = ("loss", "loss_sum", "count", "grad_norm", "skipped", "learning_rate")
-"""Names of metrics that the step itself logs."""
+"""Names of metrics that the step logs itself."""
 
 
 def check_result(result: Any) -> tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
     """Return the result of a loss as (sum, count, metrics).
 
     Raises:
-      ValueError: lists all problems of a result that is not (sum, count) or (sum, count, metrics) of scalars.
+      ValueError: lists all problems of a result that is not (sum, count) or (sum, count, metrics).
     """
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise ValueError(
@@ -39,11 +39,10 @@ def check_result(result: Any) -> tuple[jax.Array, jax.Array, dict[str, tuple[jax
         )
     for name, pair in metrics.items():
         if name in RESERVED:
-            problems.append(f"metric {name!r} is a name of the step's own; use another")
+            problems.append(f"metric {name!r} has a name that the step uses; use another")
         if not isinstance(pair, tuple) or len(pair) != 2 or any(jnp.shape(x) != () for x in pair):
             problems.append(f"metric {name!r} is {_kind(pair)}; give (sum, count), two scalars")
-    if problems:
-        raise problems_error("the loss returned what cannot be added up", problems)
+    refuse("the result of the loss cannot be added up", problems)
     return loss_sum, count, metrics
 
 

@@ -1,6 +1,6 @@
-"""Metrics beside a loss, computed from the same outputs of the model: logged for training and held-out data.
+"""Add metrics to a loss, computed from the same outputs of the model, for training and held-out data.
 
-Next: `loss.py`, what a loss returns.
+Next: `loss.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,8 +23,8 @@ from shardtrain.functional.loss_checks import check_result
 from shardtrain.functional.model_calls import ModelCall, split_options
 
 Metric = Callable[[Any, Batch], tuple[Any, Any]]
-"""(outputs of the model, batch) -> (sum, count), each a scalar. Padding rows have weight 0 in
-`batch["weights"]`, and must add nothing."""
+"""(outputs of the model, batch) -> (sum, count), each a scalar. Padding rows, whose weight in
+`batch["weights"]` is 0, must add nothing."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LossWithMetrics:
 
     @property
     def for_evaluation(self) -> "LossWithMetrics":
-        """The same metrics with the loss of held-out data, see `loss.for_evaluation`."""
+        """The same metrics with the loss of held-out data, see `loss.find_evaluation_loss`."""
         plain = find_evaluation_loss(self.loss)
         return self if plain is self.loss else replace(self, loss=plain)
 
@@ -52,7 +52,7 @@ class LossWithMetrics:
         loss_sum, count, metrics = check_result(self.loss(recorded, batch))
         if len(outputs) != 1:
             raise ValueError(
-                f"metrics {', '.join(self.metrics)} are of the model's outputs, but the loss calls the model"
+                f"metrics {', '.join(self.metrics)} need one call of the model, but the loss calls it"
                 f" {len(outputs)} times; return them by the loss itself: (sum, count, {{name: (sum, count)}})"
             )
         if twice := metrics.keys() & self.metrics.keys():
@@ -70,7 +70,7 @@ def add_metrics(loss: Loss, **metrics: Metric) -> Loss:
       **metrics: name -> (outputs of the model, batch) -> (sum, count), float scalars.
 
     Returns:
-      The loss with these metrics beside its own.
+      The loss with these metrics in addition to its own.
 
     Raises:
       ValueError: (when called) a metric has the name of one that the loss returns itself, or the loss does
@@ -91,14 +91,14 @@ def add_metrics(loss: Loss, **metrics: Metric) -> Loss:
 
 
 def next_token_accuracy(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Count the next tokens that the model finds likeliest; a metric for `next_token_loss`.
+    """Count the next tokens that the model predicts; a metric for `next_token_loss`.
 
     Args:
       logits: (B, T, V).
       batch: "tokens" int32 (B, T + 1) and "weights", as for `next_token_loss`.
 
     Returns:
-      (number of right tokens, number of tokens), float32 scalars.
+      (number of correct tokens, number of tokens), float32 scalars.
     """
     targets = drop_first(batch["tokens"])
     weights = target_weights(batch, targets)
@@ -109,11 +109,11 @@ def next_token_accuracy(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax
 class TopAccuracy:
     """Count the examples whose class is among the `k` likeliest; a metric for `classification_loss`.
 
-    `st.add_metrics(st.classification_loss, top5=TopAccuracy(5))` logs `train/top5` and `heldout/top5`. Of
-    classes that are equally likely the first counts as likelier.
+    `st.add_metrics(st.classification_loss, top5=TopAccuracy(5))` logs `train/top5` and `heldout/top5`. If
+    classes are equally likely, the first one counts as likelier.
 
     Args:
-      k: number of classes that may be named, 1 or more.
+      k: number of predicted classes, 1 or more.
 
     >>> logits, label = jnp.array([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]]), jnp.array([1, 2])
     >>> [float(x) for x in TopAccuracy(2)(logits, {"label": label, "weights": jnp.ones(2)})]
@@ -127,7 +127,7 @@ class TopAccuracy:
             raise ValueError(f"k is {self.k!r}; use 1 or more, such as TopAccuracy(5)")
 
     def __call__(self, logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Return (number of right examples, number of examples), float32 scalars.
+        """Return (number of correct examples, number of examples), float32 scalars.
 
         Args:
           logits: (B, V).

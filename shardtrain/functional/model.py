@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import problems_error, refuse
 from shardtrain.functional.rng import Draws, new_key
 from shardtrain.sharding.array_dims import JOINT, Dims, Named, dims_by_pattern, is_dims
 
@@ -25,10 +25,10 @@ BLOCKS = "blocks"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chain:
-    """A model as a sequence of blocks for a pipeline: `apply` is first, then run over all blocks, then last.
+    """A model as a sequence of blocks for a pipeline: `apply` calls first, run for all blocks, and last.
 
     The activations between blocks are a tree of arrays whose first dim is the batch. Each function accepts
-    a subset of the parameters and of the model state: those that it uses.
+    the parameters and the part of the model state that it uses.
 
     Args:
       num_blocks: number of blocks.
@@ -50,7 +50,7 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Model:
-    """A model as pure functions over plain dicts of arrays; hashable, and equal to itself alone.
+    """A model as pure functions over plain dicts of arrays; hashable, and equal only to itself.
 
     Args:
       init: key -> (params, model_state). model_state has the arrays that change without being trained
@@ -58,10 +58,10 @@ class Model:
       apply: (params, model_state, rng, train, *inputs) -> (outputs, model_state).
       dims: like params, with a tuple of dim names for each leaf, None for a leaf without names.
       chain: the same model as a sequence of blocks; None if it does not define its blocks.
-      axis_name: over which it averages batch statistics, as BatchNorm(axis_name="batch") does; None if each
-        replica has its own. Where the axis is not bound, `apply` runs as with one replica.
+      axis_name: the axis over which it averages batch statistics, like BatchNorm(axis_name="batch"); None
+        if each replica has its own. Where the axis is not bound, `apply` runs as with one replica.
       frozen: paths of the parameters that are not trained, see `frozen.py`.
-      draws: the random draws in training, see `row_draws.find_draws`; None: they have not been looked for.
+      draws: the random draws in training, see `row_draws.find_draws`; None before they are searched.
     """
 
     init: Callable[[jax.Array], tuple[Tree, Tree]]
@@ -73,11 +73,54 @@ class Model:
     draws: Draws | None = None
 
 
-def dim_names(given: Any, shape: Sequence[int], path: str) -> Dims:
-    """Return one name per dim of an array, from any form that Flax accepts; None: not sharded.
+def wrap_functions(model: Model, wrap: Callable[[Callable[..., Any], bool], Callable[..., Any]]) -> Model:
+    """Return the model with `apply` and the functions of its chain wrapped.
 
     Args:
-      given: names, tuples of names and None in a tuple, a PartitionSpec or a NamedSharding; None: no names.
+      model: the model.
+      wrap: (function, whether it returns the outputs of the model) -> the new function.
+    """
+    chain = model.chain
+    if chain is not None:
+        chain = replace(
+            chain, first=wrap(chain.first, False), run=wrap(chain.run, False), last=wrap(chain.last, True)
+        )
+    return replace(model, apply=wrap(model.apply, True), chain=chain)
+
+
+def map_parameters(model: Model, change: Callable[[str, Any], Any]) -> Model:
+    """Return the model whose functions replace each parameter x by change(path, x)."""
+
+    def wrap(function: Callable[..., Any], _: bool) -> Callable[..., Any]:
+        def call(params: Tree, *rest: Any) -> Any:
+            return function(jax.tree.map_with_path(lambda path, x: change(path_text(path), x), params), *rest)
+
+        return call
+
+    return wrap_functions(model, wrap)
+
+
+def gather_unnamed(model: Model) -> Model:
+    """Return the model with constraints that gather its parameters without dim names before a call.
+
+    Without them XLA may reduce activations over the devices instead of gathering a weight.
+    """
+    leaves = jax.tree.leaves_with_path(model.dims, is_leaf=is_dims)
+    unnamed = {path_text(path) for path, dims in leaves if dims is None}
+
+    def gather(path: str, x: Any) -> Any:
+        if path not in unnamed or jax.sharding.get_abstract_mesh().empty:
+            return x
+        return jax.lax.with_sharding_constraint(x, PartitionSpec())
+
+    return map_parameters(model, gather)
+
+
+def dim_names(given: Any, shape: Sequence[int], path: str) -> Dims:
+    """Return one name per dim of an array, from any form that Flax accepts; None if it is not sharded.
+
+    Args:
+      given: names, tuples of names and None in a tuple, a PartitionSpec or a NamedSharding; or None.
       shape: the shape of the array. Names of trailing dims that are not sharded may be left out.
       path: the path of the array, for errors.
 
@@ -109,7 +152,7 @@ def _is_entry(entry: Any) -> bool:
     return entry is None or isinstance(entry, str) or entry is PartitionSpec.UNCONSTRAINED
 
 
-def same_structure(changed: Tree, before: Tree) -> Tree:
+def keep_structure(changed: Tree, before: Tree) -> Tree:
     """Return the model state after a call if it has the structure that it had before.
 
     Leading dims of 1, which statistics with kept dims have after their first update, are dropped.
@@ -138,7 +181,7 @@ def same_structure(changed: Tree, before: Tree) -> Tree:
 
 
 def _keep_dims(before: Tree) -> Callable[..., Any]:
-    """Return (path, array) -> the array in its shape before, if only leading dims of 1 differ."""
+    """Return (path, array) -> the array with its previous shape, if only leading dims of 1 differ."""
     shapes = {path: jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(before)}
 
     def restore(path: Any, x: Any) -> Any:
@@ -151,7 +194,7 @@ def _keep_dims(before: Tree) -> Callable[..., Any]:
 
 
 def name_parameters(model: Model, names: Mapping[str, Sequence[str | None]]) -> Model:
-    """Return the model with dim names given outside it, see `Run.names`; other parameters keep their own.
+    """Return the model with dim names from outside, see `Run.names`; other parameters keep their own.
 
     Raises:
       ValueError: the patterns do not fit, see `array_dims.dims_by_pattern`.
@@ -175,7 +218,7 @@ def check_float_parameters(model: Model) -> None:
     """Check that parameters have gradients.
 
     Raises:
-      ValueError: lists those of whole numbers.
+      ValueError: lists the parameters that are not floats.
     """
     params, _ = jax.eval_shape(model.init, new_key(0))
     wrong = [
@@ -183,13 +226,12 @@ def check_float_parameters(model: Model) -> None:
         for path, leaf in jax.tree.leaves_with_path(params)
         if not jnp.issubdtype(leaf.dtype, jnp.floating) and path_text(path) not in model.frozen
     ]
-    if wrong:
-        raise problems_error(
-            "parameters are trained, so they are floats; make these constants of the model, as self.table ="
-            " jnp.arange(8), or variables of its state, as nnx.Variable(...); complex ones are two"
-            " parameters, of real and of imaginary parts",
-            wrong,
-        )
+    refuse(
+        "parameters are trained, so they are floats; make these constants of the model, as self.table ="
+        " jnp.arange(8), or variables of its state, as nnx.Variable(...); complex ones are two"
+        " parameters, of real and of imaginary parts",
+        wrong,
+    )
 
 
 def name_arrays(model: Model, shapes: Tree) -> dict[str, Named]:
@@ -210,3 +252,8 @@ def name_arrays(model: Model, shapes: Tree) -> dict[str, Named]:
 def path_text(path: Any) -> str:
     """Format a jax key path: `blocks/attention/q`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def group_by_path(tree: Any) -> dict[str, Any]:
+    """Return path -> leaf of a tree of arrays, shapes or PartitionSpecs."""
+    return {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}

@@ -1,4 +1,4 @@
-"""The model as a loss calls it: with options by name, and a random key; its one call, for pipelines.
+"""Call a model from a loss: with keyword arguments, a random key, and only once in a pipeline.
 
 Next: `loss.py`.
 """
@@ -13,13 +13,13 @@ from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.rng import new_key
 
 LOSS_STREAM = 0x105500
-"""Folded into the key of a call for what the loss draws itself; the model's streams have small numbers."""
+"""Folded into the key of a call for the draws of the loss; the model's streams have small numbers."""
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class Options:
-    """The arguments by name of a call of the model, as its last input."""
+    """The keyword arguments of a call of the model, passed as its last input."""
 
     values: dict[str, Any]
 
@@ -34,7 +34,7 @@ class Options:
 
 
 def split_options(inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional arguments and those by name of a call of the model.
+    """Return the positional and the keyword arguments of a call of the model.
 
     >>> split_options((1, Options({"scale": 2})))
     ((1,), {'scale': 2})
@@ -46,11 +46,11 @@ def split_options(inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, A
 
 @dataclass(frozen=True)
 class ModelCall:
-    """What a loss gets as `apply`.
+    """The argument `apply` of a loss.
 
     Args:
-      call: *inputs -> outputs; arguments by name are its last input, `Options`.
-      rng: the key of the model's call; None where nothing can be drawn.
+      call: *inputs -> outputs; keyword arguments are its last input, `Options`.
+      rng: the key of the model's call; None if nothing is drawn.
     """
 
     call: Callable[..., Any]
@@ -62,10 +62,10 @@ class ModelCall:
 
     @property
     def key(self) -> jax.Array:
-        """A random key for what the loss draws itself or gives the model; one for each step.
+        """A random key for draws of the loss, or for the model; another one in each step.
 
-        Draws whose first dim is the rows are the same for any split of a batch. It is always the same key:
-        split it to draw several times.
+        Draws whose first dim is the rows are the same for any split of a batch. Every access returns the same
+        key: split it to draw several times.
         """
         rng = new_key(0) if self.rng is None else self.rng
         return jax.random.fold_in(rng, LOSS_STREAM)

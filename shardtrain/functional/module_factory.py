@@ -1,4 +1,4 @@
-"""Call what a run gives as `model`: a class of nnx modules, or a function, whatever its signature.
+"""Construct the nnx module of a run from its class or function, whatever its signature is.
 
 Next: `nnx_model.py`.
 """
@@ -15,11 +15,11 @@ from flax import nnx
 from shardtrain.errors.user_code import user_code
 
 STREAMS = "rngs"
-"""The name of the argument of constructors that takes the random streams."""
+"""The argument of constructors that takes the random streams."""
 
 
 def construct(factory: Callable[..., Any], rngs: nnx.Rngs) -> nnx.Module:
-    """Make a module from its random streams, inside a trace.
+    """Construct a module from its random streams, inside a trace.
 
     Args:
       factory: a class of modules, or a function that returns one.
@@ -45,7 +45,7 @@ def construct(factory: Callable[..., Any], rngs: nnx.Rngs) -> nnx.Module:
 
 
 def linen_text(what: str) -> str:
-    """Say how a linen module is given to a run."""
+    """Return the message that says how to give a linen module to a run."""
     return (
         f"{what}, whose inputs are not known; write from_linen(module, jax.ShapeDtypeStruct(...)) with the"
         " shape of one batch"
@@ -84,7 +84,7 @@ def _arguments(
 
 
 def _keep_arguments(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the arguments of a factory; those of a class of modules are its metaclass's."""
+    """Return a function with the arguments of a factory; a class of modules shows those of its metaclass."""
     if isinstance(factory, partial):
         return partial(_keep_arguments(factory.func), *factory.args, **factory.keywords)
     if not isinstance(factory, type):
@@ -93,7 +93,7 @@ def _keep_arguments(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _takes_position(factory: Any, parameters: Any, required: list[str]) -> bool:
-    """Return whether the streams are the first argument: of a function any, of a class one named so."""
+    """Return whether the first argument takes the streams; that of a class must have such a name."""
     positional = [
         each
         for each in parameters.values()

@@ -1,6 +1,6 @@
-"""The pure functions of an nnx module.
+"""Convert an nnx module to the pure functions of a `Model`.
 
-Next: `model.py` (what they are), `activation_rules.py` (under which they are traced).
+Next: `model.py`, and `activation_rules.py`, under which models are traced.
 """
 
 import inspect
@@ -25,7 +25,7 @@ Path = tuple[Any, ...]
 
 
 class _ChainStreams:
-    """Which part of a chain draws from which stream, as traces find it out."""
+    """Records which part of a chain draws from which random stream, while the chain is traced."""
 
     def __init__(self) -> None:
         self._part_of: dict[Path, str] = {}
@@ -33,13 +33,13 @@ class _ChainStreams:
     def watch(
         self, part: str, module: nnx.Module, call: Callable[[], Any], blocks: range | None = None
     ) -> Any:
-        """Call a part of a chain and return what it returns.
+        """Call a part of a chain and return its result.
 
         Args:
           part: its name in a message.
           module: the module of which it is a part.
           call: the part.
-          blocks: it computes these blocks of an nnx.List alone and may draw from their streams; None: all.
+          blocks: the blocks of an nnx.List that it computes, whose streams it may use; None means all.
 
         Raises:
           ValueError: it draws from a stream from which another part, or another stage, draws.
@@ -70,16 +70,16 @@ def _counts(module: nnx.Module) -> dict[Path, jax.Array]:
 
 
 def is_module(value: Any) -> bool:
-    """Return whether this is a Flax module instance; `convert_model` makes a model of it."""
+    """Return whether this is an instance of a Flax module."""
     return isinstance(value, nn.Module | nnx.Module)
 
 
 Factory = Callable[..., nnx.Module]
-"""A class of modules or a function, called with `rngs` alone, see `module_factory.py`."""
+"""A class of modules or a function, called with `rngs` only, see `module_factory.py`."""
 
 
 def convert_model(model: Any, names: Mapping[str, Sequence[str | None]] | None = None) -> Model:
-    """Return a `Model` unchanged, and that of an nnx factory by `from_nnx`.
+    """Return a `Model` unchanged, or convert an nnx factory by `from_nnx`.
 
     Args:
       model: one of these.
@@ -106,13 +106,13 @@ def convert_model(model: Any, names: Mapping[str, Sequence[str | None]] | None =
 
 
 def from_nnx(factory: Factory, *, sync_batch_norm: bool = False) -> Model:
-    """Return the pure functions of an nnx module.
+    """Convert an nnx module to a `Model`.
 
     Args:
       factory: makes the module from its Rngs; called only under jit, so that no parameter is ever stored
         unsharded on one device. Dims come from the parameters' `out_sharding` metadata.
-      sync_batch_norm: every nnx.BatchNorm takes the statistics of a microbatch over all replicas, like one
-        with an axis_name; otherwise each replica has its own.
+      sync_batch_norm: whether every nnx.BatchNorm averages the statistics of a microbatch over all replicas,
+        like one with an axis_name; otherwise each replica has its own.
 
     Returns:
       A `Model`. `deterministic` and `use_running_average` are False in training and True in evaluation, in
@@ -185,7 +185,7 @@ Pure = Callable[[Callable[..., Any]], Callable[..., tuple[Any, Tree]]]
 
 
 def _chain(module: Any, dims: Tree, pure: Pure) -> Chain | None:
-    """Return the chain of an nnx module, None unless it has all parts of one."""
+    """Return the chain of an nnx module; None unless it has all parts of a chain."""
     parts = ("first", "run", "last")
     if not hasattr(module, BLOCKS) or not all(callable(getattr(module, name, None)) for name in parts):
         return None

@@ -1,31 +1,30 @@
-"""Convolutions, FFTs and some lookups of traced models, by each device from its own rows in a shard_map.
+"""Compute convolutions, FFTs and some lookups of traced models on each device from its own rows.
 
 XLA's partitioner gets convolutions wrong and fails at the others (docs/decisions/0059). Importing this module
 installs the rule; it acts while a model is traced for several devices (`activation_rules.py`).
 """
 
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax.core.spmd import get_logical_axis_rules
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from shardtrain import axes
-from shardtrain.functional.context_attention import axis_names, find_mesh_axes
+from shardtrain.functional.mesh_axes import auto_axes, axis_names, find_mesh_axes, num_devices
 
 Split = tuple[tuple[PartitionSpec, ...], PartitionSpec, dict[str, Any]]
 """The specs of an operation's operands and of its result; the parameters that differ on a device."""
 
 
 def install(primitive: Any, split: Callable[..., Split | None]) -> None:
-    """Let a primitive run per device wherever the rules of a run are active.
+    """Make a primitive run per device wherever the rules of a run are active.
 
     Args:
       primitive: the operation.
-      split: (operands, parameters, mesh) -> `Split`; None: XLA may partition it.
+      split: (operands, parameters, mesh) -> `Split`, or None where XLA may partition the operation.
     """
     bind = primitive.bind
 
@@ -33,12 +32,9 @@ def install(primitive: Any, split: Callable[..., Split | None]) -> None:
         rules, mesh = get_logical_axis_rules(), jax.sharding.get_abstract_mesh()
         if not getattr(rules, "per_device", False) or _is_mapped_by_model(operands):
             return bind(*operands, **parameters)
-        auto = {
-            axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto
-        }
-        if _total(auto, mesh) == 1:
-            return bind(*operands, **parameters)
-        if (found := split(operands, parameters, mesh)) is None:
+        auto = auto_axes(mesh)
+        found = split(operands, parameters, mesh) if num_devices(tuple(auto), mesh.shape) > 1 else None
+        if found is None:
             return bind(*operands, **parameters)
         in_specs, out_specs, own = found
         split_axes = {axis for spec in in_specs for entry in spec for axis in axis_names(entry)}
@@ -67,7 +63,7 @@ def _vary(x: jax.Array, names: set[str]) -> jax.Array:
 
 
 def _note_repeated(name: str, rules: Any, mesh: Any, split_axes: set[str]) -> None:
-    """Say where several devices compute the same; the axes of replicas never do."""
+    """Log the axes along which several devices compute the same; replicas never do."""
     repeated = [
         f"{axis}={mesh.shape[axis]}"
         for axis in (axes.CONTEXT, axes.TENSOR)
@@ -77,13 +73,9 @@ def _note_repeated(name: str, rules: Any, mesh: Any, split_axes: set[str]) -> No
         rules.note(f"{name}: devices along {', '.join(repeated)} each compute all of it")
 
 
-def _total(names: Any, mesh: Any) -> int:
-    return math.prod(mesh.shape[name] for name in names)
-
-
-def _dividing(names: tuple[str, ...], size: int, mesh: Any) -> tuple[str, ...]:
+def _fit_axes(names: tuple[str, ...], size: int, mesh: Any) -> tuple[str, ...]:
     """Return the first of these axes, as many as divide a dim."""
-    while size % _total(names, mesh):
+    while size % num_devices(names, mesh.shape):
         names = names[:-1]
     return names
 
@@ -98,16 +90,16 @@ def _split_convolution(operands: Any, parameters: Any, mesh: Any) -> Split:
     lhs_dims, rhs_dims, out_dims = parameters["dimension_numbers"]
     groups = parameters["feature_group_count"]
     rows, channels = find_mesh_axes(axes.BATCH, axes.CHANNELS_OUT)
-    rows = _dividing(rows if parameters["batch_group_count"] == 1 else (), lhs.shape[lhs_dims[0]], mesh)
+    rows = _fit_axes(rows if parameters["batch_group_count"] == 1 else (), lhs.shape[lhs_dims[0]], mesh)
     # kernels without names are whole on devices along tensor, and so is what surrounds them
     rules: Any = get_logical_axis_rules()
-    channels = _dividing(
+    channels = _fit_axes(
         channels if rules.unnamed == "refuse" else (), rhs.shape[rhs_dims[0]] if groups == 1 else groups, mesh
     )
     of_lhs = _spec(lhs.ndim, {lhs_dims[0]: rows, lhs_dims[1]: () if groups == 1 else channels})
     of_rhs = _spec(rhs.ndim, {rhs_dims[0]: channels})
     of_out = _spec(lhs.ndim, {out_dims[0]: rows, out_dims[1]: channels})
-    own = {} if groups == 1 else {"feature_group_count": groups // _total(channels, mesh)}
+    own = {} if groups == 1 else {"feature_group_count": groups // num_devices(channels, mesh.shape)}
     return (of_lhs, of_rhs), of_out, own
 
 
@@ -115,7 +107,7 @@ def _split_fft(operands: Any, parameters: Any, mesh: Any) -> Split:
     """Split the first dim over the axes of rows, unless it is transformed."""
     (x,) = operands
     (rows,) = find_mesh_axes(axes.BATCH)
-    rows = _dividing(rows, x.shape[0], mesh) if x.ndim > len(parameters["fft_lengths"]) else ()
+    rows = _fit_axes(rows, x.shape[0], mesh) if x.ndim > len(parameters["fft_lengths"]) else ()
     spec = _spec(x.ndim, {0: rows})
     return (spec,), spec, {}
 
@@ -131,9 +123,9 @@ def _split_lookup(operands: Any, parameters: Any, mesh: Any) -> Split | None:
     table, indices = operands
     dims = parameters["dimension_numbers"]
     rows, *parts = (find_mesh_axes(dim)[0] for dim in (axes.BATCH, axes.SEQ, axes.RESIDUAL_SEQ))
-    if not dims.operand_batching_dims and _total(itertools.chain(*parts), mesh) == 1:
+    if not dims.operand_batching_dims and num_devices(tuple(itertools.chain(*parts)), mesh.shape) == 1:
         return None
-    rows = _dividing(rows, indices.shape[0], mesh) if indices.ndim > 1 and 0 not in dims.offset_dims else ()
+    rows = _fit_axes(rows, indices.shape[0], mesh) if indices.ndim > 1 and 0 not in dims.offset_dims else ()
     of_table = dict(zip(dims.start_indices_batching_dims, dims.operand_batching_dims, strict=True)).get(0)
     in_specs = _spec(table.ndim, {} if of_table is None else {of_table: rows}), _spec(indices.ndim, {0: rows})
     return in_specs, _spec(indices.ndim - 1 + len(dims.offset_dims), {0: rows}), {}

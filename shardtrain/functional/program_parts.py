@@ -1,6 +1,6 @@
-"""Cut a traced program into programs that run one after the other, by the outputs that each is to have.
+"""Cut a traced program into consecutive programs, each with some of the outputs.
 
-Each computes what its outputs need and earlier ones did not compute; what a later one needs is handed to it.
+Each program computes what its outputs need and earlier programs did not compute, and receives their values.
 Next: `scan_pieces.py`, which lets a cut fall inside a loop.
 """
 
@@ -15,9 +15,9 @@ from shardtrain.functional.jaxpr_split import REPEATED
 
 
 def equation_cost(equation: Any) -> float:
-    """Return the cost of an equation: 2 for each multiplication and addition of a product, 1 for an element.
+    """Return the cost of an equation: 2 per multiply-add of a product, 1 per element of other results.
 
-    A scan costs its steps; a loop whose number of steps is not known, one of them.
+    A scan costs all of its steps; a loop with an unknown number of steps costs one step.
     """
     size = float(sum(math.prod(v.aval.shape) for v in equation.outvars))
     inner = [program_cost(getattr(each, "jaxpr", each)) for each in jaxprs_in_params(equation.params)]
@@ -49,7 +49,7 @@ def program_cost(jaxpr: Any) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProgramPart:
-    """One of the programs.
+    """One of the consecutive programs.
 
     Args:
       closed: its inputs are those of the whole program that `reads` lists, then `received`; its outputs are
@@ -72,7 +72,7 @@ def cut_program(traced: ClosedJaxpr, part_of: Sequence[int]) -> list[ProgramPart
 
     Args:
       traced: without effects.
-      part_of: the part of each output, from 0; every part has some.
+      part_of: the part of each output, from 0; every part has an output.
     """
     jaxpr = traced.jaxpr
     equations, needed = _assign_equations(jaxpr, part_of)
@@ -111,7 +111,7 @@ def cut_program(traced: ClosedJaxpr, part_of: Sequence[int]) -> list[ProgramPart
 def _assign_equations(
     jaxpr: Any, part_of: Sequence[int]
 ) -> tuple[list[list[Any]], dict[Var, dict[int, None]]]:
-    """Return the equations of each part, the last one first, and the parts that need each value."""
+    """Return the equations of each part in reverse order, and the parts that need each value."""
     # dicts keep their order, so that programs are the same in each process
     needed: dict[Var, dict[int, None]] = {}
 
@@ -133,7 +133,7 @@ def _assign_equations(
 
 
 def _is_repeated(equation: Any) -> bool:
-    """Return whether an equation only makes a larger array of what it reads."""
+    """Return whether an equation only makes a larger array from its inputs."""
 
     def num_elements(variables: Sequence[Any]) -> int:
         return sum(v.aval.size for v in variables)
@@ -143,7 +143,7 @@ def _is_repeated(equation: Any) -> bool:
 
 
 def estimate_ready_costs(traced: ClosedJaxpr) -> list[float]:
-    """Return for each output of a program what has to be computed until it is there."""
+    """Return the cost of computing each output of a program."""
     costs, ancestors = [], dict[Any, int]()
     for number, equation in enumerate(traced.jaxpr.eqns):
         found = 1 << number
@@ -161,14 +161,14 @@ def estimate_ready_costs(traced: ClosedJaxpr) -> list[float]:
 
 
 def parts_by_cost(costs: Sequence[float], start: float, num_parts: int) -> list[int]:
-    """Return the part of each output, so that each part has about as much to compute after a start.
+    """Assign outputs to parts of about equal cost after a start.
 
-    There are fewer parts where few outputs are ready before the end.
+    There are fewer parts if few outputs are ready before the end.
 
     Args:
-      costs: of each output, see `estimate_ready_costs`.
-      start: what is computed before, in the first part: a forward pass.
-      num_parts: at most.
+      costs: the cost of each output, see `estimate_ready_costs`.
+      start: the cost of the forward pass, which is in the first part.
+      num_parts: the largest number of parts.
 
     >>> parts_by_cost([12, 15, 20, 20], 10, 2), parts_by_cost([20, 20], 10, 3)
     ([0, 0, 1, 1], [0, 0])

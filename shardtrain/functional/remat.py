@@ -1,30 +1,29 @@
-"""Make the backward pass of any model compute again what an option says, instead of keeping it.
+"""Make the backward pass of any model recompute activations, instead of keeping them.
 
 Next: `nnx_model.py`; `models/transformer.py`, whose blocks have the option themselves.
 """
 
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from shardtrain.functional.model import Model
+from shardtrain.functional.model import Model, wrap_functions
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.functional.remat_policies import REMAT_POLICIES
 
 OF_ANY_MODEL = ("none", "weights", "dots")
-"""Values that need nothing of a model: the others are about its blocks, which it must recompute itself."""
+"""Values that apply to any model; the others need a model that recomputes its blocks."""
 
 
 def apply_remat(model: Any, remat: str | None) -> Any:
-    """Return a model whose backward pass recomputes what an option says.
+    """Return a model whose backward pass recomputes activations by a policy.
 
     Args:
-      model: as for `convert_model`. A dataclass with a field `remat` is given the value; the forward pass of
-        any other model is wrapped as a whole.
+      model: see `convert_model`. A dataclass with a field `remat` gets the value; the forward pass of any
+        other model is wrapped as a whole.
       remat: none or one of `REMAT_POLICIES`; None leaves the model as it is.
 
     Raises:
@@ -47,11 +46,8 @@ def apply_remat(model: Any, remat: str | None) -> Any:
     pure = convert_model(model)
     if remat == "none":
         return pure
-    wrap = partial(_recompute, REMAT_POLICIES[remat])
-    chain = pure.chain
-    if chain is not None:
-        chain = replace(chain, first=wrap(chain.first), run=wrap(chain.run), last=wrap(chain.last))
-    return replace(pure, apply=wrap(pure.apply), chain=chain)
+    policy = REMAT_POLICIES[remat]
+    return wrap_functions(pure, lambda function, _: _recompute(policy, function))
 
 
 def _recompute(policy: Callable[..., bool], apply: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The values of the option `remat`: what is kept for the backward pass, and what is computed again.
+"""The policies of the option `remat`: which arrays are kept for the backward pass.
 
 Next: `remat.py`, which applies them to any model.
 """
@@ -10,20 +10,19 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 BLOCK_INPUT = "block_input"
-"""The name, by `checkpoint_name`, of what enters a block."""
+"""The `checkpoint_name` of the inputs of a block."""
 
 BLOCK_OUTPUT = "block_output"
-"""The name, by `checkpoint_name`, of what a block adds to the residual stream."""
+"""The `checkpoint_name` of the outputs that a block adds to the residual stream."""
 
 WHOLE_SEQ = "whole_seq"
-"""The name, by `checkpoint_name`, of what a block reads, once it is gathered along a sharded sequence."""
+"""The `checkpoint_name` of the inputs of a block after an all-gather along a sharded sequence."""
 
 OFFLOAD = "offload"
 """The policy that keeps arrays in the memory of the host."""
 
 CHEAP = ("sharding_constraint", "convert_element_type", "concatenate", "stack", "reshape", "broadcast_in_dim")
-"""Steps between a stored weight and its use: what gathers, casts and joins."""
-
+"""Operations between a stored weight and its use: gathers, casts and concatenations."""
 
 ELEMENTWISE = (
     *CHEAP,
@@ -35,7 +34,7 @@ ELEMENTWISE = (
     *("slice", "split", "sqrt", "square", "squeeze", "stop_gradient", "sub"),
     *("tanh", "transpose"),
 )
-"""What a GPU computes in less time than it takes to write the result and to read it."""
+"""Operations that a GPU recomputes faster than it writes and reads their results."""
 
 
 def _is_not_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -43,7 +42,7 @@ def _is_not_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def not_elementwise(primitive: Any, *_: Any, **__: Any) -> bool:
-    """The policy "weights" for GPUs: products and what else takes long are kept."""
+    """The policy "weights" for GPUs: keep the results of products and other slow operations."""
     return primitive.name not in ELEMENTWISE
 
 
@@ -59,14 +58,14 @@ REMAT_POLICIES: dict[str, Callable[..., Any]] = {
         offload_dst="pinned_host",
     ),
 }
-"""Value of the option `remat` -> what is kept for the backward pass; the rest is recomputed."""
+"""Value of the option `remat` -> the policy that selects arrays to keep; others are recomputed."""
 
 
 def name_block_input(x: Any, remat: str) -> Any:
-    """Name the arrays that enter a block, inside the function that is recomputed, for the policy "offload".
+    """Name the inputs of a block, inside the recomputed function, for the policy "offload".
 
     Args:
       x: a pytree of arrays.
-      remat: the policy; for any other than "offload" nothing is named.
+      remat: the policy; only "offload" needs the name.
     """
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, BLOCK_INPUT), x) if remat == OFFLOAD else x

@@ -1,7 +1,4 @@
-"""A ring of devices: which parts of a sequence each one has, and how keys and values are exchanged.
-
-They send to their neighbours, or exchange in pairs.
-"""
+"""Exchange keys and values around a ring of devices, by sends to neighbours or by pairwise exchanges."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +10,7 @@ from jax import lax
 
 
 def partners(num: int, round_number: int) -> tuple[int, ...]:
-    """Return the partner of each device in a round; in the rounds 1 to num - 1 each has every other one once.
+    """Return the partner of each device in a round; in rounds 1 to num - 1 each meets every other one once.
 
     Args:
       num: devices, an even number.
@@ -33,13 +30,13 @@ def partners(num: int, round_number: int) -> tuple[int, ...]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def swap(arrays: Any, axis: str, partner: tuple[int, ...]) -> Any:
-    """Return the arrays of each device's partner.
+    """Exchange arrays between partners: each device gets those of its partner.
 
     Args:
       arrays: a pytree, shaped alike on all devices.
-      axis: the mesh axis, manual here.
-      partner: of each device, who has this device as its own; none or two of them are their own partners,
-        and exchange what they do not use. If all are, nothing is sent.
+      axis: the mesh axis, which must be manual.
+      partner: the partner of each device, which is symmetric. None, two or all devices are their own
+        partners; two of them exchange arrays that they do not use, and if all are, nothing is sent.
     """
     if partner == tuple(range(len(partner))):
         return arrays
@@ -68,13 +65,13 @@ swap.defvjp(_swap_forward, _swap_backward)
 
 
 def shift(arrays: Any, axis: str, num: int, places: int) -> Any:
-    """Return the arrays of the device so many places before, round a ring; each device sends them twice.
+    """Shift arrays around the ring by a number of places, as two pairwise exchanges.
 
     Args:
       arrays: a pytree, shaped alike on all devices.
-      axis: the mesh axis, manual here.
-      num: devices of it, an even number.
-      places: of which direction its sign says.
+      axis: the mesh axis, which must be manual.
+      num: number of devices along it, which is even.
+      places: number of places; its sign is the direction.
     """
     # two reflections make a rotation
     arrays = swap(arrays, axis, tuple(-i % num for i in range(num)))
@@ -82,23 +79,23 @@ def shift(arrays: Any, axis: str, num: int, places: int) -> Any:
 
 
 Order = Literal["any", "balanced", "window", "gathered"]
-"""Which keys a device has, and when. "any": queries see keys of all positions. The others are causal:
-"balanced", in the order of `Ring.balanced`; "window", contiguous shards, and only as many steps as the
-window needs; "gathered", the keys of all at once."""
+"""How keys are distributed. "any": queries see keys of all positions. The others are causal: "balanced", in
+the order of `Ring.balance_halves`; "window", contiguous shards, with only the steps that the window needs;
+"gathered", each device has all keys."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The devices of a ring, and the order of what they have.
+    """The devices of a ring, and the order of their keys.
 
     Args:
-      axis: the mesh axis, manual where attention is computed.
-      num: devices of it; 1 where each has the keys of all.
+      axis: the mesh axis, which must be manual.
+      num: number of devices along it; 1 if each has all keys.
       order: see `Order`.
-      reach: in the order "window", how many halves of shards before its own a query sees at most.
+      reach: in the order "window", the largest number of half shards before its own that a query sees.
       soft_cap: see `Queries`.
-      in_pairs: whether they exchange in pairs, in which no device of another ring takes part, and not by
-        permutes, which wait for all devices of the mesh; `num` is even.
+      in_pairs: whether to exchange in pairs, which involve no device of another ring, instead of by
+        collective-permutes, which wait for all devices of the mesh; `num` is even.
     """
 
     axis: str
@@ -110,17 +107,17 @@ class Ring:
 
     @property
     def num_steps(self) -> int:
-        """The steps in which a device has keys that some device needs: its own, and those of others."""
+        """The number of steps: one for the device's own keys, one for those of each other device."""
         return 1 + (self.reach + 1) // 2 if self.order == "window" else self.num
 
     @property
     def is_tournament(self) -> bool:
-        """Whether a device gets keys from their owner in each step, and not from its neighbour."""
+        """Whether a device receives keys from their owner in each step, and not from its neighbour."""
         return self.in_pairs and self.order != "window"
 
     @property
     def num_parts(self) -> int:
-        """The parts of a device's queries and keys, of which pairs are needed or not."""
+        """The number of parts of a device's queries and keys; pairs of parts may be skipped."""
         return 2 if self.order in ("balanced", "window") else 1
 
     def other(self, step: int) -> jax.Array:
@@ -131,22 +128,22 @@ class Ring:
         return (me - step) % self.num
 
     def next_keys(self, step: int, of_device: Any, keys: Any, computed: Any) -> Any:
-        """Return the keys of `other`.
+        """Return the keys of the device `other`.
 
         Args:
-          step: from 0, where they are those of the device.
+          step: from 0, in which they are the device's own keys.
           of_device: arrays of the keys of this device.
-          keys: those of the step before.
-          computed: arrays that the steps before that one have computed. Keys are sent after them: else a
-            compiler sends those of all steps as early as it can, and has memory for all at a time.
+          keys: the keys of the step before.
+          computed: arrays that earlier steps computed. Keys are sent after them: otherwise a compiler sends
+            the keys of all steps early, and allocates memory for all of them.
         """
         if step == 0:
             return of_device
         (of_device, keys), _ = lax.optimization_barrier(((of_device, keys), computed))
-        return self.exchange_with_opponent(of_device, step) if self.is_tournament else self.sent(keys)
+        return self.exchange_with_opponent(of_device, step) if self.is_tournament else self.send(keys)
 
     def exchange_with_opponent(self, arrays: Any, step: int) -> Any:
-        """Exchange arrays with `other` of a tournament."""
+        """Exchange arrays with the device `other` of a tournament."""
         return self._exchange(arrays, partners(self.num, step))
 
     def _exchange(self, arrays: Any, partner: tuple[int, ...]) -> Any:
@@ -154,26 +151,26 @@ class Ring:
             return swap(arrays, self.axis, partner)
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, list(enumerate(partner))), arrays)
 
-    def sent(self, arrays: Any, places: int = 1) -> Any:
-        """Send arrays so many places along the ring."""
+    def send(self, arrays: Any, places: int = 1) -> Any:
+        """Send arrays along the ring by a number of places."""
         if self.in_pairs:
             return shift(arrays, self.axis, self.num, places)
         pairs = [(i, (i + places) % self.num) for i in range(self.num)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, pairs), arrays)
 
     def early_part(self, device: Any) -> jax.Array:
-        """Return the early one of the two parts that a device has in the balanced order."""
+        """Return the index of the early part of a device in the balanced order."""
         return jnp.where(2 * device < self.num, 2 * device, 2 * self.num - 1 - 2 * device)
 
     def balance_halves(self, x: jax.Array, *, inverse: bool = False) -> jax.Array:
-        """Exchange halves of contiguous shards: each device has one part as early as its other is late.
+        """Exchange halves of contiguous shards, so that each device has one early and one late part.
 
-        Of 2 num parts device i has 2i and 2i + 1. It keeps the first and exchanges the other with device
-        num - 1 - i, so that it has `early_part(i)` and 2 num - 1 - `early_part(i)`.
+        Device i has the parts 2i and 2i + 1 of 2 num. It keeps the first and exchanges the second with device
+        num - 1 - i; then it has `early_part(i)` and 2 num - 1 - `early_part(i)`.
 
         Args:
           x: (B, T, ...) of each device; T is even.
-          inverse: from that order back to contiguous shards.
+          inverse: convert that order back to contiguous shards.
 
         Returns:
           The same shape, in rising order of positions.

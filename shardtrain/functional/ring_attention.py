@@ -1,7 +1,7 @@
-"""Attention of one device of a ring: its queries, and the keys and values of all that come round.
+"""Compute the attention of one device of a ring: its queries to the keys and values of all devices.
 
-Softmax is kept as running sums, so that memory does not grow with the ring, and the backward pass goes round
-once more. `context_attention.py` calls it. Next: `ring.py`, `score_blocks.py`.
+Softmax is kept as running sums, so that memory does not grow with the ring; the backward pass sends keys
+around the ring again. `context_attention.py` calls it. Next: `ring.py`, `score_blocks.py`.
 """
 
 from functools import partial
@@ -15,13 +15,13 @@ from shardtrain.functional.ring import Ring
 from shardtrain.functional.score_blocks import Keys, Queries, add_gradients, add_keys
 
 
-class Seen(NamedTuple):
-    """Which keys are seen, beside causal order.
+class VisibleKeys(NamedTuple):
+    """Labels that decide, in addition to causal order, which keys a query sees.
 
     Args:
-      of_queries: int32 labels (B, T), or None.
-      of_keys: labels (B, S), or None: see `Queries` and `Keys`.
-      window: int scalar, or None, see `Queries`.
+      of_queries: int32 labels (B, T), or None; see `Queries`.
+      of_keys: labels (B, S), or None; see `Keys`.
+      window: int scalar, or None; see `Queries`.
     """
 
     of_queries: Any = None
@@ -34,17 +34,17 @@ Pair = tuple[Any, Any, Any]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def ring_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, ring: Ring) -> jax.Array:
+def ring_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: VisibleKeys, ring: Ring) -> jax.Array:
     """Return the attention of this device's queries to the keys of all devices; softmax in float32.
 
     Args:
       q: (B, T, kv_heads, group, K), scaled.
       k: (B, S, kv_heads, K).
       v: (B, S, kv_heads, K).
-      seen: labels of these queries and keys. A query that sees no key gets the mean of all values, as of
-        equal scores; in the order "window" there is none.
-      ring: its devices. In the balanced order, of every pair of devices two of four blocks of scores are
-        computed, on all alike.
+      seen: labels of these queries and keys. A query that sees no key gets the mean of all values, as for
+        equal scores; in the order "window" every query sees a key.
+      ring: its devices. In the balanced order each device computes two of the four blocks of scores for
+        every other device.
 
     Returns:
       Shaped and typed as q.
@@ -55,9 +55,9 @@ def ring_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, ring: R
     return _forward(q, k, v, seen, ring)[0]
 
 
-def _forward(q: Any, k: Any, v: Any, seen: Seen, ring: Ring) -> tuple[Any, Any]:
-    queries = _parts((q, seen.of_queries), ring)
-    of_device = keys = _parts(Keys(k, v, seen.of_keys), ring)
+def _forward(q: Any, k: Any, v: Any, seen: VisibleKeys, ring: Ring) -> tuple[Any, Any]:
+    queries = _split_parts((q, seen.of_queries), ring)
+    of_device = keys = _split_parts(Keys(k, v, seen.of_keys), ring)
     shape = queries[0].shape[:-1]
     sums = (
         jnp.zeros(queries[0].shape, jnp.float32),
@@ -70,8 +70,8 @@ def _forward(q: Any, k: Any, v: Any, seen: Seen, ring: Ring) -> tuple[Any, Any]:
         keys = ring.next_keys(step, of_device, keys, before)
         before = sums
         sum_of_values += keys.v.astype(jnp.float32).sum((0, 2))
-        for mine, theirs, distance in _pairs(step, ring, q.shape[1], seen.window):
-            block = _block(queries, mine, distance, seen, ring)
+        for mine, theirs, distance in _list_pairs(step, ring, q.shape[1], seen.window):
+            block = _select_block(queries, mine, distance, seen, ring)
             sums = _put(sums, mine, add_keys(block, _slice_at(keys, theirs), _slice_at(sums, mine)))
     out, highest, total = sums
     sees_none = total == 0
@@ -87,8 +87,8 @@ def _backward(ring: Ring, kept: Any, cotangent: jax.Array) -> Any:
     q, k, v, seen, out, logsumexp = kept
     of_out = cotangent.astype(jnp.float32)
     delta = (of_out * out.astype(jnp.float32)).sum(-1)
-    queries, of_out, delta = _parts(((q, seen.of_queries), of_out, delta), ring)
-    of_device = keys = _parts(Keys(k, v, seen.of_keys), ring)
+    queries, of_out, delta = _split_parts(((q, seen.of_queries), of_out, delta), ring)
+    of_device = keys = _split_parts(Keys(k, v, seen.of_keys), ring)
     of_queries = jnp.zeros(queries[0].shape, jnp.float32)
     # of each value, by the queries that have the mean of all
     of_mean = jnp.where(jnp.isposinf(logsumexp)[..., None], of_out, 0).sum((0, 2, 4))
@@ -103,8 +103,8 @@ def _backward(ring: Ring, kept: Any, cotangent: jax.Array) -> Any:
         keys = ring.next_keys(step, of_device, keys, before)
         # `delta` is computed here alone: else a compiler keeps the first keys that the forward pass was sent
         before = of_queries, own, delta
-        for mine, theirs, distance in _pairs(step, ring, q.shape[1], seen.window):
-            block = _block(queries, mine, distance, seen, ring)
+        for mine, theirs, distance in _list_pairs(step, ring, q.shape[1], seen.window):
+            block = _select_block(queries, mine, distance, seen, ring)
             sums = (of_queries[mine], *_slice_at(found, theirs))
             of_block = (of_out[mine], delta[mine], logsumexp[mine])
             of_q, *of_keys = add_gradients(block, _slice_at(keys, theirs), *of_block, sums)
@@ -116,7 +116,7 @@ def _backward(ring: Ring, kept: Any, cotangent: jax.Array) -> Any:
             own = jax.tree.map(jnp.add, own, home)
         else:
             # with the keys, and home from the last step
-            visiting = ring.sent(found, 1 if step < ring.num_steps - 1 else -step)
+            visiting = ring.send(found, 1 if step < ring.num_steps - 1 else -step)
     of_k, of_v = (_join_whole(a + b).astype(x.dtype) for a, b, x in zip(own, visiting, (k, v), strict=True))
     return _join_whole(of_queries).astype(q.dtype), of_k, of_v, None
 
@@ -125,8 +125,8 @@ ring_attention.defvjp(_forward, _backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def attend_gathered(q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, ring: Ring) -> jax.Array:
-    """Return the same from all keys and values, gathered, and gathered again in the backward pass.
+def attend_gathered(q: jax.Array, k: jax.Array, v: jax.Array, seen: VisibleKeys, ring: Ring) -> jax.Array:
+    """Compute attention like `ring_attention`, after an all-gather of keys and values in each pass.
 
     Args:
       q, k, v: as for `ring_attention`, contiguous shards.
@@ -136,7 +136,7 @@ def attend_gathered(q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, ring: 
     return _attend_gathered_forward(q, k, v, seen, ring)[0]
 
 
-def _attend_gathered_forward(q: Any, k: Any, v: Any, seen: Seen, ring: Ring) -> tuple[Any, Any]:
+def _attend_gathered_forward(q: Any, k: Any, v: Any, seen: VisibleKeys, ring: Ring) -> tuple[Any, Any]:
     all_k, all_v = _gather((k, v), ring.axis)
     out, (*_, logsumexp) = _forward(q, all_k, all_v, seen, ring)
     return out, (q, k, v, seen, out, logsumexp)
@@ -157,7 +157,7 @@ def _gather(arrays: Any, axis: str) -> Any:
     return jax.tree.map(lambda x: lax.all_gather(x, axis, axis=1, tiled=True), arrays)
 
 
-def _pairs(step: int, ring: Ring, num_queries: int, window: Any) -> list[Pair]:
+def _list_pairs(step: int, ring: Ring, num_queries: int, window: Any) -> list[Pair]:
     """List the blocks of scores of a step, when the keys of `Ring.other` are here.
 
     Of a balanced ring each device has two parts, 0 early and 1 late. Its late queries see all early keys. Of
@@ -193,12 +193,12 @@ def _pairs(step: int, ring: Ring, num_queries: int, window: Any) -> list[Pair]:
     return [(mine, theirs, distance(mine, theirs)) for mine, theirs, _ in pairs]
 
 
-def _block(queries: Any, mine: Any, distance: Any, seen: Seen, ring: Ring) -> Queries:
+def _select_block(queries: Any, mine: Any, distance: Any, seen: VisibleKeys, ring: Ring) -> Queries:
     q, labels = _slice_at(queries, mine)
     return Queries(q, labels, distance, seen.window, ring.soft_cap)
 
 
-def _parts(arrays: Any, ring: Ring) -> Any:
+def _split_parts(arrays: Any, ring: Ring) -> Any:
     """Split dim 1 of arrays into a leading dim of parts."""
     return jax.tree.map(lambda x: jnp.stack(jnp.split(x, ring.num_parts, 1)), arrays)
 

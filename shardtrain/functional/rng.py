@@ -1,4 +1,4 @@
-"""Random keys whose draws depend on the row of the batch, not on the device that computes it.
+"""Make random keys whose draws depend on the row of the batch, not on the device that computes it.
 
 A draw with a dim of rows gives row r the numbers of global row `first_row + r`, so a dropout mask is the
 same for any mesh, number of microbatches or batch shard. Next: `row_draws.py`, which finds these dims.
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.extend.random import define_prng_impl
 
 THREEFRY = "threefry2x32"
-"""The algorithm of all keys, whatever jax's default is: others give a row other numbers in other batches."""
+"""The algorithm of all keys: with others the numbers of a row depend on the size of the batch."""
 
 BITS, SPLIT = "draws", "splits a key into"
-"""What is drawn: numbers, or keys."""
+"""Kinds of draws: numbers, or keys; as messages name them."""
 
 
 class Draw(NamedTuple):
@@ -26,9 +26,9 @@ class Draw(NamedTuple):
     Args:
       kind: `BITS` or `SPLIT`.
       shape: its shape for one row.
-      dim: the dim that counts rows; None: the draw is the same for all rows.
-      outer: number of entries of this dim that precede rows, as in (time, rows) flattened; those that
-        follow them, as in (rows, time), are the rest.
+      dim: the dim that counts rows; None if the draw is the same for all rows.
+      outer: number of entries of this dim before rows, as in (time, rows) flattened; the other entries
+        follow rows, as in (rows, time).
       line: the file and line of the model that draws.
     """
 
@@ -70,8 +70,8 @@ def row_key(
       key: an ordinary typed key (threefry).
       first_row: uint32 scalar, global index of the first of these rows.
       num_rows: number of rows in a computation with this key.
-      draws: those of the model, see `row_draws.find_draws`. None: a draw counts rows if its first dim has
-        that size, and keys are split alike for all rows.
+      draws: the draws of the model, see `row_draws.find_draws`. None means that a draw counts rows if its
+        first dim has that size, and that keys are split alike for all rows.
 
     Returns:
       A typed key. A draw or split with a dim of rows uses a key per global row; others do not depend on the
@@ -103,7 +103,7 @@ def _row_impl(num_rows: int, draws: Draws | None) -> Hashable:
         return fold_row(jax.random.fold_in(base(data), number), data[-1])
 
     def find_rows(kind: str, shape: tuple[int, ...]) -> Draw | None:
-        """Return how a draw counts rows; None if it does not."""
+        """Return how a draw counts rows; None without rows."""
         if known is None:
             counts = kind == BITS and bool(shape) and shape[0] == num_rows
             return Draw(kind, (1, *shape[1:]), 0) if counts else None
@@ -115,7 +115,7 @@ def _row_impl(num_rows: int, draws: Draws | None) -> Hashable:
         return known.get((kind, shape))
 
     def draw_by_row(data: jax.Array, draw: Draw, function: Callable[..., jax.Array]) -> jax.Array:
-        """Call a function of (key, shape) for each row, and move the rows to where the draw has them."""
+        """Call a function of (key, shape) for each row, and move the rows to their dim of the draw."""
         assert draw.dim is not None
         before, size, after = draw.shape[: draw.dim], draw.shape[draw.dim], draw.shape[draw.dim + 1 :]
         rows = data[-1] + jnp.arange(num_rows, dtype=jnp.uint32)
@@ -148,7 +148,7 @@ def _row_impl(num_rows: int, draws: Draws | None) -> Hashable:
 
 
 def _group_by_shape(num_rows: int, draws: Draws) -> dict[tuple[str, tuple[int, ...]], Draw | None]:
-    """Return the draw of each shape; None for those that are the same for all rows.
+    """Return the draw of each shape; None for draws that are the same for all rows.
 
     Raises:
       ValueError: two draws have one shape for this number of rows, but not for others.

@@ -1,7 +1,7 @@
-"""Find the random draws of a traced loss, and which of their dims counts the rows of the batch.
+"""Find the random draws of a traced loss, and the dims that count the rows of the batch.
 
-The loss is traced with two numbers of rows: what differs counts rows. Where a dim counts rows and something
-else (tokens, windows), `row_positions.py` follows the rows to it. Next: `rng.py`, which draws by it.
+The loss is traced with two numbers of rows: dims that differ count rows. If a dim counts rows and something
+else (tokens, windows), `row_positions.py` follows the rows to it. Next: `rng.py`, which uses the result.
 """
 
 import math
@@ -9,22 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardtrain.functional.dependencies import CALLED
 from shardtrain.functional.draw_record import (
     DRAWN,
     FOREIGN,
-    ROWS,
     DrawRecord,
     RowDraws,
     Variable,
     find_shapes,
 )
+from shardtrain.functional.jaxprs import CALLED, equations, find_line, scan_counts
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import BITS
-from shardtrain.functional.row_positions import DATA, follow_positions, position_in
-from shardtrain.functional.scan_operands import scan_counts
-from shardtrain.functional.traced_equations import equations, find_line
+from shardtrain.functional.row_positions import DATA, ROWS, find_position, follow_positions
 from shardtrain.functional.traced_loss import trace_loss
 
 OTHER_GENERATORS = ("rng_bit_generator", "rng_uniform", "threefry2x32")
@@ -32,15 +29,14 @@ OTHER_GENERATORS = ("rng_bit_generator", "rng_uniform", "threefry2x32")
 
 
 def find_draws(model: Model, loss: Loss, batch: Mapping[str, Any], train: bool = True) -> RowDraws:
-    """Return the random draws of a loss, without computing anything.
+    """Find the random draws of a loss, without computing anything.
 
     Args:
       model: the whole model.
       loss: returns (sum, count), see `loss.Loss`.
       batch: arrays or shapes of any number of rows.
-      train: whether it is the loss of training, or that of held-out data.
+      train: whether to trace the loss of training; False means that of held-out data.
     """
-
     few = trace_loss(model, loss, batch, ROWS[0], train)
     # `fold_in` and `seed` alone draw nothing
     draws = {*DRAWN, *OTHER_GENERATORS} - {"random_fold_in", "random_seed"}
@@ -50,17 +46,17 @@ def find_draws(model: Model, loss: Loss, batch: Mapping[str, Any], train: bool =
     try:
         many = trace_loss(model, loss, batch, ROWS[1], train)
         walk.run(few.jaxpr, many.jaxpr, [Variable()] * len(few.jaxpr.invars), "")
-    except _Differ as error:
+    except _ProgramsDiffer as error:
         problem = (
-            f"{str(error) or 'the model'} does something else for {ROWS[0]} rows than for {ROWS[1]}, so its"
+            f"{str(error) or 'the model'} does not do the same for {ROWS[0]} rows as for {ROWS[1]}, so its"
             " draws cannot be followed; let the model do the same for any number of rows"
         )
         return RowDraws(problems=(problem,))
     return walk.record.found()
 
 
-class _Differ(Exception):
-    """The two programs have other operations; the text is the line."""
+class _ProgramsDiffer(Exception):
+    """The two programs have different operations; the text is the source line."""
 
 
 @dataclass
@@ -73,12 +69,12 @@ class _Walk:
     def run(
         self, jaxpr: Any, other: Any, inputs: Sequence[Variable], line: str, is_cached: bool = False
     ) -> list[Variable]:
-        """Walk two jaxprs; return what is known of their outputs.
+        """Walk two jaxprs; return the rows of their outputs.
 
         Args:
-          jaxpr, other: the two.
-          inputs: what is known of their inputs.
-          line: that of the operation they stand for.
+          jaxpr, other: the two programs.
+          inputs: the rows of their inputs.
+          line: the source line of the equation that calls them.
           is_cached: whether jax may have traced them for another line.
         """
         for pair, known in zip(zip(jaxpr.invars, other.invars, strict=True), inputs, strict=True):
@@ -91,7 +87,7 @@ class _Walk:
             where = line if is_cached and line else find_line(equation) or line
             kinds = [(each.primitive, len(each.outvars)) for each in (equation, of_other)]
             if kinds[0] != kinds[1]:
-                raise _Differ(where)
+                raise _ProgramsDiffer(where)
             for pair, known in zip(
                 zip(equation.outvars, of_other.outvars, strict=True),
                 self._equation(equation, of_other, where, is_cached),
@@ -99,12 +95,12 @@ class _Walk:
             ):
                 self._set(pair, known)
         if len(jaxpr.eqns) != len(other.eqns):
-            raise _Differ(where)
+            raise _ProgramsDiffer(where)
         return [self._known(atom) for atom in jaxpr.outvars]
 
     def _set(self, pair: tuple[Any, Any], known: Variable) -> None:
         # a dim that counts rows alone says where they are; what is followed to it has to agree
-        anchor = position_in(find_shapes(pair))
+        anchor = find_position(find_shapes(pair))
         if anchor is not None:
             if known.position is not None:
                 self.record.meet([known.position, anchor])
@@ -139,7 +135,7 @@ class _Walk:
             shapes = find_shapes((equation.outvars[0], other.outvars[0]))
             is_number = shapes.row_dim is not None and shapes.row_dim == equation.params["dimension"]
         found = [
-            self.record.meet(follow_positions(equation, number, [each.position for each in inputs], ROWS[0]))
+            self.record.meet(follow_positions(equation, number, [each.position for each in inputs]))
             for number in range(len(equation.outvars))
         ]
         return [Variable(position, is_number) for position in found]

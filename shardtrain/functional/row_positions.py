@@ -9,15 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 DATA = None
-"""The draw of positions that are known."""
+"""The draw of known positions."""
+
+ROWS = (2, 4)
+"""The numbers of rows with which a loss is traced."""
 
 
 class Position(NamedTuple):
     """Where an array has rows.
 
     Args:
-      draw: the number of the draw that it comes from, whose position is not known yet; None: it is known.
-      inner: number of entries that follow one of a row, for each hypothesis; -1: it cannot be so.
+      draw: the index of the draw that it comes from, whose rows are not known yet; None if they are known.
+      inner: stride of rows in memory, for each hypothesis; -1 means that the hypothesis is refuted.
     """
 
     draw: int | None
@@ -25,16 +28,14 @@ class Position(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """The shapes of one array for two numbers of rows.
+    """The shapes of one array for both numbers of `ROWS`.
 
-    >>> Shapes((3, 10), (3, 20), 2, 4).row_dim, Shapes((3, 10), (3, 20), 2, 4).per_row
+    >>> Shapes((3, 10), (3, 20)).row_dim, Shapes((3, 10), (3, 20)).per_row
     (1, 5)
     """
 
     few: tuple[int, ...]
     many: tuple[int, ...]
-    num_few: int
-    num_many: int
 
     @property
     def differ(self) -> bool:
@@ -43,25 +44,24 @@ class Shapes(NamedTuple):
 
     @property
     def row_dim(self) -> int | None:
-        """The only dim that counts rows, or several entries of each; None without one."""
+        """The only dim that counts rows, or several entries per row; None without one."""
         if len(self.few) != len(self.many):
             return None
         dims = [i for i, (few, many) in enumerate(zip(self.few, self.many, strict=True)) if few != many]
         if len(dims) != 1:
             return None
         few, many = self.few[dims[0]], self.many[dims[0]]
-        fits = few % self.num_few == 0 and few * self.num_many == many * self.num_few
-        return dims[0] if fits else None
+        return dims[0] if few % ROWS[0] == 0 and few * ROWS[1] == many * ROWS[0] else None
 
     @property
     def per_row(self) -> int:
-        """The number of entries of each row in this dim."""
+        """The number of entries per row in this dim."""
         assert self.row_dim is not None
-        return self.few[self.row_dim] // self.num_few
+        return self.few[self.row_dim] // ROWS[0]
 
 
-def position_in(shapes: Shapes) -> Position | None:
-    """Return the position of rows in an array with a dim of rows alone."""
+def find_position(shapes: Shapes) -> Position | None:
+    """Return the position of rows in an array that has a dim of rows only."""
     dim = shapes.row_dim
     if dim is None or shapes.per_row != 1:
         return None
@@ -69,19 +69,16 @@ def position_in(shapes: Shapes) -> Position | None:
 
 
 Moves = Mapping[int, int]
-"""Dim of an input -> the dim of the output that it becomes; others are gone."""
+"""Dim of an input -> the same dim of the output; dims that are reduced are left out."""
 
 
-def follow_positions(
-    equation: Any, output: int, positions: Sequence[Position | None], rows: int
-) -> list[Position]:
-    """Return the positions of rows in an output of an operation, from each input that has some.
+def follow_positions(equation: Any, output: int, positions: Sequence[Position | None]) -> list[Position]:
+    """Return the positions of rows in an output of an operation, one for each input with rows.
 
     Args:
       equation: the operation.
       output: the number of its output.
-      positions: those of its inputs.
-      rows: the number of rows of the program.
+      positions: the positions of rows in its inputs.
     """
     shape = tuple(getattr(equation.outvars[output].aval, "shape", ()))
     found = []
@@ -92,17 +89,17 @@ def follow_positions(
         if equation.primitive.name == "reshape":
             found.append(position)
             continue
-        moves = _moves(equation, number, before, shape)
-        inner = tuple(_find_moved(each, before, shape, moves, rows) for each in position.inner)
+        moves = _find_moves(equation, number, before, shape)
+        inner = tuple(_move_position(each, before, shape, moves) for each in position.inner)
         if any(each > 0 for each in inner):
             found.append(position._replace(inner=inner))
     return found
 
 
-def _find_moved(inner: int, before: tuple[int, ...], after: tuple[int, ...], moves: Moves, rows: int) -> int:
-    """Return the number of entries that follow one of a row, when dims have moved; -1 if rows are gone.
+def _move_position(inner: int, before: tuple[int, ...], after: tuple[int, ...], moves: Moves) -> int:
+    """Return the stride of rows after dims have moved; -1 if rows are reduced.
 
-    >>> _moved(3, (4, 2, 3), (4, 3, 2), {0: 0, 1: 2, 2: 1}, 2)
+    >>> _move_position(3, (4, 2, 3), (4, 3, 2), {0: 0, 1: 2, 2: 1})
     1
     """
     behind = 1
@@ -110,14 +107,14 @@ def _find_moved(inner: int, before: tuple[int, ...], after: tuple[int, ...], mov
         size = before[dim]
         if size > 1 and behind <= inner < behind * size:
             to = moves.get(dim)
-            if inner % behind or inner * rows > behind * size or to is None or after[to] != size:
+            if inner % behind or inner * ROWS[0] > behind * size or to is None or after[to] != size:
                 return -1
             return inner // behind * math.prod(after[to + 1 :])
         behind *= size
     return -1
 
 
-def _moves(equation: Any, number: int, before: Sequence[int], after: Sequence[int]) -> Moves:
+def _find_moves(equation: Any, number: int, before: Sequence[int], after: Sequence[int]) -> Moves:
     name = equation.primitive.name
     if name.startswith(("reduce_", "arg")) and "axes" in equation.params:
         gone = set(equation.params["axes"])
@@ -126,14 +123,6 @@ def _moves(equation: Any, number: int, before: Sequence[int], after: Sequence[in
         return MOVES[name](equation, number)
     # elementwise, and along other dims than that of rows
     return {dim: dim for dim in range(len(before))} if len(before) == len(after) else {}
-
-
-def _broadcast(equation: Any, number: int) -> Moves:
-    return dict(enumerate(equation.params["broadcast_dimensions"]))
-
-
-def _transpose(equation: Any, number: int) -> Moves:
-    return {dim: to for to, dim in enumerate(equation.params["permutation"])}
 
 
 def _squeeze(equation: Any, number: int) -> Moves:
@@ -172,7 +161,7 @@ def _gather(equation: Any, number: int) -> Moves:
 
 
 def _all_but(*names: str) -> Callable[[Any, int], Moves]:
-    """Every dim stays, but those that the operation permutes."""
+    """Return moves that keep every dim except those that the operation permutes."""
 
     def moves(equation: Any, number: int) -> Moves:
         found = {dim: dim for dim in range(equation.invars[number].aval.ndim)}
@@ -185,25 +174,21 @@ def _all_but(*names: str) -> Callable[[Any, int], Moves]:
     return moves
 
 
-def _none(equation: Any, number: int) -> Moves:
-    return {}
-
+_OPAQUE = (
+    *("custom_linear_solve", "ffi_call", "pallas_call", "ragged_dot_general", "scatter", "scatter-add"),
+)
+"""Operations through which rows are not followed."""
 
 MOVES: Mapping[str, Callable[[Any, int], Moves]] = {
-    "broadcast_in_dim": _broadcast,
+    "broadcast_in_dim": lambda equation, _: dict(enumerate(equation.params["broadcast_dimensions"])),
     "concatenate": _all_but("dimension"),
     "conv_general_dilated": _convolution,
-    "custom_linear_solve": _none,
     "dot_general": _dot,
-    "ffi_call": _none,
     "gather": _gather,
-    "pallas_call": _none,
-    "ragged_dot_general": _none,
+    **dict.fromkeys(_OPAQUE, lambda *_: {}),
     "rev": _all_but("dimensions"),
-    "scatter": _none,
-    "scatter-add": _none,
     "sort": _all_but("dimension"),
     "squeeze": _squeeze,
-    "transpose": _transpose,
+    "transpose": lambda equation, _: {dim: to for to, dim in enumerate(equation.params["permutation"])},
 }
-"""Operation -> how its dims move, where they do not stay; next to those that reduce."""
+"""Operation -> how its dims move; other operations keep their dims or reduce them."""

@@ -1,7 +1,7 @@
-"""Evaluate a program with its long scans in pieces, whose results stay apart up to the outputs.
+"""Evaluate a program with its long scans in pieces, so that parts of their results are ready early.
 
-A backward pass through stacked layers is one reversed scan, whose stacked gradients are all ready at its end:
-in pieces those of the last layers are ready first. Next: `program_parts.py`.
+A backward pass through stacked layers is one reversed scan, whose gradients are all ready at its end. In
+pieces, the gradients of the last layers are ready first. Next: `program_parts.py`.
 """
 
 import math
@@ -17,11 +17,11 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import NamedSharding
 
 from shardtrain.functional.jaxpr_split import bind
+from shardtrain.functional.jaxprs import INLINED, scan_counts
 from shardtrain.functional.program_parts import equation_cost, program_cost
-from shardtrain.functional.scan_operands import scan_counts
 
-CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
-"""Primitives that only call a program -> their parameter with it."""
+CALLS = {name: parameter for name, parameter in INLINED.items() if name != "remat2"}
+"""Primitives that call a program and have no other effect -> the parameter that holds it."""
 
 ROW_BY_ROW = frozenset(
     (
@@ -29,10 +29,10 @@ ROW_BY_ROW = frozenset(
         *("neg", "not", "or", "reduce_precision", "select_n", "sharding_constraint", "sub"),
     )
 )
-"""Primitives with one output, that compute each of its elements from the same one of each input."""
+"""Elementwise primitives with one output."""
 
 REMOVED = {"squeeze": "dimensions", "reduce_sum": "axes"}
-"""Primitives that remove dims -> their parameter with these."""
+"""Primitives that remove dims -> the parameter with these dims."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Pieces:
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        """The first index of each piece, and the one behind its last."""
+        """The first index of each piece, and the index after its last."""
         ends = list(accumulate(array.shape[self.dim] for array in self.arrays))
         return list(pairwise([0, *ends]))
 
@@ -60,11 +60,11 @@ class Pieces:
 
 
 class PiecewiseProgram:
-    """Evaluates a program with its reversed scans in pieces, and its last microbatch outside the scan of all.
+    """Evaluates a program with reversed scans in pieces, and the last microbatch outside the scan over all.
 
     Args:
-      num_pieces: pieces of each reversed scan, at most its steps.
-      least: a reversed scan of a smaller part of the program's cost stays whole.
+      num_pieces: number of pieces of each reversed scan, limited to its steps.
+      least: fraction of the program's cost below which a reversed scan stays whole.
     """
 
     def __init__(self, num_pieces: int, least: float = 0.1) -> None:
@@ -126,7 +126,7 @@ class PiecewiseProgram:
 
 
 def _split_scan(equation: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return (constants, what is carried, stacks) of the inputs of a scan."""
+    """Split the inputs of a scan into constants, carried arrays and stacked arrays."""
     num_consts, num_carried = scan_counts(equation)
     num_whole = num_consts + num_carried
     return list(inputs[:num_consts]), list(inputs[num_consts:num_whole]), list(inputs[num_whole:])
@@ -147,7 +147,7 @@ def _scan(
 
 
 def _run_in_pieces(equation: Any, inputs: list[Any], num_pieces: int) -> list[Any]:
-    """Return the outputs of a reversed scan that is run as several, each with what the one before carries."""
+    """Run a reversed scan as several scans, each of which continues the one before."""
     length = equation.params["length"]
     consts, carry, rows = _split_scan(equation, inputs)
     starts = [length * i // num_pieces for i in range(num_pieces + 1)]
@@ -160,11 +160,11 @@ def _run_in_pieces(equation: Any, inputs: list[Any], num_pieces: int) -> list[An
 
 
 def piece_by_piece(equation: Any, inputs: Sequence[Any]) -> Pieces | None:
-    """Return the output of an equation piece by piece; None where its rows depend on each other.
+    """Compute the output of an equation piece by piece; None if its rows depend on each other.
 
     Args:
-      equation: any.
-      inputs: arrays or `Pieces`, one of them at least.
+      equation: any equation.
+      inputs: arrays or `Pieces`, at least one `Pieces`.
     """
     given = [x for x in inputs if isinstance(x, Pieces)]
     pieces, name, params = given[0], equation.primitive.name, equation.params
@@ -210,7 +210,7 @@ def _row_by_row(equation: Any, inputs: Sequence[Any], like: Pieces) -> Pieces | 
 def _broadcast(
     pieces: Pieces, old: tuple[int, ...], new: tuple[int, ...], dims: Sequence[int]
 ) -> Pieces | None:
-    """Return pieces with other dims; None where rows are repeated."""
+    """Broadcast pieces; None if their dim is repeated."""
     dim = dims[pieces.dim]
     if new[dim] != old[pieces.dim]:
         return None
@@ -220,7 +220,7 @@ def _broadcast(
 
 
 def _reshape(pieces: Pieces, old: tuple[int, ...], new: tuple[int, ...]) -> Pieces | None:
-    """Return pieces in another shape that keeps their dim, with as many elements before it."""
+    """Reshape pieces; None unless the new shape keeps their dim."""
     before = math.prod(old[: pieces.dim])
     for dim, size in enumerate(new):
         if size == old[pieces.dim] and math.prod(new[:dim]) == before:

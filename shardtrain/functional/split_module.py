@@ -1,4 +1,4 @@
-"""An nnx module split into its graph and its variables, which are shapes only, and put together in a call.
+"""Split an nnx module into its graph and the shapes of its variables, and merge them in a call.
 
 Next: `nnx_model.py`.
 """
@@ -19,20 +19,20 @@ from flax.linen.spmd import with_logical_constraint
 from shardtrain.axes import AXES, BATCH
 from shardtrain.errors.user_code import find_raising_line
 from shardtrain.functional.auxiliary import Outputs
-from shardtrain.functional.batch_norm import REPLICAS, bind_axis, one_axis_name
-from shardtrain.functional.model import Tree, dim_names, same_structure
+from shardtrain.functional.batch_norm import REPLICAS, bind_axis, find_axis_name
+from shardtrain.functional.model import Tree, dim_names, keep_structure
 from shardtrain.functional.module_factory import construct
 from shardtrain.sharding.array_dims import JOINT
 
 NORMS = (nnx.SpectralNorm, nnx.WeightNorm)
-"""Norms of Flax that set parameters; as in their papers, what they set holds within the call."""
+"""Norms of Flax that set parameters; as in their papers, the new values hold within the call."""
 
 
 def guard_parameters(module: nnx.Module) -> Callable[[], None]:
-    """Raise a ValueError as soon as a parameter of a module is set.
+    """Make a module raise a ValueError when one of its parameters is set.
 
     Returns:
-      A function that raises one if a parameter has been replaced by then.
+      A function that raises the error if a parameter was replaced meanwhile.
     """
     norms = tuple(path for path, node in nnx.iter_graph(module) if isinstance(node, NORMS))
     before = _parameters(module, norms)
@@ -70,26 +70,30 @@ def _refuse(path: Any, *_: Any) -> Any:
 
 
 ARGUMENT = "out_sharding"
-"""The argument of layers and of functions of jax."""
+"""The sharding argument of layers of Flax and of functions of jax."""
 
-_FOLLOWS: ContextVar[bool] = ContextVar("follows", default=False)
+_CONSTRAINS_OUTPUTS: ContextVar[bool] = ContextVar("constrains_outputs", default=False)
 
-_SAID = ("not under a mesh context", "cannot contain axis names that are of type Auto", "out_sharding")
-"""What jax says of this argument on other meshes."""
+_JAX_MESSAGES = (
+    "not under a mesh context",
+    "cannot contain axis names that are of type Auto",
+    "out_sharding",
+)
+"""jax's messages about this argument on meshes that are not explicit."""
 
 
 @contextmanager
 def output_shardings() -> Iterator[None]:
-    """Within this, `out_sharding` of Flax's layers names dims for `nn.with_logical_constraint`.
+    """Within this context, `out_sharding` of Flax's layers names dims for `nn.with_logical_constraint`.
 
     Raises:
       ValueError: a function of jax was given one.
     """
-    token = _FOLLOWS.set(True)
+    token = _CONSTRAINS_OUTPUTS.set(True)
     try:
         yield
     except (ValueError, TypeError, NotImplementedError) as error:
-        if not any(text in str(error) for text in _SAID):
+        if not any(text in str(error) for text in _JAX_MESSAGES):
             raise
         raise ValueError(
             f"{find_raising_line(error)}: the model gives {ARGUMENT} to a function of jax, which takes it on"
@@ -97,17 +101,17 @@ def output_shardings() -> Iterator[None]:
             " nn.with_logical_constraint(x, ('batch', None, 'embed')), where names of mesh axes do too"
         ) from error
     finally:
-        _FOLLOWS.reset(token)
+        _CONSTRAINS_OUTPUTS.reset(token)
 
 
-def _following(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the call of a layer to constrain what it returns, in place of its argument."""
+def _constrain_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the call of a layer: its argument `out_sharding` becomes a constraint on the outputs."""
     signature = inspect.signature(original)
 
     @wraps(original)
     def call(*arguments: Any, **options: Any) -> Any:
         bound = signature.bind(*arguments, **options)
-        given = bound.arguments.pop(ARGUMENT, None) if _FOLLOWS.get() else None
+        given = bound.arguments.pop(ARGUMENT, None) if _CONSTRAINS_OUTPUTS.get() else None
         if given is None:
             return original(*arguments, **options)
         outputs = original(*bound.args, **bound.kwargs)
@@ -118,22 +122,22 @@ def _following(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dim(name: str | None) -> str | None:
-    """Return the dim of the batch for several mesh axes, over which only rows are sharded together."""
+    """Return the batch dim for a joint name of several mesh axes; only rows are sharded over several."""
     return BATCH if name and JOINT in name and set(name.split(JOINT)) <= set(AXES) else name
 
 
 _LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.Embed, nnx.LoRALinear)
 
 for _layer, _method in (*((layer, "__call__") for layer in _LAYERS), (nnx.Embed, "attend")):
-    setattr(_layer, _method, _following(getattr(_layer, _method)))
+    setattr(_layer, _method, _constrain_outputs(getattr(_layer, _method)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitModule:
-    """An nnx module split into its graph and its variables, which are shapes only.
+    """The graph of an nnx module and the shapes of its variables.
 
     Args:
-      graphs: whether it trains -> its graph definition; None -> as its constructor leaves it.
+      graphs: training mode (True or False) -> its graph definition; None -> the constructor's.
       params: the parameters.
       rngs: the rng streams.
       model_state: all other variables.
@@ -147,9 +151,7 @@ class SplitModule:
     axis_name: str | None
 
     def pure(self, method: Callable[..., Any]) -> Callable[..., tuple[Any, Tree]]:
-        """Return a method of the module as a pure function.
-
-        It maps (params, model_state, rng, train, *inputs) to (outputs, model_state)."""
+        """Return a method of the module as (params, model_state, rng, train, *inputs) -> (outputs, state)."""
 
         def call(
             params: Tree, model_state: Tree, rng: jax.Array, train: bool, *inputs: Any
@@ -168,7 +170,7 @@ class SplitModule:
                 outputs = replace(outputs, train=train)
             nnx.pop(module, nnx.Intermediate)
             _, _, _, changed = split_variables(module)
-            return outputs, same_structure(plain_values(changed), model_state)
+            return outputs, keep_structure(plain_values(changed), model_state)
 
         return bind_axis(call, self.axis_name)
 
@@ -179,7 +181,7 @@ def split_variables(module: Any) -> Any:
 
 
 def set_mode(module: Any, train: bool) -> Any:
-    """Return a module in the mode of training or evaluation, of the same variables."""
+    """Return a module in the mode of training or evaluation, with the same variables."""
     mode = {"deterministic": not train, "use_running_average": not train}
     found = nnx.view(module, raise_if_not_found=False, **mode)
     # a view has set those of Flax's own layers alone
@@ -191,10 +193,10 @@ def set_mode(module: Any, train: bool) -> Any:
 
 
 def split_module(factory: Callable[..., Any], sync_batch_norm: bool) -> tuple[Any, SplitModule]:
-    """Trace a factory; return its module, with shapes in the place of arrays, and the same split.
+    """Trace a factory; return its module, with shapes in place of arrays, and its split.
 
     Raises:
-      ValueError: a random key is an attribute of the module.
+      ValueError: the module has a random key as an attribute.
     """
     graphs: dict[bool | None, Any] = {}
     axis_names = []
@@ -232,13 +234,13 @@ def split_module(factory: Callable[..., Any], sync_batch_norm: bool) -> tuple[An
 
 
 def _axis_name(abstract: nnx.Module, sync_batch_norm: bool) -> str | None:
-    """Return the axis name of a module's norms, after setting that of all BatchNorms if asked to."""
+    """Return the axis name of a module's norms, after setting it for all BatchNorms if asked to."""
     modules = [node for _, node in nnx.iter_graph(abstract) if isinstance(node, nnx.Module)]
-    own_name = one_axis_name(modules)
+    own_name = find_axis_name(modules)
     for module in modules:
         if sync_batch_norm and isinstance(module, nnx.BatchNorm) and module.axis_name is None:
             module.axis_name = own_name or REPLICAS
-    return one_axis_name(modules)
+    return find_axis_name(modules)
 
 
 def nest(items: Any) -> Tree:
@@ -254,10 +256,10 @@ def nest(items: Any) -> Tree:
 
 
 def plain_values(state: Any) -> Tree:
-    """Return the values of an nnx state as a nested dict, without variables that are shapes only.
+    """Return the values of an nnx state as a nested dict, without variables that are shapes.
 
-    An array that is an attribute is no variable, and of floats its bits are kept, as whole numbers: replicas
-    average floats, and each mean might round what never changes.
+    An array that is an attribute of a module never changes. Floats of such an array are kept as bits in
+    integers, because replicas average floats, and each mean might round them.
     """
     flat = ((path, _value(v)) for path, v in nnx.to_flat_state(state))
     return nest((path, value) for path, value in flat if not isinstance(value, jax.ShapeDtypeStruct))
@@ -273,7 +275,7 @@ def _value(leaf: Any) -> Any:
 
 
 def fill_values(state: Any, tree: Tree) -> Any:
-    """Return the variables with values from a tree; variables that it lacks stay shapes."""
+    """Return the variables with values from a tree; variables without a value stay shapes."""
 
     def filled(path: Any, variable: Any) -> Any:
         node: Any = tree

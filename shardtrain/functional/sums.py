@@ -1,6 +1,6 @@
-"""What is computed of a batch: sums of the loss and its metrics, gradients, and the model's state.
+"""The sums of a batch: loss, count, metrics, gradients and model state.
 
-One type for a microbatch, a replica, a stage and a whole step. Next: `train_step/replica_sums.py`,
+The same type serves a microbatch, a replica, a stage and a whole step. Next: `train_step/replica_sums.py`,
 `pipeline/mesh_pipeline.py`, `train_step/stage_programs.py`.
 """
 
@@ -14,11 +14,11 @@ from shardtrain.functional.model import BLOCKS
 
 
 class GradientSquares(NamedTuple):
-    """What the gradient noise scale needs of the gradients that are added up: of microbatches and replicas.
+    """Squared gradients of microbatches and replicas, for the gradient noise scale.
 
     Args:
-      norms: float32 scalar, the sum of the squared norms of these gradients of a sum over examples.
-      counts: float32 scalar, the sum of the squares of the numbers of their examples or tokens.
+      norms: float32 scalar, the sum of the squared norms of the gradients of summed losses.
+      counts: float32 scalar, the sum of the squared counts of their examples or tokens.
     """
 
     norms: jax.Array
@@ -26,18 +26,18 @@ class GradientSquares(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What is computed of a batch, summed over its microbatches.
+    """The results of a batch, summed over its microbatches.
 
-    Where several replicas have one, every array begins with a dim of replicas, R.
+    With several replicas every array begins with a dim of replicas, R.
 
     Args:
       loss_sum: float32 scalar.
       count: float32 scalar, examples or tokens.
-      metrics: name -> (sum, count), of the loss's own metrics.
-      grads: like params, float32: of loss_sum, or of the mean loss once it is divided; {} without a
-        backward pass.
-      model_state: the model's state after the batch; () where it is kept elsewhere.
-      squares: of the gradients that were added up; () where nobody asks for the gradient noise scale.
+      metrics: name -> (sum, count), the metrics of the loss.
+      grads: like params, float32: gradients of loss_sum, or of the mean loss after `of_mean_loss`; {} without
+        a backward pass.
+      model_state: the model state after the batch; () if it is kept elsewhere.
+      squares: squared gradients; () without the gradient noise scale.
     """
 
     loss_sum: jax.Array
@@ -54,7 +54,7 @@ class Sums(NamedTuple):
 
     @property
     def of_mean_loss(self) -> "Sums":
-        """The same with gradients of the mean loss, where they are of the sum; zeros if no example counts."""
+        """The sums with gradients of the mean loss in place of the sum; zeros if no example counts."""
         divisor = jnp.where(self.count > 0, self.count, 1)
         return self._replace(grads=jax.tree.map(lambda g: g / divisor, self.grads))
 
@@ -65,7 +65,7 @@ class Sums(NamedTuple):
 
     @property
     def logged(self) -> dict[str, Any]:
-        """The metrics of a step: the loss's own beside its sum and count."""
+        """The metrics of a step: those of the loss, and its sum and count."""
         return {**self.metrics, "loss_sum": self.loss_sum, "count": self.count}
 
 
@@ -75,13 +75,13 @@ def add_loss(sums: Sums, loss_sum: Any, count: Any, metrics: Any) -> Sums:
 
 
 def add_grads(sums: Sums, grads: dict[str, Any]) -> Sums:
-    """Return the sums with gradients of some of the top-level names of params added."""
+    """Return the sums with gradients of some top-level names of params added."""
     more = {name: _add(sums.grads[name], grads[name]) for name in grads}
     return sums._replace(grads={**sums.grads, **more})
 
 
 def add_block_grads(sums: Sums, grads: Any, start: Any) -> Sums:
-    """Return the sums with gradients of stacked blocks added, those from block `start` on."""
+    """Return the sums with gradients of stacked blocks, from block `start` on, added."""
 
     def add(total: jax.Array, g: jax.Array) -> jax.Array:
         # added to all blocks: XLA does that in place, where it would copy a slice that it reads and writes

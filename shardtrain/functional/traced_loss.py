@@ -1,10 +1,11 @@
-"""The traced program of a model's loss for a few rows on one device. Next: `row_draws.py`, which walks it."""
+"""Trace a model's loss for a few rows on one device. Next: `row_draws.py`, which reads the program."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, AxisType
 
 from shardtrain.axes import AXES
@@ -14,7 +15,7 @@ from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key, row_key
 
 ONE = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-"""A mesh of axes of size 1: a few rows could not be sharded over the axes of a run's mesh."""
+"""A mesh with axes of size 1: a few rows could not be sharded over the axes of a run's mesh."""
 
 
 def trace_loss(
@@ -25,19 +26,19 @@ def trace_loss(
     train: bool = True,
     metrics: list[str] | None = None,
 ) -> ClosedJaxpr:
-    """Trace a loss with its model; nothing is computed.
+    """Trace a loss with its model, without computing anything.
 
     Args:
       model: the whole model.
       loss: returns (sum, count), see `loss.Loss`.
       batch: arrays or shapes of any number of rows.
       num_rows: the number of rows to trace.
-      train: whether it is the loss of training, or that of held-out data.
+      train: whether to trace the loss of training; False means that of held-out data.
       metrics: receives the names of the loss's metrics.
 
     Returns:
-      A program of a key for rows, the parameters, the model's state and, last, the batch's arrays in the
-      order of their names. Its first results are the sum and the count of the loss, and of each metric.
+      A program whose inputs are a key for rows, the parameters, the model state and the arrays of the batch,
+      by name. Its first outputs are the sum and the count of the loss, and of each metric.
     """
     rows = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in batch.items()}
     params, model_state = jax.eval_shape(model.init, new_key(0))
@@ -59,3 +60,27 @@ def trace_loss(
     # not around `init`, where linen would take names of dims for axes of the mesh
     with jax.sharding.use_abstract_mesh(ONE):
         return jax.make_jaxpr(traced)(key, params, model_state, rows)
+
+
+def loss_count(model: Model, loss: Loss, batch: Mapping[str, Any]) -> float | None:
+    """Compute the count of a loss for some rows, such as tokens; None if it depends on the model.
+
+    Only the operations on which the count depends are run.
+
+    Args:
+      model: the whole model.
+      loss: returns (sum, count), see `loss.Loss`.
+      batch: arrays of a few rows.
+
+    Raises:
+      ValueError: the loss returns something else.
+    """
+    given = jax.tree.leaves(dict(batch))
+    traced = trace_loss(model, loss, batch, len(given[0]))
+    is_count = [number == 1 for number in range(len(traced.jaxpr.outvars))]
+    needed, is_used = partial_eval.dce_jaxpr(traced.jaxpr, is_count)
+    if any(is_used[: -len(given)]):
+        return None
+    arrays = [x for x, used in zip(given, is_used[-len(given) :], strict=True) if used]
+    (found,) = jaxpr_as_fun(ClosedJaxpr(needed, traced.consts))(*arrays)
+    return float(found)

@@ -1,4 +1,4 @@
-"""Training or evaluation: the arguments of Flax modules that set it, and a check of linen modules.
+"""Set the training or evaluation mode of Flax modules, and check that linen modules obey it.
 
 Next: `nnx_model.py`, `linen_model.py`.
 """
@@ -18,7 +18,7 @@ MODES = {"train": True, "training": True, "is_training": True, "deterministic": 
 
 
 def mode_arguments(function: Callable[..., Any], train: bool) -> dict[str, bool]:
-    """Return the arguments that set the mode of a function, as far as it has them.
+    """Return the arguments of a function that set its mode.
 
     >>> mode_arguments(lambda x, deterministic: x, train=True)
     {'deterministic': False}
@@ -29,7 +29,7 @@ def mode_arguments(function: Callable[..., Any], train: bool) -> dict[str, bool]
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a linen module, and what it did that belongs to training; None: nothing."""
+    """A call of a linen module, and the training behaviour that it showed, if any."""
 
     module: nn.Module
     problem: str | None
@@ -40,13 +40,12 @@ MODE_FIELDS = {
     nn.MultiHeadDotProductAttention: ("dropout_rate", "deterministic", "drops out"),
     nn.BatchNorm: (None, "use_running_average", "takes the statistics of the batch"),
 }
-"""Linen module -> the field that enables its training behaviour, the field of its mode, what it does if
-False."""
+"""Linen module -> (the field that enables its training behaviour, the field of its mode, the behaviour)."""
 
 
 @contextmanager
 def record_calls(calls: list[Call]) -> Iterator[None]:
-    """Within this, append every call of a linen module to a list."""
+    """Within this context, append every call of a linen module to a list."""
 
     def intercept(call: Any, arguments: Any, options: Any, context: Any) -> Any:
         if context.method_name == "__call__":
@@ -58,7 +57,7 @@ def record_calls(calls: list[Call]) -> Iterator[None]:
 
 
 def _mode_problem(module: nn.Module, arguments: Any, options: Any) -> str | None:
-    """Return what this call of a module does that belongs to training, None if nothing."""
+    """Return the training behaviour of this call of a module; None without any."""
     for kind, (rate, field, what) in MODE_FIELDS.items():
         if isinstance(module, kind) and (rate is None or getattr(module, rate) > 0):
             bound = inspect.signature(type(module).__call__).bind(module, *arguments, **options).arguments
@@ -69,7 +68,7 @@ def _mode_problem(module: nn.Module, arguments: Any, options: Any) -> str | None
 
 
 def check_evaluation(name: str, calls: list[Call]) -> None:
-    """Refuse a linen module that behaves in evaluation as in training.
+    """Check that a linen module does not behave in evaluation as in training.
 
     Args:
       name: the name of the module's class.

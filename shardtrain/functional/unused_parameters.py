@@ -1,7 +1,6 @@
-"""Find the parameters that a loss does not depend on: their gradient is zero whatever the values are.
+"""Find the parameters that a loss does not depend on: their gradients are always zero.
 
-The only file that uses jax's dead code elimination. Next: `optim/optimizer.py`, whose `decay_unused` says
-whether they are decayed.
+Next: `optim/optimizer.py`, whose option `decay_unused` decides whether they are decayed.
 """
 
 from collections.abc import Mapping
@@ -20,11 +19,11 @@ from shardtrain.functional.traced_loss import ONE
 
 
 def find_unused_parameters(model: Model, loss: Loss, batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the paths of the parameters whose change cannot change the loss in training.
+    """Find the paths of the parameters that cannot change the training loss.
 
-    Nothing is computed: the derivative of the loss along all parameters is traced, and then reduced to what
-    its result needs. A parameter of stacked layers counts as used if any layer uses it. What a function
-    with a derivative of its own (`jax.custom_vjp`) is given counts as used.
+    Nothing is computed: the derivative of the loss along all parameters is traced and reduced by dead code
+    elimination. A parameter of stacked layers counts as used if any layer uses it; an input of a function
+    with its own derivative (`jax.custom_vjp`) always counts as used.
 
     Args:
       model: the whole model.

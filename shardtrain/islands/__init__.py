@@ -1,1 +1,1 @@
-"""Islands, each a JAX runtime of its own, joined by MPI: start with `rank_environment.py` (no jax)."""
+"""Join islands, each with its own JAX runtime, by MPI. Start with `rank_environment.py` (no jax)."""

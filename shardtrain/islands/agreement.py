@@ -1,11 +1,13 @@
-"""Compare the facts of all ranks before the first step, and show a diff of those that are not equal.
+"""Compare the facts of all ranks before the first step, and show a diff of facts that differ.
 
-How facts reach the other ranks is the caller's (`all_gather`), so nothing here knows MPI. Islands that run
-different programs would wait for each other without end. The facts are in `rank_facts.py`.
+Islands that run different programs would wait for each other for ever. The caller passes an `all_gather`, so
+nothing here depends on MPI. The facts are in `rank_facts.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from shardtrain.system.excerpts import some
 
 CHANGES = {
     "versions": "install the same versions on every host, from one lock file",
@@ -14,15 +16,15 @@ CHANGES = {
     "data": "give every island a copy of the same data",
     "program": "their code differs: bring the run file, the model and shardtrain to one version",
 }
-"""Kind of fact -> what to do about it; any other kind is a tree of arrays."""
+"""Kind of fact -> the change to make; any other kind is a tree of arrays."""
 
 _TREE_CHANGE = "they build different models: bring the model's file and its options to one version"
 
 _PLAIN_NAMES = ("versions", "flags", "run")
-"""Kinds whose facts are known by their names alone."""
+"""Kinds whose facts are shown without the kind."""
 
 _WHERE_PRESENT = ("program",)
-"""Kinds in which a fact is compared only between those that have it."""
+"""Kinds whose facts are compared only between the ranks that have them."""
 
 _MOST_NAMES, _MOST_CHARACTERS = 4, 60
 
@@ -58,7 +60,7 @@ def disagreement(
     Args:
       facts_by_rank: `kind/name` -> value, of each rank.
       names: the names of the ranks, in messages.
-      most_lines: facts of a kind that are shown; the others are counted.
+      most_lines: largest number of facts of a kind to show; the others are counted.
 
     >>> print(disagreement([{"run/batch": 32}, {"run/batch": 64}, {"run/batch": 32}], ["a", "b", "c"]))
     islands do not agree, so nothing was started:
@@ -66,12 +68,12 @@ def disagreement(
       -> start every island with the same run file and the same options
     """
     assert len(facts_by_rank) == len(names), (len(facts_by_rank), len(names))
-    by_rank = [_entries(facts) for facts in facts_by_rank]
+    by_rank = [_flatten(facts) for facts in facts_by_rank]
     lines: dict[str, list[str]] = {}
     # group the ranks by their value of each fact: several groups disagree
     for fact in dict.fromkeys(fact for facts in by_rank for fact in facts):
         kind, _, name = fact.partition("/")
-        groups = _groups(fact, by_rank, names, everywhere=kind not in _WHERE_PRESENT)
+        groups = _group_by_value(fact, by_rank, names, everywhere=kind not in _WHERE_PRESENT)
         if len(groups) > 1:
             shown = name if kind in _PLAIN_NAMES else fact
             lines.setdefault(kind, []).append(f"{shown}: {_groups_text(groups)}")
@@ -87,22 +89,22 @@ def disagreement(
     return "\n  ".join(text)
 
 
-def _entries(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def _flatten(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Flatten facts to text; mappings are compared entry by entry."""
     flat: dict[str, str] = {}
     for name, value in facts.items():
         flat |= (
-            _entries(value, f"{prefix}{name}/")
+            _flatten(value, f"{prefix}{name}/")
             if isinstance(value, Mapping)
             else {prefix + name: repr(value)}
         )
     return flat
 
 
-def _groups(
+def _group_by_value(
     fact: str, by_rank: Sequence[Mapping[str, str]], names: Sequence[str], *, everywhere: bool
 ) -> dict[str, list[str]]:
-    """Group ranks by value: the largest group first, then that of the first rank."""
+    """Group ranks by value: the largest group first; of equal groups that of the first rank."""
     groups: dict[str, list[str]] = {}
     for facts, name in zip(by_rank, names, strict=True):
         if fact in facts or everywhere:
@@ -111,27 +113,15 @@ def _groups(
 
 
 def _groups_text(groups: Mapping[str, Sequence[str]]) -> str:
-    values = _cut(list(groups))
+    values = _shorten(list(groups))
     bare = [value.strip("'") for value in values]
     values = bare if len(set(bare)) == len(values) else values
     return "; ".join(
-        f"{value} on {_names_text(names)}" for value, names in zip(values, groups.values(), strict=True)
+        f"{value} on {some(names, _MOST_NAMES)}" for value, names in zip(values, groups.values(), strict=True)
     )
 
 
-def _names_text(names: Sequence[str]) -> str:
-    """
-    >>> _names_text(["island 0 (host a)", "island 1 (host b)"])
-    'island 0 (host a), island 1 (host b)'
-    >>> _names_text("abcdef")
-    'a, b, c and 3 more'
-    """
-    if len(names) <= _MOST_NAMES:
-        return ", ".join(names)
-    return f"{', '.join(names[: _MOST_NAMES - 1])} and {len(names) - _MOST_NAMES + 1} more"
-
-
-def _cut(texts: Sequence[str]) -> list[str]:
+def _shorten(texts: Sequence[str]) -> list[str]:
     """Shorten long texts to the part around their first difference."""
     if max(map(len, texts)) <= _MOST_CHARACTERS:
         return list(texts)

@@ -1,27 +1,27 @@
 """Divide the GPUs and cores of a host among its ranks, before jax starts. No jax, no MPI."""
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardtrain.islands.launcher_variables import LAUNCHERS
 from shardtrain.islands.rank_environment import RankEnvironment
+from shardtrain.system.host import list_gpu_files, parse_ranges
 
 BIND = "SHARDTRAIN_BIND"
-"""`no`: leave devices and cores as the launcher gave them."""
+"""Variable: the value `no` leaves devices and cores as the launcher assigned them."""
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Variables with the devices that a process sees; the first that is set counts."""
+"""Variables with the visible devices of a process; the first one that is set counts."""
 
 OWN_IDS = "JAX_LOCAL_DEVICE_IDS"
-"""The user's own choice among the visible devices."""
+"""Variable with the user's selection of the visible devices."""
 
 MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def share(things: Sequence, index: int, parts: int) -> list:
-    """Return part `index` of `parts` consecutive parts; the first get one more if it does not divide.
+    """Return part `index` of `parts` consecutive parts; the first parts get one more item if uneven.
 
     >>> share("abcde", 0, 2), share("abcde", 1, 2)
     (['a', 'b', 'c'], ['d', 'e'])
@@ -31,12 +31,12 @@ def share(things: Sequence, index: int, parts: int) -> list:
     return list(things[start : start + each + (index < more)])
 
 
-def local_device_ids(num_visible: int, local_rank: int, local_size: int, bound: bool) -> tuple[int, ...]:
+def divide_devices(num_visible: int, local_rank: int, local_size: int, bound: bool) -> tuple[int, ...]:
     """Return the indices of the devices that a process uses, among those that it sees.
 
-    A process that is alone, or whose devices are bound to it, uses all of them. Ranks that see the same
-    devices use equal parts, in the order of their local ranks; if there are fewer devices than ranks, equal
-    numbers of ranks share each.
+    A process that is the only one, or whose devices are bound to it, uses all of them. Ranks that see the
+    same devices use equal parts, in the order of their local ranks; if there are fewer devices than ranks,
+    equal numbers of ranks share each device.
 
     Args:
       num_visible: number of devices that the process sees.
@@ -45,9 +45,9 @@ def local_device_ids(num_visible: int, local_rank: int, local_size: int, bound: 
       bound: whether no other process of the host uses these devices.
 
     Raises:
-      ValueError: the devices cannot be shared evenly; the message computes what can.
+      ValueError: the devices cannot be shared evenly; the message computes numbers that can.
 
-    >>> local_device_ids(4, 0, 1, False), local_device_ids(4, 1, 2, False), local_device_ids(4, 1, 2, True)
+    >>> divide_devices(4, 0, 1, False), divide_devices(4, 1, 2, False), divide_devices(4, 1, 2, True)
     ((0, 1, 2, 3), (2, 3), (0, 1, 2, 3))
     """
     if bound or local_size == 1 or not num_visible:
@@ -75,24 +75,23 @@ def device_environment(
 ) -> dict[str, str]:
     """Return the variables to set before jax starts, so that the ranks on one host share its GPUs.
 
-    None are set where jax is to use the CPU, there is no GPU, or a rank uses all that it sees: it is alone,
-    or they are bound to it: by the launcher (srun --gpus-per-task, --gpu-bind), by SHARDTRAIN_BIND=no, by
-    JAX_LOCAL_DEVICE_IDS, or as ranks of the host have different CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES,
-    ROCR_VISIBLE_DEVICES).
+    No variable is set if jax uses the CPU, if there is no GPU, or if a rank uses all GPUs that it sees: it is
+    the only rank, or GPUs are bound to it by the launcher (srun --gpus-per-task, --gpu-bind), by
+    SHARDTRAIN_BIND=no, by JAX_LOCAL_DEVICE_IDS, or by different CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES,
+    ROCR_VISIBLE_DEVICES) of the ranks of the host.
 
     Args:
       environment: the rank environment of this rank; nothing is set if its local rank is None.
-      environ: the environment, as the launcher gave it.
+      environ: the environment variables, as the launcher set them.
       num_gpus: number of GPUs on this host; None counts them.
-      neighbours: the lists of visible devices of all ranks on the host, see `visible_list`. None: not known
-        before MPI has started; then nothing is set that depends on them.
+      neighbours: the lists of visible devices of all ranks on the host, see `visible_list`. None before MPI
+        has started; then no variable that depends on them is set.
 
     Returns:
-      The variable with the devices, and the fraction of memory per process where ranks share a GPU.
+      The variable with the devices, and the fraction of memory per process if ranks share a GPU.
 
     Raises:
-      ValueError: ranks see some devices in common, or the same ones and cannot share them evenly; only where
-        neighbours are known.
+      ValueError: ranks see some devices in common, or cannot share the same devices evenly.
 
     >>> environment = RankEnvironment(launcher="hydra", rank=1, size=2, local_rank=1, local_size=2, host="a")
     >>> device_environment(environment, {}, num_gpus=4)
@@ -104,27 +103,29 @@ def device_environment(
     assert size is not None
     variable = _visible_variable(environ)
     text = environ.get(variable)
-    gpus = _names(text)
+    gpus = parse_devices(text)
     if text is None:
-        gpus = [str(i) for i in range(_count_gpus() if num_gpus is None else num_gpus)]
+        gpus = [str(i) for i in range(len(list_gpu_files()) if num_gpus is None else num_gpus)]
     if not gpus or _is_declared_bound(environment, environ):
         return {}
-    # before MPI one cannot know whether the others see the same: only a list for all of them is divided
+    # before MPI starts it is unknown whether the others see the same: divide only a list for all of them
     if neighbours is None and (len(gpus) % size or (text is not None and len(gpus) < size)):
-        return {} if text is not None or size % len(gpus) else _sharing(variable, gpus, rank, size, environ)
+        return (
+            {} if text is not None or size % len(gpus) else _assign_gpus(variable, gpus, rank, size, environ)
+        )
     if neighbours is not None and _lists_are_bound(environment.host, neighbours):
         return {}
-    return _sharing(variable, gpus, rank, size, environ)
+    return _assign_gpus(variable, gpus, rank, size, environ)
 
 
 def bind_devices(
     local: RankEnvironment, environ: Mapping[str, str], neighbours: Sequence[str | None]
 ) -> None:
-    """Set the variables of this process's devices before jax starts, whatever was set before MPI was.
+    """Set the variables of this process's devices before jax starts, in place of earlier ones.
 
     Args:
-      local: its rank environment, with its number among all ranks of the host.
-      environ: the environment, as the launcher gave it.
+      local: its rank environment, with its local rank.
+      environ: the environment variables, as the launcher set them.
       neighbours: the lists of visible devices of all ranks on the host, see `visible_list`.
 
     Raises:
@@ -137,10 +138,10 @@ def bind_devices(
     os.environ.update(found)
 
 
-def _sharing(
+def _assign_gpus(
     variable: str, gpus: Sequence[str], rank: int, size: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    mine = local_device_ids(len(gpus), rank, size, bound=False)
+    mine = divide_devices(len(gpus), rank, size, bound=False)
     found = {variable: ",".join(gpus[index] for index in mine)}
     if len(gpus) < size and MEMORY not in environ:
         found[MEMORY] = f"{0.75 / (size // len(gpus)):.3f}"
@@ -148,14 +149,14 @@ def _sharing(
 
 
 def _lists_are_bound(host: str, lists: Sequence[str | None]) -> bool:
-    """Return whether ranks of a host see different devices: each has its own.
+    """Return whether each rank of a host sees devices of its own.
 
     Raises:
-      ValueError: they see some in common, and not the same.
+      ValueError: the ranks see different devices, and some in common.
     """
     if len(set(lists)) == 1:
         return False
-    names = [name for text in lists for name in sorted(set(_names(text)))]
+    names = [name for text in lists for name in sorted(set(parse_devices(text)))]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice or None in lists:
         shown = "; ".join("all" if text is None else text or "none" for text in lists)
@@ -169,18 +170,18 @@ def _lists_are_bound(host: str, lists: Sequence[str | None]) -> bool:
 
 
 def visible_list(environ: Mapping[str, str]) -> str | None:
-    """Return the list of devices that a launcher or a user made visible; None: all of the host."""
+    """Return the list of devices that a launcher or a user made visible; None means all of the host."""
     return environ.get(_visible_variable(environ))
 
 
 def runtime_device_ids(environ: Mapping[str, str]) -> list[int] | None:
-    """Return the devices for `jax.distributed.initialize`: all that the process sees, or what its user says.
+    """Return the device ids for `jax.distributed.initialize`: the user's selection, or all visible devices.
 
     Args:
-      environ: the environment, after `device_environment`.
+      environ: the environment variables, after `device_environment`.
 
     Returns:
-      None where no list says how many the process sees: jax then takes all.
+      None without a list of visible devices: jax then uses all.
 
     >>> runtime_device_ids({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}), runtime_device_ids({})
     ([0, 1, 2, 3], None)
@@ -189,14 +190,18 @@ def runtime_device_ids(environ: Mapping[str, str]) -> list[int] | None:
     """
     if own := environ.get(OWN_IDS):
         return [int(word) for word in own.split(",")]
-    names = _names(visible_list(environ))
+    names = parse_devices(visible_list(environ))
     # CUDA shows a process one part of a GPU, however many are listed
     plain = names and not any(name.startswith("MIG") for name in names)
     return list(range(len(names))) if plain else None
 
 
-def _names(text: str | None) -> list[str]:
-    """Return the devices of a list; those after an invalid entry are not visible."""
+def parse_devices(text: str | None) -> list[str]:
+    """Parse a list of visible devices; CUDA ignores all entries after an invalid one.
+
+    >>> parse_devices("0,2"), parse_devices("1,-1,2"), parse_devices(None)
+    (['0', '2'], ['1'], [])
+    """
     words = [word.strip() for word in (text or "").split(",")]
     end = next((i for i, word in enumerate(words) if word in ("", "-1", "NoDevFiles")), len(words))
     return words[:end]
@@ -212,26 +217,22 @@ def _is_declared_bound(environment: RankEnvironment, environ: Mapping[str, str])
     return by_launcher or environ.get(BIND) == "no" or OWN_IDS in environ
 
 
-def _count_gpus() -> int:
-    return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").glob("nvidia*"))
-
-
 def bind_cpus(
     environment: RankEnvironment, environ: Mapping[str, str] | None = None, usable: set[int] | None = None
 ) -> set[int] | None:
-    """Return the cores for this rank: an even share, by local rank, of those that it may use.
+    """Return the cores for this rank: an even share of those that it may use, by local rank.
 
-    Sets nothing: the caller passes the result to `os.sched_setaffinity` before jax starts its threads.
-    Hardware threads of a core stay together.
+    The caller passes the result to `os.sched_setaffinity` before jax starts its threads. Hardware threads of
+    a core stay together.
 
     Args:
       environment: the rank environment of this rank.
-      environ: the environment; None: of this process.
-      usable: cores of the host or of its container; None asks the system.
+      environ: the environment variables; None means those of this process.
+      usable: cores of the host or of its container; None reads them.
 
     Returns:
-      None if the rank is alone on its host, its local rank is not known, the launcher has bound it, there
-      are fewer cores than ranks, or SHARDTRAIN_BIND=no.
+      None if the rank is the only one on its host, its local rank is unknown, the launcher has bound it,
+      there are fewer cores than ranks, or SHARDTRAIN_BIND=no.
     """
     environ = os.environ if environ is None else environ
     if environment.local_rank is None or environment.local_size in (None, 1) or environ.get(BIND) == "no":
@@ -240,9 +241,9 @@ def bind_cpus(
     if not hasattr(os, "sched_getaffinity"):
         return None
     mine = os.sched_getaffinity(0)
-    if _cores_are_bound(environment, environ, mine, _usable() if usable is None else usable):
+    if _cores_are_bound(environment, environ, mine, read_usable_cores() if usable is None else usable):
         return None
-    cores = share(sorted(mine, key=_core), environment.local_rank, environment.local_size)
+    cores = share(sorted(mine, key=_core_sort_key), environment.local_rank, environment.local_size)
     return set(cores) if len(mine) >= environment.local_size else None
 
 
@@ -255,20 +256,19 @@ def _cores_are_bound(
     return mine < usable
 
 
-def _usable() -> set[int]:
-    """Return the cores that container and batch system allow; a rank with fewer was bound by its launcher."""
+def read_usable_cores() -> set[int]:
+    """Read the cores that container and batch system allow; the launcher has bound a rank with fewer."""
     every = set(range(os.cpu_count() or 1))
     try:
         group = Path("/proc/self/cgroup").read_text().splitlines()[-1].partition("::")[2]
         text = Path(f"/sys/fs/cgroup{group}/cpuset.cpus.effective").read_text().strip()
     except OSError:
         return every
-    ranges = [part.partition("-") for part in text.split(",") if part]
-    return {i for low, _, high in ranges for i in range(int(low), int(high or low) + 1)} or every
+    return set(parse_ranges(text)) or every
 
 
-def _core(cpu: int) -> tuple[int, int, int]:
-    """Return a sort key that keeps the hardware threads of a package and core together."""
+def _core_sort_key(cpu: int) -> tuple[int, int, int]:
+    """Return a sort key of a CPU that keeps the hardware threads of a core together."""
     folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
     try:
         package, core = (int((folder / name).read_text()) for name in ("physical_package_id", "core_id"))

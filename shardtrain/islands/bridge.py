@@ -1,13 +1,12 @@
-"""The dependency boundary to MPI: groups for combiners over mpi4jax, named all-gathers over mpi4py.
+"""The dependency boundary to MPI: collectives of arrays over mpi4jax, all-gathers of values over mpi4py.
 
-mpi4jax moves arrays inside a compiled program of one device; mpi4py, on communicators of its own,
-all-gathers small values. Next: `transfer.py`, which brings arrays of a mesh here and back.
+mpi4jax moves arrays inside a compiled program of one device; mpi4py all-gathers small values on its own
+communicators. Next: `transfer.py`, which moves arrays between a mesh and these collectives.
 """
 
 import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -18,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardtrain.islands.malloc import tune_malloc
-from shardtrain.islands.mpi_library import check_started, library_environment, not_loaded_text, vendor
+from shardtrain.islands.mpi_library import check_started, find_vendor, library_environment, not_loaded_text
 from shardtrain.islands.options import REDUCE
-from shardtrain.islands.rank_timeout import RankTimeout, missing_text
+from shardtrain.islands.rank_timeout import RankTimeout, RankWait
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.system.standard_streams import wait_until_read
 from shardtrain.system.stop_signals import STOPPING, keep_handlers
@@ -32,19 +31,19 @@ MOST_ELEMENTS = 2**31 - 1
 def apply_in_chunks(
     operation: Callable[[jax.Array], jax.Array], x: jax.Array, most_elements: int = MOST_ELEMENTS
 ) -> jax.Array:
-    """Apply an operation that works on each element by itself, to at most so many elements at a time.
+    """Apply an elementwise operation to an array in chunks of bounded size.
 
     Args:
-      operation: array -> array of the same shape, or with more dims before those.
-      x: of any shape.
+      operation: array -> array of the same shape, possibly with more leading dims.
+      x: array of any shape.
       most_elements: the largest number of elements of one call, 1 or more.
 
     Returns:
-      What the operation returns for the whole array.
+      The result of the operation for the whole array.
 
     >>> calls = []
     >>> double = lambda x: calls.append(x.shape) or 2 * x
-    >>> in_chunks(double, jnp.ones((2, 4)), 3).shape, calls
+    >>> apply_in_chunks(double, jnp.ones((2, 4)), 3).shape, calls
     ((2, 4), [(3,), (3,), (2,)])
     """
     if x.size <= most_elements:
@@ -56,7 +55,7 @@ def apply_in_chunks(
     return whole.reshape(*whole.shape[:-1], *x.shape)
 
 
-# MPI starts with its import, and a thread of its own with it, which would get an arena of malloc's
+# MPI starts at its import, with a thread that would get its own arena of malloc
 tune_malloc()
 os.environ.update(library_environment(os.environ))
 
@@ -71,18 +70,18 @@ keep_handlers(STOPPING)
 
 
 class MpiGroup:
-    """A communicator as a `combine.Group`: its methods are called in a jit over one device.
+    """A communicator as a `combine.Group`; call its methods in a jit over one device.
 
     All ranks must call the same methods in the same order.
 
     Args:
-      comm: duplicated; its ranks are those of the group.
-      mode: how `all_reduce` over the whole group is done, see `options.Across.reduce`.
-      hosts: rank -> host, for the hierarchical mode; by default as MPI finds them.
+      comm: the communicator of the ranks of the group; it is duplicated.
+      mode: the algorithm of `all_reduce` over the whole group, see `options.Across.reduce`.
+      hosts: rank -> host, for the hierarchical mode; None lets MPI find them.
       most_elements: the largest number of elements of one MPI call; larger arrays are sent in chunks.
 
     Attributes:
-      traced_bytes: bytes of the arrays that this rank gives to MPI, over all calls traced so far.
+      traced_bytes: bytes of the arrays that this rank passes to MPI, over all calls traced so far.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class MpiGroup:
             _ = self._levels  # communicators are made here, where all ranks are, not while one traces
 
     def all_reduce(self, x: jax.Array, span: int | None = None) -> jax.Array:
-        """Return the sum over each block of `span` consecutive ranks, by default over all.
+        """Sum arrays over each block of `span` consecutive ranks, by default over all ranks.
 
         Args:
           x: float32 or int32, the same shape on every rank.
@@ -147,14 +146,14 @@ class MpiGroup:
         )
 
     def all_gather(self, x: jax.Array) -> jax.Array:
-        """Return the arrays of all ranks, stacked to (size, ...)."""
+        """Gather the arrays of all ranks, stacked to (size, ...)."""
         if self.size == 1 or x.size == 0:
             return jnp.broadcast_to(x, (self.size, *x.shape))
         self.traced_bytes += x.nbytes
         return self._move_bits(lambda bits: mpi4jax.allgather(bits, comm=self._comm), x)
 
     def broadcast(self, x: jax.Array, root: int = 0) -> jax.Array:
-        """Return the array of rank `root` on every rank."""
+        """Send the array of rank `root` to every rank."""
         if self.size == 1 or x.size == 0:
             return x
         self.traced_bytes += x.nbytes
@@ -165,7 +164,7 @@ class MpiGroup:
         return x
 
     def _move_bits(self, move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-        """Move an array without arithmetic, 16-bit floats as integers: mpi4jax has no such dtypes."""
+        """Move an array without arithmetic; 16-bit floats as integers, because mpi4jax lacks these dtypes."""
         bits = lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
         found = apply_in_chunks(move, bits, self._most_elements)
         return lax.bitcast_convert_type(found, x.dtype) if found.dtype != x.dtype else found
@@ -185,21 +184,19 @@ class MpiGroup:
 
 
 KNOWN_SECONDS = 1.0
-"""Seconds after which the watchdog gets to know the ranks that have not joined an all-gather."""
+"""Seconds after which a wait tells the watchdog which ranks are missing."""
 
 
 class Control:
     """All-gathers of small values between all ranks, with a name and a time limit.
 
     Args:
-      comm: duplicated.
+      comm: the communicator of all ranks; it is duplicated.
       names: rank -> its name in messages, such as "island 1 (host b)".
-      patience_seconds: how long to wait for the others, unless a call says otherwise.
-      report: called once with a line when a wait takes longer than `REPORT_SECONDS`.
-      activity: the activity record of this process; every all-gather is recorded there.
+      patience_seconds: default time limit of an all-gather.
+      report: receives one line when a wait takes longer than `RankWait.REPORT_SECONDS`.
+      activity: the activity record of this process, which records every all-gather.
     """
-
-    REPORT_SECONDS = 30.0
 
     def __init__(
         self,
@@ -231,8 +228,8 @@ class Control:
 
         Args:
           name: the name of this all-gather; all ranks must join the same one.
-          value: any value of JSON.
-          timeout_seconds: how long to wait; None is `patience_seconds`.
+          value: any JSON value.
+          timeout_seconds: time limit; None means `patience_seconds`.
 
         Returns:
           The values by rank.
@@ -262,28 +259,22 @@ class Control:
         return [found[rank][1] for rank in range(self.size)]
 
     def _receive(self, name: str, tag: int, found: dict[int, Any], patience: float) -> None:
-        start, nap, is_reported = time.monotonic(), 0.0, False
-        status = MPI.Status()
+        status, wait = (
+            MPI.Status(),
+            RankWait(name, self.names, patience, self.report, longest_nap_seconds=2e-3),
+        )
         # receive from whoever sends; record the missing ranks, report them once, and give up in the end
         while len(found) < self.size:
             if self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
                 buffer = bytearray(status.Get_count(MPI.BYTE))
                 self._comm.Recv(buffer, status.source, tag)
                 found[status.source] = json.loads(bytes(buffer))
-                nap = 0.0
+                wait.restart_naps()
                 continue
-            waited = time.monotonic() - start
             missing = [rank for rank in range(self.size) if rank not in found]
-            if waited > KNOWN_SECONDS:
+            if wait.seconds > KNOWN_SECONDS:
                 self.activity.awaits(tuple(missing))
-            if waited > patience:
-                text = missing_text(name, [self.names[rank] for rank in missing], waited)
-                raise RankTimeout(text, missing, _values(name, found))
-            if waited > self.REPORT_SECONDS and not is_reported:
-                is_reported = True
-                self.report(f"waiting: {missing_text(name, [self.names[rank] for rank in missing], waited)}")
-            time.sleep(nap)
-            nap = min(nap + 2e-5, 2e-3)
+            wait.nap(missing, _values(name, found))
 
 
 def _values(name: str, found: Mapping[int, Any]) -> dict[int, Any]:
@@ -292,7 +283,7 @@ def _values(name: str, found: Mapping[int, Any]) -> dict[int, Any]:
 
 
 def world() -> MPI.Comm:
-    """Return the communicator of all launched ranks; from now on an uncaught exception ends them all."""
+    """Return the communicator of all launched ranks; an uncaught exception then ends all ranks."""
     if MPI.COMM_WORLD.size > 1:
         sys.excepthook = _end_all
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -304,7 +295,7 @@ def world() -> MPI.Comm:
 
 
 def library_facts() -> dict[str, str]:
-    """Return `library`, `vendor`, `standard` (its version) and `threads` (the level) of the MPI that runs."""
+    """Return `library`, `vendor`, `standard` (version) and `threads` (level) of the running MPI."""
     levels = {
         MPI.THREAD_SINGLE: "single",
         MPI.THREAD_FUNNELED: "funneled",
@@ -313,7 +304,7 @@ def library_facts() -> dict[str, str]:
     library = MPI.Get_library_version().rstrip("\0")
     return {
         "library": library.splitlines()[0].strip(),
-        "vendor": vendor(library),
+        "vendor": find_vendor(library),
         "standard": ".".join(map(str, MPI.Get_version())),
         "threads": levels.get(MPI.Query_thread(), "multiple"),
     }
@@ -325,7 +316,7 @@ def _end_all(kind: type[BaseException], error: BaseException, trace: Any) -> Non
 
 
 def end_all(code: int) -> NoReturn:
-    """End every rank by MPI_Abort: the others would wait for ever for one that only exited."""
+    """End every rank by MPI_Abort; after a plain exit the others would wait for ever."""
     sys.stdout.flush()
     sys.stderr.flush()
     wait_until_read()

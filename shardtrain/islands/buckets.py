@@ -1,14 +1,11 @@
-"""Assign gradients to the buckets in which they are transferred to other islands. No jax.
+"""Assign gradients to the buckets in which islands exchange them. No jax.
 
-Owns the assignment, which every rank computes for itself from the same leaves; what crosses, and
-when, is in `transfer.py`.
+Every rank computes the same assignment from the same leaves. Next: `transfer.py`, which sends the buckets.
 """
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from shardtrain.errors.messages import problems_error
 
 CAP_BYTES = 25 << 20
 FIRST_BYTES = 1 << 20
@@ -16,29 +13,14 @@ FIRST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leaf:
-    """One array to be transferred.
-
-    Args:
-      num_bytes: how long it is.
-      dtype: the name of its dtype.
-      unit: leaves with the same label stay together, such as the layers of a group that is combined
-        as one; None: it goes for itself.
-    """
-
-    num_bytes: int
-    dtype: str
-    unit: Hashable | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class BucketSizes:
-    """How large the buckets of a run are.
+    """The sizes of the buckets of a run.
 
     Args:
-      cap_bytes: a bucket is closed at this size.
-      first_bytes: the same of the first bucket, sent early; None: `FIRST_BYTES`, but see `assign`.
-      copies_first: some island copies arrays to the host or to other processes before MPI gets them.
+      cap_bytes: size at which a bucket is closed.
+      first_bytes: size at which the first bucket is closed, so that sending starts early; None means
+        `FIRST_BYTES`, but see `assign`.
+      copies_first: whether some island copies arrays to the host or to other processes before it calls MPI.
     """
 
     cap_bytes: int = CAP_BYTES
@@ -52,24 +34,19 @@ class BucketSizes:
 
         Args:
           leaves: arrays or shapes.
-          units: a label per array; arrays of one label stay together. By default each is its own.
-          is_stateless: no state is kept bucket by bucket, so their number may depend on the devices. A small
-            first bucket pays only where copies overlap with MPI, and is left out where there are none.
+          units: see `assign_buckets`.
+          is_stateless: whether no state is kept per bucket, so that their number may depend on the devices. A
+            small first bucket pays only if copies overlap with MPI, and is omitted otherwise.
         """
         first_bytes = self.first_bytes
         if first_bytes is None:
             first_bytes = self.cap_bytes if is_stateless and not self.copies_first else FIRST_BYTES
-        labels = range(len(leaves)) if units is None else units
-        described = [
-            Leaf(num_bytes=leaf.size * leaf.dtype.itemsize, dtype=str(leaf.dtype), unit=label)
-            for leaf, label in zip(leaves, labels, strict=True)
-        ]
-        return assign_buckets(described, self.cap_bytes, first_bytes)
+        return assign_buckets(leaves, units, self.cap_bytes, first_bytes)
 
 
 @dataclass
-class _Open:
-    """The open bucket of one kind, and the number of closed ones of that kind."""
+class _OpenBucket:
+    """The open bucket of one kind, and the number of closed buckets of that kind."""
 
     indices: list[int] = field(default_factory=list)
     num_bytes: int = 0
@@ -77,18 +54,22 @@ class _Open:
 
 
 def assign_buckets(
-    leaves: Sequence[Leaf], cap_bytes: int = CAP_BYTES, first_bytes: int = FIRST_BYTES
+    leaves: Sequence[Any],
+    units: Sequence[Hashable | None] | None = None,
+    cap_bytes: int = CAP_BYTES,
+    first_bytes: int = FIRST_BYTES,
 ) -> list[list[int]]:
     """Assign leaves to buckets as PyTorch's DistributedDataParallel does.
 
-    Leaves are taken in reverse, for gradients of the last layers are ready first; a unit is ready
-    with the last of its leaves. Each goes into the open bucket of its dtype, which is closed as soon
-    as it holds its cap or more: the leaf that overflows still goes in. The first bucket of a dtype
-    has a small cap, so that something crosses early. A unit of several dtypes goes with others of
-    the same dtypes.
+    Leaves are taken in reverse, because gradients of the last layers are ready first; a unit is ready with
+    its last leaf. Each goes into the open bucket of its dtype, which is closed as soon as it holds its cap or
+    more: the leaf that overflows is included. The first bucket of a dtype has a small cap, so that sending
+    starts early. A unit of several dtypes shares buckets with units of the same dtypes.
 
     Args:
-      leaves: in the order of the tree.
+      leaves: arrays or shapes, in the order of the tree.
+      units: a label for each leaf; leaves of one label stay together. None, as a label too, means that each
+        leaf is a unit.
       cap_bytes: the largest size of all buckets but the first; 0 gives each leaf (or unit) a bucket of its
         own.
       first_bytes: the largest size of the first bucket of each dtype, if that is smaller.
@@ -96,33 +77,30 @@ def assign_buckets(
     Returns:
       Indices of leaves, bucket by bucket in the order in which they are ready.
 
-    Raises:
-      ValueError: a number of bytes below 0.
-
     Source: `compute_bucket_assignment_by_size` and the rebuilding of buckets in PyTorch's reducer.cpp;
-    Li et al. 2020, PyTorch Distributed, section 3.2. There what is open at the end comes last, in the
-    order of a hash table; here all buckets are in the order in which their last leaf is ready.
+    Li et al. 2020, PyTorch Distributed, section 3.2. There buckets that are open at the end come last, in
+    the order of a hash table; here all buckets are in the order in which their last leaf is ready.
 
-    >>> layers = [Leaf(num_bytes=100, dtype="float32") for _ in range(6)]
+    >>> import numpy as np
+    >>> layers = [np.zeros(25, np.float32)] * 6
     >>> assign_buckets(layers, cap_bytes=250, first_bytes=100)
     [[5], [4, 3, 2], [1, 0]]
     """
-    _check(leaves, cap_bytes, first_bytes)
     caps = (min(first_bytes, cap_bytes), cap_bytes)
     closed: list[list[int]] = []
-    buckets: dict[tuple[str, ...], _Open] = {}
+    buckets: dict[tuple[str, ...], _OpenBucket] = {}
 
-    def close(bucket: _Open) -> None:
+    def close(bucket: _OpenBucket) -> None:
         closed.append(bucket.indices)
         bucket.indices, bucket.num_bytes = [], 0
         bucket.num_closed += 1
 
     # fill buckets in the order in which gradients are ready
-    for unit in _units(leaves):
-        kind = tuple(sorted({leaves[index].dtype for index in unit}))
-        bucket = buckets.setdefault(kind, _Open())
+    for unit in _group_units(len(leaves), units):
+        kind = tuple(sorted({str(leaves[index].dtype) for index in unit}))
+        bucket = buckets.setdefault(kind, _OpenBucket())
         bucket.indices += unit
-        bucket.num_bytes += sum(leaves[index].num_bytes for index in unit)
+        bucket.num_bytes += sum(leaves[index].size * leaves[index].dtype.itemsize for index in unit)
         if bucket.num_bytes >= caps[min(bucket.num_closed, 1)]:
             close(bucket)
     # whatever is still open at the end is sent, too
@@ -133,25 +111,10 @@ def assign_buckets(
     return sorted(closed, key=lambda indices: -indices[-1])
 
 
-def _units(leaves: Sequence[Leaf]) -> list[list[int]]:
-    """Groups of leaves that stay together, each in the order in which its leaves are ready."""
-    units: dict[tuple[str, Hashable], list[int]] = {}
-    for index in reversed(range(len(leaves))):
-        unit = leaves[index].unit
-        units.setdefault(("leaf", index) if unit is None else ("unit", unit), []).append(index)
-    return sorted(units.values(), key=lambda indices: -indices[-1])
-
-
-def _check(leaves: Sequence[Leaf], cap_bytes: int, first_bytes: int) -> None:
-    problems = [
-        f"{name} is {value}; use 0 or more bytes"
-        for name, value in (("cap_bytes", cap_bytes), ("first_bytes", first_bytes))
-        if value < 0
-    ]
-    problems += [
-        f"leaf {index} has {leaf.num_bytes} bytes; use 0 or more"
-        for index, leaf in enumerate(leaves)
-        if leaf.num_bytes < 0
-    ]
-    if problems:
-        raise problems_error("leaves cannot be put into buckets", problems)
+def _group_units(num_leaves: int, units: Sequence[Hashable | None] | None) -> list[list[int]]:
+    """Group the leaves that stay together, each group in the order in which its leaves are ready."""
+    groups: dict[Any, list[int]] = {}
+    for index in reversed(range(num_leaves)):
+        label = None if units is None else units[index]
+        groups.setdefault(("leaf", index) if label is None else ("unit", label), []).append(index)
+    return sorted(groups.values(), key=lambda indices: -indices[-1])

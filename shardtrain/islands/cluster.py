@@ -1,7 +1,7 @@
-"""A cluster of unequal islands: its kinds of islands, in the order of their numbers, and their file.
+"""Describe a cluster of unequal islands, and read it from a file. Values only: no jax, no MPI.
 
-Values only: no jax, no MPI. `launch --cluster FILE` places the islands; `train --cluster FILE` takes the
-sections of the strategy. A file with the key `islands` is a cluster, others in `meshes/` are layouts.
+`launch --cluster FILE` places the islands; `train --cluster FILE` uses the sections of the strategy. A file
+with the key `islands` is a cluster; other files in `meshes/` are layouts.
 """
 
 import re
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.islands.sections import OF_ISLANDS, range_text
 from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_data import read_toml
 
 KEY, LINK = "islands", "link_gb_per_second"
-"""The keys of a cluster file; by the first it differs from a layout."""
+"""The keys of a cluster file; a layout lacks the first one."""
 
 MOST_FILE_BYTES = 1 << 16
 MOST_ISLANDS, MOST_NUMBER = 1 << 20, 1 << 31
@@ -26,16 +26,15 @@ MOST_ISLANDS, MOST_NUMBER = 1 << 20, 1 << 31
 
 @dataclass(frozen=True, kw_only=True)
 class IslandKind:
-    """Islands that are alike.
+    """A kind of islands that are alike.
 
     Args:
       kind: a name, such as "v100", for messages.
       count: number of islands of this kind.
       nodes: number of nodes of each island.
       processes: number of processes of each island.
-      devices: number of devices of each island, which batch systems are asked for as GPUs; None: none is
-        asked for.
-      device: what each device is, for `shardtrain plan`; None: it is not said.
+      devices: number of devices of each island, requested from batch systems as GPUs; None requests none.
+      device: the hardware of each device, for `shardtrain plan`; None if not given.
       launch: launcher -> its options for these nodes, such as {"slurm": {"partition": "old"}}.
       strategy: fields of the strategy that differ on these islands, see `Strategy.islands`.
 
@@ -64,12 +63,11 @@ class IslandKind:
             problems += [] if problems else self._uneven()
             problems += self._option_problems()
             problems += [
-                f"strategy has {near(key, OF_ISLANDS)}; islands may differ in these alone"
+                f"strategy has {near(key, OF_ISLANDS)}; islands may differ only in these"
                 for key in self.strategy
                 if key not in OF_ISLANDS
             ]
-        if problems:
-            raise problems_error(f"islands of kind {self.kind!r}", problems)
+        refuse(f"islands of kind {self.kind!r}", problems)
 
     def _uneven(self) -> list[str]:
         problems = []
@@ -108,14 +106,14 @@ class IslandKind:
 
 
 def option_problem(text: str) -> str:
-    """Return why an option of a batch system would become other lines or options of its script; "" if not.
+    """Return why an option of a batch system would become several lines or options of its script; "" if not.
 
     >>> option_problem("a100&nvlink"), option_problem("a100 --mem=0")
-    ('', 'has another option in it; give each by itself')
+    ('', 'contains another option; give each option separately')
     """
     if len(text.splitlines()) != 1 or not text.isprintable():
-        return "is more than one line, or has control characters; give each option by itself, in one line"
-    return "has another option in it; give each by itself" if re.search(r"\s-|\s#", text) else ""
+        return "is more than one line, or has control characters; give each option separately, in one line"
+    return "contains another option; give each option separately" if re.search(r"\s-|\s#", text) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +122,8 @@ class Cluster:
 
     Args:
       islands: the kinds; islands are numbered from 0, first those of the first kind.
-      link_gb_per_second: gigabytes a second that an island sends to others, for `shardtrain plan`; None: at
-        once.
+      link_gb_per_second: gigabytes per second that an island sends to others, for `shardtrain plan`; None
+        assumes no delay.
 
     Raises:
       ValueError: lists kinds that contradict each other.
@@ -149,12 +147,11 @@ class Cluster:
         without = [each.kind for each in self.islands if each.devices is None]
         if without and len(without) < len(names):
             problems.append(
-                f"kind {', '.join(without)} has no devices, and others have; say it for all or for none"
+                f"kind {', '.join(without)} has no devices, and others have; give them for all or for none"
             )
         if (total := sum(each.count for each in self.islands)) > MOST_ISLANDS:
             problems.append(f"there are {total} islands; use at most {MOST_ISLANDS}")
-        if problems:
-            raise problems_error("this cluster cannot be used", problems)
+        refuse("this cluster cannot be used", problems)
 
     @property
     def of_islands(self) -> tuple[IslandKind, ...]:
@@ -207,18 +204,17 @@ def read_cluster(path: Path) -> Cluster:
     kinds = []
     for number, table in enumerate(tables):
         try:
-            kinds.append(_kind(table))
+            kinds.append(_parse_kind(table))
         except ValueError as error:
             problems.append(f"[[islands]] {number}: {error}")
-    if problems:
-        raise problems_error(f"{path} cannot be read", problems)
+    refuse(f"{path} cannot be read", problems)
     try:
         return Cluster(islands=tuple(kinds), **others)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _kind(table: Mapping[str, Any]) -> IslandKind:
+def _parse_kind(table: Mapping[str, Any]) -> IslandKind:
     known = [each.name for each in fields(IslandKind)]
     problems = [f"unknown key {near(key, known)}" for key in table if key not in known]
     if "kind" not in table:
@@ -229,6 +225,5 @@ def _kind(table: Mapping[str, Any]) -> IslandKind:
         problems += [f"unknown key device.{near(key, names)}" for key in device if key not in names]
     elif device is not None:
         problems.append(f"device is {device!r}; write a table, device = {{ name = ... }}")
-    if problems:
-        raise problems_error("this kind of islands cannot be read", problems)
+    refuse("this kind of islands cannot be read", problems)
     return IslandKind(**{**table, "device": None if device is None else ClusterDevice(**device)})

@@ -1,27 +1,28 @@
-"""The devices of a kind of islands, as a cluster file describes them for a plan. Values only, no jax."""
+"""Describe the devices of a kind of islands in a cluster file, for a plan. Values only, no jax."""
 
 import math
 from dataclasses import dataclass
 
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterDevice:
-    """One device, its node and its links; what is left out is taken from the table of known devices.
+    """A device, its node and its links; missing values come from the table of known devices.
 
     Args:
-      name: as in the table of known devices, such as "NVIDIA A100-SXM4-80GB"; None: all rates are given here.
-      teraflops: 10**12 flops a second that matrix products really reach, in the dtype of the run.
+      name: name in the table of known devices, such as "NVIDIA A100-SXM4-80GB"; None if all rates are given.
+      teraflops: 10**12 flops per second that matrix products reach in practice, in the dtype of the run.
       memory_gb: gigabytes of device memory.
-      memory_gb_per_second: gigabytes a second that kernels really read and write.
-      kernel_us: microseconds of a kernel that does next to nothing; None: 5, or those in the table.
-      per_node: number of devices of a node; None: all devices of an island are in one.
-      link_gb_per_second: gigabytes a second that a device sends to others of its node; None: at once.
-      node_link_gb_per_second: gigabytes a second that a node sends to others; None: at once.
+      memory_gb_per_second: gigabytes per second that kernels read and write in practice.
+      kernel_us: microseconds of an almost empty kernel; None means 5, or the value of the table.
+      per_node: number of devices of a node; None means that all devices of an island are in one node.
+      link_gb_per_second: gigabytes per second that a device sends to others of its node; None assumes no
+        delay.
+      node_link_gb_per_second: gigabytes per second that a node sends to others; None assumes no delay.
       latency_us: microseconds of a message to another device.
-      price_per_hour: of one device, in any currency; None: not known.
+      price_per_hour: price of one device, in any currency; None if unknown.
       simulated: whether the devices are simulated on the cores of one host, which all of them share.
 
     Raises:
@@ -55,8 +56,7 @@ class ClusterDevice:
                 problems.append(f"per_node is {self.per_node}; use 1 or more")
             if self.name is None and self.teraflops is None:
                 problems.append("there is no name and no teraflops; give a known name, or measured rates")
-        if problems:
-            raise problems_error("this device cannot be planned for", problems)
+        refuse("this device cannot be planned for", problems)
 
     def _not_above_zero(self, name: str) -> list[str]:
         value = getattr(self, name)

@@ -1,4 +1,4 @@
-"""Decide, for all ranks together, whether to pass GPU memory to MPI; tried in a child process."""
+"""Decide for all ranks whether to pass GPU memory to MPI, after a test in a child process."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from shardtrain.islands.launcher_variables import outside_launch
+from shardtrain.islands.launcher_variables import drop_launch_variables
 
 if TYPE_CHECKING:
     from shardtrain.islands.membership import Islands
@@ -24,14 +24,14 @@ assert jax.devices()[0].platform == "gpu" and (x == y).all()
 def cuda_aware(
     command: Sequence[str] = (sys.executable, "-c", PROBE), timeout_seconds: float = 120.0
 ) -> bool:
-    """Return whether MPI accepts GPU memory, tried in a child process, as it may crash.
+    """Return whether MPI accepts GPU memory, tested in a child process, which may crash.
 
     Args:
       command: the command of the child; exit code 0 means success.
-      timeout_seconds: a child that hangs has failed.
+      timeout_seconds: time limit after which the test has failed.
     """
     # the child is no rank of this run
-    environ = outside_launch(os.environ, keep_settings=False)
+    environ = drop_launch_variables(os.environ, keep_settings=False)
     environ |= {"MPI4JAX_USE_CUDA_MPI": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
         done = subprocess.run(command, env=environ, capture_output=True, timeout=timeout_seconds, check=False)
@@ -46,13 +46,13 @@ def decide_device_memory(
     """Return whether to pass device memory to MPI: True on all ranks if every rank's probe succeeded.
 
     Args:
-      wanted: "host": never; "device": raise if a probe fails; "auto": if all probes succeed.
+      wanted: "host" disables it, "device" requires it, "auto" uses it if all probes succeed.
       islands: the islands of the run.
       platform: the platform of this island's devices.
-      probe: such as `cuda_aware`.
+      probe: the test, such as `cuda_aware`.
 
     Raises:
-      ValueError: "device" was asked for, and a probe failed.
+      ValueError: "device" is required, and a probe failed.
     """
     # of several processes, two could start a gather of jax and a message of MPI in opposite orders
     possible = wanted != "host" and platform == "gpu" and islands.placement.num_processes == 1

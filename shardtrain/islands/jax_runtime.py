@@ -1,4 +1,4 @@
-"""One JAX runtime for the processes of an island. Next: `membership.py`, which starts it."""
+"""Start one JAX runtime for the processes of an island. Next: `membership.py`."""
 
 import os
 import socket
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from shardtrain.islands.binding import runtime_device_ids
-from shardtrain.islands.network import listening_address, proxy_exceptions
+from shardtrain.islands.network import exempt_from_proxies, find_listening_address
 from shardtrain.islands.rank_placement import RankPlacement
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def join_processes(placement: RankPlacement, comm: "MPI.Comm", host: str) -> Non
     """Start one JAX runtime for an island's processes; the first of them is the coordinator."""
     island = comm.Split(placement.island, placement.process)
     if placement.num_processes > 1:
-        mine = listening_address(island.allgather(host), os.environ)
+        mine = find_listening_address(island.allgather(host), os.environ)
         with socket.socket() as free:
             free.bind((mine or "", 0))
             port = free.getsockname()[1]
@@ -26,7 +26,7 @@ def join_processes(placement: RankPlacement, comm: "MPI.Comm", host: str) -> Non
         address = island.bcast(f"{mine or socket.gethostname()}:{port}", 0)
         # ranks of one run connect without a proxy, which may not know their hosts
         hosts = [*island.allgather(host), address.rpartition(":")[0]]
-        os.environ.update(proxy_exceptions(hosts, os.environ))
+        os.environ.update(exempt_from_proxies(hosts, os.environ))
         start_runtime(placement, address, mine)
     island.Free()
 
@@ -37,7 +37,7 @@ def start_runtime(placement: RankPlacement, address: str, mine: str | None) -> N
     Args:
       placement: the island and index of this process.
       address: the address of the first process.
-      mine: the address on which this process listens; None: all.
+      mine: the address on which this process listens; None means all addresses.
     """
     # else jax takes SIGTERM away from `StopSignals`
     jax.config.update("jax_enable_preemption_service", False)
@@ -56,7 +56,7 @@ def start_runtime(placement: RankPlacement, address: str, mine: str | None) -> N
 
 
 def _keep_gloo_on(address: str) -> None:
-    """Make gloo listen on an address; jax has no option for it and uses that of the host's name."""
+    """Make gloo listen on an address; jax has no option for it and uses the address of the host's name."""
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     private: Any = _jax

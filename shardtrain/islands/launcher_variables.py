@@ -1,7 +1,7 @@
-"""The environment variables that launchers and batch systems set: the one list of them.
+"""List the environment variables that launchers and batch systems set.
 
-Rank discovery, the doctor and `launch` all read it; a new launcher that sets variables of its own is one more
-entry here. What the values mean for this process is in `rank_environment.py`.
+Rank discovery, the doctor and `launch` read this list; a new launcher with other variables is one more entry.
+`rank_environment.py` interprets the values.
 """
 
 from collections.abc import Mapping
@@ -17,21 +17,21 @@ class LauncherVariables:
 
     Args:
       rank: variable of the rank among all.
-      size: variables of the number of ranks; the first that is set counts.
-      local_rank: variable of the rank among those on the same host; None: the launcher sets none.
-      local_size: variable of the number of ranks on this host; None: the launcher sets none.
+      size: variables of the number of ranks; the first one that is set counts.
+      local_rank: variable of the rank among those on the same host; None if the launcher sets none.
+      local_size: variable of the number of ranks on this host; None if the launcher sets none.
       num_nodes: variable of the number of hosts.
       node: variable of the index of this host.
       tasks_per_node: variable of the number of ranks of each host, in Slurm's short form: 2(x3),1.
-      ranks_here: variable with the ranks of this host: 2,3. It goes before those of all hosts.
-      components: variable that is set where hosts of several components are one launch; the order of hosts
-        in `tasks_per_node` is then not that of `node`.
-      marker: further variables that must be set: a batch script may have the rank variable too.
+      ranks_here: variable of the ranks of this host: 2,3. It takes precedence over `tasks_per_node`.
+      components: variable that is set if a launch has hosts of several components; `node` then has another
+        order of hosts than `tasks_per_node`.
+      marker: further variables that must be set, because a batch script may have the rank variable too.
       gpu_binding: variables that are set, and not "none", if the launcher bound GPUs to each rank.
-      cpu_binding: the same for cores; None: compare the cores that the process has with those of the host.
-      mpi_vendor: the MPI whose library finds its ranks under this launcher; None: any.
-      over_pmi: it also sets PMI_RANK and PMI_SIZE for its ranks. If they differ from its own, the ranks are
-        those of an mpiexec that it started.
+      cpu_binding: such a variable for cores; None compares the cores of the process with those of the host.
+      mpi_vendor: the MPI whose library finds its ranks under this launcher; None means any.
+      over_pmi: whether it also sets PMI_RANK and PMI_SIZE for its ranks. If these differ from its own, an
+        mpiexec that it started has launched the ranks.
     """
 
     rank: str
@@ -108,65 +108,65 @@ LAUNCHERS: Mapping[str, LauncherVariables] = {
     # plain PMI sets no local rank: it has to be found over MPI
     "pmi": PMI,
 }
-"""Launcher -> its variables. The first whose variables are all set started this process: an mpiexec inside a
-batch job goes before the batch system, whose variables its ranks see as well."""
+"""Launcher -> its variables. The first launcher whose variables are all set started this process: an mpiexec
+inside a batch job comes before the batch system, whose variables its ranks see too."""
 
 HOST = "SLURMD_NODENAME"
-"""The name that the batch system gave this host; several of Slurm's nodes may be one machine."""
+"""Variable with the batch system's name of this host; several nodes of Slurm may be one machine."""
 
 RANK_WITHOUT_SIZE = "PMIX_RANK"
-"""Set by every PMIx launcher; no variable has the number of ranks."""
+"""Variable that every PMIx launcher sets, without one for the number of ranks."""
 
 MPI_TYPE = "SLURM_MPI_TYPE"
-"""The PMI of srun: pmi2, pmix, none."""
+"""Variable with the PMI of srun: pmi2, pmix, none."""
 
 JOB_ID, JOB_TASKS = "SLURM_JOB_ID", "SLURM_NTASKS"
-"""Set for a batch script or an allocation too, which is no rank itself."""
+"""Variables that a batch script or an allocation has too, which is no rank."""
 
 STEP_GPUS, NODE_GPUS = "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"
-"""GPUs of this step on this host, by index; the number of GPUs of the job on this host."""
+"""Variables: indices of the GPUs of this step on this host; number of GPUs of the job on this host."""
 
 OTHER_LAUNCHERS = (
     *("JSM_NAMESPACE_RANK", "ALPS_APP_PE", "MP_CHILD", "OMPI_MCA_orte_ess_vpid"),
     *("PMIX_NAMESPACE", "PMI_FD", "HYDI_CONTROL_FD"),
 )
-"""Signs of a launcher whose ranks shardtrain cannot number (jsrun, aprun, poe, a bare PMI)."""
+"""Variables of launchers whose ranks shardtrain cannot number (jsrun, aprun, poe, a bare PMI)."""
 
 SET_BY_LAUNCHERS = (
     *("SLURM_", "SLURMD_", "FLUX_TASK_", "FLUX_JOB_", "PBS_", "LSB_", "PE_HOSTFILE"),
     *("PMI_", "PMI2_", "PMIX_", "HYDI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "MPI_LOCAL", "PALS_"),
 )
-"""How the variables begin that only launchers and batch systems set. An mpiexec that sees them would start
-its ranks on the hosts of the batch job, or join another launch."""
+"""Prefixes of variables that only launchers and batch systems set. An mpiexec that sees them would start its
+ranks on the hosts of the batch job, or join another launch."""
 
 SETTINGS_TOO = ("PMI", "PMIX", "OMPI_", "PRTE", "MV2_", "HYDRA", "MPI_", "I_MPI", "SHARDTRAIN_ISLAND")
-"""The same of variables that launchers set for their ranks and people set as options of MPI."""
+"""Prefixes of variables that launchers set for their ranks, and users set as options of MPI."""
 
 
-def outside_launch(environ: Mapping[str, str], *, keep_settings: bool) -> dict[str, str]:
+def drop_launch_variables(environ: Mapping[str, str], *, keep_settings: bool) -> dict[str, str]:
     """Return an environment without the variables of the launcher or batch system around this process.
 
     Args:
       environ: the environment variables of the process.
-      keep_settings: keep what may be a person's option of MPI. True for a new launch; False for a child
-        process that must start MPI alone.
+      keep_settings: whether to keep variables that may be a user's options of MPI: True for a new launch,
+        False for a child process that starts MPI without other ranks.
 
     >>> environ = {"SLURM_JOB_ID": "1", "OMPI_MCA_btl": "tcp", "PATH": "/bin"}
-    >>> outside_launch(environ, keep_settings=True)
+    >>> drop_launch_variables(environ, keep_settings=True)
     {'OMPI_MCA_btl': 'tcp', 'PATH': '/bin'}
-    >>> outside_launch(environ, keep_settings=False)
+    >>> drop_launch_variables(environ, keep_settings=False)
     {'PATH': '/bin'}
     """
     prefixes = SET_BY_LAUNCHERS if keep_settings else (*SET_BY_LAUNCHERS, *SETTINGS_TOO)
     return {name: value for name, value in environ.items() if not name.startswith(prefixes)}
 
 
-def pmi_interface(environ: Mapping[str, str]) -> str:
+def find_pmi(environ: Mapping[str, str]) -> str:
     """Return the interface by which MPI talks to the launcher: PMIx, PMI-2, PMI or none.
 
-    >>> pmi_interface({"PMIX_RANK": "0"}), pmi_interface({"PMI_FD": "7", "SLURM_MPI_TYPE": "pmi2"})
+    >>> find_pmi({"PMIX_RANK": "0"}), find_pmi({"PMI_FD": "7", "SLURM_MPI_TYPE": "pmi2"})
     ('PMIx', 'PMI-2')
-    >>> pmi_interface({"PMI_FD": "7"}), pmi_interface({})
+    >>> find_pmi({"PMI_FD": "7"}), find_pmi({})
     ('PMI', 'none')
     """
     if any(name.startswith("PMIX_") for name in environ):

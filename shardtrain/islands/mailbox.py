@@ -1,7 +1,7 @@
 """Send and receive arrays between pipeline stages over MPI; sends never block, so no task order deadlocks.
 
-A thread takes arrays from a queue, sends each and drives MPI until it has arrived; messages of any size
-arrive while the stage computes. Next: `train_step/stage_executor.py`.
+A thread takes arrays from a queue, sends each and drives MPI until it has arrived, so that messages of any
+size arrive while the stage computes. Next: `train_step/stage_executor.py`.
 """
 
 import queue
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardtrain.islands.bridge import MPI
-from shardtrain.islands.rank_timeout import RankTimeout, missing_text
+from shardtrain.islands.rank_timeout import RankWait
 from shardtrain.islands.watchdog.activity import ActivityRecord
 
 LONGEST_NAP_SECONDS = 2e-4
@@ -23,15 +23,13 @@ class Mailbox:
     """The channel between the stages of one pipeline.
 
     Args:
-      comm: duplicated; rank s is stage s.
-      names: rank -> its name in messages.
-      patience_seconds: how long to wait for a message.
-      report: called with a line when a wait takes longer than `REPORT_SECONDS`.
-      activity: the activity record of this process; every wait is recorded there.
+      comm: the communicator, in which rank s is stage s; it is duplicated.
+      names: stage -> its name in messages.
+      patience_seconds: time limit of a wait for a message.
+      report: receives one line when a wait takes longer than `RankWait.REPORT_SECONDS`.
+      activity: the activity record of this process, which records every wait.
       ranks: stage -> its rank among all, for the activity.
     """
-
-    REPORT_SECONDS = 30.0
 
     def __init__(
         self,
@@ -64,7 +62,7 @@ class Mailbox:
         Args:
           array: a jax or numpy array, whole on this process.
           to: a stage.
-          tag: distinguishes the messages of a step; two of one tag arrive in the order of their sends.
+          tag: distinguishes the messages of a step; messages of one tag arrive in the order of their sends.
         """
         self._check()
         assert tag <= self._largest_tag, (tag, self._largest_tag)
@@ -79,11 +77,11 @@ class Mailbox:
           shape, dtype: as it was sent.
           source: a stage.
           tag: the tag with which it was sent.
-          what: its description, for the error if it does not arrive.
+          what: its description, for error messages.
 
         Raises:
           RankTimeout: it did not arrive in time.
-          RuntimeError: an array to be sent from here could not be computed or sent.
+          RuntimeError: an array could not be computed here, or not be sent.
         """
         ranks = self._ranks[source : source + 1]
         with self._activity.at(what, waits=True, waits_for=ranks, kind="stages"):
@@ -93,27 +91,17 @@ class Mailbox:
         self, shape: Sequence[int], dtype: Any, source: int, tag: int, what: str
     ) -> np.ndarray:
         found = np.empty(tuple(shape), dtype)
-        start, nap, is_reported = time.monotonic(), 0.0, False
-        status = MPI.Status()
+        status, wait = MPI.Status(), RankWait(what, self._names, self.patience_seconds, self._report)
         # poll: a blocking receive could neither report a missing stage nor give up
         while not self._comm.Iprobe(source, tag, status):
             self._check()
-            waited = time.monotonic() - start
-            text = missing_text(what, [self._names[source]], waited)
-            if waited > self.patience_seconds:
-                raise RankTimeout(text, [source])
-            if waited > self.REPORT_SECONDS and not is_reported:
-                is_reported = True
-                self._report(f"waiting: {text}")
-            time.sleep(nap)
-            # poll eagerly at first, then less often
-            nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
+            wait.nap([source])
         assert status.Get_count(MPI.BYTE) == found.nbytes, (what, status.Get_count(MPI.BYTE), found.nbytes)
         self._comm.Recv([_view_bytes(found), MPI.BYTE], source, tag)
         return found
 
     def close(self) -> None:
-        """End the thread once everything is sent; do not wait for a thread that is stuck."""
+        """End the thread once everything is sent, without waiting for a stuck thread."""
         self._queue.put(None)
         self._thread.join(timeout=5.0)
 
@@ -149,5 +137,5 @@ class Mailbox:
 
 
 def _view_bytes(array: np.ndarray) -> np.ndarray:
-    """View the memory of an array as bytes, because MPI has no 16-bit floats."""
+    """View the memory of an array as bytes, because MPI lacks 16-bit floats."""
     return array.reshape(-1).view(np.uint8)

@@ -1,6 +1,6 @@
-"""Settings of glibc's malloc that keep the memory of large buffers between steps.
+"""Set glibc's malloc to keep the memory of large buffers between steps.
 
-On a CPU, page faults were half of the time of a transfer (docs/benchmarks/bridge.md). No jax, no MPI.
+On a CPU, page faults took half of the time of a transfer (docs/benchmarks/bridge.md). No jax, no MPI.
 """
 
 import ctypes
@@ -9,10 +9,10 @@ import resource
 from collections.abc import Mapping
 
 MALLOC = "SHARDTRAIN_MALLOC"
-"""`no` in this variable of the environment leaves malloc as it is."""
+"""Variable: the value `no` leaves malloc unchanged."""
 
 RESERVE_BYTES = 4 << 30
-"""Address space that may get huge pages. Memory that is not written to is not allocated."""
+"""Address space that may get huge pages. The system allocates only memory that is written."""
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -24,16 +24,16 @@ MADV_HUGEPAGE = 14
 def tune_malloc(environ: Mapping[str, str] | None = None, reserve_bytes: int = RESERVE_BYTES) -> bool:
     """Set malloc to return no memory to the system, and ask for huge pages.
 
-    A buffer that comes straight from the system is zeroed page by page when it is written: by default that
-    is every buffer above 32 MB, and every one above 64 MB of a thread's own arena, whatever the threshold.
-    So there is one arena, which keeps what was freed. Must be called before threads that allocate begin.
+    The system zeroes a new buffer page by page when it is written. By default every buffer above 32 MB is
+    new, and in arenas of threads every buffer above 64 MB, whatever the threshold is. Therefore one arena
+    keeps all freed memory. Call this before threads that allocate start.
 
     Args:
-      environ: environment variables; by default those of this process.
-      reserve_bytes: how much of what malloc will give out may lie on huge pages; 0 asks for none.
+      environ: environment variables; None means those of this process.
+      reserve_bytes: address space that may get huge pages; 0 disables them.
 
     Returns:
-      Whether it was done: not where malloc is not glibc's, or the environment says no.
+      Whether the settings were made: False without glibc, or if the variable is `no`.
 
     Source: mallopt(3), madvise(2); malloc/arena.c of glibc 2.36, HEAP_MAX_SIZE.
 

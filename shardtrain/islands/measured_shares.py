@@ -1,9 +1,9 @@
-"""The rows of each island by measured speed, so that all islands end a step together. Values only.
+"""Balance the rows of islands by measured speed, so that all islands end a step together. Values only.
 
-An island's own work in a step takes about a + b * rows seconds. What is measured at two numbers of rows gives
-both; until then a is 0. What follows it, sending and the update, counts as so many rows more: it is measured
-of the island that comes last, as the others wait in it. An island is compiled for some numbers of rows, its
-capacities: in between it pads.
+An island's own work in a step takes about a + b * rows seconds. Measurements at two numbers of rows give a
+and b; until then a is 0. The rest of a step, sending and the update, counts as additional rows: it is
+measured on the island that is last, because the others wait during it. An island is compiled for some numbers
+of rows, its capacities, and pads rows up to them.
 
 Source: Ding et al. 2021, HetSeq (unequal islands in one run); Song et al. 2020, AccPar, section 4 (shares in
 the ratio of the speeds).
@@ -14,31 +14,32 @@ from collections.abc import Sequence
 from statistics import median
 
 WINDOW = 8
-"""Steps over which the median is taken."""
+"""Number of steps of a median."""
 
 SKIPPED = 2
-"""Steps after a change that are not measured: the first one compiles."""
+"""Number of steps after a change that are not measured: the first one compiles."""
 
 LEAST_GAIN, MORE_GAIN, MOST_GAIN = 0.05, 0.05, 0.15
-"""The part of a step's time that the first two changes must save: less is noise, and a new capacity is
-compiled; what each later one must save in addition, as programs for noise are never earned back; and the
-most. The second change corrects what nobody knows before the first: what does not depend on rows."""
+"""Fractions of the step time that a change must save. The first two changes must save `LEAST_GAIN`: less is
+noise, and a new capacity must be compiled. Each later change must save `MORE_GAIN` more, up to `MOST_GAIN`,
+because compilations for noise never pay off. The second change corrects for time that rows do not affect,
+which is unknown before the first."""
 
 FINENESS = 16
-"""A capacity is at most this part above the one before, 1 / FINENESS, so no more is computed for padding."""
+"""A capacity is at most the fraction 1 / FINENESS above the one before, which bounds padding."""
 
 CHANGED = 0.15
-"""The part by which a measured time may miss what fits an older one, before that is of another speed."""
+"""Largest relative deviation from an older measurement; beyond it the older one is dropped as outdated."""
 
 
 def capacities(most: int, multiple: int, limit: float = math.inf) -> list[int]:
-    """Return the numbers of rows that an island may be compiled for, the last one at least `most`.
+    """Return the numbers of rows for which an island may be compiled; the last one is at least `most`.
 
     Args:
-      most: rows.
-      multiple: what the island's mesh splits without padding; each capacity is a multiple of it, and at most
-        1 / `FINENESS` above the one before, where that is possible.
-      limit: the largest one, a multiple too; it may be below `most`.
+      most: largest number of rows.
+      multiple: number of rows that the island's mesh splits without padding; capacities are multiples of it,
+        each at most 1 / `FINENESS` above the one before, where that is possible.
+      limit: the largest capacity, a multiple too; it may be below `most`.
 
     >>> capacities(37, 1)[-6:], capacities(24, 4), capacities(24, 4, 12)
     ([30, 31, 32, 34, 36, 38], [4, 8, 12, 16, 20, 24], [4, 8, 12])
@@ -60,7 +61,7 @@ def capacity(rows: int, multiple: int, limit: float = math.inf) -> int:
 
 
 class Speed:
-    """What is known of an island's speed: the seconds of its own work in a step, by its capacity.
+    """The measured speed of an island: seconds of its own work in a step, by capacity.
 
     >>> speed = Speed()
     >>> speed.add(8, 1.0)
@@ -104,22 +105,22 @@ class Speed:
 def balance_rows(
     num_rows: int, speeds: Sequence[Speed], multiples: Sequence[int], limits: Sequence[float] | None = None
 ) -> list[int]:
-    """Return the rows of each island with which the slowest ends first; they add up to the batch.
+    """Return the rows of each island that minimise the time of the slowest; they add up to the batch.
 
-    An island computes its least capacity in any case, of padding alone if it gets no rows.
+    An island computes at least its smallest capacity, filled with padding if it gets no rows.
 
     Args:
       num_rows: B, rows of the whole batch.
-      speeds: of each island; something must have been measured.
+      speeds: speed of each island, with at least one measurement.
       multiples: see `capacities`.
-      limits: the most rows of each island, together as many as the batch has.
+      limits: largest number of rows of each island; their sum is at least B. None disables them.
 
     >>> fast, slow = Speed(), Speed()
     >>> fast.add(16, 1.0), slow.add(16, 2.0)
     (None, None)
-    >>> balanced_rows(32, [fast, slow], [1, 1])
+    >>> balance_rows(32, [fast, slow], [1, 1])
     [21, 11]
-    >>> balanced_rows(32, [fast, slow], [1, 1], [18, 32])
+    >>> balance_rows(32, [fast, slow], [1, 1], [18, 32])
     [18, 14]
     """
     limits = [math.inf] * len(multiples) if limits is None else limits
@@ -137,7 +138,7 @@ def balance_rows(
         ]
         if sum(room) >= num_rows:
             break
-    # room that is left over stays empty where there is most of it
+    # take the surplus from the islands with the most rows
     rest = sum(room) - num_rows
     for island in sorted(range(len(room)), key=lambda island: -room[island]):
         taken = min(rest, room[island])
@@ -146,20 +147,20 @@ def balance_rows(
 
 
 class MeasuredShares:
-    """The rows of each island, changed when the measured speeds say that this pays.
+    """The rows of each island, which change when measured speeds promise a faster step.
 
-    All ranks give it the same seconds, and so have the same rows without asking each other. The rows change
-    when two windows, one after the other, say that it pays: a disturbance of a few steps changes nothing.
+    All ranks pass the same seconds, and so compute the same rows without communication. The rows change only
+    if two consecutive windows promise a gain: a disturbance of a few steps has no effect.
 
     Args:
       num_rows: B, rows of the whole batch.
-      rows: of each island at the start; they add up to B.
+      rows: rows of each island at the start; they add up to B.
       multiples: of each island, see `capacities`.
       limits: of each island, see `balance_rows`.
 
     Attributes:
-      rows: of each island.
-      seconds: of a step before the last change, and the expected ones after it.
+      rows: the current rows of each island.
+      seconds: seconds of a step before the last change, and the expected seconds after it.
 
     >>> shares = MeasuredShares(32, [16, 16], [1, 1])
     >>> changes = [shares.add([0.1 * shares.rows[0], 0.2 * shares.rows[1]]) for _ in range(40)]
@@ -199,7 +200,7 @@ class MeasuredShares:
         return [whole(island, self._rest_rows[last]) for island in range(len(own))]
 
     def _slowest_seconds(self) -> float:
-        """Return the expected seconds of a step with the rows that islands have."""
+        """Return the expected seconds of a step with the current rows."""
         return max(speed.seconds(now) for speed, now in zip(self._speeds, self.capacities, strict=True))
 
     @property
@@ -209,7 +210,7 @@ class MeasuredShares:
         return [capacity(n, multiple, limit) for n, multiple, limit in each]
 
     def restore(self, rows: Sequence[int]) -> bool:
-        """Go on with the rows of a checkpoint, if these islands can have them; else return False.
+        """Continue with the rows of a checkpoint if these islands can have them; else return False.
 
         >>> shares = MeasuredShares(32, [16, 16], [1, 1])
         >>> shares.restore([21, 11]), shares.rows, shares.restore([16, 8, 8])
@@ -226,8 +227,8 @@ class MeasuredShares:
         """Add a step; return whether the rows change before the next one.
 
         Args:
-          seconds: of each island's own work, without waiting for others.
-          rest_seconds: of each island from there to the end of the step; None: nothing.
+          seconds: seconds of each island's own work, without waiting for others.
+          rest_seconds: seconds of each island after its own work; None means 0.
         """
         self._steps.append((seconds, rest_seconds or [0.0] * len(seconds)))
         if len(self._steps) < SKIPPED + WINDOW:

@@ -1,6 +1,6 @@
 """Join launched processes into islands, and make their channels: MPI, JAX runtimes, watchdog.
 
-`join` runs before jax starts. A process that nothing launched is alone, and MPI is never loaded. Next:
+`join` runs before jax starts. Without a launcher there is one process, and MPI is never loaded. Next:
 `transfer.py`.
 """
 
@@ -43,10 +43,10 @@ class Islands:
     Args:
       placement: the island and index of this process.
       environment: its rank, as the launcher set it.
-      control: named messages between all ranks.
-      comm: the MPI communicator of all ranks; messages are sent on duplicates of it.
+      control: the channel for named all-gathers of all ranks.
+      comm: the MPI communicator of all ranks; messages use duplicates of it.
       first_ranks: island -> the rank of its first process.
-      pids: rank -> its process.
+      pids: rank -> its process id.
       hosts: rank -> its host.
     """
 
@@ -79,12 +79,12 @@ class Islands:
 
         Args:
           mesh: the mesh of this island.
-          across: buckets, and how sums are made.
-          on_device: MPI is CUDA-aware, see `cuda_aware`.
-          joins: whether this island is one of those that are joined.
+          across: the options of buckets and sums.
+          on_device: whether MPI accepts device memory, see `cuda_aware`.
+          joins: whether this island takes part in the transfer.
 
         Returns:
-          None for an island that is not joined.
+          None for an island that takes no part.
         """
         from mpi4py import MPI
 
@@ -111,9 +111,9 @@ class Islands:
         """Make the mailbox between pipeline stages; a collective call of all ranks.
 
         Args:
-          replica: which pipeline this island is a part of.
-          stage: which stage it is there.
-          patience_seconds: how long to wait for a message.
+          replica: number of the pipeline of this island.
+          stage: its stage in that pipeline.
+          patience_seconds: time limit of a wait for a message.
         """
         from shardtrain.islands.mailbox import Mailbox
 
@@ -129,21 +129,21 @@ def join(
     report: Callable[[str], None] | None = None,
     activity: ActivityRecord | None = None,
 ) -> Islands | None:
-    """Join the processes that were launched with this one, before jax starts; return their membership.
+    """Join the processes that were launched with this one, before jax starts.
 
-    Where an island has several processes, `jax.distributed` joins them.
+    `jax.distributed` joins the processes of an island with several.
 
     Args:
       environ: environment variables, as the launcher set them; by default those of this process.
-      report: receives a line when the start takes long, with the missing ranks.
+      report: receives a line with the missing ranks when the start takes long.
       activity: the activity record of this process, for its watchdog.
 
     Returns:
-      None where this process is alone.
+      The islands; None if this is the only process.
 
     Raises:
-      ValueError: the processes do not make up the islands; or the launcher is of another MPI than mpi4py.
-      bridge.RankTimeout: a rank did not come.
+      ValueError: the processes do not fill the islands, or launcher and mpi4py belong to different MPIs.
+      RankTimeout: a rank did not start in time.
     """
     environ = dict(os.environ if environ is None else environ)
     environment = find_rank_environment(environ)
@@ -151,7 +151,7 @@ def join(
         return None
     from shardtrain.islands.bridge import Control, world
 
-    # 1. start MPI; its ranks must be those that the launcher's variables tell
+    # 1. start MPI; its ranks must be those of the launcher's variables
     comm = world()
     if (comm.rank, comm.size) != (environment.rank, environment.size):
         raise ValueError(format_other_mpi(environment, comm.rank, comm.size))
@@ -185,9 +185,9 @@ def join(
 
 
 def unlink_shared_memory(maps: Path = Path("/proc/self/maps")) -> None:
-    """Remove the names of the memory that MPICH shares on a host, once every rank has it mapped.
+    """Unlink the memory that MPICH shares on a host, once every rank has mapped it.
 
-    The memory stays until the last rank ends. With its name, killed ranks would leave it behind for ever.
+    The memory exists until the last rank ends. Without the unlink, killed ranks would leave it for ever.
     """
     if not maps.exists():
         return
@@ -202,7 +202,7 @@ def make_watchdog(watch: Watch, activity: ActivityRecord, stacks: Path, islands:
       watch: the limits.
       activity: the activity record of this process.
       stacks: the file for stacks.
-      islands: None for one that is alone.
+      islands: the islands; None for a single process.
     """
     if islands is None:
         host = socket.gethostname()
@@ -221,15 +221,14 @@ def rank_name(placement: RankPlacement, host: str) -> str:
     >>> rank_name(RankPlacement(island=1, num_islands=2, process=3, num_processes=4), "b")
     'island 1.3 (host b)'
     """
-    process = f".{placement.process}" if placement.num_processes > 1 else ""
-    return f"island {placement.island}{process} (host {host})"
+    return f"island {placement.name} (host {host})"
 
 
 def format_other_mpi(environment: RankEnvironment, rank: int, size: int) -> str:
-    """Return the message for a launcher and an mpi4py that belong to different MPIs.
+    """Format the message for a launcher and an mpi4py that belong to different MPIs.
 
     >>> numbers = {"rank": 1, "size": 4, "local_rank": 1, "local_size": 4}
-    >>> other_mpi_text(RankEnvironment(launcher="openmpi", host="a", **numbers), 0, 1)[:64]
+    >>> format_other_mpi(RankEnvironment(launcher="openmpi", host="a", **numbers), 0, 1)[:64]
     'the launcher (openmpi) says rank 1 of 4, but MPI says rank 0 of '
     """
     return (

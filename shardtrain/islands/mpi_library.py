@@ -1,4 +1,4 @@
-"""Find MPI's library and its vendor, or what to install if it cannot be loaded. Imports no MPI.
+"""Find the library of MPI and its vendor, or explain what to install. Imports no MPI.
 
 Next: `bridge.py`, which loads it.
 """
@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 LIBRARY = "MPI4PY_LIBMPI"
-"""The variable of mpi4py that names the library, or folders to look for it in."""
+"""The variable of mpi4py with the path of the library, or folders to search."""
 
 NO_WARNING = "MPI4JAX_NO_WARN_JAX_VERSION"
-"""The variable by which mpi4jax does not warn of a jax that is newer than its own list."""
+"""The variable that disables the warning of mpi4jax about a jax newer than its list."""
 
 PACKAGES = ("mpi4py", "mpi4jax")
 
@@ -22,13 +22,13 @@ PACKAGES = ("mpi4py", "mpi4jax")
 def library_environment(environ: Mapping[str, str], prefix: str = sys.prefix) -> dict[str, str]:
     """Return the variables that mpi4py and mpi4jax need at their import, without those that are set.
 
-    mpi4py finds the MPI of the environment it is installed in: it looks in that of the Python that runs,
-    which is another one where environments are layered, as by `uv run --with`. mpi4jax does not warn of a
-    newer jax than its own list has: pyproject.toml bounds jax, and the tests run with its newest.
+    mpi4py searches MPI in the environment of the running Python. In layered environments, as by `uv run
+    --with`, mpi4py itself and MPI are in another one. The warning of mpi4jax is disabled because
+    pyproject.toml bounds jax, and the tests run with its newest version.
 
     Args:
       environ: the environment variables of the process.
-      prefix: the folder of the Python that runs.
+      prefix: the folder of the running Python.
     """
     found = {} if NO_WARNING in environ else {NO_WARNING: "1"}
     spec = None if LIBRARY in environ else importlib.util.find_spec("mpi4py")
@@ -36,7 +36,7 @@ def library_environment(environ: Mapping[str, str], prefix: str = sys.prefix) ->
         return found
     # PREFIX/lib/pythonX.Y/site-packages/mpi4py/__init__.py
     home = Path(spec.origin).parents[4]
-    # the empty name at the end: then where the system has its libraries
+    # the empty entry at the end stands for the libraries of the system
     return found if home == Path(prefix) else {**found, LIBRARY: f"{home / 'lib'}{os.pathsep}"}
 
 
@@ -45,17 +45,21 @@ def list_not_installed() -> list[str]:
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
 
-def vendor(library: str) -> str:
-    """Return the vendor of a library: a value of `launch.mpi.Mpiexec.vendor`, or "other".
+VENDORS = {
+    "openmpi": r"Open ?MPI|OpenRTE|PRRTE|prterun",
+    "intel": r"Intel\(R\) MPI",
+    "hydra": r"HYDRA|MPICH|MVAPICH",
+}
+"""Vendor -> pattern of the version text of its library or its mpiexec."""
 
-    >>> vendor("Open MPI v5.0.3, package: Open MPI"), vendor("MPICH Version: 5.0.2"), vendor("?")
+
+def find_vendor(version: str) -> str:
+    """Find the vendor of an MPI by the version text of its library or mpiexec; "other" if it is unknown.
+
+    >>> find_vendor("Open MPI v5.0.3, package"), find_vendor("MPICH Version: 5.0.2"), find_vendor("?")
     ('openmpi', 'hydra', 'other')
     """
-    if "Open MPI" in library:
-        return "openmpi"
-    if "Intel(R) MPI" in library:
-        return "intel"
-    return "hydra" if re.search(r"MPICH|MVAPICH", library) else "other"
+    return next((vendor for vendor, pattern in VENDORS.items() if re.search(pattern, version)), "other")
 
 
 def not_loaded_text(error: BaseException) -> str:
@@ -82,7 +86,6 @@ def check_started(is_started: bool, environ: Mapping[str, str]) -> None:
         variable = environ.get("MPI4PY_RC_INITIALIZE")
         setting = "mpi4py.rc.initialize" if variable is None else f"MPI4PY_RC_INITIALIZE={variable}"
         raise ValueError(
-            f"mpi4py did not start MPI when it was imported, as {setting} says, and ranks cannot communicate"
-            " without it;"
-            " use `unset MPI4PY_RC_INITIALIZE`, and set mpi4py.rc.initialize nowhere"
+            f"mpi4py did not start MPI when it was imported, because of {setting}, and ranks cannot"
+            " communicate without it; use `unset MPI4PY_RC_INITIALIZE`, and set mpi4py.rc.initialize nowhere"
         )

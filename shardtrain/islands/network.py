@@ -1,6 +1,6 @@
-"""The address on which a run listens: loopback on one host, the job's interface on several.
+"""Find the address on which jax listens: loopback on one host, the interface of the job on several.
 
-MPI reads its own variables, see `launch/job.py`; here is the address for jax. No jax, no MPI.
+MPI reads its own variables, see `launch/job.py`. No jax, no MPI.
 """
 
 import fcntl
@@ -9,24 +9,24 @@ import struct
 from collections.abc import Mapping, Sequence
 
 INTERFACE = "SHARDTRAIN_INTERFACE"
-"""The variable with the name of the interface; `launch` sets it."""
+"""Variable with the name of the interface, which `launch` sets."""
 
 LOOPBACK = "lo"
 LOOPBACK_ADDRESS = "127.0.0.1"
 SIOCGIFADDR = 0x8915
 
 
-def listening_address(hosts: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """Return the address on which a process of an island listens; None: all of them.
+def find_listening_address(hosts: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    """Return the address on which a process of an island listens; None means all addresses.
 
     Args:
       hosts: the hosts of the island's processes.
       environ: the environment.
 
     Raises:
-      ValueError: the interface is not there, or has no address.
+      ValueError: the interface does not exist, or has no address.
 
-    >>> listening_address(["a", "a"], {}), listening_address(["a", "b"], {})
+    >>> find_listening_address(["a", "a"], {}), find_listening_address(["a", "b"], {})
     ('127.0.0.1', None)
     """
     if len(set(hosts)) == 1:
@@ -36,19 +36,19 @@ def listening_address(hosts: Sequence[str], environ: Mapping[str, str]) -> str |
 
 
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""Variables by which gRPC, and so jax.distributed, connects to another host."""
+"""Variables of proxies that gRPC, and so jax.distributed, uses for connections to other hosts."""
 
 
-def proxy_exceptions(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that keep connections between hosts of a run from going through a proxy.
+def exempt_from_proxies(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that exempt connections between hosts of a run from proxies.
 
     Args:
       hosts: names and addresses.
       environ: the environment.
 
-    >>> proxy_exceptions(["a", "a", "10.0.0.7"], {"http_proxy": "http://p:8", "NO_PROXY": "b,a"})
+    >>> exempt_from_proxies(["a", "a", "10.0.0.7"], {"http_proxy": "http://p:8", "NO_PROXY": "b,a"})
     {'no_proxy': 'b,a,10.0.0.7'}
-    >>> proxy_exceptions(["a"], {})
+    >>> exempt_from_proxies(["a"], {})
     {}
     """
     if not any(environ.get(name) for name in PROXIES):
@@ -67,9 +67,9 @@ def find_address(interface: str) -> str:
     """Return the IPv4 address of an interface.
 
     Raises:
-      ValueError: it is not there, or has none; names those that are.
+      ValueError: it does not exist, or has none; the message lists all interfaces.
 
-    >>> address_of("lo")
+    >>> find_address("lo")
     '127.0.0.1'
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

@@ -1,11 +1,11 @@
-"""Options of the transfers between islands. Values only: no jax, no MPI."""
+"""Define the options of transfers between islands. Values only: no jax, no MPI."""
 
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.islands.buckets import CAP_BYTES
 
 REDUCE = ("all_reduce", "root", "hierarchical")
@@ -13,31 +13,31 @@ REDUCE = ("all_reduce", "root", "hierarchical")
 
 @dataclass(frozen=True, kw_only=True)
 class Across:
-    """Options of what is transferred between islands, and how.
+    """Options of transfers between islands.
 
     Args:
-      axis: "data": each island is a replica, with its share of every batch. "pipeline": each island is
+      axis: "data" makes each island a replica, with its share of every batch. "pipeline" makes each island
         a stage of a pipeline; island i has stage i % partitions of replica i // partitions.
-      partitions: number of islands that form one pipeline; None: all of them.
-      shares: weights of the replicas, in proportion to which they get rows of a batch; "auto": by their
-        devices at first, then by the speed that is measured; None: "auto" where the devices of islands
-        differ and a split of the batch changes nothing but rounding, see `trainer.island_run`; else by them.
-      share_limits: the most examples of a batch that each island gets (tokens, where the batch counts them),
-        whatever the shares say; the others get the rest. "auto": as many as fit the memory of the island.
-      reduce: how arrays are summed over islands: by one all-reduce; on island 0, which broadcasts the sum
-        ("root"); or within each host first, then between hosts ("hierarchical").
+      partitions: number of islands that form one pipeline; None means all islands.
+      shares: weights of the replicas; each gets rows of a batch in proportion. "auto" starts with the numbers
+        of devices, and then follows the measured speeds. None means "auto" if the devices of islands differ
+        and a split of the batch changes only rounding, and else the numbers of devices.
+      share_limits: largest number of examples of a batch (or of tokens, if the batch counts them) of each
+        island; the others get the rest. "auto" means as many as fit the memory of the island.
+      reduce: algorithm of sums over islands: one all-reduce; a sum on island 0, which is then broadcast
+        ("root"); or sums within each host, and then between hosts ("hierarchical").
       reduce_dtype: dtype of the gradients that islands exchange: "float32", or "bfloat16", half of the bytes.
-        They are added in float32, and the sum is rounded again. A codec (bfloat16+mean) adds what it rounds
-        off to the next step; this does not, and so keeps no copy of it.
-      bucket_bytes: gradients are sent in buckets of about this size; 0: one bucket per array.
-      first_bucket_bytes: size of the first bucket, smaller so that sending starts early; None: 1 MB, or
-        `bucket_bytes` where a mean of gradients is sent from the memory of one process's CPU devices, which
-        has nothing to copy first.
-      gradient_parts: number of programs in which a mean of gradients is computed, at most, the last layers
-        first: what one has computed is sent while the next ones compute. It pays over slow links. None: one,
-        or the number that `shardtrain plan` finds to be the fastest.
-      memory: the memory that MPI reads and writes: "device", "host", or "auto": device memory if a probe
-        shows that this works.
+        They are added in float32, and the sum is rounded again. Unlike a codec (bfloat16+mean), which adds
+        rounding errors to the next step, this keeps no copy of them.
+      bucket_bytes: approximate size of the buckets in which gradients are sent; 0 means one bucket per array.
+      first_bucket_bytes: size of the first bucket, which is smaller so that sending starts early. None means
+        1 MB, or `bucket_bytes` if a mean of gradients is sent from CPU devices of one process, which needs
+        no copies.
+      gradient_parts: largest number of programs that compute a mean of gradients, the last layers first: the
+        result of one is sent while the next ones compute, which pays over slow links. None means one, or
+        the fastest number that `shardtrain plan` found.
+      memory: memory that MPI reads and writes: "device", "host", or "auto", which means device memory if a
+        test of it succeeds.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -93,10 +93,9 @@ class Across:
             )
         if isinstance(self.share_limits, tuple) and any(most < 1 for most in self.share_limits):
             problems.append(f"share_limits is {self.share_limits}; give each island a number from 1")
-        if problems:
-            raise problems_error("islands cannot be joined like this", problems)
+        refuse("islands cannot be joined like this", problems)
 
     @property
     def num_gradient_programs(self) -> int:
-        """Number of programs in which a mean of gradients is computed, at most."""
+        """Largest number of programs that compute a mean of gradients."""
         return 1 if self.gradient_parts is None else self.gradient_parts

@@ -1,7 +1,7 @@
-"""Parameters served in shards, one by each island, so that no island waits for another to compute.
+"""Serve the parameters in shards, one per island, so that no island waits for another to compute.
 
 A thread of each process answers the others while its island computes. Next: `parameter_shard.py`, which
-decides what they get; `train_step/wave_merge.py`, which pushes.
+computes the answers; `train_step/wave_merge.py`, which pushes.
 """
 
 import threading
@@ -12,29 +12,29 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.islands.bridge import MPI, end_all
+from shardtrain.islands.bridge import KNOWN_SECONDS, MPI, end_all
 from shardtrain.islands.parameter_shard import Answer, ParameterShard, Push
-from shardtrain.islands.rank_timeout import RankTimeout, missing_text
+from shardtrain.islands.rank_timeout import RankWait
 from shardtrain.islands.watchdog.activity import ActivityRecord
 
 REQUEST, UPDATE, ANSWER, VALUES = 1, 2, 3, 4
-"""Tags of messages: the numbers of a push, its update; the numbers of an answer, its values."""
+"""Tags of messages: the numbers of a push and its update; the numbers of an answer and its values."""
 
 LONGEST_NAP_SECONDS = 5e-4
 
 
 class ParameterServer:
-    """This island's shard, served to all islands; and the way to those of the others.
+    """Serves this island's shard to all islands, and pushes to the shards of the others.
 
-    Constructing it is a collective call of all islands.
+    Its constructor is a collective call of all islands.
 
     Args:
-      comm: duplicated; its ranks are the islands that push these parameters.
+      comm: the communicator of the islands that push these parameters; it is duplicated.
       shard: the shard that this island serves.
-      names: rank -> its name in messages.
-      ranks: rank -> its rank among all of the run, for the activity.
-      activity: the activity record of this process; every wait is recorded there.
-      patience_seconds: how long to wait for the others.
+      names: island -> its name in messages.
+      ranks: island -> its rank among all of the run, for the activity.
+      activity: the activity record of this process, which records every wait.
+      patience_seconds: time limit of a wait for others.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ParameterServer:
         return self._comm.size
 
     def take_bytes(self) -> int:
-        """Return the bytes that this island sent to others since the last call: updates, and its shard."""
+        """Return the bytes of updates and shards that this island sent to others since the last call."""
         with self._lock:
             found, self._num_bytes = self._num_bytes, 0
         return found
@@ -76,9 +76,9 @@ class ParameterServer:
         """Start from common parameters; all islands must have called it before one pushes.
 
         Args:
-          step: steps done.
+          step: number of completed steps.
           values: float32 (n,), all parameters.
-          dtypes: parts of `values` whose parameters have fewer bits, and their dtype.
+          dtypes: parts of `values` whose parameters have fewer bits, and their dtypes.
         """
         self._bounds = [values.size * i // self.num_islands for i in range(self.num_islands + 1)]
         own = self._part(self.island)
@@ -94,7 +94,7 @@ class ParameterServer:
         """Push an update to all shards, and wait until every island has pushed `push.least` waves.
 
         Args:
-          push: its `update` is of all parameters; None asks again.
+          push: the push, whose `update` covers all parameters; None requests an answer again.
 
         Returns:
           The answers of all shards: their values joined, and the smallest clocks.
@@ -111,7 +111,7 @@ class ParameterServer:
                 own = push.update[self._part(island)]
                 requests.append(self._comm.Isend(own, island, UPDATE))
                 self._count(own, island)
-        # an island that waits for others has joined as many waves as it pushed: the one behind has fewer
+        # for the watchdog: an island that is behind has joined fewer waves than those that wait for it
         self._activity.num_collectives += push.update is not None
         values = np.empty(self._bounds[-1], np.float32)
         answers = [self._receive(island, values, push) for island in range(self.num_islands)]
@@ -120,7 +120,7 @@ class ParameterServer:
         return answers[0]._replace(clocks=clocks, values=values)
 
     def close(self) -> None:
-        """End the thread, once no island needs its shard any more."""
+        """End the thread; call it once no island needs its shard any more."""
         self._closing.set()
         self._thread.join(timeout=5.0)
 
@@ -134,20 +134,15 @@ class ParameterServer:
     def _receive(self, island: int, values: np.ndarray, push: Push) -> Answer:
         """Wait for the answer of a shard, and receive its values."""
         what = f"wave of step {push.step}"
-        start, nap, status = time.monotonic(), 0.0, MPI.Status()
+        status, wait = MPI.Status(), RankWait(what, self._names, self._patience_seconds)
         with self._activity.at(what, waits=True, kind="islands"):
-            # poll: a blocking receive could neither tell who is behind nor give up
+            # poll: a blocking receive could neither report who is behind nor give up
             while not self._comm.Iprobe(island, ANSWER, status):
-                waited = time.monotonic() - start
                 clocks = self._shard.clocks
                 behind = [i for i, clock in enumerate(clocks) if clock < push.least] or [island]
-                if waited > 1:
+                if wait.seconds > KNOWN_SECONDS:
                     self._activity.awaits(tuple(self._ranks[i] for i in behind))
-                if waited > self._patience_seconds:
-                    text = missing_text(what, [self._names[i] for i in behind], waited)
-                    raise RankTimeout(text, [self._ranks[i] for i in behind])
-                time.sleep(nap)
-                nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
+                wait.nap(behind)
             numbers = bytearray(status.Get_count(MPI.BYTE))
             self._comm.Recv([numbers, MPI.BYTE], island, ANSWER)
             self._comm.Recv(values[self._part(island)], island, VALUES)
@@ -164,17 +159,17 @@ class ParameterServer:
             end_all(1)
 
     def _serve_all(self) -> None:
-        # requests of MPI with their buffers, which must live until they are complete: what is sent, and
-        # updates that arrive, of which a slow one holds up nobody else
+        # requests of MPI with their buffers, which must live until they are complete: sends, and receives of
+        # updates, of which a slow one must not delay the others
         sending: list[tuple[Any, Any]] = []
         arriving: list[tuple[Any, int, Push]] = []
         nap, status = 0.0, MPI.Status()
         while not self._closing.is_set():
-            come: list[tuple[int, Push]] = []
+            arrived: list[tuple[int, Push]] = []
             if self._comm.Iprobe(MPI.ANY_SOURCE, REQUEST, status):
                 push, request = self._receive_push(status)
                 if request is None:
-                    come.append((status.source, push))
+                    arrived.append((status.source, push))
                 else:
                     arriving.append((request, status.source, push))
                 nap = 0.0
@@ -182,16 +177,16 @@ class ParameterServer:
             arriving = []
             for request, island, push in under_way:
                 if request.Test():
-                    come.append((island, push))
+                    arrived.append((island, push))
                 else:
                     arriving.append((request, island, push))
-            for island, push in come:
+            for island, push in arrived:
                 with self._lock:
                     answers = self._shard.push(island, push)
                 for answered, answer in answers:
                     sending += self._send(answered, answer)
             sending = [(request, data) for request, data in sending if not request.Test()]
-            if not come:
+            if not arrived:
                 time.sleep(nap)
                 nap = min(nap + 1e-5, LONGEST_NAP_SECONDS)
 

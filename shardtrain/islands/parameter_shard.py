@@ -1,8 +1,8 @@
-"""One island's shard of the parameters that all islands push updates to: who may go on, and who must wait.
+"""One island's shard of the parameters: add the updates of all islands, and decide which may continue.
 
-Wave-synchronous parallelism (HetPipe, Park et al. 2020): an island pushes what it changed once a wave of
-steps, and goes on from all that was pushed so far, if no island is too many waves behind. Values only: no
-MPI, no jax, no thread. Next: `parameter_server.py`, which brings messages here.
+Wave-synchronous parallelism (HetPipe, Park et al. 2020): after each wave of steps an island pushes its
+update, and continues from all updates so far, unless another island is too many waves behind. Values only: no
+MPI, no jax, no thread. Next: `parameter_server.py`, which receives the messages.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,16 +15,17 @@ NO_BARRIER = -1
 
 
 Kind = Literal["push", "pull", "barrier"]
-"""Of events."""
+"""The kinds of events."""
 
 
 class Event(NamedTuple):
-    """Something that changes a shard, or is read from it; their order decides the parameters.
+    """A change or a read of a shard; the order of events decides the parameters.
 
     Args:
-      kind: "push": an update was added; "pull": an island was answered; "barrier": it was, at a barrier.
-      island: whose.
-      step: the step that ended its wave.
+      kind: "push" means that an update was added, "pull" that an island was answered, "barrier" that it was
+        answered at a barrier.
+      island: the island that pushed or was answered.
+      step: the last step of its wave.
     """
 
     kind: Kind
@@ -33,7 +34,7 @@ class Event(NamedTuple):
 
 
 class EventLog(Protocol):
-    """Where the events of a shard are written."""
+    """A log of the events of a shard."""
 
     def begin(self, step: int) -> None:
         """Delete the events after a step: the run resumes from it."""
@@ -45,15 +46,15 @@ class EventLog(Protocol):
 
 
 class Push(NamedTuple):
-    """What an island sends to each shard at the end of a wave, or, without `update`, to ask again.
+    """The message of an island to each shard at the end of a wave; without `update` it repeats its request.
 
     Args:
-      step: the step that ended the wave.
-      least: it is answered once every island has pushed so many waves.
-      requests_barrier: it wants a barrier as soon as possible.
-      totals: float64 (k,), added up for island 0.
-      update: float32, what the island changed of this shard; None: it was pushed before.
-      at_barrier: there is a barrier after this wave.
+      step: the last step of the wave.
+      least: number of waves that every island must have pushed before the answer.
+      requests_barrier: whether the island requests a barrier as soon as possible.
+      totals: float64 (k,), summed for island 0.
+      update: float32, the island's change of this shard; None if it was pushed before.
+      at_barrier: whether there is a barrier after this wave.
     """
 
     step: int
@@ -69,9 +70,9 @@ class Answer(NamedTuple):
 
     Args:
       clocks: island -> the number of its waves in `values`.
-      barrier: the number of waves after which the next barrier is; `NO_BARRIER`: none was requested.
-      totals: float64 (k,): for island 0 the sum of what was pushed since its last answer, else zeros.
-      values: float32, the shard: the values at the start plus all updates that were pushed.
+      barrier: number of waves after which the next barrier is; `NO_BARRIER` if none was requested.
+      totals: float64 (k,): for island 0 the sum of all totals since its last answer, else zeros.
+      values: float32, the shard: the values at the start plus all updates so far.
     """
 
     clocks: tuple[int, ...]
@@ -81,15 +82,15 @@ class Answer(NamedTuple):
 
 
 class ParameterShard:
-    """A shard of the parameters. Each island has at most one push that is not answered.
+    """A shard of the parameters. Each island has at most one unanswered push.
 
     Args:
       num_islands: number of islands.
-      log: gets every event, in order; None: nothing is written.
-      order: the events of an earlier run, which are repeated in this order; a barrier that it did not have
-        ends that.
-      report: receives a line when the order ends before its last event.
-      waves_ahead: how many waves an island may have started when it hears of a barrier.
+      log: receives every event, in order; None disables it.
+      order: the events of an earlier run, which are replayed in this order until a barrier that the earlier
+        run did not have.
+      report: receives a line when the replay ends before its last event.
+      waves_ahead: number of waves that an island may have started when it learns of a barrier.
 
     Attributes:
       clocks: island -> the number of waves that it has pushed.
@@ -106,16 +107,16 @@ class ParameterShard:
     ) -> None:
         self._num_islands, self._log, self._report = num_islands, log, report
         self._waves_ahead = waves_ahead
-        self._order = last_pulls(order)
+        self._order = drop_repeated_pulls(order)
         self.clocks = [0] * num_islands
 
     def begin(self, step: int, values: np.ndarray, dtypes: Sequence[tuple[slice, Any]]) -> None:
         """Start from common parameters.
 
         Args:
-          step: steps done.
-          values: float32 (n,), the parameters of this shard; they are copied.
-          dtypes: parts of the shard whose parameters have fewer bits, and their dtype: sums are rounded.
+          step: number of completed steps.
+          values: float32 (n,), the parameters of this shard, which are copied.
+          dtypes: parts of the shard whose parameters have fewer bits, and the dtypes of sums.
         """
         self._values, self._dtypes = values.copy(), dtypes
         self.clocks = [0] * self._num_islands
@@ -128,7 +129,7 @@ class ParameterShard:
             self._log.begin(step)
 
     def push(self, island: int, push: Push) -> list[tuple[int, Answer]]:
-        """Take a push; return the answers that can be given now, as (island, answer)."""
+        """Add a push; return the answers that are now possible, as (island, answer)."""
         assert island not in self._waiting, island
         self._waiting[island] = push
         # a barrier that the earlier run did not have: the order ends at this message, on every shard
@@ -146,7 +147,7 @@ class ParameterShard:
         return answers
 
     def _next_event(self) -> Event | None:
-        """Return what happens next, in the order of `order` where there is one."""
+        """Return the next event, in the order of a replay."""
         possible = [
             Event("pull" if push.update is None else "push", island, push.step)
             for island, push in self._waiting.items()
@@ -163,7 +164,7 @@ class ParameterShard:
         return possible[0]
 
     def _end_order(self, step: int) -> None:
-        """Go on in an order of its own."""
+        """End the replay."""
         if self._order:
             self._report(
                 f"WARNING: the replay ends at step {step}, with a barrier that was not in the earlier"
@@ -181,7 +182,7 @@ class ParameterShard:
         if self.clocks[island] > self._barrier:
             self._barrier = NO_BARRIER
         if push.requests_barrier and self._barrier == NO_BARRIER:
-            # nobody is beyond the wave that follows its last answer, but for those that it has in flight
+            # no island is beyond the wave after its last answer, except for the waves that it has in flight
             self._barrier = max(self._answered) + 1 + self._waves_ahead
         self._waiting[island] = push._replace(update=None)
 
@@ -194,11 +195,11 @@ class ParameterShard:
         return Answer(tuple(self.clocks), self._barrier, totals, self._values.copy())
 
 
-def last_pulls(events: Sequence[Event]) -> list[Event]:
-    """Return the pushes and pulls, without the pulls that an island repeated in the same step, at a barrier.
+def drop_repeated_pulls(events: Sequence[Event]) -> list[Event]:
+    """Return the pushes and pulls, and of pulls that an island repeated at a barrier only the last.
 
     >>> found = [Event("push", 0, 4), Event("pull", 0, 4), Event("push", 1, 4), Event("barrier", 0, 4)]
-    >>> last_pulls(found)[1:]
+    >>> drop_repeated_pulls(found)[1:]
     [Event(kind='push', island=1, step=4), Event(kind='pull', island=0, step=4)]
     """
     events = [event._replace(kind="pull") if event.kind == "barrier" else event for event in events]

@@ -1,4 +1,4 @@
-"""The rank of this process under any launcher, read from the environment alone: no jax and no MPI.
+"""Find the rank of this process under any launcher, from environment variables. No jax, no MPI.
 
 The variables are in `launcher_variables.py`, the rank's island in `rank_placement.py`, its share of GPUs and
 cores of the host in `binding.py`.
@@ -30,9 +30,9 @@ class RankEnvironment:
       launcher: a key of `LAUNCHERS`: "openmpi", "hydra" (MPICH and Intel MPI), "srun", ...; or "none".
       rank: the rank of this process among all that were launched.
       size: number of processes that were launched.
-      local_rank: rank among the processes on this host; None where the launcher sets none: then it has to be
-        found over MPI.
-      local_size: number of processes on this host; None likewise.
+      local_rank: rank among the processes on this host; None if the launcher sets none, so that MPI must
+        find it.
+      local_size: number of processes on this host; None if the launcher sets none.
       host: the name of the host.
     """
 
@@ -45,21 +45,21 @@ class RankEnvironment:
 
 
 def find_rank_environment(environ: Mapping[str, str]) -> RankEnvironment:
-    """Return the rank of this process, by the variables that launchers set.
+    """Find the rank of this process in the variables that launchers set.
 
-    mpiexec inside a Slurm job starts its own helpers by srun, whose SLURM_PROCID reaches the ranks: so the
-    variables of an MPI launcher go before those of srun. And a batch script has a SLURM_PROCID too, but is
-    one process: only inside a step (SLURM_STEP_ID) is it a rank.
+    An mpiexec inside a Slurm job starts its helpers by srun, and their SLURM_PROCID reaches the ranks.
+    Therefore the variables of MPI launchers take precedence over those of srun. A batch script has a
+    SLURM_PROCID too, but is a rank only inside a step (SLURM_STEP_ID).
 
     Args:
       environ: the environment of the process.
 
     Returns:
-      The rank; rank 0 of 1 and launcher "none" where nothing launched this process.
+      The rank; rank 0 of 1 and launcher "none" without a launcher.
 
     Raises:
-      ValueError: a variable is not a number, or a rank is not below its size, among all or on this host; or
-        a launcher sets a rank and no size, so that every process would take itself for the only one.
+      ValueError: a variable is not a number, a rank is not below its size, or a launcher sets a rank and no
+        size, so that every process would run as if it were the only one.
 
     >>> local = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
     >>> found = find_rank_environment({"PMI_RANK": "1", "PMI_SIZE": "2", **local})
@@ -70,10 +70,13 @@ def find_rank_environment(environ: Mapping[str, str]) -> RankEnvironment:
     for launcher, variables in LAUNCHERS.items():
         if not _is_started_by(variables, environ):
             continue
-        rank, size = _number(environ, variables.rank), _number(environ, _size_variable(variables, environ))
+        rank, size = (
+            _read_number(environ, variables.rank),
+            _read_number(environ, _size_variable(variables, environ)),
+        )
         if not 0 <= rank < size:
             raise ValueError(f"launcher {launcher} gave rank {rank} of {size}; a rank is 0 to {size - 1}")
-        local_rank, local_size = _local(variables, environ, size)
+        local_rank, local_size = _find_local_rank(variables, environ, size)
         return RankEnvironment(
             launcher=launcher, rank=rank, size=size, local_rank=local_rank, local_size=local_size, host=host
         )
@@ -101,7 +104,7 @@ def _size_variable(variables: LauncherVariables, environ: Mapping[str, str]) -> 
     return next((name for name in variables.size if name in environ), variables.size[0])
 
 
-def _local(
+def _find_local_rank(
     variables: LauncherVariables, environ: Mapping[str, str], size: int
 ) -> tuple[int | None, int | None]:
     """Return (rank on this host, number of ranks on it); both None if the launcher does not set them."""
@@ -109,9 +112,9 @@ def _local(
         return 0, 1
     if variables.local_rank is None or variables.local_rank not in environ:
         return None, None
-    rank = _number(environ, variables.local_rank)
+    rank = _read_number(environ, variables.local_rank)
     if variables.local_size is not None:
-        local_size = _number(environ, variables.local_size)
+        local_size = _read_number(environ, variables.local_size)
         # this rank would have no GPU and no core
         if not rank < local_size <= size:
             raise ValueError(
@@ -121,7 +124,7 @@ def _local(
         return rank, local_size
     if variables.num_nodes is not None and variables.num_nodes in environ:
         # tasks may be shared unevenly by nodes: only these two are certain
-        num_nodes = _number(environ, variables.num_nodes)
+        num_nodes = _read_number(environ, variables.num_nodes)
         certain = {1: size, size: 1}.get(num_nodes, 0)
         return (rank, certain) if rank < certain else (None, None)
     if variables.ranks_here is not None and (here := environ.get(variables.ranks_here)):
@@ -131,24 +134,24 @@ def _local(
     # in a heterogeneous job Slurm lists the hosts by name, and numbers them by component
     one_component = variables.components is None or variables.components not in environ
     if variables.tasks_per_node is not None and variables.node is not None and one_component:
-        counts = tasks_per_node(environ.get(variables.tasks_per_node, ""))
+        counts = parse_tasks_per_node(environ.get(variables.tasks_per_node, ""))
         number = parse_count(environ.get(variables.node, ""))
         if number is not None and number < len(counts) and rank < counts[number]:
             return rank, counts[number]
     return None, None
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def _read_number(environ: Mapping[str, str], name: str) -> int:
     number = parse_count(environ[name])
     if number is None:
         raise ValueError(f"the variable {name} is {short(environ[name])}; a launcher sets a number there")
     return number
 
 
-def tasks_per_node(text: str) -> list[int]:
+def parse_tasks_per_node(text: str) -> list[int]:
     """Return the number of tasks of each node from Slurm's short form; [] if it cannot be parsed.
 
-    >>> tasks_per_node("2(x3),1"), tasks_per_node("1(x99999999999)")
+    >>> parse_tasks_per_node("2(x3),1"), parse_tasks_per_node("1(x99999999999)")
     ([2, 2, 2, 1], [])
     """
     counts: list[int] = []

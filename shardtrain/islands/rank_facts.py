@@ -1,6 +1,6 @@
-"""The facts of a rank that must be equal on all islands: versions, flags, run, data, parameters, program.
+"""Collect the facts of a rank that must be equal on all islands: versions, flags, run, data, program.
 
-Flat data that JSON can hold; `agreement.py` compares it before the first step.
+The facts are flat JSON data; `agreement.py` compares them before the first step.
 """
 
 import hashlib
@@ -51,10 +51,10 @@ JAX_OPTIONS = (
 """Options of jax that change results, or where a program stops."""
 
 VARIABLES = ("NVIDIA_TF32_OVERRIDE",)
-"""Variables of the environment, beside XLA_FLAGS, that change results."""
+"""Environment variables that change results, in addition to XLA_FLAGS."""
 
 FREE_XLA_FLAGS = re.compile(r"xla_force_host_platform_device_count|.*(dump|cache|profile)")
-"""XLA flags that do not change results: the number of simulated devices, and paths of its output."""
+"""XLA flags that do not change results: the number of simulated devices, and output paths."""
 
 
 def facts(
@@ -69,18 +69,18 @@ def facts(
     Args:
       description: the run, from `config.describe`.
       trees: kind -> pytree of arrays or shapes, such as {"parameters": specs.abstract.params}.
-      fingerprint: the fingerprint of the data; without one the data's paths have to agree.
+      fingerprint: the fingerprint of the data; None compares the paths of the data instead.
       program: from `program_fact`.
     """
     found = {**versions(), **flags(os.environ), **run_facts(description, fingerprint)}
     for kind, tree in (trees or {}).items():
         found |= tree_facts(kind, tree)
-    # as it arrives at the others, so that a tuple here is not another value than a list there
+    # in the form in which the other ranks receive it: a tuple must equal a list
     return json.loads(json.dumps(found | dict(program or {})))
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python (major.minor) and of the packages that compute; None: not installed."""
+    """Return the versions of Python (major.minor) and of packages; None for one that is not installed."""
     found: dict[str, str | None] = {"versions/python": ".".join(platform.python_version_tuple()[:2])}
     for package in PACKAGES:
         try:
@@ -101,7 +101,7 @@ def flags(environ: Mapping[str, str]) -> dict[str, Any]:
 
     xla = {}
     for word in environ.get("XLA_FLAGS", "").split():
-        # XLA takes the last of two, and a flag without a value as true
+        # for XLA the last of two equal flags counts, and a flag without a value is true
         name, equals, value = word.lstrip("-").partition("=")
         if not FREE_XLA_FLAGS.match(name):
             xla[f"flags/{name}"] = value if equals else "true"
@@ -113,7 +113,7 @@ def flags(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def run_facts(description: Mapping[str, Any], fingerprint: str | None) -> dict[str, Any]:
-    """Return the fields of a run that must not differ, and the fingerprint of its data.
+    """Return the fields of a run that must be equal, and the fingerprint of its data.
 
     >>> run_facts({"batch": 32, "run_dir": "runs/a", "data.paths": ["x"]}, "f1a0")
     {'run/batch': 32, 'data/fingerprint': 'f1a0'}
@@ -147,8 +147,8 @@ def program_fact(lowered: str, **depends: Any) -> dict[str, str]:
 
     Args:
       lowered: `jax.jit(...).lower(...).as_text()`.
-      depends: on what the program rightly depends, such as mesh, rows, microbatches, platform: where
-        one of these differs, nothing is compared.
+      depends: values on which the program depends, such as mesh, rows, microbatches and platform; programs
+        are compared only if all of them are equal.
 
     >>> list(program_fact("module @jit_step {}", mesh="data=2", rows=16))
     ['program/step on mesh data=2, rows 16']
@@ -158,7 +158,7 @@ def program_fact(lowered: str, **depends: Any) -> dict[str, str]:
 
 
 def program_hash(lowered: str) -> str:
-    """Return a hash of a lowered program's text that is the same in every process that lowers this program.
+    """Hash the text of a lowered program, with the same result in every process that lowers it.
 
     Addresses of Python callbacks and MPI communicators are removed from the text first.
     """

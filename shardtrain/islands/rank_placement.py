@@ -1,4 +1,4 @@
-"""Which island a rank belongs to: ranks in order fill the islands. Values only, no jax, no MPI."""
+"""Assign ranks to islands: ranks in order fill the islands. Values only, no jax, no MPI."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +25,11 @@ class RankPlacement:
     num_islands: int
     process: int
     num_processes: int
+
+    @property
+    def name(self) -> str:
+        """The name of the rank in messages: `1`, or `1.0` if the island has several processes."""
+        return f"{self.island}.{self.process}" if self.num_processes > 1 else str(self.island)
 
 
 def parse_processes(text: str) -> int | tuple[int, ...]:

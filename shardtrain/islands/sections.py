@@ -1,16 +1,18 @@
-"""Sections of files for some of the islands: their numbers, and the fields of a strategy that may differ.
+"""Parse and format the numbers of islands in sections of cluster files, strategy files and launch options.
 
-Values only: no jax, no MPI. Read by `cluster.py`, by strategy files and by the options of a launch.
+Values only: no jax, no MPI.
 """
 
 import re
+
+from shardtrain.system.host import parse_ranges
 
 OF_ISLANDS = ("layout", "accumulate", "remat", "compute_dtype")
 """Fields of a strategy in which islands may differ."""
 
 
 def island_numbers(name: str) -> set[int] | None:
-    """Return the islands that numbers name; None if this text is something else.
+    """Parse numbers and ranges of islands; None if the text has another form.
 
     >>> island_numbers("0,2-4"), island_numbers("*V100*")
     ({0, 2, 3, 4}, None)
@@ -18,12 +20,11 @@ def island_numbers(name: str) -> set[int] | None:
     name = name.replace(" ", "")
     if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", name):
         return None
-    ends = [each.partition("-") for each in name.split(",")]
-    return {number for first, _, last in ends for number in range(int(first), int(last or first) + 1)}
+    return set(parse_ranges(name))
 
 
 def range_text(first: int, count: int) -> str:
-    """Return consecutive islands as a section names them.
+    """Format a range of consecutive islands.
 
     >>> range_text(2, 3), range_text(5, 1)
     ('2-4', '5')

@@ -1,7 +1,7 @@
-"""Transfer arrays between an island's mesh and the other islands in buckets, each by a program on one device.
+"""Transfer arrays between an island's mesh and other islands in buckets.
 
-The arrays of a bucket are sent whole, from one local device (the bucket device), in one compiled program:
-pack, MPI, unpack. One thread makes all MPI calls, so their order is the same on every rank.
+The arrays of a bucket are sent whole from one local device (the bucket device) by one compiled program: pack,
+MPI, unpack. One thread makes all MPI calls, so that their order is the same on every rank.
 """
 
 import time
@@ -20,7 +20,7 @@ from shardtrain.islands.watchdog.activity import ActivityRecord
 
 
 class BucketTimes:
-    """The buckets of a run, in the order of sending, and the seconds that each took on the bridge.
+    """The buckets of a run, in the order of sending, and the seconds that each took.
 
     Attributes:
       sizes_bytes: bytes of each bucket's arrays, before a codec.
@@ -40,7 +40,7 @@ class BucketTimes:
         self._lock = Lock()
 
     def add(self, sizes_bytes: Sequence[int]) -> int:
-        """Add the buckets of a combiner, and return the number of the first of them."""
+        """Add the buckets of a combiner; return the number of the first one."""
         self.sizes_bytes += sizes_bytes
         return len(self.sizes_bytes) - len(sizes_bytes)
 
@@ -50,7 +50,7 @@ class BucketTimes:
             self._seconds.setdefault(number, []).append(seconds)
 
     def take(self) -> dict[int, float]:
-        """Return the mean seconds of each bucket that was recorded since the last call, by its number."""
+        """Return number -> mean seconds of the buckets that were recorded since the last call."""
         with self._lock:
             found, self._seconds = self._seconds, {}
         return {number: sum(each) / len(each) for number, each in sorted(found.items())}
@@ -60,16 +60,16 @@ if TYPE_CHECKING:
     from shardtrain.islands.bridge import MpiGroup  # importing it starts MPI
 
 BucketProgram = Callable[[Any, Any], Any]
-"""(arrays, group) -> outputs: what is done with a bucket, in a jit over its bucket device."""
+"""(arrays, group) -> outputs: the computation of a bucket, in a jit over its bucket device."""
 
 
 class _BucketDevice(NamedTuple):
-    """A device that takes every n-th bucket.
+    """A device that sends every n-th bucket.
 
     Args:
       device: a device of the mesh.
-      mpi_device: on which MPI is called: the same, or the host's where MPI takes no device memory.
-      group: the group of the islands; None if the device is another process's.
+      mpi_device: the device on which MPI is called: the same one, or a CPU device if MPI needs host memory.
+      group: the group of the islands; None if the device belongs to another process.
     """
 
     device: Any
@@ -84,17 +84,15 @@ class Transfer:
 
     Args:
       mesh: the mesh of this island.
-      groups: bucket device -> its group of islands; None where it is another process's. Bucket device i is
+      groups: bucket device -> its group of islands; None if it belongs to another process. Bucket device i is
         the i-th device of the mesh in the order of processes.
-      cap_bytes: a bucket is closed at this size.
-      first_bytes: the same of the first bucket, sent early; None: as `BucketSizes` has it.
-      on_device: MPI is given device memory; otherwise arrays are copied to the host's first.
-      activity: the activity record of this process; every bucket is recorded there.
-      copies_first: some island copies arrays to the host or to other processes before MPI gets them.
+      cap_bytes, first_bytes, copies_first: see `BucketSizes`.
+      on_device: whether MPI gets device memory; otherwise arrays are copied to host memory first.
+      activity: the activity record of this process, which records every bucket.
 
     Attributes:
-      num_bytes: bytes of the arrays that this process has given to MPI so far, as a codec left them.
-      bucket_times: the buckets of combiners, and how long those of this process's devices take.
+      num_bytes: bytes of the arrays, after a codec, that this process has passed to MPI so far.
+      bucket_times: the buckets of combiners, and the seconds of those that this process sends.
     """
 
     def __init__(
@@ -134,12 +132,12 @@ class Transfer:
 
         Args:
           number: the number of the bucket; buckets take turns on the bucket devices.
-          program: the same function object in all calls of a kind: it is compiled once per shape.
+          program: the computation; pass the same function object in all calls: it is compiled once per shape.
           arrays: a tree of arrays on the mesh, sharded in any way.
-          timed: the number is one of `bucket_times`, where its seconds are recorded.
+          timed: whether the seconds of the bucket are recorded in `bucket_times`.
 
         Returns:
-          The future of the program's outputs, on the bucket device; of None if that is another process's.
+          The future of the program's outputs on the bucket device; of None if another process has it.
         """
         # 1. gather sharded arrays: a collective of the mesh, in which every process takes part
         arrays = self._replicate(arrays)
@@ -178,8 +176,8 @@ class Transfer:
 
         Args:
           number: the number of the bucket.
-          arrays: a tree of arrays on the bucket device, or None where that is another process's.
-          like: the same tree of shapes, dtypes and shardings.
+          arrays: a tree of arrays on the bucket device; None if another process has it.
+          like: the same tree with shapes, dtypes and shardings.
         """
         shardings = jax.tree.map(lambda x: x.sharding, like)
         if not self._is_one_process:
@@ -206,10 +204,10 @@ class Transfer:
         return jax.tree.unflatten(structure, leaves)
 
     def close(self, failed: bool = False) -> None:
-        """End the thread, when all that was started has been sent: other islands wait for their part of it.
+        """End the thread once all started buckets are sent, because other islands wait for them.
 
         Args:
-          failed: end at once, because after an error the thread may be blocked in MPI.
+          failed: whether to end at once, because after an error the thread may be blocked in MPI.
         """
         self._thread.shutdown(wait=not failed, cancel_futures=failed)
 
@@ -241,7 +239,7 @@ class Transfer:
             # as bits: the sum is exact, and -0.0 stays what it is
             bits = np.dtype(f"uint{8 * like.dtype.itemsize}")
             zeros = np.zeros((1, *like.shape), bits)
-            found = None if array is None else _bits(array, bits)[None]
+            found = None if array is None else _to_bits(array, bits)[None]
             parts = [
                 jax.device_put(found if d == source.device and array is not None else zeros, d) for d in mine
             ]
@@ -256,7 +254,7 @@ class Transfer:
 
             def add(stacks: Any) -> Any:
                 return jax.tree.map(
-                    lambda x, dtype: _restore_bits(x.sum(0, dtype=x.dtype), dtype), stacks, dtypes
+                    lambda x, dtype: _from_bits(x.sum(0, dtype=x.dtype), dtype), stacks, dtypes
                 )
 
             self._programs[key] = jax.jit(add, out_shardings=shardings)
@@ -264,7 +262,7 @@ class Transfer:
 
 
 class _Program:
-    """A bucket program for one group, compiled once per shape, that knows what it gives to MPI."""
+    """A bucket program for one group, compiled once per shape; it counts the bytes passed to MPI."""
 
     def __init__(self, program: BucketProgram, group: "MpiGroup") -> None:
         self._program, self._group = program, group
@@ -276,7 +274,7 @@ class _Program:
         return _shapes(arrays) in self._num_bytes
 
     def __call__(self, arrays: Any) -> tuple[Any, int]:
-        """Return the outputs, when they are there, and the bytes that were given to MPI."""
+        """Compute and wait for the outputs; return them and the bytes that were passed to MPI."""
         found = jax.block_until_ready(self._compile(arrays))
         return found, self._num_bytes[_shapes(arrays)]
 
@@ -292,11 +290,11 @@ def _shapes(arrays: Any) -> Hashable:
     return structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
-def _bits(x: jax.Array, bits: Any) -> jax.Array:
+def _to_bits(x: jax.Array, bits: Any) -> jax.Array:
     return x.astype(bits) if x.dtype == bool else jax.lax.bitcast_convert_type(x, bits)
 
 
-def _restore_bits(x: jax.Array, dtype: Any) -> jax.Array:
+def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(bool) if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, dtype)
 
 

@@ -1,5 +1,5 @@
-"""One command starts many ranks: a job becomes command, environment and files, by one file per launcher.
+"""Start many ranks by one command: each launcher converts a job to command, environment and files.
 
-`job.py` is what to run, `registry.py` lists the launchers, `supervise.py` runs a launch, `rank.py` runs
-beside each rank, `outcome.py` reports how it ended. No jax, no MPI library.
+`job.py` defines a job, `registry.py` lists the launchers, `supervise.py` runs a launch, `rank.py` keeps the
+log of each rank, `outcome.py` reports how the launch ended. No jax, no MPI library.
 """

@@ -1,6 +1,6 @@
-"""Common parts of the scripts of batch systems: ranks per node, shares of GPUs and cores, the end.
+"""Write the common parts of batch scripts: placement of ranks, checks of values, logs, and the end.
 
-`slurm.py` and `flux.py` add the directives and commands of their scheduler.
+`slurm.py` and `flux.py` add the directives and commands of their schedulers.
 """
 
 import re
@@ -22,22 +22,22 @@ WORD = r"[A-Za-z0-9_][\w.,:/@+=-]*"
 PATH = r"[\w./+=@,:-]+"
 
 
-def submission(job: Job, job_name: str, submit: tuple[str, ...], ending: str, script: str) -> Launch:
+def make_submission(job: Job, job_name: str, submit: tuple[str, ...], ending: str, script: str) -> Launch:
     """Return the command that submits a batch job, and its script as a file in the log folder.
 
     Args:
-      job: without hosts; its logs are the folder that holds those of each batch job.
-      job_name: of the batch job, and the beginning of the names of its script and of its log.
+      job: without hosts; its logs are the parent folder of the logs of each batch job.
+      job_name: name of the batch job, with which the names of its script and log begin.
       submit: the words of the command before the path of the script.
-      ending: of the script's name.
-      script: its text.
+      ending: ending of the name of the script.
+      script: text of the script.
     """
     path = job.logs / f"{job_name}{ending}"
     return Launch(lines=((*submit, str(path)),), files={path: script}, log=f"{job.logs}/{job_name}-<job>.log")
 
 
 def num_nodes(job: Job, asked: int | None) -> int:
-    """Return the number of nodes: as asked, else one per island, or one per rank if islands are unequal."""
+    """Return the number of nodes: as requested, else one per island, or per rank if islands are unequal."""
     if asked is not None:
         return asked
     return job.islands if isinstance(job.processes_per_island, int) else job.num_ranks
@@ -55,7 +55,7 @@ def headline(job: Job, nodes: int) -> str:
 
 
 def node_problems(job: Job, nodes: int) -> list[str]:
-    """Return why the ranks cannot be placed on this number of nodes, or islands would straddle nodes."""
+    """List why the ranks cannot be placed on this number of nodes without islands that straddle nodes."""
     if nodes < 1:
         return [f"nodes is {nodes}; use 1 or more"]
     if job.num_ranks % nodes:
@@ -64,9 +64,9 @@ def node_problems(job: Job, nodes: int) -> list[str]:
             f"{job.num_ranks} ranks cannot be shared evenly by {nodes} nodes: {job.num_ranks} % {nodes} ="
             f" {job.num_ranks % nodes}. Use {fixes} nodes"
         ]
-    if not (found := _straddlers(job, nodes)):
+    if not (found := _straddling(job, nodes)):
         return []
-    fixes = [n for n in range(job.num_ranks, 0, -1) if job.num_ranks % n == 0 and not _straddlers(job, n)]
+    fixes = [n for n in range(job.num_ranks, 0, -1) if job.num_ranks % n == 0 and not _straddling(job, n)]
     return [
         f"islands of {job.processes_text} processes on {nodes} nodes of {job.num_ranks // nodes} ranks:"
         f" island {', '.join(map(str, found))} would have parts of several nodes. Use --nodes"
@@ -75,7 +75,7 @@ def node_problems(job: Job, nodes: int) -> list[str]:
     ]
 
 
-def _straddlers(job: Job, nodes: int) -> list[int]:
+def _straddling(job: Job, nodes: int) -> list[int]:
     """Return the islands that neither fill whole nodes nor fit within one."""
     ranks_per_node, starts = job.num_ranks // nodes, accumulate(job.processes, initial=0)
     return [
@@ -86,48 +86,14 @@ def _straddlers(job: Job, nodes: int) -> list[int]:
     ]
 
 
-def share_problems(job: Job, what: str, count: int | None, otherwise: str) -> list[str]:
-    """Return why an island's GPUs or CPUs cannot be divided among its processes.
-
-    Args:
-      job: its islands.
-      what: "GPUs" or "CPUs".
-      count: the number per island; None if not asked for.
-      otherwise: what to do where islands have different numbers of processes.
-    """
-    each = job.processes_per_island
-    if count is None:
-        return []
-    if count < 1:
-        return [f"{what} per island is {count}; use 1 or more, or leave it out"]
-    if not isinstance(each, int):
-        return [
-            f"{what} per island is {count}, and islands have {job.processes_text} processes; give islands the"
-            f" same number, or {otherwise}"
-        ]
-    if count % each:
-        lower = count // each * each
-        fixes = " or ".join(str(n) for n in (lower, lower + each) if n)
-        return [
-            f"{count} {what} of an island cannot be shared evenly by its {each} processes:"
-            f" {count} % {each} = {count % each}. Use {fixes}"
-        ]
-    return []
-
-
-def per_process(job: Job, count: int | None) -> int | None:
-    """Return the share of one process in an island's GPUs or CPUs; None if they were not asked for."""
-    return count // job.processes_per_island if count and isinstance(job.processes_per_island, int) else None
-
-
 def text_problems(
     job_name: str, words: Mapping[str, str | None], logs: Path, options: Sequence[str], command: str
 ) -> list[str]:
-    """Return the values that would become other lines or other options of the script.
+    """List the values that would become other lines or other options of the script.
 
     Args:
       job_name: the name of the batch job.
-      words: option -> its value, which must be one word; None: not given.
+      words: option -> its value, which must be one word; None if not given.
       logs: the folder of the logs.
       options: the options of the submitting command, as the user wrote them.
       command: the submitting command, also the name of the option that gave `options`.
@@ -153,16 +119,16 @@ def text_problems(
 
 
 def exports(job: Job, environ: Mapping[str, str]) -> list[str]:
-    """Return the lines of shell that set the environment of every rank."""
+    """Return the shell lines that set the environment of every rank."""
     return [f"export {name}={shlex.quote(value)}" for name, value in job.rank_environment(environ).items()]
 
 
 def log_lines(job: Job, job_id: str) -> list[str]:
-    """Return the lines of shell that make the log folder and remove the records of an earlier start.
+    """Return the shell lines that create the log folder and remove the records of an earlier start.
 
     Args:
-      job: its logs are the folder that holds those of each batch job.
-      job_id: shell text that gives the number of the batch job.
+      job: its logs are the parent folder of the logs of each batch job.
+      job_id: shell expression for the number of the batch job.
     """
     return [
         f"logs={shlex.quote(str(job.logs))}/{job_id}",
@@ -171,7 +137,7 @@ def log_lines(job: Job, job_id: str) -> list[str]:
 
 
 def rank_lines(job: Job) -> list[str]:
-    """Return the lines of shell with the command of a rank, which follow the command that starts ranks."""
+    """Return the shell lines with the command of a rank, which follow the command that starts ranks."""
     keeper = shlex.join((sys.executable, "-m", "shardtrain.launch.rank"))
     return [f'  {keeper} "$logs" -- \\', f"  {shlex.join((*job.program, *job.arguments))}"]
 
@@ -181,7 +147,7 @@ def end_lines(launcher: str, again: str | None) -> list[str]:
 
     Args:
       launcher: the command that started the ranks, whose exit code is in `$?`.
-      again: the command that puts the job into the queue again; None: never.
+      again: the command that requeues the job; None disables it.
     """
     outcome = shlex.join((sys.executable, "-m", "shardtrain.launch.outcome"))
     named = "" if launcher == "srun" else f" --launcher {shlex.quote(launcher)}"

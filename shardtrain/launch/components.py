@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.islands.sections import island_numbers, range_text
 from shardtrain.launch import batch
 from shardtrain.launch.job import Job
@@ -17,13 +17,13 @@ from shardtrain.system.untrusted_data import parse_count
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """What the islands of a job have otherwise than each other.
+    """The resources of each island of a job.
 
     Args:
-      nodes: number of nodes of each island; None: not said.
-      gpus: GPUs of each process, by island; None: not asked for.
-      cpus: cores of each process, by island; None: not asked for.
-      options: the options of the batch system that only some islands have, by island.
+      nodes: number of nodes of each island; None if not given.
+      gpus: GPUs of each process, by island; None if not requested.
+      cpus: cores of each process, by island; None if not requested.
+      options: options of the batch system for each island, in addition to those of all.
     """
 
     nodes: tuple[int, ...] | None = None
@@ -34,15 +34,15 @@ class Shares:
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """Consecutive islands on nodes that are equal.
+    """Consecutive islands on equal nodes.
 
     Args:
       islands: their numbers.
       nodes: number of nodes of all of them.
       ranks_per_node: number of ranks on each node.
-      gpus: GPUs of each process; None: not asked for.
-      cpus: cores of each process; None: whole nodes.
-      options: further options of the batch system for these nodes alone.
+      gpus: GPUs of each process; None if not requested.
+      cpus: cores of each process; None means whole nodes.
+      options: further options of the batch system for these nodes only.
     """
 
     islands: range
@@ -53,19 +53,19 @@ class Component:
     options: tuple[str, ...] = field(default=())
 
 
-def counts(text: int | str | None, islands: int, what: str) -> tuple[int | None, ...]:
-    """Return one number for each island: the same for all, or one each as in "4,4,8,8".
+def parse_counts(text: int | str | None, islands: int, what: str) -> tuple[int | None, ...]:
+    """Parse one number for each island: the same for all, or one each as in "4,4,8,8".
 
     Args:
-      text: the value of the option; None: nothing was asked for.
+      text: the value of the option; None if not given.
       islands: number of islands.
       what: the name of the option, for messages.
 
     Raises:
-      ValueError: it is no number from 1, or numbers for another number of islands.
+      ValueError: it is not a number from 1, or has another number of items than islands.
 
-    >>> counts(4, 2, "gpus per island"), counts("4,8", 2, "gpus per island"), counts(None, 1, "")
-    ((4, 4), (4, 8), (None,))
+    >>> parse_counts(4, 2, "gpus per island"), parse_counts("4,8", 2, "gpus per island")
+    ((4, 4), (4, 8))
     """
     if text is None:
         return (None,) * islands
@@ -84,13 +84,18 @@ def counts(text: int | str | None, islands: int, what: str) -> tuple[int | None,
     return numbers * islands if len(numbers) == 1 else numbers
 
 
-def shares_of_processes(job: Job, each: Sequence[int | None], what: str) -> tuple[int | None, ...]:
-    """Return the share of each process in what its island has, by island.
+def divide_among_processes(job: Job, given: int | str | None, what: str) -> tuple[int | None, ...]:
+    """Return the GPUs or CPUs of each process, by island.
+
+    Args:
+      job: its islands.
+      given: the number per island, see `counts`.
+      what: "GPUs" or "CPUs".
 
     Raises:
-      ValueError: lists the islands whose share is no whole number.
+      ValueError: lists the islands whose number cannot be divided evenly among their processes.
     """
-    numbers = job.processes
+    numbers, each = job.processes, parse_counts(given, job.islands, f"{what} per island")
     uneven = [
         (island, count, number)
         for island, (count, number) in enumerate(zip(each, numbers, strict=True))
@@ -114,13 +119,13 @@ def _uneven_text(what: str, island: int, count: int, number: int, named: bool) -
     )
 
 
-def options_by_island(options: Sequence[str], islands: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the options of all islands, and those of each that are for some: `0-1:partition=old`.
+def split_options(options: Sequence[str], islands: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Split options into those of all islands, and those of each island: `0-1:partition=old`.
 
     Raises:
       ValueError: an option is for an island that does not exist.
 
-    >>> options_by_island(("exclude=a", "1:partition=new"), 2)
+    >>> split_options(("exclude=a", "1:partition=new"), 2)
     (('exclude=a',), [(), ('partition=new',)])
     """
     common: list[str] = []
@@ -149,11 +154,11 @@ def components(job: Job, nodes: int | None, shares: Shares) -> tuple[Component, 
 
     Args:
       job: its islands.
-      nodes: total number of nodes; None: not said.
-      shares: what islands have otherwise than each other.
+      nodes: total number of nodes; None if not given.
+      shares: the resources of each island.
 
     Raises:
-      ValueError: an island would have a part of a node beside another island's, or of several nodes.
+      ValueError: islands would share a node with parts of other islands, or ranks cannot be divided evenly.
     """
     kinds = list(zip(shares.gpus, shares.cpus, shares.options, strict=True))
     if shares.nodes is None and len(set(kinds)) == 1:
@@ -170,9 +175,9 @@ def components(job: Job, nodes: int | None, shares: Shares) -> tuple[Component, 
             )  # fmt: skip
         unequal = not isinstance(job.processes_per_island, int)
         if equal < 1 or equal % job.islands or not unequal:
-            fix = [f"say how many nodes each island has: --nodes-per-island {_example(job)}"]
+            fix = [f"give the number of nodes of each island: --nodes-per-island {_example(job)}"]
             raise ValueError("; ".join([*problems, *(fix if unequal and equal > 0 else [])]))
-    per_island = _nodes_of_islands(job, nodes, shares.nodes)
+    per_island = _count_nodes(job, nodes, shares.nodes)
     ranks = [number // own for number, own in zip(job.processes, per_island, strict=True)]
     found, first = [], 0
     for (ranks_per_node, (gpus, cpus, options)), group in groupby(zip(ranks, kinds, strict=True)):
@@ -187,7 +192,7 @@ def components(job: Job, nodes: int | None, shares: Shares) -> tuple[Component, 
     return tuple(found)
 
 
-def _nodes_of_islands(job: Job, nodes: int | None, given: tuple[int, ...] | None) -> tuple[int, ...]:
+def _count_nodes(job: Job, nodes: int | None, given: tuple[int, ...] | None) -> tuple[int, ...]:
     """Return the number of nodes of each island: as given, else an equal part of all."""
     if given is None:
         total = job.islands if nodes is None else nodes
@@ -208,8 +213,7 @@ def _nodes_of_islands(job: Job, nodes: int | None, given: tuple[int, ...] | None
         for island, (number, own) in enumerate(zip(job.processes, given, strict=True))
         if number % own
     ]
-    if uneven:
-        raise problems_error("ranks cannot be shared evenly by the nodes of their island", uneven)
+    refuse("ranks cannot be shared evenly by the nodes of their island", uneven)
     return given
 
 

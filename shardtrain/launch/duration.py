@@ -1,4 +1,4 @@
-"""Times as Slurm writes them: 01:30:00, 1-12."""
+"""Format and parse times of Slurm: 01:30:00, 1-12."""
 
 import re
 
@@ -6,7 +6,7 @@ from shardtrain.system.excerpts import short
 
 
 def clock(seconds: int) -> str:
-    """Format seconds as Slurm writes a time.
+    """Format seconds as a time of Slurm.
 
     >>> clock(3600), clock(90061)
     ('01:00:00', '1-01:01:01')
@@ -17,11 +17,10 @@ def clock(seconds: int) -> str:
 
 
 def parse_time(text: str) -> int:
-    """Parse a time as Slurm does, into seconds: minutes, minutes:seconds, hours:minutes:seconds,
-    days-hours...
+    """Parse a time of Slurm into seconds: minutes, minutes:seconds, hours:minutes:seconds, days-hours...
 
     Raises:
-      ValueError: the text is none of these.
+      ValueError: the text has none of these forms.
 
     >>> parse_time("90"), parse_time("01:30:00"), parse_time("1-12"), parse_time("2:30")
     (5400, 5400, 129600, 150)

@@ -1,4 +1,4 @@
-"""`launch flux`: a job as a batch script of Flux, submitted by `flux batch`.
+"""`launch flux`: write a batch script of Flux, and submit it by `flux batch`.
 
 `flux batch` starts an instance of Flux on the nodes of the job; the script runs on its first node, and `flux
 run` starts the ranks. Flux has no requeue: the script submits itself again to the enclosing instance.
@@ -9,13 +9,14 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.launch import batch
+from shardtrain.launch.components import divide_among_processes
 from shardtrain.launch.job import Job
 from shardtrain.launch.launcher import Launch, Launcher
 
 MARGIN_SECONDS = 10
-"""The time limit of the ranks ends this long before that of the instance, which gives them no warning."""
+"""Seconds between the time limit of the ranks and that of the instance, which gives them no warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,16 +24,17 @@ class Flux:
     """Options of flux.
 
     Args:
-      queue: queue of the cluster; None: its default.
-      bank: account to charge; None: the default.
+      queue: queue of the cluster; None means its default.
+      bank: account to charge; None means the default.
       job_name: name of the job in the queue, and the beginning of the log's name.
-      nodes: number of nodes; None: one per island, or one per rank if islands are unequal.
-      gpus_per_island: number of GPUs of an island, divided evenly among its processes; None: with whole nodes
-        all of their GPUs, else none.
-      cpus_per_island: number of CPU cores of an island, divided evenly among its processes; None: whole
+      nodes: number of nodes; None means one per island, or one per rank if islands are unequal.
+      gpus_per_island: number of GPUs of an island, divided evenly among its processes; None means all GPUs of
+        whole nodes, or no GPU if --cpus-per-island is given.
+      cpus_per_island: number of CPU cores of an island, divided evenly among its processes; None means whole
         nodes, whose cores the ranks divide among themselves.
-      pmi: how MPI finds its ranks: simple for MPICH and Intel MPI, pmix (a plugin of Flux) for Open MPI.
-      requeue: submit the job again if its time is over, or a rank was lost or hung.
+      pmi: process management interface of MPI: simple for MPICH and Intel MPI, pmix (a plugin of Flux) for
+        Open MPI.
+      requeue: submit the job again if its time limit is over, or a rank was lost or hung.
       flux: further options of flux batch without their dashes, such as `requires=host:a`.
       setup: lines of shell to run before the start, such as `module load openmpi`.
     """
@@ -50,27 +52,26 @@ class Flux:
 
 
 def launch(job: Job, options: Flux, environ: Mapping[str, str]) -> Launch:
-    """Return the command that submits a job, and the batch script for it; arguments are those of `script`."""
-    text = script(job, options, environ)
-    return batch.submission(job, options.job_name, ("flux", "batch"), ".flux", text)
+    """Return the command that submits a job, with its batch script; see `script` for the arguments."""
+    text = write_script(job, options, environ)
+    return batch.make_submission(job, options.job_name, ("flux", "batch"), ".flux", text)
 
 
-def script(job: Job, options: Flux, environ: Mapping[str, str]) -> str:
+def write_script(job: Job, options: Flux, environ: Mapping[str, str]) -> str:
     """Return the text of the batch script.
 
     Args:
-      job: without hosts; its logs are the folder that holds those of each batch job.
-      options: what to ask for.
-      environ: of this process.
+      job: without hosts; its logs are the parent folder of the logs of each batch job.
+      options: the requested resources.
+      environ: the environment of this process.
 
     Raises:
-      ValueError: lists everything that does not fit.
+      ValueError: lists every option that is not possible.
     """
     nodes = batch.num_nodes(job, options.nodes)
-    if problems := _problems(job, options, nodes):
-        raise problems_error("this batch job cannot be written", problems)
+    refuse("this batch job cannot be written", _problems(job, options, nodes))
     lines = ["#!/bin/bash", f"# {batch.headline(job, nodes)}", ""]
-    lines += [f"# flux: {option}" for option in _directives(job, options, nodes)]
+    lines += [f"# flux: {option}" for option in _list_directives(job, options, nodes)]
     lines += ["", *options.setup, *batch.exports(job, environ)]
     # the ranks are bound by Flux, a process to its own GPUs and cores
     lines += ["export SHARDTRAIN_BIND=no"] if options.cpus_per_island else []
@@ -86,8 +87,14 @@ def _problems(job: Job, options: Flux, nodes: int) -> list[str]:
     words = {name: getattr(options, name) for name in ("queue", "bank", "pmi")}
     problems += batch.text_problems(options.job_name, words, job.logs, options.flux, "flux")
     for what, count in (("GPUs", options.gpus_per_island), ("CPUs", options.cpus_per_island)):
-        otherwise = "leave it out: ranks share whole nodes"
-        problems += batch.share_problems(job, what, count, otherwise)
+        try:
+            if len(set(divide_among_processes(job, count, what))) > 1:
+                problems.append(
+                    f"{what} per island is {count}, and islands have {job.processes_text} processes; give"
+                    " islands the same number, or leave it out: ranks share whole nodes"
+                )
+        except ValueError as error:
+            problems.append(str(error))
     if options.gpus_per_island is not None and options.cpus_per_island is None:
         problems.append(
             f"GPUs per island is {options.gpus_per_island}, without CPUs per island: Flux would give each"
@@ -96,9 +103,9 @@ def _problems(job: Job, options: Flux, nodes: int) -> list[str]:
     return problems
 
 
-def _directives(job: Job, options: Flux, nodes: int) -> list[str]:
-    gpus = batch.per_process(job, options.gpus_per_island)
-    cpus = batch.per_process(job, options.cpus_per_island)
+def _list_directives(job: Job, options: Flux, nodes: int) -> list[str]:
+    gpus = divide_among_processes(job, options.gpus_per_island, "GPUs")[0]
+    cpus = divide_among_processes(job, options.cpus_per_island, "CPUs")[0]
     found = [f"--job-name={options.job_name}", f"--nodes={nodes}"]
     # a slot is the share of one process
     found += [f"--nslots={job.num_ranks}", f"--cores-per-slot={cpus}"] if cpus else ["--exclusive"]
@@ -111,8 +118,8 @@ def _directives(job: Job, options: Flux, nodes: int) -> list[str]:
 
 
 def _run(job: Job, options: Flux, nodes: int) -> list[str]:
-    gpus = batch.per_process(job, options.gpus_per_island)
-    cpus = batch.per_process(job, options.cpus_per_island)
+    gpus = divide_among_processes(job, options.gpus_per_island, "GPUs")[0]
+    cpus = divide_among_processes(job, options.cpus_per_island, "CPUs")[0]
     if cpus:
         ranks = f"--nodes={nodes} --ntasks={job.num_ranks} --cores-per-task={cpus}"
         ranks += f" --gpus-per-task={gpus}" if gpus else ""

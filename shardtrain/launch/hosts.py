@@ -1,11 +1,11 @@
-"""Hosts of a job: their names, how many ranks each takes, and which ranks run where."""
+"""Parse the hosts of a job, and place its ranks on them."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.islands.cluster import Cluster
 from shardtrain.system.plain_text import text_lines
 from shardtrain.system.untrusted_files import read_text
@@ -13,7 +13,7 @@ from shardtrain.system.untrusted_files import read_text
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A host, and the number of ranks that may run there (None: an even share)."""
+    """A host, and the number of ranks that may run there; None means an even share."""
 
     name: str
     slots: int | None = None
@@ -28,7 +28,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     >>> [(host.name, host.slots) for host in parse_hosts("a:2,b")]
     [('a', 2), ('b', None)]
     """
-    return _hosts([word.strip() for word in text.split(",")], f"hosts {text!r}")
+    return _parse_all([word.strip() for word in text.split(",")], f"hosts {text!r}")
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
@@ -44,10 +44,10 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     lines = [re.sub(r"\s+slots\s*=\s*(\d+)(\s+max[-_]slots\s*=\s*\d+)?$", r":\1", line) for line in lines]
     if not any(lines):
         raise ValueError(f"hostfile {path} names no host; write one a line, a or a:2 or a slots=2")
-    return _hosts([line for line in lines if line], f"hostfile {path}")
+    return _parse_all([line for line in lines if line], f"hostfile {path}")
 
 
-def _hosts(words: Sequence[str], where: str) -> tuple[Host, ...]:
+def _parse_all(words: Sequence[str], where: str) -> tuple[Host, ...]:
     found = [re.fullmatch(r"([A-Za-z0-9][\w.-]*)(?::([1-9]\d{0,8}))?", word) for word in words]
     problems = [
         f"{word!r} is no host; write a name, or name:ranks"
@@ -60,13 +60,12 @@ def _hosts(words: Sequence[str], where: str) -> tuple[Host, ...]:
         for name in dict.fromkeys(names)
         if names.count(name) > 1
     ]
-    if problems:
-        raise problems_error(where, problems)
+    refuse(where, problems)
     return tuple(Host(name=m[1], slots=int(m[2]) if m[2] else None) for m in found if m)
 
 
 def hosts_problem(num_ranks: int, hosts: Sequence[Host]) -> str | None:
-    """Return why this number of ranks cannot be placed on these hosts; None if it can."""
+    """Return why this number of ranks cannot be placed on these hosts; None if they can."""
     slots = [host.slots for host in hosts if host.slots is not None]
     if len(slots) == len(hosts) and sum(slots) == num_ranks:
         return None
@@ -78,7 +77,7 @@ def hosts_problem(num_ranks: int, hosts: Sequence[Host]) -> str | None:
         named = ",".join(f"{host.name}:{n}" for host, n in zip(hosts, counts, strict=True) if n)
         return (
             f"{num_ranks} ranks cannot be shared evenly by {len(hosts)} hosts: {num_ranks} % {len(hosts)} ="
-            f" {more}. Use {fixes} ranks, or say how many each gets: {named}"
+            f" {more}. Use {fixes} ranks, or give the number of each host: {named}"
         )
     small = [f"{host.name}:{host.slots}" for host in hosts if host.slots is not None and host.slots < each]
     if small:
@@ -89,13 +88,13 @@ def hosts_problem(num_ranks: int, hosts: Sequence[Host]) -> str | None:
     return None
 
 
-def ranks_by_host(num_ranks: int, hosts: Sequence[Host]) -> tuple[tuple[str, int], ...]:
+def place_ranks(num_ranks: int, hosts: Sequence[Host]) -> tuple[tuple[str, int], ...]:
     """Return (host, number of ranks there), in the order of the ranks.
 
-    Slots that add up to the ranks are taken as they are, for unequal hosts; otherwise (a hostfile names
-    what a host can take) the ranks are shared evenly, so that islands do not pile up on the first host.
+    Slots that add up to the ranks are used as they are, for unequal hosts. Otherwise (a hostfile has the
+    capacities of hosts) the ranks are divided evenly, so that islands do not pile up on the first host.
 
-    >>> ranks_by_host(2, parse_hosts("a:8,b:8"))
+    >>> place_ranks(2, parse_hosts("a:8,b:8"))
     (('a', 1), ('b', 1))
     """
     slots = [host.slots or 0 for host in hosts]
@@ -105,14 +104,14 @@ def ranks_by_host(num_ranks: int, hosts: Sequence[Host]) -> tuple[tuple[str, int
 
 
 def hosts_of_cluster(hosts: Sequence[Host], cluster: Cluster) -> tuple[Host, ...]:
-    """Return the hosts with the ranks of each, if they were named without: the nodes of a cluster's islands.
+    """Return the hosts with their numbers of ranks, from the nodes of a cluster's islands.
 
     Args:
-      hosts: in the order of the islands; as they are if a number of ranks is given, or there are none.
+      hosts: in the order of the islands; returned unchanged if one has a number of ranks, or if empty.
       cluster: its islands.
 
     Raises:
-      ValueError: there is another number of hosts than of nodes.
+      ValueError: the numbers of hosts and of nodes differ.
     """
     if not hosts or any(host.slots is not None for host in hosts):
         return tuple(hosts)
@@ -120,6 +119,6 @@ def hosts_of_cluster(hosts: Sequence[Host], cluster: Cluster) -> tuple[Host, ...
     if len(slots) != len(hosts):
         raise ValueError(
             f"{len(hosts)} hosts are named, and the islands of the cluster file have {len(slots)} nodes; name"
-            f" {len(slots)} hosts, or say how many ranks each has: {hosts[0].name}:{slots[0]}"
+            f" {len(slots)} hosts, or give the number of ranks of each: {hosts[0].name}:{slots[0]}"
         )
     return tuple(Host(name=host.name, slots=number) for host, number in zip(hosts, slots, strict=True))

@@ -1,6 +1,6 @@
-"""A job: a program to be started as islands of processes, on given hosts. Values only.
+"""The job of a launch: a program, its islands of processes, and hosts. Values only.
 
-Each launcher turns it into commands and files: `launcher.py`.
+Each launcher converts it to commands and files, see `launcher.py`.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.islands.network import INTERFACE
 from shardtrain.islands.rank_placement import PROCESSES
 from shardtrain.launch.hosts import Host, hosts_problem
@@ -22,7 +22,7 @@ INTERFACES = (
 
 TUNABLES = "GLIBC_TUNABLES"
 THRESHOLDS = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184"
-"""Large buffers keep their pages between steps: page faults were most of the cost of a transfer on a CPU."""
+"""Settings that keep the pages of large buffers between steps: page faults dominated transfers on a CPU."""
 
 MOST_ISLANDS = 1 << 20
 
@@ -35,11 +35,11 @@ class Job:
       arguments: the arguments of the program: `("train", "examples/gpt_text.py")`.
       islands: number of islands.
       processes_per_island: one number for all islands, or one each.
-      hosts: in the order of the ranks; empty: this machine, or those of a batch system.
+      hosts: in the order of the ranks; () means this machine, or the hosts of a batch system.
       program: the command of each rank, before the arguments.
       logs: the folder for one log per rank.
-      interface: the network interface on which all ranks listen, such as eth1; None: as MPI chooses.
-      time_seconds: time limit; None: no limit.
+      interface: the network interface on which all ranks listen, such as eth1; None lets MPI choose.
+      time_seconds: time limit; None disables it.
       stop_seconds: seconds before the time limit at which the ranks are asked to stop and save.
 
     Raises:
@@ -92,8 +92,7 @@ class Job:
         # hosts can be judged only if the number of ranks is known
         if not problems and self.hosts and (problem := hosts_problem(self.num_ranks, self.hosts)):
             problems.append(problem)
-        if problems:
-            raise problems_error("this job cannot be launched", problems)
+        refuse("this job cannot be launched", problems)
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -113,7 +112,7 @@ class Job:
         return str(each) if isinstance(each, int) else ",".join(map(str, each))
 
     def rank_command(self, *options: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the command of a rank in two lines: `launch.rank`, which keeps its log, and the program.
+        """Return the command of a rank as two lines: `launch.rank`, which keeps its log, and the program.
 
         Args:
           options: options of `launch.rank`.
@@ -122,7 +121,7 @@ class Job:
         return keeper, (*self.program, *self.arguments)
 
     def rank_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that every rank needs; values that the user has set are kept."""
+        """Return the variables of every rank; values that the user has set are kept."""
         names = () if self.interface is None else (INTERFACE, *INTERFACES)
         return {
             PROCESSES: self.processes_text,

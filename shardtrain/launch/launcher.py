@@ -1,6 +1,6 @@
-"""What a launcher is: a pure function from a job to commands, environment and files.
+"""The interface of launchers: a pure function from a job to commands, environment and files.
 
-One file a launcher beside this one, each with a `LAUNCHER`; `registry.py` lists them.
+Each launcher is a file of this package with a `LAUNCHER`; `registry.py` lists them.
 """
 
 import shlex
@@ -17,15 +17,15 @@ from shardtrain.launch.restarts import Restarts
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The command that starts a job, and what it needs.
+    """The command that starts a job, with its environment and files.
 
     Args:
-      lines: the command's words, grouped into the lines that a person reads.
-      environment: variables for the command, beside the environment of this process.
+      lines: the words of the command, grouped into lines for readers.
+      environment: variables of the command, in addition to the environment of this process.
       unset: variables of this process that the command must not see.
-      files: path -> text, to be written before. A batch system's first file is the script that is the last
-        word of the command.
-      log: the file with the output of a batch job, for the user; "" if this process shows it.
+      files: path -> text, to be written before the command runs. The first file of a batch system is the
+        script, which is the last word of the command.
+      log: the file with the output of a batch job, for the user; "" if this process shows the output.
     """
 
     lines: tuple[tuple[str, ...], ...]
@@ -50,30 +50,25 @@ class Launch:
         )
 
 
-def no_hosts(options: Any) -> tuple[Host, ...]:
-    """Return no hosts: the batch system chooses them."""
-    return ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """A way to start a job, as the command line shows and runs it.
+    """A way to start a job from the command line.
 
     Args:
       summary: one line of help.
       options: dataclass of its options; its docstring is their help.
       launch: (job, options, environment of this process) -> Launch. It starts and writes nothing.
-      hosts: options -> the hosts that they name.
-      restarts: options -> how often a run that fails is started again. None: `launch` submits to a batch
+      hosts: options -> the hosts that they name; () if the batch system chooses them.
+      restarts: options -> the restarts of a run that fails. None means that `launch` submits to a batch
         system, which keeps the job; otherwise this process waits for the ranks.
-      with_cluster: (options, cluster) -> options that ask for the nodes of its islands. None: the launcher
-        takes the numbers of their processes alone.
+      with_cluster: (options, cluster) -> options with the nodes of its islands. None means that the launcher
+        uses only the numbers of their processes.
     """
 
     summary: str
     options: type
     launch: Callable[[Job, Any, Mapping[str, str]], Launch]
-    hosts: Callable[[Any], tuple[Host, ...]] = no_hosts
+    hosts: Callable[[Any], tuple[Host, ...]] = lambda options: ()
     restarts: Callable[[Any], Restarts] | None = None
     with_cluster: Callable[[Any, Cluster], Any] | None = None
 

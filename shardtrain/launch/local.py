@@ -1,9 +1,9 @@
-"""`launch local`: all ranks on this machine, by the mpiexec of this Python's environment."""
+"""`launch local`: start all ranks on this machine, by the mpiexec of this Python's environment."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardtrain.islands.launcher_variables import outside_launch
+from shardtrain.islands.launcher_variables import drop_launch_variables
 from shardtrain.islands.network import LOOPBACK
 from shardtrain.launch import mpi
 from shardtrain.launch.job import Job
@@ -31,7 +31,7 @@ def launch_by(job: Job, mpiexec: mpi.Mpiexec, environ: Mapping[str, str]) -> Lau
     # on loopback nobody else can connect: MPI, jax and gloo authenticate no one
     job = replace(job, interface=job.interface or LOOPBACK)
     # inside a batch job an mpiexec would start its ranks on the hosts of that job
-    unset = tuple(name for name in environ if name not in outside_launch(environ, keep_settings=True))
+    unset = tuple(name for name in environ if name not in drop_launch_variables(environ, keep_settings=True))
     return replace(mpi.launch_by(job, mpiexec, environ, this_machine=True), unset=unset)
 
 

@@ -1,4 +1,4 @@
-"""The log folder of one launch: created exclusively, so that two launches never share one."""
+"""Create the log folder of a launch exclusively, so that two launches never share one."""
 
 import itertools
 import os
@@ -13,16 +13,16 @@ ASKED = "asked"
 
 
 def claim(folder: Path) -> Path:
-    """Create a log folder, under another name if a launch has it already: logs, logs-2, logs-3.
+    """Claim a log folder, under another name if another launch has claimed it: logs, logs-2, logs-3.
 
     Args:
-      folder: the name that is wished; it may be there, and hold anything but the logs of a launch.
+      folder: the preferred folder; it may exist and hold anything but the logs of a launch.
 
     Returns:
-      The folder, which is this process's alone; nothing in it was changed.
+      The folder, which only this process uses; its content is unchanged.
 
     Raises:
-      OSError: it cannot be made.
+      OSError: it cannot be created.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as root:
@@ -31,12 +31,12 @@ def claim(folder: Path) -> Path:
     """
     folder = folder if folder.name not in ("", "..") else folder.resolve()
     for number in itertools.count(1):
-        wished = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-        wished.mkdir(parents=True, exist_ok=True)
-        if not any(wished.glob("rank-*")) and write_new(
-            wished / OWNER, f"{socket.gethostname()} {os.getpid()}\n"
+        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        candidate.mkdir(parents=True, exist_ok=True)
+        if not any(candidate.glob("rank-*")) and write_new(
+            candidate / OWNER, f"{socket.gethostname()} {os.getpid()}\n"
         ):
-            return wished
+            return candidate
     raise AssertionError("numbers have no end")
 
 

@@ -1,6 +1,6 @@
-"""`launch mpi`: a job as the command line of an mpiexec, of MPICH, Intel MPI or Open MPI.
+"""`launch mpi`: start a job by the mpiexec of MPICH, Intel MPI or Open MPI.
 
-MPICH and Intel MPI share Hydra's options, Open MPI has its own. `local.py` is the same without hosts.
+MPICH and Intel MPI share the options of Hydra, Open MPI has its own. `local.py` does the same without hosts.
 """
 
 import os
@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain.launch.hosts import Host, parse_hosts, ranks_by_host, read_hostfile
+from shardtrain.islands.mpi_library import find_vendor
+from shardtrain.launch.hosts import Host, parse_hosts, place_ranks, read_hostfile
 from shardtrain.launch.job import Job
 from shardtrain.launch.launcher import Launch, Launcher
 from shardtrain.launch.restarts import Restarts
@@ -21,7 +22,7 @@ CARRIED = ("JAX_", "XLA_", "SHARDTRAIN_", "MPI4JAX_", "NCCL_", "PYTHONPATH", "LD
 """Prefixes of the variables that Open MPI passes to other hosts only if its command line names them."""
 
 STOP_OPTION = ("--usr1", "INT")
-"""Ranks treat SIGUSR1 as Ctrl-C: the one signal that every mpiexec forwards without ending itself."""
+"""Ranks treat SIGUSR1 as Ctrl-C, because it is the only signal that every mpiexec forwards without ending."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +30,13 @@ class MpiOptions:
     """Options of local and mpi.
 
     Args:
-      restarts: number of restarts after a crash or a hang; none follows if one step fails twice in a row.
-      backoff: seconds before the first restart; each later one waits twice as long, up to a minute.
+      restarts: largest number of restarts after a crash or a hang; there is no restart if the same step
+        fails twice in a row.
+      backoff: seconds before the first restart; each later restart waits twice as long, up to a minute.
       hosts: names of the hosts, in the order of the islands, such as a,b,c; or with the number of ranks of
         each: a:1,b:3.
       hostfile: a file with the hosts, one per line: a, or a:2, or a slots=2.
-      mpiexec: the mpiexec to use; by default that of this Python's environment, else the first on PATH.
+      mpiexec: path of the mpiexec; by default that of this Python's environment, else the first on PATH.
     """
 
     restarts: int = 0
@@ -45,11 +47,11 @@ class MpiOptions:
 
 
 def read_hosts(options: MpiOptions) -> tuple[Host, ...]:
-    """Return the hosts that the options name; () for none.
+    """Return the hosts that the options name; () without any.
 
     Raises:
       FileNotFoundError: there is no such hostfile.
-      ValueError: both are given, or one cannot be parsed.
+      ValueError: hosts and hostfile are both given, or cannot be parsed.
     """
     if options.hosts is not None and options.hostfile is not None:
         raise ValueError("--hosts and --hostfile are both given; use one of them")
@@ -59,7 +61,7 @@ def read_hosts(options: MpiOptions) -> tuple[Host, ...]:
 
 
 def read_restarts(options: MpiOptions) -> Restarts:
-    """Return how often a run that fails is started again.
+    """Return the restarts of a run that fails.
 
     Raises:
       ValueError: a number is out of range.
@@ -69,7 +71,7 @@ def read_restarts(options: MpiOptions) -> Restarts:
 
 @dataclass(frozen=True, kw_only=True)
 class Mpiexec:
-    """An mpiexec, and the MPI that it belongs to.
+    """An mpiexec and its MPI.
 
     Args:
       path: the path of the program.
@@ -83,9 +85,9 @@ class Mpiexec:
 
 
 def find_mpiexec(given: str | None = None) -> Mpiexec:
-    """Find the mpiexec to use: the one given, else that of this Python's environment, else of PATH.
+    """Find the mpiexec: the one given, else that of this Python's environment, else the first on PATH.
 
-    MPI libraries do not mix: it must be of the MPI that mpi4py and mpi4jax of this Python were built for.
+    It must belong to the MPI for which mpi4py and mpi4jax were built.
 
     Raises:
       ValueError: there is none, it does not run, or it belongs to no known MPI.
@@ -113,11 +115,9 @@ def read_version(path: str, text: str) -> Mpiexec:
     >>> read_version("mpiexec", "mpiexec (Open MPI) 5.0.11").vendor
     'openmpi'
     """
-    patterns = {"intel": "Intel(R) MPI", "hydra": "HYDRA", "openmpi": r"Open ?MPI|OpenRTE|PRRTE|prterun"}
-    for vendor, pattern in patterns.items():
-        if re.search(pattern if vendor == "openmpi" else re.escape(pattern), text):
-            number = re.search(r"\d+\.\d[\w.]*", text)
-            return Mpiexec(path=path, vendor=vendor, version=number[0] if number else "?")
+    if (vendor := find_vendor(text)) != "other":
+        number = re.search(r"\d+\.\d[\w.]*", text)
+        return Mpiexec(path=path, vendor=vendor, version=number[0] if number else "?")
     first = text.strip().splitlines()[0] if text.strip() else "nothing"
     raise ValueError(
         f"{path} --version prints {first!r}: neither MPICH, Intel MPI nor Open MPI; name one: --mpiexec PATH,"
@@ -129,7 +129,7 @@ def launch(job: Job, options: MpiOptions, environ: Mapping[str, str]) -> Launch:
     """Return the command that starts a job by an mpiexec.
 
     Args:
-      job: without hosts the mpiexec takes those of the batch job around it.
+      job: without hosts the mpiexec uses the hosts of the surrounding batch job.
       options: the options that choose the mpiexec.
       environ: the environment variables of this process.
 
@@ -145,10 +145,10 @@ def launch_by(
     """Return the command by which a known mpiexec starts a job.
 
     Args:
-      job: without hosts the mpiexec takes those of the batch job around it.
-      mpiexec: starts the ranks.
+      job: without hosts the mpiexec uses the hosts of the surrounding batch job.
+      mpiexec: the mpiexec.
       environ: the environment variables of this process.
-      this_machine: all ranks run here, however few cores there are.
+      this_machine: whether all ranks run on this machine, however few cores it has.
     """
     write = _open_mpi if mpiexec.vendor == "openmpi" else _hydra
     options, files = write(job, mpiexec, environ)
@@ -167,7 +167,7 @@ def _own_environment(mpiexec: Mpiexec) -> dict[str, str]:
 def _hydra(job: Job, mpiexec: Mpiexec, environ: Mapping[str, str]) -> tuple[list, dict[Path, str]]:
     options = [("-genv", name, value) for name, value in job.rank_environment(environ).items()]
     # hosts with equal numbers of ranks fit in options; unequal ones need a file
-    placed = ranks_by_host(job.num_ranks, job.hosts) if job.hosts else ()
+    placed = place_ranks(job.num_ranks, job.hosts) if job.hosts else ()
     counts = {number for _, number in placed}
     if not placed:
         return options, {}
@@ -181,9 +181,7 @@ def _hydra(job: Job, mpiexec: Mpiexec, environ: Mapping[str, str]) -> tuple[list
 
 def _open_mpi(job: Job, mpiexec: Mpiexec, environ: Mapping[str, str]) -> tuple[list, dict[Path, str]]:
     # bound by it, two ranks would have one core each, and the rest of the host would idle
-    hosts = (
-        ",".join(f"{name}:{n}" for name, n in ranks_by_host(job.num_ranks, job.hosts)) if job.hosts else ""
-    )
+    hosts = ",".join(f"{name}:{n}" for name, n in place_ranks(job.num_ranks, job.hosts)) if job.hosts else ""
     options: list[tuple[str, ...]] = [("--host", hosts)] if hosts else []
     options.append(("--bind-to", "none"))
     own = job.rank_environment(environ)
@@ -195,7 +193,7 @@ def _open_mpi(job: Job, mpiexec: Mpiexec, environ: Mapping[str, str]) -> tuple[l
 
 
 LAUNCHER = Launcher(
-    summary="by mpiexec on --hosts, --hostfile, or the hosts of the batch job around it",
+    summary="by mpiexec on --hosts, --hostfile, or the hosts of the surrounding batch job",
     options=MpiOptions,
     launch=launch,
     hosts=read_hosts,

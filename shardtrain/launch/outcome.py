@@ -1,42 +1,28 @@
-"""How a launch ended: the rank that failed first and its error, from the records in the log folder.
+"""Report how a launch ended: find the rank that failed first, from the records in the log folder.
 
-Run by the supervisor, or in a batch script: `python -m shardtrain.launch.outcome LOGS --code N`.
+The supervisor calls it; batch scripts run `python -m shardtrain.launch.outcome LOGS --code N`.
 """
 
 import argparse
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
 from shardtrain.islands.watchdog.step_file import NOTHING
-from shardtrain.launch.rank_end import RankEnd, abort_code, error_text, read_ranks
+from shardtrain.launch.rank_end import RankEnd, error_text, find_abort_code, read_ranks
+from shardtrain.launch.restarts import LaunchEnd
 from shardtrain.system import terminal
+from shardtrain.system.excerpts import some
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The exit code of a launch and its report; no text if all is well.
-
-    Args:
-      code: the exit code of the launch.
-      text: the report.
-      asked: whether all ranks stopped because a signal asked them to.
-    """
-
-    code: int
-    text: str = ""
-    asked: bool = False
-
-
-def launch_outcome(
+def diagnose_launch(
     ends: Sequence[RankEnd], launcher: str, launcher_code: int, asked: signal.Signals | None = None
-) -> Outcome:
+) -> LaunchEnd:
     """Find the rank that failed first, and report its error.
 
-    Ranks that the launcher ended by a signal do not count, nor those that report MPI's error for a lost peer.
+    Ranks that the launcher ended by a signal, or that report MPI's error for a lost peer, do not count.
 
     Args:
       ends: how each rank ended.
@@ -45,7 +31,7 @@ def launch_outcome(
       asked: the signal for which all ranks were asked to stop.
 
     Returns:
-      The exit code of the first that failed, and its last traceback or lines under a headline.
+      The exit code of the rank that failed first, and its last traceback or lines under a headline.
     """
     failed = [end for end in ends if end.failed]
     if not failed:
@@ -56,10 +42,10 @@ def launch_outcome(
         failed,
         key=lambda end: (
             *(not end.killed, end.gave_up, end.consequence, end.reported_hang and end.rank),
-            _find_end(end),
+            _end_seconds(end),
         ),
     )  # fmt: skip
-    seconds = _find_end(first) - first.start_seconds
+    seconds = _end_seconds(first) - first.start_seconds
     after = f"{max(seconds, 0):.0f} s after its start"
     # the error of that rank comes first, then how the others ended
     headline = f"{first.name} failed first: rank {first.rank} on {first.host}, {first.how}, {after}"
@@ -73,16 +59,16 @@ def launch_outcome(
         text += f"\nthen: {_names(chosen)} {what}"
     text += f"\nwhole log: {first.log}" + (" (the others are beside it)" if rest else "")
     code = TEMPORARY_FAILURE if first.last.hung else first.code
-    return Outcome(code=code or abort_code(first.text) or abs(launcher_code) or 1, text=text + "\n")
+    return LaunchEnd(code=code or find_abort_code(first.text) or abs(launcher_code) or 1, text=text + "\n")
 
 
-def _find_end(end: RankEnd) -> float:
+def _end_seconds(end: RankEnd) -> float:
     return end.end_seconds or end.touched_seconds
 
 
 def _report_without_failure(
     ends: Sequence[RankEnd], launcher: str, launcher_code: int, asked: signal.Signals | None
-) -> Outcome:
+) -> LaunchEnd:
     # 1. all ranks stopped as they were asked to
     stopped = [end for end in ends if end.stopped]
     lost = [end for end in ends if end.code is None and not end.stopped]
@@ -90,23 +76,23 @@ def _report_without_failure(
     if stopped and not lost:
         by = stopped[0].asked or "the time limit"
         text = f"stopped by {by}: {_names(stopped)}\n"
-        code = stopped[0].code or abort_code(stopped[0].text)
-        return Outcome(code=code, text=text, asked=stopped[0].asked is not None)
+        code = stopped[0].code or find_abort_code(stopped[0].text)
+        return LaunchEnd(code=code, text=text, asked=stopped[0].asked is not None)
     if asked is not None and all(end.last.step == NOTHING.step for end in ends):
         # some ranks did not handle signals yet
         text = f"stopped by {asked.name} before all ranks had begun\n"
-        return Outcome(code=128 + asked, text=text, asked=True)
+        return LaunchEnd(code=128 + asked, text=text, asked=True)
     # 2. all ranks ran to their end
     missing = sorted(set(range(ends[0].size)) - {end.rank for end in ends}) if ends else []
     if code == 0 and not missing and not lost:
-        return Outcome(code=0)
+        return LaunchEnd(code=0)
     # 3. someone else ended ranks, or they never started
     text = _report_outside(ends, lost, launcher, launcher_code)
     if not ends:
         text += "No rank was started: what the launcher printed is above.\n"
     if missing:
         text += f"Never started: rank {', '.join(map(str, missing))} of {ends[0].size}.\n"
-    return Outcome(code=code or 1, text=f"\n{text}")
+    return LaunchEnd(code=code or 1, text=f"\n{text}")
 
 
 def _report_outside(
@@ -151,9 +137,7 @@ def _names(ends: Sequence[RankEnd]) -> str:
     """Format the names of ranks: `island 0 on a`, or `islands 0, 2, 3` with at most eight of them."""
     if len(ends) == 1:
         return f"{ends[0].name} on {ends[0].host}"
-    names = [end.name.removeprefix("island ") for end in ends]
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"islands {', '.join(names[:8])}{more}"
+    return f"islands {some([end.name.removeprefix('island ') for end in ends])}"
 
 
 def _format_ruled(headline: str) -> str:
@@ -167,7 +151,7 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
     parser.add_argument("--code", type=int, default=0, help="the launcher's exit code")
     parser.add_argument("--launcher", default="srun")
     options = parser.parse_args(arguments)
-    outcome = launch_outcome(read_ranks(options.logs), options.launcher, options.code)
+    outcome = diagnose_launch(read_ranks(options.logs), options.launcher, options.code)
     write(outcome.text)
     return outcome.code
 

@@ -1,8 +1,8 @@
 """`python -m shardtrain.launch.rank LOGS -- PROGRAM ...`: run one rank's program and keep its log.
 
-Works under any launcher: all output is written directly to LOGS/rank-N.log, so that none is lost however the
-rank ends, and copied from there to standard output; lines of islands other than the first get a prefix. How
-the rank ended is recorded in LOGS/rank-N.json for `outcome.py`.
+It works under any launcher. The program writes directly to LOGS/rank-N.log, so that no output is lost however
+the rank ends; its lines are copied to standard output, with a prefix for ranks other than 0. How the rank
+ended is recorded in LOGS/rank-N.json for `outcome.py`.
 """
 
 import argparse
@@ -33,15 +33,15 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 LOOK_EVERY_SECONDS = 0.05
 USAGE_ERROR, NOT_FOUND = 2, 127
 LOST = ".lost"
-"""Suffix of a file beside a rank's record: the time at which the process that keeps its log was lost."""
+"""Suffix of the file with the time at which the process that keeps a rank's log was lost."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a rank's program.
 
     Returns:
-      Its exit code, or 128 + the number of the signal that ended it. 0 if a signal or the time limit asked it
-      to stop and it did: on another code a launcher would kill the other ranks, which may still be saving.
+      Its exit code, or 128 + the number of the signal that ended it. 0 if it stopped because a signal or the
+      time limit asked it to: at another code launchers kill the other ranks, which may still be saving.
     """
     parser = argparse.ArgumentParser(prog="shardtrain.launch.rank", description=__doc__)
     parser.add_argument("logs", type=Path)
@@ -84,21 +84,14 @@ def _split(arguments: Sequence[str]) -> list:
     return [arguments[:at], *arguments[at + 1 :]]
 
 
-def prefix(environment: RankEnvironment, placement: RankPlacement) -> str:
-    """Return the prefix of a rank's lines; empty for the first rank, whose output is unchanged.
+def line_prefix(environment: RankEnvironment, placement: RankPlacement) -> str:
+    """Return the prefix of the lines of a rank; the output of rank 0 has none.
 
     >>> environment = RankEnvironment(launcher="none", rank=1, size=3, local_rank=1, local_size=3, host="a")
-    >>> prefix(environment, RankPlacement(island=1, num_islands=2, process=0, num_processes=2))
+    >>> line_prefix(environment, RankPlacement(island=1, num_islands=2, process=0, num_processes=2))
     '[island 1.0] '
     """
-    if environment.rank == 0:
-        return ""
-    return f"[island {island_name(placement.island, placement.process, placement.num_processes)}] "
-
-
-def island_name(island: int, process: int, num_processes: int) -> str:
-    """Return `1`, or `1.0` if the island has several processes."""
-    return f"{island}.{process}" if num_processes > 1 else str(island)
+    return f"[island {placement.name}] " if environment.rank else ""
 
 
 class Keeper:
@@ -120,7 +113,7 @@ class Keeper:
         self._record: dict[str, Any] = {name: getattr(environment, name) for name in names} | vars(placement)
         self._record |= dict.fromkeys(("asked", "code", "signal", "end_seconds"))
         self._record["log_from"] = self._log.stat().st_size
-        self._prefix = prefix(environment, placement)
+        self._prefix = line_prefix(environment, placement)
         self._asked: list[signal.Signals] = []
         self._asked_path = logs / ASKED
         self._child: subprocess.Popen | None = None
@@ -157,7 +150,7 @@ class Keeper:
         _kill_group(child.pid)
         follow.finish()
         release()
-        return self._find_ended(child.returncode)
+        return self._record_end(child.returncode)
 
     def _start(self, program: Sequence[str]) -> subprocess.Popen:
         environment = {"PYTHONUNBUFFERED": "1", **os.environ, STEP_FILE: str(self._step_file)}
@@ -168,21 +161,21 @@ class Keeper:
             )
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        meant = self._find_represented_signal() if number == signal.SIGUSR1 else signal.Signals(number)
+        meant = self._represented_signal() if number == signal.SIGUSR1 else signal.Signals(number)
         self._asked.append(meant)
         self._record["asked"] = meant.name
         if self._child is not None and self._child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._child.pid, meant)
 
-    def _find_represented_signal(self) -> signal.Signals:
+    def _represented_signal(self) -> signal.Signals:
         """Return the signal that SIGUSR1 represents: the one that the launch received, if recorded."""
         try:
             return signal.Signals[self._asked_path.read_text(encoding="utf-8").strip()]
         except (OSError, KeyError):
             return self._usr1
 
-    def _find_ended(self, returncode: int) -> int:
+    def _record_end(self, returncode: int) -> int:
         code = returncode if returncode >= 0 else 128 - returncode
         try:
             self._write_record(
@@ -209,7 +202,7 @@ def step_file_path(record: Path) -> Path:
 
 
 class Follower:
-    """Copies new lines of a log to standard output; without a prefix also unfinished ones."""
+    """Copies new lines of a log to standard output; without a prefix also unfinished lines."""
 
     def __init__(self, log: Path, start: int, before: str) -> None:
         self._file = log.open("rb")
@@ -218,7 +211,7 @@ class Follower:
         self._rest = b""
 
     def look(self) -> None:
-        """Copy what is new."""
+        """Copy new lines."""
         before = self._rest
         while new := self._file.read(1 << 16):
             *lines, self._rest = (self._rest + new).split(b"\n")
@@ -256,15 +249,15 @@ class Follower:
 
 
 def guard(group: int, then: signal.Signals = signal.SIGKILL, lost: Path | None = None):
-    """Make a process group end when this process dies, however it dies.
+    """End a process group when this process dies, however it dies.
 
     Args:
       group: the process group.
       then: the signal that ends it.
-      lost: a file that receives the time, in seconds since the epoch.
+      lost: file for the time of death, in seconds since the epoch; None writes none.
 
     Returns:
-      A function that cancels this.
+      A function that cancels the guard.
     """
     read, write = os.pipe()
     pid = os.fork()

@@ -1,4 +1,4 @@
-"""How each rank of a launch ended, read from the records and logs that `rank.py` left in the log folder."""
+"""Read how each rank of a launch ended, from the records and logs that `rank.py` wrote in the log folder."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
 from shardtrain.islands.watchdog.step_file import NOTHING, LastStep, read_step_file
-from shardtrain.launch.rank import LOST, island_name, step_file_path
+from shardtrain.launch.rank import LOST, step_file_path
 
 ABORT = re.compile(r"called MPI_Abort\([^,]*, (\d+)\)|MPI_ABORT was invoked")
 TRACEBACK = "Traceback (most recent call last)"
@@ -27,7 +27,7 @@ HANG, HANG_END = re.compile(r"shardtrain watchdog: "), re.compile(r"\(stacks of 
 
 
 def error_text(log: str) -> str:
-    """Return the error in a log: its last chain of tracebacks, the message of a mistake, or its last lines.
+    """Find the error in a log: its last chain of tracebacks, the message of a mistake, or its last lines.
 
     >>> print(error_text("step 1\\nTraceback (most recent call last):\\n  File ...\\nValueError: no\\n"))
     Traceback (most recent call last):
@@ -36,11 +36,14 @@ def error_text(log: str) -> str:
     """
     # a progress bar is redrawn in one line: take its last state
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in log.rstrip("\n").split("\n")]
-    if hang := _between(lines, HANG, HANG_END):
+    if hang := _find_block(lines, HANG, HANG_END):
         return "\n".join(hang)
     starts = [i for i, line in enumerate(lines) if TRACEBACK in line and not _is_ignored(lines, i)]
     if not starts:
-        return "\n".join(_mistake(lines) or lines[-TAIL_LINES:]).strip("\n") or "(its log is empty)"
+        return (
+            "\n".join(_find_block(lines, USAGE_ERROR, MISTAKE_END) or lines[-TAIL_LINES:]).strip("\n")
+            or "(its log is empty)"
+        )
     start = starts.pop()
     while starts and any(line.startswith(CHAINED) for line in lines[starts[-1] : start]):
         start = starts.pop()
@@ -53,12 +56,7 @@ def error_text(log: str) -> str:
     return "\n".join(text).rstrip()
 
 
-def _mistake(lines: Sequence[str]) -> list[str]:
-    """Return the message of a user's mistake, without the lines that libraries print after it."""
-    return _between(lines, USAGE_ERROR, MISTAKE_END)
-
-
-def _between(lines: Sequence[str], first: re.Pattern, last: re.Pattern) -> list[str]:
+def _find_block(lines: Sequence[str], first: re.Pattern, last: re.Pattern) -> list[str]:
     """Return the last block of lines that starts and ends with these patterns."""
     ends = [i for i, line in enumerate(lines) if last.match(line)]
     starts = [i for i, line in enumerate(lines[: ends[-1]]) if first.match(line)] if ends else []
@@ -73,7 +71,7 @@ CONSEQUENCE = re.compile(
     r"MPI_ERR_|mpi4py\.MPI\.Exception|internal_\w+: |Communication error with rank|PMIX|"
     r"[Cc]oordination service|heartbeat|Connection (reset|refused|closed)|Gloo|Broken pipe|\bMissing: "
 )
-"""Errors that a rank gets when another one is lost; they count only if there is no other error."""
+"""Errors that a rank gets when another rank is lost; they count only without other errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,21 +79,22 @@ class RankEnd:
     """How one rank ended.
 
     Args:
-      rank: the rank, of `size` ranks.
-      island, process, num_processes: its placement.
+      rank: its number.
+      size: number of ranks.
+      island, process, num_processes: its placement, see `RankPlacement`.
       host: the host on which it ran.
-      start_seconds: since the epoch, by its host's clock, as is `end_seconds`.
-      end_seconds: None where the launcher killed it and its keeper.
-      code: its exit code; 128 + n for a signal; None likewise.
-      signal: the signal that ended it, if one did.
-      asked: name of a signal that was passed on to it.
+      start_seconds: time of its start, in seconds since the epoch by its host's clock.
+      end_seconds: time of its end; None if the launcher killed it together with its keeper.
+      code: its exit code; 128 + n for signal n; None if the launcher killed it together with its keeper.
+      signal: the signal that ended it; None without one.
+      asked: name of the signal that was forwarded to it; None without one.
       log: its log.
-      text: what the log got in this launch.
-      touched_seconds: when the log was last written.
-      last: the step that it was doing, and whether its watchdog ended it.
-      lost_seconds: when its keeper was found to be gone, by its host's clock.
-      orphaned: its launcher was gone first.
-      pid: the id of the process that keeps its log.
+      text: the part of the log from this launch.
+      touched_seconds: time of the last write to the log.
+      last: its latest step, and whether its watchdog ended it.
+      lost_seconds: time at which its keeper was lost; None if it was not.
+      orphaned: whether its launcher died first.
+      pid: process id of its keeper, the process that keeps its log.
     """
 
     rank: int
@@ -120,7 +119,8 @@ class RankEnd:
     @property
     def name(self) -> str:
         """The name of the rank: `island 1`, or `island 1.0`."""
-        return f"island {island_name(self.island, self.process, self.num_processes)}"
+        process = f".{self.process}" if self.num_processes > 1 else ""
+        return f"island {self.island}{process}"
 
     @property
     def stopped(self) -> bool:
@@ -128,7 +128,7 @@ class RankEnd:
         code = self.code
         if code is None and self.aborted:
             # before its first step, where it ended the others too
-            code = abort_code(self.text)
+            code = find_abort_code(self.text)
         return _is_stopped(code, self.asked, self.last)
 
     @property
@@ -143,26 +143,26 @@ class RankEnd:
 
     @property
     def failed(self) -> bool:
-        """Whether the rank ended by an error, its own or a consequence of another's; not by the launcher."""
+        """Whether the rank ended by its own error or one that another rank caused; not by the launcher."""
         if self.orphaned or self.stopped:
             return False
         return self.aborted or self.last.hung or self.code not in (None, 0)
 
     @property
     def consequence(self) -> bool:
-        """Whether another rank's end may be the cause: it was asked to end, or lost a connection."""
+        """Whether another rank may be the cause: this one was asked to end, or lost a connection."""
         if self.last.hung:
             return not self.reported_hang
         return self.asked is not None or bool(CONSEQUENCE.search("\n".join(self.text.splitlines()[-5:])))
 
     @property
     def gave_up(self) -> bool:
-        """Whether it only ended the others: it lost one of them, or called MPI_Abort without an error."""
+        """Whether it only gave up: it lost another rank, or called MPI_Abort without an error."""
         return self.consequence or bool(ABORT.search(self.text) and TRACEBACK not in self.text)
 
     @property
     def killed(self) -> bool:
-        """Whether its keeper saw it killed, by someone outside of the launch: no rank does that to itself."""
+        """Whether someone outside of the launch killed it, as seen by its keeper."""
         return self.signal == signal.SIGKILL and self.asked is None and not (self.last.hung or self.orphaned)
 
     @property
@@ -178,7 +178,7 @@ class RankEnd:
 
 
 def read_ranks(logs: Path) -> list[RankEnd]:
-    """Return how the ranks of the last launch in a log folder ended, by rank."""
+    """Read how the ranks of the last launch in a log folder ended, ordered by rank."""
     ends = []
     for path in logs.glob("rank-*.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -196,7 +196,7 @@ def read_ranks(logs: Path) -> list[RankEnd]:
 
 
 def has_failed(logs: Path) -> bool:
-    """Return whether a rank has failed; others may still run."""
+    """Return whether a rank has failed, while others may still run."""
     for path in logs.glob("rank-*.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
         last = read_step_file(step_file_path(path))
@@ -207,13 +207,13 @@ def has_failed(logs: Path) -> bool:
 
 
 def _is_stopped(code: int | None, asked: str | None, last: LastStep) -> bool:
-    """Return whether the rank was asked to stop by a signal or by its time limit, and did."""
+    """Return whether the rank stopped because a signal or its time limit asked it to."""
     if last.hung:
         return False
     return code == TEMPORARY_FAILURE or (asked is not None and code == 128 + signal.Signals[asked])
 
 
-def abort_code(text: str) -> int:
-    """Return the code with which a log says that MPI_Abort was called; 0 for none."""
+def find_abort_code(text: str) -> int:
+    """Return the code of MPI_Abort in a log; 0 if it was not called."""
     found = ABORT.search(text)
     return int(found[1]) if found and found[1] else 0

@@ -14,4 +14,4 @@ LAUNCHERS: Mapping[str, Launcher] = {
 """Name on the command line -> launcher."""
 
 DEFAULT, WITH_HOSTS = "local", "mpi"
-"""The launcher where none is named; the same where hosts are given."""
+"""The launcher if none is named: without hosts, and with hosts."""

@@ -1,6 +1,6 @@
 """Restart a launch after a crash or a hang, until it succeeds or a restart would not help.
 
-Next: `supervise.py`, which runs one.
+Next: `supervise.py`, which runs a launch once.
 """
 
 import time
@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardtrain.errors.exit_codes import DONE, USAGE_ERROR
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 
 LONGEST_SECONDS = 60.0
-"""The most that is waited between two starts."""
+"""Longest wait between two starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +19,8 @@ class Restarts:
     """Number and spacing of the restarts of a launch.
 
     Args:
-      most: how often; 0 never.
-      backoff_seconds: before the first restart; it doubles each time, up to a minute.
+      most: largest number of restarts; 0 disables them.
+      backoff_seconds: wait before the first restart; it doubles each time, up to a minute.
 
     Raises:
       ValueError: lists every number out of range.
@@ -33,14 +33,13 @@ class Restarts:
         problems = [f"restarts is {self.most}; use 0 or more"] if self.most < 0 else []
         if not 0 <= self.backoff_seconds <= LONGEST_SECONDS:
             problems.append(f"backoff is {self.backoff_seconds} s; use 0 to {LONGEST_SECONDS:g}")
-        if problems:
-            raise problems_error("a launch cannot be started again like this", problems)
+        refuse("these restarts are not possible", problems)
 
     def pause_seconds(self, done: int) -> float:
         """Return the seconds to wait before the next restart.
 
         Args:
-          done: how many there were.
+          done: number of restarts so far.
 
         >>> [Restarts(most=9).pause_seconds(done) for done in (0, 1, 5, 6, 99)]
         [1.0, 2.0, 32.0, 60.0, 60.0]
@@ -49,22 +48,24 @@ class Restarts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How one start ended.
+class LaunchEnd:
+    """How one start of a launch ended.
 
     Args:
       code: its exit code.
+      text: the report; "" if there is nothing to report.
       asked: whether it was asked to stop, by a user, a batch system or the time limit.
-      step: the newest that any rank was doing, from 1; 0: none had begun one.
+      step: the latest step that a rank had begun, from 1; 0 if no rank had begun one.
     """
 
     code: int
-    asked: bool
-    step: int
+    text: str = ""
+    asked: bool = False
+    step: int = 0
 
 
 def run_again(
-    start: Callable[[int], Ended],
+    start: Callable[[int], LaunchEnd],
     restarts: Restarts,
     tell: Callable[[str], object],
     sleep: Callable[[float], object] = time.sleep,
@@ -73,9 +74,9 @@ def run_again(
 
     Args:
       start: number of the start, from 0 -> how it ended.
-      restarts: how often.
-      tell: takes lines for people.
-      sleep: waits.
+      restarts: number and spacing of the restarts.
+      tell: receives messages.
+      sleep: waits for some seconds.
 
     Returns:
       The exit code of the last start.
@@ -88,7 +89,10 @@ def run_again(
             return ended.code
         # the same step failed twice: it would fail again
         if ended.step == failed_at:
-            tell(f"launch: {again_text(ended.step)}: given up after {done} of {restarts.most} restarts\n")
+            why = "it failed before its first step twice in a row"
+            if ended.step:
+                why = f"step {ended.step} failed twice in a row, and would fail again"
+            tell(f"launch: {why}: given up after {done} of {restarts.most} restarts\n")
             return ended.code
         if done == restarts.most:
             tell(f"launch: it failed again, and all {done} restarts are used\n")
@@ -102,14 +106,3 @@ def run_again(
             f" restart {done} of {restarts.most} in {pause:g} s\n"
         )
         sleep(pause)
-
-
-def again_text(step: int) -> str:
-    """Return why another restart would not help.
-
-    >>> again_text(7)
-    'step 7 failed twice in a row, and would fail again'
-    """
-    if not step:
-        return "it failed before its first step twice in a row"
-    return f"step {step} failed twice in a row, and would fail again"

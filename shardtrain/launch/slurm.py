@@ -1,23 +1,23 @@
-"""`launch slurm`: a job as a batch script that a person can read and change, submitted by sbatch.
+"""`launch slurm`: write a readable batch script of Slurm, and submit it by sbatch.
 
-The script stands alone: srun starts the ranks, `rank.py` keeps their logs, `outcome.py` reports how they
-ended. Islands on unequal nodes are components of one heterogeneous job, and one step with one MPI world.
+The script needs no other file: srun starts the ranks, `rank.py` keeps their logs, `outcome.py` reports how
+they ended. Islands on unequal nodes are components of one heterogeneous job, and one step with one MPI world.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.islands.cluster import Cluster
 from shardtrain.launch import batch
 from shardtrain.launch.components import (
     Component,
     Shares,
     components,
-    counts,
-    options_by_island,
-    shares_of_processes,
+    divide_among_processes,
+    parse_counts,
+    split_options,
 )
 from shardtrain.launch.duration import clock
 from shardtrain.launch.job import Job
@@ -29,21 +29,21 @@ class Slurm:
     """Options of slurm.
 
     Args:
-      partition: partition of the cluster; None: its default.
-      account: account to charge; None: the default.
-      qos: quality of service; None: the default.
+      partition: partition of the cluster; None means its default.
+      account: account to charge; None means the default.
+      qos: quality of service; None means the default.
       job_name: name of the job in the queue, and the beginning of the log's name.
-      nodes: number of nodes; None: one per island, or one per rank if islands are unequal.
+      nodes: number of nodes; None means one per island, or one per rank if islands are unequal.
       nodes_per_island: number of nodes of each island, such as 1,1,2,2, or one number for all. Unequal nodes
-        are components of a heterogeneous job.
+        become components of a heterogeneous job.
       gpus_per_island: number of GPUs of an island, divided evenly among its processes; one number for all, or
-        one each, such as 4,4,8,8. None: no GPU.
-      cpus_per_island: number of CPU cores of an island, likewise; None: whole nodes, whose cores the ranks
-        divide among themselves.
-      mpi: how srun starts an MPI program: pmi2 for MPICH and Intel MPI, pmix for Open MPI.
-      requeue: requeue the job, so that it continues, if its time is over or a rank was lost or hung.
-      sbatch: further options of sbatch without their dashes, such as `constraint=a100`; with numbers of
-        islands before it, for their nodes alone: `0-1:partition=old`.
+        one each, such as 4,4,8,8. None means no GPU.
+      cpus_per_island: number of CPU cores of an island, in the same form; None means whole nodes, whose cores
+        the ranks divide among themselves.
+      mpi: option --mpi of srun: pmi2 for MPICH and Intel MPI, pmix for Open MPI.
+      requeue: requeue the job, so that it continues, if its time limit is over or a rank was lost or hung.
+      sbatch: further options of sbatch without their dashes, such as `constraint=a100`; a prefix
+        restricts one to the nodes of some islands: `0-1:partition=old`.
       setup: lines of shell to run before the start, such as `module load openmpi`.
     """
 
@@ -62,39 +62,38 @@ class Slurm:
 
 
 def launch(job: Job, options: Slurm, environ: Mapping[str, str]) -> Launch:
-    """Return the command that submits a job, and the batch script for it; arguments are those of `script`."""
-    text = script(job, options, environ)
-    return batch.submission(job, options.job_name, ("sbatch",), ".sbatch", text)
+    """Return the command that submits a job, with its batch script; see `script` for the arguments."""
+    text = write_script(job, options, environ)
+    return batch.make_submission(job, options.job_name, ("sbatch",), ".sbatch", text)
 
 
-def script(job: Job, options: Slurm, environ: Mapping[str, str]) -> str:
+def write_script(job: Job, options: Slurm, environ: Mapping[str, str]) -> str:
     """Return the text of the batch script.
 
     Args:
-      job: without hosts; its logs are the folder that holds those of each batch job.
-      options: what to ask for.
-      environ: of this process.
+      job: without hosts; its logs are the parent folder of the logs of each batch job.
+      options: the requested resources.
+      environ: the environment of this process.
 
     Raises:
-      ValueError: lists everything that does not fit.
+      ValueError: lists every option that is not possible.
     """
     common, parts, problems = _components(job, options)
     problems += _problems(job, options)
-    if problems:
-        raise problems_error("this batch job cannot be written", problems)
+    refuse("this batch job cannot be written", problems)
     first = parts[0]
     lines = ["#!/bin/bash", f"# {_headline(job, parts)}", ""]
-    lines += [f"#SBATCH {option}" for option in _directives(job, options, first, common)]
+    lines += [f"#SBATCH {option}" for option in _list_directives(job, options, first, common)]
     for component in parts[1:]:
         lines += ["", "#SBATCH hetjob", f"# {_islands_text(component)}"]
-        lines += [f"#SBATCH {option}" for option in _own_directives(job, options, component, common)]
+        lines += [f"#SBATCH {option}" for option in _list_own_directives(job, options, component, common)]
     lines += ["", *options.setup, *batch.exports(job, environ)]
     lines += ["", *_run(job, options, parts)]
     return "\n".join(lines) + "\n"
 
 
 def _components(job: Job, options: Slurm) -> tuple[tuple[str, ...], tuple[Component, ...], list[str]]:
-    """Return the options of all nodes, the components of the job, and what does not fit."""
+    """Return the options of all nodes, the components of the job, and problems."""
     problems: list[str] = []
 
     def found(make: Callable[[], Any], otherwise: Any) -> Any:
@@ -106,21 +105,17 @@ def _components(job: Job, options: Slurm) -> tuple[tuple[str, ...], tuple[Compon
 
     none = (None,) * job.islands
     common, own = found(
-        lambda: options_by_island(options.sbatch, job.islands), (options.sbatch, [()] * job.islands)
+        lambda: split_options(options.sbatch, job.islands), (options.sbatch, [()] * job.islands)
     )
-    nodes = found(lambda: counts(options.nodes_per_island, job.islands, "nodes per island"), none)
+    nodes = found(lambda: parse_counts(options.nodes_per_island, job.islands, "nodes per island"), none)
     each = {
-        what: found(lambda what=what, given=given: _shares(job, given, what), none)
+        what: found(lambda what=what, given=given: divide_among_processes(job, given, what), none)
         for what, given in (("GPUs", options.gpus_per_island), ("CPUs", options.cpus_per_island))
     }
     shares = Shares(
         nodes=None if None in nodes else nodes, gpus=each["GPUs"], cpus=each["CPUs"], options=tuple(own)
     )
     return common, found(lambda: components(job, options.nodes, shares), ()), problems
-
-
-def _shares(job: Job, given: int | str | None, what: str) -> tuple[int | None, ...]:
-    return shares_of_processes(job, counts(given, job.islands, f"{what} per island"), what)
 
 
 def _problems(job: Job, options: Slurm) -> list[str]:
@@ -147,16 +142,16 @@ def _islands_text(component: Component) -> str:
     return f"islands {first} to {last}" if last > first else f"island {first}"
 
 
-def _directives(job: Job, options: Slurm, part: Component, common: tuple[str, ...]) -> list[str]:
-    own = _own_directives(job, options, part, common)
+def _list_directives(job: Job, options: Slurm, part: Component, common: tuple[str, ...]) -> list[str]:
+    own = _list_own_directives(job, options, part, common)
     at = own.index("--requeue" if options.requeue else "--no-requeue") + 1
     # the script runs in the first component: only there it has a name and an output
     output = ["--open-mode=append", f"--output={job.logs}/%x-%j.log"]
     return [f"--job-name={options.job_name}", *own[:at], *output, *own[at:]]
 
 
-def _own_directives(job: Job, options: Slurm, part: Component, common: tuple[str, ...]) -> list[str]:
-    """Return the directives of a component, as each may be reset by Slurm to its default."""
+def _list_own_directives(job: Job, options: Slurm, part: Component, common: tuple[str, ...]) -> list[str]:
+    """Return all directives of a component: Slurm resets those that are missing to their defaults."""
     named = {"partition": options.partition, "account": options.account, "qos": options.qos}
     found = [f"--nodes={part.nodes}", f"--ntasks-per-node={part.ranks_per_node}"]
     found += [f"--cpus-per-task={part.cpus}"] if part.cpus else ["--exclusive", "--mem=0"]
@@ -195,10 +190,10 @@ def _run(job: Job, options: Slurm, parts: tuple[Component, ...]) -> list[str]:
 
 
 def add_cluster(options: Slurm, cluster: Cluster) -> Slurm:
-    """Return the options with the nodes, devices and own options of a cluster's islands.
+    """Return the options with the nodes, devices and launcher options of a cluster's islands.
 
     Raises:
-      ValueError: an option says what the cluster file says too.
+      ValueError: an option is given, and the cluster file contains it too.
     """
     named = {
         "nodes": options.nodes, "nodes-per-island": options.nodes_per_island,

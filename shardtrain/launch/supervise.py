@@ -1,7 +1,7 @@
-"""Start a launcher, wait for its end and report it: Ctrl-C asks all ranks to save, a second one kills them.
+"""Run a launcher until it ends, and report how: Ctrl-C asks all ranks to save, a second one kills them.
 
-The launcher gets a session of its own, so that the terminal's Ctrl-C reaches this process alone, which
-passes it on as SIGUSR1: MPI launchers forward that one and end at the others.
+The launcher gets its own session, so that the terminal's Ctrl-C reaches only this process, which forwards it
+as SIGUSR1: MPI launchers forward that signal, and end at others.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -20,13 +21,13 @@ from shardtrain.islands.launcher_variables import HOST
 from shardtrain.islands.watchdog.step_file import NOTHING
 from shardtrain.launch.launcher import Launch
 from shardtrain.launch.log_folder import ASKED
-from shardtrain.launch.outcome import launch_outcome
+from shardtrain.launch.outcome import diagnose_launch
 from shardtrain.launch.rank import LOST, guard, step_file_path
 from shardtrain.launch.rank_end import has_failed, read_ranks
-from shardtrain.launch.restarts import Ended
+from shardtrain.launch.restarts import LaunchEnd
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
-from shardtrain.system.stop_signals import STOPPING, Repeats, asking
+from shardtrain.system.stop_signals import STOPPING, Repeats, select_handled
 
 LOOK_EVERY_SECONDS = 0.1
 GRACE_SECONDS = 2.0
@@ -45,23 +46,23 @@ def supervise_once(
     time_seconds: float | None = None,
     stop_seconds: float = 120,
     write: Callable[[str], object] = terminal.err,
-) -> Ended:
-    """Run a launch, report how it ended, and return what decides about a restart.
+) -> LaunchEnd:
+    """Run a launch once, and report how it ended.
 
     Args:
-      launch: what to run.
-      logs: the folder that its ranks log to.
-      environ: the environment of the command, without what the launch adds.
-      time_seconds: ask the ranks to stop `stop_seconds` before this, and kill them at it.
-      stop_seconds: as above.
+      launch: the command, its environment and files.
+      logs: the folder for the logs of its ranks.
+      environ: the environment of the command, without the variables that the launch adds.
+      time_seconds: time limit, at which the ranks are killed; None disables it.
+      stop_seconds: seconds before the time limit at which the ranks are asked to stop.
       write: receives the messages.
 
     Returns:
-      Its code is the exit code of the rank that failed first (128 + n for a signal), or what the launcher
-      ended with.
+      How the launch ended, with the exit code of the rank that failed first (128 + n for signal n), or else
+      of the launcher.
 
     Raises:
-      OSError: the command cannot be run, or a file not be written.
+      OSError: the command cannot be run, or a file cannot be written.
     """
     logs.mkdir(parents=True, exist_ok=True)
     # how ranks ended in an earlier start of this launch
@@ -82,14 +83,14 @@ def supervise_once(
     step = max((end.last.step for end in ends), default=NOTHING.step)
     if run.killed and not run.failed:
         run.tell("\nkilled; what was saved before is still there\n")
-        return Ended(code=KILLED, asked=run.asked, step=step)
-    outcome = launch_outcome(ends, Path(launch.command[0]).name, code, run.asked_by)
+        return LaunchEnd(code=KILLED, asked=run.asked, step=step)
+    outcome = diagnose_launch(ends, Path(launch.command[0]).name, code, run.asked_by)
     run.tell(outcome.text)
-    return Ended(code=outcome.code, asked=run.asked or outcome.asked, step=step)
+    return replace(outcome, asked=run.asked or outcome.asked, step=step)
 
 
 class _Run:
-    """The launcher's process while it runs, and the signals that end it."""
+    """The running process of the launcher, and the handlers of signals that end it."""
 
     def __init__(
         self, launch: Launch, environ: Mapping[str, str], write: Callable[[str], object], asked_path: Path
@@ -107,7 +108,7 @@ class _Run:
 
     def __enter__(self) -> "_Run":
         # first take over the signals: one that comes during the start must reach the ranks, too
-        for number in asking(STOPPING):
+        for number in select_handled(STOPPING):
             self._before[number] = signal.signal(number, self._handle_signal)
         try:
             self._process = subprocess.Popen(
@@ -216,7 +217,7 @@ class _Run:
 
 def _end_left_behind(logs: Path) -> None:
     """Kill `launch.rank` processes on this host that did not end with their launcher."""
-    pids = [pid for path in logs.glob("rank-*.json") if (pid := _keeper(path)) is not None]
+    pids = [pid for path in logs.glob("rank-*.json") if (pid := _read_keeper_pid(path)) is not None]
     deadline = time.monotonic() + LEFT_BEHIND_SECONDS
     while (pids := [pid for pid in pids if _is_keeper(pid)]) and time.monotonic() < deadline:
         time.sleep(LOOK_EVERY_SECONDS)
@@ -225,7 +226,7 @@ def _end_left_behind(logs: Path) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _keeper(path: Path) -> int | None:
+def _read_keeper_pid(path: Path) -> int | None:
     record = json.loads(path.read_text(encoding="utf-8"))
     here = {socket.gethostname(), os.environ.get(HOST)}
     return record["pid"] if record["host"] in here else None

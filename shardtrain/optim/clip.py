@@ -1,6 +1,6 @@
-"""Clipping of a gradient by its norm, which a step hands over where it has computed it already.
+"""Clip gradients by their norm, which a step may have computed already.
 
-Next: `optimizer.py`, which puts it before the update.
+Next: `optimizer.py`, which clips before the update.
 """
 
 from typing import Any
@@ -11,11 +11,11 @@ import optax
 
 
 def clip_gradients(grads: Any, norm: jax.Array, largest: float) -> Any:
-    """Return gradients scaled down to the largest norm if their norm is above it.
+    """Scale gradients down to the largest norm if their norm is above it.
 
     Source: Pascanu et al., On the difficulty of training recurrent neural networks, 2012, algorithm 1.
 
-    >>> clipped({"w": jnp.array([3.0, 4.0])}, jnp.float32(5.0), 2.5)["w"].tolist()
+    >>> clip_gradients({"w": jnp.array([3.0, 4.0])}, jnp.float32(5.0), 2.5)["w"].tolist()
     [1.5, 2.0]
     """
     # one factor: a quotient of each element would be written to memory, where several moments read it
@@ -24,15 +24,15 @@ def clip_gradients(grads: Any, norm: jax.Array, largest: float) -> Any:
 
 
 class TakesNorm(optax.GradientTransformationExtraArgs):
-    """A transformation whose `update` takes `grad_norm`, the norm of the gradient, if it is known.
+    """A transformation whose `update` accepts `grad_norm`, the norm of the gradient, if it is known.
 
-    A step that may be skipped updates in a branch, in which XLA would compute the norm a second time. Others
-    are not given it: the line searches of optax refuse arguments that they do not know.
+    A step that may be skipped updates in a branch, in which XLA would compute the norm a second time. Other
+    transformations do not receive it: the line searches of optax refuse arguments that they do not know.
     """
 
 
 def clip_by_norm(largest: float) -> TakesNorm:
-    """Return `optax.clip_by_global_norm`, which computes the norm where it is not given.
+    """Return `optax.clip_by_global_norm` that uses a given norm, and computes it otherwise.
 
     Args:
       largest: the largest norm of a gradient.

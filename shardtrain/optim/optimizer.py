@@ -1,4 +1,4 @@
-"""Optimizers of optax by name: options, registry, and the transformation of a run.
+"""Options of an optimizer, the registry of optimizers, and the optax transformation of a run.
 
 A new one is a function and a line in `OPTIMIZERS`. Next: `train_step/step.py`.
 """
@@ -17,25 +17,25 @@ from shardtrain import axes
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.frozen import drop_paths, merge_trees
-from shardtrain.functional.model import Tree, path_text
+from shardtrain.functional.model import Tree
 from shardtrain.optim.clip import TakesNorm, clip_by_norm
 from shardtrain.optim.optimizer_state import parameter_average
 from shardtrain.optim.per_layer import per_layer
-from shardtrain.optim.schedules import Schedule, make_schedule, multiply_rates, rate_problem
+from shardtrain.optim.schedules import Schedule, find_rate_problem, make_schedule, map_updates, multiply_rates
 from shardtrain.sharding.array_dims import is_dims
 
 
 def train_only(
     optimizer: optax.GradientTransformation, frozen: Collection[str]
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that sees trained parameters alone, for a tree with frozen ones.
+    """Apply an optimizer only to trained parameters, in a tree with frozen ones.
 
     Args:
-      optimizer: any optax transformation; it is given nested dicts without the frozen parameters.
-      frozen: the paths of these.
+      optimizer: any optax transformation; it receives nested dicts without the frozen parameters.
+      frozen: the paths of the frozen parameters.
 
     >>> params = {"kept": jnp.ones(2), "trained": jnp.ones(2)}
-    >>> update = trained_only(optax.sgd(0.5, momentum=0.9), {"kept"})
+    >>> update = train_only(optax.sgd(0.5, momentum=0.9), {"kept"})
     >>> state = update.init(params)
     >>> [x.shape for x in jax.tree.leaves(state)]
     [(2,)]
@@ -55,26 +55,26 @@ def train_only(
             extra["value_fn"] = lambda trained: value(merge_trees(trained, params))
         trained = None if params is None else drop_paths(params, frozen)
         found, state = inner.update(drop_paths(updates, frozen), state, trained, **extra)
-        return merge_trees(found, jax.tree.map(_nothing, updates if params is None else params)), state
+        return merge_trees(found, jax.tree.map(_make_no_update, updates if params is None else params)), state
 
     made = optax.GradientTransformationExtraArgs(init, update)
     return TakesNorm(*made) if isinstance(optimizer, TakesNorm) else made
 
 
-def _nothing(x: Any) -> jax.Array:
-    """Return what changes no bit of an array when it is added: -0.0, as 0.0 changes -0.0."""
+def _make_no_update(x: Any) -> jax.Array:
+    """Return an update that changes no bit of an array: -0.0, as adding 0.0 changes -0.0."""
     return jnp.full_like(x, -0.0) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros_like(x)
 
 
-def _features(names: tuple[str | None, ...]) -> list[int]:
-    """Return the dims that make an array a matrix: not stacked ones, and heads and head_dim as one."""
+def _list_features(names: tuple[str | None, ...]) -> list[int]:
+    """Return the dims that make an array a matrix: no stacked dims; heads and head_dim count as one."""
     has_heads = {axes.HEADS, axes.KV_HEADS} & set(names)
     skipped = {axes.LAYERS, axes.EXPERTS, *([axes.HEAD_DIM] if has_heads else [])}
     return [i for i, name in enumerate(names) if name not in skipped]
 
 
 def select_decayed(dims: Tree, params: Any) -> Any:
-    """Return which parameters are weight-decayed: arrays of two or more dims, not biases, gains or scalars.
+    """Return which parameters are decayed: arrays of two or more dims, not biases, gains or scalars.
 
     Args:
       dims: the dim names of the model; an array without names counts all of its dims.
@@ -82,26 +82,26 @@ def select_decayed(dims: Tree, params: Any) -> Any:
 
     >>> import numpy as np
     >>> dims = {"up": ("layers", "embed", "mlp"), "gain": ("layers", "embed"), "other": None}
-    >>> decayed(dims, {"up": np.ones((2, 4, 8)), "gain": np.ones((2, 4)), "other": np.ones((4, 4))})
+    >>> select_decayed(dims, {"up": np.ones((2, 4, 8)), "gain": np.ones((2, 4)), "other": np.ones((4, 4))})
     {'gain': False, 'other': True, 'up': True}
     """
 
     def is_decayed(names: tuple[str | None, ...] | None, param: Any) -> bool:
-        return (param.ndim if names is None else len(_features(names))) >= 2
+        return (param.ndim if names is None else len(_list_features(names))) >= 2
 
     return jax.tree.map(is_decayed, dims, params, is_leaf=is_dims)
 
 
-def muon_dims(dims: Tree) -> Any:
-    """Return the dims of the two sides of each matrix for Muon; None for parameters that AdamW updates.
+def find_muon_dims(dims: Tree) -> Any:
+    """Return the dims of the rows and columns of each matrix for Muon; None for what AdamW updates.
 
-    If the first dim is `embed`, it is one side and all other dims are the other side; otherwise the last
-    dim is one side. `layers` and `experts` are batch dims. AdamW updates embeddings and output heads
+    If the first dim is `embed`, it is the rows and all other dims are the columns; otherwise the last dim is
+    the columns. `layers` and `experts` are batch dims. AdamW updates embeddings and output heads
     (`vocab`), position tables (`seq`) and vectors.
     """
 
     def numbers(names: tuple[str | None, ...] | None) -> MuonDimensionNumbers | None:
-        if names is None or len(_features(names)) < 2 or {axes.VOCAB, axes.SEQ} & set(names):
+        if names is None or len(_list_features(names)) < 2 or {axes.VOCAB, axes.SEQ} & set(names):
             return None
         kept = [i for i, name in enumerate(names) if name not in (axes.LAYERS, axes.EXPERTS)]
         split = 1 if names[kept[0]] == axes.EMBED else -1
@@ -162,7 +162,7 @@ def _muon(o: "Optimizer", rate: optax.Schedule, dims: Tree) -> optax.GradientTra
         mu_dtype=o.momentum_dtype,
         adam_b1=o.b1,
         adam_b2=o.b2,
-        muon_weight_dimension_numbers=lambda _: muon_dims(dims),
+        muon_weight_dimension_numbers=lambda _: find_muon_dims(dims),
         consistent_rms=0.2,
     )
     # a decay of our own: optax's has no mask for the parameters that AdamW updates
@@ -180,7 +180,7 @@ OPTIMIZERS: dict[str, Maker] = {
     "lamb": _lamb,
     "muon": _muon,
 }
-"""Name -> how it is made. tests/optim/test_registry.py holds every entry to the same contract."""
+"""Name -> function that makes the optimizer. tests/optim/test_registry.py checks every entry."""
 
 if TYPE_CHECKING:
     OptimizerName = str
@@ -195,19 +195,21 @@ class Optimizer:
     Args:
       name: adamw, sgd (with momentum), lion, adafactor, lamb, or muon (Jordan et al. 2024;
         Muon for the matrices of the blocks, AdamW for all other parameters).
-      learning_rate: its schedule; a number is a constant rate, a function maps the step to the rate.
-      weight_decay: decoupled; applied to arrays of two or more dims, not counting `layers`.
-      decay_unused: also decay parameters that the loss does not depend on, whose gradient is always zero.
+      learning_rate: the schedule; a number is a constant rate, a function maps the step to the rate.
+      weight_decay: factor of decoupled weight decay; applies to arrays of two or more dims, not counting
+        `layers`.
+      decay_unused: whether to decay parameters that the loss does not depend on, whose gradient is always
+        zero.
       b1: decay of the first moment; the momentum of sgd and muon.
       b2: decay of the second moment (adamw, lamb, lion, muon's AdamW).
       eps: added to the denominator (adamw, lamb, muon's AdamW).
-      clip: largest global norm of a gradient; None disables clipping.
+      clip: largest global norm of a gradient; larger gradients are scaled down to it. None disables clipping.
       ema: decay of an exponential moving average of the parameters, which `evaluate_with` "ema" evaluates;
         None keeps no average.
       rates: factors of the learning rate by patterns of parameter paths, such as 'embedding=0.1' or
-        'blocks/*=0.5' (* matches / too); the first that matches applies, and without any it is 1.
-      momentum_dtype: dtype in which the first moment (or momentum) is kept: float32, or bfloat16, which takes
-        half the memory. The second moment stays float32. adafactor keeps no first moment.
+        'blocks/*=0.5' (* matches / too); the first matching pattern applies, other parameters have factor 1.
+      momentum_dtype: dtype of the first moment (or momentum): float32, or bfloat16, which takes half the
+        memory. The second moment stays float32. adafactor keeps no first moment.
 
     Short form: its name.
 
@@ -243,7 +245,7 @@ class Optimizer:
             problems.append(f"eps is {self.eps}; it must be a number above 0, for it keeps 0 from dividing 0")
         if not self.weight_decay >= 0:
             problems.append(f"weight_decay is {self.weight_decay}; it must be a number, 0 or more")
-        problems += [text for each in self.rates if (text := rate_problem(each))]
+        problems += [text for each in self.rates if (text := find_rate_problem(each))]
         if self.momentum_dtype != "float32" and self.name == "adafactor":
             problems.append(
                 f"momentum_dtype is {self.momentum_dtype!r}, and adafactor keeps no first moment; use float32"
@@ -266,12 +268,12 @@ def make_optimizer(
     Args:
       optimizer: options, or an optax transformation, which is used unchanged.
       steps: number of steps of the run, for the schedule.
-      dims: the dim names of the model; weight decay and Muon tell matrices from vectors by them.
+      dims: the dim names of the model, by which weight decay and Muon distinguish matrices from vectors.
       unused: paths of the parameters that the loss does not depend on, for `decay_unused`.
       frozen: paths of the parameters that are not trained, which have no state.
 
     Returns:
-      The transformation; the schedule, None for an optax transformation.
+      (the transformation, the schedule); the schedule is None for an optax transformation.
     """
     if frozen:
         made, rate = make_optimizer(optimizer, steps, drop_paths(dims, frozen), unused)
@@ -283,28 +285,10 @@ def make_optimizer(
     if optimizer.rates:
         update = multiply_rates(update, optimizer.rates)
     if unused and not optimizer.decay_unused:
-        update = _leave_unchanged(update, frozenset(unused))
+        # without a gradient only weight decay would change them
+        update = map_updates(update, lambda path, x: jnp.zeros_like(x) if path in unused else x)
     average = () if optimizer.ema is None else (parameter_average(optimizer.ema),)
     if optimizer.clip is None:
         # an identity in its place: the paths of the state in a checkpoint stay the same
         return optax.chain(optax.identity(), update, *average), rate
     return TakesNorm(*optax.chain(clip_by_norm(optimizer.clip), update, *average)), rate
-
-
-def _leave_unchanged(
-    update: optax.GradientTransformation, paths: Collection[str]
-) -> optax.GradientTransformation:
-    """Return a transformation that leaves the parameters of some paths as they are; its state is the same.
-
-    Without a gradient the decay is all that would change them.
-    """
-    inner = optax.with_extra_args_support(update)
-
-    def apply(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        found, state = inner.update(updates, state, params, **extra)
-        found = jax.tree.map_with_path(
-            lambda path, x: jnp.zeros_like(x) if path_text(path) in paths else x, found
-        )
-        return found, state
-
-    return optax.GradientTransformationExtraArgs(inner.init, apply)

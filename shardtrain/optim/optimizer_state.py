@@ -1,6 +1,5 @@
-"""Optimizers as a step uses them: state in float32 that can be saved, and updates that receive the loss.
+"""Make the state of optimizers storable, and find in it the parameters that a run evaluates.
 
-Also the parameters that a run evaluates, such as an average in the state of its optimizer.
 Next: `train_step/state.py`, `train_step/step.py`.
 """
 
@@ -20,8 +19,8 @@ Choose = Callable[[Any, Any], Any]
 """(optimizer state, parameters) -> the parameters to evaluate."""
 
 
-def float32(tree: Any) -> Any:
-    """Return the tree with narrower floats as float32; other arrays are unchanged."""
+def to_float32(tree: Any) -> Any:
+    """Convert narrower floats to float32; other arrays are unchanged."""
 
     def wide(x: Any) -> Any:
         is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
@@ -35,10 +34,10 @@ def _is_key(x: Any) -> bool:
 
 
 def make_storable(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer with a state that is float32 and can be saved.
+    """Return the optimizer with a float32 state that can be saved.
 
     Parameters and gradients of narrower floats are passed as float32, so that moments and averages are
-    float32; typed keys (of `optax.noisy_sgd`, `optax.add_noise`) are stored as their data.
+    float32; typed keys (of `optax.noisy_sgd`, `optax.add_noise`) are stored as raw data.
 
     Args:
       optimizer: any optax transformation; extra arguments such as `value` and `grad` are passed on.
@@ -46,7 +45,7 @@ def make_storable(optimizer: optax.GradientTransformation) -> optax.GradientTran
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> Any:
-        state = inner.init(float32(params))
+        state = inner.init(to_float32(params))
         return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, state)
 
     def with_keys(state: Any, params: Any) -> Any:
@@ -67,14 +66,16 @@ def make_storable(optimizer: optax.GradientTransformation) -> optax.GradientTran
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         # compute in float32, with typed keys; what is stored has raw keys, which can be saved
-        params = float32(params)
-        updates, state = inner.update(float32(updates), with_keys(state, params), params, **extra)
+        params = to_float32(params)
+        updates, state = inner.update(to_float32(updates), with_keys(state, params), params, **extra)
         return updates, jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def value_function(compute: Callable[[Any], tuple[jax.Array, Any]], like: Any) -> Callable[[Any], jax.Array]:
+def make_value_function(
+    compute: Callable[[Any], tuple[jax.Array, Any]], like: Any
+) -> Callable[[Any], jax.Array]:
     """Return the function that line searches call: parameters -> mean loss, with its gradient.
 
     Args:
@@ -96,10 +97,10 @@ def value_function(compute: Callable[[Any], tuple[jax.Array, Any]], like: Any) -
     return lambda params: value(params)
 
 
-def missing_arguments(
+def find_missing_arguments(
     optimizer: optax.GradientTransformation, params: Any, *, line_search: bool
 ) -> list[str]:
-    """Return the arguments that the update of an optimizer requires and a step does not pass.
+    """Return the arguments that an optimizer's update requires and a step does not pass.
 
     Args:
       optimizer: any optax transformation.
@@ -107,8 +108,8 @@ def missing_arguments(
       line_search: whether the step can compute the loss at other parameters.
 
     Raises:
-      ValueError: its updates are not like the parameters.
-      UserCodeFailed: it raised.
+      ValueError: its updates do not have the shapes of the parameters.
+      UserCodeFailed: the optimizer raised an error.
     """
     extra: dict[str, Any] = {"value_fn": lambda params: jnp.float32(0)} if line_search else {}
     used = make_storable(optimizer)
@@ -136,7 +137,7 @@ class AverageState(NamedTuple):
 
     Args:
       count: int32 scalar, number of updates.
-      ema: like params, float32.
+      ema: the average, like params, float32.
     """
 
     count: Any
@@ -147,7 +148,7 @@ def parameter_average(decay: float) -> optax.GradientTransformation:
     """Keep an exponential moving average of the parameters, for evaluation; use it last in a chain.
 
     At update n, ema = d * ema + (1 - d) * params with d = min(decay, (1 + n) / (10 + n)), so that the initial
-    parameters are soon forgotten.
+    parameters soon lose their weight.
 
     Args:
       decay: from 0 to 1, such as 0.999.
@@ -180,12 +181,11 @@ EVALUATED_PARAMS: dict[str, tuple[type, Choose, str]] = {
         "optax.contrib.schedule_free(...)",
     ),
 }
-"""Value of `Run.evaluate_with` -> type of the state that has the parameters, how to read them, what makes
-it."""
+"""Value of `Run.evaluate_with` -> (type of the state with the parameters, how to read them, their source)."""
 
 
 def find_evaluated_params(how: str | Choose | None, opt_state: Any, params: Any) -> Any:
-    """Return the parameters that a run evaluates, samples and exports.
+    """Return the parameters that a run evaluates, samples from and exports.
 
     Args:
       how: see `config.Run.evaluate_with`.
@@ -193,7 +193,7 @@ def find_evaluated_params(how: str | Choose | None, opt_state: Any, params: Any)
       params: the trained parameters.
 
     Raises:
-      ValueError: the state of the optimizer does not have them.
+      ValueError: the state of the optimizer does not contain them.
     """
     if how is None:
         return params
@@ -210,7 +210,7 @@ def find_evaluated_params(how: str | Choose | None, opt_state: Any, params: Any)
         opt_state, choose = found[0], from_state
     assert callable(choose)
     with user_code(lambda error: "evaluate_with"):
-        chosen = choose(opt_state, float32(params))
-    # an optimizer has only the parameters that are trained
+        chosen = choose(opt_state, to_float32(params))
+    # an optimizer only has trained parameters
     chosen = merge_trees(chosen, params)
     return jax.tree.map(lambda x, p: x.astype(p.dtype), chosen, params)

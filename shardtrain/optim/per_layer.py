@@ -15,14 +15,14 @@ from shardtrain.sharding.array_dims import is_dims
 
 
 def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.GradientTransformation:
-    """Return an optimizer that treats each layer of a stacked array as an array of its own.
+    """Return an optimizer that treats each layer of a stacked array as a separate array.
 
-    It is vmapped over the first dim of arrays whose dims begin with `layers`; other arrays are not split. The
-    paths of its state do not change.
+    It is vmapped over the first dim of arrays whose dims begin with `layers`. The paths of its state do not
+    change.
 
     Args:
-      optimizer: one that updates each array separately, such as `optax.lars(0.1)`. One that mixes arrays,
-        such as clipping by the global norm, belongs before it in an `optax.chain`.
+      optimizer: an optimizer that updates each array separately, such as `optax.lars(0.1)`. What mixes
+        arrays, such as clipping by the global norm, belongs before it in an `optax.chain`.
       dims: the dim names of the model, `from_nnx(...).dims`.
 
     >>> import numpy as np
@@ -35,7 +35,7 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
 
     def find_mapped_axes(tree: Any, params: Any, size: int) -> Any:
         """Return in_axes for vmap: 0 for arrays stacked from this number of layers, None for others."""
-        stacks = _stacks(params, dims)
+        stacks = _count_layers(params, dims)
 
         def dim(path: Any, _: Any) -> int | None:
             keys = path_text(path).split("/")
@@ -48,7 +48,7 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
     # one vmap for each number of layers among the stacks; its results for other arrays are discarded
     def init(params: Any) -> Any:
         results = []
-        for size in sorted(set(_stacks(params, dims).values()) - {0}) or [0]:
+        for size in sorted(set(_count_layers(params, dims).values()) - {0}) or [0]:
             in_dims = find_mapped_axes(params, params, size)
             alone = jax.tree.map(lambda x, d: x if d is None else x[0], params, in_dims)
             out_dims = find_mapped_axes(jax.eval_shape(optimizer.init, alone), params, size)
@@ -58,7 +58,7 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         results = []
-        for size in sorted(set(_stacks(updates, dims).values()) - {0}):
+        for size in sorted(set(_count_layers(updates, dims).values()) - {0}):
             of_params, of_state = (
                 find_mapped_axes(updates, updates, size),
                 find_mapped_axes(state, updates, size),
@@ -71,7 +71,7 @@ def per_layer(optimizer: optax.GradientTransformation, dims: Tree) -> optax.Grad
 
 
 def _merge(results: list[tuple[Any, Any]]) -> Any:
-    """Return for each array the result of the vmap over its own number of layers."""
+    """Select for each array the result of the vmap over its own number of layers."""
     first, _ = results[0]
     for other, other_dims in results[1:]:
         flat_dims = jax.tree.leaves(other_dims, is_leaf=lambda x: x is None)
@@ -80,8 +80,8 @@ def _merge(results: list[tuple[Any, Any]]) -> Any:
     return first
 
 
-def _stacks(params: Any, dims: Tree) -> dict[str, int]:
-    """Return path -> number of layers of each array, 0 if it is not stacked."""
+def _count_layers(params: Any, dims: Tree) -> dict[str, int]:
+    """Return path -> number of stacked layers of each array, 0 if it is not stacked."""
     names = jax.tree.leaves(dims, is_leaf=is_dims)
     leaves = jax.tree.leaves_with_path(params)
     return {

@@ -1,14 +1,13 @@
 """Scale a run written for one replica to N replicas: learning rate, warmup, batch and steps.
 
-`scaled` returns the run to execute, with notes for the user on what changed and on doubtful combinations.
-Schedules are in `schedules.py`.
+Next: `schedules.py`, the learning-rate schedules.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal
 
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
@@ -27,16 +26,15 @@ ADASUM_MOST = 2.5
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """What to change in a run that is written for one replica when N replicas execute it.
+    """Changes to a run that is written for one replica when N replicas execute it.
 
     Args:
-      rate: none; linear: learning rate times N (Goyal et al. 2017, section 2.1, for SGD); sqrt: times
-        the square root of N (Krizhevsky 2014; for Adam Malladi et al. 2022).
-      batch: the run's batch is that of one replica; a step has N times as many examples.
-      steps: the run's steps are those of one replica; N replicas take 1/N of them, at least 1, and the
-        warmup of the schedule is divided by N too.
-      warmup: steps of linear rise from the rate of one replica to the scaled one (Goyal et al. 2017,
-        section 2.2); None keeps that of the schedule.
+      rate: how the learning rate grows. none: it does not; linear: times N (Goyal et al. 2017, section 2.1,
+        for SGD); sqrt: times the square root of N (Krizhevsky 2014; for Adam Malladi et al. 2022).
+      batch: whether to multiply the batch by N, so that each replica has the run's batch.
+      steps: whether to divide the steps, and the warmup of the schedule, by N; at least 1 step is left.
+      warmup: steps in which the rate rises linearly from the rate of one replica to the scaled one (Goyal et
+        al. 2017, section 2.2); None keeps the warmup of the schedule.
 
     Raises:
       ValueError: lists every value of a wrong kind or out of range.
@@ -60,40 +58,19 @@ class Scaling:
             raise problems_error("this scaling cannot be used", problems)
 
 
-class Scalable(Protocol):
-    """The fields of a run that are scaled, as `Run` has them."""
-
-    @property
-    def optimizer(self) -> Any: ...
-    @property
-    def batch(self) -> int: ...
-    @property
-    def steps(self) -> int: ...
-
-
-R = TypeVar("R", bound=Scalable)
-
-
-class Scaled(NamedTuple, Generic[R]):
-    """A run for N replicas, and notes for the user."""
-
-    run: R
-    notes: tuple[str, ...]
-
-
 def scale_run(
-    run: R, scaling: Scaling, replicas: int, combiner: str = "mean", replicas_averaged: int = 1
-) -> Scaled[R]:
-    """Return the run that N replicas execute; unchanged for one replica or the default scaling.
+    run: Any, scaling: Scaling, replicas: int, combiner: str = "mean", replicas_averaged: int = 1
+) -> tuple[Any, tuple[str, ...]]:
+    """Return the run that N replicas execute, and notes for the user on changes and doubtful combinations.
 
-    Intervals of logging, evaluation and saving stay the same. Doubtful combinations are not refused but
-    noted.
+    One replica, or the default scaling, changes nothing. Intervals of logging, evaluation and saving stay the
+    same.
 
     Args:
       run: a `config.Run`, or any frozen dataclass with its fields optimizer, batch and steps.
       scaling: what to change.
       replicas: N, number of gradients that a step combines.
-      combiner: how they are combined, as in `combine`: "mean", "adasum", "int8+adasum:whole".
+      combiner: name of the combiner of these gradients, such as "mean", "adasum" or "int8+adasum:whole".
       replicas_averaged: number of replicas that are averaged before Adasum (inside an island).
 
     Raises:
@@ -108,7 +85,7 @@ def scale_run(
     ...     optimizer: Optimizer = Optimizer(name="sgd", learning_rate=Schedule(peak=0.1))
     ...     batch: int = 32
     ...     steps: int = 1000
-    >>> run, notes = scaled(Run(), Scaling(rate="linear", batch=True, steps=True, warmup=10), 8)
+    >>> run, notes = scale_run(Run(), Scaling(rate="linear", batch=True, steps=True, warmup=10), 8)
     >>> notes[0]
     'scaled to 8 replicas: batch 32 -> 256, steps 1000 -> 125, peak rate 0.1 -> 0.8 (linear), warmup 0 -> 10 \
 steps from 0.1'
@@ -116,24 +93,20 @@ steps from 0.1'
     if replicas < 1:
         raise ValueError(f"a run is to be scaled to {replicas} replicas; use 1 or more")
     if replicas == 1 or scaling == Scaling():
-        return Scaled(run, ())
+        return run, ()
     steps = max(run.steps // replicas, 1) if scaling.steps else run.steps
     batch = run.batch * replicas if scaling.batch else run.batch
-    optimizer = _optimizer(run.optimizer, scaling, replicas)
-    changes: Any = {"optimizer": optimizer, "batch": batch, "steps": steps}
-    result: Any = dataclasses.replace(run, **changes)  # type: ignore[type-var]
-    return Scaled(
-        result,
-        (
-            _summary(run, result, scaling, replicas),
-            *_budget_notes(run, scaling, replicas),
-            *_rate_notes(result, scaling, replicas, combiner),
-            *_combiner_notes(run, scaling, replicas, combiner, replicas_averaged),
-        ),
+    optimizer = _scale_optimizer(run.optimizer, scaling, replicas)
+    result = dataclasses.replace(run, optimizer=optimizer, batch=batch, steps=steps)
+    return result, (
+        _format_summary(run, result, scaling, replicas),
+        *_list_budget_notes(run, scaling, replicas),
+        *_list_rate_notes(result, scaling, replicas, combiner),
+        *_list_combiner_notes(run, scaling, replicas, combiner, replicas_averaged),
     )
 
 
-def _optimizer(optimizer: Any, scaling: Scaling, replicas: int) -> Any:
+def _scale_optimizer(optimizer: Any, scaling: Scaling, replicas: int) -> Any:
     factor = RATES[scaling.rate](replicas)
     if not isinstance(optimizer, Optimizer):
         return _make_unscaled(optimizer, "the optimizer", scaling, replicas)
@@ -150,11 +123,7 @@ def _optimizer(optimizer: Any, scaling: Scaling, replicas: int) -> Any:
 
 
 def _make_unscaled(optimizer: Any, what: str, scaling: Scaling, replicas: int) -> Any:
-    """Return an optimizer given in Python, whose rate cannot be scaled.
-
-    Raises:
-      ValueError: its rate is to be scaled.
-    """
+    """Return an optimizer given in Python as it is; raise an error if its rate is to be scaled."""
     if scaling.rate == "none":
         return optimizer
     factor = RATES[scaling.rate](replicas)
@@ -166,7 +135,7 @@ def _make_unscaled(optimizer: Any, what: str, scaling: Scaling, replicas: int) -
     )
 
 
-def _summary(run: Any, result: Any, scaling: Scaling, replicas: int) -> str:
+def _format_summary(run: Any, result: Any, scaling: Scaling, replicas: int) -> str:
     """Format what changed as one line."""
     parts = [
         f"{name} {before} -> {after}"
@@ -176,7 +145,7 @@ def _summary(run: Any, result: Any, scaling: Scaling, replicas: int) -> str:
         )
         if before != after
     ]
-    before, after = _schedule(run), _schedule(result)
+    before, after = _find_schedule(run), _find_schedule(result)
     if before is not None and after is not None:
         if before.peak != after.peak:
             parts.append(f"peak rate {before.peak:.4g} -> {after.peak:.4g} ({scaling.rate})")
@@ -186,13 +155,13 @@ def _summary(run: Any, result: Any, scaling: Scaling, replicas: int) -> str:
     return f"scaled to {replicas} replicas: {', '.join(parts) or 'nothing to change'}"
 
 
-def _schedule(run: Any) -> Schedule | None:
+def _find_schedule(run: Any) -> Schedule | None:
     """Return the schedule of the run's optimizer, None if it is given in Python."""
     schedule = run.optimizer.learning_rate if isinstance(run.optimizer, Optimizer) else None
     return None if schedule is None or schedule.function is not None else schedule
 
 
-def _budget_notes(run: Any, scaling: Scaling, replicas: int) -> list[str]:
+def _list_budget_notes(run: Any, scaling: Scaling, replicas: int) -> list[str]:
     """Note settings of batch, steps and rate that do not fit each other."""
     notes = []
     if scaling.steps and not scaling.batch:
@@ -205,7 +174,7 @@ def _budget_notes(run: Any, scaling: Scaling, replicas: int) -> list[str]:
             f"the rate is raised ({scaling.rate}), but the batch of {run.batch} is not: the {scaling.rate}"
             f" rule is for {run.batch * replicas} examples in a step; use scaling.batch, or rate none"
         )
-    if scaling.steps and _schedule(run) is None:
+    if scaling.steps and _find_schedule(run) is None:
         notes.append(
             "steps are divided, but a schedule inside the optimizer, which is given in Python, is not:"
             f" let it end after {max(run.steps // replicas, 1)} steps"
@@ -213,9 +182,9 @@ def _budget_notes(run: Any, scaling: Scaling, replicas: int) -> list[str]:
     return notes
 
 
-def _rate_notes(result: Any, scaling: Scaling, replicas: int, combiner: str) -> list[str]:
+def _list_rate_notes(result: Any, scaling: Scaling, replicas: int, combiner: str) -> list[str]:
     """Note doubtful uses of the linear rule, and a warmup that is too long."""
-    schedule, notes = _schedule(result), []
+    schedule, notes = _find_schedule(result), []
     if schedule is None:
         return []
     if scaling.rate == "linear" and not schedule.warmup:
@@ -225,7 +194,7 @@ def _rate_notes(result: Any, scaling: Scaling, replicas: int, combiner: str) -> 
             f" rise over 5 of 90 epochs: scaling.warmup={rise}"
         )
     name = result.optimizer.name
-    if scaling.rate == "linear" and name != "sgd" and _kind(combiner) == "mean":
+    if scaling.rate == "linear" and name != "sgd" and _find_kind(combiner) == "mean":
         root = schedule.peak / math.sqrt(replicas)
         notes.append(
             f"the linear rule is that of SGD; for {name} theory has the square root (Malladi et al. 2022),"
@@ -240,16 +209,18 @@ def _rate_notes(result: Any, scaling: Scaling, replicas: int, combiner: str) -> 
     return notes
 
 
-def _kind(combiner: str) -> str:
+def _find_kind(combiner: str) -> str:
     """Return the name of a combiner without its codecs and options."""
     return combiner.split("+")[-1].partition(":")[0]
 
 
-def _combiner_notes(run: Any, scaling: Scaling, replicas: int, combiner: str, averaged: int) -> list[str]:
+def _list_combiner_notes(
+    run: Any, scaling: Scaling, replicas: int, combiner: str, averaged: int
+) -> list[str]:
     """Note rates that do not fit a combiner which scales the step itself."""
-    kind = _kind(combiner)
+    kind = _find_kind(combiner)
     factor = RATES[scaling.rate](replicas)
-    schedule = _schedule(run)
+    schedule = _find_schedule(run)
     if kind == "sum" and factor != 1:
         return [
             f"the sum of {replicas} gradients is already {replicas} times their mean; with SGD, rate"

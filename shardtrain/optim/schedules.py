@@ -1,4 +1,4 @@
-"""Learning-rate schedules by name: options, registry, and the optax schedule of a run.
+"""Options of a learning-rate schedule, the registry of schedules, and the optax schedule of a run.
 
 A new one is a function and a line in `SCHEDULES`. Next: `optimizer.py`.
 """
@@ -19,12 +19,12 @@ from shardtrain.functional.model import path_text
 from shardtrain.system.excerpts import some
 
 
-def rate_problem(text: str) -> str | None:
-    """Return what is wrong with a factor by pattern; None if nothing is.
+def find_rate_problem(text: str) -> str | None:
+    """Return what is wrong with a PATTERN=FACTOR of learning rates; None if nothing is.
 
-    >>> rate_problem("blocks/*=0.5") is None
+    >>> find_rate_problem("blocks/*=0.5") is None
     True
-    >>> rate_problem("blocks/*=-1")
+    >>> find_rate_problem("blocks/*=-1")
     "rates has 'blocks/*=-1'; write PATTERN=FACTOR with a factor of 0 or more, as in 'blocks/*=0.1'"
     """
     pattern, found, factor = text.rpartition("=")
@@ -38,12 +38,12 @@ def rate_problem(text: str) -> str | None:
 
 
 def check_rates(rates: Sequence[str], paths: Sequence[str]) -> None:
-    """Check that every pattern applies to a parameter of these paths.
+    """Check that every pattern is the first to match some parameter of these paths.
 
     Raises:
-      ValueError: lists every pattern that does not.
+      ValueError: lists every pattern that is not.
     """
-    chosen = {_first(path, rates) for path in paths}
+    chosen = {_find_first(path, rates) for path in paths}
     if idle := [each for each in rates if each not in chosen]:
         raise problems_error(
             "rates does not fit the parameters that are trained",
@@ -51,35 +51,43 @@ def check_rates(rates: Sequence[str], paths: Sequence[str]) -> None:
         )
 
 
+def map_updates(
+    update: optax.GradientTransformation, change: Callable[[str, jax.Array], jax.Array]
+) -> optax.GradientTransformationExtraArgs:
+    """Change the updates of a transformation by a function (path of a parameter, its update) -> update."""
+    inner = optax.with_extra_args_support(update)
+
+    def apply(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        found, state = inner.update(updates, state, params, **extra)
+        return jax.tree.map_with_path(lambda path, x: change(path_text(path), x), found), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, apply)
+
+
 def multiply_rates(
     update: optax.GradientTransformation, rates: Sequence[str]
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a transformation whose updates are multiplied by factors; its state is the same.
+    """Multiply the updates of a transformation by factors; its state is the same.
 
     Args:
-      update: one that includes the learning rate (and decay, which is scaled too).
+      update: a transformation that includes the learning rate (and decay, which is scaled too).
       rates: "PATTERN=FACTOR"; the first whose pattern (fnmatch) matches the path of a parameter applies.
 
-    >>> update = with_rates(optax.sgd(1.0), ["head=0", "h*=0.5"])
+    >>> update = multiply_rates(optax.sgd(1.0), ["head=0", "h*=0.5"])
     >>> params = {"head": 1.0, "hidden": 1.0, "last": 1.0}
     >>> updates, _ = update.update(params, update.init(params))
     >>> {name: float(x) for name, x in updates.items()}
     {'head': -0.0, 'hidden': -0.5, 'last': -1.0}
     """
-    inner = optax.with_extra_args_support(update)
 
-    def scaled(path: Any, x: jax.Array) -> jax.Array:
-        found = _first(path_text(path), rates)
+    def scale(path: str, x: jax.Array) -> jax.Array:
+        found = _find_first(path, rates)
         return x if found is None else float(found.rpartition("=")[2]) * x
 
-    def apply(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        found, state = inner.update(updates, state, params, **extra)
-        return jax.tree.map_with_path(scaled, found), state
-
-    return optax.GradientTransformationExtraArgs(inner.init, apply)
+    return map_updates(update, scale)
 
 
-def _first(path: str, rates: Sequence[str]) -> str | None:
+def _find_first(path: str, rates: Sequence[str]) -> str | None:
     return next((each for each in rates if fnmatchcase(path, each.rpartition("=")[0])), None)
 
 
@@ -133,9 +141,9 @@ class Schedule:
     """Options of a learning-rate schedule.
 
     Args:
-      name: constant; cosine decay (Loshchilov and Hutter 2017); wsd: warmup, stable, decay
+      name: constant; cosine: cosine decay (Loshchilov and Hutter 2017); wsd: warmup, stable, decay
         (Hu et al. 2024, MiniCPM); inverse_sqrt: decays as 1/sqrt(step) (Vaswani et al. 2017); polynomial:
-        decays as a power of the part of the run that is left (Chen et al. 2017, DeepLab, section 4.1).
+        decays as a power of the remaining fraction of the run (Chen et al. 2017, DeepLab, section 4.1).
       peak: the highest learning rate.
       warmup: number of steps of linear rise from `start` times the peak to the peak.
       start: learning rate of the first warmup step, as a fraction of the peak; 1 / N is the gradual warmup of
@@ -143,7 +151,7 @@ class Schedule:
       final: learning rate of the last step, as a fraction of the peak (cosine, wsd, polynomial).
       decay: fraction of the run's steps over which the rate decays (wsd).
       power: exponent of the decay: 1 is linear, above 1 the rate falls fast at first (polynomial).
-      function: step -> learning rate, such as any optax schedule; it replaces all fields above.
+      function: step -> learning rate, such as any optax schedule; it replaces all other fields.
 
     Short forms: a number is a constant rate, a function is `function`.
 

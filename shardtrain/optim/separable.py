@@ -1,4 +1,4 @@
-"""Which optimizers pipeline stages can apply: separately, each to its own parameters, or in stage order.
+"""Check whether pipeline stages can apply an optimizer separately, each to its own parameters.
 
 Next: `train_step/stage_step.py`.
 """
@@ -13,14 +13,14 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardtrain import axes
-from shardtrain.functional.dependencies import dependencies
+from shardtrain.functional.jaxprs import dependencies
 from shardtrain.functional.model import Tree
 from shardtrain.optim.optimizer_state import make_storable
 from shardtrain.sharding.array_dims import is_dims
 from shardtrain.system.xla_flags import quick_options
 
 CHANGES = (1e6, 1e30, 1e-30, np.nan)
-"""Factors of one layer, for couplings that begin above or below a size; a nan gets through them all."""
+"""Factors of one layer's gradient, which reveal couplings above or below a threshold; a nan reveals all."""
 
 MIXED_ARRAYS = "the update of one array depends on the gradients of others, as clipping by their norm does"
 MIXED_LAYERS = (
@@ -37,22 +37,21 @@ MIXED_ORDER = (
 )
 FAILS = "it does not update a part of the parameters: "
 LAYERS, LARGEST_DIM, NUM_UPDATES = 4, 128, 4
-"""Of the arrays on which an optimizer is tried: some treat dims of 128 and more otherwise."""
+"""Sizes of the arrays on which an optimizer is tried: some treat dims of 128 and more differently."""
 
 LATER = 10_000
-"""Added to counts of steps before the last update: some couple arrays later, or begin with a rate of 0."""
+"""Added to step counts before the last update: some optimizers couple arrays later, or start with rate 0."""
 
 Arrays = Mapping[tuple[Any, ...], Any]
 """The keys of a path -> array."""
 
 
 def coupling_problems(optimizer: optax.GradientTransformation, dims: Tree, params: Any) -> list[str]:
-    """List how the update of an array, or of a layer of a stacked array, depends on gradients of others.
+    """List how the update of an array, or of a stacked layer, depends on the gradients of others.
 
     Pipeline stages that each update their own parameters would then differ from an update of all parameters.
-    Dependences between arrays are followed through the traced update, whatever the values are. Those between
-    layers are found by trial on small random arrays with the gradient of one layer changed (`CHANGES`). Next:
-    `share_problems`.
+    Dependences between arrays are found in the traced update. Dependences between layers are found by trial
+    on small random arrays with the gradient of one layer changed (`CHANGES`). Next: `share_problems`.
 
     Args:
       optimizer: any optax transformation.
@@ -76,7 +75,7 @@ def coupling_problems(optimizer: optax.GradientTransformation, dims: Tree, param
         (4, *[2] * (x.ndim - 1)) if is_stacked else (2,) * x.ndim
         for x, is_stacked in zip(leaves, stacked, strict=True)
     ]
-    update = _second_update(optimizer, structure)
+    update = _make_second_update(optimizer, structure)
     random = np.random.default_rng(0)
     inputs = [[random.normal(size=shape).astype(np.float32) for shape in shapes] for _ in range(3)]
     traced = jax.make_jaxpr(update)(*inputs).jaxpr
@@ -108,16 +107,16 @@ def coupling_problems(optimizer: optax.GradientTransformation, dims: Tree, param
 def order_problems(
     optimizer: optax.GradientTransformation, dims: Tree, params: Any, stored_blocks: Sequence[int]
 ) -> list[str]:
-    """List why an optimizer cannot update stacked layers as a mesh with a pipeline stores them.
+    """List why an optimizer cannot update stacked layers in the order in which a mesh stores them.
 
-    It is tried on small random arrays, as they are and in such an order. One that cannot be, as it searches
-    along a line, has no problem here.
+    It is tried on small random arrays, in both orders. An optimizer that cannot be tried, such as a line
+    search, has no problem here.
 
     Args:
       optimizer: any optax transformation.
       dims: the dim names of the model.
       params: arrays or shapes.
-      stored_blocks: the block at each stored position, -1 for zeros, see `pipeline.stacking.Partition`.
+      stored_blocks: the block at each stored position, -1 for padding, see `pipeline.stacking.Partition`.
     """
     blocks = [block for block in stored_blocks if block >= 0]
     order = np.array([0, 1, 2, 3] if blocks == sorted(blocks) else [0, 2, 1, 3])
@@ -131,32 +130,32 @@ def order_problems(
 
         return {key: of_stack(x) if key in stacked else x for key, x in tree.items()}
 
-    stacked, trees = _random_trees(dims, params)
+    stacked, trees = _make_random_trees(dims, params)
     try:
-        whole = _updates(optimizer, trees)
+        whole = _compute_updates(optimizer, trees)
     except Exception:  # it needs more than gradients, such as a line search, or is wrong: the step says so
         return []
     places = [list(order).index(layer) for layer in range(LAYERS)]
     found = [
         {key: x[places] if key in stacked else x for key, x in each.items()}
-        for each in _updates(optimizer, [in_mesh(tree) for tree in trees])
+        for each in _compute_updates(optimizer, [in_mesh(tree) for tree in trees])
     ]
     return [] if _are_same(found, whole) else [MIXED_ORDER]
 
 
 def share_problems(optimizer: optax.GradientTransformation, dims: Tree, params: Any) -> list[str]:
-    """List how updates of some of the arrays, and of layers, differ from those of all.
+    """List how updates of some arrays and layers differ from updates of the whole model.
 
-    They are tried on small random arrays; what depends on the gradients of others, `coupling_problems` finds.
+    They are tried on small random arrays. `coupling_problems` finds dependences on the gradients of others.
 
     Args:
-      optimizer: any optax transformation, which a stage is given as it is.
+      optimizer: any optax transformation, which a stage uses unchanged.
       dims: the dim names of the model.
       params: arrays or shapes.
     """
-    stacked, trees = _random_trees(dims, params)
+    stacked, trees = _make_random_trees(dims, params)
     others = [path for path in trees[0] if path not in stacked]
-    whole = _updates(optimizer, trees)
+    whole = _compute_updates(optimizer, trees)
     for layers, kept in (
         (slice(LAYERS // 2), others[: len(others) // 2]),
         (slice(LAYERS // 2, None), others[len(others) // 2 :]),
@@ -170,7 +169,7 @@ def share_problems(optimizer: optax.GradientTransformation, dims: Tree, params: 
         if not share(trees[0]):
             continue
         try:
-            found = _updates(optimizer, [share(tree) for tree in trees])
+            found = _compute_updates(optimizer, [share(tree) for tree in trees])
         except Exception as error:
             return [f"{FAILS}{str(error).splitlines()[0]}"]
         if not _are_same(found, [share(each) for each in whole]):
@@ -186,8 +185,8 @@ def _are_same(found: Sequence[Arrays], expected: Sequence[Arrays]) -> bool:
     )
 
 
-def _random_trees(dims: Tree, params: Any) -> tuple[set[tuple[Any, ...]], Sequence[Arrays]]:
-    """Return the paths of stacked arrays; and weights and gradients: random arrays like small parameters."""
+def _make_random_trees(dims: Tree, params: Any) -> tuple[set[tuple[Any, ...]], Sequence[Arrays]]:
+    """Return the paths of stacked arrays, and random weights and gradients like small parameters."""
     names = jax.tree.leaves(dims, is_leaf=is_dims)
     shapes, stacked = {}, set()
     # the leaves of a tree of jax are in the order of their keys
@@ -205,8 +204,8 @@ def _random_trees(dims: Tree, params: Any) -> tuple[set[tuple[Any, ...]], Sequen
     return stacked, trees
 
 
-def _updates(optimizer: optax.GradientTransformation, trees: Sequence[Arrays]) -> list[Arrays]:
-    """Return the updates of weights, the first of these trees, by the others, one after another."""
+def _compute_updates(optimizer: optax.GradientTransformation, trees: Sequence[Arrays]) -> list[Arrays]:
+    """Return the updates of weights, the first of these trees, by the gradients in the other trees."""
     used, loss = make_storable(optimizer), jnp.float32(1)
     options = quick_options(jax.default_backend())
     init = jax.jit(used.init, compiler_options=options)
@@ -218,18 +217,18 @@ def _updates(optimizer: optax.GradientTransformation, trees: Sequence[Arrays]) -
     state, found = init(weights), []
     for number, grad in enumerate(grads, 1):
         if number == NUM_UPDATES:
-            state = jax.tree.map(_later, state)
+            state = jax.tree.map(_add_later, state)
         updates, state = update(grad, state, weights)
         found.append(flatten_dict(jax.tree.map(np.asarray, updates)))
     return found
 
 
-def _later(x: Any) -> Any:
-    """Return an array of an optimizer's state as it is some thousand steps later, if it counts steps."""
+def _add_later(x: Any) -> Any:
+    """Add `LATER` to an array of an optimizer's state if it counts steps."""
     return np.asarray(x) + np.int32(LATER) if jnp.issubdtype(x.dtype, jnp.signedinteger) else x
 
 
-def _second_update(optimizer: optax.GradientTransformation, structure: Any) -> Callable[..., Any]:
+def _make_second_update(optimizer: optax.GradientTransformation, structure: Any) -> Callable[..., Any]:
     """Return a function: leaves of weights, first and second gradients -> leaves of the second update.
 
     The second, because the first update of some optimizers does not depend on the size of a gradient.

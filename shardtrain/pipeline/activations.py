@@ -1,4 +1,4 @@
-"""Activations between blocks as flat lists of arrays, and the slots in which they wait.
+"""Flatten the activations between blocks into lists of arrays, and store them in numbered slots.
 
 Next: `stage_compute.py`.
 """
@@ -17,7 +17,7 @@ class Activations(NamedTuple):
 
     Args:
       floats: arrays that have a cotangent.
-      others: arrays that have none: masks, integers.
+      others: arrays without a cotangent: masks and integers.
     """
 
     floats: list[Any]
@@ -61,12 +61,12 @@ class ActivationTree:
         return Activations(floats, others)
 
     def constrain_floats(self, cotangents: list[Any]) -> list[Any]:
-        """Constrain cotangents of `floats` as these."""
+        """Constrain cotangents to the specs of `floats`."""
         return list(map(lax.with_sharding_constraint, cotangents, self._specs.floats))
 
 
 def make_slots(number: int, shapes: Any) -> Any:
-    """Return zeros (number + 1, ...): a slot for each value, and a last one for values that are dropped."""
+    """Return zeros (number + 1, ...): a slot for each value, and a last slot for values that are dropped."""
     return jax.tree.map(lambda x: jnp.zeros((number + 1, *x.shape), x.dtype), shapes)
 
 
@@ -76,7 +76,7 @@ def get(slots: Any, slot: jax.Array) -> Any:
 
 
 def put(slots: Any, values: Any, slot: jax.Array) -> Any:
-    """Return the slots with a value in one of them; a slot below 0 drops the value."""
+    """Return the slots after storing a value in one of them; a slot below 0 drops the value."""
 
     def changed(x: jax.Array, value: jax.Array) -> jax.Array:
         return lax.dynamic_update_index_in_dim(x, value, jnp.where(slot < 0, x.shape[0] - 1, slot), 0)
@@ -84,7 +84,7 @@ def put(slots: Any, values: Any, slot: jax.Array) -> Any:
     return jax.tree.map(changed, slots, values)
 
 
-def activation_changes(before: Any, after: Any) -> str:
+def describe_activation_changes(before: Any, after: Any) -> str:
     """Describe how blocks change the shapes and dtypes of their activations; "" if they do not."""
     old, new = (
         {jax.tree_util.keystr(path) or "the activations": f"{x.dtype}{list(x.shape)}" for path, x in leaves}

@@ -1,4 +1,4 @@
-"""Trace a model to find what each of its blocks costs a stage: flops, and bytes of state and activations."""
+"""Trace a model to find the costs of each of its blocks: flops, and bytes of state and activations."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,21 +14,21 @@ from shardtrain.pipeline.costs import Traced
 from shardtrain.pipeline.stage_costs import BlockCost, ModelCosts
 
 BACKWARD = 2.0
-"""Flops of a backward over those of its forward: of each matrix product two, for inputs and weights."""
+"""Flops of a backward divided by flops of its forward: two matrix products for each one."""
 
 GRADIENT_BYTES = 4
-"""Of each parameter: gradients are added up in float32."""
+"""Bytes of a parameter's gradient, which is float32."""
 
 
 def model_costs(traced: Traced, init_optimizer: Callable[[Any], Any]) -> ModelCosts:
-    """Return the costs of a model's blocks and ends, for a microbatch of the rows that were traced.
+    """Return the costs of a model's blocks and ends, for a microbatch of the traced rows.
 
-    Flops are those that XLA counts before it optimises; the optimizer's state is shared by parameters in
-    proportion to their bytes; what a backward reads is what jax keeps for it, of which XLA may need less.
+    Flops are counted by XLA before it optimises; the optimizer's state is divided among parameters in
+    proportion to their bytes; a backward reads what jax keeps for it, of which XLA may need less.
 
     Args:
       traced: the model's functions.
-      init_optimizer: params -> the optimizer's state; traced only.
+      init_optimizer: params -> the optimizer's state; it is only traced.
     """
     params = traced.params
     per_byte = _bytes(jax.eval_shape(init_optimizer, params)) / max(_bytes(params), 1)
@@ -69,7 +69,7 @@ def model_costs(traced: Traced, init_optimizer: Callable[[Any], Any]) -> ModelCo
         count(run_last, params, leaving) for count in (_count_saved_bytes, _count_deferred_bytes)
     )
     own_last = cost(flops.last, end(traced.last_paths - traced.first_paths), last, 0.0, deferred)
-    # what the first stage has too is lent to the last one, which keeps no optimizer state of it
+    # the last stage borrows what the first stage also uses, and keeps no optimizer state of it
     lent = _bytes(borrowed) + GRADIENT_BYTES * _elements(borrowed)
     return ModelCosts(
         blocks=blocks,
@@ -79,7 +79,7 @@ def model_costs(traced: Traced, init_optimizer: Callable[[Any], Any]) -> ModelCo
 
 
 def _count_saved_bytes(function: Callable[..., Any], params: Any, *inputs: Any) -> float:
-    """Return the bytes that jax keeps for the backward of a function, its parameters left out."""
+    """Return the bytes that jax keeps for the backward of a function, without its parameters."""
     kept = jax.eval_shape(lambda *given: jax.vjp(function, *given)[1], params, *inputs)
     shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(params)]
     found = 0.0
@@ -92,7 +92,7 @@ def _count_saved_bytes(function: Callable[..., Any], params: Any, *inputs: Any) 
 
 
 def _count_deferred_bytes(function: Callable[..., Any], params: Any, activations: Any) -> float:
-    """Return the bytes that a backward keeps for a weight task: what it computes, not what it is given."""
+    """Return the bytes that a backward computes and keeps for its weight task, without its inputs."""
 
     def is_float(x: Any) -> bool:
         return jnp.issubdtype(x.dtype, jnp.inexact)

@@ -1,7 +1,7 @@
 """Find the places where a traced program can be cut, and find them again in another trace of the same model.
 
-A place lies between the first uses of two parameters of different layers, where all values that cross have
-the rows of the batch first. Next: `traced_cut.py`.
+A place lies between the first uses of two parameters of different layers, and the first dim of all values
+that cross it is the rows of the batch. Next: `traced_cut.py`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from shardtrain.pipeline.program import Program, Signature, array
+from shardtrain.pipeline.program import Program, Signature, get_aval
 
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """A place to cut.
+    """A place to cut a program.
 
     Args:
-      params: the paths of the parameters that are read before it for the first time.
+      params: the paths of the parameters whose first use is before it.
       states: the numbers of the model states that are used before it.
-      sent: what crosses it.
+      sent: the values that cross it.
     """
 
     params: frozenset[str]
@@ -31,15 +31,19 @@ class Boundaries:
     """The places where a model can be cut, in training and in evaluation.
 
     Args:
-      program: a trace of the model.
+      program: a trace of the model in training.
       wide: a trace for twice the rows, which shows which dims are rows.
-      evaluation: a trace of the model where it does not train.
+      evaluation: a trace of the model in evaluation.
       params: the paths of the parameters.
       states: the paths of the model states.
-      num_rows: the rows of `program`.
+      num_rows: the number of rows of `program`.
+
+    Attributes:
+      found: the places, in order.
+      problems: why the model cannot be cut at other places.
 
     Raises:
-      ValueError: the program depends on the number of rows by more than its shapes.
+      ValueError: the operations of the program depend on the number of rows.
     """
 
     def __init__(
@@ -65,14 +69,14 @@ class Boundaries:
 
     def _find(self) -> list[Boundary]:
         by_use: dict[int, list[str]] = {}
-        for path, number in self._first_uses(self._program).items():
+        for path, number in self._find_first_uses(self._program).items():
             by_use.setdefault(number, []).append(path)
         found, before = [], list[str]()
         for earlier, later in pairwise(sorted(by_use)):
             before += by_use[earlier]
-            if _same_layer(by_use[earlier], by_use[later]):
+            if _share_layer(by_use[earlier], by_use[later]):
                 continue
-            boundary = self._best(range(later, earlier, -1), frozenset(before))
+            boundary = self._find_best(range(later, earlier, -1), frozenset(before))
             if boundary is not None:
                 found.append(boundary)
             else:
@@ -80,30 +84,30 @@ class Boundaries:
                 self.problems.append(f"between {by_use[earlier][-1]} and {by_use[later][0]} {problem}")
         return found
 
-    def _best(self, positions: Iterable[int], params: frozenset[str]) -> Boundary | None:
-        """Return the narrowest place of some positions, the first of several; None if there is none."""
+    def _find_best(self, positions: Iterable[int], params: frozenset[str]) -> Boundary | None:
+        """Return the place at which the fewest bytes cross, among some positions; None if there is none."""
         program = self._program
         for position in sorted(positions, key=lambda p: program.num_bytes[p]):
             if self._problem(position):
                 continue
             states = frozenset(s for s, (_, end) in program.state_spans.items() if end < position)
             boundary = Boundary(params=params, states=states, sent=program.signature(position))
-            again = self._again(self._evaluation, boundary)
+            again = self._locate(self._evaluation, boundary)
             if again is not None:
-                # states that training does not use are where evaluation uses them
+                # states that training does not use are placed where evaluation uses them
                 spans = self._evaluation.state_spans
                 more = {s for s, (_, end) in spans.items() if end < again and s not in program.state_spans}
                 return replace(boundary, states=states | more)
         return None
 
     def _find_without_rows(self, wide: Program) -> dict[Any, str]:
-        """Return the values that do not have the rows first, or have them elsewhere too: value -> shape."""
+        """Return value -> shape of the values of which not exactly the first dim is the rows."""
         found = {}
         for ours, theirs in zip(self._program.equations, wide.equations, strict=True):
             for v, other in zip(ours.outvars, theirs.outvars, strict=True):
-                sizes = zip(array(v).shape, array(other).shape, strict=True)
+                sizes = zip(get_aval(v).shape, get_aval(other).shape, strict=True)
                 rows = [dim for dim, (size, wide_size) in enumerate(sizes) if size != wide_size]
-                if rows != [0] or array(v).shape[0] != self._num_rows:
+                if rows != [0] or get_aval(v).shape[0] != self._num_rows:
                     found[v] = v.aval.str_short()
         return found
 
@@ -118,12 +122,12 @@ class Boundaries:
         return ""
 
     def position(self, program: Program, boundary: Boundary) -> int:
-        """Return where a boundary is in another trace of the model.
+        """Return the position of a boundary in another trace of the model.
 
         Raises:
-          ValueError: the same values cross nowhere between the same parameters.
+          ValueError: the trace has no such place.
         """
-        found = self._again(program, boundary)
+        found = self._locate(program, boundary)
         if found is not None:
             return found
         values = ", ".join(map(str, boundary.sent))
@@ -132,9 +136,9 @@ class Boundaries:
             " for other rows; let it do the same for any number, or give it `blocks` (docs/pipeline.md)"
         )
 
-    def _again(self, program: Program, boundary: Boundary) -> int | None:
-        """Return the last position of a trace that lies between the same parameters and sends the same."""
-        uses = self._first_uses(program)
+    def _locate(self, program: Program, boundary: Boundary) -> int | None:
+        """Return the last position between the same parameters that the same values cross, if any."""
+        uses = self._find_first_uses(program)
         earliest = max((number for path, number in uses.items() if path in boundary.params), default=-1)
         latest = min((number for path, number in uses.items() if path not in boundary.params), default=-1)
         known = self._program.state_spans.keys() | boundary.states
@@ -149,21 +153,21 @@ class Boundaries:
                 return position
         return None
 
-    def _first_uses(self, program: Program) -> dict[str, int]:
+    def _find_first_uses(self, program: Program) -> dict[str, int]:
         """Return the first equation that reads each parameter."""
         uses = program.first_use.items()
         return {self._params[weight]: number for weight, number in uses if weight < len(self._params)}
 
 
-def _same_layer(earlier: Sequence[str], later: Sequence[str]) -> bool:
-    """Return whether parameters belong to one layer, such as its kernel and bias."""
-    return bool({_layer(path) for path in earlier} & {_layer(path) for path in later} - {""})
+def _share_layer(earlier: Sequence[str], later: Sequence[str]) -> bool:
+    """Return whether some parameters belong to one layer, such as its kernel and bias."""
+    return bool({_find_layer(path) for path in earlier} & {_find_layer(path) for path in later} - {""})
 
 
-def _layer(path: str) -> str:
-    """Return the path of the layer of a parameter; the parameters of a list are layers themselves.
+def _find_layer(path: str) -> str:
+    """Return the path of a parameter's layer; each parameter of a list is a layer.
 
-    >>> _layer("down/kernel"), _layer("weights/0"), _layer("table")
+    >>> _find_layer("down/kernel"), _find_layer("weights/0"), _find_layer("table")
     ('down', 'weights/0', '')
     """
     parent, _, name = path.rpartition("/")

@@ -1,6 +1,7 @@
-"""Trace a model that says its blocks: their costs, the parameters of its ends, and the parts of a cut.
+"""Trace a model that defines its blocks: their costs, the parameters of its ends, and the parts of a cut.
 
-Next: `traced_cut.py`, the same of a model that does not say them; `cuts.py`, which chooses the cut."""
+Next: `traced_cut.py`, which traces a model without blocks; `cuts.py`, which chooses the cut.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
@@ -26,15 +27,15 @@ NO_BLOCKS = (
 )
 
 STATE = "model_state/"
-"""Prefix of the paths of model state, where they are listed with those of parameters."""
+"""Prefix of the paths of model state if they are listed together with paths of parameters."""
 
 
 class Traced:
     """The functions of a chain (first, run, last), traced by shapes without computing anything.
 
     Args:
-      model: with a chain.
-      loss: what calls the model.
+      model: a model with a chain.
+      loss: the function that calls the model.
       microbatch: name -> array or shape (rows, ...).
     """
 
@@ -75,40 +76,45 @@ class Traced:
 
     def first(self, params: Any, batch: Any, model_state: Any = None) -> Any:
         """Return the activations that enter the blocks."""
-        inputs = model_inputs(self.loss, batch)
-        state = self.model_zeros() if model_state is None else model_state
-        return self.chain.first(params, state, new_key(0), True, *inputs)[0]
+        state = self.zeros(self.model_state) if model_state is None else model_state
+        return self.enter(params, state, new_key(0), True, batch)[0]
 
     def enter(self, params: Any, model_state: Any, rng: Any, train: bool, batch: Any) -> tuple[Any, Any]:
-        """Return (activations that enter the blocks, model state) for the inputs that the loss selects."""
+        """Return (activations that enter the blocks, model state), for the inputs that the loss selects."""
         return self.chain.first(params, model_state, rng, train, *model_inputs(self.loss, batch, rng))
 
     def run(self, start: int, blocks: Any, activations: Any, number: int = 1) -> Any:
-        """Return the activations behind `number` blocks, from block `start` on."""
-        return self.chain.run(
-            {BLOCKS: blocks}, self.model_zeros(), new_key(0), True, start, number, activations
-        )[0]
+        """Return the activations after `number` blocks, starting at block `start`."""
+        state, key = self.zeros(self.model_state), new_key(0)
+        return self.chain.run({BLOCKS: blocks}, state, key, True, start, number, activations)[0]
 
     def last(self, params: Any, activations: Any, batch: Any, model_state: Any = None) -> Any:
-        """Return the loss sum of the activations that leave the blocks."""
-        return self._loss(params, activations, batch, model_state)[0]
+        """Return the loss sum, given the activations that leave the blocks."""
+        state = self.zeros(self.model_state) if model_state is None else model_state
+        return self.leave(params, state, new_key(0), True, batch, activations)[0][0]
 
-    def _loss(self, params: Any, activations: Any, batch: Any, model_state: Any = None) -> Any:
-        state = self.model_zeros() if model_state is None else model_state
+    def leave(
+        self, params: Any, model_state: Any, rng: Any, train: bool, batch: Any, activations: Any
+    ) -> tuple[Any, Any]:
+        """Return ((loss sum, count, metrics), model state), given the activations that leave the blocks."""
+        left = []
 
+        # the loss calls the rest of the model, whose model state is stored in `left`
         def apply(*inputs: Any) -> Any:
-            return self.chain.last(params, state, new_key(0), True, activations)[0]
+            outputs, changed = self.chain.last(params, model_state, rng, train, activations)
+            left.append(changed)
+            return outputs
 
-        return sum_loss(self.loss, once(apply), batch)
+        return sum_loss(self.loss, once(apply), batch, train, rng), left[0]
 
     @cached_property
     def losses(self) -> Any:
         """Shapes of what the loss returns: (sum, count, metrics)."""
-        return jax.eval_shape(self._loss, self.params, self.leaving, self.batch)
 
-    def model_zeros(self) -> Any:
-        """Return a model state of zeros to trace with."""
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.model_state)
+        def run(params: Any, model_state: Any, batch: Any, leaving: Any) -> Any:
+            return self.leave(params, model_state, new_key(0), True, batch, leaving)[0]
+
+        return jax.eval_shape(run, self.params, self.model_state, self.batch, self.leaving)
 
     @cached_property
     def first_paths(self) -> frozenset[str]:
@@ -120,7 +126,7 @@ class Traced:
 
     @cached_property
     def last_paths(self) -> frozenset[str]:
-        """Paths of the parameters and model state that are used after the blocks, the loss among it."""
+        """Paths of the parameters and model state that are used after the blocks, including the loss."""
         activations, batch = self.zeros(self.leaving), self.zeros(self.batch)
         return _find_used(
             lambda params, state: self.last(params, activations, batch, state), self.params, self.model_state
@@ -152,34 +158,27 @@ class Traced:
         activations, model_state = chain.run(blocks, model_state, rng, train, start, count, activations)
         if part < len(stages.counts) - 1:
             return activations, model_state
-        # after the blocks: the loss calls the rest of the model, whose model state is kept beside its result
-        left = []
+        # after the blocks: the rest of the model and the loss
+        found, model_state = self.leave(params, model_state, rng, train, batch, activations)
+        loss_sum, *counted = found
+        return (loss_sum, tuple(counted)), model_state
 
-        def apply(*inputs: Any) -> Any:
-            outputs, changed = chain.last(params, model_state, rng, train, activations)
-            left.append(changed)
-            return outputs
-
-        loss_sum, count, metrics = sum_loss(self.loss, once(apply), batch, train, rng)
-        return (loss_sum, (count, metrics)), left[0]
+    def select_blocks(self, blocks: Any, stages: Partition, part: int, offset: int) -> Any:
+        """Select the parameters of a part's blocks; `offset` is the row of its first block if stacked."""
+        start, count = stages.starts[part], stages.counts[part]
+        if self.stacked:
+            return jax.tree.map(lambda x: x[offset : offset + count], blocks)
+        numbers = map(str, range(start, start + count))
+        return {number: blocks[number] for number in numbers if number in blocks}
 
     def flow(self, stages: Partition, microbatch: Mapping[str, Any]) -> Flow:
         """Return the values between all parts, see `StageModel.flow`."""
-        batch, state = self.zeros(microbatch), self.model_zeros()
+        batch, state = self.zeros(microbatch), self.zeros(self.model_state)
 
         def part(number: int) -> Callable[[Any, Any], Any]:
-            start, count = stages.starts[number], stages.counts[number]
-
             def run(params: Any, activations: Any) -> Any:
-                # the blocks that a stage gives the part
-                blocks = params.get(BLOCKS, {})
-                if self.stacked:
-                    blocks = jax.tree.map(lambda x: x[start : start + count], blocks)
-                else:
-                    numbers = map(str, range(start, start + count))
-                    blocks = {name: blocks[name] for name in numbers if name in blocks}
-                key = new_key(0)
-                params = {**params, BLOCKS: blocks}
+                blocks = self.select_blocks(params.get(BLOCKS, {}), stages, number, stages.starts[number])
+                params, key = {**params, BLOCKS: blocks}, new_key(0)
                 return self.run_part(stages, number, params, state, key, True, batch, activations)[0]
 
             return run
@@ -192,11 +191,11 @@ class Traced:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     def costs(self, by: str) -> Costs:
-        """Return the costs of what comes before the blocks, of each block, and of what comes after them.
+        """Return the costs of each block, and of the layers before and after the blocks.
 
         Args:
-          by: "params", numbers of parameters; or "flops", those of a forward pass of these rows, counted in
-            the program as it is before XLA optimises it.
+          by: "params", numbers of parameters; or "flops", operations of a forward pass of these rows, counted
+            before XLA optimises the program.
         """
         if by == "params":
             sizes = {path_text(path): leaf.size for path, leaf in jax.tree.leaves_with_path(self.params)}
@@ -209,7 +208,7 @@ class Traced:
                 first=float(sum(size for path, size in sizes.items() if path in first)),
                 last=float(sum(size for path, size in sizes.items() if path in last)),
             )
-        # stacked blocks are equal: one of them is counted for all
+        # stacked blocks are equal: count one for all
         blocks, activations = [], self.entering
         for block in range(1 if self.chain.stacked else self.chain.num_blocks):
             flops, activations = _flops(partial(self.run, block), self.block(block), activations)

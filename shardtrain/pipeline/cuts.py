@@ -1,4 +1,4 @@
-"""Cut a model into the parts of a pipeline: its blocks, or the pieces that tracing finds."""
+"""Cut a model into the parts of a pipeline, by its blocks or by the pieces that tracing finds."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,16 +7,16 @@ from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.pipeline.costs import NO_BLOCKS, Traced
 from shardtrain.pipeline.options import Pipeline
-from shardtrain.pipeline.partition import Costs, counts, narrow_cut, parse_cuts
+from shardtrain.pipeline.partition import counts, cut_narrowly, parse_cuts
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.traced_cut import TracedModel
 
 Parts = Traced | TracedModel
-"""What a stage needs to know of a model: how it is cut, and how to run a part."""
+"""A traced model: its costs, and how to cut it and run a part."""
 
 
 def trace_parts(model: Model, loss: Loss, microbatch: Mapping[str, Any]) -> Parts:
-    """Trace a model by the blocks that it says, or, if it says none, by its operations."""
+    """Trace a model by its blocks, or by its operations if it does not define blocks."""
     return (TracedModel if model.chain is None else Traced)(model, loss, microbatch)
 
 
@@ -26,7 +26,7 @@ def make_partition(
     """Cut a model's blocks into the stages of a pipeline inside a mesh.
 
     Raises:
-      ValueError: the model does not say what its blocks are; or see `make_partitions`.
+      ValueError: the model does not define its blocks; or see `make_partitions`.
     """
     if model.chain is None:
         raise ValueError(NO_BLOCKS)
@@ -38,12 +38,12 @@ def make_partitions(traced: Parts, pipeline: Pipeline, num_stages: int, num_repl
 
     Args:
       traced: the model.
-      pipeline: how to cut: all replicas alike, or each in its own way.
-      num_stages: S.
+      pipeline: says how to cut: all replicas alike, or each in its own way.
+      num_stages: number of stages.
       num_replicas: number of pipelines.
 
     Raises:
-      ValueError: the model cannot be cut like this; or there are other numbers of cuts and of replicas.
+      ValueError: the model cannot be cut like this; or there are neither one cut nor one for each replica.
     """
     ways = parse_cuts(pipeline.stages)
     if len(ways) not in (1, num_replicas):
@@ -53,27 +53,25 @@ def make_partitions(traced: Parts, pipeline: Pipeline, num_stages: int, num_repl
             f"stages {pipeline.stages!r} has {len(ways)} cuts, and there are {pipelines}; give {use}"
         )
     num_parts = num_stages * pipeline.virtual_stages
-    found = {by: traced.costs(by) for by in ("params", "flops") if by in ways}
     cuts = [
         Partition(
             num_stages=num_stages,
             num_chunks=pipeline.virtual_stages,
             placement=pipeline.placement,
-            counts=tuple(_counts(traced, by, num_parts, found)),
+            counts=tuple(_counts(traced, by, num_parts)),
         )
         for by in ways
     ]
     return cuts * num_replicas if len(cuts) == 1 else cuts
 
 
-def _counts(
-    traced: Parts, by: str | tuple[int, ...], num_parts: int, costs: Mapping[str, Costs]
-) -> list[int]:
+def _counts(traced: Parts, by: str | tuple[int, ...], num_parts: int) -> list[int]:
     if isinstance(traced, Traced):
-        return counts(by, traced.num_blocks, num_parts, **costs)
+        costs = traced.costs(by) if by in ("params", "flops") else None
+        return counts(by, traced.num_blocks, num_parts, costs)
     traced.check(num_parts)
     if not isinstance(by, str) or by == "time":
         return counts(by, traced.num_blocks, num_parts)
-    # pieces are of unlike size: an equal cut is one of equal work
-    found = costs[by] if by in costs else traced.costs("flops")
-    return narrow_cut(found.blocks, num_parts, traced.sent_bytes)
+    # pieces are of unlike size: an equal cut has equal work
+    costs = traced.costs("flops" if by == "equal" else by)
+    return cut_narrowly(costs.blocks, num_parts, traced.sent_bytes)

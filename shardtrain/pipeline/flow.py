@@ -1,8 +1,8 @@
-"""Find, by tracing, the values that are sent between the parts of a model.
+"""Trace the parts of a model to find the values that are sent between them.
 
-A value that a part passes through unchanged is sent straight from the part that computes it to those that
-read it, and its cotangents come back the same way. So a model declares nothing, also
-where it has skip edges or several values at a boundary. Next: `train_step/stage_executor.py`.
+A value that a part returns unchanged is sent directly from the part that computes it to the parts that read
+it, and its cotangents return the same way. So a model with skip connections or several values at a boundary
+needs no declarations. Next: `train_step/stage_executor.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 
 class Value(NamedTuple):
-    """An array between parts: leaf number `leaf` of the activations that part `part` returns."""
+    """An array sent between parts: leaf number `leaf` of the activations that part `part` returns."""
 
     part: int
     leaf: int
@@ -43,7 +43,7 @@ class Flow:
         return [part for part, values in enumerate(self.reads) if value in values]
 
     def has_cotangent(self, value: Value) -> bool:
-        """Whether a value has cotangents: masks and integers have none."""
+        """Return whether a value has cotangents; masks and integers have none."""
         return jnp.issubdtype(self.shapes[value].dtype, jnp.inexact)
 
     def num_bytes(self, value: Value) -> int:
@@ -62,7 +62,7 @@ def find_flow(parts: Sequence[Callable[[Any, Any], Any]], params: Any, num_rows:
       num_rows: number of rows of a microbatch.
 
     Raises:
-      ValueError: activations have no arrays, or one whose first dim is not that of rows.
+      ValueError: activations have no arrays, or an array whose first dim is not the rows.
     """
     activations: list[Any] = [()]
     sources: list[tuple[Value, ...]] = [()]
@@ -85,7 +85,7 @@ def find_flow(parts: Sequence[Callable[[Any, Any], Any]], params: Any, num_rows:
         through = {id(v): source for source, v in zip(before, given, strict=True)}
         sources.append(tuple(through.get(id(v), Value(number, i)) for i, v in enumerate(jaxpr.outvars)))
         activations.append(shapes)
-        if problem := _activations_problem(number, shapes, num_rows):
+        if problem := _find_activations_problem(number, shapes, num_rows):
             raise ValueError(problem)
     # only values that a later part reads are sent
     read = sorted({value for values in reads for value in values})
@@ -98,7 +98,7 @@ def find_flow(parts: Sequence[Callable[[Any, Any], Any]], params: Any, num_rows:
     )
 
 
-def _activations_problem(part: int, activations: Any, num_rows: int) -> str:
+def _find_activations_problem(part: int, activations: Any, num_rows: int) -> str:
     """Describe why the activations of a part cannot be sent; "" if they can."""
     leaves = jax.tree.leaves_with_path(activations)
     if not leaves:

@@ -1,8 +1,8 @@
-"""A pipeline inside a mesh: all stages scan over one table in lock-step and exchange results in each tick.
+"""Run a pipeline inside a mesh: all stages scan over a table in lock-step, and exchange results in each tick.
 
 The functions here run inside a shard_map that is manual over the axis pipeline, for one replica. The
-backward pass is written by hand: a stage keeps the inputs of its microbatches and recomputes the rest, so the
-schedule alone decides how many are live. Next: `train_step/gradients.py`, which calls it.
+backward pass is written by hand: a stage keeps the inputs of its microbatches and recomputes the rest, so
+only the schedule decides how many are live. Next: `train_step/gradients.py`, which calls it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +26,7 @@ from shardtrain.pipeline.table import KINDS, Table
 from shardtrain.pipeline.tick_arrays import NONE, make_ticks
 
 
-def pipeline_sums(
+def run_pipeline(
     params: Any,
     rng: Callable[[Any], jax.Array],
     batch: Batch,
@@ -38,11 +38,11 @@ def pipeline_sums(
     specs: Any,
     row_axes: Sequence[str] = (),
 ) -> Sums:
-    """Return the sums of a batch by carrying out a table: losses, and gradients if it has backward tasks.
+    """Compute the sums of a batch by executing a table: losses, and gradients if it has backward tasks.
 
     Args:
       params: the parameters of this stage; `params["blocks"]` are its rows of the stacked blocks.
-      rng: microbatch -> the key of its rows.
+      rng: number of a microbatch -> the key of its rows.
       batch: every array (microbatches, rows, ...).
       chain: stacked blocks; their activations must have the same shapes between all blocks.
       loss: returns (sum, count), see `loss.Loss`.
@@ -52,7 +52,7 @@ def pipeline_sums(
       row_axes: the mesh axes over which rows are sharded.
 
     Returns:
-      The sums, the same on every stage but for the gradients of its own blocks.
+      The sums, equal on all stages except for the gradients of their own blocks.
 
     Raises:
       ValueError: the table is for another placement of parts, blocks change the shapes of activations, or
@@ -82,9 +82,9 @@ def pipeline_sums(
 class _TableScan:
     """The scan over the ticks of a table, on one stage.
 
-    In a tick each of these waits for the one before: permutes (all stages take part), forward, backward,
-    weight. Where two of them contain collectives and neither needs the other, XLA's runtime for CPUs begins
-    with either, on each device as it comes, and devices wait for each other for ever (`plan.hlo.rendezvous`).
+    In a tick each of these waits for the previous one: permutes (all stages take part), forward, backward,
+    weight. If two of them contained collectives and did not depend on each other, XLA's runtime for CPUs
+    could run them in a different order on each device, which deadlocks (`plan.hlo.rendezvous`).
     """
 
     def __init__(self, compute: StageCompute, table: Table, specs: Any, row_axes: Sequence[str]) -> None:
@@ -124,10 +124,10 @@ class _TableScan:
         )
 
     def _tick(self, carry: Carry, row: dict[str, jax.Array]) -> Carry:
-        # one row has the numbers of all stages: each takes its own
+        # a row has the numbers of all stages: select those of this stage
         mine = {name: lax.dynamic_index_in_dim(x, self.compute.stage, 0, False) for name, x in row.items()}
         forward, backward, weight = (self._task(mine, kind) for kind in KINDS)
-        # permutes are outside all branches: every stage takes part in every tick, whatever its tasks are
+        # permutes are outside all branches, as every stage takes part in every tick
         carry = self._receive(carry, mine, forward.never)
         carry = self.tasks.forward(forward, carry)
         if self.compute.train:
@@ -137,8 +137,8 @@ class _TableScan:
     def _receive(self, carry: Carry, mine: dict[str, jax.Array], never: jax.Array) -> Carry:
         """Permute what all stages computed in the last tick, and put what arrives here into its slots.
 
-        Every stage sends over every hop of the placement; the table tells which arrivals are kept. Each
-        permute waits for the one before, so that the forward, which reads the slots, waits for all of them.
+        Every stage sends over every hop of the placement; the table says which arrivals are kept. Each
+        permute waits for the previous one, so that the forward, which reads the slots, waits for all of them.
         """
         before: list[Any] | None = None
 
@@ -150,7 +150,7 @@ class _TableScan:
 
         inputs, cotangents = carry.inputs, carry.cotangents
         for hop, pairs in self.table.part_placement.hops.items():
-            # cotangents go the way of the activations in reverse
+            # cotangents take the reverse way of activations
             reverse = tuple((to, origin) for origin, to in pairs)
             arrived_back = ordered(_permute(carry.sent_back, hop, reverse))
             arrived = _permute(carry.sent, hop, pairs)
@@ -176,7 +176,7 @@ class _TableScan:
 
 
 def _permute(arrays: Any, hop: int, pairs: Sequence[tuple[int, int]]) -> Any:
-    """Send arrays along the pipeline axis; a hop of 0 stays on its stage, without a message."""
+    """Send arrays along the pipeline axis; a hop of 0 sends nothing."""
     return jax.tree.map(lambda x: lax.ppermute(x, axes.PIPELINE, pairs), arrays) if hop else arrays
 
 

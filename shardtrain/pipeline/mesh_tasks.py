@@ -1,4 +1,4 @@
-"""Run the forward, backward and weight task of a stage in one tick inside a mesh, from slots to slots.
+"""Run the forward, backward and weight task of one stage in one tick of a pipeline inside a mesh.
 
 The backward is written by hand: it recomputes the forward of a part from its kept input. Next:
 `mesh_pipeline.py`, which scans over the ticks and exchanges results between them.
@@ -21,7 +21,7 @@ from shardtrain.pipeline.tick_arrays import NONE
 
 
 class Branches:
-    """Conditionals whose branches return arrays sharded alike.
+    """Conditionals whose branches return equally sharded arrays.
 
     Args:
       compute: the forward computations of this stage.
@@ -41,14 +41,14 @@ class Branches:
     ) -> Any:
         """Return `run(size, *operands)` where a task is present, else `skip(*operands)`.
 
-        There is a branch for each number of blocks that any part has: XLA needs static sizes.
+        There is a branch for each number of blocks of a part, as XLA needs static sizes.
 
         Args:
           is_present: whether this stage has the task.
           chunk: the chunk of the task.
           run: (number of blocks of the part, *operands) -> results.
           skip: operands -> results of the same shapes.
-          operands: arrays.
+          operands: arrays that are passed to the branches.
         """
         counts = self._compute.stages.counts
         sizes = sorted(set(counts))
@@ -84,11 +84,11 @@ class Branches:
 
 
 def _replicas_first(x: jax.Array) -> jax.Array:
-    """Return a sum of gradients as it is; on GPUs it is stored in the order of its dims.
+    """Make XLA for GPUs store a sum of gradients in the order of its dims.
 
-    XLA for GPUs otherwise stores the result of a branch with the blocks before the replicas, in the order in
-    which the scan of a backward pass makes gradients, and copies all sums before each conditional. XLA for
-    CPUs copies them where the order is given.
+    Otherwise it stores the result of a branch with the blocks before the replicas, the order in which the
+    scan of a backward pass makes gradients, and copies all sums before each conditional. XLA for CPUs copies
+    them if the order is given.
     """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if _is_on_gpus() else x
 
@@ -103,7 +103,7 @@ class Carry(NamedTuple):
 
     Args:
       sent: activations that the last forward computed, for the next part.
-      sent_back: cotangents that the last backward computed, for the previous part; like the floats of `sent`.
+      sent_back: cotangents that the last backward computed, for the previous part, like the floats of `sent`.
       inputs: slots with the inputs of parts.
       cotangents: slots with the cotangents of the outputs of parts.
       sums: the sums so far.
@@ -120,12 +120,12 @@ class TickTask(NamedTuple):
     """A task of this tick on this stage; if there is none, its numbers are 0 and not used.
 
     Args:
-      never: False, which XLA cannot know (see `after`).
+      never: False, but unknown to XLA, see `order_after`.
       is_present: whether this stage has such a task.
       is_first: whether it is the task of the first part.
       is_last: whether it is the task of the last part.
-      microbatch: its number.
-      chunk: its number.
+      microbatch: the number of the microbatch.
+      chunk: the number of the chunk.
       input: slot of the part's input.
       cotangent: slot of the cotangent of the part's output.
     """
@@ -141,13 +141,13 @@ class TickTask(NamedTuple):
 
 
 class StageTasks:
-    """The tasks of one stage, each (task, carry) -> carry; where the stage has no such task nothing changes.
+    """The tasks of one stage, each (task, carry) -> carry; a task that is not present changes nothing.
 
     Args:
       compute: the computations of this stage.
       branches: the conditionals that decide what runs.
-      has_weight: gradients of weights are separate tasks.
-      whole_specs: like params, PartitionSpecs without the axes of rows, for what comes before the blocks.
+      has_weight: whether gradients of weights are separate tasks.
+      whole_specs: like params, PartitionSpecs without the axes of rows, for the layers before the blocks.
     """
 
     def __init__(self, compute: StageCompute, branches: Branches, has_weight: bool, whole_specs: Any) -> None:
@@ -155,7 +155,7 @@ class StageTasks:
         self._has_weight, self._whole_specs = has_weight, whole_specs
 
     def forward(self, task: TickTask, carry: Carry) -> Carry:
-        """Run a part on its input; without training also add its loss, if it is the last."""
+        """Run a part on its input; in evaluation the last part also adds its loss."""
         compute = self._compute
         # the first part reads the batch, any other part what arrived in its slot
         entering = self._branches.branch(
@@ -181,8 +181,8 @@ class StageTasks:
 
     def _first(self, task: TickTask, rest: Any) -> Activations:
         """Return the activations of the batch that enter the blocks."""
-        # A lookup, and the scatter that is its gradient, need a table that is whole over the axes of rows:
-        # with another one, a check of XLA's partitioner fails in here and ends the process.
+        # A lookup, and the scatter of its gradient, need a table that is not sharded over the axes of rows:
+        # otherwise a check of XLA's partitioner fails here and ends the process.
         whole = {
             name: jax.tree.map(lax.with_sharding_constraint, rest[name], self._whole_specs[name])
             for name in rest
@@ -239,7 +239,7 @@ class StageTasks:
     def _vjp(
         self, size: int, task: TickTask, carry: Carry, wanted: Sequence[str]
     ) -> tuple[Activations, Callable[[list[Any]], dict[str, Any]]]:
-        """Return a part's output, and the function from its cotangent to those of the wanted inputs.
+        """Return a part's output, and the function from its cotangent to the cotangents of the wanted inputs.
 
         Args:
           size: blocks of the part.
@@ -248,7 +248,7 @@ class StageTasks:
           wanted: "entering" (the floats of the input), "params" (the parameters of the blocks).
         """
         compute, entering = self._compute, get(carry.inputs, task.input)
-        # differentiate only with respect to what is wanted; the other values are constants
+        # differentiate only with respect to the wanted inputs; the other values are constants
         values = {"params": compute.block_params(size, task.chunk), "entering": entering.floats}
 
         def run(varied: dict[str, Any]) -> Activations:
@@ -282,7 +282,7 @@ class StageTasks:
         return self._branches.branch(task.is_last, of_loss, arrived, sums)
 
     def _add_first(self, task: TickTask, cotangent: list[Any], sums: Sums) -> Sums:
-        """Add the gradients of what comes before the blocks, on the first part."""
+        """Add the gradients of the layers before the blocks, on the first part."""
 
         def add(sums: Sums) -> Sums:
             _, pull, _ = vjp(partial(self._first, task), self._compute.rest)
@@ -292,12 +292,12 @@ class StageTasks:
 
 
 def order_after(values: list[jax.Array], others: list[jax.Array], never: jax.Array) -> list[jax.Array]:
-    """Make values depend on others of the same shapes, so that their reader waits for both.
+    """Make values depend on other arrays of the same shapes, so that their reader waits for both.
 
     Args:
       values: inputs of a conditional that must wait.
-      others: what it must wait for.
-      never: False, which XLA must not find out.
+      others: the arrays that it must wait for.
+      never: False, but unknown to XLA.
     """
     zero = jnp.zeros((), jnp.float32)
     return [jnp.where(never & (y != 0), zero.astype(x.dtype), x) for x, y in zip(values, others, strict=True)]

@@ -1,4 +1,4 @@
-"""Options of a pipeline: its schedule and how blocks are cut. Values only, no jax."""
+"""Options of a pipeline: its schedule, and how blocks are cut into stages. No jax."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,33 +12,35 @@ from shardtrain.pipeline.schedule import SCHEDULES, find_placement
 from shardtrain.sharding.shares import parse_weights
 
 SPEEDS, MEMORY = ("auto", "measured"), ("auto", "unlimited")
-"""Words instead of the numbers of a speed, or of a memory, for each stage."""
+"""Words that may be given in place of a number for each stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Options of a pipeline over the mesh axis `pipeline`, or over islands; with one stage there is no
-    pipeline.
+    """Options of a pipeline over the mesh axis `pipeline`, or over islands.
 
     The number of microbatches is `Strategy.accumulate`.
 
     Args:
-      schedule: the order of the tasks: gpipe, 1f1b, interleaved, zero_bubble, zb_v, or the path of a table of
-        your own (.csv).
-      virtual_stages: parts of the model on each stage: 1 with 1f1b and zero_bubble, 2 with zb_v, 2 or more
-        with interleaved, any number with gpipe.
-      stages: how blocks are cut into stages: "equal", by "params" or "flops", by "time" (for islands of
-        unequal speed and memory), or numbers of blocks such as "3,4,4,1"; for replicas across islands that
-        are cut differently one for each, "3,1;1,3".
-      stage_speeds: of the devices of each stage, for a cut by time: numbers such as "1,0.5,2", in teraflops a
-        second if there is a link speed, else in any unit; for each replica "1,0.5;2,1"; "auto": from the
-        table of known devices; "measured": each island times a block of the model at the start.
+      schedule: the order of the tasks: gpipe, 1f1b, interleaved, zero_bubble, zb_v, or the path of your own
+        table (.csv).
+      virtual_stages: number of parts of the model on each stage: 1 with 1f1b and zero_bubble, 2 with zb_v, 2
+        or more with interleaved, any number with gpipe.
+      stages: how blocks are cut into stages: into "equal" numbers, by "params" or "flops", by "time" (for
+        islands of unequal speed and memory), or by numbers of blocks such as "3,4,4,1"; replicas across
+        islands may each have a cut, "3,1;1,3".
+      stage_speeds: speed of the devices of each stage, for a cut by time: numbers such as "1,0.5,2", in
+        teraflops a second if a link speed is given, otherwise in any unit; for several replicas "1,0.5;2,1";
+        "auto" takes them from the table of known devices; "measured" lets each island time a block of the
+        model at the start.
       stage_memory: gigabytes of each device of each stage, for a cut by time: numbers such as "80,40,40";
-        for each replica "80,40;16,16"; "auto": from the table of known devices; "unlimited".
-      link_speed: gigabytes a second from stage to stage, for a cut by time; None: sending takes no time.
-      in_flight: for pipelines across islands in waves: how many batches, each a step of the pipeline's own
-        optimizer, are in the pipeline at the same time. A batch does not see the updates of the others, and
-        its backward uses the weights of its forward. 1: the pipeline is flushed after each step.
+        for several replicas "80,40;16,16"; "auto" takes them from the table of known devices; "unlimited"
+        sets no limit.
+      link_speed: gigabytes a second from stage to stage, for a cut by time; None means that sending takes no
+        time.
+      in_flight: for pipelines across islands in waves, the number of batches, each a step of the pipeline's
+        own optimizer, that are in the pipeline at the same time. A batch does not see the updates of the
+        others, and its backward uses the weights of its forward. 1 flushes the pipeline after each step.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -65,7 +67,7 @@ class Pipeline:
         for name, words in (("stage_speeds", SPEEDS), ("stage_memory", MEMORY)):
             parts = getattr(self, name).split(";")
             for part in parts:
-                problems += _list_refused(partial(numbers_of_stages, name, part, words))
+                problems += _list_refused(partial(parse_stage_numbers, name, part, words))
             if len(parts) > 1 and "measured" in parts:
                 problems.append(
                     f"{name} is {getattr(self, name)!r}; give 'measured' alone, which measures the islands of"
@@ -95,7 +97,7 @@ class Pipeline:
 
     @property
     def placement(self) -> str:
-        """The placement that the schedule needs, a name of `part_placement.PLACEMENTS`.
+        """The name of the placement that the schedule needs, see `part_placement.PLACEMENTS`.
 
         Raises:
           ValueError: the schedule is a file that cannot be read.
@@ -103,13 +105,13 @@ class Pipeline:
         return find_placement(self.schedule, self.virtual_stages)
 
 
-def numbers_of_stages(name: str, text: str, words: Sequence[str]) -> tuple[float, ...] | None:
-    """Read numbers such as "1,0.5,2", one a stage; None if the text is one of these words.
+def parse_stage_numbers(name: str, text: str, words: Sequence[str]) -> tuple[float, ...] | None:
+    """Read numbers such as "1,0.5,2", one for each stage; return None if the text is one of these words.
 
     Raises:
-      ValueError: a number is none, or not above 0.
+      ValueError: something is not a number above 0.
 
-    >>> numbers_of_stages("stage_speeds", "1, 0.5", ("auto",))
+    >>> parse_stage_numbers("stage_speeds", "1, 0.5", ("auto",))
     (1.0, 0.5)
     """
     if text in words:

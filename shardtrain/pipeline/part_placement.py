@@ -1,7 +1,7 @@
-"""The mapping between the parts of a model and the stages and chunks that hold them. No jax.
+"""Map the parts of a model to the stages and chunks that hold them. No jax.
 
-A part is a contiguous group of blocks, numbered in the order in which a microbatch passes them. This is the
-only place that knows which stage holds which part; tables, partitions and programs ask it.
+A part is a contiguous group of blocks; parts are numbered in the order in which a microbatch passes them.
+Tables, partitions and programs all use this mapping.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ def _v(num_stages: int, num_chunks: int) -> list[int]:
 
 
 PLACEMENTS: dict[str, Callable[[int, int], list[int]]] = {"loop": _loop, "v": _v}
-"""Name -> the stage of each part, of (num_stages, num_chunks).
+"""Name -> function (num_stages, num_chunks) -> the stage of each part.
 
-loop: round-robin, from the last stage on to the first one again. v: down the stages and back up, so that a
-stage has the parts i and 2 S - 1 - i, and the first stage the first and the last part of the model.
+loop: round-robin, from the last stage to the first one again. v: down the stages and back up, so that a stage
+has the parts i and 2 S - 1 - i, and the first stage has the first and the last part of the model.
 """
 
 MOST_CHUNKS = {"v": 2}
-"""The most chunks per stage of the placements that have a limit."""
+"""The largest number of chunks per stage of the placements that have a limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class PartPlacement:
       name: a name of `PLACEMENTS`.
 
     Raises:
-      ValueError: no such placement, or one that does not have so many chunks.
+      ValueError: there is no such placement, or it does not support so many chunks.
 
     >>> PartPlacement(num_stages=3, num_chunks=2).stages
     (0, 1, 2, 0, 1, 2)
@@ -53,7 +53,7 @@ class PartPlacement:
     name: str = "loop"
 
     def __post_init__(self) -> None:
-        if problem := placement_problem(self.name, self.num_chunks):
+        if problem := find_placement_problem(self.name, self.num_chunks):
             raise ValueError(problem)
 
     @cached_property
@@ -115,8 +115,8 @@ class PartPlacement:
         return {hop: tuple(sorted(found[hop])) for hop in sorted(found)}
 
 
-def placement_problem(name: str, num_chunks: int) -> str:
-    """Return why there is no placement of this name with so many chunks per stage; "" if there is one."""
+def find_placement_problem(name: str, num_chunks: int) -> str:
+    """Return why there is no placement of this name with so many chunks; "" if there is one."""
     if name not in PLACEMENTS:
         return f"placement {near(name, PLACEMENTS)}"
     if num_chunks > (most := MOST_CHUNKS.get(name, num_chunks)):
@@ -127,10 +127,10 @@ def placement_problem(name: str, num_chunks: int) -> str:
     return ""
 
 
-def placements(num_stages: int, num_chunks: int) -> list[PartPlacement]:
-    """Return all placements of so many stages and chunks.
+def list_placements(num_stages: int, num_chunks: int) -> list[PartPlacement]:
+    """Return all placements with these numbers of stages and chunks.
 
-    >>> [placement.name for placement in placements(3, 2)]
+    >>> [placement.name for placement in list_placements(3, 2)]
     ['loop', 'v']
     """
     names = [name for name in PLACEMENTS if num_chunks <= MOST_CHUNKS.get(name, num_chunks)]

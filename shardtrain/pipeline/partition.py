@@ -1,8 +1,8 @@
-"""Choose how many blocks each part of a pipeline gets: equal numbers, by cost, or a given list. No jax."""
+"""Cut the blocks of a model into the parts of a pipeline: in equal numbers, by cost, or as given. No jax."""
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import add
@@ -11,7 +11,7 @@ from shardtrain.errors.messages import near, problems_error
 from shardtrain.sharding.shares import shares
 
 WAYS = ("equal", "params", "flops", "time")
-"""Ways to cut; the other one is a list of numbers of blocks."""
+"""Words for ways to cut; in their place a list of numbers of blocks may be given."""
 
 BY_TIME = (
     "by 'time' is for stages across islands (--across pipeline), whose speeds differ; the devices of a mesh"
@@ -21,12 +21,12 @@ BY_TIME = (
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The costs of a model's blocks, and of what comes before and after them, in any unit.
+    """The costs of a model's blocks, and of its layers before and after them, in any unit.
 
     Args:
       blocks: the cost of each block, in order.
-      first: the cost of what comes before the blocks, such as an embedding.
-      last: the cost of what comes after them, such as a head.
+      first: the cost of the layers before the blocks, such as an embedding.
+      last: the cost of the layers after the blocks, such as a head.
     """
 
     blocks: Sequence[float]
@@ -39,8 +39,8 @@ def cut(
 ) -> list[int]:
     """Cut blocks into parts so that the most expensive part is as cheap as possible.
 
-    Among those cuts, one with the least sum of squares, so that the other parts are even too; of equal ones
-    that whose early parts have more blocks. By dynamic programming.
+    Among these cuts it takes one with the least sum of squares, so that the other parts are even too; among
+    equal ones the cut whose early parts have more blocks. By dynamic programming.
 
     Args:
       costs: the cost of each block, in order, 0 or more, in any unit.
@@ -52,7 +52,7 @@ def cut(
       The number of blocks of each part.
 
     Raises:
-      ValueError: lists every cost that is no number from 0; or there are fewer blocks than parts.
+      ValueError: lists every cost that is not a number from 0; or there are fewer blocks than parts.
 
     >>> cut([1, 1, 1, 1, 1, 1, 1, 1], 3)
     [3, 3, 2]
@@ -61,12 +61,9 @@ def cut(
     """
     named = {**{f"block {i}": c for i, c in enumerate(costs)}, "first": first_cost, "last": last_cost}
     problems = [
-        f"{what} costs {cost}; give a number from 0"
-        for what, cost in named.items()
-        if not (math.isfinite(cost) and cost >= 0)
+        f"{what} costs {c}; give a number from 0" for what, c in named.items() if not 0 <= c < math.inf
     ]
-    problems += _part_problems(len(costs), num_parts)
-    if problems:
+    if problems := problems + _find_part_problems(len(costs), num_parts):
         raise problems_error(f"{len(costs)} blocks cannot be cut into {num_parts} parts", problems)
     sums = list(accumulate(costs, initial=0))
 
@@ -83,19 +80,19 @@ def cut(
     return list(join_least(len(costs), num_parts, square, add)[1])
 
 
-def narrow_cut(
+def cut_narrowly(
     costs: Sequence[float], num_parts: int, sent_bytes: Sequence[float], slack: float = 1.1
 ) -> list[int]:
-    """Cut pieces into parts of about equal cost where the least is sent between them.
+    """Cut pieces into parts of about equal cost, where little is sent between them.
 
-    Of the cuts whose most expensive part costs at most `slack` times the least possible, the one that sends
-    the least; of equal ones that whose early parts have more pieces. By dynamic programming.
+    Among the cuts whose most expensive part costs at most `slack` times the least possible, it takes the one
+    that sends the least; among equal ones the cut whose early parts have more pieces. By dynamic programming.
 
     Args:
       costs: the cost of each piece, in order, 0 or more, in any unit.
       num_parts: how many parts, each with one piece or more.
-      sent_bytes: what is sent behind each piece but the last.
-      slack: from 1.
+      sent_bytes: bytes that are sent after each piece except the last.
+      slack: a factor from 1.
 
     Returns:
       The number of pieces of each part.
@@ -103,9 +100,9 @@ def narrow_cut(
     Raises:
       ValueError: see `cut`.
 
-    >>> narrow_cut([10, 10, 10, 10, 10, 10], 2, [1, 8, 8, 8, 1])
+    >>> cut_narrowly([10, 10, 10, 10, 10, 10], 2, [1, 8, 8, 8, 1])
     [3, 3]
-    >>> narrow_cut([10, 10, 10, 1, 10, 10, 10], 2, [1, 8, 8, 2, 8, 1])
+    >>> cut_narrowly([10, 10, 10, 1, 10, 10, 10], 2, [1, 8, 8, 2, 8, 1])
     [4, 3]
     """
     sums = list(accumulate(costs, initial=0.0))
@@ -131,12 +128,12 @@ def join_least(
     Args:
       num_blocks: number of blocks, at least as many as parts.
       num_parts: how many parts, each with one block or more.
-      cost: (part, its first block, the block behind its last) -> cost; infinite where it cannot be.
-      joined: the cost of the parts so far, that of the next one -> of all of them.
+      cost: (part, its first block, the block after its last) -> cost; infinite if such a part is impossible.
+      joined: (cost of the parts so far, cost of the next part) -> cost of all of them.
 
     Returns:
-      (cost, blocks of each part); of equal ones those whose early parts have more blocks. (infinity, ()) if
-      there is none.
+      (cost, blocks of each part); among equal costs, more blocks in early parts. (infinity, ()) if no cut is
+      possible.
     """
     # end -> (cost so far, where parts end, negative so that late ends come first)
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
@@ -195,55 +192,46 @@ def parse_cuts(text: str) -> list[str | tuple[int, ...]]:
     return found
 
 
-def counts(
-    by: str | Sequence[int],
-    num_blocks: int,
-    num_parts: int,
-    *,
-    params: Costs | None = None,
-    flops: Costs | None = None,
-) -> list[int]:
+def counts(by: str | Sequence[int], num_blocks: int, num_parts: int, costs: Costs | None = None) -> list[int]:
     """Return the number of blocks of each part.
 
     Args:
       by: "equal" (what is left over goes to the middle: the first part has the embedding, the last the head),
-        "params" or "flops" (see `cut`), or the numbers themselves; as `parse_stages` reads it. "time" needs
-        the devices of each stage, see `stage_cut.best_cut`.
+        "params" or "flops" (see `cut`), or the numbers themselves; as `parse_stages` returns it.
       num_blocks: number of blocks of the model.
       num_parts: stages times chunks, in the order in which a microbatch passes them.
-      params: numbers of parameters, where it is by them.
-      flops: floating-point operations, where it is by them.
+      costs: the parameters or flops of each block, needed for "params" and "flops".
 
     Returns:
-      One number from 1 a part; they add up to `num_blocks`.
+      One number from 1 for each part; they add up to `num_blocks`.
 
     Raises:
-      ValueError: fewer blocks than parts, numbers that do not fit, or costs that are not there.
+      ValueError: fewer blocks than parts, numbers that do not fit, or "time", for which
+        `stage_cut.best_cut` needs the devices of each stage.
 
     >>> counts("equal", 10, 4)
     [2, 3, 3, 2]
-    >>> counts("params", 4, 2, params=Costs(blocks=[9, 3, 3, 3], last=3))
+    >>> counts("params", 4, 2, Costs(blocks=[9, 3, 3, 3], last=3))
     [2, 2]
     """
-    asked = f"{num_blocks} blocks cannot be cut into {num_parts} parts"
+    problems = _find_part_problems(num_blocks, num_parts)
     if not isinstance(by, str):
-        problems = _list_problems(by, num_blocks, num_parts)
-    else:
-        # a way to cut needs the costs of the blocks; a list of numbers is only checked
-        costs = {"equal": Costs(blocks=[1.0] * num_blocks), "params": params, "flops": flops}
-        problems = _part_problems(num_blocks, num_parts) + _cost_problems(by, costs, num_blocks)
+        problems = problems or _list_problems(by, num_blocks, num_parts)
+    elif by == "time":
+        problems.append(BY_TIME)
+    elif by != "equal" and costs is None:
+        problems.append(f"by {by!r} needs the costs of each block; give them, or cut by 'equal'")
     if problems:
-        raise problems_error(asked, problems)
+        raise problems_error(f"{num_blocks} blocks cannot be cut into {num_parts} parts", problems)
     if not isinstance(by, str):
         return list(by)
     if by == "equal":
-        return _equal(num_blocks, num_parts)
-    found = costs[by]
-    assert found is not None
-    return cut(found.blocks, num_parts, first_cost=found.first, last_cost=found.last)
+        return _cut_equally(num_blocks, num_parts)
+    assert costs is not None
+    return cut(costs.blocks, num_parts, first_cost=costs.first, last_cost=costs.last)
 
 
-def _equal(num_blocks: int, num_parts: int) -> list[int]:
+def _cut_equally(num_blocks: int, num_parts: int) -> list[int]:
     least, rest = divmod(num_blocks, num_parts)
     middle = (num_parts - 1) / 2
     # the blocks that are left over go to the parts nearest to the middle
@@ -251,7 +239,7 @@ def _equal(num_blocks: int, num_parts: int) -> list[int]:
     return [least + (part in wider) for part in range(num_parts)]
 
 
-def _part_problems(num_blocks: int, num_parts: int) -> list[str]:
+def _find_part_problems(num_blocks: int, num_parts: int) -> list[str]:
     if num_parts < 1:
         return [f"parts is {num_parts}; use 1 or more"]
     if num_blocks < num_parts:
@@ -260,27 +248,11 @@ def _part_problems(num_blocks: int, num_parts: int) -> list[str]:
     return []
 
 
-def _cost_problems(by: str, costs: Mapping[str, Costs | None], num_blocks: int) -> list[str]:
-    if by not in WAYS:
-        return [f"by {near(by, WAYS)}"]
-    if by == "time":
-        return [BY_TIME]
-    found = costs[by]
-    if found is None:
-        return [f"by {by!r} needs the {by} of each block; give {by}, or cut by 'equal'"]
-    if len(found.blocks) != num_blocks:
-        return [f"{by} has the costs of {len(found.blocks)} blocks; give {num_blocks}"]
-    return []
-
-
 def _list_problems(numbers: Sequence[int], num_blocks: int, num_parts: int) -> list[str]:
-    """Return the problems of a list of numbers of blocks, each with the nearest list that fits."""
-    too_few = _part_problems(num_blocks, num_parts)
-    if too_few:
-        return too_few
+    """Return the problem of a list of numbers of blocks, with the nearest list that fits."""
     text = ",".join(map(str, numbers))
     if len(numbers) != num_parts:
-        use = ",".join(map(str, _equal(num_blocks, num_parts)))
+        use = ",".join(map(str, _cut_equally(num_blocks, num_parts)))
         return [f"{text} is {len(numbers)} numbers; give {num_parts}, as {use}"]
     if min(numbers) < 1 or sum(numbers) != num_blocks:
         weights = [max(number, 1) for number in numbers]

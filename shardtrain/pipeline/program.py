@@ -1,7 +1,7 @@
-"""The equations of a model and its loss as one flat list, and what a cut between two of them would send.
+"""Trace a model and its loss into a flat list of equations, and find the values that a cut would send.
 
 A value that depends on parameters and on the batch is sent from part to part; everything else (masks, random
-numbers, casts of weights) is computed again where it is read. Next: `traced_cut.py`.
+numbers, casts of weights) is recomputed in each part that reads it. Next: `traced_cut.py`.
 """
 
 import math
@@ -13,27 +13,29 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from shardtrain.functional.jaxpr_split import bind
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-"""Equations that only call a program -> the name of the program among their parameters."""
+"""Primitive that only calls a program -> the name of its parameter that is the program."""
 
 REMATS = ("remat2", "checkpoint")
-"""Calls whose backward computes them again. They stay whole unless they hold most of the parameters."""
+"""Calls that are recomputed in the backward. They stay whole unless they read most of the parameters."""
 
 
 class Inliner:
-    """Evaluates a program with its calls replaced by what they call.
+    """Evaluates a program with its calls replaced by the called programs.
 
     Args:
-      sizes_bytes: of each weight; they come first among the inputs.
+      sizes_bytes: the bytes of each weight; weights come first among the inputs.
     """
 
     def __init__(self, sizes_bytes: Sequence[int]) -> None:
         self._sizes_bytes = sizes_bytes
 
     def run(self, traced: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-        """Return what the program returns."""
+        """Return the outputs of the program."""
         numbers = range(len(self._sizes_bytes))
         of_rest = [None] * (len(inputs) - len(numbers))
         return self._run(traced, inputs, [*(frozenset([number]) for number in numbers), *of_rest])[0]
@@ -41,7 +43,7 @@ class Inliner:
     def _run(
         self, traced: ClosedJaxpr, inputs: Sequence[Any], roots: Sequence[frozenset[int] | None]
     ) -> tuple[list[Any], list[frozenset[int] | None]]:
-        """Return the outputs, and for each the weights of which it is made; None if of the batch too."""
+        """Return the outputs, and the weights that each depends on; None if it depends on the batch too."""
         jaxpr = traced.jaxpr
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, traced.consts, strict=True))
         values |= dict(zip(jaxpr.invars, inputs, strict=True))
@@ -59,7 +61,7 @@ class Inliner:
             if called is not None:
                 outputs, sources = self._run(called, [read(v) for v in equation.invars], found)
             else:
-                outputs = _evaluate(jaxpr, equation, [read(v) for v in equation.invars])
+                outputs = bind(equation, [read(v) for v in equation.invars])
                 alone = [each for each in found if each is not None]
                 joined = None if len(alone) < len(found) else frozenset[int]().union(*alone)
                 sources = [joined] * len(outputs)
@@ -68,7 +70,7 @@ class Inliner:
         return [read(v) for v in jaxpr.outvars], [weights(v) for v in jaxpr.outvars]
 
     def _called(self, equation: JaxprEqn, read: frozenset[int]) -> ClosedJaxpr | None:
-        """Return the program to evaluate in place of a call; None for one equation that stays as it is."""
+        """Return the program to evaluate in place of a call; None if the equation stays as it is."""
         if len(read) < 2:
             return None
         name = equation.primitive.name
@@ -79,21 +81,8 @@ class Inliner:
         return None
 
 
-def _evaluate(jaxpr: Jaxpr, equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Return the outputs of one equation of a program, with its own derivative rule if it has one."""
-    given = [Var(v.aval) for v in equation.invars]
-    alone = jaxpr.replace(
-        constvars=[],
-        invars=given,
-        outvars=equation.outvars,
-        eqns=[equation.replace(invars=[*given])],
-        effects=equation.effects,
-    )
-    return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*inputs)
-
-
 class Signature(NamedTuple):
-    """The dtype of a value that is sent, and its shape without the rows."""
+    """The dtype of a sent value, and its shape without the rows."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -112,12 +101,12 @@ class PartProgram:
     """The equations of one part.
 
     Args:
-      closed: the program; its inputs are those below, in this order, and its outputs `sent`, then the model
-        state, then (the last part) the results of the whole program.
+      closed: the program; its inputs are the weights, rest and received values below, its outputs are `sent`,
+        then the model state, then (in the last part) the results of the whole program.
       weights: the numbers of the parameters and model states that it reads.
       rest: the numbers of the other inputs (key and batch) that it reads.
-      received: the values that it reads, of those that cross where it begins.
-      sent: the values that it computes, of those that cross where it ends.
+      received: the values that it reads among those that cross its beginning.
+      sent: the values that it computes among those that cross its end.
     """
 
     closed: ClosedJaxpr
@@ -128,13 +117,13 @@ class PartProgram:
 
 
 class Program:
-    """A function (weights, rest) -> (new model states, results) as equations, traced without computing.
+    """The equations of a function (weights, rest) -> (new model states, results), traced without computing.
 
     Args:
-      function: of two lists of arrays; the states that it returns are a list too, the results any tree.
+      function: takes two lists of arrays; it returns the states as a list, and the results as any tree.
       weights: shapes of the parameters, then of the model states.
-      num_states: how many of them are model states.
-      rest: shapes of everything else: key and batch.
+      num_states: number of model states.
+      rest: shapes of all other inputs: key and batch.
     """
 
     def __init__(
@@ -152,9 +141,9 @@ class Program:
         self._find_dependences()
 
     def _find_dependences(self) -> None:
-        """Find which values are sent, and the weights that each equation reads, also through others."""
+        """Find the values that are sent, and the weights that each equation reads, directly or indirectly."""
         inputs = self.jaxpr.invars
-        # value -> numbers of the weights of which it is made without the batch
+        # value -> numbers of the weights that it depends on, if it does not depend on the batch
         self._roots: dict[Var, frozenset[int]] = {
             v: frozenset([number]) for number, v in enumerate(inputs[: self.num_weights])
         }
@@ -188,12 +177,12 @@ class Program:
 
     @property
     def results(self) -> list[Any]:
-        """What the program returns beside the model states."""
+        """The outputs of the program without the model states."""
         return self.jaxpr.outvars[self.num_states :]
 
     @cached_property
     def _is_needed(self) -> list[bool]:
-        """Whether the outputs of the program need an equation."""
+        """Whether the outputs of the program depend on each equation."""
         needed = {v for v in self.jaxpr.outvars if isinstance(v, Var)}
         found = []
         for equation in reversed(self.equations):
@@ -225,7 +214,7 @@ class Program:
 
     @cached_property
     def first_use(self) -> dict[int, int]:
-        """The first equation that reads each weight, of those that compute values to send."""
+        """The first equation that reads each weight, among equations that compute values to send."""
         found: dict[int, int] = {}
         for number in self._working():
             for weight in self.reads[number]:
@@ -234,7 +223,7 @@ class Program:
 
     @cached_property
     def state_spans(self) -> dict[int, tuple[int, int]]:
-        """The first and the last equation of each model state: those that read it or compute it anew."""
+        """The first and the last equation that reads or updates each model state."""
         spans: dict[int, tuple[int, int]] = {}
 
         def add(state: int, number: int) -> None:
@@ -251,38 +240,37 @@ class Program:
         return spans
 
     def _working(self) -> Iterator[int]:
-        """Yield the numbers of the equations that are needed and compute values to send."""
+        """Yield the numbers of the needed equations that compute values to send."""
         return (n for n in range(len(self.equations)) if self.is_sent[n] and self._is_needed[n])
 
     @cached_property
     def num_bytes(self) -> list[int]:
-        """The bytes that would be sent at each position: before each equation, and behind the last one."""
-        return self._sum_crossing(lambda v: array(v).size * array(v).dtype.itemsize)
-
-    def _sum_crossing(self, weight: Callable[[Var], int]) -> list[int]:
-        """Return, for each position, the sum of a number over the values that cross there."""
+        """The bytes that would be sent at each position: before each equation, and after the last one."""
         steps = [0] * (len(self.equations) + 2)
         for v, end in self.last_use.items():
-            steps[self.defined[v] + 1] += weight(v)
-            steps[min(end, len(self.equations)) + 1] -= weight(v)
+            num_bytes = get_aval(v).size * get_aval(v).dtype.itemsize
+            steps[self.defined[v] + 1] += num_bytes
+            steps[min(end, len(self.equations)) + 1] -= num_bytes
         return list(accumulate(steps))[: len(self.equations) + 1]
 
     def crossing(self, position: int) -> list[Var]:
-        """Return the values that are computed before a position and read behind it, in order."""
+        """Return the values that are computed before a position and read after it, in order."""
         return [v for v, number in self.defined.items() if number < position <= self.last_use.get(v, -1)]
 
     def signature(self, position: int) -> tuple[Signature, ...]:
         """Return the dtypes and shapes of the values that cross a position."""
-        return tuple(Signature(str(array(v).dtype), array(v).shape[1:]) for v in self.crossing(position))
+        return tuple(
+            Signature(str(get_aval(v).dtype), get_aval(v).shape[1:]) for v in self.crossing(position)
+        )
 
     def part(self, begin: int, end: int, states: Sequence[int]) -> PartProgram:
-        """Return the equations of the part between two positions, which has some of the model states."""
+        """Return the part between two positions, which has some of the model states."""
         is_last = end == len(self.equations)
         sent = tuple(v for v in self.crossing(end) if self.defined[v] >= begin) if not is_last else ()
         outputs = [*sent, *(self.new_states[state] for state in states), *(self.results if is_last else ())]
         needed = {v for v in outputs if isinstance(v, Var)}
         kept = []
-        # backwards: its own equations, and those of values that are computed again wherever they are read
+        # backwards: its own equations, and equations of values that each part recomputes
         for number in reversed(range(len(self.equations))):
             equation = self.equations[number]
             is_own = begin <= number < end
@@ -308,10 +296,10 @@ class Program:
         return PartProgram(closed=closed, weights=weights, rest=rest, received=received, sent=sent)
 
 
-def array(v: Any) -> Any:
+def get_aval(v: Any) -> Any:
     """Return the shape and dtype of a value of a program."""
     return v.aval
 
 
 def _is_key(v: Var) -> bool:
-    return jnp.issubdtype(array(v).dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(get_aval(v).dtype, jax.dtypes.prng_key)

@@ -1,27 +1,28 @@
-"""The named schedules, each a pure function from sizes to a table. No jax.
+"""The named schedules, pure functions from sizes to a table of tasks. No jax.
 
-S stages, M microbatches, V chunks a stage. Each has two forms: one task a tick, for stages that run on
-their own, and lock-step, for a mesh, where a tick waits for all. Next: `simulate.py`, `mesh_pipeline.py`.
+S stages, M microbatches, V chunks a stage. Each has two forms: one task a tick, for stages that run
+independently, and lock-step, for a mesh, where each tick waits for all stages. Next: `simulate.py`,
+`mesh_pipeline.py`.
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.pipeline.table import KINDS, Table, check
 from shardtrain.pipeline.table_file import read_table, write_table
 from shardtrain.pipeline.task_order import (
-    alternating,
+    alternate,
+    assign_earliest,
     assign_lockstep,
-    backwards,
-    earliest,
-    empty_table,
-    forwards,
-    units,
-    zero_bubble_order,
+    assign_v_lockstep,
+    list_backwards,
+    list_forwards,
+    list_units,
+    make_empty_table,
+    order_zero_bubble,
+    order_zero_bubble_v,
 )
-from shardtrain.pipeline.zero_bubble_v import v_in_lockstep, zero_bubble_v
 
 __all__ = [
     "KINDS",
@@ -58,11 +59,11 @@ def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1, lockstep:
     (22, 8)
     """
     sizes = (num_stages, num_microbatches, num_chunks, lockstep)
-    table = empty_table("gpipe", *sizes, live=lambda stage: num_chunks * num_microbatches)
+    table = make_empty_table("gpipe", *sizes, live=lambda stage: num_chunks * num_microbatches)
     if lockstep:
-        last = max(unit for unit, _, _ in units(table))
+        last = max(unit for unit, _, _ in list_units(table))
         return assign_lockstep(table, turn=last + num_stages)
-    return earliest(table, [[*forwards(table), *backwards(table)]] * num_stages)
+    return assign_earliest(table, [[*list_forwards(table), *list_backwards(table)]] * num_stages)
 
 
 def one_forward_one_backward(
@@ -71,8 +72,8 @@ def one_forward_one_backward(
     """1F1B: backwards as early as possible (Narayanan et al. 2021, Megatron-LM, section 2.2.1; PipeDream).
 
     So memory does not grow with M. One task a tick: 2 (M + S - 1) ticks; stage s holds min(M, S - s).
-    Lock-step, a forward and a backward a tick: M + 2 (S - 1) ticks; stage s holds min(M, 2 (S - s) - 1), for
-    an error comes back in as many ticks as the activation went.
+    Lock-step, a forward and a backward a tick: M + 2 (S - 1) ticks; stage s holds min(M, 2 (S - s) - 1), as
+    cotangents take as many ticks back as activations took forward.
 
     Args:
       num_stages: S, 1 or more.
@@ -89,7 +90,7 @@ def one_forward_one_backward(
     [7, 5, 3, 1]
     """
     sizes = (num_stages, num_microbatches, num_chunks, lockstep)
-    table = empty_table(
+    table = make_empty_table(
         "1f1b",
         *sizes,
         live=lambda stage: 2 * (num_stages - stage) - 1 if lockstep else num_stages - stage,
@@ -97,15 +98,15 @@ def one_forward_one_backward(
     )
     if lockstep:
         return assign_lockstep(table, turn=num_stages - 1)
-    return earliest(table, alternating(table, [num_stages - 1 - stage for stage in range(num_stages)]))
+    return assign_earliest(table, alternate(table, [num_stages - 1 - stage for stage in range(num_stages)]))
 
 
 def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, lockstep: bool = False) -> Table:
     """1F1B over several chunks a stage, depth first: a bubble V times smaller, for V times the messages.
 
     Groups of S microbatches pass chunk after chunk (Narayanan et al. 2021, Megatron-LM, section 2.2.2). For M
-    a multiple of S: one task a tick 2 (V M + S - 1) ticks, lock-step V M + V S + S - 2. For another M the
-    order is that of the next multiple, without the microbatches that are not there. In both forms stage s
+    a multiple of S: one task a tick 2 (V M + S - 1) ticks, lock-step V M + V S + S - 2. For any other M the
+    order is the order of the next multiple, without the extra microbatches. In both forms stage s
     holds at most min(V M, V S + S - 2 s - 1) inputs of parts.
 
     Args:
@@ -121,7 +122,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, loc
     (38, 26)
     """
     sizes = (num_stages, num_microbatches, num_chunks, lockstep)
-    table = empty_table(
+    table = make_empty_table(
         "interleaved",
         *sizes,
         live=lambda stage: (num_chunks + 1) * num_stages - 2 * stage - 1,
@@ -130,14 +131,14 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, loc
     if lockstep:
         return assign_lockstep(table, turn=table.num_parts - 1)
     ahead = [table.num_parts - 1 + num_stages - 1 - 2 * stage for stage in range(num_stages)]
-    return earliest(table, alternating(table, ahead))
+    return assign_earliest(table, alternate(table, ahead))
 
 
 def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int = 1, lockstep: bool = False) -> Table:
     """1F1B whose gradients of weights fill the bubble: ZB-H1 (Qi et al. 2024, Zero Bubble, section 2.1).
 
     One task a tick: 3 M + 2 S - 1 - min(M, S) ticks, so 3 M + S - 1 from M = S on. No table whose first stage
-    holds at most S is shorter: that stage waits until tick 2 S - 1 for its first error, with at most
+    holds at most S is shorter: that stage waits until tick 2 S - 1 for its first cotangent, with at most
     min(M, S) forwards to do. Stage s is s weight tasks late, and each stage holds min(M, S). Lock-step, the
     weight tasks of a microbatch on all stages in one tick: M + 2 (S - 1) ticks, min(M, 2 S - 1 - s) held.
 
@@ -154,7 +155,7 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int = 1, loc
     (27, 9)
     """
     sizes = (num_stages, num_microbatches, num_chunks, lockstep)
-    table = empty_table(
+    table = make_empty_table(
         "zero_bubble",
         *sizes,
         KINDS,
@@ -163,7 +164,43 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int = 1, loc
     )
     if lockstep:
         return assign_lockstep(table, turn=num_stages - 1)
-    return earliest(table, [zero_bubble_order(table, stage) for stage in range(num_stages)])
+    return assign_earliest(table, [order_zero_bubble(table, stage) for stage in range(num_stages)])
+
+
+def zero_bubble_v(
+    num_stages: int, num_microbatches: int, num_chunks: int = 2, lockstep: bool = False
+) -> Table:
+    """ZB-V (Qi et al. 2024, Zero Bubble Pipeline Parallelism, section 6), in the memory of 1F1B.
+
+    One task a tick, each of half a stage: max(6 M + S - 1, 4 M + 4 S - 2) ticks, so that with enough
+    microbatches a stage waits S - 1 ticks in all. Every stage keeps at most min(2 M, 2 S) inputs of parts.
+    Lock-step: 2 M + 4 S - 3 ticks, and at most min(2 M, 5 S / 2).
+
+    Args:
+      num_stages: S, 1 or more.
+      num_microbatches: M, 1 or more.
+      num_chunks: 2.
+      lockstep: the form, see `Table`.
+
+    Raises:
+      ValueError: a number below 1, or other than two chunks.
+
+    >>> zero_bubble_v(4, 8).num_ticks
+    51
+    """
+    sizes = (num_stages, num_microbatches, num_chunks, lockstep)
+    table = make_empty_table(
+        "zb_v",
+        *sizes,
+        KINDS,
+        live=lambda stage: 5 * num_stages // 2 if lockstep else 2 * num_stages,
+        least_chunks=2,
+        most_chunks=2,
+        placement="v",
+    )
+    if lockstep:
+        return assign_v_lockstep(table)
+    return assign_earliest(table, [order_zero_bubble_v(table, stage) for stage in range(num_stages)])
 
 
 def forward_only(
@@ -173,7 +210,7 @@ def forward_only(
     lockstep: bool = False,
     placement: str = "loop",
 ) -> Table:
-    """Return a table of forward tasks alone, for evaluation.
+    """Return a table of forward tasks only, for evaluation.
 
     V M + S - 1 ticks in the placement "loop" (for M a multiple of S, or V = 1); 2 (M + S - 1) in "v", where a
     microbatch starts every second tick, so that those on their way down and back up alternate on each stage.
@@ -186,16 +223,20 @@ def forward_only(
       placement: which part each chunk of a stage is, see `PartPlacement`.
 
     Raises:
-      ValueError: a number below 1, or chunks that the placement does not have.
+      ValueError: a number below 1, or a number of chunks that the placement does not support.
 
     >>> forward_only(4, 8).num_ticks
     11
     """
     sizes = (num_stages, num_microbatches, num_chunks, lockstep)
-    table = empty_table("forward_only", *sizes, KINDS[:1], live=lambda stage: 1, placement=placement)
+    table = make_empty_table("forward_only", *sizes, KINDS[:1], live=lambda stage: 1, placement=placement)
     if placement == "v" and num_chunks == 2:
-        return v_in_lockstep(table)
-    return assign_lockstep(table, turn=0) if lockstep else earliest(table, [[*forwards(table)]] * num_stages)
+        return assign_v_lockstep(table)
+    return (
+        assign_lockstep(table, turn=0)
+        if lockstep
+        else assign_earliest(table, [[*list_forwards(table)]] * num_stages)
+    )
 
 
 SCHEDULES: dict[str, Callable[[int, int, int, bool], Table]] = {
@@ -208,22 +249,8 @@ SCHEDULES: dict[str, Callable[[int, int, int, bool], Table]] = {
 """Name -> table of (num_stages, num_microbatches, num_chunks, lockstep), for training."""
 
 
-def list_allowed_chunks(name: str, most: int = 4) -> list[int]:
-    """Return the numbers of chunks per stage that a schedule supports, up to `most`.
-
-    >>> allowed_chunks("interleaved"), allowed_chunks("zb_v")
-    ([2, 3, 4], [2])
-    """
-    allowed = []
-    for num_chunks in range(1, most + 1):
-        with suppress(ValueError):
-            SCHEDULES[name](1, 1, num_chunks, False)
-            allowed.append(num_chunks)
-    return allowed
-
-
 def find_placement(name_or_path: str | Path, num_chunks: int) -> str:
-    """Return the placement that a schedule, or a table of your own, needs.
+    """Return the placement that a named schedule, or a user's table, needs.
 
     Args:
       name_or_path: as in `make_table`.
@@ -232,18 +259,18 @@ def find_placement(name_or_path: str | Path, num_chunks: int) -> str:
     Raises:
       ValueError: the schedule does not support so many chunks, or the file cannot be read.
 
-    >>> placement_of("1f1b", 1), placement_of("zb_v", 2)
+    >>> find_placement("1f1b", 1), find_placement("zb_v", 2)
     ('loop', 'v')
     """
     if str(name_or_path).endswith(".csv"):
-        return read_table(name_or_path, lockstep=True).placement  # what runs otherwise runs in lock-step too
+        return read_table(name_or_path, lockstep=True).placement  # every table can be read in lock-step
     return SCHEDULES[str(name_or_path)](1, 1, num_chunks, False).placement
 
 
 def make_table(
     name_or_path: str | Path, stages: int, microbatches: int, chunks: int = 1, lockstep: bool = False
 ) -> Table:
-    """Return the table of a schedule by name, or read a user's own from a file; both are checked.
+    """Make the table of a named schedule, or read a user's table from a file, and check it.
 
     Args:
       name_or_path: a name of `SCHEDULES`, or a path that ends in .csv, see `read_table`.
@@ -253,7 +280,8 @@ def make_table(
       lockstep: the form, see `Table`.
 
     Raises:
-      ValueError: no such name or file, sizes that the schedule has not, or a table that cannot run.
+      ValueError: there is no such name or file, the schedule does not support the sizes, or the table cannot
+        run.
 
     >>> make_table("1f1b", 4, 8).num_ticks
     22

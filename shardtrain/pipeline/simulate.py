@@ -1,7 +1,4 @@
-"""Simulate a table in time: start and end of each task, makespan and bubble. No jax, no devices.
-
-The bubble is the fraction of the stages' time in which they wait, for any times of tasks and transfers.
-"""
+"""Simulate the times of a schedule table: start and end of each task, makespan and bubble. No jax."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,13 +7,13 @@ from itertools import groupby
 from typing import Any
 
 from shardtrain.errors.messages import problems_error
-from shardtrain.pipeline.table import Table, Task, needs
+from shardtrain.pipeline.table import Table, Task, list_needs
 
 Seconds = Mapping[tuple[int, int, str], float] | Mapping[str, float] | Callable[[int, int, str], float]
-"""Seconds of a task by (stage, chunk, kind), or by kind where all stages are equal."""
+"""Seconds of a task by (stage, chunk, kind), or by kind if all stages are equal."""
 
 Transfer = float | Callable[[int, int, str], float]
-"""Seconds to send the result of a task, by (from part, to part, kind); parts on one stage send nothing."""
+"""Seconds to send the result of a task, by (from part, to part, kind); between parts on one stage 0."""
 
 Key = tuple[int, int, str]
 Times = Mapping[Key, float]
@@ -30,10 +27,10 @@ class Simulated:
 
     Args:
       makespan: seconds from the first start to the last end.
-      bubble: 1 - work / (stages * makespan), 0 to 1.
+      bubble: the fraction of the stages' time in which they wait: 1 - work / (stages * makespan).
       start: seconds at which each task begins.
-      end: seconds at which it is done.
-      live: for each stage, the most (chunk, microbatch) that it keeps at once.
+      end: seconds at which each task ends.
+      live: for each stage, the largest number of (chunk, microbatch) that it keeps at once.
     """
 
     makespan: float
@@ -46,9 +43,9 @@ class Simulated:
 def simulate(table: Table, seconds: Seconds, transfer_seconds: Transfer = 0.0) -> Simulated:
     """Simulate a table, given the seconds of its tasks and transfers.
 
-    Each stage does its tasks in order, each as soon as its inputs have arrived; sending costs the sender
-    nothing. In lock-step a tick begins when all stages have done the last one; it lasts as long as its
-    busiest stage, and then as its longest transfer.
+    Each stage does its tasks in order, each as soon as its inputs have arrived; sending takes no time of the
+    sender. In lock-step a tick begins when all stages have ended the previous one; it lasts as long as the
+    work of its busiest stage plus its longest transfer.
 
     Args:
       table: one that `check` accepts.
@@ -56,7 +53,7 @@ def simulate(table: Table, seconds: Seconds, transfer_seconds: Transfer = 0.0) -
       transfer_seconds: one number, or a function (from part, to part, kind) -> seconds.
 
     Returns:
-      Starts, ends and what follows from them.
+      The start and end of each task, makespan, bubble and live inputs.
 
     Raises:
       ValueError: lists every stage, chunk and kind that has no time or a negative one.
@@ -89,29 +86,29 @@ def _times(table: Table, seconds: Seconds, transfer: Transfer) -> tuple[Times, T
     """Return the seconds of work, and of sending the result, of each (stage, chunk, kind)."""
     chunks = [(stage, chunk) for stage in range(table.num_stages) for chunk in range(table.num_chunks)]
     keys = [(*chunk, kind) for chunk in chunks for kind in table.kinds]
-    # ask for all times first, so that one error lists every missing or negative one
     work = {key: _work_seconds(seconds, key) for key in keys}
     hops = {key: hop_seconds(table, transfer, key) for key in keys}
     problems = [
         f"{what} of stage {key[0]}, chunk {key[1]}, kind {key[2]!r} takes {found} s; give a number from 0"
         for what, times in (("work", work), ("transfer", hops))
         for key, found in times.items()
-        if found is None or not 0 <= found < math.inf
+        if not 0 <= found < math.inf
     ]
     if problems:
         raise problems_error(f"schedule {table.name!r} cannot be simulated", problems)
-    return {key: work[key] or 0.0 for key in keys}, {key: hops[key] or 0.0 for key in keys}
+    return work, hops
 
 
-def _work_seconds(seconds: Seconds, key: Key) -> float | None:
+def _work_seconds(seconds: Seconds, key: Key) -> float:
+    """Return the seconds of a task; NaN if they are not given."""
     if not isinstance(seconds, Mapping):
         return seconds(*key)
     times: Mapping[Any, float] = seconds
-    return times.get(key, times.get(key[2]))
+    return times.get(key, times.get(key[2], math.nan))
 
 
-def hop_seconds(table: Table, transfer: Transfer, key: Key) -> float | None:
-    """Return the seconds of sending a result: forward to the next part, backward to the previous.
+def hop_seconds(table: Table, transfer: Transfer, key: Key) -> float:
+    """Return the seconds to send a result: of a forward to the next part, of a backward to the previous one.
 
     Args:
       table: the schedule.
@@ -135,7 +132,7 @@ def _simulate_by_arrival(table: Table, work: Times, hops: Times) -> Run:
     free = [0.0] * table.num_stages
     # the tasks are sorted by tick, so everything that a task needs was visited before it
     for task in table.tasks:
-        inputs = [made[*need, task.microbatch] for need in needs(table, task)]
+        inputs = [made[*need, task.microbatch] for need in list_needs(table, task)]
         # a result of another stage arrives after its transfer; one of this stage is there at its end
         arrivals = [end[i] + hops[_key(i)] * (i.stage != task.stage) for i in inputs]
         start[task] = max([free[task.stage], *arrivals])

@@ -1,8 +1,8 @@
-"""The partition of a model's blocks into parts, and the order in which a mesh stores stacked blocks.
+"""Partition a model's blocks into parts, find their owners, and reorder stacked blocks for a mesh.
 
-The blocks of a stage are stored next to each other, each part filled up with zeros to the size of the
-largest: so one array, sharded over the axis pipeline, holds any partition. What is saved is
-the model's own order (`order_by_turn`).
+The blocks of a stage are stored next to each other, each part padded with zeros to the size of the
+largest: so one array, sharded over the axis pipeline, holds any partition. Checkpoints have the model's own
+order (`restore_order`).
 """
 
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ class Partition:
 
     @cached_property
     def stored_blocks(self) -> tuple[int, ...]:
-        """The block at each stored position, stage by stage; -1 for zeros that fill up a part."""
+        """The block at each stored position, stage by stage; -1 for padding."""
         parts = [part for s in range(self.num_stages) for part in self.part_placement.parts(s)]
         return tuple(
             self.starts[part] + k if k < self.counts[part] else -1
@@ -75,11 +75,11 @@ class Partition:
         return self.stored_blocks == tuple(range(self.num_blocks))
 
     def store_blocks(self, x: Any, dim: int = 0) -> Any:
-        """Return an array of all blocks in the order in which the mesh stores it, filled up with zeros.
+        """Convert an array of all blocks to the order in which the mesh stores it, padded with zeros.
 
         Args:
           x: (..., blocks, ...).
-          dim: which dim counts blocks.
+          dim: the dim that counts blocks.
         """
         if self.is_plain:
             return x
@@ -88,11 +88,49 @@ class Partition:
         return jnp.where(real, found, jnp.zeros((), x.dtype))
 
     def restore_order(self, x: Any, dim: int = 0) -> Any:
-        """Return a stored array in the order of the model, the reverse of `stored`."""
-        return x if self.is_plain else jnp.take(x, _positions(self.stored_blocks), axis=dim)
+        """Convert a stored array to the order of the model, the reverse of `store_blocks`."""
+        return x if self.is_plain else jnp.take(x, _find_positions(self.stored_blocks), axis=dim)
 
 
-def _positions(stored_blocks: Sequence[int]) -> np.ndarray:
-    """Return the position at which each block is stored."""
+def _find_positions(stored_blocks: Sequence[int]) -> np.ndarray:
+    """Return the position of each block."""
     numbers = range(max(stored_blocks) + 1)
     return np.asarray([stored_blocks.index(number) for number in numbers], np.int32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnerGroup:
+    """Blocks with the same owners.
+
+    Args:
+      stages: for each replica, the stage that owns the blocks.
+      blocks: the numbers of the blocks, in order.
+    """
+
+    stages: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+def owner_groups(cuts: Sequence[Partition]) -> tuple[OwnerGroup, ...]:
+    """Return the groups of owners, in the order of their first blocks.
+
+    If all replicas cut alike there is one group for each stage. All islands go through their groups in this
+    order, so that none waits for another in a ring.
+
+    Args:
+      cuts: the partition of each replica.
+
+    >>> cuts = [Partition(num_stages=2, counts=counts) for counts in ((1, 3), (3, 1))]
+    >>> [(group.stages, group.blocks) for group in owner_groups(cuts)]
+    [((0, 0), (0,)), ((1, 0), (1, 2)), ((1, 1), (3,))]
+    """
+    by_stages: dict[tuple[int, ...], list[int]] = {}
+    owners = [_list_block_stages(cut) for cut in cuts]
+    for block, stages in enumerate(zip(*owners, strict=True)):
+        by_stages.setdefault(stages, []).append(block)
+    return tuple(OwnerGroup(stages=stages, blocks=tuple(blocks)) for stages, blocks in by_stages.items())
+
+
+def _list_block_stages(cut: Partition) -> list[int]:
+    placement = cut.part_placement
+    return [placement.stage(part) for part, count in enumerate(cut.counts) for _ in range(count)]

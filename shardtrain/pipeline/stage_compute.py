@@ -1,6 +1,6 @@
-"""The forward computations of a stage inside a mesh: what enters the blocks, a part's blocks, the loss.
+"""The forward computations of a stage inside a mesh: the first layers, a part's blocks, the loss.
 
-Pure functions, which `mesh_tasks.py` differentiates and calls in the order of a table.
+Next: `mesh_tasks.py`, which differentiates them and calls them in the order of a table.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,26 +14,26 @@ from jax.sharding import PartitionSpec
 
 from shardtrain import axes
 from shardtrain.functional.auxiliary import sum_loss
-from shardtrain.functional.constrained_specs import find_constrained_specs
+from shardtrain.functional.jaxprs import find_constrained_specs
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Chain
 from shardtrain.functional.model_calls import model_inputs, once
-from shardtrain.pipeline.activations import Activations, ActivationTree, activation_changes
+from shardtrain.pipeline.activations import Activations, ActivationTree, describe_activation_changes
 from shardtrain.pipeline.stacking import Partition
 
 
 class StageCompute:
-    """The computations of one stage on one batch, inside a shard_map that is manual over the axis pipeline.
+    """The computations of one stage on one batch, in a shard_map that is manual over the axis pipeline.
 
     Args:
       chain: stacked blocks; their activations must have the same shapes between all blocks.
       loss: returns (sum, count), see `loss.Loss`.
       stages: the partition of the blocks.
       params: the parameters of this stage; `params["blocks"]` are its own stacked blocks.
-      rng: microbatch -> the key of its rows of the batch.
+      rng: number of a microbatch -> the key of its rows.
       batch: every array (microbatches, rows, ...).
       row_axes: the mesh axes over which rows are sharded.
-      train: whether to use dropout.
+      train: whether dropout is on.
 
     Raises:
       ValueError: blocks change the shapes of activations, or the loss does not call the model once.
@@ -65,7 +65,7 @@ class StageCompute:
         blocks = self.block_params(size, 0)
         run = jax.make_jaxpr(lambda tree: self._run(size, blocks, 0, 0, tree), return_shape=True)
         program, after = run(before)
-        if changed := activation_changes(before, after):
+        if changed := describe_activation_changes(before, after):
             raise ValueError(changed)
         # between stages activations stay sharded as the blocks say, such as a sequence over context
         specs = [
@@ -75,7 +75,7 @@ class StageCompute:
 
     @cached_property
     def loss_shapes(self) -> Any:
-        """Shapes of what `make_loss` returns."""
+        """Shapes of what `compute_loss` returns."""
         return jax.eval_shape(lambda found: self.compute_loss(self.rest, found, 0), self.tree.shapes)
 
     def shard_rows(self, arrays: Any) -> Any:
@@ -97,8 +97,7 @@ class StageCompute:
         return self.tree.split(self._first(rest, number))
 
     def _first(self, rest: Any, number: Any) -> Any:
-        # without the constraint XLA slices a sharded sequence from the batch by a permute, which waits for
-        # all stages
+        # otherwise XLA slices a sharded sequence by a permute, which waits for all stages
         inputs = self.shard_rows(model_inputs(self.loss, self.microbatch(number), self.rng(number)))
         return self.chain.first(rest, {}, self.rng(number), self.train, *inputs)[0]
 
@@ -127,13 +126,13 @@ class StageCompute:
         return self.chain.run({BLOCKS: blocks}, {}, self.rng(number), self.train, start, size, tree)[0]
 
     def select_part(self, numbers: Sequence[int], chunk: Any) -> jax.Array:
-        """Select, from a list with a number for each part, the one of a chunk of this stage."""
+        """Select the number of a chunk of this stage from a list with a number for each part."""
         placement = self.stages.part_placement
         by_stage = [[numbers[part] for part in placement.parts(s)] for s in range(placement.num_stages)]
         return jnp.asarray(by_stage)[self.stage, chunk]
 
     def compute_loss(self, rest: Any, leaving: Activations, number: Any) -> tuple[jax.Array, Any]:
-        """Return (loss sum, (count, metrics)) of the activations that leave the blocks."""
+        """Return (loss sum, (count, metrics)), given the activations that leave the blocks."""
 
         def last(*inputs: Any) -> Any:
             return self.chain.last(rest, {}, self.rng(number), self.train, self.tree.join(leaving))[0]

@@ -1,7 +1,6 @@
-"""What a group of blocks costs on a stage of given speed and memory: seconds of its tasks, and bytes.
+"""Estimate the seconds and bytes of a group of blocks on a stage of given speed and memory. No jax.
 
-Values only, no jax. Next: `stage_cut.py`, which cuts a model by these costs; `block_costs.py`, which traces
-them.
+Next: `stage_cut.py`, which cuts a model by these costs; `block_costs.py`, which traces them.
 """
 
 import math
@@ -21,11 +20,11 @@ class BlockCost:
 
     Args:
       forward_flops: floating-point operations of its forward.
-      backward_flops: those of its backward, without computing the forward again.
+      backward_flops: floating-point operations of its backward, without recomputing the forward.
       state_bytes: its parameters, their gradients and their optimizer state.
       saved_bytes: the activations that its backward reads.
-      deferred_bytes: what its backward keeps for its weight task, where these are apart.
-      output_bytes: the activations that it hands on to the next block.
+      deferred_bytes: what its backward keeps for its weight task, if the schedule has weight tasks.
+      output_bytes: the activations that it returns to the next block.
     """
 
     forward_flops: float = 0.0
@@ -38,12 +37,12 @@ class BlockCost:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCosts:
-    """The costs of a model's blocks, and of what comes before and after them.
+    """The costs of a model's blocks, and of its layers before and after them.
 
     Args:
-      blocks: in order.
-      first: what comes before the blocks, such as an embedding; on the first stage.
-      last: what comes after them, such as a head; on the last stage.
+      blocks: the cost of each block, in order.
+      first: the cost of the layers before the blocks, such as an embedding; on the first stage.
+      last: the cost of the layers after the blocks, such as a head; on the last stage.
     """
 
     blocks: Sequence[BlockCost]
@@ -56,10 +55,10 @@ class StageDevices:
     """The devices of one stage.
 
     Args:
-      flops_per_second: of all devices of the stage together; or a speed in any unit, the same for all stages.
-      memory_bytes: of each device; infinite: no limit.
-      state_shards: into so many devices parameters and what belongs to them are sharded.
-      row_shards: into so many devices the rows of a microbatch are sharded.
+      flops_per_second: the sum over its devices; or a speed in any unit, the same for all stages.
+      memory_bytes: the memory of each device; infinite means no limit.
+      state_shards: number of devices over which parameters, gradients and optimizer state are sharded.
+      row_shards: number of devices over which the rows of a microbatch are sharded.
     """
 
     flops_per_second: float
@@ -72,29 +71,45 @@ class StageDevices:
 class StageCosts:
     """The costs of blocks on the stages of a pipeline, under a schedule.
 
+    A stage keeps only the input of each live microbatch, and recomputes its forward in the backward.
+
     Args:
       model: the costs of its blocks.
-      devices: of each stage, in order.
-      table: the schedule, one part a stage, not of the lock-step form.
-      link_bytes_per_second: between each stage and the next, one number fewer than stages; or one for all.
-      recomputes: whether a stage keeps the input of each live microbatch alone, and computes its forward
-        again in the backward, as the stages of this package do; else it keeps all that the backward reads.
+      devices: the devices of each stage, in order.
+      table: the schedule, with one part a stage, not in lock-step.
+      link_bytes_per_second: bandwidth between each stage and the next, or one number for all.
 
     Raises:
-      ValueError: lists all that does not fit together, or is out of range.
+      ValueError: the schedule has several parts a stage, there are fewer blocks than stages, or a stage has
+        no speed.
     """
 
     model: ModelCosts
     devices: Sequence[StageDevices]
     table: Table
     link_bytes_per_second: float | Sequence[float] = math.inf
-    recomputes: bool = True
 
     def __post_init__(self) -> None:
-        if problems := _problems(self):
-            blocks = len(self.model.blocks)
+        stages, table, links = len(self.devices), self.table, self.link_bytes_per_second
+        assert table.num_stages == stages
+        assert isinstance(links, int | float) or len(links) == stages - 1
+        problems = []
+        if table.num_chunks != 1 or table.lockstep:
+            problems.append(
+                f"the schedule {table.name!r} has {table.num_chunks} chunks a stage"
+                f"{' in lock-step' if table.lockstep else ''}; cut by time needs one part a stage, not in"
+                " lock-step: use 1f1b, zero_bubble or gpipe with one virtual stage, or numbers of blocks"
+            )
+        if self.num_blocks < stages:
+            problems.append(f"each stage has one block or more; use at most {self.num_blocks} stages")
+        problems += [
+            f"the speed of stage {stage} is {each.flops_per_second}; use one above 0"
+            for stage, each in enumerate(self.devices)
+            if not 0 < each.flops_per_second < math.inf
+        ]
+        if problems:
             raise problems_error(
-                f"{blocks} blocks cannot be cut for {len(self.devices)} stages by time", problems
+                f"{self.num_blocks} blocks cannot be cut for {stages} stages by time", problems
             )
 
     @property
@@ -109,12 +124,12 @@ class StageCosts:
 
     @cached_property
     def live(self) -> tuple[int, ...]:
-        """For each stage, the most microbatches in flight there."""
+        """For each stage, the largest number of microbatches in flight."""
         return tuple(map(self.table.live, range(self.num_stages)))
 
     @cached_property
     def delayed_weights(self) -> tuple[int, ...]:
-        """For each stage, the most microbatches there between their backward and their weight task."""
+        """For each stage, the largest number of microbatches between their backward and their weight task."""
         return tuple(map(self.table.delayed_weights, range(self.num_stages)))
 
     @cached_property
@@ -126,7 +141,7 @@ class StageCosts:
         }
 
     def _sum(self, name: str, stage: int, begin: int, end: int) -> float:
-        """Add up a cost over the blocks from begin to end, and over the model's ends where they are here."""
+        """Add up a cost over the blocks from begin to end, and the model's ends that are on this stage."""
         sums = self._sums[name]
         found = sums[end] - sums[begin]
         found += getattr(self.model.first, name) if stage == 0 else 0.0
@@ -136,22 +151,18 @@ class StageCosts:
         """Return the seconds of each kind of task, for one microbatch.
 
         Args:
-          stage: its number.
-          begin, end: its blocks, from begin to before end.
+          stage: the number of the stage.
+          begin, end: its first block, and the block after its last.
         """
         speed = self.devices[stage].flops_per_second
         forward = self._sum("forward_flops", stage, begin, end) / speed
         backward = self._sum("backward_flops", stage, begin, end) / speed
         first, last = stage == 0, stage == self.num_stages - 1
-        if not self.recomputes:
-            if not self.table.has_weight:
-                return {"forward": forward, "backward": backward}
-            return {"forward": forward, "backward": backward / 2, "weight": backward / 2}
         # every backward computes the forward again, so the last stage needs no forward of its own
         ahead = 0.0 if last else forward
         if not self.table.has_weight:
             return {"forward": ahead, "backward": forward + backward}
-        # the first stage has no cotangents to send: all of its backward is its weight task, but for the loss
+        # the first stage sends no cotangents: its whole backward is its weight task, except for the loss
         cotangents = 0.0 if first else backward / 2
         to_input = 0.0 if first and not last else forward + cotangents
         return {"forward": ahead, "backward": to_input, "weight": forward + backward - to_input}
@@ -161,7 +172,7 @@ class StageCosts:
         return sum(self.seconds(stage, begin, end).values())
 
     def transfer_seconds(self, boundary: int, stage: int) -> float:
-        """Return the seconds of sending a microbatch's activations from the stage before to this one.
+        """Return the seconds to send a microbatch's activations from the previous stage to this one.
 
         Args:
           boundary: the first block of this stage.
@@ -174,18 +185,15 @@ class StageCosts:
         return self.model.blocks[boundary - 1].output_bytes / link
 
     def memory_bytes(self, stage: int, begin: int, end: int) -> float:
-        """Return the bytes that each device of a stage needs: state, activations in flight, what is deferred.
+        """Return the bytes that each device needs: state, activations in flight, deferred gradients.
 
-        Where weight tasks are apart, the cotangents of what the stage sent, and what its backward has
-        computed of their inputs, are kept from the backward of a microbatch to its weight task.
+        With weight tasks, the cotangents of the stage's outputs, and what its backward has computed for them,
+        are kept from the backward of a microbatch to its weight task.
         """
         devices = self.devices[stage]
         saved = self._sum("saved_bytes", stage, begin, end)
-        if self.recomputes:
-            before = self.model.blocks[begin - 1] if begin else BlockCost()
-            activations = self.live[stage] * before.output_bytes + saved
-        else:
-            activations = self.live[stage] * saved
+        before = self.model.blocks[begin - 1] if begin else BlockCost()
+        activations = self.live[stage] * before.output_bytes + saved
         if stage < self.num_stages - 1:
             activations += self.delayed_weights[stage] * self.model.blocks[end - 1].output_bytes
         if stage > 0:
@@ -212,37 +220,3 @@ class StageCosts:
             return self.transfer_seconds(begins[later], later)
 
         return simulate(self.table, times, transfer)
-
-
-def _problems(costs: StageCosts) -> list[str]:
-    """List what does not fit together, one sentence each."""
-    problems = []
-    stages, links = len(costs.devices), costs.link_bytes_per_second
-    if costs.table.num_stages != stages:
-        problems.append(f"the schedule has {costs.table.num_stages} stages; give the devices of each")
-    if costs.table.num_chunks != 1 or costs.table.lockstep:
-        problems.append(
-            f"the schedule {costs.table.name!r} has {costs.table.num_chunks} chunks a stage"
-            f"{' in lock-step' if costs.table.lockstep else ''}; cut by time needs one part a stage, not in"
-            " lock-step: use 1f1b, zero_bubble or gpipe with one virtual stage, or numbers of blocks"
-        )
-    if len(costs.model.blocks) < stages:
-        problems.append(f"each stage has one block or more; use at most {len(costs.model.blocks)} stages")
-    for stage, devices in enumerate(costs.devices):
-        if not 0 < devices.flops_per_second < math.inf:
-            problems.append(f"the speed of stage {stage} is {devices.flops_per_second}; use one above 0")
-        if not devices.memory_bytes > 0:
-            problems.append(f"the memory of stage {stage} is {devices.memory_bytes} bytes; use more than 0")
-    given = [links] if isinstance(links, int | float) else list(links)
-    if not isinstance(links, int | float) and len(given) != stages - 1:
-        problems.append(f"{len(given)} links join {stages} stages; give {stages - 1}")
-    problems += [f"a link has {link} bytes a second; use more than 0" for link in given if not link > 0]
-    ends = {"first": costs.model.first, "last": costs.model.last}
-    blocks = {f"block {i}": block for i, block in enumerate(costs.model.blocks)}
-    for where, block in {**ends, **blocks}.items():
-        problems += [
-            f"{name} of {where} is {value}; give a number from 0"
-            for name, value in vars(block).items()
-            if not 0 <= value < math.inf
-        ]
-    return problems

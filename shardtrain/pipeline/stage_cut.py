@@ -1,13 +1,13 @@
-"""Cut a model for stages of unequal speed and memory, so that a step is as short as can be. No jax.
+"""Cut a model for stages of unequal speed and memory, with the shortest possible step. No jax.
 
 Sources: Narayanan et al. 2019, PipeDream, section 3.1 (the slowest stage or link decides, by dynamic
 programming); Park et al. 2020, HetPipe (memory by the number of microbatches in flight).
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, combinations, pairwise, permutations
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations, pairwise
 from operator import add
 
 from shardtrain.errors.messages import problems_error
@@ -17,52 +17,47 @@ from shardtrain.pipeline.simulate import Simulated
 from shardtrain.pipeline.stage_costs import StageCosts
 
 MOST_CUTS = 3000
-"""So many cuts are all judged; of more those that dynamic programming finds."""
+"""Up to this number all cuts are simulated; of more cuts only those that dynamic programming finds."""
 
 SLACKS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5)
-"""How much longer than can be the slowest stage may take, for a shorter way through all stages."""
-
-MOST_ORDERS = 5040
-"""So many orders of the devices are searched: those of 7 that are all different."""
+"""Factors by which the slowest stage may exceed the least possible time, for less time through all stages."""
 
 GB = 10**9
 
 
 class NoCut(ValueError):
-    """No cut fits the memory of the stages; the text has the numbers of the one that comes nearest."""
+    """No cut fits the memory of the stages; the message has the numbers of the nearest cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageCut:
-    """A cut and what is predicted of it.
+    """A cut and its predicted costs.
 
     Args:
       counts: blocks of each stage.
       simulated: the simulation of a step.
-      busy_seconds: of each stage, for one microbatch.
-      memory_bytes: of each device of each stage.
-      order: the number, among the devices that were given, of the devices of each stage.
+      busy_seconds: seconds of work of each stage, for one microbatch.
+      memory_bytes: bytes of each device of each stage.
     """
 
     counts: tuple[int, ...]
     simulated: Simulated
     busy_seconds: tuple[float, ...]
     memory_bytes: tuple[float, ...]
-    order: tuple[int, ...]
 
 
 def best_cut(costs: StageCosts) -> StageCut:
-    """Return the cut whose step is the shortest in the simulation, of those that fit the memory.
+    """Return the cut with the shortest simulated step, among cuts that fit the memory.
 
-    Up to `MOST_CUTS` cuts: of all. Of more: of the equal cut, if it fits, and those with the least time of
-    one microbatch through all stages among the cuts whose slowest stage or link is at most so much (see
-    `SLACKS`) above the least possible; so it is never worse than the equal cut where that fits.
+    Up to `MOST_CUTS` cuts are all compared. Of more it compares the equal cut, and for each factor of
+    `SLACKS` the cut with the least time of one microbatch through all stages, among cuts whose slowest stage
+    or link takes at most this factor of the least possible time.
 
     Args:
-      costs: of the blocks on these stages.
+      costs: the costs of blocks on these stages.
 
     Raises:
-      NoCut: no cut fits the memory; the message has the numbers of the one that comes nearest.
+      NoCut: no cut fits the memory; the message has the numbers of the nearest cut.
 
     >>> from shardtrain.pipeline.schedule import make_table
     >>> from shardtrain.pipeline.stage_costs import BlockCost, ModelCosts, StageDevices
@@ -74,76 +69,20 @@ def best_cut(costs: StageCosts) -> StageCut:
     """
     sizes = (costs.num_blocks, costs.num_stages)
     if math.comb(sizes[0] - 1, sizes[1] - 1) <= MOST_CUTS:
-        found = [counts for counts in _all_cuts(*sizes) if fits(costs, counts)]
+        found = [counts for counts in _list_cuts(*sizes) if fits(costs, counts)]
     else:
         equal = tuple(cut_by("equal", *sizes))
-        found = [*front(costs), *([equal] if fits(costs, equal) else [])]
+        found = [*list_front_cuts(costs), *([equal] if fits(costs, equal) else [])]
     if not found:
-        raise _no_fit(costs)
+        raise _make_no_fit_error(costs)
     return shortest_cut(costs, found)
 
 
-def best_order(
-    costs: StageCosts,
-    link: Callable[[int, int], float] | None = None,
-    names: Sequence[Hashable] | None = None,
-) -> StageCut:
-    """Return the best cut over all orders of the devices on the stages.
-
-    Args:
-      costs: with the devices in any order.
-      link: bytes per second between two of the devices, by their numbers; None: the links of `costs`.
-      names: of the devices: orders that only swap devices of one name are tried once. By default equal
-        devices have one name where links do not differ, and else each its own.
-
-    Raises:
-      ValueError: there are more than `MOST_ORDERS` orders.
-      NoCut: no order has a cut that fits.
-    """
-    if names is None:
-        names = costs.devices if link is None else range(costs.num_stages)
-    orders = _orders([list(names).index(name) for name in names])
-    best, problem = None, None
-    for order in orders:
-        devices = [costs.devices[number] for number in order]
-        links = costs.link_bytes_per_second if link is None else [link(a, b) for a, b in pairwise(order)]
-        try:
-            found = best_cut(replace(costs, devices=devices, link_bytes_per_second=links))
-        except NoCut as error:
-            problem = problem or error
-            continue
-        if best is None or found.simulated.makespan < best.simulated.makespan:
-            best = replace(found, order=order)
-    if best is None:
-        raise problem or AssertionError("there is an order")
-    return best
-
-
-def _orders(names: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the orders to try, the given one first."""
-    number = math.factorial(len(names))
-    for name in set(names):
-        number //= math.factorial(names.count(name))
-    if number > MOST_ORDERS:
-        raise ValueError(
-            f"{len(names)} devices on {len(names)} stages have {number:,} orders; at most {MOST_ORDERS:,} are"
-            " searched: give the order yourself, the fastest devices first, or fewer stages"
-        )
-    seen: set[tuple[int, ...]] = set()
-    found = []
-    for order in permutations(range(len(names))):
-        kind = tuple(names[device] for device in order)
-        if kind not in seen:
-            seen.add(kind)
-            found.append(order)
-    return found
-
-
 def shortest_cut(costs: StageCosts, cuts: Iterable[tuple[int, ...]]) -> StageCut:
-    """Return the one of these cuts with the shortest simulated step, whether it fits the memory or not."""
+    """Return the cut with the shortest simulated step, whether it fits the memory or not."""
     best: tuple[float, Simulated, tuple[int, ...]] | None = None
-    # the least bounds first, which end the search
-    for bound, counts in sorted((least_seconds(costs, counts), counts) for counts in set(cuts)):
+    # the smallest bounds first, which end the search early
+    for bound, counts in sorted((bound_seconds(costs, counts), counts) for counts in set(cuts)):
         if best is not None and bound >= best[0]:
             break
         found = costs.simulated(counts)
@@ -151,41 +90,40 @@ def shortest_cut(costs: StageCosts, cuts: Iterable[tuple[int, ...]]) -> StageCut
             best = found.makespan, found, counts
     assert best is not None
     _, simulated, counts = best
-    groups = list(_groups(counts))
+    groups = list(_iterate_groups(counts))
     return StageCut(
         counts=counts,
         simulated=simulated,
         busy_seconds=tuple(costs.busy_seconds(*group) for group in groups),
         memory_bytes=tuple(costs.memory_bytes(*group) for group in groups),
-        order=tuple(range(costs.num_stages)),
     )
 
 
-def least_seconds(costs: StageCosts, counts: Sequence[int]) -> float:
+def bound_seconds(costs: StageCosts, counts: Sequence[int]) -> float:
     """Return a lower bound of a step's seconds.
 
-    A stage does not begin before a microbatch has come through those before it, and after its last backward
-    they have theirs to do.
+    A stage begins after a microbatch has passed all earlier stages, which do their backwards after its last
+    one.
     """
     bound = ahead = 0.0
-    for stage, begin, end in _groups(counts):
+    for stage, begin, end in _iterate_groups(counts):
         times = costs.seconds(stage, begin, end)
         ahead += 2 * costs.transfer_seconds(begin, stage)
         own = costs.table.num_microbatches * sum(times.values())
-        # weight tasks of a stage may all come before its last backward: only the backward surely follows it
+        # all weight tasks of a stage may come before its last backward
         own -= (costs.table.num_microbatches * times["weight"]) if costs.table.has_weight else 0.0
         bound = max(bound, ahead + own)
         ahead += times["forward"] + times["backward"]
     return bound * (1 - 1e-12)
 
 
-def _groups(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _iterate_groups(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yield (stage, begin, end)."""
     ends = accumulate(counts, initial=0)
     return ((stage, begin, end) for stage, (begin, end) in enumerate(pairwise(ends)))
 
 
-def _all_cuts(num_blocks: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+def _list_cuts(num_blocks: int, num_stages: int) -> Iterator[tuple[int, ...]]:
     for inner in combinations(range(1, num_blocks), num_stages - 1):
         yield tuple(end - begin for begin, end in pairwise((0, *inner, num_blocks)))
 
@@ -193,14 +131,15 @@ def _all_cuts(num_blocks: int, num_stages: int) -> Iterator[tuple[int, ...]]:
 def fits(costs: StageCosts, counts: Sequence[int]) -> bool:
     """Return whether a cut fits the memory of all stages."""
     return all(
-        costs.memory_bytes(*group) <= costs.devices[group[0]].memory_bytes for group in _groups(counts)
+        costs.memory_bytes(*group) <= costs.devices[group[0]].memory_bytes
+        for group in _iterate_groups(counts)
     )
 
 
-def front(costs: StageCosts) -> list[tuple[int, ...]]:
-    """Return cuts between the least slowest stage and the least time through all, that fit the memory.
+def list_front_cuts(costs: StageCosts) -> list[tuple[int, ...]]:
+    """Return cuts that fit the memory, with a slower slowest stage but less time through all stages each.
 
-    The first one has the least possible slowest stage or link, by dynamic programming.
+    The first cut has the fastest possible slowest stage or link, by dynamic programming.
     """
 
     def slowest(stage: int, begin: int, end: int) -> float:
@@ -223,15 +162,15 @@ def front(costs: StageCosts) -> list[tuple[int, ...]]:
     return [join_least(*sizes, through(least * slack), add)[1] for slack in SLACKS]
 
 
-def _no_fit(costs: StageCosts) -> NoCut:
-    """Return the error that says by how much the cut that comes nearest to fitting does not fit."""
+def _make_no_fit_error(costs: StageCosts) -> NoCut:
+    """Return the error for the cut that comes nearest to fitting the memory."""
 
     def ratio(stage: int, begin: int, end: int) -> float:
         return costs.memory_bytes(stage, begin, end) / costs.devices[stage].memory_bytes
 
     most, counts = join_least(costs.num_blocks, costs.num_stages, ratio, max)
     problems = []
-    for stage, begin, end in _groups(counts):
+    for stage, begin, end in _iterate_groups(counts):
         needs, has = costs.memory_bytes(stage, begin, end), costs.devices[stage].memory_bytes
         if needs > has:
             problems.append(

@@ -1,7 +1,7 @@
-"""The part of a model that one stage across islands owns and computes.
+"""Select the part of a model that one stage across islands owns and computes.
 
-Every parameter belongs to one stage, the first that uses it; a later one that uses it too (a head tied to
-the embedding) borrows it for the step. So the stages split a model, its optimizer state and its checkpoint.
+Every parameter belongs to the first stage that uses it; a later stage that uses it too (a head tied to the
+embedding) borrows it in each step. So the stages split a model, its optimizer state and its checkpoint.
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 
 from shardtrain.functional.loss import Batch
-from shardtrain.functional.model import BLOCKS, Model, Tree, path_text
-from shardtrain.pipeline.costs import STATE
+from shardtrain.functional.model import BLOCKS, Model, Tree, group_by_path, path_text
+from shardtrain.pipeline.costs import STATE, Traced
 from shardtrain.pipeline.cuts import Parts
 from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.stacking import Partition
@@ -22,12 +23,12 @@ from shardtrain.pipeline.stacking import Partition
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageModel:
-    """The parts of a model on one stage, their parameters, and how to run them.
+    """The parts of a model on one stage: their parameters, and functions that run them.
 
     Args:
       model: the whole model.
       stages: the partition of its blocks.
-      traced: the model, traced.
+      traced: the traced model.
       stage: the number of this stage.
     """
 
@@ -48,13 +49,13 @@ class StageModel:
 
     @cached_property
     def users(self) -> dict[str, list[int]]:
-        """Path of a parameter outside the blocks, or of a model state (`model_state/...`) -> its stages."""
+        """Path of a parameter outside the blocks, or of a model state -> the stages that use it."""
         parts = range(len(self.stages.counts))
         found: dict[str, set[int]] = {}
         for part in parts:
             for path in self.traced.part_paths(self.stages, part):
                 found.setdefault(path, set()).add(self.stages.part_placement.stage(part))
-        # what no part reads is the first stage's
+        # what no part reads belongs to the first stage
         users = {path: sorted(found.get(path, {0})) for path in self._paths()}
         for path, stages in users.items():
             if path.startswith(STATE) and len(stages) > 1:
@@ -65,7 +66,7 @@ class StageModel:
         return users
 
     def is_block(self, path: str) -> bool:
-        """Whether a parameter or model state belongs to a block, which one stage has."""
+        """Return whether a parameter or model state belongs to a block, which one stage has."""
         return self.traced.is_block(path)
 
     @property
@@ -74,8 +75,7 @@ class StageModel:
         return self.traced.stacked
 
     def _paths(self) -> list[str]:
-        params = [path_text(path) for path, _ in jax.tree.leaves_with_path(self.traced.params)]
-        state = [path_text(path) for path, _ in jax.tree.leaves_with_path(self.traced.model_state)]
+        params, state = group_by_path(self.traced.params), group_by_path(self.traced.model_state)
         found = [path for path in params if not self.is_block(path)]
         return found + [f"{STATE}{path}" for path in state if not self.is_block(path)]
 
@@ -104,10 +104,9 @@ class StageModel:
         return [i for part in self.parts for i in range(starts[part], starts[part] + counts[part])]
 
     def own(self, tree: Tree, prefix: str = "") -> Tree:
-        """Return the leaves that this stage owns, of a tree like params or (with `STATE`) the model state."""
+        """Select the leaves that this stage owns, from params or (with prefix `STATE`) the model state."""
         found = {}
-        for path, leaf in jax.tree.leaves_with_path(tree):
-            name = path_text(path)
+        for name, leaf in group_by_path(tree).items():
             # outside the blocks the first stage that uses a leaf owns it; of stacked blocks a stage has some
             # rows, of others those with its numbers
             if not self.is_block(name):
@@ -117,7 +116,7 @@ class StageModel:
                 found[name] = self._own_blocks(leaf)
             elif int(name.split("/")[1]) in self.block_numbers:
                 found[name] = leaf
-        return nest(found)
+        return unflatten_dict(found, sep="/")
 
     def _own_blocks(self, leaf: Any) -> Any:
         if isinstance(leaf, _Names):
@@ -127,7 +126,7 @@ class StageModel:
         return jnp.concatenate([leaf[number : number + 1] for number in self.block_numbers])
 
     def make_stage_model(self) -> Model:
-        """Return a model of the parameters that this stage owns; it can be initialised, not applied."""
+        """Return a model of the parameters that this stage owns; it can be initialised but not applied."""
 
         def init(key: jax.Array) -> tuple[Tree, Tree]:
             params, model_state = self.model.init(key)
@@ -141,25 +140,19 @@ class StageModel:
         return Model(init=init, apply=apply, dims=dims, frozen=self.model.frozen)
 
     def part_params(self, params: Tree, part: int) -> Tree:
-        """Select the parameters that a part uses, from those of its stage (borrowed ones among them)."""
+        """Select the parameters that a part uses, from the parameters of its stage and borrowed ones."""
         uses = self.traced.part_paths(self.stages, part)
-        rest = {path_text(p): leaf for p, leaf in jax.tree.leaves_with_path(params)}
-        found = nest({path: leaf for path, leaf in rest.items() if path in uses})
-        if self.model.chain is None:
+        found = {path: leaf for path, leaf in group_by_path(params).items() if path in uses}
+        found = unflatten_dict(found, sep="/")
+        if not isinstance(self.traced, Traced):
             return found
-        return {**found, BLOCKS: self._blocks(params.get(BLOCKS, {}), part)}
-
-    def _blocks(self, blocks: Tree, part: int) -> Tree:
-        start, count = self.stages.starts[part], self.stages.counts[part]
-        if not self.stacked:
-            numbers = [str(i) for i in range(start, start + count)]
-            return {number: blocks[number] for number in numbers if number in blocks}
-        offset = self.block_numbers.index(start)
-        return jax.tree.map(lambda x: x[offset : offset + count], blocks)
+        offset = self.block_numbers.index(self.stages.starts[part])
+        blocks = self.traced.select_blocks(params.get(BLOCKS, {}), self.stages, part, offset)
+        return {**found, BLOCKS: blocks}
 
     def add_grads(self, grads: Tree, part: int, found: Tree) -> Tree:
-        """Add the gradients of a part's parameters (see `part_params`) to those of its stage, in float32."""
-        by_path = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(found)}
+        """Add the gradients of a part's parameters to the gradients of its stage, in float32."""
+        by_path = group_by_path(found)
         offset = self.block_numbers.index(self.stages.starts[part])
 
         def add(path: Any, total: jax.Array) -> jax.Array:
@@ -214,19 +207,3 @@ class _Names:
 
 def _is_names(x: Any) -> bool:
     return x is None or isinstance(x, tuple)
-
-
-def nest(by_path: Mapping[str, Any]) -> Tree:
-    """Return the nested dict of a dict by paths.
-
-    >>> nested({"a/b": 1, "c": 2})
-    {'a': {'b': 1}, 'c': 2}
-    """
-    tree: Tree = {}
-    for path, leaf in by_path.items():
-        *parents, name = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = leaf
-    return tree

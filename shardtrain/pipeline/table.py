@@ -1,7 +1,7 @@
-"""A schedule as a table of tasks: which stage does what in which tick. No jax.
+"""A schedule as a table of tasks: which stage does which task in which tick. No jax.
 
-Everything that runs, simulates or draws a schedule reads a table. Next: `part_placement.py` (which part of
-the model a chunk of a stage is), `schedule.py` (the named schedules).
+Executors, the simulator and plots read tables. Next: `part_placement.py` (the part of the model of each chunk
+of a stage), `schedule.py` (the named schedules).
 """
 
 from collections import Counter
@@ -11,11 +11,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardtrain.errors.messages import near, problems_error
-from shardtrain.pipeline.part_placement import PartPlacement, placement_problem
+from shardtrain.pipeline.part_placement import PartPlacement, find_placement_problem
 
 KINDS = ("forward", "backward", "weight")
-"""Kinds of tasks, in the order in which a lock-step tick does them. A backward computes the gradients of a
-part's input and weights; in a table with weight tasks only those of its input."""
+"""Kinds of tasks, in their order in a lock-step tick. A backward computes the gradients of a part's input and
+weights; in a table with weight tasks only of its input."""
 
 
 class Task(NamedTuple):
@@ -30,19 +30,20 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A schedule as data; `check` verifies that it can run.
+    """A schedule as data; `check` checks that it can run.
 
     Args:
       num_stages: S, stages that compute at the same time.
       num_microbatches: M, microbatches of a batch.
       num_chunks: V, parts of the model on each stage.
-      placement: which part each chunk of a stage is, a name of `part_placement.PLACEMENTS`.
-      lockstep: every tick waits for all stages, as in a mesh: a stage does one task of each kind in a tick,
-        in the order of `KINDS`. Otherwise it does one task a tick, and only the order of its tasks counts.
+      placement: name of the placement of parts on stages, see `part_placement.PLACEMENTS`.
+      lockstep: whether every tick waits for all stages, as in a mesh: a stage does one task of each kind in a
+        tick, in the order of `KINDS`. Otherwise it does one task a tick, and only their order matters.
       tasks: in any order; kept sorted by tick, stage and kind.
       name: the name of the schedule, or of the file that the table was read from.
       kinds: kinds of tasks of each part and microbatch; by default all kinds among the tasks.
-      live_bound: for each stage, the most (chunk, microbatch) that it may keep at once; None: any number.
+      live_bound: for each stage, the largest number of (chunk, microbatch) that it may keep at once; None
+        means no limit.
 
     >>> Table(num_stages=1, num_microbatches=1, tasks=(Task(0, 0, 0, 0, "forward"),), name="mine").kinds
     ('forward',)
@@ -62,11 +63,11 @@ class Table:
         found = {task.kind for task in self.tasks}
         if not self.kinds:
             object.__setattr__(self, "kinds", tuple(kind for kind in KINDS if kind in found))
-        object.__setattr__(self, "tasks", tuple(sorted(self.tasks, key=_position)))
+        object.__setattr__(self, "tasks", tuple(sorted(self.tasks, key=_make_sort_key)))
 
     @property
     def num_ticks(self) -> int:
-        """Ticks from 0 to the last one with a task."""
+        """Number of ticks up to the last one with a task."""
         return 1 + max((task.tick for task in self.tasks), default=-1)
 
     @cached_property
@@ -97,36 +98,32 @@ class Table:
 
         Each counts from the start of its forward to the end of its last task.
         """
-        live = most = 0
-        for task in self.order(stage):
-            live += task.kind == "forward"
-            most = max(most, live)
-            live -= task.kind == self.kinds[-1]
-        return most
+        return self._count_most(stage, "forward", self.kinds[-1])
 
     def delayed_weights(self, stage: int) -> int:
         """Return the largest number of (chunk, microbatch) on a stage between backward and weight task.
 
         Each counts from the start of its backward to the end of its weight task; 0 without weight tasks.
         """
-        if not self.has_weight:
-            return 0
-        delayed = most = 0
+        return self._count_most(stage, "backward", "weight") if self.has_weight else 0
+
+    def _count_most(self, stage: int, begin: str, end: str) -> int:
+        now = most = 0
         for task in self.order(stage):
-            delayed += task.kind == "backward"
-            most = max(most, delayed)
-            delayed -= task.kind == "weight"
+            now += task.kind == begin
+            most = max(most, now)
+            now -= task.kind == end
         return most
 
 
-def needs(table: Table, task: Task) -> list[tuple[str, int]]:
+def list_needs(table: Table, task: Task) -> list[tuple[str, int]]:
     """Return the dependencies of a task among those of its microbatch: (kind, part) of each.
 
     Results of another part are sent between ticks, so that part must be done in an earlier tick. Results of
     the part itself must be earlier too, but a lock-step tick may do both.
 
     >>> table = Table(num_stages=4, num_microbatches=1, tasks=(), name="mine")
-    >>> needs(table, Task(5, 2, 0, 0, "backward"))
+    >>> list_needs(table, Task(5, 2, 0, 0, "backward"))
     [('forward', 2), ('backward', 3)]
     """
     part = table.part(task)
@@ -137,19 +134,19 @@ def needs(table: Table, task: Task) -> list[tuple[str, int]]:
     return [("forward", part), *([("backward", part + 1)] if part < table.num_parts - 1 else [])]
 
 
-def _position(task: Task) -> tuple[int, int, int]:
+def _make_sort_key(task: Task) -> tuple[int, int, int]:
     return task.tick, task.stage, KINDS.index(task.kind) if task.kind in KINDS else len(KINDS)
 
 
 def check(table: Table) -> None:
-    """Raise an error that lists everything because of which a table cannot run.
+    """Check that a table can run.
 
     Args:
-      table: any table; it need not be checked yet.
+      table: any table.
 
     Raises:
-      ValueError: lists every task that is missing, duplicate, out of range, in the tick of another or before
-        a dependency, and every stage that keeps more than `table.live_bound`.
+      ValueError: lists every task that is missing, duplicate, out of range, in the same tick as another or
+        before a dependency, and every stage that keeps more than `table.live_bound`.
 
     >>> check(Table(num_stages=1, num_microbatches=1, tasks=(Task(0, 0, 0, 0, "forward"),), name="mine"))
     """
@@ -163,7 +160,7 @@ def check(table: Table) -> None:
         raise problems_error(f"schedule {table.name!r} cannot run", problems)
 
 
-def _text(task: Task, num_chunks: int) -> str:
+def _format_task(task: Task, num_chunks: int) -> str:
     chunk = f" of chunk {task.chunk}" if num_chunks > 1 else ""
     return f"the {task.kind}{chunk} of microbatch {task.microbatch} on stage {task.stage}"
 
@@ -176,7 +173,7 @@ def _size_problems(table: Table) -> list[str]:
         problems.append(
             f"its kinds are {list(table.kinds)}; use ['forward'], ['forward', 'backward'] or all three"
         )
-    if problem := placement_problem(table.placement, table.num_chunks):
+    if problem := find_placement_problem(table.placement, table.num_chunks):
         problems.append(problem)
     return problems
 
@@ -184,7 +181,7 @@ def _size_problems(table: Table) -> list[str]:
 def _range_problems(table: Table, task: Task) -> list[str]:
     """Return one problem for each field of a task that is out of range."""
     ends = {"stage": table.num_stages, "chunk": table.num_chunks, "microbatch": table.num_microbatches}
-    where = f"in tick {task.tick}, {_text(task, table.num_chunks)}"
+    where = f"in tick {task.tick}, {_format_task(task, table.num_chunks)}"
     problems = [
         f"{where}: {what} is {getattr(task, what)}; there are {end}, 0 to {end - 1}"
         for what, end in ends.items()
@@ -204,10 +201,12 @@ def _count_problems(table: Table) -> list[str]:
         for kind in table.kinds
     ]
     missing = [
-        f"{_text(task, table.num_chunks)} is missing; add it" for task in wanted if not counts[task[1:]]
+        f"{_format_task(task, table.num_chunks)} is missing; add it"
+        for task in wanted
+        if not counts[task[1:]]
     ]
     return missing + [
-        f"{_text(Task(0, *rest), table.num_chunks)} occurs {count} times; remove {count - 1}"
+        f"{_format_task(Task(0, *rest), table.num_chunks)} occurs {count} times; remove {count - 1}"
         for rest, count in counts.items()
         if count > 1
     ]
@@ -238,15 +237,15 @@ def _order_problems(table: Table) -> list[str]:
     ticks = {(task.kind, table.part(task), task.microbatch): task.tick for task in tasks}
     problems = []
     for task in tasks:
-        for kind, part in needs(table, task):
+        for kind, part in list_needs(table, task):
             made = ticks.get((kind, part, task.microbatch))
             same_tick = table.lockstep and part == table.part(task)
             if made is None or made < task.tick or (same_tick and made == task.tick):
                 continue
             stage, chunk = table.part_placement.stage(part), table.part_placement.chunk(part)
-            source = _text(Task(made, stage, chunk, task.microbatch, kind), table.num_chunks)
+            source = _format_task(Task(made, stage, chunk, task.microbatch, kind), table.num_chunks)
             problems.append(
-                f"{_text(task, table.num_chunks)} is in tick {task.tick}, but needs {source},"
+                f"{_format_task(task, table.num_chunks)} is in tick {task.tick}, but needs {source},"
                 f" which is in tick {made}; move it to tick {made + (not same_tick)} or later"
             )
     return problems

@@ -1,4 +1,4 @@
-"""Read and write tables as CSV files: a user's own schedule, or a named one to change. No jax."""
+"""Read and write schedule tables as CSV files. No jax."""
 
 import csv
 import io
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.errors.messages import near, problems_error
-from shardtrain.pipeline.part_placement import placements
+from shardtrain.pipeline.part_placement import list_placements
 from shardtrain.pipeline.table import KINDS, Table, Task, check
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.excerpts import short
@@ -21,25 +21,26 @@ IDLE = 8
 
 COLUMNS = ("tick", "stage", "chunk", "microbatch", "kind")
 OPTIONAL = ("chunk", "part")
-"""Columns that a file may leave out, `part` after the others: then the parts go round the stages ("loop")."""
+"""Columns that a file may leave out; without `part`, parts are placed round-robin ("loop")."""
 
 
 def read_table(path: Path | str, *, lockstep: bool = False) -> Table:
     """Read a table from a CSV file with the columns of `COLUMNS`; the chunk may be left out.
 
-    The numbers of stages, microbatches and chunks are those that the tasks use. A column `part` names the
-    part of the model that each (stage, chunk) is; without it, the placement is "loop". A table of one task
-    per stage and tick is also one for lock-step.
+    The tasks determine the numbers of stages, microbatches and chunks. A column `part` has the part of the
+    model of each (stage, chunk); without it, the placement is "loop". A table of one task per stage and tick
+    can also run in lock-step.
 
     Args:
-      path: the file; lines in any order.
+      path: the file; lines may be in any order.
       lockstep: how it will run, see `Table`.
 
     Returns:
-      The table, checked; in the placement that its parts are in.
+      The checked table, with the placement of its parts.
 
     Raises:
-      ValueError: no such file, or lists every column and line that cannot be read; or `check` refuses it.
+      ValueError: there is no such file, or lists every column and line that cannot be read; or `check`
+        refuses it.
     """
     try:
         header, rows = read_csv(read_text(Path(path), MOST_FILE_BYTES), skipinitialspace=True)
@@ -67,9 +68,9 @@ def read_table(path: Path | str, *, lockstep: bool = False) -> Table:
 
 
 def write_table(table: Table, path: Path | str) -> None:
-    """Write a table as a CSV file that `read_table` reads, and make its folder.
+    """Write a table as a CSV file that `read_table` reads, and create its folder.
 
-    The column `part` is written where the placement is not the default.
+    The column `part` is written if the placement is not the default.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     text = io.StringIO(newline="")
@@ -94,13 +95,13 @@ def _row_problems(line: int, row: dict[str, str | None], num_tasks: int) -> list
         f"line {line}: {name} is {short(text)}, and the file has {num_tasks} tasks; write a number below"
         f" {num_tasks * IDLE}"
         for name, text in row.items()
-        if name != "kind" and not problems and _number(text, num_tasks * IDLE) >= num_tasks * IDLE
+        if name != "kind" and not problems and _parse_number(text, num_tasks * IDLE) >= num_tasks * IDLE
     ]
     kind = (row["kind"] or "").strip()
     return problems + ([] if kind in KINDS else [f"line {line}: kind {near(kind, KINDS)}"])
 
 
-def _number(text: str | None, limit: int) -> int:
+def _parse_number(text: str | None, limit: int) -> int:
     """Return a whole number, or the limit if it has too many digits to be read."""
     digits = (text or "").strip().lstrip("0")
     return limit if len(digits) > 18 else int(digits or 0)
@@ -126,28 +127,28 @@ file has 1 in all']
     ]
 
 
-def _placement(rows: list[dict[str, Any]]) -> str | None:
+def _find_placement(rows: list[dict[str, Any]]) -> str | None:
     """Return the name of the placement that the column `part` describes; None if there is none."""
     if "part" not in rows[0]:
         return "loop"
     found = {tuple(int(row.get(name, "0")) for name in ("stage", "chunk", "part")) for row in rows}
     fits = (
         placement.name
-        for placement in placements(*_sizes(rows))
+        for placement in list_placements(*_find_sizes(rows))
         if all(placement.part(stage, chunk) == part for stage, chunk, part in found)
     )
     return next(fits, None)
 
 
 def _part_problems(rows: list[dict[str, Any]]) -> list[str]:
-    if _placement(rows) is not None:
+    if _find_placement(rows) is not None:
         return []
-    known = placements(*_sizes(rows))
+    known = list_placements(*_find_sizes(rows))
     stages = " or ".join(f"{','.join(map(str, each.stages))} ({each.name})" for each in known)
     return [f"its parts are not on the stages of a placement; put the parts 0, 1, ... on stages {stages}"]
 
 
-def _sizes(rows: list[dict[str, Any]]) -> tuple[int, int]:
+def _find_sizes(rows: list[dict[str, Any]]) -> tuple[int, int]:
     """Return the numbers of stages and chunks."""
     stages, chunks = (1 + max(int(row.get(name, "0")) for row in rows) for name in ("stage", "chunk"))
     return stages, chunks
@@ -158,12 +159,12 @@ def _parse_rows(rows: list[dict[str, Any]], name: str, lockstep: bool) -> Table:
         Task(*(int(row.get(column, "0")) for column in COLUMNS[:-1]), kind=row["kind"].strip())
         for row in rows
     )
-    num_stages, num_chunks = _sizes(rows)
+    num_stages, num_chunks = _find_sizes(rows)
     return Table(
         num_stages=num_stages,
         num_microbatches=1 + max(task.microbatch for task in tasks),
         num_chunks=num_chunks,
-        placement=_placement(rows) or "loop",
+        placement=_find_placement(rows) or "loop",
         lockstep=lockstep,
         tasks=tasks,
         name=name,

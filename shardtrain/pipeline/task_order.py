@@ -1,6 +1,6 @@
-"""Orders of tasks and their ticks: the building blocks of schedules. No jax.
+"""Build schedules: order the tasks of each stage, and assign ticks to them. No jax.
 
-An order has no ticks yet: `earliest` assigns them, `assign_lockstep` directly. Next: `schedule.py`.
+`assign_earliest` assigns ticks to an order; `assign_lockstep` makes ticks directly. Next: `schedule.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,16 +8,16 @@ from dataclasses import replace
 from itertools import chain
 
 from shardtrain.errors.messages import problems_error
-from shardtrain.pipeline.table import KINDS, Table, Task, needs
+from shardtrain.pipeline.table import KINDS, Table, Task, list_needs
 
 Step = tuple[str, int, int]
 """Kind, chunk and microbatch: a task without a tick."""
 
 
-def units(table: Table) -> Iterator[tuple[int, int, int]]:
+def list_units(table: Table) -> Iterator[tuple[int, int, int]]:
     """Yield unit, chunk and microbatch, depth first: groups of S microbatches pass chunk after chunk.
 
-    Units are numbered as for the next multiple of S; those of microbatches beyond M are left out.
+    Units are numbered for the next multiple of S; units of microbatches beyond M are left out.
     """
     # the last group may be incomplete: number its missing microbatches too, and leave them out below
     num_groups = -(-table.num_microbatches // table.num_stages)
@@ -28,28 +28,28 @@ def units(table: Table) -> Iterator[tuple[int, int, int]]:
             yield unit, chunk, group * table.num_stages + index
 
 
-def forwards(table: Table) -> Iterator[Step]:
+def list_forwards(table: Table) -> Iterator[Step]:
     """Return the forwards of any stage in the order of units."""
-    return (("forward", chunk, microbatch) for _, chunk, microbatch in units(table))
+    return (("forward", chunk, microbatch) for _, chunk, microbatch in list_units(table))
 
 
-def backwards(table: Table) -> Iterator[Step]:
+def list_backwards(table: Table) -> Iterator[Step]:
     """Return the backwards of any stage in the order of units, chunks reversed."""
     last = table.num_chunks - 1
-    return (("backward", last - chunk, microbatch) for _, chunk, microbatch in units(table))
+    return (("backward", last - chunk, microbatch) for _, chunk, microbatch in list_units(table))
 
 
-def alternating(table: Table, ahead: Iterable[int]) -> list[list[Step]]:
+def alternate(table: Table, ahead: Iterable[int]) -> list[list[Step]]:
     """Return the order of each stage: some forwards, then a forward and a backward in turn, then the rest.
 
     Args:
-      table: for its sizes.
+      table: a table with the sizes.
       ahead: for each stage, the number of forwards before the first pair.
     """
     # build the order for whole groups, then drop the microbatches beyond M: all stages drop the same
     whole = -(-table.num_microbatches // table.num_stages) * table.num_stages
     full = replace(table, num_microbatches=whole)
-    begin, end = list(forwards(full)), list(backwards(full))
+    begin, end = list(list_forwards(full)), list(list_backwards(full))
     orders = []
     for num_ahead in ahead:
         # steady state: after the forwards of the warm-up each forward is followed by a backward
@@ -61,8 +61,8 @@ def alternating(table: Table, ahead: Iterable[int]) -> list[list[Step]]:
     return orders
 
 
-def zero_bubble_order(table: Table, stage: int) -> list[Step]:
-    """Return the order of a stage in ZB-H1: 1F1B, with a weight task behind each backward from `stage` on."""
+def order_zero_bubble(table: Table, stage: int) -> list[Step]:
+    """Return the order of a stage in ZB-H1: 1F1B, and a weight task after each backward, `stage` late."""
     end = table.num_microbatches
     # warm-up: as many forwards as in 1F1B
     ahead = min(end, table.num_stages - stage)
@@ -78,6 +78,48 @@ def zero_bubble_order(table: Table, stage: int) -> list[Step]:
     return [*order, *(("weight", 0, index) for index in range(max(0, end - stage), end))]
 
 
+def order_zero_bubble_v(table: Table, stage: int) -> list[Step]:
+    """Return the order of a stage in ZB-V.
+
+    It is the order for at least 2 S - 1 microbatches, which fill the pipeline, without those beyond M.
+    """
+    stages = table.num_stages
+    end = max(table.num_microbatches, 2 * stages - 1)
+    steps: list[Step] = []
+    done = dict.fromkeys([(kind, chunk) for kind in KINDS for chunk in (0, 1)], 0)
+
+    def add(chunk: int, *kinds: str) -> None:
+        for kind in kinds:
+            steps.append((kind, chunk, done[kind, chunk]))
+            done[kind, chunk] += 1
+
+    # Warm-up: forwards of chunk 0, until the first microbatch has come back up to this stage; then both
+    # chunks in turn, until its backward comes down.
+    for _ in range(2 * (stages - stage) - 1):
+        add(0, "forward")
+    for _ in range(stage):
+        add(1, "forward")
+        add(0, "forward")
+    for _ in range(stages - stage):
+        add(1, "forward", "backward", "weight")
+    # Steady state: all six tasks of a microbatch, each chunk with its own microbatch.
+    while done["forward", 1] < end:
+        if done["forward", 0] < end:
+            add(0, "forward")
+        add(0, "backward", "weight")
+        add(1, "forward", "backward", "weight")
+    # Cool-down: backwards first, for other stages wait for them; weight tasks fill the end.
+    for _ in range(stage):
+        add(0, "backward")
+        add(1, "backward")
+    for _ in range(stages - stage):
+        add(0, "backward", "weight")
+    for chunk in (1, 0):
+        while done["weight", chunk] < end:
+            add(chunk, "weight")
+    return [step for step in steps if step[2] < table.num_microbatches]
+
+
 def assign_lockstep(table: Table, turn: int) -> Table:
     """Assign lock-step ticks in the placement "loop".
 
@@ -86,7 +128,7 @@ def assign_lockstep(table: Table, turn: int) -> Table:
     all stages in the same tick, so that they lengthen only one.
     """
     tasks = []
-    for unit, chunk, microbatch in units(table):
+    for unit, chunk, microbatch in list_units(table):
         # the tick of this unit's last backward, on stage 0
         end = unit + turn + table.num_stages - 1
         for stage in range(table.num_stages):
@@ -97,8 +139,31 @@ def assign_lockstep(table: Table, turn: int) -> Table:
     return replace(table, tasks=tuple(task for task in tasks if task.kind in table.kinds))
 
 
-def earliest(table: Table, orders: Sequence[Sequence[Step]]) -> Table:
-    """Assign to the steps of each stage, in their order, the first ticks in which their inputs are there."""
+def assign_v_lockstep(table: Table) -> Table:
+    """Assign lock-step ticks to the tasks of a table in the placement "v" with two chunks.
+
+    The forward of part p and microbatch m is in tick 2 m + p, and its backward in tick 2 m + 2 (P - 1) - p,
+    for P parts. Parts of one stage differ by an odd number, so their ticks are never the same. The weight
+    tasks of a chunk are on all stages in the same tick, which they lengthen only once: those of chunk 0 in
+    even ticks once its last backward is done, those of chunk 1 in odd ones.
+    """
+    placement, turn = table.part_placement, 2 * (table.num_parts - 1)
+    after = turn - table.num_stages
+    # the tick of the weight tasks of microbatch 0, for each chunk
+    weight = (turn, after + (after + 1) % 2)
+    tasks = []
+    for microbatch in range(table.num_microbatches):
+        for part in range(table.num_parts):
+            at = (placement.stage(part), placement.chunk(part), microbatch)
+            start = 2 * microbatch
+            tasks.append(Task(start + part, *at, "forward"))
+            tasks.append(Task(start + turn - part, *at, "backward"))
+            tasks.append(Task(start + weight[placement.chunk(part)], *at, "weight"))
+    return replace(table, tasks=tuple(task for task in tasks if task.kind in table.kinds))
+
+
+def assign_earliest(table: Table, orders: Sequence[Sequence[Step]]) -> Table:
+    """Assign to the steps of each stage, in order, the first ticks in which their inputs are available."""
     # the steps that each stage has still to do, the next one last
     rests = [list(reversed(order)) for order in orders]
     done: set[tuple[str, int, int]] = set()
@@ -110,7 +175,7 @@ def earliest(table: Table, orders: Sequence[Sequence[Step]]) -> Table:
         for stage, rest in enumerate(rests):
             kind, chunk, microbatch = rest[-1] if rest else ("", 0, 0)
             task = Task(tick, stage, chunk, microbatch, kind)
-            if rest and all((*need, microbatch) in done for need in needs(table, task)):
+            if rest and all((*need, microbatch) in done for need in list_needs(table, task)):
                 placed.append(task)
                 rest.pop()
         assert placed, f"{table.name}: the orders of the stages wait for each other"
@@ -121,7 +186,7 @@ def earliest(table: Table, orders: Sequence[Sequence[Step]]) -> Table:
     return replace(table, tasks=tuple(tasks))
 
 
-def empty_table(
+def make_empty_table(
     name: str,
     num_stages: int,
     num_microbatches: int,
@@ -134,7 +199,7 @@ def empty_table(
     most_chunks: int | None = None,
     placement: str = "loop",
 ) -> Table:
-    """Return a table without tasks; refuse sizes that the schedule does not support.
+    """Return a table without tasks, after checking that the schedule supports its sizes.
 
     Args:
       name: the name of the schedule.
@@ -143,9 +208,9 @@ def empty_table(
       num_chunks: V.
       lockstep: the form, see `Table`.
       kinds: the kinds of tasks.
-      live: stage -> the most (chunk, microbatch) that it may keep at once.
+      live: stage -> largest number of (chunk, microbatch) that it may keep at once.
       least_chunks: the smallest V of the schedule.
-      most_chunks: the largest V, None without a limit.
+      most_chunks: the largest V; None means no limit.
       placement: the placement of the parts on the stages.
 
     Raises:

@@ -1,7 +1,7 @@
-"""A lock-step table as arrays that a mesh scans over, one row per tick: what to compute, in which slots.
+"""Convert a lock-step table to arrays that a mesh scans over, one row per tick, with a slot for each value.
 
-Values wait in slots: the input of a part from its arrival until its last task, and the cotangent of its
-output likewise. There are as many slots as values live at once. Next: `mesh_pipeline.py`.
+Slots store the input of a part from its arrival until its last task, and the cotangent of its output in the
+same way. There are as many slots as values are live at once. Next: `mesh_pipeline.py`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,7 +34,7 @@ class Ticks:
 
 
 LiveRanges = dict[tuple[int, int], tuple[int, int]]
-"""(part, microbatch) -> first and last tick in which a value is needed."""
+"""(part, microbatch) -> (first tick, last tick) in which a value is needed."""
 
 
 def make_ticks(table: Table) -> Ticks:
@@ -45,9 +45,9 @@ def make_ticks(table: Table) -> Ticks:
     """
     placement = table.part_placement
     # 1. give each value a slot for as long as it is needed
-    inputs, cotangents = _live_ranges(table)
-    input_slots, num_inputs = _slots(inputs, placement)
-    cotangent_slots, num_cotangents = _slots(cotangents, placement)
+    inputs, cotangents = _find_live_ranges(table)
+    input_slots, num_inputs = _assign_slots(inputs, placement)
+    cotangent_slots, num_cotangents = _assign_slots(cotangents, placement)
     # 2. start with empty columns: a stage that has no task in a tick finds -1 in all of them
     columns = {
         name: np.full((table.num_ticks, table.num_stages), NONE, np.int32)
@@ -76,7 +76,7 @@ def make_ticks(table: Table) -> Ticks:
     return Ticks(columns=columns, num_inputs=num_inputs, num_cotangents=num_cotangents)
 
 
-def _live_ranges(table: Table) -> tuple[LiveRanges, LiveRanges]:
+def _find_live_ranges(table: Table) -> tuple[LiveRanges, LiveRanges]:
     """Return the live ranges of the input and of the cotangent of each part and microbatch."""
     ticks = {(task.kind, table.part(task), task.microbatch): task.tick for task in table.tasks}
     inputs: LiveRanges = {}
@@ -98,8 +98,8 @@ def _live_ranges(table: Table) -> tuple[LiveRanges, LiveRanges]:
     return inputs, cotangents
 
 
-def _slots(ranges: LiveRanges, placement: PartPlacement) -> tuple[dict[tuple[int, int], int], int]:
-    """Give each value a slot that no other live value of its stage has; also return how many that takes."""
+def _assign_slots(ranges: LiveRanges, placement: PartPlacement) -> tuple[dict[tuple[int, int], int], int]:
+    """Give each value a slot that no other live value of its stage has; also return the number of slots."""
     found: dict[tuple[int, int], int] = {}
     for stage in range(placement.num_stages):
         # take the values of a stage in the order of their arrival, as a memory allocator sees them
@@ -108,11 +108,11 @@ def _slots(ranges: LiveRanges, placement: PartPlacement) -> tuple[dict[tuple[int
         for (begin, end), key in own:
             # slots whose values are no longer needed are free again; the new value gets the lowest free one
             busy = [(until, slot) for until, slot in busy if until >= begin]
-            found[key] = _first_free(slot for _, slot in busy)
+            found[key] = _find_free(slot for _, slot in busy)
             busy.append((end, found[key]))
     return found, max(found.values(), default=-1) + 1
 
 
-def _first_free(taken: Iterable[int]) -> int:
+def _find_free(taken: Iterable[int]) -> int:
     used = set(taken)
     return next(slot for slot in range(len(used) + 1) if slot not in used)

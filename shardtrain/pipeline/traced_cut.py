@@ -1,7 +1,7 @@
-"""Cut any model into parts by tracing it, without a change in it: where few values cross, between parameters.
+"""Cut any model into parts by tracing it, without changing its code, where few values cross.
 
-A piece is what lies between two neighbouring places to cut; a part of a pipeline has some pieces. Each
-parameter belongs to the first stage that reads it; later ones borrow it. Next: `stage_model.py`.
+A piece is the program between two neighbouring places to cut; a part of a pipeline has some pieces. Each
+parameter belongs to the first stage that reads it; later stages borrow it. Next: `stage_model.py`.
 """
 
 from collections.abc import Mapping
@@ -15,30 +15,30 @@ from jax.sharding import use_abstract_mesh
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.loss import Batch, Loss
-from shardtrain.functional.model import Model, Tree, path_text
+from shardtrain.functional.model import Model, Tree, group_by_path, path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_loss import ONE
 from shardtrain.pipeline.boundaries import Boundaries, Boundary
 from shardtrain.pipeline.costs import STATE
 from shardtrain.pipeline.flow import Flow, Value
 from shardtrain.pipeline.partition import Costs
-from shardtrain.pipeline.program import PartProgram, Program, array
+from shardtrain.pipeline.program import PartProgram, Program, get_aval
 from shardtrain.pipeline.stacking import Partition
 
 MOST_PROBLEMS = 6
-"""So many places where a model cannot be cut are named."""
+"""Number of places that are named in the error for a model that cannot be cut."""
 
 
 class TracedModel:
-    """A model and its loss, traced, and the places where they can be cut.
+    """A traced model and its loss, and the places where they can be cut.
 
     Args:
       model: any model.
-      loss: what calls the model.
+      loss: the function that calls the model.
       microbatch: name -> array or shape (rows, ...).
 
     Raises:
-      ValueError: the program depends on the number of rows by more than its shapes.
+      ValueError: the operations of the program depend on the number of rows.
     """
 
     stacked = False
@@ -47,7 +47,7 @@ class TracedModel:
         self.model, self.loss = model, loss
         self.batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in microbatch.items()}
         self.params, self.model_state = jax.eval_shape(model.init, new_key(0))
-        params, states = (tuple(_group_by_path(tree)) for tree in (self.params, self.model_state))
+        params, states = (tuple(group_by_path(tree)) for tree in (self.params, self.model_state))
         self._states = states
         self._paths = (*params, *(f"{STATE}{path}" for path in states))
         # a single row would be traced in another way, and a second number shows which dims are rows
@@ -69,42 +69,42 @@ class TracedModel:
 
     @property
     def sent_bytes(self) -> list[float]:
-        """What one row sends behind each piece but the last."""
+        """Bytes that one row sends after each piece except the last."""
         return [float(sum(value.num_bytes for value in each.sent)) for each in self._boundaries.found]
 
     def is_block(self, path: str) -> bool:
-        """Whether a parameter belongs to a block: no, its stages are those that read it."""
+        """Return False: no parameter belongs to a block, as its stages are those that read it."""
         return False
 
     @property
     def losses(self) -> Any:
         """Shapes of what the loss returns: (sum, count, metrics)."""
-        shapes = [jax.ShapeDtypeStruct(array(v).shape, array(v).dtype) for v in self._program.results]
+        shapes = [_shape(get_aval(v)) for v in self._program.results]
         return jax.tree.unflatten(self._program.result_structure, shapes)
 
     def own_params(self) -> dict[str, Any]:
-        """Return path -> shape of the parameters, in the order in which the model reads them first."""
-        found = _group_by_path(self.params)
+        """Return path -> shape of the parameters, in the order of their first use."""
+        found = group_by_path(self.params)
         order = [self._paths[number] for number in self._program.first_use if number < len(found)]
         return {path: found[path] for path in dict.fromkeys([*order, *found])}
 
     def format_sent(self, stages: Partition, part: int) -> list[str]:
-        """Return the dtypes and shapes of the values that cross behind a part."""
+        """Format the dtypes and shapes of the values that are sent after a part."""
         cuts = self._cuts(stages)
         return [str(value) for value in cuts[part].sent] if part < len(cuts) else []
 
     def bytes_behind(self, stages: Partition, part: int) -> int:
-        """Return what crosses behind a part for each row."""
+        """Return the bytes that each row sends after a part."""
         cuts = self._cuts(stages)
         return sum(value.num_bytes for value in cuts[part].sent) if part < len(cuts) else 0
 
     # -- the parts of a cut --
 
     def check(self, num_parts: int) -> None:
-        """Raise if there are fewer pieces than parts.
+        """Check that there are at least as many pieces as parts.
 
         Raises:
-          ValueError: it says where the model cannot be cut, and why.
+          ValueError: there are fewer; it says where the model cannot be cut, and why.
         """
         if num_parts <= self.num_blocks:
             return
@@ -117,7 +117,7 @@ class TracedModel:
         )
 
     def _large_operations(self) -> list[str]:
-        """Return a problem for each operation with a program of its own that reads several parameters."""
+        """Return a problem for each operation that contains a program and reads several parameters."""
         found = []
         for equation, read in zip(self._program.equations, self._program.reads, strict=True):
             if len(read) > 1 and any(True for _ in jaxprs_in_params(equation.params)):
@@ -133,12 +133,12 @@ class TracedModel:
         return [self._boundaries.found[start - 1] for start in stages.starts[1:]]
 
     def _positions(self, program: Program, stages: Partition) -> list[int]:
-        """Return where the parts of a program begin, and its end."""
+        """Return the positions where the parts of a program begin, and its end."""
         between = [self._boundaries.position(program, boundary) for boundary in self._cuts(stages)]
         return [0, *between, len(program.equations)]
 
     def _find_states(self, stages: Partition, part: int) -> list[int]:
-        """Return the numbers of the model states that a part has; the last part has those of no use."""
+        """Return the numbers of the model states of a part; the last part has the unused ones."""
         ends = [*(boundary.states for boundary in self._cuts(stages)), frozenset(range(len(self._states)))]
         return sorted(ends[part] - (ends[part - 1] if part else frozenset()))
 
@@ -166,12 +166,12 @@ class TracedModel:
         batch: Batch,
         activations: Any,
     ) -> tuple[Any, Tree]:
-        """Run a part, see `StageModel.run`; the activations are the values that cross, in a list."""
+        """Run a part, see `StageModel.run`; the activations are a list of the values that cross."""
         program = self._traced(rng, batch, train)
         positions = self._positions(program, stages)
         found, states = self._part(program, stages, part), self._find_states(stages, part)
-        weights = _group_by_path(params) | {
-            f"{STATE}{path}": x for path, x in _group_by_path(model_state).items()
+        weights = group_by_path(params) | {
+            f"{STATE}{path}": x for path, x in group_by_path(model_state).items()
         }
         entering = dict(zip(program.crossing(positions[part]), activations, strict=True))
         rest = jax.tree.leaves((rng, dict(batch)))
@@ -212,11 +212,11 @@ class TracedModel:
     def _flow(self, stages: Partition, program: Program) -> Flow:
         positions, parts = self._positions(program, stages), self._parts(program, stages)
         crossing = [program.crossing(position) if position else [] for position in positions[:-1]]
-        # a value is named by the part that computes it, and its place among those that cross behind it
+        # a value is named by the part that computes it, and its index among those that are sent after it
         values = {
             v: Value(part, crossing[part + 1].index(v)) for part, each in enumerate(parts) for v in each.sent
         }
-        shapes = {value: jax.ShapeDtypeStruct(array(v).shape, array(v).dtype) for v, value in values.items()}
+        shapes = {value: _shape(get_aval(v)) for v, value in values.items()}
         reads = tuple(tuple(dict.fromkeys(values[v] for v in each.received)) for each in parts)
         read = sorted({value for each in reads for value in each})
         return Flow(
@@ -232,7 +232,7 @@ class TracedModel:
     def costs(self, by: str) -> Costs:
         """Return the cost of each piece: "params", numbers of parameters; or "flops", of a forward pass."""
         if by == "params":
-            sizes = {path: x.size for path, x in _group_by_path(self.params).items()}
+            sizes = {path: x.size for path, x in group_by_path(self.params).items()}
             befores = [frozenset[str](), *(each.params for each in self._boundaries.found), frozenset(sizes)]
             return Costs(blocks=[float(sum(sizes[p] for p in b - a)) for a, b in pairwise(befores)])
         known: dict[str, float] = {}
@@ -274,14 +274,10 @@ def _flops(part: PartProgram, known: dict[str, float]) -> float:
     """Return the flops of a part, counted once for parts of the same equations."""
     text = str(part.closed.jaxpr)
     if text not in known:
-        shapes = [jax.ShapeDtypeStruct(array(v).shape, array(v).dtype) for v in part.closed.jaxpr.invars]
+        shapes = [_shape(get_aval(v)) for v in part.closed.jaxpr.invars]
         found = jax.jit(jaxpr_as_fun(part.closed)).lower(*shapes).cost_analysis() or {}
         known[text] = float(found.get("flops", 0.0))
     return known[text]
-
-
-def _group_by_path(tree: Tree) -> dict[str, Any]:
-    return {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -14,7 +14,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from shardtrain import axes
-from shardtrain.functional.score_sizes import num_key_blocks, window_reach
+from shardtrain.functional.score_blocks import num_key_blocks, window_reach
 from shardtrain.plan.hlo.collectives import ALL_GATHER, PERMUTE
 from shardtrain.plan.prediction import Sent
 from shardtrain.plan.program import CallCost, CallSizes, DeviceCall, Dims, Program

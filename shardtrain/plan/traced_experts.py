@@ -22,7 +22,7 @@ LOCAL = MoveCall()
 
 
 class TracedExperts:
-    """The exchange of mixtures of experts that are traced; it is called as `ExpertExchange`.
+    """The exchange of mixtures of experts that are traced; it is called as `exchange_tokens`.
 
     Args:
       num: number of devices of the axis expert.

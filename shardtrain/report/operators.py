@@ -42,7 +42,7 @@ def operators_text(plan: OperatorPlan, proposals: int) -> str:
 def format_judged(judged: Judged) -> str:
     """Format the seconds of a step, and whether it fits.
 
-    >>> judged_text(Judged(0.44, 0.02, False))
+    >>> format_judged(Judged(0.44, 0.02, False))
     '20 ms, too large'
     """
     return seconds_text(judged.seconds) + ("" if judged.fits else ", too large")

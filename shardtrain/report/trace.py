@@ -81,9 +81,10 @@ def find_kind(name: str, source: Source = NO_SOURCE) -> str:
       name: of the operation and its kernel.
       source: what the compiler fused, and from where in the model: its path has "attention" there.
 
-    >>> kind_of("all-reduce-start.2"), kind_of("fusion.3", Source("fusion dot", "jit(step)/attention/mul"))
+    >>> source = Source("fusion dot", "jit(step)/attention/mul")
+    >>> find_kind("all-reduce-start.2"), find_kind("fusion.3", source)
     ('collectives', 'attention')
-    >>> kind_of("loop_convert_fusion", Source("fusion", "a/dot_general")), kind_of("nvjet_hsh_128x256")
+    >>> find_kind("loop_convert_fusion", Source("fusion", "a/dot_general")), find_kind("nvjet_hsh_128x256")
     ('other', 'matmul')
     """
     made_of = f"{name} {source.opcodes}"
@@ -178,7 +179,7 @@ def _move(op: Operation, left_out: Sequence[tuple[float, float]]) -> Operation |
     """Return an operation as if time stood still in some windows; None if it is inside one of them.
 
     >>> op = Operation("dot", "matmul", 50.0, 60.0)
-    >>> _moved(op, [(10.0, 30.0)]), _moved(op, [(45.0, 70.0)])
+    >>> _move(op, [(10.0, 30.0)]), _move(op, [(45.0, 70.0)])
     (Operation(name='dot', kind='matmul', start=30.0, end=40.0), None)
     """
     if any(start <= op.start and op.end <= end for start, end in left_out):

@@ -1,4 +1,4 @@
-"""The dim names and shapes of a model's arrays, also as patterns of paths give them. No jax.
+"""The dim names and shapes of a model's arrays, also from patterns of paths. No jax.
 
 Next: `resolve.py`, which joins them with the rules of a layout.
 """
@@ -21,11 +21,11 @@ JOINT = "+"
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """The dim names and shape of one array, as `resolve` takes them.
+    """The dim names and shape of one array.
 
     Args:
-      dims: a name for each dim, None for a dim that is not sharded; trailing dims may be left out, which are
-        not sharded either. None if the array has no dim names at all.
+      dims: a name for each dim, None for a dim that is not sharded; trailing dims that are not sharded may be
+        left out. None if the array has no dim names.
       shape: sizes in elements.
     """
 
@@ -34,7 +34,7 @@ class Named:
 
 
 def is_dims(leaf: object) -> bool:
-    """Return whether this is a leaf of a dims tree (a tuple of names, or None), for `is_leaf` of jax.tree."""
+    """Return whether this is a leaf of a tree of dim names (a tuple or None), for `is_leaf` of jax.tree."""
     return leaf is None or isinstance(leaf, tuple)
 
 
@@ -57,14 +57,14 @@ def dims_by_pattern(
     Args:
       shapes: path -> shape of every parameter.
       names: pattern (fnmatch, on the whole path) -> a name for each dim. The first pattern that matches a
-        path is used, so put special patterns before general ones.
+        path applies, so put special patterns before general ones.
 
     Returns:
       path -> dim names, for the paths that a pattern matches.
 
     Raises:
-      ValueError: lists every pattern that is never used, and every pattern with another number of names than
-        its arrays have dims.
+      ValueError: lists every pattern that is never used, and every pattern whose number of names differs from
+        the number of dims of its arrays.
 
     >>> dims_by_pattern({"up/kernel": (4, 8), "up/bias": (8,)}, {"*/kernel": ("embed", "mlp")})
     {'up/kernel': ('embed', 'mlp')}
@@ -74,7 +74,7 @@ def dims_by_pattern(
         first = next((pattern for pattern in names if fnmatchcase(path, pattern)), None)
         if first is not None:
             found[path] = first
-    problems = [_idle_text(pattern, shapes, found) for pattern in names if pattern not in found.values()]
+    problems = [_format_idle(pattern, shapes, found) for pattern in names if pattern not in found.values()]
     for pattern, dims in names.items():
         named = [path for path, by in found.items() if by == pattern]
         wrong = [f"{path} {tuple(shapes[path])}" for path in named if len(shapes[path]) != len(dims)]
@@ -88,8 +88,7 @@ def dims_by_pattern(
     return {path: tuple(names[pattern]) for path, pattern in found.items()}
 
 
-def _idle_text(pattern: str, shapes: Mapping[str, Sequence[int]], found: Mapping[str, str]) -> str:
-    """Format the error for a pattern that is never used."""
+def _format_idle(pattern: str, shapes: Mapping[str, Sequence[int]], found: Mapping[str, str]) -> str:
     taken = [path for path in shapes if fnmatchcase(path, pattern)]
     if taken:
         return f"{pattern!r} matches only what {found[taken[0]]!r} before it has named; put it first"

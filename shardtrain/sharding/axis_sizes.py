@@ -1,4 +1,4 @@
-"""Sizes of mesh axes: parsed from text, checked, and completed for a number of devices. No jax.
+"""Parse, check and complete the sizes of mesh axes. No jax.
 
 Next: `layout.py`.
 """
@@ -38,7 +38,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def mesh_problems(mesh: Mapping[str, int]) -> list[str]:
+def find_mesh_problems(mesh: Mapping[str, int]) -> list[str]:
     """List the problems of these axis sizes, one sentence each."""
     problems = [f"axis {near(axis, axes.AXES)}" for axis in mesh if axis not in axes.AXES]
     for axis, size in mesh.items():
@@ -70,12 +70,12 @@ def axis_sizes(mesh: Mapping[str, int], num_devices: int) -> dict[str, int]:
     if rest and num_devices % fixed == 0:
         sizes[rest[0]] = num_devices // fixed
     if math.prod(sizes.values()) != num_devices:
-        raise ValueError(mesh_size_text(asked, fixed, bool(rest), num_devices))
+        raise ValueError(format_mesh_size(asked, fixed, bool(rest), num_devices))
     return sizes
 
 
 def is_one_device(sizes: Mapping[str, int]) -> bool:
-    """Return whether all axes have size 1, so that no dim needs a name."""
+    """Return whether all axes have size 1; then no dim needs a name."""
     return all(size == 1 for size in sizes.values())
 
 
@@ -89,7 +89,7 @@ def divisors(number: int) -> list[int]:
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
-def mesh_size_text(asked: str, fixed: int, has_rest: bool, num_devices: int) -> str:
+def format_mesh_size(asked: str, fixed: int, has_rest: bool, num_devices: int) -> str:
     """Format the error for axis sizes that do not multiply to the number of devices."""
     allowed = ", ".join(map(str, divisors(num_devices)))
     change = f"make the sizes multiply to {num_devices} (its divisors: {allowed}), or let one size be -1"

@@ -1,6 +1,6 @@
-"""A layout: axis sizes, and the rules that give each dim its axes. No jax.
+"""A layout: sizes of mesh axes, and rules that map each dim to the axes that shard it. No jax.
 
-Its file is read in `layout_file.py`. Next: `resolve.py`, which joins a layout with the dim names of a model.
+Next: `layout_file.py` reads it from a file; `resolve.py` joins it with the dim names of a model.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Literal
 from shardtrain import axes
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import near, problems_error
-from shardtrain.sharding.axis_sizes import mesh_problems, parse_mesh
+from shardtrain.sharding.axis_sizes import find_mesh_problems, parse_mesh
 from shardtrain.sharding.rules import ACTIVATION_RULES, PARAMETER_RULES, Rules, find_repeated
 
 ContextAttentions = Literal["ring", "all-gather", "all-to-all"]
@@ -18,34 +18,36 @@ ContextAttentions = Literal["ring", "all-gather", "all-to-all"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Axis sizes, and rules that map each dim to the axes that shard it.
+    """Sizes of mesh axes, and rules that map each dim to the axes that shard it.
 
     Args:
       mesh: axis -> size; axes that are left out have size 1, one size may be -1 (the remaining devices).
-      zero: what the axis fsdp shards. 3: parameters, gradients and optimizer state; 2: gradients and
+      zero: which arrays the axis fsdp shards. 3: parameters, gradients and optimizer state; 2: gradients and
         optimizer state; 1: optimizer state (Rajbhandari et al. 2020, ZeRO, section 5). 1 and 2 compile
-        to the same step: gradients are replicated while they are accumulated, and sharded right after.
+        to the same step: gradients are replicated while they are accumulated, and sharded afterwards.
       sequence_sharded: shard the activations between blocks over tensor along the sequence
         (Korthikanti et al. 2022, section 4.2.2).
-      collective_matmul: with `sequence_sharded`, multiply parts of a sequence while others are sent from
-        device to device, in the place of gathering it before a product and of reducing behind one, in models
-        of this library (Wang et al. 2023, Overlap Communication with Dependent Computation via
-        Decomposition, section 3).
-      context_attention: how attention is computed where the axis context shards sequences. "ring": keys and
-        values go from device to device, and causal work is balanced (Liu et al. 2023, Ring Attention,
-        section 3); "all-gather": each device gathers all keys and values; "all-to-all": devices exchange
-        sequences for heads, which context must divide (Jacobs et al. 2023, DeepSpeed Ulysses, section 3).
-      parameters: dim -> axes for parameters, where they differ from the defaults in `sharding/rules.py`.
-      activations: dim -> axes for activations, where they differ from the defaults. A custom dim that has a
-        rule for parameters only has the same axes here, without data and fsdp.
-      unnamed: what to do on several devices with arrays whose dims have no names, and with dims whose names
-        have no rule: "refuse" or "replicate" them. "shard": shard an array without names over fsdp along its
-        largest dim that fsdp divides, and replicate the rest.
+      collective_matmul: with `sequence_sharded`, models of this library multiply parts of a sequence while
+        other parts are sent from device to device, instead of gathering it before a product and reducing it
+        afterwards (Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition,
+        section 3).
+      context_attention: how attention is computed if the axis context shards sequences. "ring": keys and
+        values are sent around a ring of devices, and causal work is balanced (Liu et al. 2023, Ring
+        Attention, section 3); "all-gather": each device gathers all keys and values; "all-to-all": devices
+        exchange sequences for heads, which context must divide (Jacobs et al. 2023, DeepSpeed Ulysses,
+        section 3).
+      parameters: dim -> axes for parameters; dims that are left out have the default rules of
+        `sharding/rules.py`.
+      activations: dim -> axes for activations; dims that are left out have the default rules. A custom dim
+        with a rule only for parameters has the same axes here, without data and fsdp.
+      unnamed: on several devices, what happens to arrays whose dims have no names, and to dims whose names
+        have no rule: "refuse" raises an error, "replicate" replicates them, "shard" shards an array without
+        names over fsdp along its largest dim that fsdp divides, and replicates the rest.
 
     Short forms: axis sizes, as a dict or as the text `data=2,fsdp=-1`.
 
     Raises:
-      ValueError: an unknown axis, a bad size or option; all of them at once.
+      ValueError: lists every unknown axis, bad size and bad option.
 
     >>> Layout(mesh={"data": 2, "tensor": 4}).batch_axes
     ('data', 'fsdp')
@@ -68,7 +70,7 @@ class Layout:
         return {"mesh": value} if isinstance(value, Mapping) else None
 
     def __post_init__(self) -> None:
-        problems = [*wrong_types(self), *mesh_problems(self.mesh)]
+        problems = [*wrong_types(self), *find_mesh_problems(self.mesh)]
         for table in ("parameters", "activations"):
             given = getattr(self, table)
             problems += [
@@ -113,13 +115,13 @@ class Layout:
 
     @property
     def activation_rules(self) -> Rules:
-        """Dim -> axes of activations, and of weights where they are used."""
+        """Dim -> axes of activations, and of weights while they are used."""
         residual = (axes.CONTEXT, axes.TENSOR) if self.sequence_sharded else (axes.CONTEXT,)
         # weights are gathered over the axes that shard the batch, as `embed` is
         used = {dim: _remove(dim_axes, (axes.DATA, axes.FSDP)) for dim, dim_axes in self.parameters.items()}
         # a model may also use the name of a mesh axis, which is mapped to itself
         itself = {axis: (axis,) for axis in axes.AXES}
-        # an axis over which experts are sharded has examples of its own, as fsdp
+        # each device of the axis expert has examples of its own, as with fsdp
         examples = (axes.DATA, axes.FSDP) + (axes.EXPERT,) * (self.mesh.get(axes.EXPERT, 1) != 1)
         own = {axes.BATCH: examples, axes.RESIDUAL_SEQ: residual}
         return {**used, **itself, **ACTIVATION_RULES, **own, **self.activations}
@@ -130,7 +132,7 @@ class Layout:
         return self.unnamed, self.context_attention, self.collective_matmul
 
     def rules_of_replica(self) -> Rules:
-        """Return `activation_rules` inside one replica: without the replica axes."""
+        """Return `activation_rules` inside one replica, without the replica axes."""
         replicas = self.replica_axes
         return {dim: _remove(dim_axes, replicas) for dim, dim_axes in self.activation_rules.items()}
 

@@ -1,4 +1,4 @@
-"""Layouts as TOML files, such as those of `meshes/`. No jax."""
+"""Read and format layouts as TOML files, such as the files in `meshes/`. No jax."""
 
 import json
 import re
@@ -10,11 +10,11 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.system.untrusted_data import read_toml
 
 MOST_FILE_BYTES = 1 << 16
-"""Limit for a TOML file, as its parser takes time and stack for deep nesting."""
+"""Limit of a TOML file, whose parser takes time and stack for deep nesting."""
 
 
 def read_layout(path: Path) -> Layout:
-    """Read a layout from a TOML file: the fields of `Layout` by their names.
+    """Read a layout from a TOML file, whose keys are the fields of `Layout`.
 
     Raises:
       ValueError: not TOML, an unknown key, or a layout that `Layout` refuses.

@@ -1,4 +1,4 @@
-"""The jax Mesh of a layout over the devices of this island. Next: `specs.py`."""
+"""Make the jax mesh of a layout over the devices of this island. Next: `specs.py`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -15,8 +15,8 @@ def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
     """Make the mesh of a layout: all six axes, slowest first, assigned to devices by their topology.
 
     Args:
-      layout: its `mesh` gives the axis sizes; -1 is the remaining devices.
-      devices: the devices to use, all of them; by default all devices of this jax runtime.
+      layout: its `mesh` has the axis sizes; -1 means the remaining devices.
+      devices: the devices of the mesh; by default all devices of this jax runtime.
 
     Returns:
       A Mesh whose axes are all of type Auto: Flax modules work on it unchanged.
@@ -32,13 +32,13 @@ def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """Return a mesh of devices of no kind, on which programs are traced, and nothing is computed or compiled.
+    """Return a mesh without devices, for tracing programs; nothing can be computed or compiled on it.
 
     Args:
       sizes: axis -> size of all axes, slowest first, see `axis_sizes`.
     """
     types = (AxisType.Auto,) * len(sizes)
-    # what traces a program reads the names and sizes of axes alone, which it has as any mesh
+    # tracing reads only the names and sizes of axes, which it has as any mesh
     device = AbstractDevice(device_kind="any", num_cores=None, platform="any")
     return cast(
         Mesh, AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)

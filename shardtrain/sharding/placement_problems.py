@@ -1,7 +1,4 @@
-"""Problems that keep arrays from being placed, and rules or names that would solve them. No jax.
-
-Used by `resolve.py`.
-"""
+"""Find why a layout cannot shard some arrays, and rules or names that would fix it. No jax."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,10 +9,10 @@ from shardtrain.sharding.array_dims import Named, list_unnamed_paths, list_unrul
 from shardtrain.sharding.rules import Rules, find_repeated
 
 
-def array_problems(
+def find_array_problems(
     path: str, named: Named, rules: Rules, sizes: Mapping[str, int], unnamed: str = "refuse"
 ) -> list[str]:
-    """List the problems that keep one array from being placed, one sentence each."""
+    """List why one array cannot be sharded by the rules, one sentence each."""
     if named.dims is None:
         is_refused = unnamed == "refuse" and named.shape
         return [f"{path} has shape {named.shape} but its dims have no names"] if is_refused else []
@@ -36,14 +33,14 @@ def array_problems(
     for dim, size in known:
         total = math.prod(sizes.get(axis, 1) for axis in rules[dim])
         if size % total:
-            problems.append(indivisible_text(path, dim, size, rules[dim], total))
+            problems.append(format_indivisible(path, dim, size, rules[dim], total))
     return problems
 
 
-def indivisible_text(path: str, dim: str, size: int, dim_axes: Sequence[str], total: int) -> str:
+def format_indivisible(path: str, dim: str, size: int, dim_axes: Sequence[str], total: int) -> str:
     """Format the error for a dim whose size is not divisible by its axes.
 
-    >>> print(indivisible_text("q", "heads", 6, ["tensor"], 4).partition("Use ")[2])
+    >>> print(format_indivisible("q", "heads", 6, ["tensor"], 4).partition("Use ")[2])
     a total of 2, a size of 4 or 8, or the rule heads = []
     """
     down, up = size - size % total, size - size % total + total
@@ -55,48 +52,48 @@ def indivisible_text(path: str, dim: str, size: int, dim_axes: Sequence[str], to
     )
 
 
-def naming_text(
+def format_naming(
     arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int], unnamed: str = "refuse"
 ) -> str:
     """Format fixes for missing names and rules, ready to paste; empty if none are missing."""
     paths = list_unnamed_paths(arrays) if unnamed == "refuse" else []
-    fitting = fitting_rules(arrays, rules, sizes)
+    fitting = find_fitting_rules(arrays, rules, sizes)
     ways = []
     if fitting:
-        ways.append(f"rules for them, as {rules_text('parameters', fitting)}")
+        ways.append(f"rules for them, as {format_rules('parameters', fitting)}")
     if paths:
         largest = max(paths, key=lambda path: math.prod(arrays[path].shape))
-        dims = fitting_dims(arrays[largest].shape, sizes)
+        dims = find_fitting_dims(arrays[largest].shape, sizes)
         ways.append(f"names from outside, as Run(names={{{largest!r}: {dims!r}}}), or any pattern of paths")
         ways.append('names in the model: out_sharding=("embed", "mlp") in nnx, nn.with_partitioning in linen')
         if sizes.get(axes.FSDP, 1) > 1:
             ways.append(SHARD)
-    return ways_text(ways) if ways else ""
+    return format_ways(ways) if ways else ""
 
 
 REPLICATE = 'replicate them: --unnamed replicate, in Python Layout(unnamed="replicate")'
 SHARD = "shard those without names over fsdp along their largest dim: --unnamed shard"
 
 
-def ways_text(ways: Iterable[str]) -> str:
+def format_ways(ways: Iterable[str]) -> str:
     """Format the fixes for missing names and rules, one per line."""
     return "\n  one of these helps:" + "".join(f"\n    {way}" for way in (*ways, REPLICATE))
 
 
-def rules_text(table: str, rules: Rules) -> str:
+def format_rules(table: str, rules: Rules) -> str:
     """Format rules as Python code.
 
-    >>> rules_text("parameters", {"kv": ("tensor",), "odd": ()})
+    >>> format_rules("parameters", {"kv": ("tensor",), "odd": ()})
     "Strategy(layout=Layout(parameters={'kv': ['tensor'], 'odd': []}))"
     """
     return f"Strategy(layout=Layout({table}={ {dim: list(a) for dim, a in rules.items()} }))"
 
 
-def fitting_rules(arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int]) -> Rules:
-    """Return a rule for each name without one: tensor or fsdp if all its arrays allow it, else replicated.
+def find_fitting_rules(arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int]) -> Rules:
+    """Return a rule for each name that has none: tensor or fsdp if all its arrays allow it, else replicated.
 
     >>> arrays = {"q": Named(dims=("embed", "kv", "odd"), shape=(8, 4, 3))}
-    >>> fitting_rules(arrays, {"embed": ("fsdp",)}, {"fsdp": 2, "tensor": 2})
+    >>> find_fitting_rules(arrays, {"embed": ("fsdp",)}, {"fsdp": 2, "tensor": 2})
     {'kv': ('tensor',), 'odd': ()}
     """
     found: dict[str, tuple[str, ...]] = {}
@@ -106,22 +103,21 @@ def fitting_rules(arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str,
 
         def fits(rule: tuple[str, ...], name: str = name, having: list[Named] = having) -> bool:
             trial = {**rules, **found, name: rule}
-            return not any(_unplaceable(named, trial, sizes) for named in having)
+            return not any(_find_problems(named, trial, sizes) for named in having)
 
         found[name] = next((rule for rule in candidates if fits(rule)), ())
     return found
 
 
-def _unplaceable(named: Named, rules: Rules, sizes: Mapping[str, int]) -> list[str]:
-    """List the problems of an array, ignoring names that have no rule yet."""
+def _find_problems(named: Named, rules: Rules, sizes: Mapping[str, int]) -> list[str]:
     known = tuple(dim if dim in rules else None for dim in named.dims or ())
-    return array_problems("", Named(dims=known, shape=named.shape), rules, sizes)
+    return find_array_problems("", Named(dims=known, shape=named.shape), rules, sizes)
 
 
-def fitting_dims(shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[str | None, ...]:
+def find_fitting_dims(shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[str | None, ...]:
     """Return mesh axes as names for the dims of an array: tensor for the largest dim, fsdp for the next.
 
-    >>> fitting_dims((3, 64, 256), {"fsdp": 2, "tensor": 4})
+    >>> find_fitting_dims((3, 64, 256), {"fsdp": 2, "tensor": 4})
     (None, 'fsdp', 'tensor')
     """
     dims: list[str | None] = [None] * len(shape)

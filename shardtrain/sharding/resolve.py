@@ -1,7 +1,7 @@
-"""Join a layout with the dim names of a model: the axes that shard each dim of each array. No jax.
+"""Find the axes that shard each dim of a model's arrays, from its dim names and a layout. No jax.
 
-On several devices every dim needs a name and every name a rule; missing ones are refused with rules that
-would fit, or replicated if the layout says so. One device needs neither. Next: `specs.py`.
+On several devices every dim needs a name and every name a rule; arrays without them are refused with rules
+that would fit, or replicated if the layout says so. One device needs neither. Next: `specs.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,22 +12,22 @@ from shardtrain.errors.messages import problems_error
 from shardtrain.sharding.array_dims import JOINT, Named, list_unnamed_paths, list_unruled_names
 from shardtrain.sharding.axis_sizes import is_one_device
 from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.placement_problems import array_problems, naming_text
+from shardtrain.sharding.placement_problems import find_array_problems, format_naming
 from shardtrain.sharding.rules import Rules
 from shardtrain.system.excerpts import some
 
 Spec = tuple[tuple[str, ...], ...]
-"""For each dim of an array, the axes that shard it (empty: not sharded)."""
+"""For each dim of an array, the axes that shard it; () if it is not sharded."""
 
 
 def complete_layout(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[str, int]) -> Layout:
-    """Return the layout with added rules for names that are mesh axes, joined names or to be replicated.
+    """Return the layout with rules added for mesh axes used as names, joined names, and unknown names.
 
     The name of a mesh axis is sharded over that axis, joined names (`data+fsdp`) over the axes of each. With
-    unnamed "replicate" or "shard", or on one device, all other names without a rule get the empty rule.
+    unnamed "replicate" or "shard", or on one device, all other names without a rule are replicated.
 
     >>> arrays = {"up": Named(dims=("fsdp", "features"), shape=(64, 256))}
-    >>> completed(Layout(unnamed="replicate"), arrays, {"fsdp": 2}).parameters
+    >>> complete_layout(Layout(unnamed="replicate"), arrays, {"fsdp": 2}).parameters
     {'fsdp': ('fsdp',), 'features': ()}
     """
     unnamed = "replicate" if is_one_device(sizes) else layout.unnamed
@@ -64,22 +64,22 @@ def format_unplaced(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[
 def resolve(
     arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int], *, unnamed: str = "refuse"
 ) -> dict[str, Spec]:
-    """Return the axes that shard each dim of each array, from dim names and rules.
+    """Return the axes that shard each dim of each array.
 
     Args:
       arrays: path -> dims and shape.
-      rules: dim -> axes, see `completed`.
+      rules: dim -> axes, see `complete_layout`.
       sizes: axis -> size.
-      unnamed: "refuse" arrays without names, "replicate" them, or "shard" them along their largest dim over
-        fsdp, if the rules use that axis.
+      unnamed: what happens to arrays without names: "refuse", "replicate", or "shard" them along their
+        largest dim over fsdp, if the rules use that axis.
 
     Returns:
-      path -> for each dim, the axes that shard it. On one device, where nothing is sharded, arrays that do
-      not fit the rules are accepted.
+      path -> the axes that shard each dim. On one device, where nothing is sharded, arrays that do not fit
+      the rules are accepted.
 
     Raises:
-      ValueError: on several devices; lists every dim without a rule, axis used twice in one array, size that
-        is not divisible and array without names, each with the change to make.
+      ValueError: on several devices, lists every dim without a rule, axis used twice in one array,
+        indivisible size and array without names, each with the change to make.
 
     >>> arrays = {"up": Named(dims=("embed", "mlp"), shape=(64, 256))}
     >>> resolve(arrays, {"embed": ("fsdp",), "mlp": ("tensor",)}, {"fsdp": 2, "tensor": 4})
@@ -87,29 +87,29 @@ def resolve(
     """
     specs, problems = {}, []
     for path, named in arrays.items():
-        found = array_problems(path, named, rules, sizes, unnamed)
+        found = find_array_problems(path, named, rules, sizes, unnamed)
         if named.dims is None and not found and unnamed == "shard":
             specs[path] = shard_largest_dim(named.shape, rules, sizes)
         elif named.dims is None or found:
             specs[path] = ((),) * len(named.shape)
         else:
-            specs[path] = _spec(named, rules)
+            specs[path] = _make_spec(named, rules)
         problems += found
     if problems and not is_one_device(sizes):
         counted = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
         error = str(problems_error(f"the layout does not fit the model ({counted})", problems))
-        raise ValueError(error + naming_text(arrays, rules, sizes, unnamed))
+        raise ValueError(error + format_naming(arrays, rules, sizes, unnamed))
     return specs
 
 
 def shard_largest_dim(shape: Sequence[int], rules: Rules, sizes: Mapping[str, int]) -> Spec:
-    """Return the axes of an array without names: fsdp on its largest dim that it divides, the first of equal.
+    """Return the axes of an array without names: fsdp for the first of its largest dims that fsdp divides.
 
-    Nothing is sharded where no rule has fsdp, as for parameters at ZeRO 1 and 2.
+    Nothing is sharded if no rule has fsdp, as for parameters at ZeRO 1 and 2.
 
-    >>> largest_dim_sharded((3, 64, 64), {"embed": ("fsdp",)}, {"fsdp": 8})
+    >>> shard_largest_dim((3, 64, 64), {"embed": ("fsdp",)}, {"fsdp": 8})
     ((), ('fsdp',), ())
-    >>> largest_dim_sharded((3, 5), {"embed": ("fsdp",)}, {"fsdp": 8})
+    >>> shard_largest_dim((3, 5), {"embed": ("fsdp",)}, {"fsdp": 8})
     ((), ())
     """
     used = any(axes.FSDP in dim_axes for dim_axes in rules.values())
@@ -118,7 +118,7 @@ def shard_largest_dim(shape: Sequence[int], rules: Rules, sizes: Mapping[str, in
     return tuple((axes.FSDP,) if i == largest else () for i in range(len(shape)))
 
 
-def _spec(named: Named, rules: Rules) -> Spec:
+def _make_spec(named: Named, rules: Rules) -> Spec:
     dims = named.dims or ()
     missing = len(named.shape) - len(dims)
     return (*(() if dim is None else tuple(rules[dim]) for dim in dims), *((),) * missing)

@@ -49,7 +49,7 @@ ACTIVATION_RULES: Rules = {
     axes.CHANNELS_IN: (),
     axes.CHANNELS_OUT: (axes.TENSOR,),
 }
-"""Dim -> axes for activations, and for weights where they are used: `embed` is replicated, so fsdp is
+"""Dim -> axes for activations, and for weights while they are used: `embed` is replicated, so fsdp is
 gathered."""
 
 

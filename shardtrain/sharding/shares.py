@@ -1,4 +1,4 @@
-"""Split a whole number into integer shares in proportion to weights, exactly. No jax.
+"""Split a whole number into whole shares in proportion to weights. No jax.
 
 Used for the rows of a batch over islands (in multiples that each island can shard) and for layers over
 stages (at least one each). The arithmetic is exact, so every host computes the same shares.
@@ -23,14 +23,14 @@ def shares(
 ) -> list[int]:
     """Split a whole number in proportion to weights.
 
-    By largest remainder (Hamilton's method): each share is its proportional part rounded down, and the
-    remaining units go one by one to the largest remainders, ties to the lower index. This minimises the
-    squared distance from the proportional parts, which is also the criterion for unequal multiples.
+    Uses largest remainders (Hamilton's method): each share is its proportional part rounded down, and the
+    remaining units go one by one to the largest remainders, with ties to the lower index. This minimises the
+    squared distance from the proportional parts, which is also minimised for unequal multiples.
 
     Args:
       total: the number to split, 0 or more.
       weights: one per part, 0 or more; a part of weight 0 gets 0.
-      minimum: least share of each part of positive weight; the others stay in proportion.
+      minimum: smallest share of each part of positive weight; the other shares stay in proportion.
       multiples: each share is a multiple of this; one number for all parts, or one per part.
       what: what is counted, for error messages.
 
@@ -38,8 +38,8 @@ def shares(
       One whole number per part; their sum is `total`.
 
     Raises:
-      ValueError: lists all values out of range; or no such split exists, with the nearest totals that have
-        one.
+      ValueError: lists all values out of range; or there is no such split, and it gives the nearest totals
+        that can be split.
 
     >>> shares(32, [3, 1])
     [24, 8]
@@ -49,7 +49,7 @@ def shares(
     [16, 14]
     """
     multiples = [multiples] * len(weights) if isinstance(multiples, int) else list(multiples)
-    problems = weight_problems(weights)
+    problems = find_weight_problems(weights)
     if total < 0 or minimum < 0:
         problems.append(f"{total} {what} with a minimum of {minimum}; use 0 or more for both")
     if len(multiples) != len(weights) or any(multiple < 1 for multiple in multiples):
@@ -59,7 +59,7 @@ def shares(
     # as near to the proportions as minimum and multiples allow
     found = _split(total, weights, minimum, multiples)
     if found is None:
-        raise ValueError(_no_split_text(total, weights, minimum, multiples, what))
+        raise ValueError(_format_no_split(total, weights, minimum, multiples, what))
     return found
 
 
@@ -72,18 +72,13 @@ def starts(shares: Sequence[int]) -> list[int]:
     return [end - share for end, share in zip(accumulate(shares), shares, strict=True)]
 
 
-def parse_weights(text: str, num_parts: int | None = None, what: str = "islands") -> tuple[float, ...]:
+def parse_weights(text: str) -> tuple[float, ...]:
     """Read weights such as `3,1`.
 
-    Args:
-      text: numbers from 0, with commas.
-      num_parts: required number of weights; None allows any.
-      what: what the parts are, for error messages.
-
     Raises:
-      ValueError: lists every weight that is not a number, and a wrong count with a corrected text.
+      ValueError: lists every weight that is not a number from 0.
 
-    >>> parse_weights("3, 1.5", num_parts=2)
+    >>> parse_weights("3, 1.5")
     (3.0, 1.5)
     """
     words = [word.strip() for word in text.split(",")]
@@ -92,22 +87,16 @@ def parse_weights(text: str, num_parts: int | None = None, what: str = "islands"
     ]
     problems = [f"{word!r} is not a number from 0, as in 3,1" for word in wrong]
     if not wrong:
-        problems += weight_problems([float(word) for word in words])
-    if num_parts is not None and len(words) != num_parts:
-        filled = [*(word for word in words if word not in wrong), *["1"] * num_parts][:num_parts]
-        problems.append(
-            f"{_format_count(len(words), 'weight')} for {num_parts} {what};"
-            f" give {num_parts}, as {','.join(filled)}"
-        )
+        problems += find_weight_problems([float(word) for word in words])
     if problems:
         raise problems_error(f"weights {text!r} cannot be used", problems)
     return tuple(float(word) for word in words)
 
 
-def weight_problems(weights: Sequence[float]) -> list[str]:
+def find_weight_problems(weights: Sequence[float]) -> list[str]:
     """List the problems of these weights, one sentence each.
 
-    >>> weight_problems([1, -2.5, 0])
+    >>> find_weight_problems([1, -2.5, 0])
     ['weight 1 is -2.5; use a number from 0']
     """
     problems = [
@@ -121,22 +110,22 @@ def weight_problems(weights: Sequence[float]) -> list[str]:
 
 
 def _split(total: int, weights: Sequence[float], minimum: int, multiples: Sequence[int]) -> list[int] | None:
-    """Return the nearest split, None if there is none."""
+    """Return the nearest split; None if there is none."""
     least = [-(-minimum // m) * m if w else 0 for w, m in zip(weights, multiples, strict=True)]
     if sum(least) > total:
         return None
-    wanted = _proportional(total, weights, least)
+    wanted = _find_proportional(total, weights, least)
     used = [m for w, m in zip(weights, multiples, strict=True) if w]
     if len(set(used)) > 1:
-        return _nearest(total, wanted, least, multiples)
+        return _find_nearest(total, wanted, least, multiples)
     if total % used[0]:
         return None
-    units = _largest_remainder(total // used[0], [want / used[0] for want in wanted])
+    units = _round_by_remainder(total // used[0], [want / used[0] for want in wanted])
     return [unit * used[0] for unit in units]
 
 
-def _proportional(total: int, weights: Sequence[float], least: Sequence[int]) -> list[Fraction]:
-    """Return exact proportional parts; parts below their minimum get it, the others split the remainder."""
+def _find_proportional(total: int, weights: Sequence[float], least: Sequence[int]) -> list[Fraction]:
+    """Return exact proportional parts; small parts get their minimum, the others split the remainder."""
     exact = [Fraction(weight) for weight in weights]
     fixed = {index for index, weight in enumerate(exact) if not weight}
     while True:
@@ -151,7 +140,7 @@ def _proportional(total: int, weights: Sequence[float], least: Sequence[int]) ->
         fixed |= small
 
 
-def _largest_remainder(total: int, wanted: Sequence[Fraction]) -> list[int]:
+def _round_by_remainder(total: int, wanted: Sequence[Fraction]) -> list[int]:
     found = [math.floor(want) for want in wanted]
     by_remainder = sorted(range(len(wanted)), key=lambda index: found[index] - wanted[index])
     for index in by_remainder[: total - sum(found)]:
@@ -159,7 +148,7 @@ def _largest_remainder(total: int, wanted: Sequence[Fraction]) -> list[int]:
     return found
 
 
-def _nearest(
+def _find_nearest(
     total: int, wanted: Sequence[Fraction], least: Sequence[int], multiples: Sequence[int]
 ) -> list[int] | None:
     """Return the split into multiples of least squared distance, by dynamic programming.
@@ -192,7 +181,7 @@ def _nearest(
     return found
 
 
-def _no_split_text(
+def _format_no_split(
     total: int, weights: Sequence[float], minimum: int, multiples: Sequence[int], what: str
 ) -> str:
     """Format the error for a total that cannot be split, with the nearest totals that can."""
@@ -211,9 +200,5 @@ def _no_split_text(
     use = f"use {' or '.join(str(n) for n in fits if n is not None)} {what}"
     if minimum and total < least and set(used) == {1}:
         use += f", or a minimum of {total // len(used)}"
-    parts = _format_count(len(used), "part")
+    parts = f"{len(used)} part{'' if len(used) == 1 else 's'}"
     return f"{total} {what} cannot be split into {parts}, {' and '.join(asked)}; {use}"
-
-
-def _format_count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,28 +1,28 @@
-"""Find names that a stack of layers has moved by one dim, as `nnx.vmap` without metadata does. No jax."""
+"""Detect dim names that a stack of layers has moved by one dim, as `nnx.vmap` may do. No jax."""
 
 from collections.abc import Iterable, Mapping
 
 from shardtrain.sharding.array_dims import Named
 
 
-def warn_moved_names(arrays: Mapping[str, Named]) -> str | None:
-    """Return a warning about names that have other sizes elsewhere, and would not one dim further; else None.
+def warn_shifted_names(arrays: Mapping[str, Named]) -> str | None:
+    """Return a warning if moving the names of some arrays by one dim would make their sizes consistent.
 
     Args:
       arrays: path -> names and shape of each parameter.
 
-    >>> found = shifted_names({
+    >>> found = warn_shifted_names({
     ...     "blocks/bias": Named(dims=("mlp", None), shape=(4, 64)),
     ...     "blocks/kernel": Named(dims=("embed", "mlp", None), shape=(4, 16, 64)),
     ...     "embedding": Named(dims=("vocab", "embed"), shape=(32, 16)),
     ... })
     >>> print(found[: found.index(": mlp")])
     WARNING: names of dims seem to have moved by one dim in blocks/bias, blocks/kernel
-    >>> print(shifted_names({"up": Named(dims=("embed", "mlp"), shape=(16, 64))}))
+    >>> print(warn_shifted_names({"up": Named(dims=("embed", "mlp"), shape=(16, 64))}))
     None
     """
     named = {path: _fill_dims(each) for path, each in arrays.items() if each.dims and any(each.dims)}
-    sizes = _sizes(named.values())
+    sizes = _find_sizes(named.values())
     # a stack has one name too few, so its last dim has none
     moved = {
         path: Named(dims=(None, *dims[:-1]), shape=each.shape)
@@ -30,7 +30,7 @@ def warn_moved_names(arrays: Mapping[str, Named]) -> str | None:
         if (dims := each.dims) and len(dims) > 1 and dims[0] and not dims[-1]
         if any(len(sizes[name]) > 1 for name in dims if name)
     }
-    after = _sizes((named | moved).values())
+    after = _find_sizes((named | moved).values())
     cured = [name for name in sizes if len(sizes[name]) > 1 and len(after[name]) == 1]
     if not cured:
         return None
@@ -44,13 +44,11 @@ def warn_moved_names(arrays: Mapping[str, Named]) -> str | None:
 
 
 def _fill_dims(array: Named) -> Named:
-    """Return an array with an entry for each dim."""
     dims = array.dims or ()
     return Named(dims=(*dims, *(None,) * (len(array.shape) - len(dims))), shape=array.shape)
 
 
-def _sizes(arrays: Iterable[Named]) -> dict[str, set[int]]:
-    """Return the sizes of each name."""
+def _find_sizes(arrays: Iterable[Named]) -> dict[str, set[int]]:
     found: dict[str, set[int]] = {}
     for array in arrays:
         for name, size in zip(array.dims or (), array.shape, strict=False):

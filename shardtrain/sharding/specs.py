@@ -1,7 +1,6 @@
-"""PartitionSpecs of a pytree from a layout and axis sizes, and the rows of the sharding table.
+"""Make the PartitionSpecs of a pytree from rules and axis sizes, and the rows of the sharding table.
 
-Works on shapes alone: no device is used, so that any mesh can be inspected.
-Next: `train_step/state.py` (the whole train state).
+No device is used, so that any mesh can be inspected. Next: `train_step/placement.py` (the whole train state).
 """
 
 import math
@@ -53,26 +52,24 @@ def partition_specs(
 def add_leading_dim(specs: Any, over: str | tuple[str, ...]) -> Any:
     """Return the PartitionSpecs with one more dim in front, sharded over these axes.
 
-    >>> with_leading_dim({"up": PartitionSpec("fsdp")}, "data")["up"] == PartitionSpec("data", "fsdp")
+    >>> add_leading_dim({"up": PartitionSpec("fsdp")}, "data")["up"] == PartitionSpec("data", "fsdp")
     True
     """
-    return jax.tree.map(
-        lambda spec: PartitionSpec(over, *spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
+    return jax.tree.map(lambda spec: PartitionSpec(over, *spec), specs)
 
 
 def move_pipeline(
     spec: PartitionSpec, dim: int, shape: Sequence[int], sizes: Mapping[str, int]
 ) -> PartitionSpec:
-    """Move the axis pipeline from one dim to the first other dim that it divides; remove it if there is none.
+    """Move the axis pipeline from one dim to the first other dim that it divides, or else remove it.
 
     Args:
       spec: the PartitionSpec of an array.
-      dim: the dim that every stage needs unsharded.
+      dim: the dim that must not be sharded over pipeline.
       shape: the shape of the array.
       sizes: axis -> size.
 
-    >>> tuple(without_pipeline(PartitionSpec("pipeline", "fsdp"), 0, (7, 8), {"pipeline": 2, "fsdp": 2}))
+    >>> tuple(move_pipeline(PartitionSpec("pipeline", "fsdp"), 0, (7, 8), {"pipeline": 2, "fsdp": 2}))
     (None, ('fsdp', 'pipeline'))
     """
     entries: list[tuple[str, ...]] = [((e,) if isinstance(e, str) else tuple(e or ())) for e in spec]
@@ -104,7 +101,7 @@ class Row:
       spec: its PartitionSpec.
       num_bytes: bytes of the whole array.
       device_bytes: bytes of one shard.
-      copies: number of replicas of each shard; 1 is fully sharded.
+      copies: number of replicas of each shard; 1 means fully sharded.
     """
 
     path: str
@@ -122,14 +119,14 @@ def sharding_rows(
 ) -> tuple[Row, ...]:
     """Return a row for each array (or shape) of a pytree, in its order."""
     leaves = jax.tree.leaves(like)
-    spec_leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    spec_leaves = jax.tree.leaves(specs)
     return tuple(
-        _row(path, named, leaf, spec, sizes)
+        _make_row(path, named, leaf, spec, sizes)
         for (path, named), leaf, spec in zip(arrays.items(), leaves, spec_leaves, strict=True)
     )
 
 
-def _row(path: str, named: Named, leaf: Any, spec: PartitionSpec, sizes: Mapping[str, int]) -> Row:
+def _make_row(path: str, named: Named, leaf: Any, spec: PartitionSpec, sizes: Mapping[str, int]) -> Row:
     num_bytes = math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
     shards = math.prod(sizes[axis] for axis in spec_axes(spec))
     return Row(

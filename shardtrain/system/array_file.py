@@ -1,4 +1,4 @@
-"""Read .npy files that are not trusted: the header within bounds, and no more than the file has."""
+"""Read untrusted .npy files within the bounds of their size."""
 
 import math
 import os
@@ -20,11 +20,11 @@ class ArrayHeader(NamedTuple):
 
 
 def read_header(path: Path) -> ArrayHeader:
-    """Read the header of a .npy file, and compare it with the size of the file.
+    """Read the header of a .npy file, and check it against the size of the file.
 
     Raises:
       OSError: see `open_regular`.
-      ValueError: it is no .npy file, has objects or Fortran's order, or fewer bytes than its shape says.
+      ValueError: it is no .npy file, has objects or Fortran order, or fewer bytes than its shape needs.
     """
     with open_regular(path) as file:
         try:
@@ -35,7 +35,7 @@ def read_header(path: Path) -> ArrayHeader:
             raise ValueError(f"{path} is no .npy file ({str(error)[:120]})") from None
         offset, num_bytes = file.tell(), os.fstat(file.fileno()).st_size
     if dtype.hasobject or dtype.itemsize == 0 or (fortran and len(shape) > 1):
-        raise ValueError(f"{path} is an array of {dtype} in an order or kind that is not read; write it anew")
+        raise ValueError(f"{path} is an array of {dtype} in an unsupported order or kind; write it again")
     if any(type(size) is not int or size < 0 for size in shape):
         raise ValueError(f"{path} has the shape {short(shape)}; sizes are 0 or more")
     if (needed := math.prod(shape) * dtype.itemsize) > num_bytes - offset:

@@ -17,7 +17,7 @@ READABLE = 0o666
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Fill a temporary folder, which is renamed when the block ends, or removed after an error.
+    """Create a folder atomically: a temporary folder is renamed at the end of the context.
 
     Args:
       out: the final path; it must not exist, or be an empty folder.
@@ -44,10 +44,10 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def refuse_filled(out: Path) -> None:
-    """Raise an error if a path is a file or a folder with content.
+    """Check that a path does not exist or is an empty folder.
 
     Raises:
-      FileExistsError: it is.
+      FileExistsError: it is a file or a folder with content.
     """
     if out.is_dir() and next(out.iterdir(), None) is None:
         return
@@ -64,7 +64,7 @@ def replace_file(path: Path, content: bytes, mode: int = READABLE) -> None:
 
 @contextmanager
 def new_file(path: Path, mode: int = READABLE) -> Iterator[BinaryIO]:
-    """Write a temporary file, which replaces `path` (also a link) when the block ends without an error.
+    """Write a file atomically: a temporary file replaces `path` (also a link) at the end of the context.
 
     The temporary name begins with a dot and ends in `.part`. The file is locked while it is written, see
     `clear_parts`.
@@ -89,12 +89,12 @@ def new_file(path: Path, mode: int = READABLE) -> Iterator[BinaryIO]:
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether a write failed for lack of space or quota; libraries quote the system's words."""
+    """Return whether a write failed for lack of space or quota, by the system's message in the error."""
     return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 def write_advice(error: BaseException) -> str:
-    """Return what to change where something cannot be written.
+    """Return the change to make after an error of a write.
 
     >>> write_advice(OSError(28, os.strerror(errno.ENOSPC))), write_advice(PermissionError(13, "no"))
     ('free space', 'make it writable')
@@ -114,11 +114,11 @@ def clear_parts(folder: Path, names: str) -> None:
 
 
 def unlink_unlocked(path: Path) -> None:
-    """Delete a file that nothing has locked; one that is a link, locked or gone is left as it is.
+    """Delete a file unless it is locked, a link, or gone.
 
     Args:
-      path: the file. Whoever uses it holds a lock (`flock`); on a file system without locks nothing is
-        deleted, as it cannot be known.
+      path: the file, which its users lock (`flock`). On a file system without locks nothing is deleted,
+        because users are unknown.
     """
     try:
         handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -147,7 +147,7 @@ def open_own(path: Path, *, append: bool) -> BinaryIO:
 
 
 def _create_part(path: Path, mode: int) -> tuple[Path, BinaryIO]:
-    """Create a locked temporary file beside the final one, under an unused name."""
+    """Create a locked temporary file next to the final one, under an unused name."""
     while True:
         part = path.with_name(f".{path.name}.{os.urandom(8).hex()}.part")
         handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)

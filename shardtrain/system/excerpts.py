@@ -1,15 +1,15 @@
-"""Excerpts of large values and long lists, for messages."""
+"""Format excerpts of large values and long lists for messages."""
 
 import reprlib
 from collections.abc import Sequence
 
 
 def short(value: object, most: int = 60) -> str:
-    """Return a value as text for a message, of a bounded length however large it is.
+    """Format a value as text of bounded length.
 
     Args:
         value: any value.
-        most: characters.
+        most: largest number of characters.
 
     >>> short("a" * 100, 10), short({"b": [[0] * 99]}, 40)
     ("'aaaaaa...", "{'b': [[0, 0, 0, 0, 0, 0, ...]]}")
@@ -24,8 +24,8 @@ def some(values: Sequence[object], most: int = 8) -> str:
     """List the first few of many values, and the number of the others.
 
     Args:
-        values: in the order they are shown in.
-        most: how many are shown.
+        values: the values, in order.
+        most: largest number of values to show.
 
     >>> some(range(5), 3)
     '0, 1, 2 and 2 more'

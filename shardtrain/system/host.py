@@ -1,4 +1,4 @@
-"""Facts of this host that are read from files in well under a millisecond each. No jax."""
+"""Read facts of this host from files, each in well under a millisecond. No jax."""
 
 import os
 import platform
@@ -43,7 +43,7 @@ def driver() -> str | None:
 
 
 def memory_bytes(name: str, file: Path = Path("/proc/meminfo")) -> int | None:
-    """Return an entry of meminfo, such as MemTotal; None if there is none."""
+    """Return an entry of meminfo in bytes, such as MemTotal; None without one."""
     try:
         lines = file.read_text().splitlines()
     except OSError:
@@ -52,19 +52,19 @@ def memory_bytes(name: str, file: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def peak_resident_bytes() -> int:
-    """Return the most memory that this process has had resident at once.
+    """Return the peak of the resident memory of this process.
 
     >>> peak_resident_bytes() > 1 << 20
     True
     """
-    # asked at every line of metrics: this takes a microsecond, and the kernel's file 20 or more
+    # called for every line of metrics: this takes a microsecond, and the kernel's file 20 or more
     with_starter = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return with_starter if _had_most(with_starter) else _own_peak_bytes() or with_starter
 
 
 @lru_cache(maxsize=1)
 def _had_most(with_starter: int) -> bool:
-    """Return whether the larger peak, of this process and of the program that started it, is its own."""
+    """Return whether the larger peak, of this process and of its parent before exec, is its own."""
     return (_own_peak_bytes() or 0) > 0.99 * with_starter
 
 
@@ -79,7 +79,7 @@ def _own_peak_bytes(file: Path = Path("/proc/self/status")) -> int | None:
 def network_links(folder: Path = Path("/sys/class/net")) -> dict[str, Any]:
     """Return interface -> its state and, if the driver reports it, its speed in Mbit/s.
 
-    Loopback is left out. InfiniBand devices are in `infiniband_links`.
+    Loopback is left out. See `infiniband_links` for InfiniBand.
     """
     links = {}
     for path in sorted(folder.glob("*")):
@@ -93,11 +93,26 @@ def network_links(folder: Path = Path("/sys/class/net")) -> dict[str, Any]:
 
 
 def infiniband_links(folder: Path = Path("/sys/class/infiniband")) -> dict[str, Any]:
-    """Return port -> its state and rate, of InfiniBand devices and those that work alike."""
+    """Return port -> its state and rate, of InfiniBand and compatible devices."""
     return {
         f"{port.parents[1].name}/{port.name}": {"state": _read(port / "state"), "rate": _read(port / "rate")}
         for port in sorted(folder.glob("*/ports/*"))
     }
+
+
+def list_gpu_files() -> list[Path]:
+    """List the device files of NVIDIA GPUs."""
+    return [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+
+
+def parse_ranges(text: str) -> list[int]:
+    """Parse a list of numbers and ranges, as in a cpulist file.
+
+    >>> parse_ranges("0-2,8\\n")
+    [0, 1, 2, 8]
+    """
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return [number for low, _, high in ranges for number in range(int(low), int(high or low) + 1)]
 
 
 def ranges_text(numbers: Sequence[int]) -> str:

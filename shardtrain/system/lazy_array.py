@@ -1,4 +1,4 @@
-"""Arrays whose rows are read, or computed, when they are asked for: what converts them need not hold all."""
+"""Arrays whose rows are read or computed on access, so that a conversion need not hold all of them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +7,10 @@ import numpy as np
 
 
 class LazyArray:
-    """An array of which `array[i, j]` and `np.asarray(array)` read what they need, each time.
+    """An array that `array[i, j]` and `np.asarray(array)` read on each access.
 
     Args:
-      read: numbers of the first dims -> the values there; () for all.
+      read: indices of the first dims -> the values there; () for all values.
 
     >>> squares = LazyArray(lambda numbers: (np.arange(6).reshape(2, 3) ** 2)[numbers])
     >>> squares[1].tolist(), int(squares[1, 2]), np.asarray(squares).shape

@@ -1,4 +1,4 @@
-"""The versions of all installed packages, from the names of folders: importlib reads a file each."""
+"""List the versions of installed packages by names of folders, which is faster than importlib."""
 
 import os
 import re
@@ -10,10 +10,10 @@ ENDING = ".dist-info"
 def list_installed_packages(search_path: Sequence[str]) -> dict[str, str]:
     """Return package -> version, sorted by name.
 
-    Packages without such a folder are left out: those that are run from their sources.
+    Packages without a .dist-info folder, which run from their sources, are left out.
 
     Args:
-      search_path: such as `sys.path`; the first folder that has a package counts.
+      search_path: folders, such as `sys.path`; the first folder with a package counts.
     """
     found: dict[str, str] = {}
     for folder in search_path:

@@ -1,6 +1,6 @@
-"""Plain text in UTF-8, as lines or as a table: byte order marks and lines of white space are no content.
+"""Decode plain text in UTF-8, as lines or as a table, without byte order marks and blank lines.
 
-Every reader of text files uses it. Next: `untrusted_files.py`, which reads the bytes.
+Next: `untrusted_files.py`, which reads the bytes.
 """
 
 import codecs
@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any
 
 MARK = "\ufeff"
-"""The byte order mark, which some editors and exports write at the beginning of a text."""
+"""The byte order mark, which some editors and exports write at the start of a text."""
 
-OTHERS = {
-    codecs.BOM_UTF32_LE: "UTF-32",  # it begins as that of UTF-16
+UNSUPPORTED = {
+    codecs.BOM_UTF32_LE: "UTF-32",  # it starts with the mark of UTF-16
     codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-"""Byte order mark -> the encoding that it says, which is not read."""
+"""Byte order mark -> its encoding, which is not supported."""
 
 
 def decode_text(content: bytes) -> str:
     r"""Decode UTF-8, without the byte order mark at its beginning.
 
     Raises:
-      ValueError: it is not UTF-8; a mark of another encoding is named.
+      ValueError: it is not UTF-8; the message names the encoding of another mark.
 
     >>> decode_text(b"\xef\xbb\xbfa"), decode_text(b"\xc3\x9f")
     ('a', 'ß')
@@ -41,21 +41,21 @@ def decode_text(content: bytes) -> str:
 
 
 def encoding_problem(head: bytes) -> str:
-    r"""Return why a text that begins with these bytes is not read, if a mark says its encoding; else "".
+    r"""Return why a text with these first bytes is not supported, if a mark names its encoding; else "".
 
     >>> encoding_problem(b"\xff\xfea\0")
     'it is in UTF-16, as its first bytes ff fe say, and UTF-8 is read; convert it: iconv -f UTF-16 -t UTF-8'
     """
-    mark = next((mark for mark in OTHERS if head.startswith(mark)), None)
+    mark = next((mark for mark in UNSUPPORTED if head.startswith(mark)), None)
     if mark is None:
         return ""
-    name = OTHERS[mark]
+    name = UNSUPPORTED[mark]
     said = f"as its first bytes {mark.hex(' ')} say"
     return f"it is in {name}, {said}, and UTF-8 is read; convert it: iconv -f {name} -t UTF-8"
 
 
 def is_blank(line: str | bytes) -> bool:
-    r"""Return whether a line is white space alone, or nothing; a byte order mark counts as nothing.
+    r"""Return whether a line is empty or white space, apart from a byte order mark.
 
     >>> is_blank(b" \r"), is_blank("\ufeff\t"), is_blank(b"\xc2\xa0"), is_blank(b"a")
     (True, True, True, False)
@@ -77,7 +77,7 @@ def text_lines(text: str) -> list[tuple[int, str]]:
 
 
 def read_lines(path: Path) -> list[tuple[int, str]]:
-    """Return the lines of a file that a user names, which may also be a pipe; see `text_lines`.
+    """Read the lines of a file, which may also be a pipe; see `text_lines`.
 
     Raises:
       OSError: it cannot be read.
@@ -90,11 +90,11 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def read_csv(text: str, **options: Any) -> tuple[list[str], list[tuple[int, dict[Any, Any]]]]:
-    r"""Read a table whose first row names the columns; rows of white space or of empty cells are left out.
+    r"""Read a table whose first row names the columns, without blank rows.
 
     Args:
-      text: the file.
-      options: of `csv.reader`.
+      text: the content of the file.
+      options: options of `csv.reader`.
 
     Returns:
       The names, and (number of its last line, name -> cell) of each row; a missing cell is None, and cells

@@ -1,7 +1,7 @@
 """Lock a folder so that one process at a time writes to it; released when the process ends. No jax.
 
-The file is in the folder that it guards, so that every name of the folder, through links or from inside it,
-leads to the same lock.
+The lock file is in the folder itself, so that every path of the folder, also through links, leads to the same
+lock.
 """
 
 import errno
@@ -28,7 +28,7 @@ class Locked(ValueError):
 
 @contextmanager
 def hold_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of an existing folder; continue without it if the file system cannot lock or is full.
+    """Hold the lock of a folder within this context, or none if the file system cannot lock or is full.
 
     Raises:
         Locked: another process holds it.
@@ -36,7 +36,7 @@ def hold_lock(folder: Path) -> Iterator[None]:
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with locked(Path(folder)):
+    ...     with hold_lock(Path(folder)):
     ...         [path.name for path in Path(folder).iterdir()]
     ['.lock']
     """

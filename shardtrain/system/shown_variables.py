@@ -1,4 +1,4 @@
-"""The environment variables that may be written to files: an allow list, without secrets. No jax."""
+"""Select the environment variables that may be written to files, by an allow list without secrets. No jax."""
 
 import re
 from collections.abc import Mapping
@@ -10,28 +10,22 @@ NAMES = (
     *("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
     *("GLIBC_TUNABLES", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED", "PYTHONPATH", "PYTHONWARNINGS"),
     *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_CPUS_PER_TASK"),
-    *(
-        "SLURM_MPI_TYPE",
-        "SLURM_CPU_BIND_TYPE",
-        "SLURM_RESTART_COUNT",
-        "FLUX_JOB_ID",
-        "PBS_JOBID",
-        "LSB_JOBID",
-    ),
+    *("SLURM_MPI_TYPE", "SLURM_CPU_BIND_TYPE", "SLURM_RESTART_COUNT"),
+    *("FLUX_JOB_ID", "PBS_JOBID", "LSB_JOBID"),
 )
-"""Variables by their whole name."""
+"""Allowed variables by name."""
 
 PREFIXES = (
     *("JAX_", "XLA_PYTHON_", "NCCL_", "SHARDTRAIN_"),
     *("MPI4JAX_", "MPI4PY_", "MPICH_", "MPIR_CVAR_", "OMPI_MCA_", "I_MPI_", "MV2_", "UCX_", "FI_"),
 )
-"""Variables of jax, of communication libraries and of this package, by how their names begin."""
+"""Allowed prefixes: variables of jax, of communication libraries and of this package."""
 
 SECRET = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|AUTH|PRIVATE|(^|_)KEY(_|$)|COOKIE", re.IGNORECASE)
-"""In a name: never shown, whatever it begins with."""
+"""Pattern of names that are never shown, whatever their prefix is."""
 
 LONGEST = 1000
-"""Characters of a value; the rest is cut off."""
+"""Largest number of characters of a value."""
 
 
 def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:

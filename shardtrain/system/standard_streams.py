@@ -1,8 +1,7 @@
 """Keep a run alive when standard output or error cannot be written or is closed. No jax.
 
-Every command uses `fill_closed` and `escape_unencodable`, and `wait_until_read` where it aborts other ranks;
-the rest is for `train` alone: the output of other commands is their result, so an error in writing it must
-end them.
+Every command uses `fill_closed` and `escape_unencodable`, and `wait_until_read` if it aborts other ranks. The
+rest is only for `train`: the output of other commands is their result, so a failed write must end them.
 """
 
 import fcntl
@@ -18,11 +17,11 @@ from typing import Any
 
 
 class SteadyStream:
-    """A text stream that drops what cannot be written.
+    """A text stream that drops text that cannot be written.
 
     Args:
-      stream: the stream to write to; all other attributes are passed on to it.
-      report: called with the first error.
+      stream: the stream to write to, which also has all other attributes.
+      report: receives the first error.
 
     Example:
       >>> said = []
@@ -61,7 +60,7 @@ class SteadyStream:
 
 @contextmanager
 def steady_output() -> Iterator[None]:
-    """Ignore errors of printing within this context; one of standard output is reported on standard error."""
+    """Ignore errors of printing within this context; report one of standard output on standard error."""
     out, err = sys.stdout, sys.stderr
     sys.stderr = SteadyStream(err, lambda error: None)
     sys.stdout = SteadyStream(out, _report)
@@ -95,7 +94,7 @@ def fill_closed() -> None:
 
 
 def escape_unencodable() -> None:
-    r"""Write characters that the encoding of standard output or error lacks as escapes, in place of failing.
+    r"""Escape characters that the encoding of standard output or error lacks, instead of failing.
 
     >>> import io
     >>> from contextlib import redirect_stdout
@@ -106,7 +105,7 @@ def escape_unencodable() -> None:
     \xe9
     """
     for stream in (sys.stdout, sys.stderr):
-        # UTF-8 lacks nothing; a stream that took the place of the standard one may not encode
+        # UTF-8 has all characters; a stream that replaced the standard one may not encode
         encoding = (getattr(stream, "encoding", None) or "utf-8").lower().replace("_", "-")
         if encoding not in ("utf-8", "utf8") and (reconfigure := getattr(stream, "reconfigure", None)):
             reconfigure(errors="backslashreplace")
@@ -123,10 +122,10 @@ def close_quietly(stream: Any) -> None:
 
 
 def wait_until_read(seconds: float = 2.0) -> None:
-    """Wait until the readers of standard output and error have taken what was written, if they are pipes.
+    """Wait until the readers of standard output and error have read everything, if these are pipes.
 
-    A launcher of MPI ends a job that calls MPI_Abort at once, with the text that it has not read yet: on a
-    busy machine that of MPICH lost the error message of one run in ten.
+    After MPI_Abort a launcher ends a job at once, and loses the text that it has not read yet: on a busy
+    machine MPICH's lost the error message of one run in ten.
 
     Args:
       seconds: the longest wait, for a reader that hangs or is gone.

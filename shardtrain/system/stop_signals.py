@@ -1,7 +1,7 @@
 """Record signals that ask a run to stop, or end the process immediately if nothing can be saved yet.
 
-A command enters `StopSignals` before it imports anything large. Python's own KeyboardInterrupt is not relied
-on: it is raised wherever the main thread is, and jax's garbage-collection callback swallows it. No jax here.
+A command enters `StopSignals` before it imports anything large. Python's own KeyboardInterrupt is not
+reliable: it is raised anywhere in the main thread, and jax's garbage-collection callback swallows it. No jax.
 """
 
 import contextlib
@@ -15,19 +15,20 @@ from types import FrameType
 from typing import Any, Self
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Ctrl-C; kill and most batch systems; a closed terminal; Slurm's warning before the time limit."""
+"""Signals of Ctrl-C; of kill and most batch systems; of a closed terminal; of Slurm before the time limit."""
 
 TIME_OVER = 1000
-"""Used in place of a signal's number: the time limit is near."""
+"""Number in place of a signal's: the time limit is near."""
 
 UNWIND_SECONDS = 3.0
 
 REPEAT_SECONDS = 0.5
-"""A SIGINT so soon after another is the same one: uv passes on, 0.2 s later, what the whole group has got."""
+"""Seconds after a SIGINT in which another one is a repetition: uv forwards, 0.2 s later, the SIGINT that the
+whole process group has received."""
 
 
 class Repeats:
-    """Recognises a SIGINT that arrives twice, as below `uv run` if a program interrupts the group of both."""
+    """Recognises a repeated SIGINT, as under `uv run` if a program interrupts the process group."""
 
     def __init__(self) -> None:
         self._first = -math.inf
@@ -44,16 +45,16 @@ class Repeats:
 
 
 class StopSignals:
-    """Records the first signal that asks to stop, while it is entered.
+    """Records the first signal that asks to stop, within its context.
 
-    Until `can_save` is set, a signal ends the process immediately, as a second Ctrl-C always does. A thread
-    does so, because the main thread may be compiling or waiting in MPI, where Python runs no signal handler.
-    A SIGHUP that was ignored before (nohup) stays ignored.
+    Until `can_save` is set, a signal ends the process immediately, like every second Ctrl-C. A thread ends
+    it, because the main thread may be compiling or waiting in MPI, where Python runs no signal handler. A
+    SIGHUP that was ignored before (nohup) stays ignored.
 
     Args:
-      end: ends the process; called in the main thread or in another. None, for a program of the user's own:
-        signals are recorded from the start, and a second Ctrl-C raises KeyboardInterrupt.
-      until_seconds: value of `time.monotonic` at which the run is to stop; None: never.
+      end: ends the process; called in any thread. None, for a user's own program, records signals from the
+        start, and a second Ctrl-C raises KeyboardInterrupt.
+      until_seconds: value of `time.monotonic` at which the run stops; None disables it.
       listens: whether to start that thread; a command that forks later must not.
       unwinds: whether to raise KeyboardInterrupt first, so that cleanup code runs; the thread waits for it.
     """
@@ -80,7 +81,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         # Python delivers signals to the main thread alone
         if threading.current_thread() is threading.main_thread():
-            for number in asking(STOPPING):
+            for number in select_handled(STOPPING):
                 self._before[number] = signal.signal(number, self._ask)
             if self._listens:
                 read, self._pipe = os.pipe()
@@ -146,15 +147,15 @@ class StopSignals:
 
 
 def keep_handlers(numbers: Sequence[signal.Signals]) -> None:
-    """Install the handlers of Python again, in place of those that a library has installed in C since."""
+    """Install the handlers of Python again, in place of those that a library has installed in C meanwhile."""
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
-            # None: it was no handler of Python before
+            # None means that the handler was not Python's
             if (handler := signal.getsignal(number)) is not None:
                 signal.signal(number, handler)
 
 
-def asking(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
+def select_handled(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
     """Return the signals to handle: all but a SIGHUP that nohup ignores."""
     return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 

@@ -1,7 +1,7 @@
-"""The boundary to the terminal: control characters are escaped before they are written. No jax.
+"""Write to the terminal, with control characters escaped. No jax.
 
-Names of files, arrays and options come from checkpoints and downloads; an escape sequence in one could hide
-lines, set the clipboard or the title. Our own colours come from rich, which gets texts through `printable`.
+Names of files, arrays and options come from checkpoints and downloads; an escape sequence in them could hide
+lines, set the clipboard or the title. Colours come from rich, which gets texts through `printable`.
 """
 
 import sys

@@ -15,7 +15,7 @@ from shardtrain.system.plain_text import MARK, decode_text
 from shardtrain.system.untrusted_files import MOST_BYTES, MOST_DEPTH, check_depth, read_text
 
 MOST_COUNT_DIGITS = 9
-"""Of a number of ranks, nodes or devices."""
+"""Largest number of digits of a number of ranks, nodes or devices."""
 
 MOST_NAME = 200
 MOST_INTEGER = 2**63
@@ -23,9 +23,9 @@ MOST_INTEGER = 2**63
 
 
 def parse_record(text: str | bytes) -> Any:
-    """Parse JSON as Python does, of bounded depth; faster than `parse_json`, for data of millions of lines.
+    """Parse JSON of bounded depth like Python, faster than `parse_json`, for data of millions of lines.
 
-    A byte order mark at its beginning is no content.
+    A byte order mark at its start is ignored.
 
     Raises:
       ValueError: it is no JSON, not UTF-8, has a number of thousands of digits, is nested too deeply, or too
@@ -72,7 +72,7 @@ def _check_integers(value: Any, name: str) -> None:
 
 
 def parse_count(text: str) -> int | None:
-    """Return a number of one to nine digits; None of another text.
+    """Parse a number of one to nine digits; None for other texts.
 
     >>> parse_count("12"), parse_count("1" + "0" * 30), parse_count("-1")
     (12, None, None)

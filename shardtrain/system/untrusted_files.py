@@ -1,6 +1,6 @@
 """Read untrusted files: regular files of bounded size, and strict JSON. No jax.
 
-Nothing is executed, no link leads out of a folder, and no memory is allocated because a file declares a size.
+Nothing is executed, no link leads out of a folder, and no declared size allocates memory.
 SECURITY.md lists the formats. Next: `checkpoints/manifest_entries.py`, `imported.py`.
 """
 
@@ -21,7 +21,7 @@ MOST_BYTES = 1 << 27
 """Size of the largest file that is read into memory at once."""
 
 MOST_DEPTH = 64
-"""Largest nesting depth of JSON; a deeper one could overflow the stack of its readers."""
+"""Largest nesting depth of JSON; a deeper one could overflow the stack of readers."""
 
 MOST_DIGITS = 309
 """Digits of the largest finite float: integers and floats of JSON have the same range. Python's writers use
@@ -40,7 +40,7 @@ KINDS = {
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; a FIFO would block, and a device never ends.
+    """Open a regular file for reading; a FIFO would block, and a device would never end.
 
     Raises:
       OSError: it is something else, or cannot be opened.
@@ -88,8 +88,8 @@ def parse_json(text: str, *, ours: bool = False) -> Any:
 
     Args:
       text: the JSON.
-      ours: whether to accept what Python's own writer produces beyond the standard: NaN, Infinity, and halves
-        of surrogate pairs (of a path that is not UTF-8).
+      ours: whether to accept extensions of Python's writer: NaN, Infinity, and halves of surrogate pairs (in
+        a path that is not UTF-8).
 
     Raises:
       ValueError: the text is not JSON, nested deeper than `MOST_DEPTH`, has too many values, repeats a key in
@@ -129,7 +129,7 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
 
 
 def check_depth(value: Any, *, ours: bool = True) -> None:
-    """Check depth and, unless they are `ours`, encodable texts, level by level: the stack cannot overflow.
+    """Check the depth of a value and, unless it is `ours`, that its texts are encodable, without recursion.
 
     Raises:
       ValueError: the value is nested deeper than `MOST_DEPTH`, or has half of a surrogate pair.

@@ -1,6 +1,6 @@
-"""Flags of XLA as data: named presets, the source of each flag, and how they join those of the user.
+"""Define presets of XLA flags, and join them with the user's flags.
 
-No jax here: flags are read once, when its first backend starts. Next: `cli/train.py`, which sets them.
+No jax: flags are read once, when its first backend starts. Next: `cli/train.py`, which sets them.
 """
 
 from collections.abc import Mapping
@@ -11,17 +11,17 @@ from typing import Literal, NamedTuple
 Preset = Literal["auto", "latency-hiding", "none"]
 
 CHECKED_JAXLIB = ("0.10", "0.11", "0.12")
-"""Versions (major.minor) of jaxlib that know every flag here: XLA ends a process that has an unknown one."""
+"""Versions (major.minor) of jaxlib that know all of these flags: XLA ends a process with an unknown flag."""
 
 
 class Flag(NamedTuple):
     """A flag of XLA.
 
     Attributes:
-      name: without dashes; its second word is the device that it is for.
-      value: as XLA parses it.
+      name: the name without dashes; its second word is the kind of device.
+      value: the value as XLA parses it.
       why: its effect.
-      source: where it is documented or was measured.
+      source: the document that describes or measures it.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Flag(NamedTuple):
 
     @property
     def device(self) -> str:
-        """The device that the flag is for: cpu, gpu."""
+        """The kind of device of the flag: cpu, gpu."""
         return self.name.split("_")[1]
 
 
@@ -49,8 +49,18 @@ PRESETS: dict[str, tuple[Flag, ...]] = {
         _NO_SLOW_REDUCTIONS,
         Flag("xla_gpu_enable_latency_hiding_scheduler", "true", "computes while collectives run", _JAX),
         Flag("xla_gpu_enable_pipelined_all_gather", "true", "gathers for the next layer of a scan", _NVIDIA),
-        Flag("xla_gpu_enable_pipelined_reduce_scatter", "true", "the same of reduce-scatters", _NVIDIA),
-        Flag("xla_gpu_enable_pipelined_all_reduce", "true", "the same of all-reduces", _NVIDIA),
+        Flag(
+            "xla_gpu_enable_pipelined_reduce_scatter",
+            "true",
+            "the same for reduce-scatters",
+            _NVIDIA,
+        ),
+        Flag(
+            "xla_gpu_enable_pipelined_all_reduce",
+            "true",
+            "the same for all-reduces",
+            _NVIDIA,
+        ),
         Flag(
             "xla_gpu_enable_while_loop_double_buffering", "true", "no copies between steps of a scan", _NVIDIA
         ),
@@ -58,17 +68,17 @@ PRESETS: dict[str, tuple[Flag, ...]] = {
     ),
     "none": (),
 }
-"""Name -> flags. A machine ignores those for other devices."""
+"""Name -> flags. A machine ignores flags for other devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PresetFlags:
-    """What a preset comes to on this machine.
+    """The flags of a preset on this machine.
 
     Args:
-      xla_flags: the variable XLA_FLAGS with the flags of the preset before those of the user.
+      xla_flags: the value of XLA_FLAGS, with the flags of the preset before those of the user.
       added: the flags that were added.
-      notes: why others were not.
+      notes: reasons why other flags were not added.
     """
 
     xla_flags: str
@@ -77,57 +87,55 @@ class PresetFlags:
 
 
 def apply_preset(preset: str, environ: Mapping[str, str], jaxlib: str) -> PresetFlags:
-    """Return XLA_FLAGS with those of a preset.
+    """Add the flags of a preset to XLA_FLAGS.
 
-    The flags of a device are left to the user if XLA_FLAGS has any for this device. They are left out with a
-    jaxlib that they were not checked with.
+    Flags for a kind of device are not added if XLA_FLAGS has any for it, or if they were not checked
+    with this version of jaxlib.
 
     Args:
       preset: a name of `PRESETS`.
       environ: the environment variables.
       jaxlib: the version of jaxlib.
 
-    >>> with_preset("auto", {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}, "0.10.2").added
+    >>> apply_preset("auto", {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}, "0.10.2").added
     ()
-    >>> found = with_preset("auto", {"XLA_FLAGS": "--xla_dump_to=d"}, "0.10.2")
+    >>> found = apply_preset("auto", {"XLA_FLAGS": "--xla_dump_to=d"}, "0.10.2")
     >>> found.xla_flags.split()[1], len(found.added)
     ('--xla_dump_to=d', 1)
     """
     given = environ.get("XLA_FLAGS", "")
     flags = PRESETS[preset]
     if given.strip() and not given.lstrip().startswith("-"):
-        # the name of a file of flags, which XLA reads only if it stands alone
-        return PresetFlags(
-            xla_flags=given, added=(), notes=("XLA flags are as the file of XLA_FLAGS has them",)
-        )
+        # the path of a file of flags, which XLA reads only without other flags
+        return PresetFlags(xla_flags=given, added=(), notes=("XLA flags are those of the file in XLA_FLAGS",))
     if flags and ".".join(jaxlib.split(".")[:2]) not in CHECKED_JAXLIB:
         checked = ", ".join(f"{each}.x" for each in CHECKED_JAXLIB)
         note = (
             f"XLA flags of the preset {preset!r} are not set: they were checked with jaxlib {checked}, this"
-            f" is {jaxlib}. Give those that you want in XLA_FLAGS"
+            f" is {jaxlib}. Set the flags that you want in XLA_FLAGS"
         )
         return PresetFlags(xla_flags=given, added=(), notes=(note,))
     names = [word.lstrip("-").partition("=")[0] for word in given.split()]
     own = {name.split("_")[1] for name in names if name.startswith("xla_") and name.count("_") > 1}
     added = tuple(flag for flag in flags if flag.device not in own)
-    # who sets all flags needs no line about it
+    # no note if the user sets the flags of all devices
     left = sorted({flag.device for flag in flags} & own) if added else ()
     return PresetFlags(
         xla_flags=" ".join([*(f"--{flag.name}={flag.value}" for flag in added), *given.split()]),
         added=added,
-        notes=tuple(f"XLA flags for the {device} are as XLA_FLAGS has them" for device in left),
+        notes=tuple(f"XLA flags for the {device} are those of XLA_FLAGS" for device in left),
     )
 
 
 def quick_options(platform: str, jaxlib: str | None = None) -> dict[str, bool | int] | None:
-    """Return compiler options for a program that runs once, such as the initial state; None: the usual ones.
+    """Return compiler options for a program that runs once, such as the initial state; None for the default.
 
-    On a CPU LLVM would optimise the loops of random numbers for longer than all else takes. Results are
-    rounded otherwise than by an optimised program.
+    On a CPU LLVM would spend most of the time on optimising loops of random numbers. Results are rounded
+    differently than by an optimised program.
 
     Args:
-      platform: of the devices, "cpu" or another.
-      jaxlib: its version; by default the one that is installed.
+      platform: platform of the devices, "cpu" or another.
+      jaxlib: version of jaxlib; None means the installed one.
 
     >>> quick_options("cpu", "0.10.2")["xla_backend_optimization_level"]
     0
@@ -140,15 +148,15 @@ def quick_options(platform: str, jaxlib: str | None = None) -> dict[str, bool | 
 
 
 def mesh_options(platform: str, jaxlib: str | None = None) -> dict[str, bool | str] | None:
-    """Return compiler options for a program over a mesh; None: the usual ones.
+    """Return compiler options for a program over a mesh; None for the default.
 
-    jaxlib 0.11 and 0.12 name the groups of devices of a collective by the axes of the mesh. In a pipeline
-    0.11.2 and 0.12.0 end the process so: at a lookup of rows that `data` shards in a table that `tensor`
-    shards. With these options the groups are lists of devices, as in jaxlib 0.10.
+    jaxlib 0.11 and 0.12 name the device groups of a collective by the axes of the mesh. In a pipeline this
+    crashes 0.11.2 and 0.12.0 at a lookup of rows that `data` shards in a table that `tensor` shards. With
+    these options the groups are lists of devices, as in jaxlib 0.10.
 
     Args:
-      platform: of the devices: cpu, gpu, tpu.
-      jaxlib: its version; by default the one that is installed.
+      platform: platform of the devices: cpu, gpu, tpu.
+      jaxlib: version of jaxlib; None means the installed one.
 
     >>> mesh_options("cpu", "0.12.0")
     {'xla_enable_rgv3_materialization': False}
@@ -163,14 +171,14 @@ def mesh_options(platform: str, jaxlib: str | None = None) -> dict[str, bool | s
 
 
 def step_options(platform: str, jaxlib: str | None = None) -> dict[str, bool | str] | None:
-    """Return compiler options for a program with gradients, those of `mesh_options` too; None: none.
+    """Return compiler options for a program with gradients, including `mesh_options`; None for the default.
 
-    XLA for CPUs drops `optimization_barrier` before it fuses loops, so what a model says is to be computed
-    once (`models/one_cpu.py`), or again (`jax.checkpoint`), is not. These options keep the barriers.
+    XLA for CPUs drops `optimization_barrier` before it fuses loops, so that it ignores which values a model
+    computes once (`models/one_cpu.py`) or recomputes (`jax.checkpoint`). These options keep the barriers.
 
     Args:
-      platform: of the devices: cpu, gpu, tpu.
-      jaxlib: its version; by default the one that is installed.
+      platform: platform of the devices: cpu, gpu, tpu.
+      jaxlib: version of jaxlib; None means the installed one.
 
     >>> step_options("cpu", "0.10.2")
     {'xla_disable_hlo_passes': 'cse_barrier_expander'}
@@ -184,15 +192,15 @@ def step_options(platform: str, jaxlib: str | None = None) -> dict[str, bool | s
 
 
 def _is_checked_cpu(platform: str, jaxlib: str | None) -> bool:
-    """Return whether these are CPUs, and options of XLA for them were tried with this jaxlib."""
+    """Return whether the devices are CPUs, and XLA options for them were checked with this jaxlib."""
     version = metadata.version("jaxlib") if jaxlib is None else jaxlib
     return platform == "cpu" and ".".join(version.split(".")[:2]) in CHECKED_JAXLIB
 
 
 def preset_text(preset: str, found: PresetFlags) -> str:
-    """Return the line of the log: the preset, its flags, and notes; empty without either.
+    """Format the log line of a preset: its flags, and notes; "" without either.
 
-    >>> preset_text("none", with_preset("none", {}, "0.10.2"))
+    >>> preset_text("none", apply_preset("none", {}, "0.10.2"))
     ''
     """
     flags = " ".join(f"{flag.name}={flag.value}" for flag in found.added)

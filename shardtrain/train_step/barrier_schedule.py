@@ -1,4 +1,4 @@
-"""The steps after which all islands synchronise, to vote, save, evaluate or stop."""
+"""Decide after which steps all islands wait for each other, to vote, save, evaluate or stop."""
 
 from collections.abc import Sequence
 
@@ -6,21 +6,21 @@ from shardtrain.combine.synchronisation import Synchronisation
 
 
 class BarrierSchedule:
-    """Decide after which steps islands synchronise to vote, save, evaluate or stop.
+    """The steps after which islands synchronise to vote, save, evaluate or stop.
 
-    Every merge and every average of gradients is a barrier. Waves have one only where something must be done
-    by all islands, or where one of them requested it.
+    Every merge and every average of gradients is a barrier. Waves have a barrier only if all islands must do
+    something, or if one of them requests it.
 
     Args:
       synchronisation: how islands are synchronised.
       last_step: the last step of the run.
-      saves_every: steps between saves; None: these are not planned by steps.
-      others_every: steps between other things that all islands do, such as evaluations.
+      saves_every: steps between saves; None if saves are not planned by steps.
+      others_every: steps between other actions of all islands, such as evaluations.
 
     Attributes:
-      is_requested: this island wants a barrier as soon as possible.
-      requested_step: the step of a barrier that was requested; -1: none was.
-      replayed: the steps of the barriers of an earlier run, which is replayed.
+      is_requested: whether this island requests a barrier as soon as possible.
+      requested_step: the step of a requested barrier; -1 if none was requested.
+      replayed: the steps of the barriers of an earlier run that is replayed.
 
     >>> waves = Synchronisation(on="deltas", every=4, distance=2)
     >>> barriers = BarrierSchedule(waves, last_step=30, saves_every=10)
@@ -55,6 +55,6 @@ class BarrierSchedule:
             return True
         if self._synchronisation.distance is None:
             return step % every == 0 or (saves_every is not None and step % saves_every == 0)
-        # at the end of the wave in which something falls due
+        # at the end of a wave in which something becomes due
         periods = [saves_every, *self._others_every]
         return step % every == 0 and any(step // n > (step - every) // n for n in periods if n)

@@ -1,7 +1,7 @@
-"""Exchange the parameters that several pipeline stages use, and their gradients, between islands.
+"""Exchange parameters that several pipeline stages use, and their gradients, between islands.
 
-One stage owns each of them (see `pipeline/stage_model.py`); other stages receive its value in every step and
-return their gradient. Next: `stage_step.py`.
+One stage owns each parameter (see `pipeline/stage_model.py`); other stages receive its value in every step
+and return their gradient. Next: `stage_step.py`.
 """
 
 from collections.abc import Mapping
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.combine.fragments import group_by_path
 from shardtrain.functional.model import Tree, path_text
-from shardtrain.pipeline.stage_model import StageModel, nest
-from shardtrain.sharding.array_dims import Named
+from shardtrain.pipeline.stage_model import StageModel
+from shardtrain.sharding.array_dims import Named, is_dims
 from shardtrain.sharding.resolve import complete_layout
 from shardtrain.sharding.specs import partition_specs
 from shardtrain.train_step.placement import Placement
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class BorrowedParameters:
-    """The parameters that a stage borrows from others, and those that it lends.
+    """The parameters that a stage borrows from other stages, and the parameters that it lends.
 
     Args:
-      stage_model: the stage's parts of the model.
+      stage_model: the parts of the model on this stage.
       placement: the placement of the stage's own parameters on this island.
       mailbox: to the other stages of this pipeline.
       first_tag: MPI tags from here on are free.
@@ -42,7 +43,7 @@ class BorrowedParameters:
         self._shapes = group_by_path(stage_model.traced.params)
 
     def exchange(self, params: Tree) -> Tree:
-        """Send what this stage lends, and return its parameters with those that it borrows."""
+        """Send lent parameters, and return the stage's own and borrowed parameters."""
         found = group_by_path(params)
         for path, stages in self._stage_model.lent.items():
             for stage in stages:
@@ -52,7 +53,7 @@ class BorrowedParameters:
             what = f"parameter {path} from stage {owner}"
             array = self._mailbox.receive(shape.shape, shape.dtype, owner, self._tag(path), what)
             found[path] = jax.device_put(array, NamedSharding(self._mesh, self.specs[path]))
-        return nest(found)
+        return unflatten_dict(found, sep="/")
 
     def return_gradients(self, grads: Mapping[str, jax.Array]) -> None:
         """Send the gradients of borrowed parameters, by path, to their owners."""
@@ -75,12 +76,9 @@ class BorrowedParameters:
 
 
 def _find_borrowed_specs(stage_model: StageModel, placement: Placement) -> dict[str, PartitionSpec]:
-    """Return the specs of borrowed parameters: as if this stage owned them."""
+    """Return the specs that borrowed parameters would have if this stage owned them."""
     whole, dims = group_by_path(stage_model.traced.params), stage_model.model.dims
-    names = {
-        path_text(path): leaf
-        for path, leaf in jax.tree.leaves_with_path(dims, is_leaf=lambda x: x is None or isinstance(x, tuple))
-    }
+    names = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(dims, is_leaf=is_dims)}
     arrays = {path: Named(dims=names[path], shape=whole[path].shape) for path in stage_model.borrowed}
     sizes = dict(placement.mesh.shape)
     layout = complete_layout(placement.layout, arrays, sizes)

@@ -1,6 +1,6 @@
-"""What islands exchange of a tree: its buckets, and the program that each runs over a group of islands.
+"""The buckets in which islands exchange a tree, and the program that each runs over a group of islands.
 
-Without devices and MPI, so that the bytes of an exchange are counted by the program that runs it. Next:
+It needs neither devices nor MPI, so that the same program also predicts the bytes of an exchange. Next:
 `island_combiner.py`, which runs it.
 """
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardtrain.combine import Combiner
-from shardtrain.combine.combiner import contribution
+from shardtrain.combine.combiner import mask_without_examples
 from shardtrain.combine.fragments import group_by_path
 from shardtrain.combine.mean import add_up, unpack
 from shardtrain.combine.messages import CountingGroup, Message
@@ -20,20 +20,23 @@ from shardtrain.combine.replicas import find_stacked_paths, split_layers, stack_
 from shardtrain.train_step.placement import Specs
 
 PACKED_BELOW = 1 << 19
-"""Elements of a gradient from which it is sent by itself: 2 MB cost as much to copy as to send alone."""
+"""Elements from which a gradient is sent separately: copying 2 MB costs as much as sending it separately."""
 
 
 class PackedGradients:
-    """How gradients are packed: one array (n,) of each bucket's small ones, and the large ones as they are.
+    """Packs the small gradients of each bucket into one array (n,), and leaves large ones unchanged.
 
     Args:
-      buckets: path -> what is sent, bucket by bucket; all of one dtype.
+      buckets: for each bucket, path -> shape of what is sent; all of one dtype.
+      packed_below: elements from which a gradient is not packed.
     """
 
-    def __init__(self, buckets: Sequence[Mapping[str, jax.ShapeDtypeStruct]]) -> None:
+    def __init__(
+        self, buckets: Sequence[Mapping[str, jax.ShapeDtypeStruct]], packed_below: int = PACKED_BELOW
+    ) -> None:
         self._small = {
             f"small leaves of bucket {number}": {
-                path: leaf for path, leaf in bucket.items() if leaf.size < PACKED_BELOW
+                path: leaf for path, leaf in bucket.items() if leaf.size < packed_below
             }
             for number, bucket in enumerate(buckets)
         }
@@ -41,7 +44,7 @@ class PackedGradients:
 
     @property
     def buckets(self) -> list[dict[str, jax.ShapeDtypeStruct]]:
-        """Return name -> what is sent after packing, bucket by bucket."""
+        """For each bucket, name -> shape of what is sent after packing."""
         shapes = [dict(bucket) for bucket in self._buckets]
         for bucket, (name, small) in zip(shapes, self._small.items(), strict=True):
             leaves = [bucket.pop(path) for path in small]
@@ -55,27 +58,27 @@ class PackedGradients:
 
         Args:
           by_path: path -> the sharding of each gradient.
-          whole: the sharding of an array that every device has: that of packed ones.
+          whole: the replicated sharding, which packed arrays have.
         """
         return {name: by_path.get(name, whole) for bucket in self.buckets for name in bucket}
 
     def pack(self, grads: Mapping[str, jax.Array], count: jax.Array, whole: Any) -> dict[str, jax.Array]:
-        """Return name -> array after packing, in a jit; zeros without examples, see `combiner.contribution`.
+        """Return name -> array after packing, in a jit; zeros without examples.
 
         Args:
           grads: path -> gradient.
           count: float32 scalar, examples.
-          whole: as of `shardings`; small gradients that are sharded are gathered.
+          whole: the replicated sharding; small sharded gradients are gathered.
         """
         paths = {path for small in self._small.values() for path in small}
-        packed = {path: g if path in paths else contribution(g, count) for path, g in grads.items()}
+        packed = {path: g if path in paths else mask_without_examples(g, count) for path, g in grads.items()}
         for name, small in self._small.items():
             leaves = [lax.with_sharding_constraint(packed.pop(path), whole) for path in small]
             if leaves:
-                # a branch of its own copies memory, where XLA would compute gradients element by element; and
-                # zeros for an island without examples cost no pass over those of the others
+                # a branch copies memory, while XLA would otherwise compute gradients element by element; and
+                # it makes zeros for an island without examples without a pass over the gradients
                 packed[name] = lax.cond(
-                    count != 0, _joined, lambda leaves: jnp.zeros_like(_joined(leaves)), leaves
+                    count != 0, _concatenate, lambda leaves: jnp.zeros_like(_concatenate(leaves)), leaves
                 )
         return packed
 
@@ -89,7 +92,7 @@ class PackedGradients:
         return grads
 
 
-def _joined(leaves: Sequence[jax.Array]) -> jax.Array:
+def _concatenate(leaves: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
 
 
@@ -100,24 +103,23 @@ Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
 class BucketExchange:
-    """The buckets of a tree, and how islands combine one.
+    """The buckets of a tree, and the program that combines a bucket.
 
     Args:
-      combiner: any.
-      specs: of the state of an island.
+      combiner: any combiner.
+      specs: the specs of the state of an island.
       assign: arrays -> buckets.
-      params: path -> shape of what is combined; None: of all parameters. Frozen ones are not sent.
-      of_sums: what is combined are sums over examples, for a mean, as `packing` packs them; the result is
-        their total.
-      dtype: of what is combined: float32, or 16 bits.
+      params: path -> shape of what is combined; None means all parameters. Frozen ones are not sent.
+      of_sums: whether sums over examples are combined, for a mean; the result is their total.
+      dtype: the dtype of what is combined: float32, or 16 bits.
 
     Attributes:
       sizes_bytes: bytes of the arrays of each bucket, before a codec.
-      packing: how sums over examples are packed before they are sent.
-      labels: names of the entries of a metric (L,): the path of a parameter, or of a layer of a stacked one.
-      buckets: path -> what is sent, bucket by bucket.
+      packing: packs gradients before they are sent.
+      labels: names of the entries of a metric (L,): the paths of parameters, or of layers of stacked ones.
+      buckets: for each bucket, path -> shape of what is sent.
       program: (arrays, group) -> outputs, in a jit over one device: the arrays are (path -> array, count,
-        state, sums beside them), the outputs (path -> array, state, metrics, sums).
+        state, sums that are added up), the outputs (path -> array, state, metrics, sums).
     """
 
     def __init__(
@@ -146,19 +148,20 @@ class BucketExchange:
         likes: list[Shapes] = [dict(leaves[i] for i in bucket) for bucket in assigned]
         self.sizes_bytes = [sum(x.dtype.itemsize * x.size for x in like.values()) for like in likes]
         self.labels = [label for like in likes for label in sorted(self.layers(like))]
-        self.packing = PackedGradients(likes)
-        self.buckets = self.packing.buckets if of_sums else likes
+        # other combiners need each gradient separately
+        self.packing = PackedGradients(likes, PACKED_BELOW if of_sums else 0)
+        self.buckets = self.packing.buckets
 
     def layers(self, like: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arrays or shapes of a bucket as the combiner gets them: stacked layers are split."""
+        """Split the stacked layers of a bucket, as the combiner receives them."""
         return split_layers(like, self._stacked)
 
     def messages(self, num_islands: int, sums: Any = ()) -> list[Message]:
-        """Return what an island gives to the others in one exchange of all buckets; nothing is computed.
+        """List the messages of an island in one exchange of all buckets, without computing anything.
 
         Args:
-          num_islands: islands that are combined.
-          sums: shapes of float32 scalars that are added up beside the last bucket.
+          num_islands: number of islands.
+          sums: shapes of float32 scalars that are added up together with the last bucket.
         """
         group = CountingGroup(num_islands)
 

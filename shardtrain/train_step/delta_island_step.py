@@ -1,7 +1,7 @@
-"""The step of an island's own optimizer, some of which end with a merge of what islands changed.
+"""The step in which an island runs its own optimizer, some of which end with a merge of what islands changed.
 
-In the first, synchronous steps islands average their gradients instead. Next: `island_merge.py` and
-`wave_merge.py`, the merges; `local_steps.py`, the arithmetic.
+In the first, synchronous steps islands average their gradients instead. Next: `merge.py`, the merges;
+`local_steps.py`, the arithmetic.
 """
 
 from collections.abc import Callable
@@ -16,22 +16,63 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
-from shardtrain.train_step.island_merge import IslandMerge
-from shardtrain.train_step.island_totals import add_island_sums, shapes_of_sums, step_sums
-from shardtrain.train_step.local_steps import make_local_update, own_params
-from shardtrain.train_step.loss_scale import scale_of
-from shardtrain.train_step.own_state import drop_local_fields, restore_local_fields
+from shardtrain.train_step.island_totals import find_sum_shapes, make_step_sums
+from shardtrain.train_step.local_steps import make_local_update, make_own_params
+from shardtrain.train_step.loss_scale import get_scale
+from shardtrain.train_step.merge import Merge
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics, keep_unless_skipped
-from shardtrain.train_step.wave_merge import WaveMerge
 
 if TYPE_CHECKING:
     from shardtrain.train_step.island_step import GradientIslandStep  # it imports this file
 
+OwnUpdate = Callable[[State, Sums, jax.Array], tuple[State, Metrics]]
+"""(state, sums of the batch with the gradient of the mean loss, its norm) -> (state, metrics), in a jit."""
+
+
+def make_own_update(
+    optimizer: optax.GradientTransformation, placement: Placement, learning_rate: optax.Schedule | None
+) -> OwnUpdate:
+    """Make the update of an island's own optimizer, which also adds up metrics until the next merge.
+
+    Args:
+      optimizer: the optimizer.
+      placement: the placement of the state.
+      learning_rate: the optimizer's schedule, to add the rate to the metrics; None adds none.
+    """
+    local_update = make_local_update(optimizer)
+
+    def update(state: State, found: Sums, norm: jax.Array) -> tuple[State, Metrics]:
+        def updated(state: State) -> State:
+            params = constrain(state.params, placement.specs.sharded, placement.mesh)
+            local = state.local
+            opt_state, drift = local_update(
+                params, local.drift, state.opt_state, found.grads, found.count, found.mean_loss
+            )
+            local = local._replace(
+                drift=drift, count=local.count + found.count, model_state=found.model_state
+            )
+            return state._replace(opt_state=opt_state, local=local)
+
+        metrics = {**found.logged, "grad_norm": norm}
+        new, metrics = keep_unless_skipped(updated, placement, state, metrics, learning_rate)
+        sums = jax.tree.map(jnp.add, state.local.sums, make_step_sums(metrics))
+        return new._replace(local=new.local._replace(sums=sums)), metrics
+
+    return update
+
 
 class DeltaIslandStep:
-    """A step of the island's own optimizer; some end with a merge. See `island_step.GradientIslandStep`."""
+    """A step of an island's own optimizer, and the merge that may follow it; an `island_step.IslandStep`.
+
+    Args:
+      gradients: computes the gradient of the mean loss, see `make_gradients`.
+      first_row: the number of this island's first row in the whole batch.
+      optimizer, placement, learning_rate: see `make_own_update`.
+      merge: the merge with the other islands.
+      synchronous: the step that averages gradients in the first steps; None if there are no such steps.
+    """
 
     def __init__(
         self,
@@ -40,44 +81,27 @@ class DeltaIslandStep:
         first_row: int,
         optimizer: optax.GradientTransformation,
         placement: Placement,
-        merge: IslandMerge | WaveMerge,
+        merge: Merge,
         learning_rate: optax.Schedule | None,
         synchronous: "GradientIslandStep | None" = None,
-        synchronous_steps: int = 0,
     ) -> None:
         self._gradients, self.first_row, self._merge = gradients, np.uint32(first_row), merge
-        self._synchronous, self._synchronous_steps = synchronous, synchronous_steps
-        self.labels, self.keeps_state = self._merge.labels, self._merge.keeps_state
+        self._synchronous = synchronous
+        self.labels, self.keeps_state = merge.labels, merge.keeps_state
         specs, mesh = placement.specs, placement.mesh
-        whole = NamedSharding(mesh, PartitionSpec())
-        own_update = make_local_update(optimizer)
+        update = make_own_update(optimizer, placement, learning_rate)
 
         def step(state: State, batch: Batch, first_row: jax.Array) -> tuple[State, Metrics]:
-            local = state.local
-            own = constrain(own_params(state.params, local.drift), specs.params, mesh)
-            key, scale = step_key(state.seed, state.step), scale_of(state.loss_scale)
-            found = gradients(own, local.model_state, key, batch, first_row, scale)
-
-            def update_state(state: State) -> State:
-                params, local = constrain(state.params, specs.sharded, mesh), state.local
-                opt_state, drift = own_update(
-                    params, local.drift, state.opt_state, found.grads, found.count, found.mean_loss
-                )
-                local = local._replace(
-                    drift=drift, count=local.count + found.count, model_state=found.model_state
-                )
-                return state._replace(opt_state=opt_state, local=local)
-
-            metrics = {**found.logged, "grad_norm": optax.tree.norm(found.grads)}
-            new, metrics = keep_unless_skipped(update_state, placement, state, metrics, learning_rate)
-            sums = jax.tree.map(jnp.add, local.sums, step_sums(metrics))
-            new = new._replace(local=new.local._replace(sums=sums))
-            shardings = self._merge.shardings(placement.state, sums)._replace(combine_state=())
+            own = constrain(make_own_params(state.params, state.local.drift), specs.params, mesh)
+            key, scale = step_key(state.seed, state.step), get_scale(state.loss_scale)
+            found = gradients(own, state.local.model_state, key, batch, first_row, scale)
+            new, metrics = update(state, found, optax.tree.norm(found.grads))
+            shardings = merge.shardings(placement.state, new.local.sums)._replace(combine_state=())
             return jax.lax.with_sharding_constraint(new, shardings), metrics
 
         self._step = jax.jit(
             step,
-            in_shardings=(None, placement.batch, whole),
+            in_shardings=(None, placement.batch, NamedSharding(mesh, PartitionSpec())),
             donate_argnums=0,
             compiler_options=placement.compiler_options,
         )
@@ -95,35 +119,23 @@ class DeltaIslandStep:
         found = jax.eval_shape(
             self._gradients, state.params, state.model_state, step_key(jnp.uint32(0), jnp.int32(0)), batch
         )
-        return shapes_of_sums(found.metrics)
+        return find_sum_shapes(found.metrics)
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Run one step."""
-        number = self._merge.steps_done(state) + 1
-        # the combiner's state is no part of the local step's program
-        combine_state, state = state.combine_state, state._replace(combine_state=())
-        is_local = self._synchronous is None or number > self._synchronous_steps
-        if is_local:
-            new, metrics = self._step(state, batch, self.first_row)
-        else:
-            new, metrics = self._synchronous_step(state, batch)
-        new, found = self._merge.merge(new._replace(combine_state=combine_state), number)
-        zeros = jax.tree.map(jnp.zeros_like, new.local.sums)
-        return new, add_island_sums(metrics, found, zeros) if is_local else metrics
 
-    def _synchronous_step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Run a step that averages the islands' gradients; nothing changes that is an island's own."""
-        assert self._synchronous is not None
-        self._synchronous.first_row = self.first_row
-        # a mean keeps no arrays, so the shapes of its state are its state
-        plain = drop_local_fields(state, self._synchronous.wanted(state, batch).combine_state)
-        new, metrics = self._synchronous(plain, batch)
-        return restore_local_fields(new, state), metrics
+        def synchronous(plain: State) -> tuple[State, Metrics]:
+            assert self._synchronous is not None
+            self._synchronous.first_row = self.first_row
+            # a mean keeps no arrays, so the shapes of its state are its state
+            return self._synchronous(self._synchronous.wanted(plain, batch), batch)
+
+        return self._merge.run(state, lambda own: self._step(own, batch, self.first_row), synchronous)
 
     def lowered(self, state: State, batch: Batch) -> list[jax.stages.Lowered]:
         """Return the program of a local step, see `island_step.GradientIslandStep.lowered`."""
         return [self._step.lower(state._replace(combine_state=()), batch, self.first_row)]
 
     def close(self) -> None:
-        """End what the merge keeps open, see `island_step.IslandStep`."""
+        """End the threads of the merge, see `island_step.IslandStep`."""
         self._merge.close()

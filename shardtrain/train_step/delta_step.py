@@ -1,6 +1,6 @@
-"""The step of a mesh in which each replica has its own optimizer, and some steps merge what they changed.
+"""The step of a mesh in which each replica runs its own optimizer, and some steps merge what they changed.
 
-In the first, synchronous steps all replicas take the mean gradient instead, so that they change alike. Next:
+In the first, synchronous steps all replicas use the mean gradient instead, so that they change alike. Next:
 `local_steps.py`, the arithmetic; `step.py`, which compiles it.
 """
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from shardtrain import axes
-from shardtrain.combine.combiner import contribution
+from shardtrain.combine.combiner import mask_without_examples
 from shardtrain.combine.fragments import Fragment
 from shardtrain.combine.replicas import combine_replicas, find_stacked_paths, list_combined_entries
 from shardtrain.functional.loss import Batch, Loss
@@ -21,10 +21,10 @@ from shardtrain.functional.model import Model
 from shardtrain.sharding.specs import add_leading_dim
 from shardtrain.train_step.gradients import expand_dims_like, make_replica_means
 from shardtrain.train_step.local_steps import (
-    apply_delta,
     make_local_update,
-    next_round,
-    own_params,
+    make_own_params,
+    merge_fragment,
+    replace_item,
     select_combined,
     send,
 )
@@ -40,10 +40,10 @@ def make_delta_update(
     placement: Placement,
     start_row: int,
 ) -> Callable[[State, Batch], tuple[Callable[[State], State], Metrics]]:
-    """Make the computation of a step in which each replica has an optimizer of its own: its update, metrics.
+    """Make the computation of a step in which each replica runs its own optimizer: (update, metrics).
 
-    If replicas synchronise in every step, it combines their deltas too: with Adasum this is Horovod's
-    `_DistributedAdasumOptimizer`. Else `make_merge` does that.
+    If replicas synchronise in every step, it also combines their deltas: with Adasum this is Horovod's
+    `_DistributedAdasumOptimizer`. Otherwise `make_merge` combines them.
     """
     replica_means = make_replica_means(model, loss, placement, start_row)
     specs, mesh, synchronisation = placement.specs, placement.mesh, placement.synchronisation
@@ -79,7 +79,7 @@ def make_delta_update(
             state = state._replace(local=())
         # there is no common gradient: log the mean over the replicas' own
         squares = sum((m.astype(jnp.float32) ** 2).sum() for m in jax.tree.leaves(means)) / num_replicas
-        # what merging returns beside the state is logged, so it is no part of an update that may be skipped
+        # the metrics of merging are logged, so they cannot be part of an update that may be skipped
         return lambda _: state, {**found.logged, "grad_norm": jnp.sqrt(squares), **extra}
 
     return compute
@@ -88,21 +88,21 @@ def make_delta_update(
 def make_merge(placement: Placement, last_step: int) -> Callable[[State], tuple[State, Metrics]]:
     """Make the function that combines the changes of the fragments that are due at the end of a step.
 
-    It gets the state after the step, and returns the state after combining, and the combiner's metrics, NaN
-    where nothing was combined.
+    It takes the state after the step, and returns (the state after combining, the combiner's metrics), which
+    are NaN if nothing was combined.
 
     Args:
       placement: the placement of the state.
-      last_step: see `step.make_step`.
+      last_step: the last step of the run, see `step.make_step`.
     """
     specs, synchronisation = placement.specs, placement.synchronisation
     fragments, trigger = split_fragments(synchronisation, specs), synchronisation.trigger
-    merge_fragment = _make_fragment_merge(placement, fragments)
+    combine_fragment = _make_fragment_merge(placement, fragments)
 
     def merge_if(due: jax.Array, number: int, state: State, metrics: Metrics) -> tuple[State, Metrics]:
         return jax.lax.cond(
             due,
-            lambda state, _: merge_fragment(number, state),
+            lambda state, _: combine_fragment(number, state),
             lambda state, metrics: (state, metrics),
             state,
             metrics,
@@ -119,13 +119,15 @@ def make_merge(placement: Placement, last_step: int) -> Callable[[State], tuple[
 
     def merge(state: State) -> tuple[State, Metrics]:
         if not synchronisation.keeps_drift:
-            return merge_fragment(0, state)
+            return combine_fragment(0, state)
         if synchronisation.synchronous_steps:
             is_synchronous = synchronisation.is_synchronous(state.step)
-            state = jax.lax.cond(is_synchronous, partial(_take_over, placement), lambda state: state, state)
+            state = jax.lax.cond(
+                is_synchronous, partial(_add_common_drift, placement), lambda state: state, state
+            )
         metrics = jax.tree.map(
             lambda x: jnp.full(x.shape, jnp.nan, x.dtype),
-            jax.eval_shape(partial(merge_fragment, 0), state)[1],
+            jax.eval_shape(partial(combine_fragment, 0), state)[1],
         )
         for number in range(len(fragments)):
             if not synchronisation.overlap:
@@ -153,14 +155,14 @@ def make_merge(placement: Placement, last_step: int) -> Callable[[State], tuple[
 def _make_fragment_merge(
     placement: Placement, fragments: Sequence[Fragment]
 ) -> Callable[[int, State], tuple[State, Metrics]]:
-    """Make the function that combines what replicas changed of one fragment, by its number."""
+    """Make the function that combines the replicas' changes of one fragment, given its number."""
     specs, synchronisation = placement.specs, placement.synchronisation
     stacked = find_stacked_paths(specs.arrays, specs.sharded)
     # metrics (L,) of several fragments are not returned
     entries = list_combined_entries(specs)[1] if len(fragments) == 1 else None
     outer = synchronisation.outer_optimizer
 
-    def merge_fragment(number: int, state: State) -> tuple[State, Metrics]:
+    def combine_fragment(number: int, state: State) -> tuple[State, Metrics]:
         fragment = fragments[number]
         deltas, counts = select_combined(fragment, number, state.local, lead=1)
         combined, combine_state, extra = combine_replicas(
@@ -173,46 +175,41 @@ def _make_fragment_merge(
             mesh=placement.mesh,
             entries=entries,
         )
-        outer_state = state.outer_state[number] if outer is not None else ()
-        params, outer_state = apply_delta(fragment, outer, state.params, combined, outer_state)
-        state = state._replace(
-            params=params,
-            local=next_round(fragment, number, state.local, lead=1),
-            combine_state=_add_item(state.combine_state, number, combine_state),
-            outer_state=_add_item(state.outer_state, number, outer_state) if outer is not None else (),
+        params, local, outer_state = merge_fragment(
+            fragment, number, outer, state.params, state.local, state.outer_state, combined, lead=1
         )
-        # metrics (L,) are of all parameters
+        combine_state = replace_item(state.combine_state, number, combine_state)
+        state = state._replace(
+            params=params, local=local, combine_state=combine_state, outer_state=outer_state
+        )
+        # metrics (L,) have an entry for each parameter
         whole = len(fragments) == 1
         return state, {name: x for name, x in extra.items() if whole or not x.ndim}
 
-    return merge_fragment
+    return combine_fragment
 
 
-def _take_over(placement: Placement, state: State) -> State:
-    """Return the state after a synchronous step: what one replica changed, all did."""
+def _add_common_drift(placement: Placement, state: State) -> State:
+    """Add the drift, which all replicas share after a synchronous step, to the common parameters."""
     drift = jax.tree.map(lambda x: x[0], state.local.drift)
-    params = constrain(own_params(state.params, drift), placement.specs.sharded, placement.mesh)
+    params = constrain(make_own_params(state.params, drift), placement.specs.sharded, placement.mesh)
     rest, count = jax.tree.map(jnp.zeros_like, (state.local.drift, state.local.count))
     return state._replace(params=params, local=state.local._replace(drift=rest, count=count))
 
 
 def _average(means: Any, counts: jax.Array, values: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
-    """Return the mean gradient over all examples, their number and mean loss, for each replica.
+    """Replace each replica's mean gradient, count and mean loss by those of all examples.
 
     Args:
-      means: the mean gradients of the replicas, (R, ...).
-      counts: their examples (R,).
-      values: their mean losses (R,).
+      means: mean gradients (R, ...).
+      counts: numbers of examples (R,).
+      values: mean losses (R,).
     """
     total = counts.sum()
     shares = jnp.where(total > 0, counts / jnp.where(total > 0, total, 1), 0)
 
     def averaged(x: jax.Array) -> jax.Array:
-        own = contribution(x, expand_dims_like(counts, x))
+        own = mask_without_examples(x, expand_dims_like(counts, x))
         return jnp.broadcast_to(jnp.tensordot(shares, own, 1), x.shape)
 
     return jax.tree.map(averaged, means), jnp.full_like(counts, total), averaged(values)
-
-
-def _add_item(items: tuple[Any, ...], number: int, item: Any) -> tuple[Any, ...]:
-    return (*items[:number], item, *items[number + 1 :])

@@ -1,4 +1,4 @@
-"""Run a function for each replica of a mesh, over a leading dim that is sharded over the axes of replicas.
+"""Run a function for each replica of a mesh, over a leading dim that is sharded over the replica axes.
 
 Next: `replica_sums.py`, `stage_functions.py`.
 """
@@ -14,18 +14,18 @@ from shardtrain import axes
 from shardtrain.train_step.placement import Placement
 
 
-def each_replica(
+def map_replicas(
     function: Callable[..., Any],
     in_axes: Sequence[int | None],
     placement: Placement,
     axis_name: str | None = None,
 ) -> Callable[..., Any]:
-    """Return the function over a dim of replicas, for use inside jit.
+    """Map the function of one replica over a dim of replicas, for use inside jit.
 
     Args:
-      function: of one replica.
-      in_axes: for each argument, which dim of its arrays is that of replicas; None if it has none.
-      placement: of the state, whose layout says which axes of the mesh replicas are on.
+      function: the function of one replica.
+      in_axes: for each argument, the dim of its arrays that counts replicas; None if there is no such dim.
+      placement: the placement of the state, whose layout has the replica axes.
       axis_name: the name of the dim inside the function, for models with collectives over replicas.
 
     Returns:
@@ -33,12 +33,12 @@ def each_replica(
     """
     replica_axes = placement.layout.replica_axes
     if axis_name is None and all(placement.mesh.shape[axis] == 1 for axis in replica_axes):
-        return _only_replica(function, in_axes)
+        return _run_only_replica(function, in_axes)
     # spmd_axis_name shards the leading dim that vmap makes, so each device computes its own replica
     mapped = jax.vmap(function, tuple(in_axes), axis_name=axis_name, spmd_axis_name=replica_axes or None)
     if axis_name is not None or not placement.replica_is_one_cpu or placement.in_parts:
         return mapped
-    by_device = _split_by_device(_only_replica(function, in_axes), in_axes, placement)
+    by_device = _split_by_device(_run_only_replica(function, in_axes), in_axes, placement)
 
     def either(*arguments: Any) -> Any:
         # jax cannot compile a callback, such as that of jax.debug.print, where some axes are manual
@@ -51,7 +51,7 @@ def each_replica(
 def _split_by_device(
     function: Callable[..., Any], in_axes: Sequence[int | None], placement: Placement
 ) -> Callable[..., Any]:
-    """Return the function on every device of the axis data, each with its own part of the dim of replicas."""
+    """Run the function on every device of the axis data, each with its own part of the dim of replicas."""
     specs = [PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axes.DATA) for dim in in_axes]
     return jax.shard_map(
         function,
@@ -63,10 +63,10 @@ def _split_by_device(
     )
 
 
-def _only_replica(function: Callable[..., Any], in_axes: Sequence[int | None]) -> Callable[..., Any]:
-    """Return what vmap would over a dim of size 1; arrays in the function do not have that dim.
+def _run_only_replica(function: Callable[..., Any], in_axes: Sequence[int | None]) -> Callable[..., Any]:
+    """Do what vmap does over a dim of size 1, without that dim inside the function.
 
-    XLA for CPUs has much slower loops for arrays of four dims than for those of three.
+    XLA for CPUs has much slower loops for arrays of four dims than of three dims.
     """
 
     def without(argument: Any, axis: int | None) -> Any:

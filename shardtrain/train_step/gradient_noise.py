@@ -1,4 +1,4 @@
-"""What a step measures for the gradient noise scale: squared norms of the gradients that it adds up.
+"""Measure the squared norms of the gradients that a step adds up, for the gradient noise scale.
 
 Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", https://arxiv.org/abs/1812.06162,
 appendix A.1. Next: `plan/advice/noise_scale.py`, which smooths them over steps.
@@ -14,11 +14,11 @@ from shardtrain.functional.sums import GradientSquares
 
 
 def square_gradients(grads: Any, counts: jax.Array) -> GradientSquares:
-    """Return the squares of each replica's gradient, for use inside jit.
+    """Return the squared norm of each replica's gradient, for use inside jit.
 
     Args:
       grads: gradients of sums over examples, each array (R, ...), float32.
-      counts: float32 (R,), their numbers of examples or tokens.
+      counts: float32 (R,), numbers of examples or tokens.
 
     Returns:
       Squares with arrays (R,).
@@ -27,12 +27,12 @@ def square_gradients(grads: Any, counts: jax.Array) -> GradientSquares:
     return GradientSquares(jnp.stack(norms).sum(0), jnp.square(counts))
 
 
-def noise_metrics(squares: GradientSquares, norm: jax.Array, count: jax.Array) -> dict[str, Any]:
+def estimate_noise(squares: GradientSquares, norm: jax.Array, count: jax.Array) -> dict[str, Any]:
     """Estimate the true gradient and the noise of one example from one step, without bias.
 
-    A gradient S_i of a sum over c_i examples has E|S_i|^2 = c_i^2 |G|^2 + c_i tr(Sigma), and so has their sum
-    over all C examples. Of the sum over i and of the whole both unknowns follow, however unequal the c_i are.
-    A single estimate is mostly noise, and that of |G|^2 may be negative: average each over many steps.
+    A gradient S_i of a sum over c_i examples has E|S_i|^2 = c_i^2 |G|^2 + c_i tr(Sigma), and so has the
+    gradient of the sum over all C examples. Both unknowns follow from these two, however unequal the c_i are.
+    A single estimate is mostly noise, and the estimate of |G|^2 may be negative: average over many steps.
 
     Args:
       squares: sums over all gradients S_i of the step.
@@ -40,7 +40,7 @@ def noise_metrics(squares: GradientSquares, norm: jax.Array, count: jax.Array) -
       count: float32 scalar, C.
 
     Returns:
-      Name -> (value, weight): |G|^2, tr(Sigma) and C; the weight is 0 where one gradient has all examples.
+      Name -> (value, weight): |G|^2, tr(Sigma) and C; the weight is 0 if one gradient has all examples.
     """
     whole = jnp.square(jnp.where(count > 0, count, 1))
     norms, counts = squares.norms / whole, squares.counts / whole

@@ -1,6 +1,6 @@
-"""The program of an island's gradients in parts, the last layers first, for an earlier transfer.
+"""Run the program of an island's gradients in parts, the last layers first, so that transfers start earlier.
 
-The traced program is cut, not the model, so any model works. Next: `functional/program_parts.py`,
+The traced program is cut, so any model works. Next: `functional/program_parts.py`,
 `functional/scan_pieces.py`.
 """
 
@@ -19,17 +19,17 @@ from shardtrain.system.xla_flags import step_options
 from shardtrain.train_step.gradient_pieces import PiecePlan
 
 Pack = Callable[[Mapping[str, jax.Array], jax.Array], dict[str, jax.Array]]
-"""(name -> piece of a gradient, count) -> name -> what is sent."""
+"""(name -> piece of a gradient, count) -> (name -> array that is sent)."""
 
 
-class SentPart(NamedTuple):
-    """What is sent after one part of the program.
+class GradientPart(NamedTuple):
+    """The gradients that are sent after one part of the program.
 
     Args:
       grads: name -> array.
       count: float32 scalar, examples.
-      others: everything else that the program returns, (`Sums` without gradients, other arrays); None but
-        for the last part.
+      others: all other outputs of the program, (`Sums` without gradients, other arrays); None except for the
+        last part.
     """
 
     grads: dict[str, jax.Array]
@@ -41,10 +41,10 @@ class _Cut(NamedTuple):
     """The programs for batches of one shape.
 
     Args:
-      parts: each program, and how it is called: (inputs, values of earlier parts) -> (what it returns, what
-        later parts receive).
-      grads: of each part, name -> number of the output that is sent.
-      others: the numbers of the other outputs, as `SentPart.others`.
+      parts: each program, and its function (inputs, values of earlier parts) -> (outputs, values for later
+        parts).
+      grads: for each part, name -> number of the output that is sent.
+      others: the numbers of the other outputs, as in `GradientPart.others`.
     """
 
     parts: list[tuple[ProgramPart, Callable[..., tuple[list[Any], list[Any]]]]]
@@ -56,12 +56,12 @@ class GradientParts:
     """The program of an island's gradients in parts, compiled for each shape of a batch.
 
     Args:
-      program: the whole program, a jit of `gradient_pieces.Local`: it is traced once for all its uses.
+      program: the whole program, a jit of `gradient_pieces.Local`.
       plan: the pieces that each part returns.
-      packs: how the pieces of each part are packed.
-      shardings: of what the last part sends, by name. What the others send is gathered in their programs: a
-        program that gathered it would wait for the devices until the last part has run.
-      whole: the sharding of an array that every device has.
+      packs: the functions that pack the pieces of each part.
+      shardings: name -> sharding of what the last part sends. Other parts gather what they send, as a later
+        program for this would wait until the last part has run.
+      whole: the replicated sharding.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class GradientParts:
         self._shardings, self._whole = shardings, whole
         self._cuts: dict[Any, _Cut] = {}
 
-    def __call__(self, state: Any, batch: Batch, first_row: jax.Array) -> Iterator[SentPart]:
-        """Start all parts, and yield what each sends; nothing is waited for."""
+    def __call__(self, state: Any, batch: Batch, first_row: jax.Array) -> Iterator[GradientPart]:
+        """Start all parts, and yield what each sends, without waiting."""
         inputs = jax.tree.leaves((state, batch, first_row))
         shapes = tuple((name, x.shape, x.dtype) for name, x in sorted(batch.items()))
         if shapes not in self._cuts:
@@ -87,7 +87,7 @@ class GradientParts:
         others = jax.tree.map(outputs.__getitem__, cut.others)
         for part, grads in enumerate(cut.grads):
             sent = {name: outputs[number] for name, number in grads.items()}
-            yield SentPart(sent, others[0].count, others if part == len(cut.grads) - 1 else None)
+            yield GradientPart(sent, others[0].count, others if part == len(cut.grads) - 1 else None)
 
     def _cut(self, state: Any, batch: Batch, first_row: jax.Array) -> _Cut:
         whole = self._program.trace(state, batch, first_row)
@@ -107,7 +107,7 @@ class GradientParts:
         structure = jax.tree.structure(shapes)
         grads, others = jax.tree.unflatten(structure, range(structure.num_leaves))
         part_of = {number: part for part, each in enumerate(grads) for number in each.values()}
-        # gradients are returned by the part that the plan says, the rest by the first that has computed it
+        # gradients are returned by their planned part, other outputs by the first part that has computed them
         costs = estimate_ready_costs(program)
         most = [max(costs[number] for number in each.values()) for each in grads]
         for number in jax.tree.leaves(others):
@@ -123,7 +123,7 @@ class GradientParts:
 def _start(cut: _Cut, inputs: Sequence[Any]) -> dict[int, Any]:
     """Start all parts, and return the outputs of the whole program by their numbers.
 
-    On CPUs the programs that one thread starts run in order; those of buckets are started by another thread.
+    On CPUs the programs that one thread starts run in order; another thread starts the programs of buckets.
     """
     values: dict[Any, Any] = {}
     outputs: dict[int, Any] = {}

@@ -1,7 +1,7 @@
-"""The pieces in which an island's gradients are sent, and after which part of the program each is ready.
+"""Plan the pieces in which an island sends its gradients, and after which part of the program each is ready.
 
-A piece is a gradient, or the rows of it that one piece of a scan over layers computes. All islands send the
-same pieces after the same part, whatever their meshes and rows. Next: `gradient_parts.py`.
+A piece is a gradient, or its rows that one piece of a scan over layers computes. All islands send the same
+pieces after the same part, whatever their meshes and rows. Next: `gradient_parts.py`.
 """
 
 import math
@@ -27,10 +27,10 @@ class GradientPiece(NamedTuple):
     """Consecutive rows of a gradient along one of its dims, or all of it.
 
     Args:
-      path: of the parameter.
+      path: the path of the parameter.
       dim: the dim.
-      start, end: the first row, and the one behind the last.
-      size: of the dim.
+      start, end: the first row, and the row after the last.
+      size: the size of the dim.
     """
 
     path: str
@@ -41,12 +41,12 @@ class GradientPiece(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the gradient."""
+        """Whether this is the whole gradient."""
         return (self.start, self.end) == (0, self.size)
 
     @property
     def name(self) -> str:
-        """The path, with the rows where it is not all of the gradient.
+        """The path, with the rows if this is not the whole gradient.
 
         >>> GradientPiece("blocks/bias", 0, 2, 4, 4).name, GradientPiece("bias", 0, 0, 4, 4).name
         ('blocks/bias[2:4]', 'bias')
@@ -54,19 +54,22 @@ class GradientPiece(NamedTuple):
         return self.path if self.is_whole else f"{self.path}[{self.start}:{self.end}]"
 
     def shape(self, of_gradient: Sequence[int]) -> tuple[int, ...]:
-        """Return its shape, for that of the gradient."""
+        """Return the shape of the piece, given the shape of the gradient."""
         if self.is_whole:
             return tuple(of_gradient)
         return (*of_gradient[: self.dim], self.end - self.start, *of_gradient[self.dim + 1 :])
 
     def spec(self, of_gradient: PartitionSpec) -> PartitionSpec:
-        """Return its PartitionSpec, for that of the gradient: rows of a sharded dim may not divide."""
+        """Return the PartitionSpec of the piece, given the PartitionSpec of the gradient.
+
+        The rows are not sharded, as their number may not be divisible.
+        """
         if self.is_whole or len(of_gradient) <= self.dim:
             return of_gradient
         return PartitionSpec(*of_gradient[: self.dim], None, *of_gradient[self.dim + 1 :])
 
     def take(self, gradient: jax.Array | Pieces) -> jax.Array:
-        """Return it from a gradient that is an array, or in pieces of any number, in a jit."""
+        """Select the piece from a gradient that is an array or `Pieces`, in a jit."""
         if isinstance(gradient, Pieces):
             if gradient.dim == self.dim and (self.start, self.end) in gradient.bounds:
                 return gradient.arrays[gradient.bounds.index((self.start, self.end))]
@@ -79,12 +82,12 @@ PiecePlan = Sequence[Sequence[GradientPiece]]
 
 
 class PlannedParts(NamedTuple):
-    """What the parts of a program send, and when.
+    """The pieces that the parts of a program send, and when.
 
     Args:
-      pieces: of each part.
-      ready: the share of the cost of the whole program, for one microbatch, after which each part is ready.
-      sizes_bytes: of what each part sends.
+      pieces: the pieces of each part.
+      ready: fraction of the cost of the whole program, for one microbatch, after which each part is ready.
+      sizes_bytes: bytes that each part sends.
     """
 
     pieces: PiecePlan
@@ -93,14 +96,14 @@ class PlannedParts(NamedTuple):
 
 
 def plan_pieces(local: Local, num_parts: int, state: Any, batch: Batch, num_rows: int) -> PlannedParts:
-    """Return which pieces are ready after each part of a program, by what it costs to compute them.
+    """Divide the pieces of gradients among the parts of a program, by the cost to compute them.
 
     Args:
       local: the whole program.
-      num_parts: parts, at most; there are fewer where few gradients are ready before the end.
+      num_parts: the largest number of parts; there are fewer if few gradients are ready before the end.
       state, batch: arrays or shapes.
-      num_rows: number of rows for which it is traced, with one microbatch: a plan depends neither on an
-        island's rows nor on the number of microbatches, which may change in a run.
+      num_rows: number of rows to trace, with one microbatch: the plan does not depend on an island's rows or
+        on the number of microbatches, which may change in a run.
     """
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, num_rows, *x.shape[2:]), x.dtype), batch)
     first_row = jax.ShapeDtypeStruct((), np.uint32)
@@ -117,7 +120,7 @@ def plan_pieces(local: Local, num_parts: int, state: Any, batch: Batch, num_rows
     # a program with effects is not cut: their order would change
     if program.effects or not pieces:
         whole = [piece for path, x in shapes[0].grads.items() for piece in list_pieces(path, x)]
-        return PlannedParts([whole], (1.0,), (_num_bytes(whole, shapes[0].grads),))
+        return PlannedParts([whole], (1.0,), (_count_bytes(whole, shapes[0].grads),))
     # the loss ends the forward pass
     start, *costs = estimate_ready_costs(program)
     part_of = parts_by_cost(costs, start, num_parts)
@@ -126,10 +129,10 @@ def plan_pieces(local: Local, num_parts: int, state: Any, batch: Batch, num_rows
         numbers = [number for number, each in enumerate(part_of) if each == part]
         plan.append([pieces[number] for number in numbers])
         ready.append(max(costs[number] for number in numbers) / max(costs))
-    return PlannedParts(plan, tuple(ready), tuple(_num_bytes(each, shapes[0].grads) for each in plan))
+    return PlannedParts(plan, tuple(ready), tuple(_count_bytes(each, shapes[0].grads) for each in plan))
 
 
-def _num_bytes(pieces: Sequence[GradientPiece], gradients: Mapping[str, Any]) -> int:
+def _count_bytes(pieces: Sequence[GradientPiece], gradients: Mapping[str, Any]) -> int:
     return sum(
         math.prod(each.shape(gradients[each.path].shape)) * gradients[each.path].dtype.itemsize
         for each in pieces
@@ -137,7 +140,7 @@ def _num_bytes(pieces: Sequence[GradientPiece], gradients: Mapping[str, Any]) ->
 
 
 def list_pieces(path: str, gradient: Any) -> list[GradientPiece]:
-    """Return the pieces of a gradient: an array, a shape, or `Pieces`."""
+    """Return the pieces of a gradient, which is an array, a shape, or `Pieces`."""
     if isinstance(gradient, Pieces):
         size = gradient.bounds[-1][1]
         return [GradientPiece(path, gradient.dim, *bounds, size) for bounds in gradient.bounds]
@@ -146,7 +149,7 @@ def list_pieces(path: str, gradient: Any) -> list[GradientPiece]:
 
 
 def join_pieces(plan: PiecePlan, found: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return path -> gradient of the pieces by name, in a jit.
+    """Join pieces by name into path -> gradient, in a jit.
 
     >>> plan = [[GradientPiece("a", 0, 2, 3, 3)], [GradientPiece("a", 0, 0, 2, 3)]]
     >>> join_pieces(plan, {"a[0:2]": jnp.arange(2), "a[2:3]": jnp.ones(1, int)})["a"].tolist()

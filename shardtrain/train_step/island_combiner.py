@@ -1,7 +1,6 @@
-"""Run a combiner between islands, bucket by bucket, with its state of each bucket.
+"""Run a combiner between islands bucket by bucket, with a state for each bucket.
 
-Next: `bucket_exchange.py` (the buckets and their program), `islands/transfer.py`, which moves the buckets;
-`island_step.py`, which uses it.
+Next: `bucket_exchange.py`, the buckets and their program; `islands/transfer.py`, which sends buckets.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,20 +19,20 @@ from shardtrain.train_step.placement import Placement
 
 class _Bucket(NamedTuple):
     number: int
-    like: dict[str, jax.ShapeDtypeStruct]  # path -> what is sent
-    # of the combiner, with shardings: a process must know them of buckets that another one transfers
+    like: dict[str, jax.ShapeDtypeStruct]  # path -> shape of what is sent
+    # of the combiner, with shardings, which all processes need, also for buckets that another one transfers
     state: Any
     metrics: dict[str, jax.ShapeDtypeStruct]
 
 
-class CombinedIslands(NamedTuple):
-    """The result of a combiner on the trees of all islands.
+class CombinedTree(NamedTuple):
+    """The trees of all islands after a combiner.
 
     Args:
       value: path -> array, with the shardings of what was sent.
-      state: the combiner's, bucket by bucket, replicated over the devices.
-      metrics: the combiner's, bucket by bucket.
-      sums: what was given to be added up beside the tree.
+      state: the combiner's state of each bucket, replicated over the devices.
+      metrics: the combiner's metrics of each bucket.
+      sums: the sums that were added up together with the tree.
     """
 
     value: dict[str, jax.Array]
@@ -43,21 +42,18 @@ class CombinedIslands(NamedTuple):
 
 
 class IslandCombiner:
-    """A combiner between islands, which sends a tree in buckets and keeps a state for each.
+    """A combiner between islands that sends a tree in buckets and keeps a state for each.
 
     Args:
-      combiner: any.
+      combiner: any combiner.
       placement: the placement of this island.
       transfer: to the other islands.
-      params: path -> shape of what is combined; None: of all parameters. Frozen ones are not sent.
-      of_sums: what is combined are sums over examples, for a mean, as `packing` packs them; the result is
-        their total.
-      dtype: of what is combined: float32, or 16 bits.
+      params, of_sums, dtype: see `BucketExchange`.
 
     Attributes:
       num_bytes: bytes of what is combined.
-      packing: how sums over examples are packed before they are sent.
-      labels: names of the entries of a metric (L,): the path of a parameter, or of a layer of a stacked one.
+      packing: packs gradients before they are sent.
+      labels: names of the entries of a metric (L,): the paths of parameters, or of layers of stacked ones.
     """
 
     def __init__(
@@ -80,7 +76,7 @@ class IslandCombiner:
         self.labels, self.packing = exchange.labels, exchange.packing
         self._buckets = []
         for number, like in enumerate(exchange.buckets, first_number):
-            shapes = _state_and_metrics(combiner, exchange.layers(like))
+            shapes = _find_state_and_metrics(combiner, exchange.layers(like))
             state, metrics = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes
             )
@@ -96,10 +92,10 @@ class IslandCombiner:
         """Return the shapes, dtypes and shardings of the combiner's state."""
         return [bucket.state for bucket in self._buckets]
 
-    def shapes(self) -> CombinedIslands:
+    def shapes(self) -> CombinedTree:
         """Return the shapes and dtypes of what `finish` returns, without sums."""
         value = {path: leaf for bucket in self._buckets for path, leaf in bucket.like.items()}
-        return CombinedIslands(value, self.wanted(), [bucket.metrics for bucket in self._buckets])
+        return CombinedTree(value, self.wanted(), [bucket.metrics for bucket in self._buckets])
 
     @property
     def keeps_state(self) -> bool:
@@ -113,13 +109,13 @@ class IslandCombiner:
 
         Args:
           tree: path -> array on the mesh, the mean over this island's examples; or their sums, packed.
-          count: float32 scalar on the mesh, how many examples.
-          state: from `init`, or of the step before.
-          sums: float32 scalars on the mesh, added up over islands. They go with the last bucket, so that they
-            cost no program of their own.
+          count: float32 scalar on the mesh, the number of examples.
+          state: from `init`, or from the previous step.
+          sums: float32 scalars on the mesh that are added up over islands, together with the last bucket, so
+            that they need no program of their own.
 
         Returns:
-          One future a bucket, for `finish`.
+          A future for each bucket, for `finish`.
         """
         program = self._exchange.program
         return [
@@ -129,17 +125,15 @@ class IslandCombiner:
             for b, own, beside in zip(self._buckets, state, self._list_beside(sums), strict=True)
         ]
 
-    def finish(
-        self, tree: Mapping[str, Any], started: Sequence[Future[Any]], sums: Any = ()
-    ) -> CombinedIslands:
+    def finish(self, tree: Mapping[str, Any], started: Sequence[Future[Any]], sums: Any = ()) -> CombinedTree:
         """Wait for all buckets, and put the result on the mesh.
 
         Args:
-          tree: what was sent, or shapes and dtypes with the shardings that the result is to have.
+          tree: what was sent, or shapes and dtypes with the shardings of the result.
           started: from `start`.
-          sums: as given to `start`.
+          sums: the sums that were passed to `start`.
         """
-        combined, total = CombinedIslands({}, [], []), ()
+        combined, total = CombinedTree({}, [], []), ()
         for bucket, future, beside in zip(self._buckets, started, self._list_beside(sums), strict=True):
             like = ({path: tree[path] for path in bucket.like}, bucket.state, bucket.metrics, beside)
             found = self._transfer.result(bucket.number, future)
@@ -150,11 +144,10 @@ class IslandCombiner:
         return combined._replace(sums=total)
 
     def _list_beside(self, sums: Any) -> list[Any]:
-        """What is sent beside each bucket."""
         return [*[()] * (len(self._buckets) - 1), sums]
 
 
-def _state_and_metrics(combiner: Combiner, layers: Any) -> Any:
+def _find_state_and_metrics(combiner: Combiner, layers: Any) -> Any:
     """Return the shapes of a combiner's state and of its metrics."""
 
     def run(tree: Any) -> Any:

@@ -1,6 +1,6 @@
-"""An island's own gradients as they are sent: the program, and the combiners that send.
+"""Compute an island's own gradients in one program or in parts, and make the combiners that send them.
 
-In one program, or in parts that are sent one after the other. Next: `gradient_parts.py`, `island_step.py`.
+Next: `gradient_parts.py`, the parts; `island_step.py`, which runs them.
 """
 
 import math
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.combine.combiner import contribution
+from shardtrain.combine.combiner import mask_without_examples
 from shardtrain.combine.fragments import group_by_path
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.functional.frozen import drop_paths
@@ -21,7 +21,7 @@ from shardtrain.functional.loss import Batch
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
 from shardtrain.islands.transfer import Transfer
-from shardtrain.train_step.gradient_parts import GradientParts, Pack, SentPart
+from shardtrain.train_step.gradient_parts import GradientPart, GradientParts, Pack
 from shardtrain.train_step.gradient_pieces import (
     GradientPiece,
     PiecePlan,
@@ -31,7 +31,7 @@ from shardtrain.train_step.gradient_pieces import (
 )
 from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_merge import AllGather
-from shardtrain.train_step.loss_scale import is_overflow, scale_of
+from shardtrain.train_step.loss_scale import get_scale, is_overflow
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
 
@@ -39,27 +39,28 @@ Gradients = Callable[..., Sums]
 """See `gradients.make_gradients`."""
 
 
-def contributions(grads: Any, count: jax.Array) -> Any:
-    """Return gradients, or zeros without examples, see `combiner.contribution`."""
-    return jax.tree.map(lambda g: contribution(g, count), grads)
+def mask_gradients(grads: Any, count: jax.Array) -> Any:
+    """Return gradients, or zeros if this island has no examples."""
+    return jax.tree.map(lambda g: mask_without_examples(g, count), grads)
 
 
 class IslandGradients:
-    """The program of an island's gradients, and the combiners of what each part of it sends.
+    """The program of an island's gradients, and a combiner for the gradients of each of its parts.
 
     Args:
-      gradients: of `make_gradients`: sums over examples for a mean, else the mean.
+      gradients: returns sums over examples for a mean, else the mean, see `make_gradients`.
       placement: the placement of this island.
       transfer: to the other islands.
       synchronisation: how islands are synchronised.
-      dtype: of what is sent.
-      num_parts: programs in which a mean is computed, at most.
-      batch: an example, arrays or shapes; several parts need it.
-      all_gather: gathers a value of every rank, by name: all take the pieces of the first.
+      dtype: the dtype of what is sent.
+      num_parts: the largest number of programs that compute a mean.
+      batch: an example, arrays or shapes; only needed for several parts.
+      all_gather: gathers a value of every rank, by name: all ranks use the pieces of rank 0.
 
     Attributes:
-      combiners: of each part.
-      shardings: of what each part sends, by name.
+      combiners: the combiner of each part.
+      shardings: for each part, name -> sharding of what it sends.
+      are_sums: whether gradients are sums over examples, which are divided after they are combined.
     """
 
     def __init__(
@@ -75,9 +76,9 @@ class IslandGradients:
     ) -> None:
         mesh, specs = placement.mesh, placement.specs
         local = _make_local(gradients, placement, synchronisation, dtype)
-        # a mean sends sums over examples: they are weighted already, and divided where they are used
-        self._of_sums = synchronisation.is_mean
-        assert num_parts == 1 or self._of_sums
+        # a mean sends sums over examples: they are already weighted, and divided where they are used
+        self.are_sums = synchronisation.is_mean
+        assert num_parts == 1 or self.are_sums
         self._plan: PiecePlan = []
         if num_parts > 1:
             assert batch is not None
@@ -89,27 +90,29 @@ class IslandGradients:
             synchronisation.combiner,
             placement,
             transfer,
-            of_sums=self._of_sums,
+            of_sums=self.are_sums,
             dtype=dtype,
         )
-        self.combiners = [make_combiner(sent) for sent in self._shapes(group_by_path(specs.abstract.params))]
+        params = group_by_path(specs.abstract.params)
+        shapes: list[dict[str, jax.ShapeDtypeStruct] | None] = [
+            {p.name: jax.ShapeDtypeStruct(p.shape(params[p.path].shape), jnp.float32) for p in part}
+            for part in self._plan
+        ]
+        self.combiners = [make_combiner(sent) for sent in shapes or [None]]
         whole = NamedSharding(mesh, PartitionSpec())
         # an island without examples adds nothing, whatever its gradients are
-        packs: list[Pack] = [
-            partial(each.packing.pack, whole=whole) if self._of_sums else contributions
-            for each in self.combiners
-        ]
+        packs: list[Pack] = [partial(each.packing.pack, whole=whole) for each in self.combiners]
 
         def packed(state: State, batch: Batch, first_row: jax.Array) -> Any:
             found, own = local(state, batch, first_row)
             return found._replace(grads=packs[0](found.grads, found.count)), own
 
         # gradients stay sharded until they are sent; everything else is replicated
-        by_name = self._specs(group_by_path(drop_paths(specs.sharded, specs.frozen)))
+        by_name = group_by_path(drop_paths(specs.sharded, specs.frozen))
+        pieces = [piece for part in self._plan for piece in part]
+        by_name |= {piece.name: piece.spec(by_name[piece.path]) for piece in pieces}
         sharded = {name: NamedSharding(mesh, spec) for name, spec in by_name.items()}
-        self.shardings = [
-            each.packing.shardings(sharded, whole) if self._of_sums else sharded for each in self.combiners
-        ]
+        self.shardings = [each.packing.shardings(sharded, whole) for each in self.combiners]
         is_one = len(self.combiners) == 1
         returned = Sums._make([whole, whole, whole, self.shardings[0] if is_one else whole, whole, whole])
         self._whole_program = jax.jit(
@@ -122,39 +125,25 @@ class IslandGradients:
         if not is_one:
             self._parts = GradientParts(self._whole_program, self._plan, packs, self.shardings[-1], whole)
 
-    def __call__(self, state: State, batch: Batch, first_row: Any) -> Iterator[SentPart]:
-        """Start the program, and yield what each part of it sends; nothing is waited for."""
+    def __call__(self, state: State, batch: Batch, first_row: Any) -> Iterator[GradientPart]:
+        """Start the program, and yield what each part of it sends, without waiting."""
         if self._parts is not None:
             yield from self._parts(state, batch, first_row)
         else:
             found, own = self._whole_program(state, batch, first_row)
-            yield SentPart(found.grads, found.count, (found._replace(grads={}), own))
+            yield GradientPart(found.grads, found.count, (found._replace(grads={}), own))
 
     def joined(self, combined: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
         """Return path -> combined gradient, float32, in a jit, from what was combined of each part."""
         grads: dict[str, jax.Array] = {}
         for combiner, part in zip(self.combiners, combined, strict=True):
-            grads |= combiner.packing.unpack(part) if self._of_sums else part
+            grads |= combiner.packing.unpack(part)
         grads = join_pieces(self._plan, grads) if self._plan else grads
         return {path: g.astype(jnp.float32) for path, g in grads.items()}
 
     def lowered(self, state: State, batch: Batch, first_row: Any) -> jax.stages.Lowered:
         """Return the program as one, for arrays or shapes; its memory is about that of its parts."""
         return self._whole_program.lower(state, batch, first_row)
-
-    def _shapes(self, params: dict[str, Any]) -> list[dict[str, jax.ShapeDtypeStruct] | None]:
-        """Return name -> shape of what each part sends; None for all gradients."""
-        if not self._plan:
-            return [None]
-        return [
-            {p.name: jax.ShapeDtypeStruct(p.shape(params[p.path].shape), jnp.float32) for p in part}
-            for part in self._plan
-        ]
-
-    def _specs(self, by_path: dict[str, PartitionSpec]) -> dict[str, PartitionSpec]:
-        """Return name -> PartitionSpec of what is sent, from those of gradients by path."""
-        pieces = [piece for part in self._plan for piece in part]
-        return {**by_path, **{piece.name: piece.spec(by_path[piece.path]) for piece in pieces}}
 
 
 def plan_parts(
@@ -165,41 +154,41 @@ def plan_parts(
     num_parts: int,
     batch: Mapping[str, Any],
 ) -> PlannedParts:
-    """Return what an island sends of its gradients after each program that computes some of them, and when.
+    """Plan the gradients that an island sends after each of the programs that compute them, and when.
 
-    Nothing is computed, so the mesh of the placement may be an abstract one.
+    Nothing is computed, so the mesh of the placement may be abstract.
 
     Args:
-      gradients: of `make_gradients`, sums over examples.
+      gradients: returns sums over examples, see `make_gradients`.
       placement: the placement of this island.
       synchronisation: how islands are synchronised.
-      dtype: of what is sent.
-      num_parts: programs, at most.
+      dtype: the dtype of what is sent.
+      num_parts: the largest number of programs.
       batch: an example, arrays or shapes (microbatches, rows, ...).
     """
     local = _make_local(gradients, placement, synchronisation, dtype)
-    return plan_pieces(local, num_parts, placement.specs.abstract, batch, _num_replicas(placement))
+    return plan_pieces(local, num_parts, placement.specs.abstract, batch, _count_replicas(placement))
 
 
-def _num_replicas(placement: Placement) -> int:
+def _count_replicas(placement: Placement) -> int:
     return math.prod(placement.mesh.shape[axis] for axis in placement.layout.batch_axes)
 
 
 def _make_local(
     gradients: Gradients, placement: Placement, synchronisation: Synchronisation, dtype: str
 ) -> Callable[..., Any]:
-    """Return the whole program, before anything is packed, see `gradient_pieces.Local`."""
+    """Return the whole program, before packing, see `gradient_pieces.Local`."""
     # with inside "sum" an island sends the sum over its replicas: their mean times their number
-    factor = _num_replicas(placement) if synchronisation.inside == "sum" else 1
+    factor = _count_replicas(placement) if synchronisation.inside == "sum" else 1
 
     def local(state: State, batch: Batch, first_row: jax.Array) -> tuple[Sums, dict[str, jax.Array]]:
-        key, scale = step_key(state.seed, state.step), scale_of(state.loss_scale)
+        key, scale = step_key(state.seed, state.step), get_scale(state.loss_scale)
         found = gradients(state.params, state.model_state, key, batch, first_row, scale)
         grads = drop_paths(found.grads, placement.specs.frozen)
         grads = jax.tree.map(lambda g: g * factor, grads)
         own = {}
         if state.loss_scale:
-            own["finite"] = jnp.isfinite(optax.tree.norm(contributions(grads, found.count)))
+            own["finite"] = jnp.isfinite(optax.tree.norm(mask_gradients(grads, found.count)))
             over = placement.in_float16 & is_overflow(state.loss_scale, found.loss_sum, own["finite"])
             own["overflowed"] = jnp.float32(over)
         # what is sent is rounded here, so that 32 bits of it are never written

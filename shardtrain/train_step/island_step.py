@@ -1,10 +1,10 @@
-"""The training step of several islands: compiled programs, with the transfer between them.
+"""The training step of one island among several: compiled programs with transfers between them.
 
 An island's own gradient (or, after local steps, what it changed) is sent bucket by bucket and combined, and
-every island makes the same update of the result. A run of one island uses `step.py` alone.
+every island makes the same update. A run of one island only uses `step.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -21,16 +21,16 @@ from shardtrain.functional.model import Model
 from shardtrain.functional.sums import Sums
 from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.delta_island_step import DeltaIslandStep
-from shardtrain.train_step.gradient_parts import SentPart
+from shardtrain.train_step.gradient_parts import GradientPart
 from shardtrain.train_step.gradients import make_gradients
-from shardtrain.train_step.island_combiner import CombinedIslands, join_metrics
+from shardtrain.train_step.island_combiner import CombinedTree, join_metrics
 from shardtrain.train_step.island_gradients import IslandGradients
 from shardtrain.train_step.island_merge import AllGather, IslandMerge, gather_alone
 from shardtrain.train_step.island_totals import average_model_state
 from shardtrain.train_step.offload import offload_optimizer
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
-from shardtrain.train_step.step import Metrics, apply_gradients, gradient_metrics, keep_unless_skipped
+from shardtrain.train_step.step import Metrics, apply_gradients, compute_gradient_metrics, keep_unless_skipped
 from shardtrain.train_step.wave_merge import WaveMerge
 
 
@@ -90,24 +90,24 @@ def make_island_step(
       model: the model.
       loss: returns (sum, count), see `loss.Loss`.
       optimizer: any optax transformation.
-      placement: the placement of this model and optimizer on this island, whose own replicas are averaged.
+      placement: the placement of model and optimizer on this island, whose own replicas are averaged.
       transfer: to the other islands.
       synchronisation: how islands are synchronised.
-      reduce_dtype: of the gradients that are sent, see `islands.options.Across`.
-      learning_rate: the optimizer's schedule, to have it among the metrics.
+      reduce_dtype: the dtype of the gradients that are sent, see `islands.options.Across`.
+      learning_rate: the optimizer's schedule, to add the rate to the metrics; None adds none.
       start_row: the number of this island's first row in the whole batch.
       last_step: the last step of the run, see `step.make_step`.
-      all_gather: gathers a value of every rank, by name, before each collective over islands; it can say
+      all_gather: gathers a value of every rank, by name, before each collective over islands; it reports
         which rank is missing, which MPI in a compiled program cannot.
-      waves: ends the waves of a synchronisation with a `distance`.
-      num_parts: programs in which the gradients of a mean are computed, at most: those of one are sent while
-        the next ones compute, see `gradient_parts.py`.
-      batch: an example, arrays or shapes (microbatches, rows, ...); only several parts need it.
+      waves: the merge of a synchronisation with a `distance`.
+      num_parts: the largest number of programs that compute the gradients of a mean: what one has computed
+        is sent while the next ones compute, see `gradient_parts.py`.
+      batch: an example, arrays or shapes (microbatches, rows, ...); only needed for several parts.
 
     Returns:
-      (state, batch) -> (state, metrics), as `step.make_step` has it; metrics are those of all islands. With
-      local steps those of the loss come with the step that combines, and have count 0 until then;
-      learning_rate, and grad_norm and skipped until then, are the island's own. The first state is that of
+      (state, batch) -> (state, metrics), see `step.make_step`; metrics are over all islands. With local
+      steps the metrics of the loss come with the step that merges, and have count 0 until then;
+      learning_rate, and grad_norm and skipped until then, are the island's own. The first state is
       `init_state` after `begin`.
     """
     assert placement.synchronisation.is_mean
@@ -115,31 +115,29 @@ def make_island_step(
 
     def make_gradient_step(synchronisation: Synchronisation) -> GradientIslandStep:
         placed = replace(placement, in_parts=num_parts > 1)
+        gradients = IslandGradients(
+            make_gradients(model, loss, placed, mean=not synchronisation.is_mean),
+            placement,
+            transfer,
+            synchronisation,
+            reduce_dtype,
+            num_parts,
+            batch,
+            all_gather,
+        )
         return GradientIslandStep(
-            gradients=make_gradients(model, loss, placed, mean=not synchronisation.is_mean),
-            first_row=start_row,
-            optimizer=optimizer,
-            placement=placement,
-            transfer=transfer,
-            synchronisation=synchronisation,
-            reduce_dtype=reduce_dtype,
-            learning_rate=learning_rate,
-            all_gather=all_gather,
-            num_parts=num_parts,
-            batch=batch,
+            gradients, optimizer, placement, transfer, learning_rate, all_gather, start_row
         )
 
     if not synchronisation.on_deltas:
         return make_gradient_step(synchronisation)
-    num_first = synchronisation.synchronous_steps
     return DeltaIslandStep(
         gradients=make_gradients(model, loss, placement),
         first_row=start_row,
         optimizer=optimizer,
         placement=placement,
         merge=waves or IslandMerge(synchronisation, placement, transfer, all_gather, last_step),
-        synchronous=make_gradient_step(Synchronisation()) if num_first else None,
-        synchronous_steps=num_first,
+        synchronous=make_gradient_step(Synchronisation()) if synchronisation.synchronous_steps else None,
         learning_rate=learning_rate,
     )
 
@@ -147,31 +145,24 @@ def make_island_step(
 class GradientIslandStep:
     """A step that combines the islands' gradients, once for all microbatches; see `make_island_step`.
 
-    The rows of an island may change: `first_row`, uint32, is the number of its first one in a batch.
-    `part_bytes` are the bytes that each part of the program of the gradients sends.
+    Attributes:
+      first_row: uint32, the number of this island's first row in a batch; it may change between steps.
+      part_bytes: the bytes that each part of the program of the gradients sends.
     """
 
     def __init__(
         self,
-        *,
-        gradients: Callable[..., Sums],
-        first_row: int,
+        gradients: IslandGradients,
         optimizer: optax.GradientTransformation,
         placement: Placement,
         transfer: Transfer,
-        synchronisation: Synchronisation,
-        reduce_dtype: str,
         learning_rate: optax.Schedule | None,
         all_gather: AllGather,
-        num_parts: int = 1,
-        batch: Batch | None = None,
+        first_row: int,
     ) -> None:
-        self._transfer, self._all_gather = transfer, all_gather
+        self._gradients, self._transfer, self._all_gather = gradients, transfer, all_gather
         self.first_row = np.uint32(first_row)
-        self._gradients = IslandGradients(
-            gradients, placement, transfer, synchronisation, reduce_dtype, num_parts, batch, all_gather
-        )
-        self._combiners = self._gradients.combiners
+        self._combiners = gradients.combiners
         self.labels = [label for each in self._combiners for label in each.labels]
         self.keeps_state = any(each.keeps_state for each in self._combiners)
         self.part_bytes = [each.num_bytes for each in self._combiners]
@@ -179,11 +170,11 @@ class GradientIslandStep:
         def update(
             state: State, found: Sums, combine_state: Any, extra: Any, own: dict[str, jax.Array]
         ) -> tuple[State, Metrics]:
-            grads = self._gradients.joined(found.grads)
+            grads = gradients.joined(found.grads)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), placement.specs.abstract.params)
             found = found._replace(grads=restore_paths(zeros, {**group_by_path(zeros), **grads}))
-            found = found.of_mean_loss if synchronisation.is_mean else found
-            metrics = {**gradient_metrics(found), **join_metrics(extra), **own}
+            found = found.of_mean_loss if gradients.are_sums else found
+            metrics = {**compute_gradient_metrics(found), **join_metrics(extra), **own}
             finite = metrics.pop("finite", None)
 
             def update_state(state: State) -> State:
@@ -195,7 +186,7 @@ class GradientIslandStep:
         # between the two programs gradients stay sharded; everything else is replicated
         self._whole = whole = NamedSharding(placement.mesh, PartitionSpec())
         state = placement.state._replace(combine_state=whole)
-        shardings = Sums._make([whole, whole, whole, self._gradients.shardings, whole, whole])
+        shardings = Sums._make([whole, whole, whole, gradients.shardings, whole, whole])
         self._update = jax.jit(
             offload_optimizer(update, state),
             in_shardings=(state, shardings, whole, whole, whole),
@@ -204,7 +195,7 @@ class GradientIslandStep:
         )
 
     def begin(self, state: State, batch: Batch) -> State:
-        """Return the state with that of the combiner, see `IslandStep`."""
+        """Return the state with the state of the combiners, see `IslandStep`."""
         return state._replace(combine_state=[each.init() for each in self._combiners])
 
     def wanted(self, state: State, batch: Batch) -> State:
@@ -221,7 +212,7 @@ class GradientIslandStep:
             self._all_gather("combine gradients", None)
             number = len(parts)
             combiner, own_state = self._combiners[number], state.combine_state[number]
-            started.append(combiner.start(part.grads, part.count, own_state, _sums_beside(part)))
+            started.append(combiner.start(part.grads, part.count, own_state, _list_sums(part)))
             parts.append(part)
         found, own = parts[-1].others
         model_state = average_model_state(self._transfer, found.model_state, found.count)
@@ -235,13 +226,13 @@ class GradientIslandStep:
         metrics = [bucket for each in combined for bucket in each.metrics]
         return self._update(state, found, [each.state for each in combined], metrics, own)
 
-    def _finish(self, number: int, part: SentPart, started: Any) -> CombinedIslands:
-        """Wait for what was started, and put it on the mesh in the shardings of the update."""
+    def _finish(self, number: int, part: GradientPart, started: Any) -> CombinedTree:
+        """Wait for a part that was started, and put it on the mesh in the shardings of the update."""
         like = self._find_landed(number, part.grads)
-        return self._combiners[number].finish(like, started, _sums_beside(part))
+        return self._combiners[number].finish(like, started, _list_sums(part))
 
     def _find_landed(self, number: int, grads: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes and shardings of a part's gradients on the mesh, once they are combined."""
+        """Return the shapes and shardings of a part's combined gradients on the mesh."""
         shardings = self._gradients.shardings[number]
         return {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name])
@@ -251,7 +242,7 @@ class GradientIslandStep:
     def lowered(self, state: State, batch: Batch) -> list[jax.stages.Lowered]:
         """Return the programs of the gradients and of the update, for arrays or shapes.
 
-        A step traces and lowers them no more; gradients in several parts are lowered as one program.
+        A step does not trace them again. Gradients in several parts are lowered as one program.
         """
         gradients = self._gradients.lowered(state, batch, self.first_row)
         whole = self._whole
@@ -265,11 +256,11 @@ class GradientIslandStep:
         return [gradients, self._update.lower(state, found, [each.state for each in combined], metrics, own)]
 
     def close(self) -> None:
-        """There is nothing to end, see `IslandStep`."""
+        """Do nothing: this step has no threads."""
 
 
-def _sums_beside(part: SentPart) -> Any:
-    """Return what is added up beside the last part; () for the others."""
+def _list_sums(part: GradientPart) -> Any:
+    """Return the sums that are sent with the last part; () for the others."""
     if part.others is None:
         return ()
     found, own = part.others

@@ -1,4 +1,4 @@
-"""Sums of the loss and the model state, reduced over islands. Next: `island_step.py`."""
+"""Reduce loss sums and the model state over islands. Next: `island_step.py`."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from shardtrain.train_step.state import Metrics
 
 
 def _reduce(arrays: Any, group: Any) -> Any:
-    """Add up the sums, and average the model state by count; integers are those of island 0."""
+    """Add up the sums, and average the model state by count; take integers from island 0."""
     sums, model_state, count = arrays
     leaves, structure = jax.tree.flatten(sums)
     added = group.all_reduce(jnp.stack(leaves))
@@ -24,7 +24,7 @@ def _reduce(arrays: Any, group: Any) -> Any:
     merged = make_combiner("mean").combine(floats, count, (), group).value if floats else {}
 
     def merge(path: Any, x: jax.Array) -> jax.Array:
-        # where no island has examples there is no mean: the state stays
+        # if no island has examples there is no mean: the state stays
         found = merged.get(path_text(path))
         return group.broadcast(x) if found is None else jnp.where(group.all_reduce(count) > 0, found, x)
 
@@ -33,12 +33,12 @@ def _reduce(arrays: Any, group: Any) -> Any:
 
 
 def all_reduce_totals(transfer: Transfer, sums: Any, model_state: Any, count: jax.Array) -> tuple[Any, Any]:
-    """Reduce over islands what is reduced beside gradients.
+    """Reduce sums and the model state over islands.
 
     Args:
       transfer: to the other islands.
-      sums: tree of float32 scalars, added up.
-      model_state: averaged by the number of examples.
+      sums: tree of float32 scalars, which are added up.
+      model_state: the model state, which is averaged by the number of examples.
       count: float32 scalar, this island's examples.
 
     Returns:
@@ -49,14 +49,14 @@ def all_reduce_totals(transfer: Transfer, sums: Any, model_state: Any, count: ja
 
 
 def average_model_state(transfer: Transfer, model_state: Any, count: jax.Array) -> Any:
-    """Average the model states of all islands by count; integers are those of island 0."""
+    """Average the model states of all islands by count; take integers from island 0."""
     if not jax.tree.leaves(model_state):
         return model_state
     return all_reduce_totals(transfer, count, model_state, count)[1]
 
 
-def step_sums(metrics: Metrics) -> dict[str, Any]:
-    """Return the sums of a step to add up over local steps; 0 but for "skipped" if it was skipped."""
+def make_step_sums(metrics: Metrics) -> dict[str, Any]:
+    """Return the sums that are added up over local steps; all but "skipped" are 0 in a skipped step."""
     skipped = metrics["skipped"]
     sums = {
         "loss_sum": metrics["loss_sum"],
@@ -68,31 +68,33 @@ def step_sums(metrics: Metrics) -> dict[str, Any]:
     return {**jax.tree.map(lambda x: jnp.where(skipped > 0, 0, x), sums), "skipped": skipped}
 
 
-def shapes_of_sums(metrics: Any) -> dict[str, Any]:
-    """Return the shapes of `step_sums`, for a loss with these metrics."""
+def find_sum_shapes(metrics: Any) -> dict[str, Any]:
+    """Return the shapes of `make_step_sums`, for a loss with these metrics."""
     zero = jax.ShapeDtypeStruct((), jnp.float32)
     names = ("loss_sum", "count", "grad_norm", "skipped")
-    return jax.eval_shape(step_sums, {**jax.tree.map(lambda _: zero, metrics), **dict.fromkeys(names, zero)})
+    return jax.eval_shape(
+        make_step_sums, {**jax.tree.map(lambda _: zero, metrics), **dict.fromkeys(names, zero)}
+    )
 
 
 def add_island_sums(metrics: Metrics, merged: Metrics, zeros: dict[str, Any]) -> Metrics:
-    """Return the metrics of a local step: of the loss those of all islands, where they have come in.
+    """Join the metrics of a local step and of its merge, with the loss of all islands if it is known.
 
     Args:
-      metrics: those of this island's step.
-      merged: those of its merge; "sums" are of all steps and islands since the last one that had them.
-      zeros: sums (see `step_sums`) of no steps.
+      metrics: the metrics of this island's step.
+      merged: the metrics of its merge; "sums" has the sums of all islands since the last merge that had them.
+      zeros: sums (see `make_step_sums`) of no steps.
     """
     sums = merged.pop("sums", None)
     if sums is None:
-        return {**metrics, **loss_metrics(zeros), **merged}
+        return {**metrics, **select_loss_metrics(zeros), **merged}
     others = {
         "grad_norm": jnp.sqrt(sums["squares"] / jnp.maximum(sums["steps"], 1)),
         "skipped_by_islands": sums["skipped"],
     }
-    return {**metrics, **loss_metrics(sums), **others, **merged}
+    return {**metrics, **select_loss_metrics(sums), **others, **merged}
 
 
-def loss_metrics(sums: dict[str, Any]) -> Metrics:
-    """Return the sums that are metrics of the loss."""
+def select_loss_metrics(sums: dict[str, Any]) -> Metrics:
+    """Select the metrics of the loss from `make_step_sums`."""
     return {"loss_sum": sums["loss_sum"], "count": sums["count"], **sums["metrics"]}

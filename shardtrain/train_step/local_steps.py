@@ -1,9 +1,9 @@
 """The arithmetic of local steps: a replica's own update, and the merge of what replicas changed.
 
-Every replica has an optimizer of its own. Its parameters are the common ones plus its drift, what it has
-changed since they were last combined. A merge combines the drifts, gives the result to the outer optimizer
-and starts the next round from there. All functions are pure, for use inside jit, and the same in a mesh
-(`delta_step.py`), on islands (`island_step.py`) and in stages (`stage_step.py`).
+Every replica has its own optimizer. Its parameters are the common ones plus its drift, the changes since the
+last merge. A merge combines the drifts, gives the result to the outer optimizer and starts the next round
+from there. All functions are pure, for use inside jit, and are shared by meshes (`delta_step.py`), islands
+(`delta_island_step.py`) and stages (`stage_step.py`).
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from shardtrain.train_step.state import Local
 
 
 def add_drift(params: Any, drift: Any) -> Any:
-    """Add what a replica has changed to the common parameters; whole numbers (frozen) keep their bits."""
+    """Add a replica's drift to the common parameters; integers (frozen parameters) keep their bits."""
 
     def add(p: jax.Array, d: jax.Array) -> jax.Array:
         return p + (d if jnp.issubdtype(p.dtype, jnp.floating) else d.astype(p.dtype))
@@ -27,8 +27,8 @@ def add_drift(params: Any, drift: Any) -> Any:
     return jax.tree.map(add, params, drift)
 
 
-def own_params(params: Any, drift: Any) -> Any:
-    """Return a replica's own parameters: the common ones plus its drift, in the dtypes of the former."""
+def make_own_params(params: Any, drift: Any) -> Any:
+    """Return a replica's own parameters: the common ones plus its drift, in the dtypes of the parameters."""
     return jax.tree.map(lambda x, p: x.astype(p.dtype), add_drift(params, drift), params)
 
 
@@ -36,15 +36,15 @@ def make_local_update(optimizer: optax.GradientTransformation) -> Callable[..., 
     """Make a replica's own update.
 
     Returns:
-      (params, drift, opt_state, grads, count, value) -> (opt_state, drift): `params` are the common ones,
-      `count` the replica's examples and `value` its mean loss. Without examples nothing changes.
+      (params, drift, opt_state, grads, count, value) -> (opt_state, drift): `params` are the common
+      parameters, `count` the replica's examples and `value` its mean loss. Without examples nothing changes.
     """
     used = make_storable(optimizer)
 
     def update(
         params: Any, drift: Any, opt_state: Any, grads: Any, count: jax.Array, value: jax.Array
     ) -> tuple[Any, Any]:
-        own = own_params(params, drift)
+        own = make_own_params(params, drift)
         updates, new = used.update(grads, opt_state, own, value=value, grad=grads)
         moved = jax.tree.map(lambda d, u: d + u.astype(d.dtype), drift, updates)
         return jax.tree.map(
@@ -54,44 +54,56 @@ def make_local_update(optimizer: optax.GradientTransformation) -> Callable[..., 
     return update
 
 
-def apply_delta(
+def merge_fragment(
     fragment: Fragment,
+    number: int,
     outer: optax.GradientTransformation | None,
     params: Any,
-    combined: Any,
+    local: Local,
     outer_state: Any,
-) -> tuple[Any, Any]:
-    """Give a combined delta to the outer optimizer.
+    combined: Any,
+    lead: int = 0,
+) -> tuple[Any, Local, Any]:
+    """Give a combined delta to the outer optimizer, and start the next round from the result.
 
     Args:
       fragment: the part of the parameters that was combined.
-      outer: the outer optimizer; None adds the delta as it is.
+      number: the number of the fragment.
+      outer: the outer optimizer; None adds the delta to the parameters.
       params: all common parameters.
+      local: what a replica changed.
+      outer_state: the outer optimizer's state of all fragments.
       combined: path -> combined delta of the fragment.
-      outer_state: the outer optimizer's state of this fragment.
+      lead: number of leading dims of `local`, such as a dim of replicas.
 
     Returns:
-      (all parameters, the outer optimizer's state of this fragment).
+      (all parameters, `local` of the next round, the outer optimizer's state of all fragments).
     """
     before = fragment.take(params)
     updates = combined
     if outer is not None:
         against = jax.tree.map(lambda x: -x.astype(jnp.float32), combined)
-        updates, outer_state = outer.update(against, outer_state, before)
+        updates, own = outer.update(against, outer_state[number], before)
+        outer_state = replace_item(outer_state, number, own)
     after = jax.tree.map(
         lambda p, u: (p.astype(jnp.float32) + u.astype(jnp.float32)).astype(p.dtype), before, updates
     )
-    return fragment.put(params, after), outer_state
+    return fragment.put(params, after), next_round(fragment, number, local, lead), outer_state
+
+
+def replace_item(items: tuple[Any, ...], number: int, item: Any) -> tuple[Any, ...]:
+    """Return a tuple with one item replaced."""
+    return (*items[:number], item, *items[number + 1 :])
 
 
 def send(fragment: Fragment, number: int, local: Local, lead: int = 0) -> Local:
-    """Return the `Local` of a replica whose changes of a fragment, of this number, are under way from now on.
+    """Record in `local` that the changes of a fragment are being sent, in a synchronisation with overlap.
 
     Args:
       fragment: the part of the parameters.
-      number: of the fragment.
-      local: of a synchronisation with overlap.
-      lead: dims before each array's own, such as one of replicas.
+      number: the number of the fragment.
+      local: what a replica changed.
+      lead: number of leading dims of `local`, such as a dim of replicas.
     """
     return local._replace(
         count=local.count.at[..., number].set(0),
@@ -103,9 +115,9 @@ def send(fragment: Fragment, number: int, local: Local, lead: int = 0) -> Local:
 def select_combined(
     fragment: Fragment, number: int, local: Local, lead: int = 0
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Return the changes of a fragment that are combined next, by path, and their number of examples.
+    """Return path -> the changes of a fragment that are combined next, and their number of examples.
 
-    They are those that were sent, and without overlap all. See `send` for the arguments.
+    With overlap they are the sent changes, otherwise all changes. The arguments are those of `send`.
     """
     if not jax.tree.leaves(local.sent):
         return fragment.take(local.drift, lead), local.count[..., number]
@@ -113,7 +125,7 @@ def select_combined(
 
 
 def next_round(fragment: Fragment, number: int, local: Local, lead: int = 0) -> Local:
-    """Return what a replica has changed beside what was combined of a fragment, see `send`."""
+    """Remove the combined changes of a fragment from `local`; the arguments are those of `send`."""
     drift = fragment.take(local.drift, lead)
     if not jax.tree.leaves(local.sent):
         rest = jax.tree.map(jnp.zeros_like, drift)

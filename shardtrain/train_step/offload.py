@@ -1,4 +1,4 @@
-"""Keep the optimizer's state in the memory of the host between steps; a step works on the device's.
+"""Keep the optimizer's state in host memory between steps; a step copies it to the devices and back.
 
 Scalars stay on the device. Next: `placement.py`, `step.py`.
 """
@@ -10,19 +10,19 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 HOST = "pinned_host"
-"""The kind of memory of a host that its devices read and write directly."""
+"""The kind of host memory that devices read and write directly."""
 
 
 def shard_on_host(opt_state: Any, shardings: Any, mesh: Mesh) -> Any:
-    """Return the shardings of an optimizer's state with its arrays in the memory of the host.
+    """Return the shardings of an optimizer's state in host memory.
 
     Args:
-      opt_state: its shapes.
-      shardings: like `opt_state`, in the memory of the devices.
-      mesh: whose devices must have such a memory.
+      opt_state: the shapes of the state.
+      shardings: its shardings in device memory.
+      mesh: the mesh, whose devices must support such memory.
 
     Raises:
-      ValueError: they have none.
+      ValueError: the devices do not support it.
     """
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
@@ -40,11 +40,11 @@ def shard_on_host(opt_state: Any, shardings: Any, mesh: Mesh) -> Any:
 
 
 def copy_to_device(opt_state: Any, shardings: Any) -> Any:
-    """Copy an optimizer's state to the memory of the devices, inside jit.
+    """Copy an optimizer's state to device memory, inside jit.
 
     Args:
       opt_state: the state.
-      shardings: those that it has between steps.
+      shardings: the shardings of the state between steps.
     """
     if not is_offloaded(shardings):
         return opt_state
@@ -52,7 +52,7 @@ def copy_to_device(opt_state: Any, shardings: Any) -> Any:
 
 
 def copy_out_of_host(arrays: Any) -> Any:
-    """Copy what a pytree has in the memory of the host to that of the devices, outside jit."""
+    """Copy the arrays of a pytree that are in host memory to device memory, outside jit."""
     return jax.tree.map(
         lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")) if is_offloaded(x.sharding) else x,
         arrays,
@@ -60,15 +60,15 @@ def copy_out_of_host(arrays: Any) -> Any:
 
 
 def is_offloaded(shardings: Any) -> bool:
-    """Whether any array with these shardings is in the memory of the host."""
+    """Return whether any of these shardings is in host memory."""
     return any(each.memory_kind == HOST for each in jax.tree.leaves(shardings))
 
 
 def offload_optimizer(function: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-    """Wrap (state, ...) -> (state, metrics), for jit: read the optimizer's state from the host, and write it.
+    """Wrap a function (state, ...) -> (state, metrics) to copy the optimizer's state from the host and back.
 
     Args:
-      function: computes with all arrays in the memory of the devices.
+      function: computes with all arrays in device memory.
       shardings: the `State` of shardings between calls.
     """
     if not is_offloaded(shardings.opt_state):

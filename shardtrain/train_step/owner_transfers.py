@@ -1,7 +1,7 @@
-"""Split the arrays of a stage by the owners of its blocks in other pipelines, and join them again.
+"""Split the arrays of a stage by the owners of its blocks in other pipelines, and combine each group.
 
-Where replicas cut a model differently, a stage shares its first blocks with one stage of another pipeline and
-the next ones with another. Next: `stage_step.py`, `trainer/synchronisation.py`.
+If pipelines cut a model differently, a stage shares its first blocks with one stage of another pipeline and
+the next blocks with another stage. Next: `stage_step.py`, `trainer/synchronisation.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from shardtrain.combine import Combiner
 from shardtrain.combine.fragments import group_by_path, restore_paths
 from shardtrain.functional.model import Tree
 from shardtrain.islands.transfer import Transfer
-from shardtrain.pipeline.block_owners import OwnerGroup
+from shardtrain.pipeline.stacking import OwnerGroup
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_totals import average_model_state
@@ -26,18 +26,18 @@ LIKE_PARAMS = ("params", "opt_state", "outer_state")
 """Fields of the state whose arrays may be of parameters."""
 
 ALL, REST = "all", "rest"
-"""Instead of rows: the whole array; or an array of no parameter, such as a count, which all owners have."""
+"""In place of rows: the whole array; or an array of no parameter, such as a count, which all owners have."""
 
 Rows = tuple[int, ...] | str
 
 
 class OwnerTransfers:
-    """The groups of owners that a stage is in, in the order of blocks, and the transfer in each.
+    """The groups of owners that a stage belongs to, in the order of blocks, and the transfer of each group.
 
     Args:
-      stage_model: the stage's share of the model.
-      groups: those that this stage is in.
-      transfers: of each group, to the islands that are in it.
+      stage_model: the parts of the model on this stage.
+      groups: the groups of this stage.
+      transfers: for each group, to its islands.
     """
 
     def __init__(
@@ -50,57 +50,40 @@ class OwnerTransfers:
         self._params = frozenset(group_by_path(stage_model.own(stage_model.traced.params)))
         self._programs: dict[Any, Any] = {}
 
-    @classmethod
-    def make_stage_transfers(cls, stage_model: StageModel, transfer: Transfer) -> "OwnerTransfers":
-        """Return the only group of a stage, where all pipelines cut the model alike."""
-        group = OwnerGroup(stages=(stage_model.stage,), blocks=tuple(stage_model.block_numbers))
-        return cls(stage_model, [group], [transfer])
-
     def shapes(self, params: Any) -> list[dict[str, jax.ShapeDtypeStruct]]:
-        """Return path -> shape of what each group has of a tree like the stage's parameters."""
-        if len(self.groups) == 1:
-            return [group_by_path(params)]
-        return [
-            {
-                path: jax.ShapeDtypeStruct(
-                    x.shape if isinstance(rows, str) else (len(rows), *x.shape[1:]), x.dtype
-                )
-                for path, x, rows in self._list_group(number, group_by_path(params))
-            }
-            for number in range(len(self.groups))
-        ]
+        """Return path -> shape of each group's part of a tree like the stage's parameters."""
+        return jax.eval_shape(self._split, group_by_path(params))
 
     def split(self, tree: Any) -> list[dict[str, jax.Array]]:
-        """Return path -> array of each group; arrays of no parameter are in every group.
+        """Return path -> array of each group's part; arrays of no parameter are in every group.
 
         Args:
-          tree: arrays on the mesh, whose paths end in those of parameters.
+          tree: arrays on the mesh, whose paths end in the paths of parameters.
         """
         leaves = group_by_path(tree)
         if len(self.groups) == 1:
             return [leaves]
-
-        def split(leaves: Mapping[str, jax.Array]) -> list[dict[str, jax.Array]]:
-            return [
-                {
-                    path: x if isinstance(rows, str) else jnp.take(x, jnp.asarray(rows), axis=0)
-                    for path, x, rows in self._list_group(number, leaves)
-                }
-                for number in range(len(self.groups))
-            ]
-
         shardings = [
             {path: x.sharding for path, x, _ in self._list_group(number, leaves)}
             for number in range(len(self.groups))
         ]
-        return self._compile("split", split, leaves, shardings)(leaves)
+        return self._compile("split", self._split, leaves, shardings)(leaves)
+
+    def _split(self, leaves: Mapping[str, jax.Array]) -> list[dict[str, jax.Array]]:
+        return [
+            {
+                path: x if isinstance(rows, str) else jnp.take(x, jnp.asarray(rows), axis=0)
+                for path, x, rows in self._list_group(number, leaves)
+            }
+            for number in range(len(self.groups))
+        ]
 
     def join(self, tree: Any, parts: Sequence[Mapping[str, jax.Array]]) -> Any:
-        """Return a tree like the one that was split, with the arrays of its parts.
+        """Join the parts of all groups, the reverse of `split`.
 
         Args:
-          tree: what was split.
-          parts: of each group, as `split` returns them.
+          tree: the tree that was split.
+          parts: the part of each group.
         """
         if len(self.groups) == 1:
             return restore_paths(tree, parts[0])
@@ -111,7 +94,7 @@ class OwnerTransfers:
             for number in reversed(range(len(self.groups))):
                 for path, x, rows in self._list_group(number, leaves):
                     if isinstance(rows, str):
-                        found[path] = parts[number][path]  # the first group's, where all have it
+                        found[path] = parts[number][path]  # of the first group, if all have it
                     else:
                         whole = found.get(path, jnp.zeros(x.shape, x.dtype))
                         found[path] = whole.at[jnp.asarray(rows)].set(parts[number][path])
@@ -121,7 +104,7 @@ class OwnerTransfers:
         return restore_paths(tree, self._compile("join", join, leaves, shardings)(list(parts)))
 
     def _list_group(self, number: int, leaves: Mapping[str, Any]) -> list[tuple[str, Any, Rows]]:
-        """Return (path, array, rows) of what a group has."""
+        """Return (path, array, rows) of a group's part."""
         is_params = self._params <= leaves.keys()
         found = [
             (path, x, self._rows(number, path, x.shape) if is_params or _is_of_params(path) else REST)
@@ -130,7 +113,7 @@ class OwnerTransfers:
         return [(path, x, rows) for path, x, rows in found if rows]
 
     def _rows(self, number: int, path: str, shape: tuple[int, ...]) -> Rows:
-        """Return the rows of an array that a group has, (0 rows: none of it)."""
+        """Return the rows of an array that a group has; () if it has none."""
         group, keys = self.groups[number], path.split("/")
         ends = ("/".join(keys[start:]) for start in range(len(keys)))
         name = next((end for end in ends if end in self._params), None)
@@ -158,12 +141,12 @@ def _is_of_params(path: str) -> bool:
 
 
 class OwnerCombiners:
-    """A combiner for each group of owners that a stage is in: where all pipelines are cut alike, one.
+    """A combiner for each group of owners that a stage belongs to.
 
     Args:
-      combiner: any; where pipelines are cut differently, a mean or sum.
-      placement: of the stage's own parameters on this island.
-      owners: the groups, and the transfer in each.
+      combiner: any; a mean or sum if pipelines are cut differently.
+      placement: the placement of the stage's own parameters on this island.
+      owners: the groups and their transfers.
 
     Attributes:
       labels: names of the entries of a metric (L,), group by group.
@@ -194,14 +177,14 @@ class OwnerCombiners:
         """Return (combined gradients, combiner states, metrics by bucket, averaged model state).
 
         Args:
-          grads: those of the mean loss of this pipeline.
-          combine_state: from `init`, or of the step before.
+          grads: gradients of the mean loss of this pipeline.
+          combine_state: from `init`, or from the previous step.
           count: this pipeline's examples.
-          model_state: of this pipeline; averaged by examples.
+          model_state: the model state of this pipeline; it is averaged by examples.
         """
         on_mesh = jax.device_put(count, self._whole)
         values, states, metrics = [], [], []
-        # group after group, in the same order on all islands: none waits for another in a ring
+        # all islands go through their groups in the same order, so that none waits for another in a ring
         parts = self._owners.split(grads)
         for number, (combiner, sent) in enumerate(zip(self._combiners, parts, strict=True)):
             started = combiner.start(sent, on_mesh, combine_state[number])

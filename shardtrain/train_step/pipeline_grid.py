@@ -10,11 +10,11 @@ class PipelineGrid:
 
     Args:
       num_islands: number of islands of the run.
-      num_stages: islands that hold one pipeline.
-      island: this one.
+      num_stages: number of islands of one pipeline.
+      island: the number of this island.
 
     Raises:
-      ValueError: islands do not make up whole pipelines.
+      ValueError: the number of islands is not a multiple of the stages.
     """
 
     num_islands: int

@@ -1,4 +1,4 @@
-"""The placement of a state on a mesh: the PartitionSpec of each array, and its NamedSharding.
+"""Place a state on a mesh: find the PartitionSpec and the NamedSharding of each array.
 
 Next: `initial_state.py`, `step.py`.
 """
@@ -18,7 +18,7 @@ from shardtrain.combine.replicas import find_stacked_paths
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.functional.frozen import drop_paths
-from shardtrain.functional.model import Model, Tree, name_arrays, path_text
+from shardtrain.functional.model import Model, Tree, group_by_path, name_arrays, path_text
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.array_dims import Named
 from shardtrain.sharding.layout import Layout
@@ -26,7 +26,7 @@ from shardtrain.sharding.resolve import complete_layout, format_unplaced
 from shardtrain.sharding.rules import PARAMETER_RULES
 from shardtrain.sharding.specs import add_leading_dim, partition_specs
 from shardtrain.system.xla_flags import step_options
-from shardtrain.train_step.loss_scale import first_loss_scale
+from shardtrain.train_step.loss_scale import init_loss_scale
 from shardtrain.train_step.offload import shard_on_host
 from shardtrain.train_step.placement_checks import (
     check_data_axis,
@@ -35,24 +35,24 @@ from shardtrain.train_step.placement_checks import (
     check_layers,
     check_stages,
 )
-from shardtrain.train_step.replica_state import add_replicas, init_outer, local_layout, split_fragments
+from shardtrain.train_step.replica_state import add_replicas, init_outer, make_local_layout, split_fragments
 from shardtrain.train_step.state import State, abstract_state
 
 
 class Specs(NamedTuple):
-    """The PartitionSpecs of a state, for a mesh given by its sizes; needs no devices.
+    """The PartitionSpecs of a state, for a mesh given by its axis sizes; no device is needed.
 
     Args:
       abstract: the state's shapes and dtypes.
       arrays: path -> dims and shape of each parameter.
       params: like params, the PartitionSpec of each parameter as it is stored.
-      sharded: like params, the PartitionSpec of what ZeRO shards: optimizer state, reduced gradients,
-        and parameters at zero=3.
+      sharded: like params, the PartitionSpec of the arrays that ZeRO shards: optimizer state, reduced
+        gradients, and parameters at zero=3.
       state: a `State` of PartitionSpec.
-      layout: the layout, with a rule for every name of the model, see `resolve.completed`.
-      unplaced: a line that lists the arrays replicated for lack of a name or a rule; None if there are none.
+      layout: the layout, with a rule for every name of the model, see `resolve.complete_layout`.
+      unplaced: a line about arrays that are replicated for lack of names or rules; None if there are none.
       stages: the partition of the model's blocks into stages of this mesh; None without a pipeline.
-      frozen: paths of the parameters that are not trained: replicas never exchange them.
+      frozen: paths of the parameters that are not trained, and never exchanged.
     """
 
     abstract: State
@@ -77,14 +77,14 @@ class Placement:
 
     Args:
       mesh: the jax mesh.
-      layout: the layout it was made from, completed for the model.
+      layout: the layout, completed for the model.
       synchronisation: how the replicas of this mesh are synchronised.
       specs: the PartitionSpecs of the state.
       state: a `State` of NamedSharding.
       schedule: the schedule of the pipeline, see `pipeline.schedule.make_table`.
-      in_float16: whether this island computes in float16, so that its gradients overflow.
-      measures_noise: whether each step measures what the gradient noise scale is estimated from.
-      accumulate_dtype: in which gradients of several microbatches are kept while they are added up.
+      in_float16: whether this island computes in float16, so that its gradients may overflow.
+      measures_noise: whether each step measures squared gradient norms for the gradient noise scale.
+      accumulate_dtype: dtype in which gradients of several microbatches are added up.
       in_parts: whether the program of the gradients is cut, see `gradient_parts.py` and `stage_functions.py`.
     """
 
@@ -111,14 +111,14 @@ class Placement:
 
     @property
     def replica_is_one_cpu(self) -> bool:
-        """Whether each replica is one CPU, with a whole state, for which XLA compiles some forms badly."""
+        """Whether each replica is one CPU with a whole state, for which XLA compiles some forms badly."""
         device = self.mesh.abstract_mesh.abstract_device
         num_replicas = self.mesh.shape[axes.DATA] if axes.DATA in self.layout.replica_axes else 1
         return self.mesh.size == num_replicas and device is not None and device.platform == "cpu"
 
     @property
     def compiler_options(self) -> dict[str, bool | str] | None:
-        """Compiler options of the programs with gradients; None: the usual ones."""
+        """Compiler options of programs with gradients; None means the defaults."""
         return step_options(self.mesh.devices.flat[0].platform)
 
 
@@ -137,7 +137,7 @@ def make_placement(
     accumulate_dtype: str = "float32",
     offload: str = "none",
 ) -> Placement:
-    """Return the placement of a model's and optimizer's state on a mesh, by the rules of a layout.
+    """Place the state of a model and an optimizer on a mesh, by the rules of a layout.
 
     Args:
       model: the model.
@@ -145,23 +145,18 @@ def make_placement(
       layout: the rules.
       mesh: the mesh.
       synchronisation: how the replicas of this mesh are synchronised.
-      stages: the partition of the model's blocks into stages; a mesh with an axis pipeline above 1 needs it.
-      schedule: the schedule of the pipeline, see `pipeline.schedule.make_table`.
+      stages: the partition of the model's blocks into stages; needed if the axis pipeline is above 1.
       scales_loss: whether the state has a scale of the loss, see `loss_scale.py`.
-      in_float16: whether this island computes in float16.
-      measures_noise: whether each step measures what the gradient noise scale is estimated from.
-      accumulate_dtype: in which gradients of several microbatches are added up, "float32" or "bfloat16".
-      offload: "optimizer": the state has the arrays of the optimizer in the memory of the host.
+      offload: "optimizer" keeps the arrays of the optimizer in host memory; "none" does not.
+      schedule, in_float16, measures_noise, accumulate_dtype: see `Placement`.
 
     Raises:
-      ValueError: everything in which the layout does not fit the model, a parameter has no elements, or the
-        host has no such memory.
+      ValueError: lists everything in which the layout does not fit the model; or a parameter has no elements,
+        or the devices do not support such host memory.
     """
     check_stages(model, layout, dict(mesh.shape), synchronisation, stages)
     specs = state_specs(model, optimizer, layout, dict(mesh.shape), synchronisation, stages, scales_loss)
-    state = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), specs.state, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
+    state = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs.state)
     if offload == "optimizer":
         state = state._replace(opt_state=shard_on_host(specs.abstract.opt_state, state.opt_state, mesh))
     return Placement(
@@ -186,12 +181,12 @@ def state_specs(
     stages: Partition | None = None,
     scales_loss: bool = False,
 ) -> Specs:
-    """Return the specs of the state of a model and an optimizer on a mesh of these sizes.
+    """Make the specs of the state of a model and an optimizer, for a mesh of these sizes.
 
     Args:
-      model: for its dims and shapes.
-      optimizer: for the shapes of its state. An array whose path ends with that of
-        a parameter, and that has its shape, is sharded like it; any other is replicated.
+      model: the model.
+      optimizer: the optimizer. An array of its state is sharded like a parameter if its path ends with the
+        path of the parameter and it has its shape; otherwise it is replicated.
       layout: the rules.
       sizes: axis -> size, see `layout.axis_sizes`.
       synchronisation: how the replicas of this mesh are synchronised.
@@ -199,14 +194,14 @@ def state_specs(
       scales_loss: whether the state has a scale of the loss.
 
     Raises:
-      ValueError: everything in which the layout does not fit the model; or a parameter has no elements.
+      ValueError: lists everything in which the layout does not fit the model; or a parameter has no elements.
     """
     abstract = abstract_state(model, optimizer, stages)
     if scales_loss:
-        abstract = abstract._replace(loss_scale=jax.eval_shape(first_loss_scale))
+        abstract = abstract._replace(loss_scale=jax.eval_shape(init_loss_scale))
     arrays = name_arrays(model, abstract.params)
     check_elements(arrays)
-    # 1. the layout must fit the model: every rule is of a dim that a parameter has
+    # 1. the layout must fit the model: every rule is for a dim of some parameter
     dims = {dim for named in arrays.values() for dim in named.dims or () if dim is not None}
     known = sorted(dims | set(PARAMETER_RULES))
     if useless := [f"no such dim: {near(dim, known)}" for dim in layout.parameters if dim not in known]:
@@ -214,7 +209,7 @@ def state_specs(
     unplaced = format_unplaced(layout, arrays, sizes)
     layout = complete_layout(layout, arrays, sizes)
     check_experts(arrays, layout.sharded_rules, sizes)
-    # 2. two specs for each parameter: as it is stored, and as its gradient and optimizer state are (ZeRO)
+    # 2. two specs for each parameter: for its storage, and for its gradient and optimizer state (ZeRO)
     params, sharded = (
         partition_specs(arrays, abstract.params, rules, sizes, layout.unnamed)
         for rules in (layout.parameter_rules, layout.sharded_rules)
@@ -224,11 +219,10 @@ def state_specs(
         if stages is not None:
             check_layers(sharded, find_stacked_paths(arrays, sharded))
     whole, by_replica = PartitionSpec(), PartitionSpec(axes.DATA)
-    like_params = _specs_like_params(abstract.opt_state, abstract.params, sharded)
+    like_params = _make_specs_like_params(abstract.opt_state, abstract.params, sharded)
 
-    # 3. the whole state; what each replica has of its own gets a leading dim over data
+    # 3. the whole state; arrays that differ between replicas get a leading dim over data
     specs = Specs(abstract, arrays, params, sharded, abstract, layout, unplaced, stages, model.frozen)
-    fragments = split_fragments(synchronisation, specs)
     if not synchronisation.is_mean:
         abstract = jax.eval_shape(lambda s: add_replicas(s, synchronisation, sizes, specs), abstract)
     state = State(
@@ -238,51 +232,37 @@ def state_specs(
         model_state=jax.tree.map(lambda _: whole, abstract.model_state),
         opt_state=add_leading_dim(like_params, axes.DATA) if synchronisation.on_deltas else like_params,
         combine_state=jax.tree.map(lambda _: PartitionSpec(tuple(sizes)), abstract.combine_state),
-        local=local_layout(synchronisation, add_leading_dim(sharded, axes.DATA), by_replica)
+        local=make_local_layout(synchronisation, add_leading_dim(sharded, axes.DATA), by_replica)
         if abstract.local
         else (),
-        outer_state=_outer_specs(fragments, synchronisation, abstract.params, sharded),
+        outer_state=make_outer_specs(split_fragments(synchronisation, specs), synchronisation, specs),
         loss_scale=jax.tree.map(lambda _: whole, abstract.loss_scale),
     )
     return specs._replace(abstract=abstract, state=state)
 
 
-def outer_specs(fragments: Sequence[Fragment], synchronisation: Synchronisation, specs: "Specs") -> Any:
-    """Return the specs of the outer optimizer's state: each array has that of its parameter."""
-    return _outer_specs(fragments, synchronisation, specs.abstract.params, specs.sharded)
-
-
-def _outer_specs(
-    fragments: Sequence[Fragment], synchronisation: Synchronisation, params: Any, sharded: Any
-) -> Any:
-    outer = synchronisation.outer_optimizer
-    if outer is None:
-        return ()
+def make_outer_specs(fragments: Sequence[Fragment], synchronisation: Synchronisation, specs: Specs) -> Any:
+    """Return the specs of the outer optimizer's state: each array is sharded like its parameter."""
+    outer, params = synchronisation.outer_optimizer, specs.abstract.params
     state = jax.eval_shape(lambda params: init_outer(fragments, outer, params), params)
     return tuple(
-        _specs_like_params(own, each.take(params), each.select(sharded))
+        _make_specs_like_params(own, each.take(params), each.select(specs.sharded))
         for each, own in zip(fragments, state, strict=False)
     )
 
 
-def _specs_like_params(opt_state: Any, params: Tree, specs: Any) -> Any:
-    """Return the spec of each array of an optimizer's state: that of its parameter, if it has one."""
-    by_path = {
-        path_text(path): (leaf.shape, spec)
-        for (path, leaf), spec in zip(
-            jax.tree.leaves_with_path(params),
-            jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)),
-            strict=True,
-        )
-    }
+def _make_specs_like_params(opt_state: Any, params: Tree, specs: Any) -> Any:
+    """Return the spec of each array of an optimizer's state: arrays are sharded like their parameters."""
+    by_path, shapes = group_by_path(specs), group_by_path(params)
 
     def spec(path: Any, leaf: Any) -> PartitionSpec:
-        # an array of the optimizer has the path of its parameter at the end of its own, and its shape
+        # an array of the optimizer that belongs to a parameter has its shape, and a path that ends in its
+        # path
         keys = path_text(path).split("/")
         for start in range(len(keys)):
-            shape, found = by_path.get("/".join(keys[start:]), (None, None))
-            if found is not None and shape == leaf.shape:
-                return found
+            name = "/".join(keys[start:])
+            if name in shapes and shapes[name].shape == leaf.shape:
+                return by_path[name]
         return PartitionSpec()
 
     return jax.tree.map_with_path(spec, opt_state)

@@ -1,4 +1,4 @@
-"""Checks that a mesh, a model and the way to combine replicas fit together.
+"""Check that a mesh, a model and the combiner of replicas fit together.
 
 Next: `placement.py`, which calls them.
 """
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from shardtrain import axes
 from shardtrain.combine.synchronisation import Synchronisation
@@ -22,7 +21,7 @@ from shardtrain.sharding.specs import spec_axes
 
 
 def check_elements(arrays: Mapping[str, Named]) -> None:
-    """Check that every parameter has elements: without any there is nothing to train, shard or save.
+    """Check that every parameter has elements, so that there is something to train, shard and save.
 
     Raises:
       ValueError: lists every parameter without elements, with its shape.
@@ -45,7 +44,7 @@ def check_stages(
     """Check that a pipeline inside the mesh can run this model, attention and combiner.
 
     Raises:
-      ValueError: the partition does not fit the mesh; or everything that such a pipeline cannot do.
+      ValueError: the partition does not fit the mesh; or lists everything that such a pipeline cannot do.
     """
     # the mesh and the partition must be of the same number of stages
     num_stages = sizes[axes.PIPELINE]
@@ -96,10 +95,10 @@ def check_stages(
 
 
 def check_experts(arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int]) -> None:
-    """Check that a model has what the axis expert shards.
+    """Check that a model has experts if the mesh has an axis expert.
 
     Raises:
-      ValueError: it has not, so each device of the axis would have a replica.
+      ValueError: it has none, so each device of the axis would have a replica.
     """
     number = sizes.get(axes.EXPERT, 1)
     dims = {dim for named in arrays.values() for dim in named.dims or () if dim is not None}
@@ -116,7 +115,7 @@ def check_data_axis(sharded: Any) -> None:
     Raises:
       ValueError: parameters are sharded over the data axis.
     """
-    specs = jax.tree.leaves_with_path(sharded, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    specs = jax.tree.leaves_with_path(sharded)
     if wrong := [path_text(path) for path, spec in specs if axes.DATA in spec_axes(spec)]:
         raise problems_error(
             "a combiner joins whole replicas over the data axis, but the layout shards parameters over it;"
@@ -126,12 +125,12 @@ def check_data_axis(sharded: Any) -> None:
 
 
 def check_layers(sharded: Any, stacked: frozenset[str]) -> None:
-    """Check that each stage has whole layers, its own, of all arrays that stack layers.
+    """Check that each stage has its own whole layers of all arrays that stack layers.
 
     Raises:
       ValueError: layers are sharded over another axis too, or not over the axis pipeline.
     """
-    specs = jax.tree.leaves_with_path(sharded, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    specs = jax.tree.leaves_with_path(sharded)
     of_stages = {path_text(path) for path, spec in specs if axes.PIPELINE in spec_axes(spec)}
     if wrong := sorted(of_stages ^ stacked):
         raise problems_error(

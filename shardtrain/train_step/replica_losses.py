@@ -1,6 +1,7 @@
-"""The losses of a batch in evaluation: each replica computes its own rows, as in training.
+"""Compute the losses of a batch in evaluation, each replica its own rows as in training.
 
-XLA's partitioner would compute some models wrongly whose rows lie over several axes (docs/decisions/0059).
+Otherwise XLA's partitioner computes some models wrongly if rows are sharded over several axes
+(docs/decisions/0059).
 Next: `step.py`.
 """
 
@@ -17,13 +18,13 @@ from shardtrain.functional.model import Model
 from shardtrain.functional.rng import row_key
 from shardtrain.functional.sums import Sums
 from shardtrain.pipeline.schedule import forward_only
-from shardtrain.train_step.each_replica import each_replica
+from shardtrain.train_step.each_replica import map_replicas
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.replica_sums import BoundModel, run_over_stages, split_by_replica
 
 
 def make_losses(model: Model, loss: Loss, placement: Placement) -> Callable[..., Sums]:
-    """Make a function that evaluates a batch, each replica its own rows as in training, for use inside jit.
+    """Make a function that evaluates a batch, for use inside jit.
 
     Returns:
       (params, model_state, key, first row, batch) -> the sums of losses, counts and metrics, without
@@ -49,11 +50,11 @@ def _make_mapped_losses(model: Model, loss: Loss, placement: Placement) -> Calla
         found = sum_loss(loss, bound, batch, train=False)
         if "weights" not in batch:
             return found
-        # a mean of no rows, which some losses take, is no number
+        # some losses compute a mean over rows, which is NaN without rows
         has_rows = (batch["weights"] != 0).any()
         return jax.tree.map(lambda x: jnp.where(has_rows, x, 0), found)
 
-    each = each_replica(replica, (None, None, None, 0, 0), placement, model.axis_name)
+    each = map_replicas(replica, (None, None, None, 0, 0), placement, model.axis_name)
 
     def compute(params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch) -> Any:
         rules = placement.layout.rules_of_replica()

@@ -1,4 +1,4 @@
-"""The part of a state that each replica has of its own, before the first step.
+"""Create the part of a state that differs between replicas.
 
 Next: `local_steps.py`, which changes it.
 """
@@ -24,7 +24,7 @@ def add_replicas(
     sizes: Mapping[str, int],
     specs: Any,
 ) -> State:
-    """Return the state with the arrays that each replica of a mesh has of its own.
+    """Add to a state the arrays that differ between the replicas of a mesh.
 
     Args:
       state: arrays or, inside `jax.eval_shape`, shapes.
@@ -68,8 +68,8 @@ def init_local(
     Args:
       params: the common parameters, arrays or shapes.
       synchronisation: how replicas are synchronised.
-      sums: what is added up until the next merge, zeros.
-      lead: dims before each array's own, such as one of replicas.
+      sums: zeros for the sums until the next merge.
+      lead: leading dims of each array, such as a dim of replicas.
     """
     drift = jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), jnp.float32), params)
     count = jnp.zeros((*lead, synchronisation.fragments))
@@ -78,12 +78,12 @@ def init_local(
     return Local(drift, count, sums, jax.tree.map(jnp.zeros_like, drift), jnp.full_like(count, -1))
 
 
-def restart(local: Local, model_state: Any) -> Local:
+def restart_local(local: Local, model_state: Any) -> Local:
     """Return the `Local` of an island that has changed nothing yet.
 
     Args:
-      local: any, for the shapes and shardings.
-      model_state: the common one.
+      local: a `Local` of the same shapes and shardings.
+      model_state: the common model state.
     """
     zeros = jax.tree.map(jnp.zeros_like, local)
     return zeros._replace(
@@ -92,14 +92,16 @@ def restart(local: Local, model_state: Any) -> Local:
     )
 
 
-def local_layout(synchronisation: Synchronisation, like_params: Any, whole: Any, sums: Any = ()) -> Local:
+def make_local_layout(
+    synchronisation: Synchronisation, like_params: Any, whole: Any, sums: Any = ()
+) -> Local:
     """Return the specs or shardings of a `Local`.
 
     Args:
       synchronisation: how replicas are synchronised.
-      like_params: those of what a replica changed.
-      whole: that of its counts.
-      sums: those of the sums.
+      like_params: specs or shardings of the drift.
+      whole: spec or sharding of the counts.
+      sums: specs or shardings of the sums.
     """
     if not synchronisation.overlap:
         return Local(like_params, whole, sums)
@@ -107,12 +109,12 @@ def local_layout(synchronisation: Synchronisation, like_params: Any, whole: Any,
 
 
 def init_outer(fragments: Sequence[Fragment], outer: optax.GradientTransformation | None, params: Any) -> Any:
-    """Return the outer optimizer's state, fragment by fragment; () without an outer optimizer."""
+    """Create the outer optimizer's state of each fragment; () without an outer optimizer."""
     return () if outer is None else tuple(outer.init(each.take(params)) for each in fragments)
 
 
 def split_fragments(synchronisation: Synchronisation, specs: Any) -> tuple[Fragment, ...]:
-    """Return the fragments of a model's trained parameters, by its `placement.Specs`."""
+    """Divide a model's trained parameters into fragments, given its `placement.Specs`."""
     stacked = find_stacked_paths(specs.arrays, specs.sharded)
     num_stages = 1 if specs.stages is None else specs.stages.num_stages
     return make_fragments(specs.trained, stacked, synchronisation.fragments, num_stages)

@@ -1,8 +1,8 @@
-"""The sums that each replica computes over its share of a batch: losses, counts, metrics, gradients.
+"""Compute each replica's sums over its rows of a batch: losses, counts, metrics, gradients.
 
-Each index of the replica axes computes a gradient of its own: a leading dim, sharded over these
-axes and made by vmap. So adding up microbatches needs no collective over replicas. Next:
-`gradients.py`, which reduces the replicas.
+Each index of the replica axes computes its own gradient: a leading dim, made by vmap and sharded over these
+axes. So adding up microbatches needs no collective over replicas. Next: `gradients.py`, which reduces the
+replicas.
 """
 
 import math
@@ -22,11 +22,11 @@ from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Model
 from shardtrain.functional.rng import row_key
 from shardtrain.functional.sums import GradientSquares, Sums
-from shardtrain.pipeline.mesh_pipeline import pipeline_sums
+from shardtrain.pipeline.mesh_pipeline import run_pipeline
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.table import Table
 from shardtrain.sharding.specs import add_leading_dim
-from shardtrain.train_step.each_replica import each_replica
+from shardtrain.train_step.each_replica import map_replicas
 from shardtrain.train_step.gradient_noise import square_gradients
 from shardtrain.train_step.local_steps import add_drift
 from shardtrain.train_step.placement import Placement, constrain
@@ -36,14 +36,14 @@ _Compute = Callable[..., Sums]
 
 
 class BoundModel:
-    """A model with its parameters and random key: the function that a loss calls.
+    """A model with its parameters and random key, as the function that a loss calls.
 
     Args:
       model: the model.
       params: its parameters.
-      model_state: its state before the call; afterwards the attribute holds the state after it.
+      model_state: its state before the call; the attribute holds the state after the call.
       rng: the key of this call.
-      train: False evaluates: no dropout, running statistics.
+      train: whether to train; False means no dropout, and running statistics.
     """
 
     def __init__(
@@ -59,28 +59,27 @@ class BoundModel:
         return outputs
 
 
-def make_replica_sums(model: Model, loss: Loss, placement: Placement, start_row: int) -> Callable[..., Sums]:
+def make_replica_sums(model: Model, loss: Loss, placement: Placement) -> Callable[..., Sums]:
     """Make a function that computes the sums of each replica, for use inside jit.
 
     Args:
       model: the model.
       loss: returns (sum, count), see `loss.Loss`.
       placement: the sharding of every array.
-      start_row: the index of the batch's first row if it is a part of a larger batch.
 
     Returns:
-      (params, model_state, key, batch, drift) -> `Sums` of each replica, without collectives over
-      replicas. The drift is each replica's difference from params, with a leading dim over `data`, where
-      replicas take several local steps; else it is not read. A further argument takes the place of
-      `start_row`: then all islands have one program. The last one is a factor of the loss in the backward
-      pass, by which gradients are divided, see `loss_scale.py`; a pipeline takes none.
+      (params, model_state, key, batch, drift, first_row, scale) -> `Sums` of each replica, without
+      collectives over replicas. `drift` is each replica's difference from params, with a leading dim over
+      `data`; it is only read with local steps. `first_row` is the index of the batch's first row if it is a
+      part of a larger batch. `scale` is a factor of the loss in the backward pass, by which gradients are
+      divided, see `loss_scale.py`; a pipeline ignores it.
     """
     mesh, layout, specs = placement.mesh, placement.layout, placement.specs
     replica_axes = layout.replica_axes
     num_replicas = math.prod(mesh.shape[axis] for axis in replica_axes)
     local_params = placement.synchronisation.keeps_drift
 
-    # a leading dim over all replica axes; or over `data` alone, for what only its replicas have of their own
+    # a leading dim over all replica axes; or only over `data`, for the parameters of local steps
     replica_specs = add_leading_dim(specs.params, replica_axes)
     local_specs = add_leading_dim(specs.params, axes.DATA)
     make = _make_scan if placement.stages is None else _make_pipeline
@@ -92,11 +91,11 @@ def make_replica_sums(model: Model, loss: Loss, placement: Placement, start_row:
         key: jax.Array,
         batch: Batch,
         drift: Any,
-        first_row: jax.Array | int = start_row,
-        scale: jax.Array | int = 1,
+        first_row: jax.Array | int,
+        scale: jax.Array | int,
     ) -> Sums:
         if local_params:
-            # drift is over `data` alone: the replicas of the other axes start from the same parameters
+            # replicas of the other axes start from the same parameters
             params = constrain(add_drift(params, drift), local_specs, mesh)
             params = jax.tree.map(lambda x: jnp.repeat(x, num_replicas // len(x), 0), params)
             params = constrain(params, replica_specs, mesh)
@@ -111,14 +110,14 @@ def make_replica_sums(model: Model, loss: Loss, placement: Placement, start_row:
 def split_by_replica(
     batch: Batch, first_row: jax.Array | int, placement: Placement
 ) -> tuple[jax.Array, Batch]:
-    """Return the number of the first row of each replica, (M, R), and its rows of a batch.
+    """Split a batch by replica: return the number of the first row of each replica, (M, R), and its rows.
 
     Args:
-      batch: arrays (M, rows, ...); those returned are (M, R, rows / R, ...), and consecutive rows belong to
-        one replica.
-      first_row: the number of the batch's first row. Random keys follow the number of a row in the whole
-        batch, so they do not depend on the mesh.
-      placement: of the batch.
+      batch: arrays (M, rows, ...); the returned arrays are (M, R, rows / R, ...), and consecutive rows belong
+        to one replica.
+      first_row: the number of the batch's first row. Random keys depend on the number of a row in the whole
+        batch, but not on the mesh.
+      placement: the placement of the batch.
     """
     mesh, replica_axes = placement.mesh, placement.layout.replica_axes
     num_replicas = math.prod(mesh.shape[axis] for axis in replica_axes)
@@ -145,14 +144,14 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, specs: Any) -> _C
         num_rows = jax.tree.leaves(batch)[0].shape[0]
         bound = BoundModel(model, params, model_state, row_key(key, first_row, num_rows, model.draws))
         loss_sum, count, metrics = sum_loss(loss, bound, batch)
-        # rows of padding alone leave the model's state as it was
+        # if all rows are padding, the model's state does not change
         model_state = jax.tree.map(
             lambda new, old: jnp.where(count > 0, new, old), bound.model_state, model_state
         )
         return loss_sum * scale, (loss_sum, count, metrics, model_state)
 
     in_axes = (0 if placement.synchronisation.keeps_drift else None, 0, None, 0, 0, None)
-    grad = each_replica(value_and_grad(replica_loss), in_axes, placement, model.axis_name)
+    grad = map_replicas(value_and_grad(replica_loss), in_axes, placement, model.axis_name)
 
     def compute(
         params: Any, model_state: Any, key: jax.Array, first_rows: jax.Array, batch: Batch, scale: Any
@@ -178,7 +177,7 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, specs: Any) -> _C
                 grad, params, model_state, key, *first, scale
             )
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (loss_sum, count, metrics, grads))
-            # the sums are sharded from the start, as the gradients that are added to them
+            # the sums are sharded from the start, like the gradients that are added to them
             squares = GradientSquares(zeros[1], zeros[1]) if placement.measures_noise else ()
             # one microbatch is not added to anything
             dtype = placement.accumulate_dtype if len(first_rows) > 1 else jnp.float32
@@ -193,7 +192,7 @@ def _make_scan(model: Model, loss: Loss, placement: Placement, specs: Any) -> _C
 
 
 def _make_pipeline(model: Model, loss: Loss, placement: Placement, specs: Any) -> _Compute:
-    """Make the function that runs a pipeline of several stages; see `pipeline.mesh_pipeline`."""
+    """Make the function that runs a pipeline of several stages, see `pipeline.mesh_pipeline`."""
     stages = placement.stages
     assert stages is not None
     # after local steps each replica has parameters of its own, with a leading dim
@@ -209,7 +208,7 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, specs: Any) -
         staged = run_over_stages(model, loss, placement, table, has_own=has_own, has_grads=True)
         sums = staged(params, key, first_rows, batch)
         grads = constrain(sums.grads, specs, placement.mesh)
-        # microbatches are added up inside the pipeline: the gradients of its replicas alone are known
+        # microbatches are added up inside the pipeline: only the gradients of replicas are known
         squares = square_gradients(grads, sums.count) if placement.measures_noise else ()
         return sums._replace(grads=grads, model_state=model_state, squares=squares)
 
@@ -219,12 +218,12 @@ def _make_pipeline(model: Model, loss: Loss, placement: Placement, specs: Any) -
 def run_over_stages(
     model: Model, loss: Loss, placement: Placement, table: Table, *, has_own: bool, has_grads: bool
 ) -> Callable[[Any, jax.Array, jax.Array, Batch], Sums]:
-    """Make a function that runs a schedule's tasks, each stage its own blocks and each replica its own rows.
+    """Make a function that executes a schedule: each stage runs its own blocks, each replica its own rows.
 
     Args:
-      model: a chain.
+      model: a model with a chain.
       loss: returns (sum, count), see `loss.Loss`.
-      placement: with stages.
+      placement: a placement with stages.
       table: the schedule.
       has_own: whether each replica has parameters of its own, with a leading dim.
       has_grads: whether the schedule has backward passes.
@@ -236,7 +235,7 @@ def run_over_stages(
     assert placement.stages is not None
     rules, replicated = placement.layout.rules_of_replica(), PartitionSpec()
     run_stage = partial(
-        pipeline_sums,
+        run_pipeline,
         chain=model.chain,
         loss=loss,
         stages=placement.stages,
@@ -255,7 +254,7 @@ def run_over_stages(
     def run(*arguments: Any) -> Sums:
         with activation_rules(rules, jax.sharding.get_abstract_mesh(), *placement.layout.tracing):
             in_axes = (0 if has_own else None, None, 1, 1)
-            return each_replica(replica, in_axes, placement, model.axis_name)(*arguments)
+            return map_replicas(replica, in_axes, placement, model.axis_name)(*arguments)
 
     def compute(params: Any, *arguments: Any) -> Sums:
         def specs(dim: int) -> Any:

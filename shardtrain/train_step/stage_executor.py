@@ -1,61 +1,22 @@
 """Execute the tasks of one pipeline stage across islands, in the order of a table.
 
-It receives what a task needs and sends what it computed; the computations are those of its `Programs`.
-Next: `stage_programs.py`, which implements them.
+It receives what a task needs and sends what it computed. Next: `stage_programs.py`, the computations.
 """
 
-import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardtrain.pipeline.flow import Flow, Value
 from shardtrain.pipeline.table import Table, Task
+from shardtrain.train_step.stage_programs import Arrays, StagePrograms
 
 if TYPE_CHECKING:
     from shardtrain.islands.mailbox import Mailbox  # importing it starts MPI
 
-Arrays = dict[Value, Any]
 Direction = Literal["activations", "cotangents"]
-Observe = Callable[[Task, float, float], None]
-"""(task, seconds at its start, seconds at its end), by `time.perf_counter`."""
-
-
-class Programs(Protocol):
-    """The computations of a stage, one method for each kind of task, on arrays that `to_devices` returned."""
-
-    def forward(self, part: int, microbatch: int, inputs: Arrays) -> Arrays:
-        """Compute the values that a part writes, from those that it reads."""
-        ...
-
-    def backward(self, part: int, microbatch: int, inputs: Arrays, cotangents: Arrays) -> Arrays:
-        """Compute the cotangents of the values that a part read, from those of the values that it wrote."""
-        ...
-
-    def weight(self, part: int, microbatch: int) -> None:
-        """Compute the gradients of a part's weights after its backward, where they are tasks of their own."""
-        ...
-
-    def to_devices(self, value: Value, array: np.ndarray) -> Any:
-        """Put an array from another island onto the devices of this one."""
-        ...
-
-    def sendable(self, array: Any) -> Any:
-        """Return the array (rows, ...) to send, whole on this process."""
-        ...
-
-    def add(self, arrays: Sequence[Any]) -> Any:
-        """Return the sum of cotangents."""
-        ...
-
-    def wait(self) -> None:
-        """Wait until everything so far is computed."""
-        ...
 
 
 class _Message(NamedTuple):
-    """An array sent between two parts: a value for one of its readers, or that reader's cotangent of it."""
+    """An array sent between two parts: a value to a part that reads it, or the cotangent from that part."""
 
     direction: Direction
     value: Value
@@ -74,17 +35,16 @@ class _Message(NamedTuple):
 
 
 class StageExecutor:
-    """The executor of one stage.
+    """Executes the tasks of one stage.
 
     Args:
-      table: the tasks of all stages; not of the lock-step form.
-      flow: the values between the `table.num_parts` parts of the model.
+      table: the tasks of all stages; not in lock-step.
+      flow: the values between the parts of the model.
       mailbox: to the other stages.
-      observe: called after each task, with its times; tasks then run one after the other, without overlap.
     """
 
-    def __init__(self, table: Table, flow: Flow, mailbox: "Mailbox", observe: Observe | None = None) -> None:
-        self._table, self._flow, self._mailbox, self._observe = table, flow, mailbox, observe
+    def __init__(self, table: Table, flow: Flow, mailbox: "Mailbox") -> None:
+        self._table, self._flow, self._mailbox = table, flow, mailbox
         self._order = table.order(mailbox.stage)
         self._values = sorted(flow.shapes)
         # arrays between two parts that are both on this stage
@@ -92,31 +52,29 @@ class StageExecutor:
         # (part, microbatch) -> the inputs of its forward, which its backward reads again
         self._inputs: dict[tuple[int, int], Arrays] = {}
 
-    def run(self, programs: Programs, kind: str | None = None) -> None:
-        """Run all tasks of a step, or of these all of one kind.
+    def run(self, programs: StagePrograms, kind: str | None = None) -> None:
+        """Run the tasks of a step.
 
         Args:
           programs: the computations.
-          kind: the kind; None runs all.
+          kind: the kind of the tasks to run; None runs all kinds.
         """
-        run_task = {"forward": self._forward, "backward": self._backward, "weight": self._weight}
         for task in self._order:
             if kind is not None and task.kind != kind:
                 continue
             part = self._table.part(task)
-            # the only wait: all stages follow the same table, so what is awaited is sent before it
+            # the only wait: all stages follow the same table, so what a task needs is sent before it
             arrived = self._receive_all(programs, task, part)
-            start = time.perf_counter()
-            run_task[task.kind](programs, part, task.microbatch, arrived)
-            if self._observe is not None:
-                # jax computes in the background: a task ends when its arrays are there
-                programs.wait()
-                self._observe(task, start, time.perf_counter())
+            if task.kind == "weight":
+                programs.weight(part, task.microbatch)
+            else:
+                run = self._forward if task.kind == "forward" else self._backward
+                run(programs, part, task.microbatch, arrived)
         # whatever is left was computed for a task that the table does not have
         assert kind == "forward" or not self._local
         assert kind == "forward" or not self._inputs
 
-    def _receive_all(self, programs: Programs, task: Task, part: int) -> Arrays:
+    def _receive_all(self, programs: StagePrograms, task: Task, part: int) -> Arrays:
         """Wait for the arrays of other parts that a task needs, and return them by value."""
         flow, m = self._flow, task.microbatch
         if task.kind == "forward":
@@ -128,7 +86,7 @@ class StageExecutor:
             return {}  # its backward has kept what it needs
         cotangents = {}
         for value in filter(flow.has_cotangent, flow.writes[part]):
-            # several parts may have read the value: its cotangent is the sum of theirs
+            # several parts may have read the value: their cotangents of it are added up
             found = [
                 self._receive(programs, _Message("cotangents", value, reader, m))
                 for reader in flow.readers(value)
@@ -136,33 +94,30 @@ class StageExecutor:
             cotangents[value] = found[0] if len(found) == 1 else programs.add(found)
         return cotangents
 
-    def _forward(self, programs: Programs, part: int, microbatch: int, inputs: Arrays) -> None:
+    def _forward(self, programs: StagePrograms, part: int, microbatch: int, inputs: Arrays) -> None:
         outputs = programs.forward(part, microbatch, inputs)
         for value in self._flow.writes[part]:
             # straight to every part that reads it, also across several stages
             for reader in self._flow.readers(value):
-                self._send(programs, outputs[value], _Message("activations", value, reader, microbatch))
+                self._send(outputs[value], _Message("activations", value, reader, microbatch))
         if "backward" in self._table.kinds:
             self._inputs[part, microbatch] = inputs
 
-    def _backward(self, programs: Programs, part: int, microbatch: int, cotangents: Arrays) -> None:
+    def _backward(self, programs: StagePrograms, part: int, microbatch: int, cotangents: Arrays) -> None:
         inputs = self._inputs.pop((part, microbatch))
         found = programs.backward(part, microbatch, inputs, cotangents)
         for value in filter(self._flow.has_cotangent, inputs):
-            self._send(programs, found[value], _Message("cotangents", value, part, microbatch))
+            self._send(found[value], _Message("cotangents", value, part, microbatch))
 
-    def _weight(self, programs: Programs, part: int, microbatch: int, _: Arrays) -> None:
-        programs.weight(part, microbatch)
-
-    def _send(self, programs: Programs, array: Any, message: _Message) -> None:
+    def _send(self, array: Any, message: _Message) -> None:
         """Send an array to the stage of its receiver; keep it here if that is this stage."""
         stage = self._table.part_placement.stage(message.receiver)
         if stage == self._mailbox.stage:
             self._local[message] = array
         else:
-            self._mailbox.send(programs.sendable(array), stage, self._tag(message))
+            self._mailbox.send(array, stage, self._tag(message))
 
-    def _receive(self, programs: Programs, message: _Message) -> Any:
+    def _receive(self, programs: StagePrograms, message: _Message) -> Any:
         """Receive the array that `_send` sent to this stage, or kept here."""
         stage = self._table.part_placement.stage(message.sender)
         if stage == self._mailbox.stage:

@@ -1,6 +1,6 @@
 """The functions that one pipeline stage across islands compiles: forward and backward of its parts.
 
-The island's own replicas (its data axis) are a leading dim of everything, as in `gradients.py`.
+All arrays have a leading dim of the island's own replicas (its data axis), as in `gradients.py`.
 Next: `stage_programs.py`, which calls them task by task.
 """
 
@@ -20,29 +20,29 @@ from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.deferred_outputs import Deferred, defer
 from shardtrain.functional.float_gradients import vjp
 from shardtrain.functional.loss import Batch
-from shardtrain.functional.model import Tree, path_text
+from shardtrain.functional.model import Tree, group_by_path, path_text
 from shardtrain.functional.rng import row_key
 from shardtrain.functional.sums import Sums, add_loss
 from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.specs import add_leading_dim
-from shardtrain.train_step.each_replica import each_replica
+from shardtrain.train_step.each_replica import map_replicas
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.replica_sums import split_by_replica
 
 
 class TaskInputs(NamedTuple):
-    """Everything that a task of a stage reads.
+    """The inputs of a task of a stage.
 
     Args:
-      params: of the stage, borrowed ones among them.
-      model_state: of the stage, before the part's forward; each array (R, ...).
-      key: of the step.
-      first_rows: uint32 (M, R), the number of each share's first row.
+      params: the parameters of the stage, with borrowed ones.
+      model_state: the model state of the stage before the part's forward; each array (R, ...).
+      key: the random key of the step.
+      first_rows: uint32 (M, R), the number of each replica's first row.
       batch: every array (M, R, rows, ...).
       microbatch: int32 scalar.
       inputs: the values that the part reads, in the order of `Flow.reads`; each (R, rows, ...).
-      cotangents: of the values that it writes, of those that have one, in the order of `Flow.writes`.
+      cotangents: the cotangents of the values that it writes, in the order of `Flow.writes`.
     """
 
     params: Tree
@@ -56,15 +56,15 @@ class TaskInputs(NamedTuple):
 
 
 class StageFunctions:
-    """The functions that a stage compiles, one of each for each of its parts.
+    """The functions that a stage compiles for each of its parts.
 
     Args:
-      stage_model: the stage's share of the model.
+      stage_model: the parts of the model on this stage.
       flow: the values between the parts of the whole model.
-      placement: of the stage's own parameters on this island.
+      placement: the placement of the stage's own parameters on this island.
       borrowed: path -> PartitionSpec of a parameter that another stage owns.
       start_row: the first row of this pipeline in the whole batch.
-      train: with dropout and backward tasks, or only losses.
+      train: whether there is dropout and backward tasks; otherwise only losses.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class StageFunctions:
         self._start_row, self._borrowed = start_row, borrowed
 
     def compile_part(self, function: Callable[..., Any], part: int, **options: Any) -> Callable[..., Any]:
-        """Return a function of (part, ...) below, compiled for one part."""
+        """Compile one of the functions (part, ...) below for one part."""
 
         def run(*arguments: Any) -> Any:
             with activation_rules(self._rules, self.placement.mesh, *self.placement.layout.tracing):
@@ -97,8 +97,8 @@ class StageFunctions:
     # -- before the tasks of a step --
 
     def split_by_replica(self, batch: Batch, model_state: Tree) -> tuple[Batch, jax.Array, Tree]:
-        """Return per replica the batch (M, R, rows, ...), first rows (M, R) and model state (R, ...)."""
-        # random keys follow the number of a row in the whole batch, whatever pipeline computes it
+        """Return the batch (M, R, rows, ...), first rows (M, R) and model state (R, ...) by replica."""
+        # random keys depend on the number of a row in the whole batch, not on the pipeline
         first_rows, batch = split_by_replica(batch, self._start_row, self.placement)
         state = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.num_replicas, *x.shape)), model_state)
         return batch, first_rows, state
@@ -132,7 +132,7 @@ class StageFunctions:
     # -- tasks --
 
     def forward(self, part: int, task: TaskInputs) -> tuple[Any, Tree]:
-        """Return what a part writes (the last one: its losses as `Sums`), and the model state after it."""
+        """Return the values that a part writes (the last part: losses as `Sums`), and the new model state."""
         found, model_state = self._run(part, task, self.train)
         if part < self.stage_model.last_part:
             return found, model_state
@@ -146,11 +146,11 @@ class StageFunctions:
         return cotangents, self._add_loss(sums, loss), model_state
 
     def input_backward(self, part: int, sums: Sums, task: TaskInputs) -> tuple[Any, Sums, Tree, Deferred]:
-        """Return the same as `backward`, but the gradients deferred to the weight task."""
+        """Do what `backward` does, but defer the gradients to the weight task."""
 
         def halves(task: TaskInputs) -> tuple[Any, Tree]:
             grads, cotangents, loss, model_state = self._vjp(part, task)
-            # other parts have the model state from their forward
+            # other parts get the model state from their forward
             return (cotangents, loss, model_state if part == self.stage_model.last_part else {}), grads
 
         (cotangents, loss, model_state), grads = defer(halves)(task)
@@ -167,7 +167,7 @@ class StageFunctions:
         return self._each_replica(run, (None, 0, 0, 0, 0))(params, task.model_state, *rows, list(task.inputs))
 
     def _replica_run(self, part: int, key: jax.Array, train: bool) -> Callable[..., Any]:
-        """Return (params, model state, first row, batch, inputs) -> what the part writes, of one replica."""
+        """Return the function (params, model state, first row, batch, inputs) -> values, of one replica."""
 
         def run(params: Tree, model_state: Tree, first_row: Any, batch: Batch, inputs: Any) -> Any:
             num_rows = jax.tree.leaves(batch)[0].shape[0]
@@ -185,12 +185,12 @@ class StageFunctions:
         return run
 
     def _vjp(self, part: int, task: TaskInputs) -> tuple[Tree, list[jax.Array], Any, Tree]:
-        """Return (gradients, cotangents of the inputs, the loss, model state); XLA drops what is not used.
+        """Return (gradients, cotangents of the inputs, the loss, model state); XLA drops unused results.
 
-        The forward is recomputed here, from the inputs and the model state that it had.
+        The forward is recomputed from its inputs and its model state.
         """
         is_last = part == self.stage_model.last_part
-        # masks and numbers have no cotangent: they are closed over
+        # masks and integers have no cotangent: they are closed over
         is_float = [self.flow.has_cotangent(value) for value in self.flow.reads[part]]
         has_cotangent = [self.flow.has_cotangent(value) for value in self.flow.writes[part]]
         run = self._replica_run(part, task.key, self.train)
@@ -221,7 +221,7 @@ class StageFunctions:
         )
 
     def _entering(self, part: int, inputs: Sequence[jax.Array], num_rows: int) -> Any:
-        """Return the activations that enter a part; leaves that it does not read are zeros."""
+        """Make the activations that enter a part; leaves that it does not read are zeros."""
         given = dict(zip(self.flow.reads[part], inputs, strict=True))
         leaves, structure = jax.tree.flatten(self.flow.activations[part])
         found = [
@@ -233,9 +233,9 @@ class StageFunctions:
     def _each_replica(
         self, function: Callable[..., Any], in_axes: Sequence[int | None]
     ) -> Callable[..., Any]:
-        # a backward is cut in two where it is deferred
+        # a deferred backward is cut in two
         placement = replace(self.placement, in_parts=True)
-        return each_replica(function, in_axes, placement, self.stage_model.model.axis_name)
+        return map_replicas(function, in_axes, placement, self.stage_model.model.axis_name)
 
     def _add_grads(self, part: int, grads: Tree, found: Tree) -> Tree:
         return self._constrain_grads(
@@ -251,7 +251,7 @@ class StageFunctions:
 
     def _constrain_grads(self, grads: Tree) -> Tree:
         specs = add_leading_dim(self.placement.specs.params, self.replica_axes)
-        known = {path_text(path): spec for path, spec in jax.tree.leaves_with_path(specs, is_leaf=_is_spec)}
+        known = group_by_path(specs)
         known |= add_leading_dim(dict(self._borrowed), self.replica_axes)
 
         def constrain(path: Any, x: jax.Array) -> jax.Array:
@@ -261,10 +261,6 @@ class StageFunctions:
         return jax.tree.map_with_path(constrain, grads)
 
     def _shard_by_rows(self, tree: Any) -> Any:
-        """Shard sums (R,) as rows are: always alike, else a program would be compiled for each sharding."""
+        """Shard sums (R,) like rows: with other shardings, programs would be compiled again."""
         sharding = NamedSharding(self.placement.mesh, PartitionSpec(self.replica_axes))
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), tree)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)

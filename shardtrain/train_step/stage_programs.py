@@ -1,9 +1,10 @@
-"""The compiled programs of one pipeline stage across islands, called task by task.
+"""The compiled programs of one pipeline stage across islands, one call per task, and who compiles them first.
 
-Next: `stage_executor.py`, which calls them in the order of a table; `stage_step.py`, the step.
+Next: `stage_functions.py`, what is compiled; `stage_executor.py`, which calls the programs in the order of a
+table.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, Self
 
@@ -16,15 +17,18 @@ from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree
 from shardtrain.functional.sums import Sums
 from shardtrain.pipeline.flow import Value
-from shardtrain.train_step.stage_executor import Arrays
+from shardtrain.train_step.island_merge import AllGather
 from shardtrain.train_step.stage_functions import StageFunctions, TaskInputs
+
+Arrays = dict[Value, Any]
+"""Value between parts -> its array, or its cotangent."""
 
 
 class StagePrograms:
-    """The compiled programs of one stage (a `stage_executor.Programs`), and their arrays during a step.
+    """The compiled programs of one stage, and their arrays during a step.
 
     Args:
-      functions: of this stage, for training or for evaluation.
+      functions: the functions of this stage, for training or for evaluation.
     """
 
     def __init__(self, functions: StageFunctions) -> None:
@@ -48,11 +52,11 @@ class StagePrograms:
         """Prepare the tasks of a step.
 
         Args:
-          params: of the stage, borrowed ones among them.
-          model_state: of the stage.
-          key: of the step.
+          params: the parameters of the stage, with borrowed ones.
+          model_state: the model state of the stage.
+          key: the random key of the step.
           batch: every array (M, rows, ...) on the mesh.
-          has_weight: the table has weight tasks.
+          has_weight: whether the table has weight tasks.
         """
         self._has_weight = has_weight
         batch, first_rows, self.model_state = self._by_replica(batch, model_state)
@@ -61,14 +65,13 @@ class StagePrograms:
         self._state_before: dict[tuple[int, int], Tree] = {}
         # gradients that weight tasks will compute from what a backward has kept
         self._deferred: dict[tuple[int, int], Deferred] = {}
-        self._outputs: Any = ()
         self._sums: Sums | None = None
 
     def compile(self) -> None:
         """Compile the programs of all tasks; called after `begin`, before the first task.
 
-        Tasks would compile them when they are called: one stage after the other, as each waits for arrays of
-        another one.
+        Otherwise the first calls would compile them one stage after the other, as each stage waits for arrays
+        of another one.
         """
         lowered = self._initial_sums.lower(self._step)
         compiled = lowered.compile()
@@ -92,7 +95,7 @@ class StagePrograms:
         return jax.ShapeDtypeStruct(dims, shape.dtype, sharding=self._rows)
 
     def copy_for_batch(self, params: Tree, model_state: Tree, key: jax.Array, batch: Batch) -> Self:
-        """Return the same programs with arrays of their own, begun for a batch; see `begin`."""
+        """Return the same programs with arrays of their own, prepared for a batch, see `begin`."""
         programs = copy(self)
         programs.begin(params, model_state, key, batch)
         return programs
@@ -106,17 +109,16 @@ class StagePrograms:
         return sums
 
     def take_sums(self) -> Sums:
-        """Return the sums of a step and drop them here, so that the caller may donate them."""
+        """Return the sums of a step, and drop them here so that the caller may donate them."""
         sums, self._sums = self.sums, None
         return sums
 
     def forward(self, part: int, microbatch: int, inputs: Arrays) -> Arrays:
-        """See `stage_executor.Programs`."""
+        """Compute the values that a part writes from the values that it reads."""
         if part == self._last_part and self._train:
             return {}  # its backward recomputes it, and no other part needs its output
         self._state_before[part, microbatch] = self.model_state
         found, self.model_state = self._forwards[part](self._inputs(part, microbatch, inputs, {}))
-        self._outputs = found
         if not self._train:
             del self._state_before[part, microbatch]
         if part == self._last_part:
@@ -125,7 +127,7 @@ class StagePrograms:
         return dict(zip(self._flow.writes[part], found, strict=True))
 
     def backward(self, part: int, microbatch: int, inputs: Arrays, cotangents: Arrays) -> Arrays:
-        """See `stage_executor.Programs`."""
+        """Compute the cotangents of the values that a part read, given those of the values that it wrote."""
         is_last = part == self._last_part
         if is_last:
             # the forward task of the last part does nothing: this is its forward too
@@ -142,7 +144,7 @@ class StagePrograms:
         return dict(zip(filter(self._flow.has_cotangent, self._flow.reads[part]), found, strict=True))
 
     def weight(self, part: int, microbatch: int) -> None:
-        """See `stage_executor.Programs`."""
+        """Compute the gradients of a part's weights after its backward, where they are separate tasks."""
         self._sums = self._weights[part](self.sums, self._deferred.pop((part, microbatch)))
 
     def _inputs(self, part: int, microbatch: int, inputs: Arrays, cotangents: Arrays) -> TaskInputs:
@@ -158,18 +160,47 @@ class StagePrograms:
         array = array.reshape(self.num_replicas, -1, *array.shape[1:])
         return jax.device_put(array, self._rows)
 
-    def sendable(self, array: jax.Array) -> jax.Array:
-        """Return an array whose bytes are those of (rows, ...)."""
-        return array
-
     def add(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """See `stage_executor.Programs`."""
+        """Return the sum of several cotangents of a value."""
         return self._add(list(arrays))
-
-    def wait(self) -> None:
-        """See `stage_executor.Programs`."""
-        jax.block_until_ready((self._outputs, self._sums, self.model_state))
 
 
 def _shape(like: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
+
+
+class CompileTurns:
+    """Lets the first pipeline compile programs before other pipelines load them from a shared cache.
+
+    Args:
+      all_gather: gathers a value of every rank, by name.
+      num_replicas: number of pipelines; with one nobody waits.
+      waits: whether this island waits for the first pipeline, and loads its programs.
+
+    >>> seen = []
+    >>> turns = CompileTurns(lambda name, value: seen.append(name) or [], num_replicas=2, waits=True)
+    >>> [turns.call("update", lambda x: seen.append("called") or x, number) for number in (1, 2)]
+    [1, 2]
+    >>> seen
+    ['update of the first pipeline is compiled', 'called', 'called']
+    """
+
+    def __init__(self, all_gather: AllGather, num_replicas: int, waits: bool) -> None:
+        self._all_gather, self._num_replicas, self._waits = all_gather, num_replicas, waits
+        self._done: set[str] = set()
+
+    def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function that may compile, and return its result; all islands make the same calls."""
+        first = name not in self._done and self._num_replicas > 1
+        self._done.add(name)
+        if first and self._waits:
+            self._all_gather(f"{name} of the first pipeline is compiled", None)
+        found = function(*arguments)
+        if first and not self._waits:
+            self._all_gather(f"{name} of the first pipeline is compiled", None)
+        return found
+
+    def once(self, name: str, function: Callable[[], Any]) -> None:
+        """Call a function the first time only."""
+        if name not in self._done:
+            self.call(name, function)

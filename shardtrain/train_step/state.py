@@ -21,19 +21,19 @@ Metrics = dict[str, Any]
 
 
 class State(NamedTuple):
-    """Everything that a step changes, and that a checkpoint holds.
+    """The train state, which a step changes and a checkpoint holds.
 
     Args:
       step: int32 scalar, steps done; with `seed` it determines all randomness of the next step.
       seed: uint32 scalar.
       params: nested dict of arrays.
-      model_state: nested dict of what changes without being trained (running statistics).
-      opt_state: the optimizer's state; where each replica has its own, (data, ...).
-      combine_state: the combiner's, such as the residuals of a compression, fragment by fragment: in a mesh
-        (devices, ...), as each device keeps that of its own shards; () if it has none.
-      local: what replicas changed since they were last combined, a `Local`; () if they are combined in
-        every step.
-      outer_state: the outer optimizer's state, fragment by fragment; () without one.
+      model_state: nested dict of arrays that change without being trained (running statistics).
+      opt_state: the optimizer's state; (data, ...) if each replica has its own.
+      combine_state: the combiner's state of each fragment, such as residuals of a compression; in a mesh
+        (devices, ...), as each device has the state of its own shards; () if the combiner has none.
+      local: a `Local` with the changes of replicas since the last merge; () if they are combined in every
+        step.
+      outer_state: the outer optimizer's state of each fragment; () without an outer optimizer.
       loss_scale: this island's `LossScale`; () if no island computes in float16.
     """
 
@@ -49,18 +49,18 @@ class State(NamedTuple):
 
 
 class Local(NamedTuple):
-    """What each replica changed in its local steps since replicas were last combined.
+    """The changes of each replica in its local steps since the last merge.
 
-    In a mesh every array has a first dim (data,); an island or a stage holds its own alone.
+    In a mesh every array has a first dim (data,); an island or a stage holds only its own changes.
 
     Args:
       drift: like params, float32: a replica's parameters minus the common ones.
       count: float32 (..., fragments), examples or tokens since each fragment was sent.
-      sums: of islands: sums of the loss and the like since the last merge, which are reported then.
-      sent: like drift, where merges overlap with steps: the part of it that was sent and has not been
-        combined yet, else zeros; () without overlap.
-      sent_count: like count, of what was sent; -1 where nothing is under way.
-      model_state: of islands: the model's state of this one; the common one is that of the last merge.
+      sums: on islands, sums of the loss and other metrics since the last merge, which reports them.
+      sent: like drift, if merges overlap with steps: the drift that was sent and has not been combined yet,
+        otherwise zeros; () without overlap.
+      sent_count: like count, for what was sent; -1 if nothing is being sent.
+      model_state: on islands, the model state of this island; `State.model_state` is that of the last merge.
     """
 
     drift: Any
@@ -74,7 +74,7 @@ class Local(NamedTuple):
 def abstract_state(
     model: Model, optimizer: optax.GradientTransformation, stages: Partition | None = None
 ) -> State:
-    """Return the shapes and dtypes of a state, without what each replica has of its own; computes nothing."""
+    """Return the shapes and dtypes of a state, without the arrays that differ between replicas."""
     # the order of blocks changes no shape, unless stages have unequal numbers of them
     return _abstract_state(model, optimizer, None if stages is None or stages.is_plain else stages)
 
@@ -87,10 +87,10 @@ def _abstract_state(model: Model, optimizer: optax.GradientTransformation, stage
 def order_stage_blocks(
     stages: Partition | None, whole: Callable[[Any, Any], Any] = lambda path, x: x
 ) -> Callable[[Tree], Tree]:
-    """Return a function that puts the blocks of parameters in the order of a pipeline's stages.
+    """Return a function that reorders the blocks of parameters by the stages of a pipeline.
 
     Args:
-      stages: None for no pipeline.
+      stages: the partition; None without a pipeline.
       whole: (path, array) -> the array, sharded so that every device can reorder all blocks.
     """
     if stages is None or stages.is_plain:
@@ -110,16 +110,16 @@ def new_state(
     seed: jax.Array,
     store: Callable[[Tree], Tree] = lambda params: params,
 ) -> State:
-    """Return the initial state, without what each replica has of its own; for use inside jit.
+    """Create the initial state without the arrays that differ between replicas, inside jit.
 
     Args:
       model: the model.
       optimizer: the optimizer.
       seed: uint32 scalar.
-      store: model parameters -> parameters as they are stored, see `order_stage_blocks`.
+      store: model parameters -> stored parameters, see `order_stage_blocks`.
     """
     params, model_state = model.init(new_key(seed))
     params = store(params)
     state = State(jnp.int32(0), seed, params, model_state, make_storable(optimizer).init(params))
-    # weak types do not survive a checkpoint, and results of another dtype would follow from that
+    # weak types do not survive a checkpoint, and would then change dtypes of results
     return jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.asarray(x).dtype), state)

@@ -1,7 +1,7 @@
 """The training step of one mesh as a compiled program: gradients, combination of replicas, update.
 
-Usually the gradients of replicas are summed. A combiner works on their gradients instead, or on deltas: the
-parameter changes that each replica's own optimizer computed. Next: `island_step.py`, several islands.
+Usually the gradients of replicas are summed. Another combiner receives each replica's gradient, or its delta:
+the parameter changes that the replica's own optimizer computed. Next: `island_step.py`, several islands.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ from shardtrain.functional.model import Model
 from shardtrain.functional.rng import evaluation_key, step_key
 from shardtrain.functional.sums import Sums
 from shardtrain.optim.clip import TakesNorm
-from shardtrain.optim.optimizer_state import make_storable, value_function
+from shardtrain.optim.optimizer_state import make_storable, make_value_function
 from shardtrain.system.xla_flags import mesh_options
 from shardtrain.train_step.delta_step import make_delta_update, make_merge
-from shardtrain.train_step.gradient_noise import noise_metrics
+from shardtrain.train_step.gradient_noise import estimate_noise
 from shardtrain.train_step.gradients import make_gradients, make_replica_means
-from shardtrain.train_step.loss_scale import adjust, is_overflow, scale_of
+from shardtrain.train_step.loss_scale import adjust_loss_scale, get_scale, is_overflow
 from shardtrain.train_step.offload import offload_optimizer
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.replica_losses import make_losses
@@ -34,7 +34,7 @@ from shardtrain.train_step.state import Metrics, State
 Step = Callable[[State, Batch], tuple[State, Metrics]]
 
 Update = Callable[[State], State]
-"""The state before a step -> the state after it, in a jit."""
+"""State before a step -> state after it, in a jit."""
 
 
 def make_step(
@@ -55,20 +55,20 @@ def make_step(
       placement: the shardings of this model's and optimizer's state, and how replicas are combined.
       learning_rate: the optimizer's schedule, to add the rate to the metrics; None adds none.
       start_row: the index of the batch's first row if it is a part of a larger batch.
-      last_step: the last step of the run: replicas with local steps combine all that they have changed in
-        it; -1 if there is none.
+      last_step: the last step of the run, in which replicas with local steps combine all their changes; -1 if
+        there is none.
 
     Returns:
       (state, batch) -> (state, metrics). The state passed in is donated: use the new one. Every array of
       the batch has shape (microbatches, rows, ...), see `data.place`. Metrics are float32 scalars on the
       device: loss_sum, count, grad_norm (before clipping; with deltas the root mean square of the
       replicas' norms), skipped (1 if loss or gradient is not finite: then only the step counter
-      changes, and what replicas changed before is combined if it is due), the loss's own as (sum, count),
-      and the combiner's, (L,) by `list_combined_labels`.
+      changes, and earlier changes of replicas are combined if they are due), metrics of the loss as
+      (sum, count), and metrics of the combiner, (L,) by `list_combined_labels`.
     """
     make = make_delta_update if placement.synchronisation.on_deltas else _make_gradient_update
     compute = make(model, loss, optimizer, placement, start_row)
-    # what replicas changed in other steps is combined also if this one is skipped
+    # earlier changes of replicas are combined also if this step is skipped
     merge = make_merge(placement, last_step) if placement.synchronisation.keeps_drift else None
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -106,12 +106,12 @@ def keep_unless_skipped(
 
     Args:
       update: makes the state after the step.
-      placement: of the state, which says whether this island computes in float16.
+      placement: the placement of the state, which says whether this island computes in float16.
       state: the state before the step.
-      metrics: those of the step.
-      learning_rate: the optimizer's schedule, to add the rate to the metrics.
-      own_finite: whether this island's own gradients are finite; None: as `metrics` say. Then the metrics
-        have "overflowed" already, the number of islands whose gradients overflowed in float16.
+      metrics: the metrics of the step.
+      learning_rate: the optimizer's schedule, to add the rate to the metrics; None adds none.
+      own_finite: whether this island's own gradients are finite. If given, the metrics already have
+        "overflowed", the number of islands whose gradients overflowed; None takes both from the metrics.
     """
     # checking the update instead would keep all of it in memory until its norm is known
     finite = jnp.isfinite(metrics["loss_sum"]) & jnp.isfinite(metrics["grad_norm"])
@@ -136,7 +136,7 @@ def keep_unless_skipped(
         over = placement.in_float16 & is_overflow(state.loss_scale, metrics["loss_sum"], finite)
         metrics["overflowed"] = jnp.float32(over)
     return kept._replace(
-        loss_scale=adjust(state.loss_scale, finite if own_finite is None else own_finite)
+        loss_scale=adjust_loss_scale(state.loss_scale, finite if own_finite is None else own_finite)
     ), metrics
 
 
@@ -155,7 +155,7 @@ def apply_gradients(
       placement: the shardings of the state.
       state: the state before the step.
       found: the gradient, combined over replicas.
-      grad_norm: its norm; None: an optimizer that clips by it computes it.
+      grad_norm: its norm; None lets an optimizer that clips compute it.
       compute: parameters -> loss and gradient there, for line searches; None if they cannot be computed.
     """
     mesh, specs = placement.mesh, placement.specs
@@ -172,36 +172,36 @@ def apply_gradients(
             other = compute(params)
             return other.mean_loss, constrain(other.grads, specs.sharded, mesh)
 
-        extra["value_fn"] = value_function(value_and_grad, state.params)
+        extra["value_fn"] = make_value_function(value_and_grad, state.params)
     updates, opt_state = make_storable(optimizer).update(grads, state.opt_state, params, **extra)
     params = optax.apply_updates(params, updates)
     return state._replace(params=params, model_state=found.model_state, opt_state=opt_state)
 
 
-def gradient_metrics(found: Sums) -> Metrics:
-    """Return the metrics of a step by what was computed of its batch, for use inside jit."""
+def compute_gradient_metrics(found: Sums) -> Metrics:
+    """Return the metrics of a step from the sums of its batch, for use inside jit."""
     norm = optax.tree.norm(found.grads)
     metrics = {**found.logged, "grad_norm": norm}
-    return {**metrics, **noise_metrics(found.squares, norm, found.count)} if found.squares else metrics
+    return {**metrics, **estimate_noise(found.squares, norm, found.count)} if found.squares else metrics
 
 
 def _make_gradient_update(
     model: Model, loss: Loss, optimizer: optax.GradientTransformation, placement: Placement, start_row: int
 ) -> Callable[[State, Batch], tuple[Update, Metrics]]:
     """Make the computation of a step that combines gradients over replicas and updates once."""
-    # a mean over replicas is a sum over their gradients: the gradient of each replica is not needed
+    # a mean sums the gradients of replicas: the gradient of each replica is not needed
     if placement.synchronisation.is_mean:
-        gradients = make_gradients(model, loss, placement, start_row)
+        gradients = make_gradients(model, loss, placement)
 
         def summed(state: State, batch: Batch) -> tuple[Update, Metrics]:
             key = step_key(state.seed, state.step)
 
             def compute(params: Any) -> Sums:
-                scale = scale_of(state.loss_scale)
+                scale = get_scale(state.loss_scale)
                 return gradients(params, state.model_state, key, batch, start_row, scale)
 
             found = compute(state.params)
-            metrics = gradient_metrics(found)
+            metrics = compute_gradient_metrics(found)
 
             def update(state: State) -> State:
                 return apply_gradients(optimizer, placement, state, found, metrics["grad_norm"], compute)
@@ -210,10 +210,10 @@ def _make_gradient_update(
 
         return summed
 
-    # any other combiner gets the mean gradient of each replica
+    # any other combiner receives the mean gradient of each replica
     replica_means = make_replica_means(model, loss, placement, start_row)
     specs, mesh, combiner = placement.specs, placement.mesh, placement.synchronisation.combiner
-    # all that is trained is one fragment
+    # all trained parameters are one fragment
     (fragment,) = split_fragments(placement.synchronisation, specs)
     stacked = find_stacked_paths(specs.arrays, specs.sharded) & fragment.rows.keys()
     _, entries = list_combined_entries(specs)
@@ -232,7 +232,7 @@ def _make_gradient_update(
         )
         grads = fragment.put(jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), means), value)
         found = found._replace(grads=grads)
-        metrics = gradient_metrics(found)
+        metrics = compute_gradient_metrics(found)
 
         def update(state: State) -> State:
             new = apply_gradients(optimizer, placement, state, found, metrics["grad_norm"])
@@ -252,9 +252,10 @@ def make_evaluate(model: Model, loss: Loss, placement: Placement) -> Callable[..
     """Make the function that computes the loss in evaluation mode: no dropout, running statistics.
 
     Returns:
-      (state, batch, number=0, first_row=0) -> metrics: loss_sum, count and the loss's own as (sum, count). A
-      model that draws all the same draws by the number of the batch and of the row in it, on any mesh;
-      `first_row` is the number of the batch's first row if it is a part of a larger batch.
+      (state, batch, number=0, first_row=0) -> metrics: loss_sum, count and metrics of the loss as (sum,
+      count). A model that draws random numbers in evaluation uses the number of the batch and of the row in
+      it, so they do not depend on the mesh; `first_row` is the number of the batch's first row if it is a
+      part of a larger batch.
     """
     losses = make_losses(model, loss, placement)
 

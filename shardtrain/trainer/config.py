@@ -24,9 +24,8 @@ from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.compute_dtype import has_dtype, set_compute_dtype
 from shardtrain.functional.frozen import freeze_parameters
-from shardtrain.functional.gathered import gather_unnamed
 from shardtrain.functional.loss import Loss, next_token_loss
-from shardtrain.functional.model import Model
+from shardtrain.functional.model import Model, gather_unnamed
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.functional.remat import apply_remat
 from shardtrain.islands.watchdog.diagnosis import Watch
@@ -269,7 +268,7 @@ def _wrong_values(run: Run) -> list[str]:
 def parse_checked_rows(check_layout: str) -> int | None:
     """Return how many rows of each device `check_layout` asks for; None if it is no such option.
 
-    >>> checked_rows("auto"), checked_rows("off"), checked_rows("rows=4"), checked_rows("4")
+    >>> tuple(map(parse_checked_rows, ("auto", "off", "rows=4", "4")))
     (2, 0, 4, None)
     """
     if check_layout in (named := {"auto": 2, "off": 0}):

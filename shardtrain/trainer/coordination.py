@@ -19,7 +19,7 @@ from shardtrain.islands.device_memory import cuda_aware, decide_device_memory
 from shardtrain.islands.membership import Islands
 from shardtrain.islands.transfer import Transfer
 from shardtrain.islands.watchdog.stragglers import StepTimer, Stragglers
-from shardtrain.pipeline.block_owners import owner_groups
+from shardtrain.pipeline.stacking import owner_groups
 from shardtrain.plan.devices import find_device
 from shardtrain.train_step.owner_transfers import OwnerTransfers
 from shardtrain.train_step.pipeline_grid import PipelineGrid

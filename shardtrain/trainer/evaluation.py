@@ -358,7 +358,7 @@ def compute_accuracy(questions: Sequence[Question], scores: np.ndarray) -> Accur
       ValueError: a score is not a number.
 
     >>> questions = [Question("a", ("b", "long"), 1)]
-    >>> accuracy_of(questions, np.array([-3.0, -4.0]))
+    >>> compute_accuracy(questions, np.array([-3.0, -4.0]))
     Accuracy(accuracy=0.0, accuracy_norm=1.0, num_questions=1)
     """
     if num_bad := int(np.isnan(scores).sum()):

@@ -14,11 +14,10 @@ import numpy as np
 from shardtrain.errors.user_code import UserCodeFailed
 from shardtrain.functional.auxiliary import plain, sum_loss
 from shardtrain.functional.loss import CLASSES, Loss, Regularized
-from shardtrain.functional.loss_count import loss_count
 from shardtrain.functional.metrics import LossWithMetrics
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key
-from shardtrain.functional.traced_loss import ONE
+from shardtrain.functional.traced_loss import ONE, loss_count
 from shardtrain.system.xla_flags import quick_options
 
 MOST_ELEMENTS = 1 << 24

@@ -213,7 +213,8 @@ def _name(function: Callable[..., Any]) -> str:
 def _format_other_signature(function: Callable[..., Any], number: int) -> str:
     """Return the signature of a function that cannot be called with so many arguments; "" if it can be.
 
-    >>> _other_signature(lambda step: None, 2), _other_signature(lambda step, metrics, more=1: None, 2)
+    >>> hooks = (lambda step: None), (lambda step, metrics, more=1: None)
+    >>> tuple(_format_other_signature(hook, 2) for hook in hooks)
     ('(step)', '')
     """
     try:

@@ -143,9 +143,10 @@ def _scale(run: Run, islands: Islands | None, output: RunConsole) -> Run:
     by = run.strategy.synchronisation.by
     # what is averaged before a combiner gets it: an island's devices, or on one island all axes but data
     inside = max(replicas) if len(replicas) > 1 else max(own // sizes["data"], 1)
-    found = scale_run(run, run.scaling, sum(replicas), by if isinstance(by, str) else "own", inside)
-    for line in found.notes:
+    name = by if isinstance(by, str) else "own"
+    scaled, notes = scale_run(run, run.scaling, sum(replicas), name, inside)
+    for line in notes:
         output.note(line)
     if len(replicas) == 1 and run.strategy.synchronisation.inside == "sum":
         raise ValueError("inside is 'sum', but there is one island, and nothing to add up; use mean")
-    return found.run
+    return scaled

@@ -14,9 +14,9 @@ import jax
 
 from shardtrain import axes
 from shardtrain.data import Batches, RowSplit, place, split_over_islands
-from shardtrain.functional.loss_count import loss_count
 from shardtrain.functional.model import Model
 from shardtrain.functional.remat_policies import REMAT_POLICIES
+from shardtrain.functional.traced_loss import loss_count
 from shardtrain.islands.cluster import IslandKind
 from shardtrain.islands.sections import range_text
 from shardtrain.optim.optimizer import Optimizer, make_optimizer

@@ -29,7 +29,7 @@ from shardtrain.pipeline.traced_cut import TracedModel
 from shardtrain.report.islands import binding_text
 from shardtrain.report.sharding import totals_text
 from shardtrain.report.sinks import check_installed
-from shardtrain.sharding.shifted_names import warn_moved_names
+from shardtrain.sharding.shifted_names import warn_shifted_names
 from shardtrain.train_step.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_step import IslandStep
@@ -299,7 +299,7 @@ def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConso
     if setup.unused:
         output.note(format_unused(setup.unused, run.optimizer))
     model = setup.whole_model
-    if text := warn_moved_names(name_arrays(model, jax.eval_shape(model.init, new_key(0))[0])):
+    if text := warn_shifted_names(name_arrays(model, jax.eval_shape(model.init, new_key(0))[0])):
         output.note(text)
     if num_islands > 1 and (name := model.axis_name):
         output.note(

@@ -236,7 +236,7 @@ def upcycle(reader: CheckpointReader, model: Any) -> PretrainedReader:
             for path, leaf in reader.leaves.items()
             if path.startswith(PARAMS)
         }
-    found = importlib.import_module(UPCYCLING).upcycled(model, parameters)
+    found = importlib.import_module(UPCYCLING).upcycle(model, parameters)
     return PretrainedReader(
         step=reader.step,
         folders=reader.folders,

@@ -155,7 +155,7 @@ def format_ended(mark: Mapping[str, str]) -> str:
     """Return the note about a start that ended inside a program.
 
     >>> mark = {"program": "the step", "options": "--mesh data=2,tensor=2", "jax": "0.10.2"}
-    >>> ended_text(mark).partition(". ")[0].partition("while ")[2]
+    >>> format_ended(mark).partition(". ")[0].partition("while ")[2]
     'the step was compiled or run for the first time (jax 0.10.2, --mesh data=2,tensor=2)'
     """
     options = mark["options"] or "one device"

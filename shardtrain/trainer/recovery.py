@@ -119,9 +119,9 @@ class Rollbacks:
       most: see `Recovery.rollbacks`.
 
     >>> rollbacks = Rollbacks(3)
-    >>> rollbacks.newest_allowed(RollBack(57, "a spike")); rollbacks.restored(50)
+    >>> rollbacks.find_newest_allowed(RollBack(57, "a spike")); rollbacks.restored(50)
     56
-    >>> rollbacks.newest_allowed(RollBack(60, "a spike"))  # soon after the first: step 50 itself was bad
+    >>> rollbacks.find_newest_allowed(RollBack(60, "a spike"))  # soon after the first: step 50 itself was bad
     49
     """
 

@@ -20,7 +20,7 @@ from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.functional.frozen import ADAPTERS
 from shardtrain.functional.model import path_text
 from shardtrain.system.xla_flags import quick_options
-from shardtrain.train_step.replica_state import restart
+from shardtrain.train_step.replica_state import restart_local
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination
@@ -169,7 +169,7 @@ def same_round(checkpoints: RunCheckpoints, state: State, arrays: Mapping[str, j
         checkpoints.note(
             "not all islands found what they had changed since the last merge: it is dropped on all of them"
         )
-    return state._replace(local=restart(state.local, state.model_state))
+    return state._replace(local=restart_local(state.local, state.model_state))
 
 
 def _readable(

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardtrain.errors.user_code import FOLDER, is_users
-from shardtrain.functional.dependencies import CALLED
-from shardtrain.functional.traced_equations import TracedEquation
+from shardtrain.functional.jaxprs import CALLED, TracedEquation
 
 REDUCING = ("reduce_", "arg", "dot_general")
 EXTREMES = {"reduce_max": "largest", "reduce_min": "smallest", "reduce_prod": "product"}

@@ -31,9 +31,10 @@ from shardtrain.train_step.initial_state import restorable_state
 from shardtrain.train_step.island_step import GradientIslandStep, IslandStep, make_island_step
 from shardtrain.train_step.pipeline_grid import PipelineGrid
 from shardtrain.train_step.stage_step import StageStep
+from shardtrain.train_step.stage_sums import StageSums
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Step, make_step
-from shardtrain.train_step.wave_merge import VirtualWorker, WaveMerge
+from shardtrain.train_step.wave_merge import WaveMerge
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
@@ -235,12 +236,12 @@ def _make_stage_step(
     coordination: Coordination,
     loader: Loader,
     barriers: BarrierSchedule,
-    waves: Callable[[VirtualWorker], WaveMerge] | None,
+    waves: Callable[[StageSums], WaveMerge] | None,
 ) -> StageStep:
-    islands, grid, transfer = coordination.islands, setup.grid, coordination.transfer
+    islands, grid, owners = coordination.islands, setup.grid, coordination.owners
     assert islands is not None
     assert grid is not None
-    assert transfer is not None
+    assert owners is not None
     microbatches, pipeline = run.strategy.accumulate, run.strategy.pipeline
     sizes = (grid.num_stages, microbatches, pipeline.virtual_stages)
     # the shapes that stages exchange are those of this pipeline's rows, with padding
@@ -259,9 +260,8 @@ def _make_stage_step(
         optimizer=setup.optimizer,
         clip=run.optimizer.clip if isinstance(run.optimizer, Optimizer) else None,
         placement=setup.placement,
-        transfer=transfer,
         grid=grid,
-        owners=coordination.owners,
+        owners=owners,
         in_flight=pipeline.in_flight,
         barriers=barriers,
         make_waves=waves,

@@ -24,7 +24,7 @@ from shardtrain.functional.rng import new_key
 from shardtrain.functional.row_draws import find_draws
 from shardtrain.functional.unused_parameters import find_unused_parameters
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
-from shardtrain.optim.optimizer_state import find_evaluated_params, missing_arguments
+from shardtrain.optim.optimizer_state import find_evaluated_params, find_missing_arguments
 from shardtrain.optim.schedules import check_rates
 from shardtrain.pipeline.cuts import make_partition, make_partitions, trace_parts
 from shardtrain.pipeline.stacking import Partition
@@ -167,7 +167,7 @@ def find_unused(run: Run, model: Model, microbatch: Batch) -> tuple[str, ...]:
 def format_unused(unused: Sequence[str], optimizer: Any) -> str:
     """Say which parameters the loss does not depend on, and what weight decay does to them.
 
-    >>> unused_text(["bias", "kernel"], Optimizer(weight_decay=0))
+    >>> format_unused(["bias", "kernel"], Optimizer(weight_decay=0))
     '2 parameters cannot change the loss, their gradient is always zero: bias, kernel'
     """
     shown = [*unused[:MOST_UNUSED], *(["..."] if len(unused) > MOST_UNUSED else [])]
@@ -224,7 +224,7 @@ def _check_arguments(optimizer: optax.GradientTransformation, model: Model, *, l
       ValueError: it needs something else.
     """
     params = jax.eval_shape(model.init, new_key(0))[0]
-    missing = missing_arguments(optimizer, params, line_search=line_search)
+    missing = find_missing_arguments(optimizer, params, line_search=line_search)
     if not missing:
         return
     fix = "use another optimizer, or optax.contrib.reduce_on_plateau, which needs the loss alone"

@@ -14,7 +14,7 @@ from shardtrain.axes import DATA, FSDP, TENSOR
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.rng import new_key
 from shardtrain.islands.membership import Islands
-from shardtrain.pipeline.options import MEMORY, SPEEDS, Pipeline, numbers_of_stages
+from shardtrain.pipeline.options import MEMORY, SPEEDS, Pipeline, parse_stage_numbers
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.stage_costs import StageCosts, StageDevices
 from shardtrain.pipeline.stage_cut import GB, StageCut, best_cut, fits
@@ -145,7 +145,7 @@ def _select_all_replicas(pipeline: Pipeline, num_replicas: int) -> Pipeline:
         found[name] = texts[0]
         if len(set(texts)) == 1:
             continue
-        given = [numbers_of_stages(name, text, words) for text in texts]
+        given = [parse_stage_numbers(name, text, words) for text in texts]
         numbers = [each for each in given if each is not None]
         if len(numbers) < len(given) or len(set(map(len, numbers))) > 1:
             problems.append(
@@ -213,8 +213,8 @@ def devices_of_stages(
       ValueError: another number of speeds or memories than stages; a link speed beside speeds in no unit.
     """
     num_stages = len(replicas[0])
-    speeds = numbers_of_stages("stage_speeds", pipeline.stage_speeds, SPEEDS)
-    memory = numbers_of_stages("stage_memory", pipeline.stage_memory, MEMORY)
+    speeds = parse_stage_numbers("stage_speeds", pipeline.stage_speeds, SPEEDS)
+    memory = parse_stage_numbers("stage_memory", pipeline.stage_memory, MEMORY)
     problems = [
         f"{name} has {len(given)} numbers, and there are {num_stages} stages; give one each"
         for name, given in (("stage_speeds", speeds), ("stage_memory", memory))

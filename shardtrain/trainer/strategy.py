@@ -104,7 +104,7 @@ class Strategy:
           kind: the kind of its devices, such as "NVIDIA A100-SXM4-40GB" or "cpu".
 
         >>> strategy = Strategy(islands={"*v100*": {"compute_dtype": "float16"}, "1-2": {"accumulate": 4}})
-        >>> [strategy.of_island(1, kind).compute_dtype for kind in ("Tesla V100-SXM2-32GB", "cpu")]
+        >>> [strategy.select_island(1, kind).compute_dtype for kind in ("Tesla V100-SXM2-32GB", "cpu")]
         ['float16', None]
         """
         found = self

@@ -107,7 +107,7 @@ class RunTotals:
 
     >>> now = [100.0]
     >>> totals = RunTotals(lambda: now[0])
-    >>> totals.resumed(60.0)
+    >>> totals.record_resume(60.0)
     >>> now[0] += 15.0
     >>> totals.wall_seconds()
     75.0
@@ -161,7 +161,7 @@ class RunTotals:
 def read_wall_seconds(value: Any) -> float:
     """Return the wall time that a checkpoint has; 0 if it has none, or no such number.
 
-    >>> saved_wall_seconds(2), saved_wall_seconds(None), saved_wall_seconds("x"), saved_wall_seconds(-1.0)
+    >>> read_wall_seconds(2), read_wall_seconds(None), read_wall_seconds("x"), read_wall_seconds(-1.0)
     (2.0, 0.0, 0.0, 0.0)
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -290,7 +290,7 @@ def peak_text(devices: Mapping[Device, int], row_flops: float) -> str:
       devices: device with a peak in bfloat16 -> number.
       row_flops: model flops of a row.
 
-    >>> print(peak_text({known_device("NVIDIA L4"): 2}, 2.5e9).replace(" over ", "\\n"))
+    >>> print(peak_text({find_device("NVIDIA L4"): 2}, 2.5e9).replace(" over ", "\\n"))
     MFU: 2.50G flops a row
     the peak in dense bfloat16 of 2 x NVIDIA L4, 121 teraflops/s each (NVIDIA L4 Tensor Core GPU datasheet)
     """

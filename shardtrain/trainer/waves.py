@@ -10,12 +10,13 @@ from pathlib import Path
 from shardtrain.data import Position
 from shardtrain.imported import select_kept_tokens
 from shardtrain.islands.parameter_shard import Event, Kind, ParameterShard
-from shardtrain.pipeline.in_flight import waves_before_barrier
+from shardtrain.pipeline.in_flight import count_waves_before_barrier
 from shardtrain.report.sinks.json_lines import JsonLines, read_jsonl
 from shardtrain.system.untrusted_files import check_whole_number
 from shardtrain.train_step.barrier_schedule import BarrierSchedule
+from shardtrain.train_step.stage_sums import StageSums
 from shardtrain.train_step.state import State
-from shardtrain.train_step.wave_merge import VirtualWorker, WaveMerge
+from shardtrain.train_step.wave_merge import WaveMerge
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.evaluation import round_evaluation_interval
@@ -214,7 +215,7 @@ def make_waves(
     shares: RowShares,
     barriers: BarrierSchedule,
     wave_log: WaveLog,
-    worker: VirtualWorker | None = None,
+    worker: StageSums | None = None,
 ) -> WaveMerge:
     """Make what ends the waves of an island; a collective call of all ranks.
 
@@ -244,7 +245,7 @@ def make_waves(
     order = [] if run.replay is None else read_wave_log(run.replay, placement.island, len(ranks))
     barriers.replayed = frozenset(event.step for event in order if event.kind == "barrier")
     synchronisation = run.strategy.synchronisation
-    ahead = waves_before_barrier(run.strategy.pipeline.in_flight, synchronisation.every)
+    ahead = count_waves_before_barrier(run.strategy.pipeline.in_flight, synchronisation.every)
     shard = ParameterShard(len(ranks), wave_log, order, wave_log.report, waves_ahead=ahead)
     names = [control.names[rank] for rank in ranks]
     server = ParameterServer(comm, shard, names, ranks, control.activity, patience_seconds=LONG_SECONDS)

@@ -156,7 +156,7 @@ HELP = [["--help"], ["train", "--help"], *([command, GPT, "--help"] for command 
         (["--time-limit", "1"], "the time limit of 60 s leaves nothing before the margin of 120 s"),
         (["--time-limit", "soon"], "time 'soon': write hours:minutes:seconds"),
         (["--time-margin", "-1"], "time margin is -1 s; use 0 or more"),
-        (["--watch.silence-seconds", "1"], "silence_seconds is 1.0; use 0 for never, or 2 or more"),
+        (["--watch.silence-seconds", "1"], "silence_seconds is 1.0; use 0 to disable it, or 2 or more"),
     ],
 )
 def test_impossible_limits_are_refused(options, text, tmp_path, monkeypatch, capsys):

@@ -93,7 +93,7 @@ def test_slurm_writes_the_script_and_submits_it(tmp_path, monkeypatch, capsys):
         (["--", "launch"], "a command of shardtrain, not 'launch' (did you mean 'plan'?)"),
         (["slrum", "--", "train"], "there is no launch 'slrum' (did you mean 'slurm'?)"),
         (["--islands", "0", "--", "train"], "islands is 0; use 1 or more"),
-        (["--islands", "3", "--hosts", "a,b", "--", "train"], "3 % 2 = 1. Use 2 or 4 ranks, or say how many"),
+        (["--islands", "3", "--hosts", "a,b", "--", "train"], "3 % 2 = 1. Use 2 or 4 ranks, or give the"),
         (["--hosts", "a", "--hostfile", "b", "--", "train"], "--hosts and --hostfile are both given"),
         (["--hostfile", "nope", "--", "train"], "there is no hostfile nope"),
         (["local", "--hosts", "a", "--", "train"], "launch local is for this machine"),

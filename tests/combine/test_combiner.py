@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardtrain.combine import Combined, Combiner, MeshGroup, chain, int8, make_combiner
-from shardtrain.combine.combiner import contribution
+from shardtrain.combine.combiner import mask_without_examples
 
 
 def test_chain_says_what_stands_in_the_wrong_place():
@@ -23,9 +23,9 @@ def test_chain_says_what_stands_in_the_wrong_place():
 
 def test_only_a_count_of_zero_hides_what_a_rank_holds():
     x = jnp.array([1.0, jnp.nan])
-    np.testing.assert_array_equal(contribution(x, jnp.float32(0)), [0, 0])
+    np.testing.assert_array_equal(mask_without_examples(x, jnp.float32(0)), [0, 0])
     for count in (1.0, jnp.nan):
-        np.testing.assert_array_equal(contribution(x, jnp.float32(count)), x)
+        np.testing.assert_array_equal(mask_without_examples(x, jnp.float32(count)), x)
 
 
 def test_leaves_of_other_dtypes_are_refused():

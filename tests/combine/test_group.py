@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from shardtrain.combine import MeshGroup, make_combiner
-from shardtrain.combine.group import StackGroup
 
 
 @pytest.mark.parametrize("kind", ["mesh", "vmap"])
@@ -39,7 +38,7 @@ def test_a_group_of_one_needs_no_axis():
 def test_partial_values_of_shards_become_those_of_leaves():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
     group = MeshGroup("data", 2, [("fsdp", "tensor"), ("tensor",), ()], {"fsdp": 2, "tensor": 2})
-    stack = StackGroup("stack", group)
+    stack = MeshGroup("stack", group.size, outer=group)
 
     def shard(x):
         device = jax.lax.axis_index("fsdp") * 2.0 + jax.lax.axis_index("tensor")

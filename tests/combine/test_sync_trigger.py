@@ -23,7 +23,7 @@ def test_a_rule_finds_a_finite_number_also_without_changes_and_parameters(name):
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_replicas_meet_when_one_has_moved_far_enough(overlap):
+def test_replicas_synchronise_when_one_has_drifted_far_enough(overlap):
     synchronisation = Synchronisation(
         on="deltas", every=1, overlap=overlap, when="drift:0.03", outer=NESTEROV
     )
@@ -48,11 +48,11 @@ def test_replicas_meet_when_one_has_moved_far_enough(overlap):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("moved", "write a number after a colon, such as 'drift:0.01'"),
+        ("drift", "write a number after a colon, such as 'drift:0.01'"),
         ("drift:far", "write a number after a colon"),
-        ("moved:-1", "moved has the number -1.0; use a part of the norm, 0 or more"),
-        ("drift:nan", "use a part of the norm"),
-        ("never", "known: always, moved"),
+        ("drift:-1", "drift has the number -1.0; use a fraction of the norm, 0 or more"),
+        ("drift:nan", "use a fraction of the norm"),
+        ("never", "known: always, drift"),
     ],
 )
 def test_rules_that_are_not_there_or_cannot_use_their_number_are_refused(text, expected):

@@ -244,11 +244,11 @@ def test_presets_are_found_by_name():
         ({"fragments": 3, "every": 2, "on": "deltas"}, "use 2 fragments or fewer"),
         ({"outer": NESTEROV}, "use deltas (--combine-on deltas)"),
         ({"overlap": 3, "every": 2, "on": "deltas"}, "use 0 to 2"),
-        ({"overlap": 1}, "overlap is 1, and gradients are combined in every step; use deltas"),
-        ({"synchronous_steps": 3}, "synchronous_steps is 3, and gradients are combined in every step"),
+        ({"overlap": 1}, "overlap is 1, but gradients are combined in every step; use deltas"),
+        ({"synchronous_steps": 3}, "synchronous_steps is 3, but gradients are combined in every step"),
         ({"synchronous_steps": -1, "on": "deltas"}, "synchronous_steps is -1; use 0 or more"),
-        ({"when": "drift:0.1"}, "when is 'drift:0.1', and gradients are combined in every step"),
-        ({"when": "mved:0.1", "on": "deltas"}, "did you mean 'moved'"),
+        ({"when": "drift:0.1"}, "when is 'drift:0.1', but gradients are combined in every step"),
+        ({"when": "drfit:0.1", "on": "deltas"}, "did you mean 'drift'"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(given, text):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardtrain.doctor.binding import evaluate, numa_nodes
+from shardtrain.doctor.binding import evaluate, read_numa_nodes
 from shardtrain.system.cgroup import limits
 
 GIB = 2**30
@@ -131,4 +131,4 @@ def test_version_1_has_a_tree_for_each_controller(tmp_path):
 
 def test_numa_nodes_without_cores_are_left_out(tmp_path):
     write(tmp_path, {"node0/cpulist": "0-1,4\n", "node1/cpulist": "\n", "possible": "0-1\n"})
-    assert numa_nodes(tmp_path) == {"0": [0, 1, 4]}
+    assert read_numa_nodes(tmp_path) == {"0": [0, 1, 4]}

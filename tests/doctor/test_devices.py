@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardtrain.doctor.devices import evaluate, uuids, visible, visible_gpu_facts
+from shardtrain.doctor.devices import collect_gpus, evaluate, find_uuids, find_visible
 
 GPUS = [
     {"index": str(i), "uuid": f"GPU-{i}", "name": "H100", "memory_bytes": 80 * 2**30, "used_bytes": 0}
@@ -26,7 +26,7 @@ def rank(seen, visible=None, **changes):
         "seen": {"devices": [device] * seen or [cpu], "died": None},
         **changes,
     }
-    return {**facts, "uuids": uuids(facts, visible)}
+    return {**facts, "uuids": find_uuids(facts, visible)}
 
 
 def test_each_rank_with_a_gpu_of_its_own_is_well(told, by_what):
@@ -102,10 +102,10 @@ def test_gpus_without_the_right_to_open_them_are_told(told, by_what):
 
 
 def test_cuda_ignores_what_stands_behind_a_word_that_is_not_valid():
-    assert visible({"CUDA_VISIBLE_DEVICES": "1, -1,0"}) == ["1"]
-    assert uuids({"gpus": GPUS}, ["2", "GPU-0"]) == ["GPU-2", "GPU-0"]
+    assert find_visible({"CUDA_VISIBLE_DEVICES": "1, -1,0"}) == ["1"]
+    assert find_uuids({"gpus": GPUS}, ["2", "GPU-0"]) == ["GPU-2", "GPU-0"]
 
 
 def test_what_this_process_was_given_is_looked_up():
-    facts = visible_gpu_facts({"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "2", "JAX_PLATFORMS": "cpu"})
+    facts = collect_gpus({"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "2", "JAX_PLATFORMS": "cpu"})
     assert (facts["visible"], facts["slurm"], facts["cpu_wanted"]) == ([], 2, True)

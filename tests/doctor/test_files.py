@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from shardtrain.doctor.check import RankContext
-from shardtrain.doctor.file_probes import is_locked, lock, measure_all, rename
-from shardtrain.doctor.files import CHECK, evaluate, find_mount, nearest
+from shardtrain.doctor.file_probes import is_locked, measure_all, probe_lock, probe_rename
+from shardtrain.doctor.files import CHECK, evaluate, find_mount, find_nearest_folder
 from shardtrain.doctor.runner import collect_in_thread
 from shardtrain.doctor.start import SingleProcess
 from shardtrain.islands.rank_environment import find_rank_environment
@@ -81,7 +81,7 @@ def test_what_a_probe_cannot_do_is_in_its_answer(tmp_path, monkeypatch):
 
 
 def test_locks_are_seen_by_another_process(tmp_path):
-    assert lock(tmp_path) == {"seen": True}
+    assert probe_lock(tmp_path) == {"seen": True}
     assert not is_locked(tmp_path / "lock")
     holder = (
         "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX);"
@@ -97,12 +97,12 @@ def test_locks_are_seen_by_another_process(tmp_path):
 
 def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, told, by_what):
     monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)
-    row = by_what(evaluate(told([rank({"lock": lock(tmp_path)})], "a")))["lock"]
+    row = by_what(evaluate(told([rank({"lock": probe_lock(tmp_path)})], "a")))["lock"]
     assert (row.status, row.finding) == ("warning", "a lock is not seen by another process on a")
 
 
 def test_renames_that_copy_are_seen(tmp_path):
-    assert rename(tmp_path) == {"replaces": True, "moves_folders": True}
+    assert probe_rename(tmp_path) == {"replaces": True, "moves_folders": True}
 
 
 @pytest.mark.parametrize(
@@ -187,10 +187,10 @@ def test_a_shared_folder_is_well_and_its_lock_is_looked_at(told, by_what):
 
 def test_mounts_and_folders_are_found(tmp_path):
     mounts = "a / ext4 rw 0 0\nb /da tmpfs rw 0 0\nc /data\\040x nfs4 ro 0 0\nd / overlay rw 0 0\n"
-    assert find_mount(nearest(tmp_path) / "x", mounts)["type"] == "overlay"
+    assert find_mount(find_nearest_folder(tmp_path) / "x", mounts)["type"] == "overlay"
     assert find_mount(type(tmp_path)("/data x/y"), mounts) == {
         "type": "nfs4",
         "source": "c",
         "read_only": True,
     }
-    assert nearest(tmp_path / "a" / "b") == tmp_path.resolve()
+    assert find_nearest_folder(tmp_path / "a" / "b") == tmp_path.resolve()

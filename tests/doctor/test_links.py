@@ -2,7 +2,13 @@
 
 import jax
 
-from shardtrain.doctor.links import all_reduce, evaluate, permute, rounds, sample_pairs
+from shardtrain.doctor.links import (
+    evaluate,
+    measure_all_reduce,
+    measure_permute,
+    sample_pairs,
+    schedule_rounds,
+)
 
 
 def rank(partners, bridge=1e9, platform="cpu", pairs=None):
@@ -18,9 +24,9 @@ def rank(partners, bridge=1e9, platform="cpu", pairs=None):
 
 def test_in_a_tournament_each_pair_meets_once_and_nobody_twice_in_a_round():
     for size in (2, 5, 8):
-        met = [pair for one in rounds(size) for pair in one]
+        met = [pair for one in schedule_rounds(size) for pair in one]
         assert sorted(met) == [(a, b) for a in range(size) for b in range(a + 1, size)]
-        for one in rounds(size):
+        for one in schedule_rounds(size):
             playing = [rank for pair in one for rank in pair]
             assert len(set(playing)) == len(playing)
 
@@ -73,5 +79,5 @@ def test_a_slow_pair_of_gpus_is_named(told, by_what):
 
 def test_devices_of_this_process_are_measured():
     devices = jax.local_devices()
-    assert permute(devices, 0, 5, 2**16) > 0
-    assert all_reduce(devices, 2**12) > 0
+    assert measure_permute(devices, 0, 5, 2**16) > 0
+    assert measure_all_reduce(devices, 2**12) > 0

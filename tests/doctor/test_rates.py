@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from shardtrain.doctor import rates
-from shardtrain.doctor.rates import evaluate, measure, product
+from shardtrain.doctor.rates import evaluate, make_product, measure
 
 
 def device(speed=1.0, kind="NVIDIA H100 80GB HBM3", platform="gpu", exact=True):
@@ -60,13 +60,13 @@ def test_a_wrong_product_is_wrong(told, by_what):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_product_is_checked_against_what_it_must_be(dtype, monkeypatch):
-    _, is_right = product(jax.local_devices()[0], 64, dtype)
+    _, is_right = make_product(jax.local_devices()[0], 64, dtype)
     assert is_right()
     multiply = jax.numpy.matmul
     monkeypatch.setattr(
         jax.numpy, "matmul", lambda a, b, **options: multiply(a, b, **options).at[3, 5].add(1)
     )
-    _, is_right = product(jax.local_devices()[0], 64, dtype)
+    _, is_right = make_product(jax.local_devices()[0], 64, dtype)
     assert not is_right()
 
 

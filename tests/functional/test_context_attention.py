@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain.functional import ring_attention, score_blocks
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.ring import Ring
-from shardtrain.functional.ring_attention import Seen
+from shardtrain.functional.ring_attention import VisibleKeys
 from shardtrain.models.attention import attend, attend_whole
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -122,7 +122,7 @@ def test_a_balanced_ring_computes_what_is_needed_once_and_on_all_devices_as_much
         monkeypatch.setattr(ring_attention.lax, "axis_index", lambda axis, device=device: jnp.int32(device))
         for step in range(num):
             other = int(ring.other(step))
-            for mine, theirs, first in ring_attention._pairs(step, ring, 8, None):
+            for mine, theirs, first in ring_attention._list_pairs(step, ring, 8, None):
                 pair = parts[device][int(mine)], parts[other][int(theirs)]
                 # only on the diagonal are some keys behind some queries
                 assert (first is not None) == (pair[0] == pair[1])
@@ -143,7 +143,9 @@ def test_a_ring_has_memory_for_the_keys_of_two_devices_and_not_of_all(in_pairs, 
         ring = Ring("context", num, "balanced", in_pairs=in_pairs)
 
         def both_directions(q, k, v):
-            out, gradients = jax.vjp(partial(ring_attention.ring_attention, seen=Seen(), ring=ring), q, k, v)
+            out, gradients = jax.vjp(
+                partial(ring_attention.ring_attention, seen=VisibleKeys(), ring=ring), q, k, v
+            )
             return out, *gradients(out)
 
         mesh = make_mesh(Layout(mesh={"context": num}), jax.devices()[:num])

@@ -72,7 +72,7 @@ def test_metrics_need_one_call_of_the_model_and_names_of_their_own():
 
     batch = {"x": jnp.ones((2, 3)), "label": jnp.array([0, 1])}
     metric = lambda outputs, batch: (outputs.sum(), 1.0)  # noqa: E731
-    with pytest.raises(ValueError, match="the loss calls the model 2 times; return them by the loss itself"):
+    with pytest.raises(ValueError, match="but the loss calls it 2 times; return them by the loss"):
         add_metrics(twice, mine=metric)(lambda x: x, batch)
     with pytest.raises(ValueError, match="the loss returns metrics mine itself; use other names"):
         add_metrics(named, mine=metric)(lambda x: x, batch)

@@ -179,11 +179,11 @@ REFUSED = {
     ),
     "a key of its own": (
         lambda m, x: m.dense(x) * jax.random.normal(jax.random.key(7), (len(x), 1, 1)),
-        "draws (1, 1, 1): its key is not made from that which the model gets",
+        "draws (1, 1, 1): its key is not derived from the key that the model gets",
     ),
     "numbers folded in": (fold_in_numbers, "splits a key into (2): keys are made from numbers of rows"),
     "numbers as seeds": (seeded_numbers, "splits a key into (2): keys are made from numbers of rows"),
-    "a loop over rows": (by_python, " does something else for 2 rows than for 4"),
+    "a loop over rows": (by_python, " does not do the same for 2 rows as for 4"),
 }
 
 

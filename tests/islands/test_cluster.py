@@ -88,14 +88,14 @@ def test_options_for_a_launcher_that_takes_none_are_refused(tmp_path):
         ("[[islands]]\nkind = 'a'\n[[islands]]\nkind = 'a'\n", "kind 'a' is there 2 times; give each"),
         (
             "[[islands]]\nkind = 'a'\ndevices = 1\n[[islands]]\nkind = 'b'\n",
-            "kind b has no devices, and others have; say it for all or for none",
+            "kind b has no devices, and others have; give them for all or for none",
         ),
         ("x = [", "is not a cluster in TOML"),
         ("[[islands]]\nkind = 'a'\ncount = " + "9" * 4000, "islands.0.count is an integer of about 4,0"),
         ("[[islands]]\nkind = 'a'\nprocesses = 1152921504606846976\nnodes = 7\n", "use 1 to 2147483648"),
         (
             "[[islands]]\nkind = 'a'\nlaunch.slurm.constraint = 'x --uid=0'\n",
-            "launch.slurm.constraint is 'x --uid=0', which has another option in it",
+            "launch.slurm.constraint is 'x --uid=0', which contains another option",
         ),
         (
             "[[islands]]\nkind = 'a'\nlaunch.slurm.constraint = \"x\\n#SBATCH --uid=0\"\n",

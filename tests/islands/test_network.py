@@ -18,15 +18,15 @@ from shardtrain.islands.binding import (
     visible_list,
 )
 from shardtrain.islands.mpi_library import check_started
-from shardtrain.islands.network import find_address, listening_address
+from shardtrain.islands.network import find_address, find_listening_address
 from shardtrain.islands.rank_environment import RankEnvironment
 from shardtrain.islands.rank_placement import RankPlacement
 
 
 def test_on_one_host_loopback_on_several_the_interface_of_the_job():
-    assert listening_address(["a", "a"], {"SHARDTRAIN_INTERFACE": "nope"}) == "127.0.0.1"
-    assert listening_address(["a", "b"], {"SHARDTRAIN_INTERFACE": "lo"}) == "127.0.0.1"
-    assert listening_address(["a", "b"], {}) is None
+    assert find_listening_address(["a", "a"], {"SHARDTRAIN_INTERFACE": "nope"}) == "127.0.0.1"
+    assert find_listening_address(["a", "b"], {"SHARDTRAIN_INTERFACE": "lo"}) == "127.0.0.1"
+    assert find_listening_address(["a", "b"], {}) is None
     with pytest.raises(ValueError, match=r"interface 'nope' has no IPv4 address here .*; use one of .*lo"):
         find_address("nope")
 
@@ -179,5 +179,5 @@ def test_an_mpi_that_was_told_not_to_start_is_named():
         ({"MPI4PY_RC_INITIALIZE": "0"}, "MPI4PY_RC_INITIALIZE=0"),
         ({}, "mpi4py.rc.initialize"),
     ):
-        with pytest.raises(ValueError, match=f"as {said} says.* use `unset MPI4PY_RC_INITIALIZE`"):
+        with pytest.raises(ValueError, match=f"because of {said}.* use `unset MPI4PY_RC_INITIALIZE`"):
             check_started(False, environ)

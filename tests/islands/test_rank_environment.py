@@ -227,7 +227,7 @@ def test_every_gpu_has_one_rank():
 def cores(monkeypatch):
     """Eight cores, of which the process may use six; two hardware threads a core: i and i + 4."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 4, 5, 6})
-    monkeypatch.setattr(binding, "_core", lambda cpu: (0, cpu % 4, cpu))
+    monkeypatch.setattr(binding, "_core_sort_key", lambda cpu: (0, cpu % 4, cpu))
 
 
 @pytest.mark.parametrize(
@@ -256,4 +256,4 @@ def test_the_cores_of_this_machine_are_shared_without_rest():
     mine = os.sched_getaffinity(0)
     shares = [bind_cpus(at(i, len(mine)), {}, mine) for i in range(len(mine))]
     assert len(mine) == 1 or set.union(*(s for s in shares if s)) == mine
-    assert binding._usable() >= mine
+    assert binding.read_usable_cores() >= mine

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.launch.flux import Flux, script
+from shardtrain.launch.flux import Flux, write_script
 from shardtrain.launch.hosts import parse_hosts
 from shardtrain.launch.job import Job
 
@@ -41,5 +41,5 @@ def test_directives_stand_together_behind_one_sentinel(path):
 )
 def test_what_flux_cannot_do_is_refused_with_the_fix(changes, options, text):
     with pytest.raises(ValueError) as error:
-        script(job(**changes), Flux(**options), {})
+        write_script(job(**changes), Flux(**options), {})
     assert text in str(error.value)

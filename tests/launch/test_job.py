@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardtrain.launch.duration import parse_time
-from shardtrain.launch.hosts import Host, hosts_problem, parse_hosts, ranks_by_host, read_hostfile
+from shardtrain.launch.hosts import Host, hosts_problem, parse_hosts, place_ranks, read_hostfile
 from shardtrain.launch.job import THRESHOLDS, Job
 from shardtrain.launch.launcher import Launch, shell_text
 
@@ -27,10 +27,10 @@ def job(**changes):
         ),
         (
             {"islands": 3, "hosts": parse_hosts("a,b")},
-            "3 ranks cannot be shared evenly by 2 hosts: 3 % 2 = 1. Use 2 or 4 ranks, or say how many each"
-            " gets: a:2,b:1",
+            "3 ranks cannot be shared evenly by 2 hosts: 3 % 2 = 1. Use 2 or 4 ranks, or give the number of"
+            " each host: a:2,b:1",
         ),
-        ({"islands": 1, "hosts": parse_hosts("a,b")}, "Use 2 ranks, or say how many each gets: a:1"),
+        ({"islands": 1, "hosts": parse_hosts("a,b")}, "Use 2 ranks, or give the number of each host: a:1"),
         ({"time_seconds": 60}, "the time limit of 60 s leaves nothing before the 120 s for stopping"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_hostfile_that_is_none_is_refused(text, problem, tmp_path):
     ],
 )
 def test_slots_that_add_up_are_taken_and_others_are_shared_evenly(hosts, islands, expected):
-    assert ranks_by_host(islands, parse_hosts(hosts)) == expected
+    assert place_ranks(islands, parse_hosts(hosts)) == expected
 
 
 def test_slots_that_are_too_few_are_refused():

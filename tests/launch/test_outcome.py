@@ -7,8 +7,9 @@ import signal
 import pytest
 
 from shardtrain.launch import outcome
-from shardtrain.launch.outcome import launch_outcome
+from shardtrain.launch.outcome import diagnose_launch
 from shardtrain.launch.rank_end import error_text, has_failed, read_ranks
+from shardtrain.launch.restarts import LaunchEnd
 
 ERROR = 'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: bad data\n'
 NEIGHBOUR = (
@@ -35,13 +36,13 @@ def left(tmp_path):
 
 
 def told(folder, code=1):
-    return launch_outcome(read_ranks(folder), "mpiexec", code)
+    return diagnose_launch(read_ranks(folder), "mpiexec", code)
 
 
 def test_all_is_well(left, tmp_path):
     for rank in range(4):
         left(rank, 0, 110)
-    assert told(tmp_path, 0) == outcome.Outcome(code=0)
+    assert told(tmp_path, 0) == LaunchEnd(code=0)
     assert not has_failed(tmp_path)
 
 
@@ -59,7 +60,7 @@ def test_the_first_error_is_shown_and_named(left, tmp_path):
     left(2, None)
     left(3, 4, 115, ERROR.replace("bad", "worse"))
     assert has_failed(tmp_path)
-    assert told(tmp_path, 9) == outcome.Outcome(
+    assert told(tmp_path, 9) == LaunchEnd(
         code=3,
         text=(
             "\n=== island 1 failed first: rank 1 on n1, exit code 3, 12 s after its start ===\n"
@@ -148,7 +149,7 @@ def test_a_launcher_that_starts_nothing(tmp_path):
     ended = told(tmp_path, -9)
     assert ended.code == 137
     assert "No rank was started: what the launcher printed is above." in ended.text
-    assert told(tmp_path, 0) == outcome.Outcome(code=0)
+    assert told(tmp_path, 0) == LaunchEnd(code=0)
 
 
 def test_processes_of_an_island_are_named(left, tmp_path):
@@ -204,21 +205,21 @@ def test_ranks_that_were_asked_before_their_first_step_have_stopped(left, tmp_pa
     """They end at once, one of them all others."""
     left(0, None, text=ABORTED, asked="SIGINT")
     left(1, None, asked="SIGINT")
-    ended = launch_outcome(read_ranks(tmp_path), "mpiexec", 130, signal.SIGINT)
+    ended = diagnose_launch(read_ranks(tmp_path), "mpiexec", 130, signal.SIGINT)
     assert (ended.code, ended.asked) == (130, True)
     assert ended.text == "stopped by SIGINT before all ranks had begun\n"
     left(1, 130, 101, asked="SIGINT")
-    assert launch_outcome(read_ranks(tmp_path), "mpiexec", 130).text == "stopped by SIGINT: islands 0, 1\n"
+    assert diagnose_launch(read_ranks(tmp_path), "mpiexec", 130).text == "stopped by SIGINT: islands 0, 1\n"
 
 
 def test_a_launch_that_is_asked_before_any_rank_is_there(tmp_path):
-    ended = launch_outcome([], "mpiexec", 10, signal.SIGTERM)
+    ended = diagnose_launch([], "mpiexec", 10, signal.SIGTERM)
     assert (ended.code, ended.asked) == (143, True)
 
 
 def test_an_error_is_told_though_the_launch_was_asked_to_stop(left, tmp_path):
     left(0, 1, 110, ERROR)
-    assert launch_outcome(read_ranks(tmp_path), "mpiexec", 1, signal.SIGTERM).code == 1
+    assert diagnose_launch(read_ranks(tmp_path), "mpiexec", 1, signal.SIGTERM).code == 1
 
 
 def test_of_killed_keepers_the_first_is_named(left, tmp_path):

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.launch.restarts import Ended, Restarts, run_again
+from shardtrain.launch.restarts import LaunchEnd, Restarts, run_again
 
 ROOT = Path(__file__).parents[2]
 
 
 def ended(code, step=0, asked=False):
-    return Ended(code=code, asked=asked, step=step)
+    return LaunchEnd(code=code, asked=asked, step=step)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from shardtrain.islands.cluster import read_cluster
 from shardtrain.launch.hosts import parse_hosts
 from shardtrain.launch.job import Job
-from shardtrain.launch.slurm import Slurm, add_cluster, clock, script
+from shardtrain.launch.slurm import Slurm, add_cluster, clock, write_script
 
 SCRIPTS = sorted((Path(__file__).parent / "golden").glob("*.sbatch"))
 EQUAL = [path for path in SCRIPTS if "hetjob" not in path.read_text()]
@@ -48,13 +48,13 @@ def test_the_number_of_nodes_is_in_one_place(path):
             {"sbatch": ("constraint=a\nrm -r x",)},
             "sbatch option 'constraint=a\\nrm -r x' is more than one line",
         ),
-        ({}, {"sbatch": ("constraint=a --uid=0",)}, "'constraint=a --uid=0' has another option in it"),
+        ({}, {"sbatch": ("constraint=a --uid=0",)}, "'constraint=a --uid=0' contains another option"),
         ({}, {"nodes_per_island": "1" + "0" * 30}, "nodes per island is 1000000"),
         (
             {"processes_per_island": (4, 4, 8, 8)},
             {"nodes": 2},
             "or islands that fill nodes; unequal nodes: launch --hosts a:4,b:8 in an allocation of your own;"
-            " say how many nodes each island has: --nodes-per-island 1,1,1,1",
+            " give the number of nodes of each island: --nodes-per-island 1,1,1,1",
         ),
         (
             {"processes_per_island": (4, 4, 8, 9)},
@@ -79,19 +79,19 @@ def test_the_number_of_nodes_is_in_one_place(path):
 )
 def test_what_slurm_cannot_do_is_refused_with_the_fix(changes, options, text):
     with pytest.raises(ValueError) as error:
-        script(job(**changes), Slurm(**options), {})
+        write_script(job(**changes), Slurm(**options), {})
     assert text in str(error.value)
 
 
 def test_the_ranks_of_components_are_those_of_their_islands():
     """What the script asks for, component by component, and that one step starts all of them in order."""
     unequal = job(processes_per_island=(4, 4, 8, 8))
-    first, second = script(unequal, Slurm(nodes_per_island="1,1,1,1"), {}).split("#SBATCH hetjob")
+    first, second = write_script(unequal, Slurm(nodes_per_island="1,1,1,1"), {}).split("#SBATCH hetjob")
     assert "--nodes=2\n#SBATCH --ntasks-per-node=4\n" in first
     assert "--nodes=2\n#SBATCH --ntasks-per-node=8\n" in second
     assert "--het-group=0,1 " in second
     # islands 2 and 3 on two nodes each have as many ranks a node as the others: all nodes are equal
-    plain = script(unequal, Slurm(nodes_per_island="1,1,2,2"), {})
+    plain = write_script(unequal, Slurm(nodes_per_island="1,1,2,2"), {})
     assert "hetjob" not in plain
     assert "--nodes=6\n#SBATCH --ntasks-per-node=4\n" in plain
 
@@ -102,7 +102,7 @@ def test_a_cluster_file_is_what_its_options_are():
     own = ("0-1:partition=old", "0-1:constraint=v100", "2-3:partition=new", "2-3:constraint=h100")
     written = Slurm(nodes_per_island="1,1,1,1", gpus_per_island="4,4,8,8", sbatch=own)
     assert add_cluster(Slurm(), cluster) == written
-    assert "#SBATCH --constraint=h100\n" in script(unequal, written, {}).split("#SBATCH hetjob")[1]
+    assert "#SBATCH --constraint=h100\n" in write_script(unequal, written, {}).split("#SBATCH hetjob")[1]
     with pytest.raises(ValueError, match="--nodes and --cluster are both given; the cluster file says it"):
         add_cluster(Slurm(nodes=4), cluster)
 

@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, make_optimizer, muon_dims, select_decayed
+from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, find_muon_dims, make_optimizer, select_decayed
 from shardtrain.optim.schedules import SCHEDULES, Schedule, make_schedule
 from shardtrain.optim.separable import coupling_problems, order_problems, share_problems
 from shardtrain.sharding.array_dims import is_dims
@@ -137,7 +137,7 @@ def test_weight_decay_of_the_decoder():
 
 
 def test_muon_takes_the_matrices_of_the_blocks():
-    assert {name: found for name, found in muon_dims(DIMS).items() if found is not None} == {
+    assert {name: found for name, found in find_muon_dims(DIMS).items() if found is not None} == {
         "up": MuonDimensionNumbers((1,), (2,)),
         "q": MuonDimensionNumbers((1,), (2, 3)),
         "out": MuonDimensionNumbers((1, 2), (3,)),

@@ -18,8 +18,8 @@ from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import (
     AverageState,
     find_evaluated_params,
+    find_missing_arguments,
     make_storable,
-    missing_arguments,
     parameter_average,
 )
 from shardtrain.optim.per_layer import per_layer
@@ -231,9 +231,9 @@ def test_plateau_and_average_are_restored_from_a_checkpoint(tmp_path):
 
 def test_missing_arguments_of_an_optimizer_are_listed():
     params = {"w": jnp.ones(2)}
-    assert missing_arguments(optax.lbfgs(), params, line_search=True) == []
-    assert missing_arguments(optax.lbfgs(), params, line_search=False) == ["value_fn"]
-    assert missing_arguments(optax.contrib.reduce_on_plateau(), params, line_search=False) == []
+    assert find_missing_arguments(optax.lbfgs(), params, line_search=True) == []
+    assert find_missing_arguments(optax.lbfgs(), params, line_search=False) == ["value_fn"]
+    assert find_missing_arguments(optax.contrib.reduce_on_plateau(), params, line_search=False) == []
 
 
 def test_runs_with_missing_arguments_or_parameters_are_refused():

@@ -40,7 +40,7 @@ def test_by_default_and_alone_nothing_changes():
 
 @pytest.mark.parametrize(("rate", "factor"), [("none", 1), ("linear", 3), ("sqrt", 3**0.5)])
 def test_factors_of_the_rate(rate, factor):
-    run = scale_run(RUN, Scaling(rate=rate, batch=True), 3).run
+    run = scale_run(RUN, Scaling(rate=rate, batch=True), 3)[0]
     assert schedule_of(run).peak == pytest.approx(0.1 * factor)
     assert replace(schedule_of(run), peak=0.1) == schedule_of(RUN)
     assert (run.batch, run.steps) == (96, 1000)
@@ -48,49 +48,49 @@ def test_factors_of_the_rate(rate, factor):
 
 def test_the_rate_rises_from_that_of_one_replica():
     """Goyal et al. 2017, section 2.2: from eta, by equal amounts, to k * eta."""
-    run = scale_run(RUN, Scaling(rate="linear", batch=True, warmup=100), 8).run
+    run = scale_run(RUN, Scaling(rate="linear", batch=True, warmup=100), 8)[0]
     rate: Any = make_schedule(schedule_of(run), run.steps)
     found = [float(rate(step)) for step in (0, 50, 100, 900)]
     assert found == pytest.approx([0.1, 0.45, 0.8, 0.8])
 
 
 def test_a_warmup_of_the_run_stays_from_0():
-    run = scale_run(with_schedule(warmup=50), Scaling(rate="linear", batch=True), 8).run
+    run = scale_run(with_schedule(warmup=50), Scaling(rate="linear", batch=True), 8)[0]
     assert (schedule_of(run).warmup, schedule_of(run).start) == (50, 0.0)
-    run = scale_run(with_schedule(warmup=50), Scaling(rate="linear", batch=True, warmup=7), 8).run
+    run = scale_run(with_schedule(warmup=50), Scaling(rate="linear", batch=True, warmup=7), 8)[0]
     assert (schedule_of(run).warmup, schedule_of(run).start) == (7, 1 / 8)
 
 
 @pytest.mark.parametrize(("steps", "replicas", "expected"), [(1000, 3, 333), (5, 8, 1)])
 def test_steps_are_divided(steps, replicas, expected):
-    run = scale_run(replace(RUN, steps=steps), Scaling(batch=True, steps=True), replicas).run
+    run = scale_run(replace(RUN, steps=steps), Scaling(batch=True, steps=True), replicas)[0]
     assert (run.steps, run.batch) == (expected, 32 * replicas)
 
 
 @pytest.mark.parametrize(("warmup", "expected"), [(0, 0), (1, 1), (50, 7)])
 def test_divided_steps_shorten_a_warmup_of_the_run(warmup, expected):
-    run = scale_run(with_schedule(warmup=warmup), Scaling(batch=True, steps=True), 8).run
+    run = scale_run(with_schedule(warmup=warmup), Scaling(batch=True, steps=True), 8)[0]
     assert schedule_of(run).warmup == expected
     assert schedule_of(run).peak == 0.1
 
 
 def test_the_pace_and_all_else_stay():
     before = replace(RUN, log_every=7, evaluate_every=11, seed=3)
-    after = scale_run(before, Scaling(rate="sqrt", batch=True, steps=True, warmup=5), 4).run
+    after = scale_run(before, Scaling(rate="sqrt", batch=True, steps=True, warmup=5), 4)[0]
     changed = {"optimizer", "batch", "steps"}
     assert {n for n in Run.__dataclass_fields__ if getattr(before, n) != getattr(after, n)} == changed
     assert replace(after.optimizer, learning_rate=schedule_of(before)) == before.optimizer  # type: ignore[arg-type]
 
 
 def test_the_first_note_says_what_was_changed():
-    notes = scale_run(RUN, Scaling(rate="linear", warmup=40, **ALL), 8).notes
+    notes = scale_run(RUN, Scaling(rate="linear", warmup=40, **ALL), 8)[1]
     assert notes == (
         "scaled to 8 replicas: batch 32 -> 256, steps 1000 -> 125, peak rate 0.1 -> 0.8 (linear),"
         " warmup 0 -> 40 steps from 0.1",
     )
-    assert scale_run(RUN, Scaling(batch=True), 2).notes == ("scaled to 2 replicas: batch 32 -> 64",)
+    assert scale_run(RUN, Scaling(batch=True), 2)[1] == ("scaled to 2 replicas: batch 32 -> 64",)
     one_step = replace(RUN, steps=1)
-    assert scale_run(one_step, Scaling(steps=True), 2).notes[0] == "scaled to 2 replicas: nothing to change"
+    assert scale_run(one_step, Scaling(steps=True), 2)[1][0] == "scaled to 2 replicas: nothing to change"
 
 
 ADAM = replace(RUN, optimizer=replace(SGD, name="adamw"))
@@ -162,23 +162,23 @@ ONE_RATE = "Horovod's guide takes the best rate of one replica times 1"
     ],
 )
 def test_notes(run, scaling, combiner, notes):
-    assert list(scale_run(run, scaling, 8, combiner).notes[1:]) == notes
+    assert list(scale_run(run, scaling, 8, combiner)[1][1:]) == notes
 
 
 def test_adasum_of_means():
     """Horovod's hierarchical mode: the rate times the replicas that are averaged before Adasum."""
     averaged = f"{ONE_RATE[:-1]}4 (the replicas that are averaged before Adasum)"
     linear = Scaling(rate="linear", batch=True, warmup=9)
-    assert scale_run(RUN, Scaling(batch=True), 8, "adasum", 4).notes[1:] == (
+    assert scale_run(RUN, Scaling(batch=True), 8, "adasum", 4)[1][1:] == (
         f"{averaged}; the rate is scaled by 1: try a peak of 0.4",
     )
-    assert scale_run(RUN, linear, 8, "adasum", 4).notes[1:] == ()
-    assert scale_run(RUN, linear, 16, "adasum", 4).notes[1:] == (
+    assert scale_run(RUN, linear, 8, "adasum", 4)[1][1:] == ()
+    assert scale_run(RUN, linear, 16, "adasum", 4)[1][1:] == (
         f"Adasum needs no scaled rate: {averaged}, at most 10 times it; rate linear makes it 16 times: use"
         " rate none and a peak of 0.4",
     )
     # twice the rate of one replica is what the guide recommends to try
-    assert scale_run(RUN, replace(linear, rate="sqrt"), 4, "adasum").notes[1:] == ()
+    assert scale_run(RUN, replace(linear, rate="sqrt"), 4, "adasum")[1][1:] == ()
 
 
 def test_an_optimizer_given_in_python():

@@ -3,17 +3,17 @@
 from dataclasses import replace
 
 import pytest
+from allowed_chunks import list_allowed_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain.pipeline.schedule import (
     SCHEDULES,
     gpipe,
-    list_allowed_chunks,
     one_forward_one_backward,
     zero_bubble,
 )
-from shardtrain.pipeline.table import Table, Task, check, needs
+from shardtrain.pipeline.table import Table, Task, check, list_needs
 
 
 @st.composite
@@ -61,7 +61,7 @@ def test_a_task_that_is_moved_before_what_it_needs_is_refused(table, data):
     inputs = [
         other
         for other in others
-        if (other.kind, table.part(other)) in needs(table, task) and other.microbatch == task.microbatch
+        if (other.kind, table.part(other)) in list_needs(table, task) and other.microbatch == task.microbatch
     ]
     if inputs:
         latest = max(inputs, key=lambda other: other.tick)

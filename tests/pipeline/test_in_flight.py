@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtrain.pipeline.in_flight import forwards_ahead, waves_before_barrier
+from shardtrain.pipeline.in_flight import count_forwards_ahead, count_waves_before_barrier
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.trainer.strategy import Strategy
 
@@ -23,7 +23,7 @@ def tasks_of(ahead, in_flight, num_batches):
 def test_stages_wait_for_each_other_in_no_circle_and_keep_what_is_in_flight(
     num_stages, in_flight, num_batches
 ):
-    ahead = forwards_ahead(num_stages, in_flight)
+    ahead = count_forwards_ahead(num_stages, in_flight)
     left = [tasks_of(each, in_flight, num_batches) for each in ahead]
     done = [set() for _ in range(num_stages)]
 
@@ -52,7 +52,7 @@ def test_stages_wait_for_each_other_in_no_circle_and_keep_what_is_in_flight(
 def test_a_barrier_is_requested_for_a_step_that_no_virtual_worker_has_ended(in_flight, every, answered):
     # told when the next wave is pushed, which is while the batch `in_flight` steps later starts
     told_at = (answered + 1) * every + in_flight
-    barrier = (answered + 1 + waves_before_barrier(in_flight, every)) * every
+    barrier = (answered + 1 + count_waves_before_barrier(in_flight, every)) * every
     assert barrier >= told_at
     assert barrier - told_at < every
 

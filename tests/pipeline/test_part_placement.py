@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtrain.pipeline.part_placement import PLACEMENTS, PartPlacement, placements
+from shardtrain.pipeline.part_placement import PLACEMENTS, PartPlacement, list_placements
 
 
 @st.composite
@@ -47,8 +47,8 @@ def test_placements_by_value():
     assert v.last_stage == 0
     # on two stages, forth and back are the same hop: one message serves both
     assert PartPlacement(num_stages=2, num_chunks=2, name="v").hops == {0: ((1, 1),), 1: ((0, 1), (1, 0))}
-    assert placements(4, 2) == [loop, v]
-    assert [placement.name for placement in placements(4, 3)] == ["loop"]
+    assert list_placements(4, 2) == [loop, v]
+    assert [placement.name for placement in list_placements(4, 3)] == ["loop"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import doctest
 
 import pytest
+from allowed_chunks import list_allowed_chunks
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from shardtrain.pipeline.schedule import (
     find_placement,
     forward_only,
     interleaved,
-    list_allowed_chunks,
     make_table,
     one_forward_one_backward,
     write_table,

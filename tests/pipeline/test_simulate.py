@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from allowed_chunks import list_allowed_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,10 +13,9 @@ from shardtrain.pipeline.schedule import (
     forward_only,
     gpipe,
     interleaved,
-    list_allowed_chunks,
 )
 from shardtrain.pipeline.simulate import simulate
-from shardtrain.pipeline.table import needs
+from shardtrain.pipeline.table import list_needs
 
 UNEQUAL = {(0, 0, "forward"): 1.0, (1, 0, "forward"): 3.0, (0, 0, "backward"): 2.0, (1, 0, "backward"): 1.0}
 
@@ -96,7 +96,7 @@ def timed(draw):
 
 def inputs(table: Table, task):
     made = {(other.kind, table.part(other), other.microbatch): other for other in table.tasks}
-    return [made[*need, task.microbatch] for need in needs(table, task)]
+    return [made[*need, task.microbatch] for need in list_needs(table, task)]
 
 
 @settings(max_examples=80, deadline=None)
@@ -128,7 +128,7 @@ def test_times_that_are_missing_or_negative_are_told():
     assert str(error.value) == (
         "schedule 'gpipe' cannot be simulated:\n"
         "  - work of stage 0, chunk 0, kind 'backward' takes -1.0 s; give a number from 0\n"
-        "  - work of stage 1, chunk 0, kind 'forward' takes None s; give a number from 0\n"
+        "  - work of stage 1, chunk 0, kind 'forward' takes nan s; give a number from 0\n"
         "  - work of stage 1, chunk 0, kind 'backward' takes -1.0 s; give a number from 0\n"
         "  - transfer of stage 0, chunk 0, kind 'forward' takes nan s; give a number from 0\n"
         "  - transfer of stage 1, chunk 0, kind 'backward' takes nan s; give a number from 0"

@@ -4,8 +4,9 @@ import os
 from dataclasses import replace
 
 import pytest
+from allowed_chunks import list_allowed_chunks
 
-from shardtrain.pipeline.schedule import SCHEDULES, list_allowed_chunks
+from shardtrain.pipeline.schedule import SCHEDULES
 from shardtrain.pipeline.table_file import read_table, write_table
 
 

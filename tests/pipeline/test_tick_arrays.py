@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from allowed_chunks import list_allowed_chunks
 
-from shardtrain.pipeline.schedule import SCHEDULES, forward_only, list_allowed_chunks, make_table
+from shardtrain.pipeline.schedule import SCHEDULES, forward_only, make_table
 from shardtrain.pipeline.table import KINDS
 from shardtrain.pipeline.tick_arrays import NONE, make_ticks
 

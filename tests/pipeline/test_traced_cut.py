@@ -26,7 +26,7 @@ from shardtrain.functional.rng import row_key
 from shardtrain.pipeline.costs import STATE
 from shardtrain.pipeline.cuts import make_partitions, trace_parts
 from shardtrain.pipeline.options import Pipeline
-from shardtrain.pipeline.partition import cut, narrow_cut
+from shardtrain.pipeline.partition import cut, cut_narrowly
 from shardtrain.pipeline.stage_model import StageModel
 
 ROWS, SEQ, VOCAB, EMBED = 4, 6, 11, 8
@@ -215,7 +215,7 @@ def test_a_narrow_cut_sends_the_least_of_all_even_cuts(costs, num_parts, data):
 
     limit = 1.1 * judged(cut(costs, num_parts))[0]
     every = [c for c in all_cuts(len(costs), num_parts) if judged(c)[0] <= limit]
-    found = judged(narrow_cut(costs, num_parts, sent))
+    found = judged(cut_narrowly(costs, num_parts, sent))
     assert found[0] <= limit
     assert found[1] == min(judged(c)[1] for c in every)
 

@@ -9,8 +9,8 @@ import pytest
 from planned_steps import subject_of
 
 from shardtrain import next_token_loss
-from shardtrain.functional.loss_count import loss_count
 from shardtrain.functional.nnx_model import convert_model
+from shardtrain.functional.traced_loss import loss_count
 from shardtrain.islands.cluster import Cluster, IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.models.decoder import DecoderConfig

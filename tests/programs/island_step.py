@@ -164,8 +164,8 @@ def main() -> None:
             check(comm, noise, noise_of_parts(shares, unit, num_parts), f"noise of {sizes} {shares}")
     # the last case's gradients by every way of summing, in buckets of every kind
     key = step_key(state.seed, jnp.int32(0))
-    gradients = jax.jit(make_gradients(MODEL, classification_loss, placement, start))
-    found = gradients(state.params, state.model_state, key, batch)
+    gradients = jax.jit(make_gradients(MODEL, classification_loss, placement))
+    found = gradients(state.params, state.model_state, key, batch, start)
     tree = {path_text(path): x for path, x in jax.tree.leaves_with_path(found.grads)}
     caps = [0, 2000, 25 << 20]
     pairs = itertools.product(REDUCE, caps)

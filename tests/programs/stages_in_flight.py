@@ -25,14 +25,16 @@ from shardtrain.islands.parameter_shard import ParameterShard
 from shardtrain.islands.transfer import Transfer
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.pipeline.cuts import make_partitions, trace_parts
-from shardtrain.pipeline.in_flight import forwards_ahead, waves_before_barrier
+from shardtrain.pipeline.in_flight import count_forwards_ahead, count_waves_before_barrier
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.schedule import forward_only, make_table
+from shardtrain.pipeline.stacking import owner_groups
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.owner_transfers import OwnerTransfers
 from shardtrain.train_step.pipeline_grid import PipelineGrid
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.stage_step import StageStep
@@ -98,7 +100,7 @@ def make_stage_step(barriers):
     control, way = Control(COMM), Synchronisation(on="deltas", every=EVERY, distance=0)
     peers = COMM.Split(GRID.stage, GRID.replica)
     transfer = Transfer(mesh, [MpiGroup(peers)])
-    shard = ParameterShard(peers.size, waves_ahead=waves_before_barrier(IN_FLIGHT, EVERY))
+    shard = ParameterShard(peers.size, waves_ahead=count_waves_before_barrier(IN_FLIGHT, EVERY))
 
     def make_waves(worker):
         names = [f"worker {i}" for i in range(peers.size)]
@@ -124,7 +126,7 @@ def make_stage_step(barriers):
         optimizer=optimizer,
         clip=CLIP,
         placement=placement,
-        transfer=transfer,
+        owners=OwnerTransfers(stage_model, owner_groups([stages])[GRID.stage : GRID.stage + 1], [transfer]),
         grid=GRID,
         mailbox=Mailbox(COMM.Split(GRID.replica, GRID.stage), ["stage 0", "stage 1"], 60),
         all_gather=control.all_gather,
@@ -166,7 +168,7 @@ def main():
     # the losses of all batches of both virtual workers are in the metrics of the first, once
     examples = sum(batch_of(r, n)["weights"].sum() for r in (0, 1) for n in range(1, STEPS + 1))
     assert COMM.rank or seen["count"] == examples * CONFIG.seq, seen
-    assert forwards_ahead(STAGES, IN_FLIGHT)[0] == IN_FLIGHT - 1
+    assert count_forwards_ahead(STAGES, IN_FLIGHT)[0] == IN_FLIGHT - 1
     COMM.barrier()
     step.close()
     sys.stdout.write("done\n")

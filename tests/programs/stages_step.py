@@ -25,10 +25,10 @@ from shardtrain.islands.mailbox import Mailbox
 from shardtrain.islands.transfer import Transfer
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.resnet import ResNetConfig
-from shardtrain.pipeline.block_owners import owner_groups
 from shardtrain.pipeline.cuts import make_partitions, trace_parts
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.schedule import forward_only, make_table
+from shardtrain.pipeline.stacking import owner_groups
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -243,7 +243,6 @@ def make(
         optimizer=optimizer,
         clip=None,
         placement=placement,
-        transfer=transfers[0],
         owners=OwnerTransfers(stage_model, groups, transfers),
         grid=grid,
         mailbox=Mailbox(comm.Split(grid.replica, grid.stage), [f"stage {i}" for i in range(num_stages)], 60),

@@ -6,9 +6,10 @@ import sys
 import matplotlib.image
 import numpy as np
 import pytest
+from allowed_chunks import list_allowed_chunks
 from matplotlib.colors import to_rgb
 
-from shardtrain.pipeline.schedule import forward_only, list_allowed_chunks, make_table
+from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.report.plots.timeline import TASK_COLOURS, timeline
 from shardtrain.report.timeline import timeline_text
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardtrain import axes
 from shardtrain.sharding.array_dims import Named, dims_by_pattern
 from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.placement_problems import fitting_rules, naming_text
+from shardtrain.sharding.placement_problems import find_fitting_rules, format_naming
 from shardtrain.sharding.resolve import complete_layout, format_unplaced, resolve
 from shardtrain.sharding.rules import PARAMETER_RULES
 
@@ -135,7 +135,7 @@ def test_the_rules_suggested_by_an_error_fit():
     text = refused(resolve, arrays, PARAMETER_RULES, SIZES)
     assert "no rule for dim 'embd' (did you mean 'embed'?)" in text
     rules = {"kv": ("tensor",), "dim": (), "embd": ("fsdp",), "odd": ()}
-    assert fitting_rules(arrays, PARAMETER_RULES, SIZES) == rules
+    assert find_fitting_rules(arrays, PARAMETER_RULES, SIZES) == rules
     printed = "parameters={'kv': ['tensor'], 'dim': [], 'embd': ['fsdp'], 'odd': []}"
     assert text.endswith(HELP.format(ways=f"\n    rules for them, as Strategy(layout=Layout({printed}))"))
     pasted = eval(f"Layout({printed})", {"Layout": Layout})
@@ -144,9 +144,9 @@ def test_the_rules_suggested_by_an_error_fit():
 
 def test_the_names_suggested_by_an_error_fit():
     arrays = {"a": Named(dims=None, shape=(3,)), "b/w": Named(dims=None, shape=(2, 16, 24))}
-    text = naming_text(arrays, PARAMETER_RULES, SIZES)
+    text = format_naming(arrays, PARAMETER_RULES, SIZES)
     assert "Run(names={'b/w': (None, 'fsdp', 'tensor')})" in text
-    assert naming_text(arrays, PARAMETER_RULES, SIZES, "replicate") == ""
+    assert format_naming(arrays, PARAMETER_RULES, SIZES, "replicate") == ""
 
 
 SHAPES = {"a/up/kernel": (4, 8), "a/up/bias": (8,), "b/down/kernel": (8, 4), "table": (9, 4)}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardtrain.system import stop_signals
-from shardtrain.system.stop_signals import STOPPING, StopSignals, asking
+from shardtrain.system.stop_signals import STOPPING, StopSignals, select_handled
 
 
 @pytest.fixture
@@ -124,10 +124,10 @@ with StopSignals(lambda number: os._exit(99)) as stop:
 
 
 def test_after_nohup_the_end_of_the_terminal_is_no_signal():
-    assert asking(STOPPING) == list(STOPPING)
+    assert select_handled(STOPPING) == list(STOPPING)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert signal.SIGHUP not in asking(STOPPING)
+        assert signal.SIGHUP not in select_handled(STOPPING)
         with StopSignals() as stop:
             send(signal.SIGHUP)
             assert stop.received is None

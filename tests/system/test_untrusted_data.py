@@ -67,7 +67,7 @@ def test_toml_that_is_refused(text, words, tmp_path):
         ("(4611686018427387904,)", "<u2", "has 20 bytes of data; its shape .* needs 9223372036854775808"),
         ("(11,)", "<u2", "it is cut off, or damaged"),
         ("(-1,)", "<u2", r"has the shape \(-1,\); sizes are 0 or more"),
-        ("(1,)", "|O", "array of object in an order or kind that is not read"),
+        ("(1,)", "|O", "array of object in an unsupported order or kind"),
         ("(2**62,)", "<u2", "is no .npy file"),
         ("(" * 200 + ")" * 200, "<u2", "is no .npy file"),
         ("(10,", "<u2", "is no .npy file"),

@@ -34,13 +34,13 @@ def test_every_flag_is_added_before_those_of_the_user(preset):
 def test_a_device_with_flags_of_the_user_is_left_alone():
     found = apply_preset("latency-hiding", {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}, "0.10.2")
     assert {flag.device for flag in found.added} == {"cpu"}
-    assert preset_text("latency-hiding", found).endswith("; XLA flags for the gpu are as XLA_FLAGS has them")
+    assert preset_text("latency-hiding", found).endswith("; XLA flags for the gpu are those of XLA_FLAGS")
 
 
 def test_a_file_of_flags_stays_alone():
     found = apply_preset("auto", {"XLA_FLAGS": "flags.txt"}, "0.10.2")
     assert (found.xla_flags, found.added) == ("flags.txt", ())
-    assert "XLA flags are as the file of XLA_FLAGS has them" in preset_text("auto", found)
+    assert "XLA flags are those of the file in XLA_FLAGS" in preset_text("auto", found)
 
 
 def test_another_jaxlib_gets_no_flags():
@@ -48,7 +48,7 @@ def test_another_jaxlib_gets_no_flags():
     assert (found.xla_flags, found.added) == ("", ())
     assert preset_text("auto", found) == (
         "XLA flags of the preset 'auto' are not set: they were checked with jaxlib 0.10.x, 0.11.x, 0.12.x,"
-        " this is 0.13.1. Give those that you want in XLA_FLAGS"
+        " this is 0.13.1. Set the flags that you want in XLA_FLAGS"
     )
 
 

@@ -12,7 +12,7 @@ from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.each_replica import each_replica
+from shardtrain.train_step.each_replica import map_replicas
 from shardtrain.train_step.placement import make_placement
 
 MODEL = convert_model(MlpConfig(features=4, mlp=4, num_layers=1, classes=2))
@@ -30,7 +30,7 @@ def test_a_function_may_have_callbacks():
         jax.debug.callback(lambda x: seen.append(float(x.sum())), x)
         return 2 * x
 
-    run = jax.jit(each_replica(function, (0,), placed(2)))
+    run = jax.jit(map_replicas(function, (0,), placed(2)))
     np.testing.assert_allclose(run(np.arange(4.0).reshape(2, 2)), [[0, 2], [4, 6]])
     jax.effects_barrier()
     assert sorted(seen) == [1, 5]
@@ -42,7 +42,7 @@ def test_a_function_may_have_callbacks():
 def test_arrays_of_several_replicas_have_a_dim_more_only_where_the_program_is_cut(
     num_replicas, in_parts, shape
 ):
-    run = each_replica(jnp.tanh, (0,), replace(placed(num_replicas), in_parts=in_parts))
+    run = map_replicas(jnp.tanh, (0,), replace(placed(num_replicas), in_parts=in_parts))
     traced = jax.make_jaxpr(run)(jnp.ones((num_replicas, 4, 8)))
     [line] = [line for line in str(traced).splitlines() if " tanh " in line]
     assert f":f32[{shape}] = tanh" in line

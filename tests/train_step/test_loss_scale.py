@@ -16,13 +16,20 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.loss_scale import FIRST, GOOD_STEPS, LARGEST, SMALLEST, LossScale, adjust
+from shardtrain.train_step.loss_scale import (
+    FIRST,
+    GOOD_STEPS,
+    LARGEST,
+    SMALLEST,
+    LossScale,
+    adjust_loss_scale,
+)
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
 
 
 def after(scale, good_steps, finite):
-    found = adjust(LossScale(jnp.float32(scale), jnp.int32(good_steps)), jnp.bool(finite))
+    found = adjust_loss_scale(LossScale(jnp.float32(scale), jnp.int32(good_steps)), jnp.bool(finite))
     return found.scale.item(), found.good_steps.item()
 
 
@@ -32,7 +39,7 @@ def test_it_is_halved_by_an_overflow_and_doubled_after_many_good_steps():
     assert after(8, GOOD_STEPS - 1, True) == (16, 0)
     assert after(LARGEST, GOOD_STEPS - 1, True) == (LARGEST, 0)
     assert after(SMALLEST, 0, False) == (SMALLEST, 0)
-    assert adjust((), jnp.bool(False)) == ()
+    assert adjust_loss_scale((), jnp.bool(False)) == ()
 
 
 def test_gradients_that_vanish_in_float16_are_those_of_float32():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from allowed_chunks import list_allowed_chunks
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 from unordered_collectives import find_unordered
@@ -24,7 +25,6 @@ from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.schedule import (
     SCHEDULES,
     find_placement,
-    list_allowed_chunks,
     make_table,
     read_table,
     write_table,

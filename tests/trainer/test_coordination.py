@@ -14,6 +14,7 @@ from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.islands.bridge import Control
 from shardtrain.islands.device_memory import cuda_aware, decide_device_memory
 from shardtrain.islands.membership import START_SECONDS
+from shardtrain.islands.rank_timeout import RankWait
 from shardtrain.trainer.coordination import (
     AGREEMENT_SECONDS,
     LONG_SECONDS,
@@ -78,4 +79,4 @@ def test_the_page_of_islands_has_the_limits_of_the_code():
     assert f"{START_SECONDS:.0f} s at the start, {AGREEMENT_SECONDS:.0f} s at the comparison" in page
     assert f"{LONG_SECONDS:.0f} s where" in page
     assert f"{inspect.signature(Control).parameters['patience_seconds'].default:.0f} s elsewhere" in page
-    assert f"named after {Control.REPORT_SECONDS:.0f} s" in page
+    assert f"named after {RankWait.REPORT_SECONDS:.0f} s" in page

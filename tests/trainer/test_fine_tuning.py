@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from fine_tuning import CONSTANT, by_hand, close, initial, paths, run_of
+from flax.traverse_util import unflatten_dict
 from saved_decoder import save
 from tiny_language_model import TinyConfig
 
@@ -20,7 +21,6 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.files import export_model, import_model
 from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import make_storable
-from shardtrain.pipeline.stage_model import nest
 from shardtrain.report.sharding import sharding_text
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
@@ -100,7 +100,9 @@ def test_an_adapter_is_the_same_as_its_merged_kernel(tmp_path):
     plain = import_model(tmp_path / "out")
     assert plain.config == replace(MODEL, head_dim=4)
     tokens = np.arange(8)[None]
-    found = convert_model(MODEL).apply(nest(dict(plain.arrays)), {}, jax.random.key(0), False, tokens)[0]
+    found = convert_model(MODEL).apply(
+        unflatten_dict(dict(plain.arrays), sep="/"), {}, jax.random.key(0), False, tokens
+    )[0]
     wanted = convert_model(LORA).apply(params, {}, jax.random.key(0), False, tokens)[0]
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
     base = convert_model(MODEL).apply(

@@ -13,7 +13,7 @@ from shardtrain.functional.model import name_arrays
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.sharding.array_dims import Named
 from shardtrain.sharding.layout import Layout
-from shardtrain.sharding.shifted_names import warn_moved_names
+from shardtrain.sharding.shifted_names import warn_shifted_names
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
@@ -51,7 +51,7 @@ def loss(apply, batch):
 
 def found(**metadata):
     model = from_nnx(lambda rngs: Stack(rngs, **metadata))
-    return warn_moved_names(name_arrays(model, jax.eval_shape(model.init, jax.random.key(0))[0]))
+    return warn_shifted_names(name_arrays(model, jax.eval_shape(model.init, jax.random.key(0))[0]))
 
 
 def test_a_stack_without_the_name_of_its_layers():
@@ -67,7 +67,7 @@ def test_a_stack_without_the_name_of_its_layers():
 def test_two_sizes_that_moving_would_not_cure_are_fine(last):
     """The widths of a pyramid, say."""
     arrays = {str(i): Named(dims=("embed", last), shape=(8 * i, 5 * i)) for i in (1, 2, 4)}
-    assert warn_moved_names(arrays) is None
+    assert warn_shifted_names(arrays) is None
 
 
 def test_a_run_says_so(tmp_path, one_device):

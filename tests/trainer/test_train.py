@@ -408,7 +408,7 @@ def test_an_evaluation_that_fails_comes_after_the_save(text, tmp_path, monkeypat
     ("returned", "told"),
     [
         (lambda total, count: total / count, "the loss returned an array of shape ()"),
-        (lambda total, count: (total, count, {"loss": (total, count)}), "'loss' is a name of the step's own"),
+        (lambda total, count: (total, count, {"loss": (total, count)}), "'loss' has a name that"),
         (lambda total, count: (total, count, {"right": total}), "metric 'right' is an array of shape ()"),
         (lambda total, count: (total[None], count), "sum is an array of shape (1,), not a scalar"),
     ],

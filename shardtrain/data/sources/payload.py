@@ -44,7 +44,8 @@ message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MES
 def recognise_kind(record: bytes) -> Kind:
     r"""Recognise what a record is; the first one decides for its file.
 
-    >>> kind_of(b'{"text": "a"}'), kind_of(b"\n\r\n\x0b\n\x01a\x12\x06\n\x04\n\x02hi"), kind_of(b"plain")
+    >>> heads = b'{"text": "a"}', b"\n\r\n\x0b\n\x01a\x12\x06\n\x04\n\x02hi", b"plain"
+    >>> tuple(map(recognise_kind, heads))
     ('json', 'example', 'text')
     """
     if record.removeprefix(MARK.encode()).lstrip()[:1] == b"{":

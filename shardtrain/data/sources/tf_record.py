@@ -63,7 +63,7 @@ def record_offsets(path: Path) -> np.ndarray:
 def compute_masked_crc32c(data: bytes) -> int:
     """Return the masked CRC-32C (polynomial 0x1EDC6F41, RFC 3720, section 12.1) of a few bytes.
 
-    >>> hex(masked_crc32c(b"123456789"))  # of 0xe3069283
+    >>> hex(compute_masked_crc32c(b"123456789"))  # of 0xe3069283
     '0xc78ab0e5'
     """
     crc = 0xFFFFFFFF

@@ -1,1 +1,1 @@
-"""Find ranks that hang or are slow, and end the run with a diagnosis."""
+"""Find ranks that hang or are slow, and end a hanging run with a diagnosis."""

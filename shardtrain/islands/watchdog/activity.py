@@ -1,7 +1,6 @@
-"""The current activity of this process, by name: set before operations that may hang, read by the watchdog's
-thread; and the seconds that went to each kind of activity, for the metrics.
+"""Record the current activity of this process for the watchdog, and the seconds of each kind for the metrics.
 
-Recording is one assignment of a tuple, cheap enough for every wait of every step. Next: `diagnosis.py`.
+A record is one assignment of a tuple, cheap enough for every wait of every step. Next: `diagnosis.py`.
 """
 
 import os
@@ -14,20 +13,20 @@ from typing import Literal, NamedTuple
 from shardtrain.islands.watchdog.step_file import STEP_FILE, StepFile
 
 Kind = Literal["input", "step", "islands", "stages", "save", "evaluation", "other"]
-"""On what time is spent: waiting for a batch, the step's own work, waiting for other islands, or for other
-stages, saving, evaluating."""
+"""Kinds of activities: waiting for a batch, the step's own work, waiting for other islands or other stages,
+saving, evaluating."""
 
 
 class Activity(NamedTuple):
-    """An operation under way.
+    """A running operation.
 
     Args:
       operation: its name in messages.
-      since_seconds: when it began, by `time.monotonic`.
-      waits: for other ranks or a device, which may be the cause if it takes long.
+      since_seconds: time of its start, by `time.monotonic`.
+      waits: whether it waits for other ranks or a device, which may be the cause if it takes long.
       long: whether it may take hours, such as compiling, saving or evaluating.
       waits_for: the ranks that are known to be missing.
-      kind: on what its seconds are spent.
+      kind: the kind to which its seconds count.
     """
 
     operation: str
@@ -39,11 +38,12 @@ class Activity(NamedTuple):
 
 
 class ActivityRecord:
-    """The current activity of a process: of its main thread, and of the thread that calls MPI.
+    """The current activities of the main thread and of the MPI thread of a process.
 
     Args:
-      step_file: records every step, for a launcher that reads it after this process has ended.
-      clock: monotonic, in seconds.
+      step_file: records every step for a launcher, which reads it after this process has ended; None
+        disables it.
+      clock: a monotonic clock in seconds.
 
     >>> activity = ActivityRecord()
     >>> with activity.at("reading a batch"):
@@ -82,9 +82,9 @@ class ActivityRecord:
         waits_for: tuple[int, ...] = (),
         kind: Kind | None = None,
     ) -> Iterator[None]:
-        """Record an operation of the main thread while the context is entered, see `Activity`.
+        """Record an operation of the main thread within this context, see `Activity`.
 
-        Its kind is by default that of the operation around it.
+        By default it has the kind of the enclosing operation.
         """
         before = self.main
         self._charge(before.kind)
@@ -92,12 +92,12 @@ class ActivityRecord:
         try:
             yield
         except BaseException:
-            # the innermost, for the message about it
+            # keep the innermost operation, for the error message
             self.failed_at = self.failed_at or operation
             raise
         finally:
             self._charge(self.main.kind)
-            # the operation around it has made progress: its time starts again
+            # the enclosing operation has made progress: restart its time
             self.main = before._replace(since_seconds=time.monotonic())
 
     def _charge(self, kind: Kind) -> None:
@@ -109,7 +109,7 @@ class ActivityRecord:
     def take_seconds(self) -> dict[Kind, float]:
         """Return the seconds that the main thread spent on each kind since the last call.
 
-        The seconds of an operation inside another one are its own, and not those of the other.
+        The seconds of an inner operation do not count for the enclosing one.
 
         >>> now = [0.0]
         >>> activity = ActivityRecord(clock=lambda: now[0])
@@ -126,7 +126,7 @@ class ActivityRecord:
 
     @contextmanager
     def record_on_bridge(self, operation: str) -> Iterator[None]:
-        """Record an operation of the MPI thread while the context is entered."""
+        """Record an operation of the MPI thread within this context."""
         self.bridge = Activity(operation, time.monotonic(), waits=True)
         try:
             yield
@@ -140,7 +140,7 @@ class ActivityRecord:
             self.main = self.main._replace(waits_for=ranks)
 
     def now(self) -> Activity:
-        """Return the current activity: that of the MPI thread if the main thread waits for it."""
+        """Return the current activity: the MPI thread's if the main thread waits for it."""
         main, bridge = self.main, self.bridge
         return bridge if bridge is not None and main.waits else main
 

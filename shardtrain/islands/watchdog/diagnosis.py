@@ -1,4 +1,4 @@
-"""Diagnose which rank stalls the run from the heartbeats of all, and format the message.
+"""Diagnose from the heartbeats of all ranks which rank stalls the run, and format the message.
 
 Values only: no thread, no clock, no MPI. Next: `watchdog.py`, which collects heartbeats and acts.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 
 from shardtrain.errors.exit_codes import TEMPORARY_FAILURE
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.islands.watchdog.activity import ActivityRecord
 
 LEAST_SECONDS = 2.0
@@ -19,14 +19,14 @@ LEAST_SECONDS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """Time limits after which a run that makes no progress is ended.
+    """Time limits after which a run without progress is ended.
 
     Args:
-      silence_seconds: time without heartbeats after which a rank counts as lost: it is stopped, or its host
-        or the network is down; 0: never.
-      stall_seconds: time limit of a step, a batch, or a message between islands; 0: none.
+      silence_seconds: seconds without heartbeats after which a rank counts as lost: it is stopped, or its
+        host or the network is down; 0 disables this limit.
+      stall_seconds: time limit of a step, a batch, or a message between islands; 0 disables it.
       long_seconds: time limit of operations that may take hours: compiling, restoring, saving, evaluating;
-        0: none.
+        0 disables it.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -39,17 +39,16 @@ class Watch:
     def __post_init__(self) -> None:
         problems = wrong_types(self)
         problems += [
-            f"{name} is {value}; use 0 for never, or {LEAST_SECONDS:.0f} or more"
+            f"{name} is {value}; use 0 to disable it, or {LEAST_SECONDS:.0f} or more"
             for name, value in vars(self).items()
             if value != 0 and not LEAST_SECONDS <= value < math.inf
         ]
         if 0 < self.long_seconds < self.stall_seconds:
             problems.append(
-                f"long_seconds is {self.long_seconds}, and stall_seconds, for what is shorter, is"
-                f" {self.stall_seconds}; use {self.stall_seconds} or more for long_seconds"
+                f"long_seconds is {self.long_seconds}, below stall_seconds, the limit of shorter operations,"
+                f" which is {self.stall_seconds}; use {self.stall_seconds} or more for long_seconds"
             )
-        if problems:
-            raise problems_error("a run cannot be watched like this", problems)
+        refuse("these time limits are not possible", problems)
 
     def limit(self, long: bool) -> float:
         """Return the time limit of an operation in seconds."""
@@ -57,7 +56,7 @@ class Watch:
 
     @property
     def silent_work_seconds(self) -> float:
-        """Seconds without heartbeats after which a rank is lost although its process runs; always finite.
+        """Seconds without heartbeats after which a rank counts as lost although its process runs; finite.
 
         >>> Watch().silent_work_seconds, Watch(stall_seconds=0, long_seconds=0).silent_work_seconds
         (600.0, 20.0)
@@ -69,10 +68,10 @@ class Heartbeat(NamedTuple):
     """The message that a rank sends about itself every second.
 
     Args:
-      step: the step that it is doing, from 1; 0 before the first.
+      step: its current step, from 1; 0 before the first.
       num_collectives: number of collectives of all ranks (all-gathers, barriers) that it has joined.
       operation: its current operation.
-      seconds: since when it runs.
+      seconds: seconds since the operation began.
       waits, long, waits_for: see `activity.Activity`.
     """
 
@@ -112,34 +111,34 @@ class Heartbeat(NamedTuple):
 def find_stalled(heartbeats: Mapping[int, Heartbeat], watch: Watch) -> list[int]:
     """Return the ranks that stall the run; [] while all are within their limits.
 
-    Whoever waits for others is not to blame while one of these is at work of its own, within the limit
-    of that work.
+    A rank that waits for others is not to blame while one of them works within its limit.
 
     Args:
-      heartbeats: rank -> its heartbeat, as of now.
+      heartbeats: rank -> its latest heartbeat, with its seconds counted up to now.
       watch: the limits.
 
     >>> working = Heartbeat(5, 8, "reading a batch", 700.0)
     >>> waiting = Heartbeat(5, 9, "combine gradients", 699.0, waits=True, waits_for=(1,))
-    >>> stalled({0: waiting, 1: working}, Watch()), stalled({0: waiting, 1: working}, Watch(stall_seconds=0))
+    >>> both = {0: waiting, 1: working}
+    >>> find_stalled(both, Watch()), find_stalled(both, Watch(stall_seconds=0))
     ([1], [])
     """
-    # 1. a rank at work of its own beyond its limit stalls the others that wait for it
+    # 1. a rank that works beyond its limit stalls the others, which wait for it
     working = [rank for rank, heartbeat in heartbeats.items() if not heartbeat.waits]
     if over := [rank for rank in working if heartbeats[rank].seconds > watch.limit(heartbeats[rank].long)]:
         return over
     if working:
-        # at work for ever, a little at a time
+        # ranks that work for ever in short operations
         waiting = max(heartbeat.seconds for heartbeat in heartbeats.values()) > watch.limit(True)
         return working if waiting else []
-    # 2. all ranks wait: for each other, once the limit of every one of them is over
+    # 2. all ranks wait for each other, once the limits of all are over
     if not all(heartbeat.seconds > watch.limit(heartbeat.long) for heartbeat in heartbeats.values()):
         return []
-    return _blocking(heartbeats)
+    return _find_blocking(heartbeats)
 
 
-def _blocking(heartbeats: Mapping[int, Heartbeat]) -> list[int]:
-    """Return the ranks that joined the fewest collectives; of these, those for which others wait."""
+def _find_blocking(heartbeats: Mapping[int, Heartbeat]) -> list[int]:
+    """Return the ranks that joined the fewest collectives, or only those of them for which others wait."""
     # the others wait for a rank that joined fewer collectives than they did
     fewest = min(heartbeat.num_collectives for heartbeat in heartbeats.values())
     behind = [rank for rank, heartbeat in heartbeats.items() if heartbeat.num_collectives == fewest]
@@ -166,14 +165,14 @@ def stall_text(
     """Return the message about ranks that take too long."""
     lines = [f"{names[rank]} makes no progress: {activity_text(heartbeats[rank])}" for rank in culprits[:8]]
     if len(culprits) == len(heartbeats) > 1:
-        lines.append("all ranks wait for each other: a message was lost, or they take different ways")
-    lines += _others(culprits, heartbeats, names)
+        lines.append("all ranks wait for each other: a message was lost, or they run different operations")
+    lines += _others_text(culprits, heartbeats, names)
     slowest = max(culprits, key=lambda rank: heartbeats[rank].seconds)
     field = "long" if heartbeats[slowest].long else "stall"
     limit = getattr(watch, f"{field}_seconds")
     more = math.ceil(2 * max(heartbeats[slowest].seconds, limit))
     lines.append(f"allowed are {limit:g} s; if it was only slow: --watch.{field}-seconds {more}")
-    return message(lines)
+    return format_diagnosis(lines)
 
 
 def silence_text(
@@ -188,32 +187,34 @@ def silence_text(
     Args:
       silent: rank -> seconds since its last heartbeat.
       causes: rank -> what is known of its process.
-      heartbeats: rank -> its last one, as it was then.
-      names: the names of all ranks.
+      heartbeats: rank -> its last heartbeat, as it was sent.
+      names: rank -> its name.
       watch: the limits.
     """
     lines = []
     for rank, seconds in list(silent.items())[:8]:
         lines.append(f"{names[rank]} has sent no heartbeat for {seconds:.0f} s: {causes[rank]}")
         lines.append(f"  its last heartbeat: {activity_text(heartbeats.get(rank))}")
-    lines += _others(list(silent), heartbeats, names)
+    lines += _others_text(list(silent), heartbeats, names)
     more = math.ceil(2 * max(silent.values()))
     allowed = f"allowed are {watch.silence_seconds:g} s"
     lines.append(f"{allowed}; if it was only slow: --watch.silence-seconds {more}")
-    return message(lines)
+    return format_diagnosis(lines)
 
 
-def _others(culprits: Sequence[int], heartbeats: Mapping[int, Heartbeat], names: Sequence[str]) -> list[str]:
+def _others_text(
+    culprits: Sequence[int], heartbeats: Mapping[int, Heartbeat], names: Sequence[str]
+) -> list[str]:
     others = [rank for rank in sorted(heartbeats) if rank not in culprits]
     lines = [f"  {names[rank]}: {activity_text(heartbeats[rank])}" for rank in others[:8]]
     return [*lines, *([f"  and {len(others) - 8} more"] if len(others) > 8 else [])]
 
 
-def message(lines: Sequence[str]) -> str:
+def format_diagnosis(lines: Sequence[str]) -> str:
     """Format the lines of a diagnosis, with what happens next."""
     first, *rest = lines
     again = (
         f"-> all ranks end with exit code {TEMPORARY_FAILURE}; the same command resumes from the last"
-        " checkpoint (launch --restarts N gives it again by itself)"
+        " checkpoint (launch --restarts N does that automatically)"
     )
     return "\n".join([f"shardtrain watchdog: {first}", *(f"  {line}" for line in [*rest, again])]) + "\n"

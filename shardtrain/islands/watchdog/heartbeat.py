@@ -1,6 +1,6 @@
-"""Heartbeats between rank 0 and every other rank, on a communicator of their own.
+"""Exchange heartbeats between rank 0 and every other rank, on a separate communicator, without waiting.
 
-Nothing here waits: a message that is still under way to a rank is not followed by a second one.
+A message is not sent while an earlier one with the same tag is still under way to the rank.
 """
 
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ from shardtrain.islands.bridge import MPI, end_all
 
 
 class HeartbeatChannel:
-    """The channel between watchdogs; constructing it is a collective call of all ranks.
+    """The channel between watchdogs; its constructor is a collective call of all ranks.
 
     Args:
-      comm: duplicated.
+      comm: the communicator of all ranks; it is duplicated.
     """
 
     def __init__(self, comm: "MPI.Comm") -> None:
@@ -26,7 +26,7 @@ class HeartbeatChannel:
         return [rank for rank in range(self.size) if rank != self.rank] if self.rank == 0 else [0]
 
     def send(self, rank: int, tag: int, data: bytes = b"") -> None:
-        """Send to a rank, unless the last message under this tag is still under way to it."""
+        """Send a message to a rank, unless the last one with this tag is still under way to it."""
         before = self._under_way.get((rank, tag))
         if before is None or before[0].Test():
             self._under_way[rank, tag] = (self._comm.Isend(data, rank, tag), data)

@@ -1,4 +1,4 @@
-"""The state of another rank's process on this host, and the likely cause of its silence. No MPI."""
+"""Read the state of another rank's process, and name the likely cause of its silence. No MPI."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,28 +33,26 @@ def cause_text(peer: Peer, here: str) -> str:
     """
     if peer.host != here:
         return f"it is stopped, host {peer.host} is down, or the network between it and host {here} is cut"
-    if (state := process_state(peer.pid)) is None:
+    if (state := read_process_state(peer.pid)) is None:
         return f"its process {peer.pid} is gone"
     return f"its process {peer.pid} {STATES.get(state, 'is there, but its Python does not run')}"
 
 
 def is_at_work(peer: Peer, here: str, seconds: float, watch: Watch) -> bool:
-    """Return whether a rank without heartbeats is still working: a library may hold Python's lock there.
-
-    That counts as work, and has a limit of its own.
+    """Return whether a rank without heartbeats still works: a library may hold Python's lock there.
 
     Args:
       peer: the rank.
       here: the host of this process.
-      seconds: since its last heartbeat.
+      seconds: seconds since its last heartbeat.
       watch: the limits.
     """
     if peer.host != here or seconds > watch.silent_work_seconds:
         return False
-    return process_state(peer.pid) not in (None, *STATES)
+    return read_process_state(peer.pid) not in (None, *STATES)
 
 
-def process_state(pid: int) -> str | None:
+def read_process_state(pid: int) -> str | None:
     """Return the state of a process as Linux's letter for it; None if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

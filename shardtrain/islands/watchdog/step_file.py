@@ -1,7 +1,7 @@
-"""A file with the current step of a rank, which remains however the rank ends: mapped memory, no writes.
+"""Record the current step of a rank in mapped memory of a file, which survives however the rank ends.
 
-The keeper of a rank (`launch/rank.py`) names the file; restarts read from it whether the same step
-failed twice.
+The keeper of a rank (`launch/rank.py`) names the file; restarts read it to see whether the same step failed
+twice.
 """
 
 import mmap
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 STEP_FILE = "SHARDTRAIN_STEP_FILE"
-"""The variable of the environment with its path."""
+"""Environment variable with the path of the file."""
 
 LAYOUT = struct.Struct("<qq")
 
@@ -20,7 +20,7 @@ class LastStep(NamedTuple):
     """The last record of a rank's step file.
 
     Args:
-      step: the one that it was doing, from 1; 0 before the first.
+      step: its latest step, from 1; 0 before the first.
       hung: whether its watchdog ended it.
     """
 
@@ -36,10 +36,10 @@ class StepFile:
     """The step file of this rank.
 
     Args:
-      path: created, or truncated.
+      path: the file, which is created or truncated.
 
     Raises:
-      OSError: it cannot be made, or not be mapped.
+      OSError: the file cannot be created or mapped.
     """
 
     def __init__(self, path: Path) -> None:

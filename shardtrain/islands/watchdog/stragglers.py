@@ -1,4 +1,4 @@
-"""Find slow islands from the time that each works in a step without waiting. Values only, no MPI."""
+"""Find slow islands from the seconds of their own work in a step. Values only, no MPI."""
 
 import time
 from collections import deque
@@ -6,20 +6,20 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 WINDOW = 20
-"""Number of steps over which the median is taken: one slow step is no slow host."""
+"""Number of steps of a median: one slow step does not make a slow host."""
 
 LEAST_SECONDS = 0.05
-"""The least difference to the median of the others that counts as slow."""
+"""Smallest difference to the median of the others that counts as slow."""
 
 
 class StepTimer:
-    """A timer of this rank's own work between two votes: from the begin of each step to its first barrier.
+    """A timer of this rank's own work between two votes: from the start of each step to its first barrier.
 
-    What comes after that barrier, the exchange with its waits and the update, is apart; saves and evaluations
-    do not count.
+    The time after that barrier, the exchange with its waits and the update, is counted separately; saves and
+    evaluations do not count.
 
     Args:
-      clock: monotonic, in seconds.
+      clock: a monotonic clock in seconds.
 
     >>> now = [0.0]
     >>> timer = StepTimer(clock=lambda: now[0])
@@ -56,7 +56,7 @@ class StepTimer:
             self._start_seconds = None
 
     def take(self) -> tuple[float, float] | None:
-        """Return the seconds of a step since the last call, and those after its barrier; None without one."""
+        """Return (own work, rest after the barrier) in seconds per step since the last call; or None."""
         self._end_rest()
         seconds, rest, num_steps = self._seconds, self._rest_seconds, max(self._num_steps, 1)
         self._seconds, self._start_seconds, self._num_steps, self._rest_seconds = None, None, 0, 0.0
@@ -124,7 +124,7 @@ smaller share of the rows (--shares), or look at its host'
         self._reported = frozenset()
 
     def medians(self) -> dict[str, float]:
-        """Return rank, by name -> median seconds of its own work in a step; {} before the first step."""
+        """Return name of a rank -> median seconds of its own work in a step; {} before the first step."""
         if not self._steps:
             return {}
         return {name: median(step[rank] for step in self._steps) for rank, name in enumerate(self._names)}

@@ -1,7 +1,7 @@
-"""The watchdog thread of a rank: exchanges heartbeats with the others and ends a run that hangs.
+"""Run the watchdog thread of a rank: exchange heartbeats with other ranks, and end a run that hangs.
 
-`diagnosis.py` finds the rank to blame. The end is reported in one message; the Python stacks of every rank
-that still can write go to one file; the exit code asks a scheduler to start the run again.
+`diagnosis.py` finds the rank to blame. One message reports the end, the Python stacks of all ranks that can
+still write go to one file, and the exit code requests a restart from a scheduler.
 """
 
 import contextlib
@@ -22,46 +22,47 @@ from shardtrain.islands.watchdog.diagnosis import (
     Watch,
     activity_text,
     find_stalled,
-    message,
+    format_diagnosis,
     silence_text,
     stall_text,
 )
 from shardtrain.islands.watchdog.peer import Peer, cause_text, is_at_work
 from shardtrain.system.atomic_write import open_own
+from shardtrain.system.stop_signals import write_raw
 
 if TYPE_CHECKING:
     from shardtrain.islands.watchdog.heartbeat import HeartbeatChannel  # importing it starts MPI
 
 BEAT, LEAVE, DIAGNOSED, WRITTEN = 1, 2, 3, 4
-"""Tags of messages: a heartbeat; the rank leaves in order; the rank diagnosed a hang, and all end; the rank
-has written its stacks after such a diagnosis."""
+"""Tags of messages: a heartbeat; the rank leaves in order; the rank diagnosed a hang, so that all end; the
+rank has written its stacks after a diagnosis."""
 
 BEAT_SECONDS = 1.0
 STACKS = "stacks.txt"
-"""File in the run folder with the stacks of every rank of a run that was ended."""
+"""File in the run folder with the stacks of all ranks of a hanging run."""
 
 WRITE_SECONDS = 3.0
-"""Time limit for writing the stacks: the file system may be what hangs."""
+"""Time limit for writing the stacks: the file system itself may hang."""
 
 OTHERS_SECONDS = 10.0
-"""Time that the other ranks have for their stacks before MPI ends them."""
+"""Seconds in which the other ranks may write their stacks before MPI ends them."""
 
 LAST_SECONDS = 15.0
-"""Seconds after a diagnosis at which this process exits, whatever MPI does."""
+"""Seconds after a diagnosis until this process exits, whatever MPI does."""
 
 
 class Watchdog:
-    """The watchdog of this rank, which with the others watches the whole run while it is entered.
+    """The watchdog of this rank, which watches the whole run together with the others within its context.
 
-    It does not warn: a hang that it finds ends all ranks with `exit_codes.TEMPORARY_FAILURE`.
+    A hang ends all ranks with `exit_codes.TEMPORARY_FAILURE`, without a warning before.
 
     Args:
       watch: the limits.
       activity: the activity record of this process.
       stacks: the file for the stacks.
       peers: all ranks, in order.
-      heartbeats: the channel to the others, None where this process is alone.
-      write: receives the message.
+      heartbeats: the channel to the others; None for a single process.
+      write: receives the message; None writes to standard error.
     """
 
     def __init__(
@@ -73,14 +74,10 @@ class Watchdog:
         heartbeats: "HeartbeatChannel | None" = None,
         write: Callable[[str], object] | None = None,
     ) -> None:
-        self._watch, self._activity, self._stacks, self._peers, self._heartbeats = (
-            watch,
-            activity,
-            stacks,
-            peers,
-            heartbeats,
-        )
-        self._write = write or _write_stderr
+        self._watch, self._activity, self._stacks = watch, activity, stacks
+        self._peers, self._heartbeats = peers, heartbeats
+        # not through sys.stderr: another thread may hold its lock, and hang
+        self._write = write or write_raw
         self._rank = 0 if heartbeats is None else heartbeats.rank
         self._partners = [] if heartbeats is None else heartbeats.partners
         self._every_seconds = min(BEAT_SECONDS, watch.silence_seconds / 5 or BEAT_SECONDS)
@@ -103,7 +100,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         if self._heartbeats is None or self._thread.is_alive():
             return
-        # give the messages a moment to leave; the others also manage without them
+        # give the messages a moment; the others do not depend on them
         deadline = time.monotonic() + 1
         for rank in self._partners:
             self._heartbeats.send(rank, LEAVE)
@@ -113,16 +110,16 @@ class Watchdog:
     def _run(self) -> None:
         while not self._leave.wait(self._every_seconds):
             now = time.monotonic()
-            # 1. was this process itself suspended? then no rank is silent, its own clock has jumped
+            # 1. if this process was suspended, its clock has jumped, and no rank is silent
             self._reset_after_suspension(now)
-            # 2. send the own heartbeat and receive those of the others; if MPI fails, they will seem silent
+            # 2. exchange heartbeats; if MPI fails, the others will seem silent
             with contextlib.suppress(Exception):
                 self._exchange_heartbeats(now)
             # 3. end the run if a rank is silent or stalls
             self._diagnose(now)
 
     def _reset_after_suspension(self, now: float) -> None:
-        """Restart all clocks if this process was suspended, or a library kept Python's lock."""
+        """Restart all clocks if this process was suspended, or a library held Python's lock."""
         suspended = now - self._round_seconds - self._every_seconds
         self._round_seconds = now
         if suspended > 2 + self._watch.silence_seconds / 4:
@@ -130,7 +127,7 @@ class Watchdog:
             self._received_seconds = dict.fromkeys(self._received_seconds, now)
             self._last = {}
         if self._heartbeats is not None and self._watch.silence_seconds:
-            # a thread that needs no Python: where Python itself is stuck, the stack goes to the rank's log
+            # a thread that needs no Python: if Python itself is stuck, the stack goes to the rank's log
             faulthandler.dump_traceback_later(0.9 * self._watch.silence_seconds, file=2)
 
     def _own_heartbeat(self, now: float) -> Heartbeat:
@@ -155,8 +152,7 @@ class Watchdog:
     def _diagnose(self, now: float) -> None:
         here = self._current_heartbeats(now)
         names = [peer.name for peer in self._peers]
-        # a silent rank is lost; the stall of a rank is diagnosed by rank 0, which hears from all, or by
-        # anyone once it has left
+        # a silent rank is lost; rank 0, which has all heartbeats, diagnoses stalls, or any rank after it left
         if silent := self._silent(now):
             self._lost = set(silent)
             causes = {rank: cause_text(self._peers[rank], self._peers[self._rank].host) for rank in silent}
@@ -166,7 +162,7 @@ class Watchdog:
             self._end(stall_text(culprits, here, names, self._watch))
 
     def _current_heartbeats(self, now: float) -> dict[int, Heartbeat]:
-        """Return the heartbeats of the ranks that this one knows and that have not left, as of now."""
+        """Return the heartbeats of the known ranks that have not left, with seconds counted up to now."""
         found = {
             rank: heartbeat._replace(seconds=heartbeat.seconds + now - came)
             for rank, (heartbeat, came) in self._last.items()
@@ -178,7 +174,7 @@ class Watchdog:
     def _silent(self, now: float) -> dict[int, float]:
         if not self._watch.silence_seconds:
             return {}
-        # if many miss rank 0, the first ends the run before the next would report the same
+        # if many ranks miss rank 0, the first one ends the run before others report the same
         later = 0.5 * min(max(self._rank - 1, 0), 8)
         return {
             rank: now - received
@@ -192,10 +188,10 @@ class Watchdog:
         """End all ranks for a reason that the main thread has found.
 
         Args:
-          text: why.
+          text: the reason.
         """
-        self._end(message([text]))
-        # the watchdog's thread was first, and ends this process
+        self._end(format_diagnosis([text]))
+        # the watchdog's thread is already ending this process
         time.sleep(LAST_SECONDS)
         os._exit(TEMPORARY_FAILURE)
 
@@ -203,21 +199,20 @@ class Watchdog:
         """Write the diagnosis and the stacks, and end all ranks.
 
         Args:
-          text: the diagnosis; None where another rank has written it.
-          sender: the rank that sent it.
+          text: the diagnosis; None if another rank has written it.
+          sender: the rank that sent the diagnosis; None if this rank made it.
         """
         # once only, and not while the run ends in order
         if self._leave.is_set() or not self._ending.acquire(blocking=False):
             return
-        # whatever hangs below, this process ends: first by a thread, then by one that needs no Python
+        # this process ends even if the code below hangs: by a thread, or by a C thread if Python is stuck
         threading.Thread(target=_exit_after, args=(LAST_SECONDS,), daemon=True).start()
-        # a C thread, for the case that Python itself is stuck
         faulthandler.dump_traceback_later(2 * LAST_SECONDS, exit=True, file=2)
         if self._activity.step_file is not None:
             self._activity.step_file.write_hung()
         if text is not None:
             self._write(f"\n{text}(stacks of the ranks that could write them: {self._stacks})\n")
-        # all ranks write their stacks before MPI ends them: they show where each one is
+        # all ranks write their stacks before MPI ends them
         others = self._send_diagnosis() if sender is None else set()
         writing = threading.Thread(target=self._write_stacks, daemon=True)
         writing.start()
@@ -238,7 +233,7 @@ class Watchdog:
         return others
 
     def _wait_for_stacks(self, heartbeats: "HeartbeatChannel", others: set[int], sender: int | None) -> None:
-        """Wait until the other ranks have written their stacks; who sent a diagnosis ends its receivers."""
+        """Wait until the other ranks have written their stacks; the sender of a diagnosis ends the others."""
         if sender is not None:
             heartbeats.send(sender, WRITTEN)
             time.sleep(LAST_SECONDS)
@@ -273,9 +268,3 @@ def stacks_text() -> bytes:
 def _exit_after(seconds: float) -> None:
     time.sleep(seconds)
     os._exit(TEMPORARY_FAILURE)
-
-
-def _write_stderr(text: str) -> None:
-    # not through sys.stderr: another thread may hold the lock of sys.stderr, and hang
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode())

@@ -59,7 +59,7 @@ def test_the_sentence_about_a_stall():
         "    island 2 (host c): at step 7, in 'combine gradients' for 149 s\n"
         "  allowed are 100 s; if it was only slow: --watch.stall-seconds 203\n"
         "  -> all ranks end with exit code 75; the same command resumes from the last checkpoint"
-        " (launch --restarts N gives it again by itself)\n"
+        " (launch --restarts N does that automatically)\n"
     )
     text = stall_text([0, 1, 2], {rank: waits(101) for rank in range(3)}, NAMES, WATCH)
     assert "all ranks wait for each other: a message was lost" in text
@@ -83,7 +83,7 @@ def test_the_sentence_about_silence():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"silence_seconds": 1}, "silence_seconds is 1; use 0 for never, or 2 or more"),
+        ({"silence_seconds": 1}, "silence_seconds is 1; use 0 to disable it, or 2 or more"),
         ({"stall_seconds": -5}, "stall_seconds is -5; use 0"),
         ({"stall_seconds": float("nan")}, "stall_seconds is nan; give a number, finite"),
         ({"stall_seconds": 100, "long_seconds": 50}, "use 100 or more for long_seconds"),

@@ -5,8 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtrain.pipeline.block_owners import owner_groups
-from shardtrain.pipeline.stacking import Partition
+from shardtrain.pipeline.stacking import Partition, owner_groups
 
 NUM_BLOCKS = 9
 

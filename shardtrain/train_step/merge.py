@@ -1,0 +1,149 @@
+"""Base of all merges: the state that an island changes alone, and the steps that end with a merge.
+
+Next: `island_merge.py` (islands wait for each other) and `wave_merge.py` (islands run ahead).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardtrain.combine.fragments import Fragment
+from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.train_step.island_combiner import IslandCombiner
+from shardtrain.train_step.island_totals import add_island_sums
+from shardtrain.train_step.placement import Placement, make_outer_specs
+from shardtrain.train_step.replica_state import init_local, init_outer, make_local_layout
+from shardtrain.train_step.state import Local, Metrics, State
+
+RunStep = Callable[[State], tuple[State, Metrics]]
+"""State before a step -> (state after it, metrics of this island)."""
+
+
+class Merge(ABC):
+    """A merge of what islands changed in their own steps, and the part of the state that it needs.
+
+    Args:
+      synchronisation: how islands are synchronised.
+      placement: the placement of the parameters on this island.
+      fragments: the parts of the parameters that are merged in turn.
+      combiners: the combiner of each fragment; () if the merge uses none.
+
+    Attributes:
+      labels: names of the entries of a combiner's metric (L,); several fragments have none.
+      keeps_state: whether a combiner has a state.
+    """
+
+    def __init__(
+        self,
+        synchronisation: Synchronisation,
+        placement: Placement,
+        fragments: Sequence[Fragment],
+        combiners: Sequence[IslandCombiner] = (),
+    ) -> None:
+        self._synchronisation, self._placement = synchronisation, placement
+        self._fragments, self._combiners = fragments, combiners
+        self.labels = combiners[0].labels if len(combiners) == 1 else []
+        self.keeps_state = any(combiner.keeps_state for combiner in combiners)
+        self._last: tuple[Any, int] = (None, 0)
+
+    def begin(self, state: State, sums: Any = ()) -> State:
+        """Return the state with the fields of an island that has changed nothing yet.
+
+        Args:
+          state: the state of this island.
+          sums: shapes of what is added up between merges.
+        """
+        shardings = self.shardings(state, sums)
+        create = jax.jit(self._create(sums), out_shardings=(shardings.local, shardings.outer_state))
+        local, outer_state = create(state.params, state.model_state)
+        state = state._replace(local=local, outer_state=outer_state)
+        return self._add_combine_state(state, [combiner.init() for combiner in self._combiners])
+
+    def wanted(self, state: State, sums: Any = ()) -> State:
+        """Return the shapes, dtypes and shardings of what `begin` returns."""
+        shardings = self.shardings(state, sums)
+        local, outer_state = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(self._create(sums), state.params, state.model_state),
+            (shardings.local, shardings.outer_state),
+        )
+        state = state._replace(local=local, outer_state=outer_state)
+        return self._add_combine_state(state, [combiner.wanted() for combiner in self._combiners])
+
+    def shardings(self, state: State, sums: Any = ()) -> State:
+        """Return the shardings of a state with what `begin` adds."""
+        mesh, specs = self._placement.mesh, self._placement.specs
+        whole = NamedSharding(mesh, PartitionSpec())
+        drift, outer = jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec),
+            (specs.sharded, make_outer_specs(self._fragments, self._synchronisation, specs)),
+        )
+        local = make_local_layout(self._synchronisation, drift, whole, jax.tree.map(lambda _: whole, sums))
+        local = local._replace(model_state=jax.tree.map(lambda _: whole, state.model_state))
+        return state._replace(combine_state=whole, local=local, outer_state=outer)
+
+    def _create(self, sums: Any) -> Callable[[Any, Any], tuple[Local, Any]]:
+        def create(params: Any, model_state: Any) -> tuple[Local, Any]:
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
+            outer_state = init_outer(self._fragments, self._synchronisation.outer_optimizer, params)
+            local = init_local(params, self._synchronisation, zeros)
+            return local._replace(model_state=jax.tree.map(jnp.copy, model_state)), outer_state
+
+        return create
+
+    def _add_combine_state(self, state: State, combine_state: list[Any]) -> State:
+        return state._replace(combine_state=combine_state) if self._combiners else state
+
+    def steps_done(self, state: State) -> int:
+        """Return the steps done; waits for the device only if the state is not the one returned last."""
+        step, number = self._last
+        if state.step is not step:
+            number = int(state.step)
+            self._restart(state, number)
+        return number
+
+    def run(self, state: State, local: RunStep, synchronous: RunStep) -> tuple[State, Metrics]:
+        """Run one step, and the merge that may follow it.
+
+        Args:
+          state: the state before the step.
+          local: runs a step of this island's own optimizer; its state has no `combine_state`.
+          synchronous: runs a step that averages gradients, in the first `synchronous_steps`; its state has
+            no fields of an island's own.
+        """
+        number = self.steps_done(state) + 1
+        is_local = not self._synchronisation.is_synchronous(number)
+        if is_local:
+            new, metrics = local(state._replace(combine_state=()))
+        else:
+            new, metrics = synchronous(state._replace(combine_state=(), local=(), outer_state=()))
+            # nothing was changed alone, and the model state is common
+            own = state.local._replace(model_state=jax.tree.map(jnp.copy, new.model_state))
+            new = new._replace(local=own, outer_state=state.outer_state)
+        new, found = self.merge(new._replace(combine_state=state.combine_state), number)
+        zeros = jax.tree.map(jnp.zeros_like, new.local.sums)
+        return new, add_island_sums(metrics, found, zeros) if is_local else metrics
+
+    @abstractmethod
+    def merge(self, state: State, number: int) -> tuple[State, Metrics]:
+        """Merge what is due after a step.
+
+        Args:
+          state: the state after the step.
+          number: steps done.
+
+        Returns:
+          (the state after the merges, their metrics); if a round ends, "sums" has the sums over all islands.
+        """
+
+    @abstractmethod
+    def _restart(self, state: State, number: int) -> None:
+        """Forget what was under way: the run continues from a state that this merge has not returned."""
+
+    def close(self) -> None:
+        """End the threads of this merge, if it has any."""
+        return

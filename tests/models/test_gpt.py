@@ -1,0 +1,100 @@
+"""The GPT of one file: nothing of the package but names of dims, and the step of one device on every mesh."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from shardtrain.axes import PIPELINE
+from shardtrain.functional.loss import next_token_loss
+from shardtrain.functional.nnx_model import from_nnx
+from shardtrain.functional.rng import step_key
+from shardtrain.models import gpt
+from shardtrain.models.gpt import GptConfig
+from shardtrain.pipeline.stacking import Partition
+from shardtrain.sharding.layout import Layout
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.step import make_gradients
+
+CONFIG = GptConfig(vocab=32, seq=16, embed=16, num_layers=3, num_heads=4, dropout=0.2)
+ROWS = 16
+
+
+def test_the_file_is_short_and_imports_only_names_of_dims():
+    source = Path(gpt.__file__).read_text()
+    imported = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
+    assert {module for module in imported if module and module.startswith("shardtrain")} == {
+        "shardtrain.axes"
+    }
+    assert len(source.splitlines()) <= 150
+
+
+def test_later_tokens_change_no_earlier_logits():
+    model = nnx.view(CONFIG(nnx.Rngs(params=0, dropout=1)), deterministic=True)
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab, (2, CONFIG.seq))
+    later = tokens.copy()
+    later[:, 9:] = (later[:, 9:] + 1) % CONFIG.vocab
+    before, after = model(jnp.asarray(tokens)), model(jnp.asarray(later))
+    np.testing.assert_allclose(before[:, :9], after[:, :9], atol=1e-6)
+    assert np.abs(before[:, 9] - after[:, 9]).max() > 1e-5
+
+
+def test_heads_that_do_not_divide_the_features_are_refused():
+    with pytest.raises(ValueError, match="num_heads is 3, which does not divide embed=16"):
+        GptConfig(vocab=32, seq=16, embed=16, num_layers=1, num_heads=3)
+
+
+@cache
+def model():
+    return from_nnx(CONFIG)
+
+
+def gradients(mesh, num_devices=8):
+    """Loss and gradients of two microbatches with dropout; the three blocks are two stages of 2 and 1."""
+    stages = Partition(num_stages=2, num_chunks=1, placement="loop", counts=(2, 1))
+    layout = Layout(mesh=mesh)
+    placement = make_placement(
+        model(),
+        optax.identity(),
+        layout,
+        make_mesh(layout, jax.devices()[:num_devices]),
+        stages=stages if PIPELINE in mesh else None,
+    )
+    state = init_state(model(), optax.identity(), placement, seed=7)
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab, (2, ROWS // 2, CONFIG.seq + 1), np.int32)
+    batch = {"tokens": tokens, "weights": np.ones((2, ROWS // 2), np.float32)}
+    batch = jax.tree.map(lambda x: jax.device_put(x, placement.batch), batch)
+    compute = make_gradients(model(), next_token_loss, placement)
+    found = jax.jit(compute, compiler_options=placement.compiler_options)(
+        state.params, state.model_state, step_key(state.seed, state.step), batch
+    )
+    grads = jax.tree.map(np.asarray, {"loss": found.loss_sum / found.count, **found.grads})
+    if PIPELINE in mesh:
+        grads["blocks"] = jax.tree.map(stages.restore_order, grads["blocks"])
+    return grads
+
+
+@cache
+def one_device():
+    return gradients({"data": 1}, num_devices=1)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        {"pipeline": 2, "data": 2, "tensor": 2},
+        {"context": 2, "fsdp": 2, "tensor": 2},
+    ],
+    ids=lambda mesh: "-".join(mesh),
+)
+def test_every_mesh_gives_the_step_of_one_device(mesh, assert_same):
+    assert_same(gradients(mesh), one_device())
