@@ -28,7 +28,7 @@ from paired import markdown, spread, take_turns
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.manifest_entries import ArrayOrigin
-from shardtrain.checkpoints.origins import state_to_save
+from shardtrain.checkpoints.origins import select_saved_state
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.reader import visible_readers
 from shardtrain.checkpoints.restore import restore_arrays
@@ -113,7 +113,7 @@ class Training:
     def run_block(self, save: Callable[[Any], Any]) -> Steps:
         """Run some steps, the first with the save before it."""
         cpu_start, begun = time.process_time(), time.perf_counter()
-        save(state_to_save(self.state))
+        save(select_saved_state(self.state))
         ticks = [time.perf_counter()]
         for _ in range(self.num_steps):
             self.state, metrics = self.step(self.state, self.batch)

@@ -44,7 +44,7 @@ from shardtrain.trainer.hooks import Hooks
 from shardtrain.trainer.loop import run_loop
 from shardtrain.trainer.metric_log import STEPS_LATE
 from shardtrain.trainer.resume import StartPoint
-from shardtrain.trainer.usage import RunTotals, Spent
+from shardtrain.trainer.usage import RunTotals, UsageLog
 from shardtrain.trainer.waves import make_barrier_schedule
 
 SCHEDULE_STEPS, PEAK, B1, B2, DECAY, CLIP = 100_000, 3e-4, 0.9, 0.95, 0.1, 1.0
@@ -169,10 +169,10 @@ class Toolkit:
             step=self.step,
             evaluate=lambda state: {},
             check=None,
-            aside=nullcontext,
+            untimed=nullcontext,
             hooks=Hooks(),
             totals=RunTotals(),
-            spent=Spent(activity),
+            spent=UsageLog(activity),
         )
         start = StartPoint(state=self.state, step=self.done, position=Position(epoch=0, index=0))
         with StopSignals() as stop:

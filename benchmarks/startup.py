@@ -114,7 +114,7 @@ def child(words: Sequence[str]) -> None:
         jax.monitoring.register_event_duration_secs_listener(add)
         mark("imports")
         after(prepared_run, "open_sources", lambda found: (mark("data"), found)[1])
-        after(train, "prepare_run", lambda found: (mark("set-up"), found)[1])
+        after(train, "PreparedRun", lambda found: (mark("set-up"), found)[1])
         after(train, "find_start_point", lambda found: (mark("initial state"), found)[1])
 
         def timed(session: Any) -> Any:

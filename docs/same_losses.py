@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, new_figure, save_figure
-from shardtrain.report.plots.loss_curve import series
+from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, make_figure, save_figure
+from shardtrain.report.plots.loss_curve import select_series
 from shardtrain.report.sinks.json_lines import read_jsonl
 
 SIZE = (
@@ -36,8 +36,8 @@ def main() -> None:
             run = Path(folder) / str(number)
             command = [sys.executable, "-m", "shardtrain", *words.split(), "--run-dir", str(run)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            losses[name] = series(read_jsonl(run / "metrics.jsonl"), "train/loss")
-    figure = new_figure("the picture", (9, 4))
+            losses[name] = select_series(read_jsonl(run / "metrics.jsonl"), "train/loss")
+    figure = make_figure("the picture", (9, 4))
     axes = figure.add_axes((0.07, 0.13, 0.91, 0.7))
     reference = losses["one device"][1]
     apart = max(float(abs(values / reference - 1).max()) for _, values in losses.values())

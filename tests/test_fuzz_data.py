@@ -5,6 +5,7 @@ import json
 import os
 import random
 import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from shardtrain.islands.cluster import read_cluster
 from shardtrain.launch.hosts import read_hostfile
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer.evaluation import read_questions
-from shardtrain.trainer.program_cache import WHOLE, drop_broken
+from shardtrain.trainer.program_cache import drop_broken, is_whole
 from shardtrain.trainer.strategy import read_strategy
 
 NUMBERS = (-1, 0, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63)
@@ -160,11 +161,14 @@ def test_tokenizer_folders(guarded, tmp_path, number):
 
 
 def test_program_caches(guarded, tmp_path, number):
-    rng, listed = random.Random("programs"), tmp_path / WHOLE
-    (tmp_path / "a-cache").write_bytes(b"damaged")
-    for _ in range(number):
-        listed.write_bytes(garbled(b"a-cache 7 1\nb-cache 8 2\n", rng))
+    rng, program = random.Random("programs"), tmp_path / "a-cache"
+    for i in range(number):
+        program.write_bytes(garbled(zlib.compress(b"program"), rng))
+        # later than the last check, and no longer being written
+        os.utime(program, (i + 1, i + 1))
+        (tmp_path / "checked").unlink(missing_ok=True)
         assert guarded(lambda: drop_broken(tmp_path)) is None
+        assert not program.exists() or is_whole(program.read_bytes())
 
 
 CLUSTER = """link_gb_per_second = 12.5

@@ -9,7 +9,7 @@ import pytest
 
 from shardtrain.cli import main
 from shardtrain.cli.run_file import load_run
-from shardtrain.trainer.sources import make_batches, source_warnings
+from shardtrain.trainer.sources import find_source_warnings, make_batches
 
 # ruff: noqa: E501  (a row is a line)
 
@@ -65,7 +65,7 @@ TRAINED = {
     "fixed_features": "",
     "step_key_with_metrics": "",
     "numpy_rows": f"WARNING: | {line('+ noise.astype(np.float32)')} has a constant with numbers for each row of a batch",
-    "broadcast": f"WARNING: | {line('return make(loss=lambda apply, batch: weigh(')} broadcasts arrays of shapes (rows, 1) and (rows,), so each row meets all others",
+    "broadcast": f"WARNING: | {line('return make(loss=lambda apply, batch: weigh(')} broadcasts arrays of shapes (rows, 1) and (rows,), which gives a number for each pair of rows",
     "without_weights": "WARNING: batch['weights'] do not change the sum or the count of the loss | return (losses * batch['weights']).sum(), batch['weights'].sum()",
     "array_without_elements": "",
     "no_streams": "",
@@ -137,7 +137,7 @@ def test_what_is_right_or_may_be_meant_trains(name, run_one):
 def test_what_is_odd_about_samples_is_said(name, text):
     run = load_run(f"{FILE}:{name}")
     assert any(
-        each.startswith(text) for each in source_warnings(make_batches(run, run.data.train(FILE)), run)
+        each.startswith(text) for each in find_source_warnings(make_batches(run, run.data.train(FILE)), run)
     )
 
 

@@ -1,7 +1,7 @@
-"""The boundary to TensorStore: open the stored arrays of a checkpoint, and read slices of them. No jax.
+"""Read slices of the stored arrays of a checkpoint; the boundary to TensorStore. No jax.
 
-Orbax writes them as Zarr arrays (`save.py`). What a file holds is compared with the manifest before anything
-of it is read. Next: `reader.py`.
+Orbax writes them as Zarr arrays (`save.py`). Each file is compared with the manifest before it is read. Next:
+`reader.py`.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from shardtrain.system.excerpts import some
 from shardtrain.system.untrusted_files import num_bytes_in, special_files
 
 _CACHE_BYTES = 1 << 24
-"""Chunks that were read last, for slices that begin in the same chunk."""
+"""Cache of chunks, for slices that share a chunk."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class StoredArray:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """An array, or a slice of one, that is being read from the disk.
+class PendingRead:
+    """A slice of an array that is being read from the disk.
 
     Args:
-        array: filled in place.
+        array: receives the slice.
         under_way: the reads that fill it.
     """
 
@@ -59,7 +59,7 @@ class ArrayFiles:
     def __init__(self) -> None:
         self._stores: dict[tuple[Path, str], Any] = {}
         self._num_bytes: dict[Path, int] = {}
-        # one for all arrays: the index of a file, and a chunk of several slices, are read once
+        # shared by all arrays, so that indices and chunks are read once
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
 
     def dtype(self, stored: StoredArray, path: str) -> np.dtype:
@@ -75,7 +75,7 @@ class ArrayFiles:
         return self._open(stored, path).dtype.numpy_dtype
 
     def start(self, stored: StoredArray, path: str, source: Any, array: np.ndarray, target: Any) -> Any:
-        """Start to read a slice of a stored array into a slice of one in memory.
+        """Start to read a slice of a stored array into a slice of an array in memory.
 
         Args:
             stored: the array.
@@ -85,12 +85,12 @@ class ArrayFiles:
             target: index of the slice in `array`.
 
         Returns:
-            A future; `array` has the slice once its `result()` returns.
+            A future, whose `result()` waits for the slice.
 
         Raises:
             ValueError: the file is not what the manifest describes.
         """
-        # chunk by chunk into its place: nothing is put together elsewhere first
+        # chunks go directly to the target array, without another copy
         goal = tensorstore.array(array, write=True)
         return goal[target].write(self._open(stored, path)[source])
 
@@ -103,16 +103,16 @@ class ArrayFiles:
             store = {"driver": "zarr", "kvstore": kvstore}
             found = tensorstore.open(store, open=True, context=self._context).result()
             # compare the file with its manifest first: an untrusted file may declare any size
-            if problem := _problem(found, stored.leaf, num_bytes):
+            if problem := _find_problem(found, stored.leaf, num_bytes):
                 raise ValueError(f"{path} in {stored.folder}: {problem}")
             self._stores[key] = found
         return self._stores[key]
 
     def _num_bytes_in(self, folder: Path) -> int:
-        """Return the size of all files of a part, looked up once, before anything of it is opened.
+        """Return the size of all files of a part, looked up once, before any file is opened.
 
         Raises:
-            ValueError: it holds what would block, or leads elsewhere.
+            ValueError: the folder has links, or special files that would block.
         """
         if folder not in self._num_bytes:
             if special := special_files(folder):
@@ -121,12 +121,12 @@ class ArrayFiles:
         return self._num_bytes[folder]
 
 
-def _problem(store: Any, leaf: Leaf, num_bytes: int) -> str:
-    """Return how a stored array differs from its manifest, or is larger than its files can hold."""
+def _find_problem(store: Any, leaf: Leaf, num_bytes: int) -> str:
+    """Return how a stored array differs from its manifest, or exceeds the size of its files."""
     found = (tuple(store.shape), store.dtype.numpy_dtype.name)
     if found != (leaf.shape, leaf.dtype):
         return f"its file has {found[1]} {found[0]}, and the manifest {leaf.dtype} {leaf.shape}"
-    # since arrays are saved as they are, each of their bytes is there
+    # arrays are not compressed any more, so that the files have all their bytes
     is_compressed = store.spec().to_json()["metadata"].get("compressor") is not None
     most_bytes = num_bytes * COMPRESSION + SMALL_BYTES if is_compressed else num_bytes
     return too_large_text(leaf.num_bytes, most_bytes) if leaf.num_bytes > most_bytes else ""

@@ -1,7 +1,7 @@
-"""Save, discover and restore the checkpoints of a run: the object that a run holds.
+"""Save, discover and restore the checkpoints of a run.
 
-When to save is in `policy.py`, how in `save.py`, where in `folders.py`; which checkpoint a run resumes from
-in `discover.py`, how it is read in `restore.py`.
+`policy.py` decides when to save, `save.py` saves, `folders.py` chooses the folder; `discover.py` finds the
+checkpoint from which a run resumes, `restore.py` reads it.
 """
 
 import logging
@@ -15,27 +15,28 @@ from typing import Any, Self
 import jax
 
 from shardtrain.checkpoints.differences import Allow
-from shardtrain.checkpoints.discover import Discovered, Gather, discover
-from shardtrain.checkpoints.flatten import check, describe, extra_problems, flatten, restorable
+from shardtrain.checkpoints.discover import DiscoveredCheckpoint, Gather, discover
+from shardtrain.checkpoints.flatten import describe, describe_restorable, find_extra_problems, flatten
 from shardtrain.checkpoints.folders import CheckpointFolders
 from shardtrain.checkpoints.manifest_entries import WHOLE, ArrayOrigin, WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.processes import gather_alone
 from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.checkpoints.save import SaveFailed, Saver
+from shardtrain.errors.messages import refuse
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restored:
-    """The state that a run resumes from.
+class RestoredCheckpoint:
+    """A restored checkpoint.
 
     Args:
-        step: the step it was saved after.
-        state: the tree that was asked for, of jax arrays with the shardings that were asked for.
-        extra: what was saved beside the state (tuples come back as lists).
-        skipped: newer checkpoints that are broken, and all that are unfinished, each with the reason.
+        step: the step after which it was saved.
+        state: the tree of jax arrays, with the wanted shardings.
+        extra: the extra data, in which tuples are lists.
+        skipped: broken newer checkpoints, and all unfinished ones, each with the reason.
     """
 
     step: int
@@ -47,18 +48,18 @@ class Restored:
 class Checkpoints:
     """Save and restore the checkpoints of one run folder, to which one run at a time writes.
 
-    Where several processes form one JAX runtime, all of them make the same calls in the same order, and the
-    folder is one that all of them see.
+    If several processes form one JAX runtime, all of them make the same calls in the same order, and share
+    the folder.
 
     Args:
         folder: folder of the checkpoints; made at the first save.
-        policy: what to keep.
-        part: which part of each step this writer saves; a step is finished when it has all of them.
-        report: called on the caller's thread with each line that people must see.
+        policy: the checkpoints to keep.
+        part: the part of each step that this writer saves; a step is finished when it has all parts.
+        report: receives each line for the user, on the caller's thread.
 
     Raises:
-        ValueError: several processes would save to a fast disk that each has for itself; or the folder there
-            is not this run's own.
+        ValueError: several processes would save to a fast disk that they do not share; or the folder on the
+            fast disk is not this run's own.
 
     Examples:
         >>> import tempfile, jax.numpy as jnp
@@ -85,7 +86,7 @@ class Checkpoints:
         self._folders = CheckpointFolders(self.folder, policy, part, report)
         self._saver = Saver(self._folders, report)
         self.save_id = ""
-        """The same on all writers of a step, so that parts of two saves are never taken for one."""
+        """An identifier that all writers of a step share, so that parts of two saves are not mixed."""
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -93,11 +94,11 @@ class Checkpoints:
         return self._folders.all
 
     def latest(self) -> int | None:
-        """Return the newest step of which this part is finished (a running save is not), or None."""
+        """Return the newest step of which this part is finished, or None; call `wait` to finish a save."""
         return self._saver.latest
 
     def newest_finished_step(self) -> int | None:
-        """Return the newest step of which this part is finished, also one that `wait` did not wait for."""
+        """Return the newest step of which this part is on the disk, even before `wait`."""
         return self._saver.newest_finished_step()
 
     def find_folder(self, step: int) -> Path:
@@ -105,46 +106,43 @@ class Checkpoints:
         return self._folders.find_folder(step)
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints of which this part is finished, broken ones too."""
+        """Return the steps of which this part is finished, broken ones included."""
         return self._folders.steps()
 
     def save(
         self, step: int, state: Any, extra: dict[str, Any], origins: Mapping[str, ArrayOrigin] | None = None
     ) -> None:
-        """Start to save; the arrays may be donated or deleted as soon as this returns.
-
-        Waits for the save before, if that is still running.
+        """Start to save, after the previous save; the arrays may be donated or deleted after this returns.
 
         Args:
-            step: steps done, larger than that of every checkpoint so far.
-            state: pytree of jax arrays, sharded in any way.
-            extra: what JSON can hold: data position, seed, description of the run, metrics.
-            origins: path -> part of the whole model's array that an array is; those that are not named are
-                whole.
+            step: steps done, more than in every checkpoint so far.
+            state: pytree of jax arrays with any sharding.
+            extra: JSON values: data position, seed, description of the run, metrics.
+            origins: path -> origin of an array in the whole model; other arrays are whole.
 
         Raises:
-            SaveFailed: the save *before* this one failed, or this one cannot begin; it is not begun. A fast
-                disk that fails is reported, and given up: later saves go straight to the run folder.
-            ValueError: all that cannot be saved, or a step that is not new.
+            SaveFailed: the *previous* save failed, or this one cannot begin; nothing is saved. If the fast
+                disk fails, it is reported, and later saves go directly to the run folder.
+            ValueError: lists the leaves that cannot be saved; or the step is not new.
         """
         self.wait()
         arrays = flatten(state)
-        check(extra_problems(extra), "these values cannot be saved", "Use JSON's types")
+        refuse("these values cannot be saved; use JSON's types", find_extra_problems(extra))
         self._check_new(step)
         self._saver.start(step, arrays, describe(arrays, origins or {}), deepcopy(extra), self.save_id)
 
     def wait(self) -> None:
-        """Wait until the running save is on the disk and is `latest`; return at once if none runs.
+        """Wait until the running save, if any, is on the disk and is `latest`.
 
         Raises:
-            SaveFailed: it failed. Raised once; what is saved next is not affected.
+            SaveFailed: it failed. Raised once; the next save is not affected.
         """
         self._saver.wait()
 
     def confirm(self, step: int | None) -> None:
-        """Delete old steps that the policy does not keep, as all parts of this one are finished.
+        """Delete old steps that the policy does not keep, now that all parts of this step are finished.
 
-        If there is one part, this happens by itself once the part is finished.
+        With a single part this happens automatically.
         """
         self._saver.confirm(step)
 
@@ -153,15 +151,15 @@ class Checkpoints:
         return self._folders.evaluations.is_best(values)
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the held-out values of a step that is saved, or being saved; the best step is kept."""
+        """Record the held-out values of a saved or pending step; the best step is kept."""
         self._folders.evaluations.add(step, values, self._folders.steps_of_all())
 
     def forget_evaluations(self) -> None:
-        """Forget all held-out values: those to come are of other data."""
+        """Forget all held-out values, because the data has changed."""
         self._folders.evaluations.drop_after(-1)
 
     def drop_after(self, step: int) -> None:
-        """Delete this writer's part of all later steps, which turned out to be bad."""
+        """Delete this writer's part of all later steps, which are bad."""
         self._folders.delete_after(step)
 
     def resume_after(self, step: int) -> None:
@@ -171,16 +169,15 @@ class Checkpoints:
         self._folders.evaluations.drop_after(step)
         self._saver.latest = max((earlier for earlier in steps if earlier <= step), default=None)
 
-    def discover(self, newest: int | None = None, gather: Gather | None = None) -> Discovered:
-        """Find the newest undamaged checkpoint, each part of which is visible to some island.
+    def discover(self, newest: int | None = None, gather: Gather | None = None) -> DiscoveredCheckpoint:
+        """Find the newest undamaged checkpoint whose parts are all visible to some island.
 
-        Before anything is loaded, every file's size and checksum are compared with the manifest (for the
-        cost see `manifest.problems`): those of a part by one island that sees it. What is broken or
-        unfinished is skipped and reported with its reason.
+        First, one island that sees a part compares the size and checksum of its files with the manifest (for
+        the cost see `manifest.problems`). Broken and unfinished checkpoints are skipped and reported.
 
         Args:
-            newest: take none after this step.
-            gather: all-gathers values of the islands; with several islands all of them call this.
+            newest: the last step that may be used; None means any.
+            gather: all-gathers values of the islands, all of which call this.
 
         Raises:
             ValueError: every checkpoint is broken.
@@ -200,33 +197,35 @@ class Checkpoints:
         newest: int | None = None,
         origins: Mapping[str, ArrayOrigin] | None = None,
         allow: Allow = Allow(),
-    ) -> Restored | None:
+    ) -> RestoredCheckpoint | None:
         """Read the newest undamaged checkpoint, each array directly into its wanted sharding.
 
         Args:
-            abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings, or of arrays like them; the mesh
-                may differ from the one that saved.
-            newest: take none after this step.
-            origins: path -> which piece of the whole an array is; those that are not named are whole.
+            abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings, or of arrays; the mesh may differ
+                from the saved one.
+            newest: the last step that may be used; None means any.
+            origins: path -> origin of an array in the whole model; other arrays are whole.
             allow: the allowed differences of the checkpoint; an array that is not read is None in the state.
 
         Returns:
-            None where nothing was ever saved completely.
+            The checkpoint, or None if no step was ever saved completely.
 
         Raises:
-            ValueError: every checkpoint is broken; or the newest whole one is that of another model or
-                optimizer (all arrays that differ are listed).
-            SaveFailed: the save before failed.
+            ValueError: every checkpoint is broken; or the newest complete one is of another model or
+                optimizer (lists all arrays that differ).
+            SaveFailed: the previous save failed.
         """
         self.wait()
-        wanted = restorable(abstract_state)
+        wanted = describe_restorable(abstract_state)
         chosen = self.discover(newest)
         if chosen.step is None:
             return None
         reader = chosen.reader(self.folders)
         arrays = restore_arrays(reader, wanted, origins or {}, allow)
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays.get(path) for path in wanted])
-        return Restored(step=chosen.step, state=state, extra=reader.extra, skipped=tuple(chosen.skipped))
+        return RestoredCheckpoint(
+            step=chosen.step, state=state, extra=reader.extra, skipped=tuple(chosen.skipped)
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -245,8 +244,8 @@ class Checkpoints:
             uncopied = self._folders.close()
         if error is None and uncopied is not None and uncopied == self.latest():
             raise SaveFailed(
-                f"step {uncopied} is on the fast disk alone ({self._folders.fast}). Free space in"
-                f" {self.folder}, and give the same command on this host: it copies it",
+                f"step {uncopied} is only on the fast disk ({self._folders.fast}). Free space in"
+                f" {self.folder}, and give the same command on this host, which copies the step",
                 step=uncopied,
             )
 

@@ -1,34 +1,33 @@
-"""How a checkpoint may differ from the state of the run that reads it, and where it does. No jax.
+"""Compare a checkpoint with the state and options of the run that reads it. No jax.
 
-Compares options, paths, shapes and dtypes alone; reads no array. Next: `restore.py`.
+Only options, paths, shapes and dtypes are compared, without reading arrays. Next: `restore.py`.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 from shardtrain.checkpoints.manifest_entries import Leaf
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 
 OPTIMIZER = "opt_state/"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allow:
-    """The differences that are allowed between a checkpoint and the run that reads it.
+    """The allowed differences between a checkpoint and the run that reads it.
 
     Args:
       missing: patterns of arrays (`params/head/*`) that the checkpoint may lack, or have in another shape;
-        the run initialises them. If an array of an optimizer's state is initialised, all others of that state
-        that the patterns match are too, such as its count of updates.
-      unused: patterns of arrays that the checkpoint has and the run does not.
-      changed: patterns of options of the run (`model.dropout`) that may differ from those saved in the
-        checkpoint. Layout, batch, steps, optimizer, data and intervals may always differ.
+        the run initialises them. If it initialises an array of an optimizer's state, it also initialises all
+        other arrays of that state that match the patterns, such as its count of updates.
+      unused: patterns of arrays in the checkpoint that the run does not have, and ignores.
+      changed: patterns of options of the run (`model.dropout`) that may differ from the checkpoint. Layout,
+        batch, steps, optimizer, data and intervals may always differ.
 
     Raises:
       ValueError: lists every value of a wrong type.
@@ -39,14 +38,13 @@ class Allow:
     changed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if problems := wrong_types(self):
-            raise problems_error("this cannot be allowed", problems)
+        refuse("this cannot be allowed", wrong_types(self))
 
 
 def check_state(
     reader: CheckpointReader, saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf], allow: Allow
 ) -> None:
-    """Refuse a checkpoint that differs from the wanted state in more than is allowed.
+    """Refuse a checkpoint that differs from the wanted state in other than allowed ways.
 
     Args:
       reader: the reader of the checkpoint.
@@ -57,33 +55,37 @@ def check_state(
     Raises:
       ValueError: all arrays that differ.
     """
-    if wrong := mismatches(saved, wanted, allow.missing, allow.unused):
-        folder = next(iter(reader.folders.values()), Path(f"step {reader.step}"))
-        raise ValueError(another_state_text(folder, wrong))
+    folder = next(iter(reader.folders.values()), f"step {reader.step}")
+    refuse(
+        f"{folder} holds another state than this run has; use the model and optimizer that it was saved with,"
+        " or another run folder, or allow differences: --allow.missing 'params/head/*' for arrays that the"
+        " checkpoint lacks or has in another shape, --allow.unused for arrays that only the checkpoint has",
+        find_mismatches(saved, wanted, allow.missing, allow.unused),
+    )
 
 
-def mismatches(
+def find_mismatches(
     saved: Mapping[str, Leaf],
     wanted: Mapping[str, Leaf],
     missing: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> list[str]:
-    """List every array in which two states differ, by path; how they were split into parts is no difference.
+    """List every array in which two states differ, by path; their split into parts may differ.
 
     Args:
         saved: path -> array.
         wanted: path -> array.
-        missing: patterns of paths (`params/head/*`) that need not be saved, or not in that shape.
-        unused: patterns of paths that are saved and not wanted.
+        missing: patterns of paths (`params/head/*`) that need not be saved, or may have another shape.
+        unused: patterns of paths that may be saved and not wanted.
 
     Examples:
         >>> w = Leaf(shape=(2,), dtype="float32")
         >>> saved = {"a": w, "b": w, "d": w}
         >>> wanted = {"b": Leaf(shape=(3,), dtype="float32"), "c": w, "d": w}
-        >>> mismatches(saved, wanted)
+        >>> find_mismatches(saved, wanted)
         ['a: saved float32 (2,), not asked for', 'b: saved float32 (2,), asked for float32 (3,)', \
 'c: asked for float32 (2,), not saved']
-        >>> mismatches(saved, wanted, missing=["b", "c"], unused=["a*"])
+        >>> find_mismatches(saved, wanted, missing=["b", "c"], unused=["a*"])
         []
     """
 
@@ -109,15 +111,14 @@ def matches(path: str, patterns: Sequence[str]) -> bool:
 
 
 def widen_optimizer_state(saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf]) -> dict[str, Leaf]:
-    """Describe saved optimizer state of 16 bits as float32 where the run has float32.
+    """Describe saved optimizer state of 16 bits as float32 if the run has float32.
 
-    Nothing is lost by it; earlier versions saved the state of bfloat16 parameters so.
+    This loses nothing; earlier versions saved the state of bfloat16 parameters in 16 bits.
 
     >>> leaf = Leaf(shape=(2,), dtype="bfloat16")
     >>> wanted = Leaf(shape=(2,), dtype="float32")
-    >>> leaves = dict.fromkeys(["opt_state/mu", "params/w"], leaf)
-    >>> found = widen_optimizer_state(leaves, {"opt_state/mu": wanted})
-    >>> [x.dtype for x in found.values()]
+    >>> saved = dict.fromkeys(["opt_state/mu", "params/w"], leaf)
+    >>> [x.dtype for x in widen_optimizer_state(saved, {"opt_state/mu": wanted}).values()]
     ['float32', 'bfloat16']
     """
 
@@ -131,9 +132,9 @@ def widen_optimizer_state(saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf])
 def find_arrays_to_initialize(
     differing: Sequence[str], wanted: Iterable[str], missing: Sequence[str]
 ) -> set[str]:
-    """Return the arrays to initialize because others of the same optimizer are.
+    """Return the arrays to initialize because other arrays of the same optimizer state are initialized.
 
-    A count of updates does not belong to moments that begin at 0.
+    A saved count of updates would not match moments that begin at 0.
 
     Args:
       differing: paths of arrays that are initialized.
@@ -148,7 +149,7 @@ def find_arrays_to_initialize(
     """
     listed = list(wanted)
     counts = [path for path in listed if path.startswith(OPTIMIZER) and path.endswith("/count")]
-    # the longest first: a state may hold that of another
+    # the longest first: a state may contain another one
     states = sorted((path.removesuffix("count") for path in counts), key=len, reverse=True)
 
     def state_of(path: str) -> str | None:
@@ -159,24 +160,14 @@ def find_arrays_to_initialize(
     return {path for path in listed if state_of(path) in initialized and matches(path, missing)}
 
 
-def another_state_text(folder: Path, wrong: Sequence[str]) -> str:
-    """Format the error for a checkpoint that is not one of this model or optimizer."""
-    listed = "\n  ".join([f"{folder} holds another state than this run has:", *wrong])
-    return (
-        f"{listed}\nUse the model and optimizer that it was saved with, or another run folder. What may"
-        " differ is said by patterns: --allow.missing 'params/head/*' for what the run has and the checkpoint"
-        " has not, or in another shape; --allow.unused for what only the checkpoint has."
-    )
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return the options in which two descriptions differ, a line each.
+def compare_descriptions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return a line for each option in which two descriptions differ.
 
     Functions and classes of shardtrain compare equal if only their module has changed between versions.
 
-    >>> differences({"batch": 32, "seed": 0}, {"batch": 64, "seed": 0})
+    >>> compare_descriptions({"batch": 32, "seed": 0}, {"batch": 64, "seed": 0})
     ['batch: 32 -> 64']
-    >>> differences({"loss": "shardtrain.loss:mean"}, {"loss": "shardtrain.functional.loss:mean"})
+    >>> compare_descriptions({"loss": "shardtrain.loss:mean"}, {"loss": "shardtrain.functional.loss:mean"})
     []
     """
     missing = "(not there)"

@@ -1,7 +1,6 @@
-"""Discover the checkpoint that a run resumes from: the newest complete and undamaged one. No jax.
+"""Discover the checkpoint from which a run resumes: the newest complete and undamaged one. No jax.
 
-All islands gather what each of them sees, so that they choose the same one. Next: `restore.py`, which reads
-it.
+All islands gather the parts that each of them sees, so that they choose the same one. Next: `restore.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 from shardtrain.checkpoints.paths import partial_folders
 from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
+from shardtrain.errors.messages import problems_error
 from shardtrain.system.excerpts import some
 
 Gather = Callable[[str, Callable[[int], Any]], list[Any]]
@@ -18,16 +18,16 @@ Gather = Callable[[str, Callable[[int], Any]], list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Discovered:
+class DiscoveredCheckpoint:
     """The checkpoint to resume from, and why newer ones were skipped.
 
     Args:
         step: the newest complete step; None if no save was ever finished.
-        num_parts: number of parts that it was saved in.
-        save_id: the identifier that these parts share.
-        extra: data that was saved beside its state.
+        num_parts: the number of its parts.
+        save_id: the identifier that its parts share.
+        extra: its extra data.
         skipped: unfinished or broken folders, each with the reason.
-        broken: steps that are incomplete, damaged, or newer than asked for.
+        broken: steps that are incomplete, damaged, or newer than allowed.
     """
 
     step: int | None = None
@@ -50,18 +50,18 @@ class Discovered:
         )
 
 
-def discover(folders: Sequence[Path], newest: int | None, gather: Gather) -> Discovered:
-    """Find the newest step whose parts are all there and undamaged.
+def discover(folders: Sequence[Path], newest: int | None, gather: Gather) -> DiscoveredCheckpoint:
+    """Find the newest step whose parts are all visible and undamaged.
 
     Args:
         folders: the folders of this island's checkpoints, the fastest first.
-        newest: the last step that may be used; None: any.
+        newest: the last step that may be used; None means any.
         gather: all-gathers values of the islands.
 
     Raises:
         ValueError: every checkpoint is broken, or one is of a later version of shardtrain.
     """
-    # 1. gather what every island sees
+    # 1. gather the parts that every island sees
     listings = gather("checkpoints", lambda island: _list_parts(folders))
     skipped = [
         f"{name}: unfinished, left by a save or a deletion that was interrupted"
@@ -70,7 +70,7 @@ def discover(folders: Sequence[Path], newest: int | None, gather: Gather) -> Dis
     broken: set[int] = set()
     incomplete: set[int] = set()
     complete = []
-    # 2. a step is complete if each of its parts is seen by some island
+    # 2. a step is complete if some island sees each of its parts
     for (step, num_parts, save_id), seers in _visible_to(listings):
         missing = [part for part in range(num_parts) if part not in seers]
         if newest is not None and step > newest:
@@ -81,7 +81,7 @@ def discover(folders: Sequence[Path], newest: int | None, gather: Gather) -> Dis
             broken.add(step)
             incomplete.add(step)
         else:
-            complete.append((Discovered(step=step, num_parts=num_parts, save_id=save_id), seers))
+            complete.append((DiscoveredCheckpoint(step=step, num_parts=num_parts, save_id=save_id), seers))
     _check_any(folders[-1], [choice for choice, _ in complete], incomplete)
     # 3. verify the newest complete step first; the islands share the parts, and all get the same answer
     for choice, seers in reversed(complete):
@@ -97,8 +97,12 @@ def discover(folders: Sequence[Path], newest: int | None, gather: Gather) -> Dis
         broken.add(step)
         skipped += [f"{name}: broken: {'; '.join(problems)}" for name, problems in sorted(wrong.items())]
     if complete:
-        raise ValueError(all_broken_text(folders[-1], skipped))
-    return Discovered(skipped=skipped, broken=frozenset(broken))
+        raise problems_error(
+            f"every checkpoint in {folders[-1]} is broken; restore a copy of one, or use another run folder"
+            " to start from the beginning",
+            skipped,
+        )
+    return DiscoveredCheckpoint(skipped=skipped, broken=frozenset(broken))
 
 
 def _list_parts(folders: Sequence[Path]) -> dict[str, Any]:
@@ -109,10 +113,8 @@ def _list_parts(folders: Sequence[Path]) -> dict[str, Any]:
     return {"partial": partial, "found": found}
 
 
-def _check_any(folder: Path, complete: Sequence[Discovered], incomplete: set[int]) -> None:
-    """Refuse to start from scratch if several steps are incomplete.
-
-    A single one may be an interrupted first save.
+def _check_any(folder: Path, complete: Sequence[DiscoveredCheckpoint], incomplete: set[int]) -> None:
+    """Refuse to start from the beginning if several steps are incomplete; one may be an interrupted save.
 
     Raises:
         ValueError: there are checkpoints, but no complete one is visible.
@@ -128,7 +130,7 @@ def _check_any(folder: Path, complete: Sequence[Discovered], incomplete: set[int
 def _visible_to(
     listings: Sequence[dict[str, Any]],
 ) -> list[tuple[tuple[int, int, str], dict[int, list[int]]]]:
-    """Return ((step, number of parts, save), part -> islands that see it), ascending by step, then by age."""
+    """Return ((step, number of parts, save), part -> islands that see it) by step, then from old to new."""
     seen: dict[tuple[int, int, str], dict[int, list[int]]] = {}
     for island, found in enumerate(listings):
         for step, num_parts, save_id, parts in found["found"]:
@@ -138,7 +140,7 @@ def _visible_to(
 
 
 def _verifying(
-    folders: Sequence[Path], choice: Discovered, seers: dict[int, list[int]]
+    folders: Sequence[Path], choice: DiscoveredCheckpoint, seers: dict[int, list[int]]
 ) -> Callable[[int], dict[str, Any]]:
     """Return a function that verifies the parts assigned to an island, all of which it sees."""
 
@@ -149,14 +151,8 @@ def _verifying(
             wrong = reader.broken(mine)
             extra = reader.extra if 0 in mine and not wrong else None
         except ValueError as error:
-            # all islands raise it after the gather: the others would wait for one that raised here
+            # all islands raise it after the gather, where the others would wait for this one
             return {"broken": {}, "extra": None, "error": str(error)}
         return {"broken": wrong, "extra": extra, "error": ""}
 
     return verify
-
-
-def all_broken_text(folder: Path, skipped: Sequence[str]) -> str:
-    """Format the error for a folder whose checkpoints are all broken."""
-    listed = "\n  ".join([f"every checkpoint in {folder} is broken:", *skipped])
-    return f"{listed}\nRestore a copy of one, or use another run folder to start from the beginning."

@@ -1,6 +1,6 @@
 """Compute the parameters that a run evaluates from the arrays of its checkpoint. No jax.
 
-As `optimizer_state.evaluated_params` has them while it runs. Next: `trainer/trained_model.py`.
+They equal the result of `optimizer_state.find_evaluated_params`. Next: `trainer/trained_model.py`.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,27 +11,25 @@ import numpy as np
 def make_exported_params(
     how: str | None, paths: Iterable[str], read: Callable[..., np.ndarray]
 ) -> Callable[..., np.ndarray]:
-    """path of a parameter -> the array to export: what the run evaluates.
-
-    After the path may come numbers of its first dims, to read what is there alone.
+    """Make a function that reads an exported parameter: (path, indices of its first dims) -> array.
 
     Args:
-      how: `Run.evaluate_with` as the checkpoint describes it.
+      how: `Run.evaluate_with` in the description of the run.
       paths: the paths of all arrays of the checkpoint.
-      read: path -> array; or, with such numbers behind the path, what is there.
+      read: (path, indices of the first dims) -> array.
 
     Raises:
-      ValueError: it is a function, which no checkpoint holds; or (when called) what it names is not there.
+      ValueError: `how` is a function, which no checkpoint holds; or (when called) its arrays are missing.
     """
     if how is None:
         return lambda path, *numbers: read(f"params/{path}", *numbers)
     if how not in ("ema", "schedule_free"):
         raise ValueError(
-            f"the run evaluates with {how}, a function that a checkpoint does not hold; load what it trains"
-            " with shardtrain.load(run_dir, model, evaluated=False), or train a step with evaluate_with None,"
-            ' "ema" or "schedule_free"'
+            f"the run evaluates with {how}, a function that a checkpoint does not hold; load the trained"
+            " parameters with shardtrain.load(run_dir, model, evaluated=False), or train a step with"
+            ' evaluate_with None, "ema" or "schedule_free"'
         )
-    # the optimizer has what is evaluated beside each parameter, under a path that ends with the parameter's
+    # the optimizer keeps evaluated parameters under paths that end with the parameters' own
     kept = "ema" if how == "ema" else "z"
     listed = [path for path in paths if path.startswith("opt_state/")]
     keeps_some = any(f"/{kept}/" in path for path in listed)
@@ -39,7 +37,7 @@ def make_exported_params(
     def beside(path: str) -> str | None:
         found = [p for p in listed if p.endswith(f"/{kept}/{path}")]
         if keeps_some and not any(p.endswith(f"/{path}") for p in listed):
-            return None  # a frozen parameter, of which the optimizer has nothing
+            return None  # a frozen parameter has no optimizer state
         if len(found) != 1:
             raise ValueError(
                 f"the checkpoint has {len(found)} arrays {kept}/{path} in its optimizer; needed is 1"

@@ -1,7 +1,7 @@
-"""The held-out values of saved steps, and which of these steps is the best. No jax.
+"""Record the held-out values of saved steps, and find the best step. No jax.
 
-They are in a file of their own beside the checkpoints: a step is saved before it is evaluated. `retention.py`
-keeps the best step; `policy.py` says by which metric.
+They have their own file, because a step is saved before it is evaluated. `retention.py` keeps the best step;
+`policy.py` has the metric.
 """
 
 import json
@@ -20,7 +20,7 @@ EVALUATIONS = "evaluations.json"
 MOST_BYTES, MOST_STEP = 1 << 24, 1 << 62
 
 
-class Best(NamedTuple):
+class BestStep(NamedTuple):
     """The best of the saved steps.
 
     Args:
@@ -35,7 +35,7 @@ class Best(NamedTuple):
 
 
 class EvaluatedSteps(NamedTuple):
-    """The held-out values of steps, and what makes one of them the best.
+    """The held-out values of steps, and the metric that selects the best step.
 
     Args:
       metric: the name of the metric.
@@ -44,7 +44,7 @@ class EvaluatedSteps(NamedTuple):
 
     >>> found = EvaluatedSteps("loss", "lowest", {10: {"loss": 2.0}, 20: {"loss": 1.0}, 30: {"loss": 1.0}})
     >>> found.best([10, 20, 30])
-    Best(step=20, metric='loss', value=1.0)
+    BestStep(step=20, metric='loss', value=1.0)
     >>> print(found.best([40]))
     None
     """
@@ -53,23 +53,23 @@ class EvaluatedSteps(NamedTuple):
     best_is: str
     values: Mapping[int, Mapping[str, float]]
 
-    def best(self, steps: Iterable[int]) -> Best | None:
-        """Return the best of some steps, of equal ones the first; None if none of them was evaluated."""
+    def best(self, steps: Iterable[int]) -> BestStep | None:
+        """Return the best of some steps, or the first of equal ones; None if none was evaluated."""
         of_steps = {step: self.values.get(step, {}).get(self.metric) for step in sorted(steps)}
         known = {step: value for step, value in of_steps.items() if value is not None}
         if not known:
             return None
         choose = min if self.best_is == "lowest" else max
         step = choose(known, key=lambda step: known[step])
-        return Best(step, self.metric, known[step])
+        return BestStep(step, self.metric, known[step])
 
 
 def read_evaluations(folder: Path) -> EvaluatedSteps | None:
     """Read the file of a folder of checkpoints; None if there is none.
 
     Raises:
-      OSError: it cannot be read.
-      ValueError: it is not of the form that is written.
+      OSError: the file cannot be read.
+      ValueError: it does not have the form that is written.
     """
     path = folder / EVALUATIONS
     if not path.exists():
@@ -90,8 +90,8 @@ def read_evaluations(folder: Path) -> EvaluatedSteps | None:
     return EvaluatedSteps(metric, best_is, values)
 
 
-def find_best_saved(folder: Path, steps: Iterable[int]) -> Best | None:
-    """Return the best of the steps in a folder of checkpoints; None if none is known, or the file is damaged.
+def find_best_saved(folder: Path, steps: Iterable[int]) -> BestStep | None:
+    """Return the best step in a folder of checkpoints; None if it is not known, or the file is damaged.
 
     Args:
       folder: the folder of the checkpoints.
@@ -109,7 +109,7 @@ class Evaluations:
 
     Args:
       folder: the run's folder of checkpoints.
-      policy: its `best` is the metric; without one nothing is recorded, read or written.
+      policy: the policy; without its `best` metric nothing is recorded, read or written.
       report: receives a warning if the file cannot be read or written.
       writes: whether this process writes the file.
     """
@@ -125,7 +125,7 @@ class Evaluations:
                 found = read_evaluations(folder)
                 self._values = {} if found is None else found.values
             except (OSError, ValueError) as error:
-                report(f"WARNING: which checkpoint is the best so far is not known: {error}")
+                report(f"WARNING: the best checkpoint so far is not known: {error}")
 
     def best(self, steps: Iterable[int]) -> int | None:
         """Return the best of some steps; None if none of them was evaluated."""
@@ -143,12 +143,12 @@ class Evaluations:
         return value < best.value if self._policy.best_is == "lowest" else value > best.value
 
     def add(self, step: int, values: Mapping[str, float], saved: Iterable[int]) -> None:
-        """Record the held-out values of a step that is saved, or being saved.
+        """Record the held-out values of a saved or pending step.
 
         Args:
           step: the step.
           values: its held-out values by name.
-          saved: the steps that are saved; older ones are forgotten.
+          saved: all saved steps; values of deleted ones are forgotten.
         """
         if self._policy.best is None:
             return
@@ -160,7 +160,7 @@ class Evaluations:
         self._write({**kept, step: finite})
 
     def drop_after(self, step: int) -> None:
-        """Forget later steps: training continues after this one."""
+        """Forget later steps, because training continues after this one."""
         if any(later > step for later in self._values):
             self._write({each: of for each, of in self._values.items() if each <= step})
 
@@ -179,5 +179,5 @@ class Evaluations:
         except OSError as error:
             self._report(
                 f"WARNING: {self._folder / EVALUATIONS} cannot be written: {error}. The run continues; after"
-                " a restart another checkpoint may be taken for the best"
+                " a restart another checkpoint may count as the best"
             )

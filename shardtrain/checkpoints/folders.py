@@ -1,6 +1,6 @@
-"""The folders of one writer's checkpoints: the one on a fast disk, if there is one, then the run's.
+"""Choose the folder of a save, on a fast disk or in the run folder, and list the folders of all steps.
 
-Where a save goes; copies from the fast disk and deletions are in `retention.py`. Next: `save.py`.
+`retention.py` copies from the fast disk and deletes old steps. Next: `save.py`.
 """
 
 import os
@@ -11,7 +11,7 @@ import jax
 
 from shardtrain.checkpoints import paths
 from shardtrain.checkpoints.evaluations import Evaluations
-from shardtrain.checkpoints.fast_disk import check, claim, fast_folder
+from shardtrain.checkpoints.fast_disk import check, claim, name_fast_folder
 from shardtrain.checkpoints.manifest_entries import WriterPart
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.processes import is_primary
@@ -23,18 +23,18 @@ class CheckpointFolders:
 
     Args:
         shared: the run's folder of checkpoints, an absolute path.
-        policy: what to keep, and the fast disk.
-        part: which part of each step this writer saves.
+        policy: the checkpoints to keep, and the fast disk.
+        part: the part of each step that this writer saves.
         report: receives each line for the user.
 
     Attributes:
-        target: the folder that the next save is written to.
-        evaluations: the held-out values of steps, by which the best is kept.
-        broken: steps that are not whole; deleted once an equal or newer step is.
+        target: the folder of the next save.
+        evaluations: the held-out values of steps.
+        broken: broken steps, which are deleted once an equal or newer step is complete.
 
     Raises:
-        ValueError: several processes or islands would save to a fast disk that each has for itself; or the
-            folder there is not this run's own.
+        ValueError: several processes or islands would save to a fast disk that they do not share; or the
+            folder on the fast disk is not this run's own.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class CheckpointFolders:
         self.shared, self.policy, self.part, self._report = shared, policy, part, report
         if policy.fast is not None:
             _check_alone(policy.fast, part)
-        # many runs share a fast disk; a run has one folder there, by whatever name its own is reached
+        # many runs share a fast disk; the real path of a run's folder names its folder there
         self._resolved = shared.resolve()
-        self.fast = policy.fast and fast_folder(Path(policy.fast).absolute(), self._resolved)
+        self.fast = policy.fast and name_fast_folder(Path(policy.fast).absolute(), self._resolved)
         if self.fast and os.path.lexists(self.fast):
             check(self.fast, self._resolved)
         self.evaluations = Evaluations(shared, policy, report, writes=is_primary())
@@ -74,7 +74,7 @@ class CheckpointFolders:
         return sorted({step for folder in self.all for step in self._steps_in(folder)})
 
     def steps_of_all(self) -> set[int]:
-        """Return the steps of which any part is finished, whoever saved it."""
+        """Return the steps of which any part is finished."""
         return {step for folder in self.all for step in paths.find_finished_steps(folder)}
 
     def _steps_in(self, folder: Path) -> list[int]:
@@ -123,13 +123,13 @@ class CheckpointFolders:
         self.target = self.shared
 
     def delete_old(self, newest: int) -> list[str]:
-        """Delete checkpoints that the policy does not keep, and broken ones older than this complete one.
+        """Delete checkpoints that the policy does not keep, and broken ones older than a complete one.
 
         Args:
-            newest: a step that is whole.
+            newest: a complete step.
 
         Returns:
-            What could not be deleted, in sentences.
+            A message for each folder that could not be deleted.
         """
         best = self.evaluations.best
         if self._mirror and self.is_on_fast:
@@ -145,22 +145,22 @@ class CheckpointFolders:
                     paths.delete(parts[self.part])
 
     def copy(self, step: int) -> list[str]:
-        """Start to copy a step from the fast disk to the run folder, if that is where it was saved.
+        """Start to copy a step to the run folder, if it was saved on the fast disk.
 
         Returns:
-            What went wrong with earlier copies, in sentences.
+            Messages about earlier copies that failed.
         """
         return self._mirror.copy(step) if self._mirror and self.is_on_fast else []
 
     def copy_missing(self, step: int) -> None:
-        """Start to copy a step that only the fast disk has, as the previous run ended before copying it."""
+        """Start to copy a step that only the fast disk has, because the previous start ended too early."""
         if self._mirror is None or self.fast is None:
             return
         if step in self._steps_in(self.fast) and step not in self._steps_in(self.shared):
             self._mirror.copy(step)
 
     def close(self) -> int | None:
-        """Wait for the copies; return the newest step that is on the fast disk alone, or None."""
+        """Wait for the copies; return the newest step that is only on the fast disk, or None."""
         if self._mirror is None:
             return None
         for note in self._mirror.close():
@@ -178,11 +178,11 @@ def first_line(error: Exception) -> str:
 
 
 def _check_alone(fast: Path, part: WriterPart) -> None:
-    """Refuse a fast disk where several processes or islands save: none sees the disk of the others."""
+    """Refuse a fast disk if several processes or islands save, because none sees the others' disks."""
     if jax.process_count() > 1:
         raise ValueError(
-            f"checkpoints go to {fast} first, and {jax.process_count()} processes save together:"
-            " none sees the disk of the others. Leave --checkpoints.fast out, or use one process each"
+            f"checkpoints go to {fast} first, and {jax.process_count()} processes save together: none sees"
+            " the others' disks. Leave --checkpoints.fast out, or use one process each"
         )
     if part.count > 1:
         raise ValueError(

@@ -1,7 +1,6 @@
-"""The manifest of a finished checkpoint: sizes and checksums of files, shapes and dtypes of arrays. No jax.
+"""Write, read and verify the manifest of a checkpoint: checksums of files, shapes of arrays. No jax.
 
-Writes `manifest.json`, reads it, and verifies a folder against it. Its entries are in
-`manifest_entries.py`, the names of folders in `paths.py`. Next: `reader.py`.
+Its entries are in `manifest_entries.py`, the names of folders in `paths.py`. Next: `reader.py`.
 """
 
 import json
@@ -26,11 +25,11 @@ _CHUNK_BYTES = 1 << 22
 def write_manifest(step_folder: Path, manifest: Manifest) -> None:
     """Checksum all files in a step's folder, add the manifest, and force everything to the disk.
 
-    Reads each file once: it is still in memory after the save, so the cost is that of CRC-32 (some 4 GB/s).
+    Each file is read once, from memory after a save, so that CRC-32 sets the speed (about 4 GB/s).
 
     Args:
-        step_folder: the folder; its arrays are written already.
-        manifest: without files; `extra` has values that JSON can hold, see `extra_problems`.
+        step_folder: the folder with the written arrays.
+        manifest: the manifest without files; `extra` has JSON values, see `find_extra_problems`.
 
     Raises:
         OSError: the folder cannot be read or written.
@@ -53,10 +52,10 @@ def _file(path: Path) -> File:
 
 
 def read_manifest(step_folder: Path) -> tuple[Manifest | None, str]:
-    """Read a step's manifest; return None and the reason if it cannot be trusted.
+    """Read a step's manifest; return None and the reason if it is damaged.
 
     Raises:
-        ValueError: it is whole, but of a later version of shardtrain.
+        ValueError: it is from a later version of shardtrain.
     """
     if step_folder.is_symlink():
         return None, "it is a link; put the folder itself in its place"
@@ -67,7 +66,7 @@ def read_manifest(step_folder: Path) -> tuple[Manifest | None, str]:
     except (OSError, ValueError) as error:
         return None, f"{MANIFEST} cannot be read: {error}"
     try:
-        # trust the text only if it is, with its checksum, what would be written for its content
+        # trust only the canonical text of its content with the right checksum
         body = parse_json(text, ours=True)["body"]
         if _text(body) != text:
             return None, f"{MANIFEST} does not agree with its own checksum"
@@ -98,13 +97,13 @@ def _manifest_text(step_folder: Path) -> str:
 
 
 def problems(step_folder: Path) -> list[str]:
-    """Return all differences of a step's folder from what was saved; empty for an undamaged checkpoint.
+    """Return all differences between a step's folder and its manifest; empty for an undamaged checkpoint.
 
-    Sizes first, then checksums: each file of the right size is read once, several at a time (CRC-32 runs at
-    some 4 GB/s a thread, so the disk is the limit; what it reads stays in memory for the load that follows).
+    Each file of the right size is read once, several at a time (CRC-32 runs at about 4 GB/s a thread, so the
+    disk is the limit; the files stay in memory for the load that follows).
 
     Raises:
-        ValueError: it is whole, but of a later version of shardtrain.
+        ValueError: the manifest is from a later version of shardtrain.
     """
     manifest, reason = read_manifest(step_folder)
     if manifest is None:
@@ -114,7 +113,7 @@ def problems(step_folder: Path) -> list[str]:
     if special := special_files(step_folder):
         return special
     with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda item: _file_problem(step_folder, *item), manifest.files.items())
+        found = pool.map(lambda item: _find_file_problem(step_folder, *item), manifest.files.items())
         return [f"{path} {problem}" for path, problem in zip(manifest.files, found, strict=True) if problem]
 
 
@@ -139,7 +138,7 @@ def measure_file(step_folder: Path, name: str) -> int:
         return -1
 
 
-def _file_problem(step_folder: Path, name: str, file: File) -> str:
+def _find_file_problem(step_folder: Path, name: str, file: File) -> str:
     try:
         num_bytes = stat_inside(step_folder, name).st_size
         if num_bytes != file.num_bytes:

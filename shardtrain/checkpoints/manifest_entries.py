@@ -1,7 +1,6 @@
-"""Entries of a checkpoint's manifest, and the checks that turn untrusted JSON into them. No jax.
+"""Parse the entries of a checkpoint's manifest from untrusted JSON. No jax.
 
-A manifest is untrusted: names, sizes and counts are checked before anything is opened,
-counted or allocated by them. Who writes and reads the file is `manifest.py`.
+Names, sizes and counts are checked before they are used. `manifest.py` reads and writes the file.
 """
 
 import math
@@ -28,7 +27,7 @@ DTYPE_BYTES = {
     **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
     "complex128": 16,
 }
-"""Dtype that an array of a state can have -> bytes per element."""
+"""Possible dtype of an array -> bytes per element."""
 
 COMPRESSION = 1024
 """Largest compression ratio of arrays: earlier versions compressed them, this one does not."""
@@ -63,15 +62,14 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayOrigin:
-    """Which rows and replica of the whole model's array a stored array holds; any layout can read it.
+    """The rows and replica of the whole model's array that a stored array holds; any layout can read it.
 
     Args:
-        rows: the block of each row, where its blocks are stacked and not simply all of them in order; -1 is a
-            row of padding.
-        num_rows: blocks of the whole model, where there are rows.
-        replica: the replica that it belongs to, if each replica has its own.
-        num_replicas: how many have; where `replica` is None, its first dim counts them. None: all have it in
-            common.
+        rows: the block of each row if stacked blocks are not all in order, else None; -1 is a row of padding.
+        num_rows: blocks of the whole model if there are rows, else None.
+        replica: the replica that it belongs to, if each replica has its own array.
+        num_replicas: number of replicas with their own arrays; if `replica` is None, the first dim counts
+            them. None means that all replicas share it.
 
     >>> ArrayOrigin(rows=(4, 5), num_rows=6).whole((2, 8)), ArrayOrigin(num_replicas=4).whole((4, 6, 8))
     ((6, 8), (6, 8))
@@ -126,12 +124,12 @@ class Manifest:
     Args:
         step: the training step it was saved after.
         orbax_version: the version of the Orbax that wrote the arrays.
-        files: path below the step's folder -> size and checksum.
-        leaves: path in the state -> shape, dtype, and which piece of it this is.
-        extra: what the caller saved beside the arrays.
-        part: the part of the step that this manifest is for; the others have their own.
-        saved_seconds: when, in seconds since 1970.
-        save_id: the same in all parts of one save, and of no other.
+        files: path in the step's folder -> size and checksum.
+        leaves: path in the state -> shape, dtype and origin.
+        extra: the extra data that the caller saved.
+        part: the part of the step; the other parts have their own manifests.
+        saved_seconds: time of the save in seconds since 1970.
+        save_id: an identifier that all parts of one save share.
     """
 
     step: int
@@ -169,12 +167,12 @@ def parse_manifest(body: Mapping[str, Any]) -> Manifest:
         saved_seconds=finite_number(body.get("saved_seconds", 0.0), "saved_seconds", MOST_SECONDS),
         save_id=check_kind(body.get("save_id", ""), str, "save_id"),
     )
-    if problem := size_problem(manifest):
+    if problem := find_size_problem(manifest):
         raise ValueError(problem)
     return manifest
 
 
-def size_problem(manifest: Manifest) -> str:
+def find_size_problem(manifest: Manifest) -> str:
     """Return the problem of arrays that declare more bytes than their files can hold; "" if there is none."""
     declared = sum(leaf.num_bytes for leaf in manifest.leaves.values())
     there = sum(file.num_bytes for file in manifest.files.values())

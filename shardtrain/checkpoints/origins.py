@@ -1,7 +1,7 @@
 """Record the origin of each saved array: its blocks and its replica in the whole model.
 
-A mesh or a stage saves its arrays as it stores them. By their origins any other layout finds its rows in
-them. Next: `trainer/resume.py`.
+A mesh or a stage saves its arrays as it stores them, and other layouts find their rows by these origins.
+Next: `trainer/resume.py`.
 """
 
 from collections.abc import Callable
@@ -20,38 +20,38 @@ from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
 
 OF_DEVICES = ("combine_state/", "local/", "loss_scale/")
-"""Paths of what each island, or each device of a mesh, has of its own."""
+"""Paths of arrays that differ between islands, or between devices of a mesh."""
 OF_LAYOUT = (*OF_DEVICES, "outer_state/")
-"""Paths of what is stored by buckets, devices or fragments, and restored on the same layout only."""
+"""Paths of arrays that depend on buckets, devices or fragments, and are restored only on the same layout."""
 
 
-def state_to_save(state: State, own: bool = False) -> State:
-    """Return the part of a state that is saved.
+def select_saved_state(state: State, own: bool = False) -> State:
+    """Return the arrays of a state to save.
 
     Args:
       state: arrays or shapes.
-      own: only the arrays that differ per island, if another island saves the common ones.
+      own: select only arrays that differ per island, because another island saves the common ones.
     """
     if own:
         return state._replace(step=(), seed=(), params=(), model_state=(), outer_state=())
     return state
 
 
-def array_origins(
+def make_find_origins(
     placement: Placement,
     stage_model: StageModel | None = None,
     island: tuple[int, int] = (0, 1),
     own_optimizers: bool = False,
     replica: tuple[int, int] | None = None,
 ) -> Callable[[State], dict[str, ArrayOrigin]]:
-    """Make a function from a state to the origins of its arrays by path, without arrays that are whole.
+    """Make a function from a state to the origins of its arrays by path; whole arrays are left out.
 
     Args:
       placement: the placement of the state.
       stage_model: the stage of this island; None if islands are no stages.
       island: (index of this island, number of islands).
       own_optimizers: whether each island has its own optimizer state.
-      replica: (index of this island's replica, number of replicas), where islands are stages of pipelines.
+      replica: (index of this island's replica, number of replicas) if islands are stages, else None.
     """
     rows, num_rows = _rows(placement, stage_model)
     in_mesh = placement.mesh.shape[axes.DATA] if placement.synchronisation.on_deltas else None
@@ -96,7 +96,7 @@ def _rows(placement: Placement, stage_model: StageModel | None) -> tuple[tuple[i
 
 
 def restore_block_order(placement: Placement, params: Tree) -> Tree:
-    """Return parameters with their blocks in the model's order, whatever a pipeline's order is."""
+    """Return parameters with their blocks in the model's order."""
     stages, mesh = placement.stages, placement.mesh
     if stages is None or stages.is_plain:
         return params

@@ -1,7 +1,7 @@
-"""Names of the folders of checkpoints: finished, partial and deleted ones. No jax.
+"""Name, find and delete the folders of checkpoints. No jax.
 
-A folder `step_00000020`, or `.part-1-of-3` of it where several writers save, got that name by one rename when
-everything was in it. Next: `manifest.py`, which says what a finished folder holds.
+A folder gets its name `step_00000020`, or `step_00000020.part-1-of-3` of several writers, by one rename when
+it is complete. Next: `manifest.py`, which describes a finished folder.
 """
 
 import os
@@ -13,16 +13,16 @@ from shardtrain.checkpoints.manifest_entries import MOST_PARTS, WHOLE, WriterPar
 from shardtrain.system.run_lock import LOCK
 
 CHECKPOINTS = "checkpoints"
-"""Folder of the checkpoints in that of a run."""
+"""Folder of the checkpoints inside a run's folder."""
 
 ARRAYS = "arrays"
-"""The folder inside a step's folder that Orbax writes; any Orbax program can read it."""
+"""Folder inside a step's folder that Orbax writes; any Orbax program can read it."""
 
 MANIFEST = "manifest.json"
-"""The file inside a step's folder that is written last."""
+"""File inside a step's folder that is written last."""
 
 PARTIAL = ".partial"
-"""Suffix of a folder that is being written, or deleted."""
+"""Suffix of a folder that is being written or deleted."""
 
 _STEP = "step_"
 _NAME = re.compile(r"step_([0-9]{1,15})(?:\.part-([0-9]{1,5})-of-([0-9]{1,5}))?")
@@ -39,7 +39,7 @@ def step_folder(folder: Path, step: int, part: WriterPart = WHOLE) -> Path:
 
 
 def partial_folder(folder: Path, step: int, part: WriterPart = WHOLE) -> Path:
-    """Return the folder in which a step is written, and into which it is renamed to be deleted."""
+    """Return the folder in which a step is written, and to which it is renamed before its deletion."""
     return folder / (step_folder(folder, step, part).name + PARTIAL)
 
 
@@ -54,34 +54,34 @@ def find_finished_steps(folder: Path) -> dict[int, dict[WriterPart, Path]]:
 
 
 def read_name(name: str) -> tuple[int, WriterPart]:
-    """Return the step and part that a folder is named by; (-1, WHOLE) for any other name.
+    """Parse the name of a folder as step and part; (-1, WHOLE) for any other name.
 
     >>> read_name("step_00000020.part-1-of-3"), read_name("step_new")
     ((20, WriterPart(index=1, count=3)), (-1, WriterPart(index=0, count=1)))
     """
     match = _NAME.fullmatch(name)
     part = WriterPart(int(match[2]), int(match[3])) if match and match[2] else WHOLE
-    # a count that no run has would be counted up to
+    # a huge count would be looped over
     if match is None or not part.index < part.count <= MOST_PARTS:
         return -1, WHOLE
     return int(match[1]), part
 
 
 def partial_folders(folder: Path) -> list[Path]:
-    """Return the folders of interrupted saves and deletions, and of the save under way."""
+    """Return the folders of interrupted saves and deletions, and of the running save."""
     found = folder.glob(f"{_STEP}*{PARTIAL}")
     return sorted(path for path in found if read_name(path.name.removesuffix(PARTIAL))[0] >= 0)
 
 
 def has_manifest(step_folder: Path) -> bool:
-    """Return whether a folder has a manifest; nothing is read."""
+    """Return whether a folder has a manifest, without reading it."""
     return (step_folder / MANIFEST).is_file()
 
 
 def refuse_other_run(folder: Path) -> None:
-    """Refuse a folder of checkpoints that is a link to that of another run, whose steps would be deleted.
+    """Refuse a folder of checkpoints that is a link to another run's, whose steps would be deleted.
 
-    A link to another disk is followed: disks fill up.
+    A link to a folder on another disk is allowed.
 
     Raises:
       ValueError: it is such a link.
@@ -97,7 +97,7 @@ def refuse_other_run(folder: Path) -> None:
 def delete(folder: Path) -> None:
     """Delete a step's folder, if it exists; an interrupted deletion leaves a partial folder."""
     if folder.is_symlink():
-        folder.unlink()  # and nothing behind it
+        folder.unlink()  # not its target
         return
     if not folder.exists():
         return

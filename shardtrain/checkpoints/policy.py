@@ -1,6 +1,6 @@
 """Decide when to save a checkpoint and which ones to keep. No jax.
 
-The code that saves is in `checkpointer.py`.
+`checkpointer.py` saves them.
 """
 
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,17 +17,17 @@ class CheckpointPolicy:
     """When to save checkpoints, and which to keep.
 
     Args:
-        every_steps: save after every step that is a multiple of this number; None: not by steps.
-        every_minutes: save when the last save is this many minutes ago; None: not by time.
+        every_steps: save after every step that is a multiple of this number. None disables saves by steps.
+        every_minutes: save when the last save is this many minutes ago. None disables saves by time.
         keep: number of newest checkpoints to keep.
-        keep_every: never delete checkpoints of steps that are multiples of this number; None: no such steps.
-        fast: a folder on a disk of this host, such as a RAM disk: a save goes there first, and is copied
-            to the run folder in the background. None: directly to the run folder.
+        keep_every: never delete checkpoints of steps that are multiples of this number. None disables it.
+        fast: a folder on a disk of this host, such as a RAM disk: saves go there first, and are copied to the
+            run folder in the background. None saves directly to the run folder.
         best: a held-out metric, such as heldout/loss: the checkpoint with its best value is kept too, and an
-            evaluation that is better than all before is saved. None: no checkpoint is kept for its value.
-        best_is: which value of that metric is the best.
-        trained_only: leave out the frozen parameters of a run that starts from others; they are read from
-            there again whenever the run resumes.
+            evaluation that is better than all earlier ones is saved. None disables both.
+        best_is: whether the lowest or the highest value of that metric is the best.
+        trained_only: leave out the frozen parameters of a run that starts from another checkpoint; they are
+            read from that checkpoint whenever the run resumes.
 
     Raises:
         ValueError: lists every value of a wrong type or out of range.
@@ -57,24 +57,21 @@ class CheckpointPolicy:
         problems += [
             f"{name} is {getattr(self, name)}; use {use}" for name, (ok, use) in allowed.items() if not ok
         ]
-        if problems:
-            raise problems_error("checkpoints cannot be saved like this", problems)
+        refuse("checkpoints cannot be saved like this", problems)
 
 
-def due(policy: CheckpointPolicy, step: int, seconds_since_last: float) -> bool:
-    """Return whether to save after this step.
-
-    Clocks differ between processes: one of them decides, and broadcasts the answer.
+def is_due(policy: CheckpointPolicy, step: int, seconds_since_last: float) -> bool:
+    """Return whether to save after this step; one process decides for all, because clocks differ.
 
     Args:
-        policy: when to save.
+        policy: the policy.
         step: steps done, from 1.
-        seconds_since_last: since the last save began, or since the run began.
+        seconds_since_last: seconds since the last save, or the run, began.
 
     Examples:
-        >>> due(CheckpointPolicy(every_steps=10, every_minutes=5), 20, 0.0)
+        >>> is_due(CheckpointPolicy(every_steps=10, every_minutes=5), 20, 0.0)
         True
-        >>> due(CheckpointPolicy(every_steps=10, every_minutes=5), 21, 299.0)
+        >>> is_due(CheckpointPolicy(every_steps=10, every_minutes=5), 21, 299.0)
         False
     """
     by_steps = policy.every_steps is not None and step % policy.every_steps == 0
@@ -86,7 +83,7 @@ def steps_to_delete(policy: CheckpointPolicy, steps: Iterable[int]) -> list[int]
     """Return the steps of the complete checkpoints to delete, oldest first; never the newest.
 
     Args:
-        policy: what to keep.
+        policy: the policy.
         steps: the steps of all complete checkpoints.
 
     Examples:

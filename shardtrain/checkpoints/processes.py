@@ -1,6 +1,6 @@
-"""The processes of one JAX runtime: which one writes, and what they agree on.
+"""Agree on values between the processes of one JAX runtime.
 
-All of them make these calls, in the same order.
+All of them make these calls in the same order.
 """
 
 import json
@@ -28,8 +28,8 @@ def gather_alone(name: str, look: Callable[[int], Any]) -> list[Any]:
     """All-gather over the islands of a run with one island: broadcast the result of its first process.
 
     Args:
-        name: the name of the exchange; unused where there is one island.
-        look: number of an island -> what it finds, as JSON can hold it.
+        name: the name of the exchange, unused with one island.
+        look: number of an island -> JSON value.
     """
     if jax.process_count() == 1:
         return [look(0)]

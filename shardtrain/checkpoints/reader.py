@@ -1,7 +1,7 @@
-"""Read any slice of any array out of the parts of a finished step. No jax.
+"""Read any slice of any array from the parts of a finished step. No jax.
 
-Each process reads only what it needs, however blocks and replicas were saved: `slices.py` finds where it is
-stored, `array_files.py` reads it. Next: `discover.py`.
+Each process reads only what it needs, however blocks and replicas were saved: `slices.py` finds the stored
+slices, `array_files.py` reads them. Next: `discover.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.checkpoints.array_files import ArrayFiles, Reading, StoredArray, too_large_text
+from shardtrain.checkpoints.array_files import ArrayFiles, PendingRead, StoredArray, too_large_text
 from shardtrain.checkpoints.manifest import problems, read_manifest
 from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, Leaf, Manifest
 from shardtrain.checkpoints.paths import find_finished_steps
@@ -77,7 +77,7 @@ class CheckpointReader:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """The data saved beside the state: the run's description, the position in the data."""
+        """The extra data: the description of the run, the position in the data."""
         return next(iter(self.manifests.values())).extra
 
     @property
@@ -99,7 +99,7 @@ class CheckpointReader:
 
         Args:
             path: the path of the array.
-            origin: its replica; the first one if it gives none.
+            origin: the origin with its replica; the first replica by default.
         """
         pieces = self.stored_arrays[path]
         replica = (origin.replica or 0) % (pieces[0].leaf.origin.num_replicas or 1)
@@ -116,11 +116,11 @@ class CheckpointReader:
 
         Args:
             path: the path, such as `params/embedding/table`.
-            numbers: of the first dims, to read what is there alone.
+            numbers: indices of the first dims, to read only what is there.
 
         Raises:
             KeyError: there is no such array.
-            ValueError: a part that it needs is missing; or it declares more bytes than its files have.
+            ValueError: a necessary part is missing; or the array declares more bytes than its files have.
         """
         leaf = self.leaves[path]
         saved_bytes = sum(piece.leaf.num_bytes for piece in self.stored_arrays[path])
@@ -130,11 +130,11 @@ class CheckpointReader:
         found = self.start(path, leaf, index).result()
         return found[(0,) * len(numbers)] if numbers else found
 
-    def start(self, path: str, wanted: Leaf, index: Index | None = None) -> Reading:
+    def start(self, path: str, wanted: Leaf, index: Index | None = None) -> PendingRead:
         """Start to read a slice of an array, in any layout of blocks and replicas.
 
-        If replicas have their own arrays, replica r gets that of replica r % n of the n saved ones. Rows of
-        padding become zeros.
+        If replicas have their own arrays, replica r gets the array of saved replica r % n. Rows of padding
+        become zeros.
 
         Args:
             path: the path of the array.
@@ -142,7 +142,7 @@ class CheckpointReader:
             index: a slice of `wanted.shape`; by default all of it.
 
         Raises:
-            ValueError: a part that it needs is missing.
+            ValueError: a necessary part is missing.
         """
         # make every slice explicit, so that its shape is known before anything is read
         given = index or tuple(slice(None) for _ in wanted.shape)
@@ -162,12 +162,12 @@ class CheckpointReader:
             for each in find_stored_slices(
                 pieces, origin, rest, replica % num_saved, partial(self._unseen, path)
             ):
-                # rows of padding are nowhere stored
+                # rows of padding are not stored
                 if each.piece is None:
                     array[(*lead, *each.target)] = np.zeros((), array.dtype)
                 else:
                     under_way.append(files.start(each.piece, path, each.source, array, (*lead, *each.target)))
-        return Reading(array, under_way)
+        return PendingRead(array, under_way)
 
     def _unseen(self, path: str, what: str) -> ValueError:
         return ValueError(
@@ -181,19 +181,16 @@ class CheckpointReader:
 
 
 def find_readers(*folders: Path) -> list[CheckpointReader]:
-    """Return readers of all finished steps of a run that have all parts, ascending.
+    """Return readers of all finished steps of a run that have all parts, in order of step.
 
     Args:
-        folders: folders of checkpoints: the fast one and the shared one; the first that has a part is used.
+        folders: folders of checkpoints, the fastest first; the first that has a part is used.
     """
     return [reader for reader in visible_readers(*folders) if not reader.missing]
 
 
 def visible_readers(*folders: Path) -> list[CheckpointReader]:
-    """Return readers of all finished steps that are visible, also those with missing parts.
-
-    They are in order of step; of several saves of one step the newer is last.
-    """
+    """Return readers of all visible finished steps, by step and then by time; parts may be missing."""
     seen: dict[tuple[int, int, str], dict[int, Path]] = {}
     for folder in folders:
         for step, parts in find_finished_steps(folder).items():

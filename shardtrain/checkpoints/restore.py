@@ -1,6 +1,6 @@
 """Restore a checkpoint onto devices: each process reads only the slices that its devices hold.
 
-The files of a checkpoint are read by `reader.py`. Next: `checkpointer.py`.
+`reader.py` reads the files. Next: `checkpointer.py`.
 """
 
 import time
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from shardtrain.checkpoints.array_files import Reading
+from shardtrain.checkpoints.array_files import PendingRead
 from shardtrain.checkpoints.differences import (
     Allow,
     check_state,
@@ -24,7 +24,7 @@ from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.slices import Index
 
 IN_FLIGHT_BYTES = 1 << 27
-"""Bytes that are read ahead of the transfer to the devices; a larger slice is read alone."""
+"""Largest number of bytes that are read ahead of the transfer to devices; a larger slice is read alone."""
 
 
 def restore_arrays(
@@ -39,17 +39,17 @@ def restore_arrays(
     Args:
       reader: the reader of a complete checkpoint.
       wanted: path -> shape, dtype and sharding.
-      origins: path -> which piece of the whole it is; those that are not named are whole.
-      allow: what the reader may lack, or have beside.
-      report: receives a line about how much was read.
+      origins: path -> origin of an array in the whole model; other arrays are whole.
+      allow: the allowed differences.
+      report: receives a line about the bytes that were read.
 
     Returns:
-      Path -> array; without those that are allowed to be missing, and are, or `reinitialized` with them.
+      Path -> array; without missing arrays, see `find_arrays_to_initialize`.
 
     Raises:
-      ValueError: all arrays that differ; or a part that is needed cannot be seen.
+      ValueError: lists all arrays that differ; or a necessary part cannot be seen.
     """
-    # describe what is wanted and what is stored alike: as arrays of the whole model, whatever part is here
+    # describe wanted and stored arrays as arrays of the whole model
     leaves = {
         path: Leaf(shape=tuple(x.shape), dtype=x.dtype.name, origin=origins.get(path, COMMON))
         for path, x in wanted.items()
@@ -58,24 +58,28 @@ def restore_arrays(
     saved = widen_optimizer_state(
         {path: reader.leaf(path, where.get(path, COMMON)) for path in reader.stored_arrays}, leaves
     )
-    # compare first: all differences in one error, before anything is read
+    # report all differences in one error, before reading
     check_state(reader, saved, leaves, allow)
     differing = [path for path in wanted if str(saved.get(path)) != str(leaves[path])]
     fresh = {*differing, *find_arrays_to_initialize(differing, wanted, allow.missing)}
-    # read ahead of the devices, in order, as many bytes as the host may have in flight
+    # read ahead of the devices, in order, up to the limit of bytes on the host
     began, num_bytes, largest = time.monotonic(), 0, 0
     arrays: dict[str, jax.Array] = {}
-    under_way: deque[_Coming] = deque()
+    under_way: deque[_ArrayRead] = deque()
+
+    def transfer(most_bytes: int) -> None:
+        while under_way and sum(each.num_bytes for each in under_way) > most_bytes:
+            oldest = under_way.popleft()
+            arrays[oldest.path] = oldest.transfer()
+
     for path, like in wanted.items():
         if path in fresh:
             continue
         under_way.append(_start(reader, path, like, leaves[path]))
         num_bytes += under_way[-1].num_bytes
         largest = max(largest, under_way[-1].num_bytes)
-        while sum(each.num_bytes for each in under_way) > IN_FLIGHT_BYTES:
-            _land(under_way, arrays)
-    while under_way:
-        _land(under_way, arrays)
+        transfer(IN_FLIGHT_BYTES)
+    transfer(-1)
     seconds = time.monotonic() - began
     report(
         f"read {num_bytes / 1e6:,.1f} of {reader.num_bytes / 1e6:,.1f} MB in {seconds:.1f} s, at most"
@@ -85,39 +89,33 @@ def restore_arrays(
 
 
 @dataclass(frozen=True)
-class _Coming:
-    """An array whose slices are being read."""
+class _ArrayRead:
+    """An array whose slices are being read, each with the devices that hold it."""
 
     path: str
     like: jax.ShapeDtypeStruct
-    slices: list[tuple[Reading, list[Any]]]  # what is read, and the devices that hold it
+    slices: list[tuple[PendingRead, list[Any]]]
 
     @property
     def num_bytes(self) -> int:
         return sum(reading.array.nbytes for reading, _ in self.slices)
 
-    def land(self) -> jax.Array:
+    def transfer(self) -> jax.Array:
+        """Wait for the slices, and transfer them to the devices."""
         shards: list[Any] = []
         memory = self.like.sharding.memory_kind  # the state may have arrays in the memory of the host
         for reading, devices in self.slices:
-            found = reading.result()
-            found = found.astype(self.like.dtype, copy=False)
+            found = reading.result().astype(self.like.dtype, copy=False)
             placed = [SingleDeviceSharding(device, memory_kind=memory) for device in devices]
             shards += [jax.device_put(found, each) for each in placed]
         array = jax.make_array_from_single_device_arrays(self.like.shape, self.like.sharding, shards)
-        # else what was read would wait on the host for its turn on the device
+        # wait, so that the memory on the host is free
         return jax.block_until_ready(array)
 
 
-def _land(under_way: deque[_Coming], arrays: dict[str, jax.Array]) -> None:
-    """Move the oldest array to its devices, which frees its memory on the host."""
-    oldest = under_way.popleft()
-    arrays[oldest.path] = oldest.land()
-
-
-def _start(reader: CheckpointReader, path: str, like: jax.ShapeDtypeStruct, leaf: Leaf) -> _Coming:
+def _start(reader: CheckpointReader, path: str, like: jax.ShapeDtypeStruct, leaf: Leaf) -> _ArrayRead:
     assert like.sharding is not None
-    # devices with the same slice (replicas) get it from one read
+    # replicas share one read
     devices: dict[Any, list[Any]] = {}
     for device, index in like.sharding.addressable_devices_indices_map(tuple(like.shape)).items():
         devices.setdefault(_plain(index, like.shape), []).append(device)
@@ -125,7 +123,7 @@ def _start(reader: CheckpointReader, path: str, like: jax.ShapeDtypeStruct, leaf
         (reader.start(path, leaf, tuple(slice(*each) for each in index)), holders)
         for index, holders in devices.items()
     ]
-    return _Coming(path, like, slices)
+    return _ArrayRead(path, like, slices)
 
 
 def _plain(index: Index | None, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

@@ -1,6 +1,6 @@
-"""Delete old checkpoints, and copy those of a fast disk to the run folder. No jax.
+"""Delete old checkpoints, and copy checkpoints from a fast disk to the run folder. No jax.
 
-`policy.py` decides what to keep; `checkpointer.py` calls this.
+`policy.py` decides which to keep; `checkpointer.py` calls this.
 """
 
 import shutil
@@ -31,7 +31,7 @@ def delete_old(
 ) -> list[str]:
     """Delete checkpoints that the policy does not keep, and broken ones older than a complete one.
 
-    Each writer deletes its own parts; the first also those of an earlier start with another number of
+    Each writer deletes its own parts; the first also deletes parts of earlier starts with another number of
     writers.
 
     Args:
@@ -41,12 +41,12 @@ def delete_old(
         newest: a complete step; later ones are not deleted.
         broken: broken steps, which do not count as kept.
         in_use: steps not to delete now.
-        best: steps -> the best of them, which is not deleted; None: none is known.
+        best: steps -> the best of them, which is not deleted, or None if not known.
 
     Returns:
         A message for each folder that could not be deleted.
     """
-    # 1. the policy counts whole steps only, and decides which of them stay
+    # 1. the policy selects the complete steps to keep
     found = {step: parts for step, parts in paths.find_finished_steps(folder).items() if step <= newest}
     whole = [step for step, parts in found.items() if step not in broken and _is_whole(parts, part)]
     keep = set(whole) - set(steps_to_delete(policy, whole)) | set(in_use) | {best(whole)}
@@ -59,7 +59,7 @@ def delete_old(
             else:
                 is_old = part.index == 0 and other.count != part.count and (part in parts or step not in keep)
             old += [path] * is_old
-    # 3. what cannot be deleted is reported; it is no reason to end the run
+    # 3. a failed deletion is reported, and does not end the run
     notes = []
     for path in old:
         try:
@@ -85,7 +85,7 @@ def _is_left_behind(path: Path, mine: WriterPart, newest: int) -> bool:
 
 
 class Mirror:
-    """Copies finished checkpoints from a fast disk to the run folder in the background, the newest first.
+    """Copies finished checkpoints from a fast disk to the run folder in the background.
 
     Args:
         fast: the folder on the fast disk.
@@ -113,7 +113,7 @@ class Mirror:
         """The newest step that could not be copied."""
 
     def copy(self, step: int) -> list[str]:
-        """Start to copy a step once the current copy is done; it replaces a step that is still waiting.
+        """Start to copy a step after the current copy, instead of any step that still waits.
 
         Returns:
             Messages about earlier copies that failed.
@@ -147,7 +147,7 @@ class Mirror:
             except (OSError, shutil.Error) as error:
                 self.left_behind = step
                 notes.append(
-                    f"WARNING: step {step} is on the fast disk alone ({self._fast}); it could not be"
+                    f"WARNING: step {step} is only on the fast disk ({self._fast}); it could not be"
                     f" copied to {self._shared}: {_first_reason(error)}"
                 )
             self.busy = ()
@@ -171,5 +171,5 @@ class Mirror:
 
 
 def _first_reason(error: OSError) -> str:
-    """Return the reason of the first of several files that could not be copied."""
+    """Return the reason why the first file could not be copied."""
     return str(error.args[0][0][2]) if isinstance(error, shutil.Error) else str(error)

@@ -1,7 +1,7 @@
-"""The boundary to Orbax: save one part of a step in the background.
+"""Save one part of a step in the background; the boundary to Orbax.
 
-Orbax writes the arrays; the manifest and the final name of the folder follow when they are on the disk. Where
-that is, and when it is deleted, is in `folders.py`. Next: `checkpointer.py`.
+Orbax writes the arrays; then the manifest is written and the folder gets its final name. `folders.py` chooses
+the folder. Next: `checkpointer.py`.
 """
 
 import logging
@@ -34,7 +34,7 @@ class SaveFailed(RuntimeError):
     """A checkpoint could not be written. Older checkpoints are untouched, and the run can continue.
 
     Args:
-        text: what happened, and what to do.
+        text: the cause, and what to change.
         step: the step that is not saved.
     """
 
@@ -44,13 +44,13 @@ class SaveFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Pending:
-    """The save under way.
+class _PendingSave:
+    """The running save.
 
     Args:
         step: the step.
         num_bytes: the size in bytes of its arrays.
-        notes: lines for the user, once it is finished.
+        notes: lines for the user at its end.
     """
 
     step: int
@@ -62,8 +62,8 @@ class Saver:
     """Saves one part of a step at a time, in the background, and deletes old steps after it.
 
     Args:
-        folders: where to save to.
-        report: receives, on the caller's thread, each line for the user.
+        folders: the folders of the checkpoints.
+        report: receives each line for the user, on the caller's thread.
 
     Attributes:
         latest: the newest step of which this part is finished; None before the first.
@@ -74,7 +74,7 @@ class Saver:
         self.latest = max(folders.steps(), default=None)
         self._orbax = _orbax()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: _Pending | None = None
+        self._pending: _PendingSave | None = None
         self._confirmed: int | None = None
         self._deleting: Future[list[str]] | None = None
 
@@ -89,19 +89,19 @@ class Saver:
         """Start to save; the arrays may be donated or deleted as soon as this returns.
 
         Args:
-            step: steps done; no save is under way.
+            step: steps done; no save is running.
             arrays: path -> array.
-            leaves: path -> the array as the manifest describes it.
-            extra: what is saved beside the arrays; not changed afterwards.
-            save_id: the same in all parts of one save.
+            leaves: path -> entry of the manifest.
+            extra: the extra data; not changed afterwards.
+            save_id: the identifier that all parts of this save share.
 
         Raises:
-            SaveFailed: it cannot begin. Where the fast disk fails, the run folder is tried before.
+            SaveFailed: it cannot begin, even in the run folder after the fast disk failed.
         """
         num_bytes = sum(array.nbytes for array in arrays.values())
         try:
             try:
-                # a fast disk that fails is given up for the run folder
+                # after the fast disk failed, use the run folder
                 self._start_arrays(step, arrays)
             except Exception as error:
                 if not self._folders.is_on_fast:
@@ -121,17 +121,17 @@ class Saver:
             save_id=save_id,
         )
         # the manifest is written last, in the background: a folder without one is not a checkpoint
-        self._pending = _Pending(step, num_bytes, self._background.submit(self._finish, step, manifest))
+        self._pending = _PendingSave(step, num_bytes, self._background.submit(self._finish, step, manifest))
 
     def _start_arrays(self, step: int, arrays: dict[str, jax.Array]) -> None:
-        """Copy the arrays to the host, and let Orbax write them in threads of its own."""
+        """Copy the arrays to the host, and let Orbax write them in its own threads."""
         try:
             partial = self._folders.make_partial(step)
             chunks = {path: _chunks(array) for path, array in arrays.items()}
             self._orbax.save(partial / paths.ARRAYS, args=ocp.args.PyTreeSave(arrays, chunks))
         except Exception:
             self._delete_partial(step)
-            # several processes renew theirs together, in `wait`
+            # several processes renew Orbax together, in `wait`
             if jax.process_count() == 1:
                 self._renew_orbax()
             raise
@@ -148,7 +148,7 @@ class Saver:
         except BaseException:
             self._delete_partial(step)
             raise
-        # where other writers save parts of the step, it is not whole before `confirm`
+        # if other writers save parts of the step, `confirm` tells when it is complete
         notes = folders.delete_old(step) if folders.part.count == 1 else []
         return notes + folders.copy(step)
 
@@ -162,10 +162,10 @@ class Saver:
         try:
             failed.close()
         except Exception as error:
-            _LOG.debug("what failed before: %s", error)
+            _LOG.debug("Orbax failed before: %s", error)
 
     def wait(self) -> None:
-        """Wait until the save under way is on the disk and is `latest`; return at once if there is none.
+        """Wait until the running save, if any, is on the disk and is `latest`.
 
         Raises:
             SaveFailed: it failed, on this process or another. Raised once; the next save is not affected.
@@ -177,14 +177,14 @@ class Saver:
             raise failure or self._failure(pending.step, pending.num_bytes, other)
 
     def newest_finished_step(self) -> int | None:
-        """Return the newest step that is on the disk; a save under way is not waited for."""
+        """Return the newest step that is on the disk, without waiting for the running save."""
         pending = self._pending
         if pending is not None and pending.notes.done() and pending.notes.exception() is None:
             return pending.step
         return self.latest
 
     def collect(self) -> SaveFailed | None:
-        """Wait for the save under way; return this process's failure, if any."""
+        """Wait for the running save; return this process's failure, if any."""
         if self._pending is None:
             return None
         pending = self._pending
@@ -206,7 +206,7 @@ class Saver:
         """Delete old steps, in the background, once all parts of this one are finished.
 
         Args:
-            step: the newest step that is whole, or None; each is confirmed once.
+            step: the newest complete step, or None.
         """
         if self._folders.part.count == 1 or step in (None, self._confirmed) or not is_primary():
             return
@@ -217,7 +217,7 @@ class Saver:
         self._deleting = self._background.submit(self._folders.delete_old, step)
 
     def close(self) -> None:
-        """Wait for the background, and close Orbax."""
+        """Wait for the background thread, and close Orbax."""
         self._background.shutdown()
         self._orbax.close()
 
@@ -234,16 +234,15 @@ class Saver:
 
 
 def _orbax() -> ocp.AsyncCheckpointer:
-    # Orbax's default gives up after 20 minutes, and a folder that it makes in the background
-    # keeps its threads waiting for minutes where it cannot be made.
+    # Orbax's default gives up after 20 minutes, and waits for minutes if it cannot make a folder
     options = ocp.options.AsyncOptions(
         timeout_secs=_SAVE_TIMEOUT_SECONDS, create_directories_asynchronously=False
     )
-    # replicas share the writing of large arrays alone: each slice of an array is a compiled program
+    # replicas share only the writing of large arrays, because each slice is a compiled program
     default = ocp.type_handlers.get_type_handler(jax.Array)
     arrays = ocp.type_handlers.ArrayHandler(
         min_slice_bytes_for_replica_parallel=_LEAST_SLICE_BYTES,
-        # Orbax's own record of arrays, which is public in no other way; without it a save is as good
+        # Orbax's own record of arrays, which has no public name; a save works without it
         array_metadata_store=getattr(default, "_array_metadata_store", None),
     )
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
@@ -253,10 +252,9 @@ def _orbax() -> ocp.AsyncCheckpointer:
 
 
 def _chunks(array: jax.Array) -> ocp.SaveArgs:
-    """Return the chunks of an array: small ones, so that other layouts read little in vain.
+    """Return the chunks of an array: small, because a reader reads whole chunks.
 
-    A reader reads whole chunks. Large rows, as stacked blocks have them, have chunks of their own: a stage
-    reads its blocks alone.
+    Large rows, as of stacked blocks, have their own chunks, so that a stage reads only its blocks.
     """
     shape = array.sharding.shard_shape(array.shape)
     has_large_rows = array.ndim > 1 and array.dtype.itemsize * math.prod(shape[1:]) >= _LARGE_ROW_BYTES

@@ -1,7 +1,6 @@
-"""Find the slices of stored arrays that make up a slice of the whole model's array. No jax, nothing is read.
+"""Find the slices of stored arrays that make up a slice of the whole model's array. No jax.
 
-Blocks and replicas may have been saved in other parts, and another order, than they are asked for. Next:
-`reader.py`.
+Blocks and replicas may have been saved in other parts and in another order. Next: `reader.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,14 +36,14 @@ def find_stored_slices(
     replica: int,
     unseen: Callable[[str], ValueError],
 ) -> Iterator[StoredSlice]:
-    """Find where each row of the wanted array is stored, in as few slices as there can be.
+    """Find where each row of the wanted array is stored, in as few slices as possible.
 
     Args:
-        pieces: the stored arrays of one path that can be seen.
+        pieces: the visible stored arrays of one path.
         origin: the origin of the wanted array.
-        index: the slice of it that is wanted, without a dim that counts replicas.
-        replica: the replica it is of, as it was saved.
-        unseen: what cannot be seen ("replica 1", "blocks [2]") -> the error to raise.
+        index: the wanted slice, without a dim that counts replicas.
+        replica: the saved replica.
+        unseen: missing part ("replica 1", "blocks [2]") -> the error to raise.
 
     Raises:
         ValueError: `unseen`.
@@ -54,17 +53,17 @@ def find_stored_slices(
     if not mine:
         raise unseen(f"replica {replica}")
     lead = (replica,) if mine[0].leaf.origin.counts_replicas else ()
-    # not stacked in any other order: one slice of one array
+    # all blocks in order: one slice of one array
     if origin.rows is None and mine[0].leaf.origin.rows is None:
         yield StoredSlice((...,), mine[0], (*lead, *index))
         return
-    # which stored array has each block, and in which of its rows
+    # block -> (stored array, its row)
     places = {row: (piece, i) for piece in reversed(mine) for i, row in enumerate(_find_rows(piece.leaf))}
     rows = range(origin.num_rows or len(places)) if origin.rows is None else origin.rows
     chosen = list(rows[index[0]])
     if lost := [row for row in chosen if row >= 0 and row not in places]:
         raise unseen(f"blocks {lost}")
-    # rows that are next to each other in one stored array are read as one slice
+    # adjacent rows of one stored array are read as one slice
     for start, stop in _runs([places.get(row) for row in chosen]):
         target = (slice(start, stop), ...)
         if chosen[start] < 0:

@@ -1,4 +1,4 @@
-"""Advice as the text that `shardtrain advise` prints."""
+"""Format the advice of `shardtrain advise`: save intervals, batch sizes, revocable hosts."""
 
 import math
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ def interval_text(
     work_seconds: float,
     step_seconds: float | None,
 ) -> str:
-    """Format how often to save by both formulas, and what a run then takes.
+    """Format how often to save by both formulas, and how long a run then takes.
 
     Args:
-      save_seconds: of a save.
+      save_seconds: seconds of a save.
       failure_seconds: mean time between failures of the run.
-      restart_seconds: from a failure until the run works again.
-      work_seconds: of the run without saves and failures.
-      step_seconds: of a step; None: the interval is not said in steps.
+      restart_seconds: seconds from a failure until the run works again.
+      work_seconds: seconds of the run without saves and failures.
+      step_seconds: seconds of a step; None leaves out the interval in steps.
     """
     intervals = {
         "Young 1974, first order": young_interval(save_seconds, failure_seconds),
@@ -39,7 +39,7 @@ def interval_text(
     }
     rows = []
     for name, longest in intervals.items():
-        # a save is after a step, and none is after the end of the work
+        # a save follows a step, and none follows the end of the work
         interval = min(max(longest, step_seconds or 0.0), work_seconds)
         takes = estimate_seconds(work_seconds, interval, save_seconds, failure_seconds, restart_seconds)
         steps = "" if step_seconds is None else f"{max(round(interval / step_seconds), 1)}"
@@ -51,19 +51,19 @@ def interval_text(
     if step_seconds is not None and step_seconds > shortest:
         text += (
             f"a step takes {duration_text(step_seconds)}, longer than an interval of"
-            f" {duration_text(shortest)}: a save after every step is as often as can be\n"
+            f" {duration_text(shortest)}: more than one save a step is not possible\n"
         )
     return text
 
 
 def noise_text(scale: float, batch: float, rate: float | None, exponent: float) -> str:
-    """Format what a gradient noise scale says of batches and learning rates.
+    """Format batches and learning rates that a gradient noise scale suggests.
 
     Args:
       scale: B_noise, in the unit of the batch.
-      batch: the batch that is used now.
-      rate: its learning rate, if it is well tuned; None: rates are shown as factors.
-      exponent: of the learning rate, see `rate_factor`.
+      batch: the current batch.
+      rate: its tuned learning rate; None shows rates as factors.
+      exponent: exponent of the learning rate, see `rate_factor`.
     """
     if math.isinf(scale) or scale <= 0:
         return (
@@ -83,13 +83,13 @@ def noise_text(scale: float, batch: float, rate: float | None, exponent: float) 
 
 
 def revocable_text(run: RevocableRun, counts: Sequence[int], runs: int, seed: int) -> str:
-    """Format expected time and cost for several numbers of hosts, beside the simulation of the given one.
+    """Format expected time and cost for several numbers of hosts, and a simulation of the given number.
 
     Args:
       run: the run on its own number of hosts.
       counts: other numbers of hosts.
-      runs: how many runs to simulate.
-      seed: of the simulation.
+      runs: number of runs to simulate.
+      seed: seed of the simulation.
     """
     rows = [
         (f"{count}", *_outcome_cells(outcome))

@@ -1,6 +1,6 @@
-"""Checkpoints as text: the list of a folder, the contents of one, the differences of two.
+"""Format checkpoints: the list of a folder, the contents of one, the differences between two.
 
-Read by `checkpoints/reader.py`, printed by `cli/checkpoint.py`.
+`checkpoints/reader.py` reads them, and `cli/checkpoint.py` prints the text.
 """
 
 import math
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.checkpoints.differences import differences
-from shardtrain.checkpoints.evaluations import Best
+from shardtrain.checkpoints.differences import compare_descriptions
+from shardtrain.checkpoints.evaluations import BestStep
 from shardtrain.checkpoints.manifest import measure_file, read_manifest
 from shardtrain.checkpoints.manifest_entries import Leaf, Manifest
 from shardtrain.checkpoints.reader import CheckpointReader
@@ -27,8 +27,8 @@ CHUNK_ITEMS = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
-    """The difference of the values of an array in two checkpoints.
+class ArrayChange:
+    """The difference between the values of an array in two checkpoints.
 
     Args:
       path: the path of the array.
@@ -43,10 +43,10 @@ class Change:
     norms: tuple[float, float]
 
 
-def list_text(readers: list[CheckpointReader], unfinished: list[Path], best: Best | None = None) -> str:
+def list_text(readers: list[CheckpointReader], unfinished: list[Path], best: BestStep | None = None) -> str:
     """Format a row per checkpoint: step, time, size, mesh and state; the best one is marked.
 
-    File sizes are compared with the manifest, contents are not (see `shardtrain checkpoint verify`).
+    File sizes are compared with the manifest, but not contents (see `shardtrain checkpoint verify`).
     """
     rows = [_list_row(reader, best) for reader in readers]
     rows += [("", path.name, "", "", "", "unfinished: being saved, or interrupted") for path in unfinished]
@@ -75,14 +75,16 @@ def show_text(reader: CheckpointReader) -> str:
 
 
 def diff_text(first: CheckpointReader, second: CheckpointReader) -> str:
-    """Format the differences of two checkpoints: arrays, shapes, values, options of the run."""
+    """Format the differences between two checkpoints: arrays, shapes, values, options of the run."""
     a, b = first.leaves, second.leaves
     lines = [f"{path}: only in the first, {a[path]}" for path in a if path not in b]
     lines += [f"{path}: only in the second, {b[path]}" for path in b if path not in a]
     lines += [f"{path}: {a[path]} -> {b[path]}" for path in a if path in b and not _alike(a[path], b[path])]
-    lines += [f"run: {line}" for line in differences(*(x.extra.get("run") or {} for x in (first, second)))]
+    lines += [
+        f"run: {line}" for line in compare_descriptions(*(x.extra.get("run") or {} for x in (first, second)))
+    ]
     both = [path for path in a if path in b and _alike(a[path], b[path])]
-    changes = [change(path, first.read(path), second.read(path)) for path in both]
+    changes = [compare_arrays(path, first.read(path), second.read(path)) for path in both]
     rows = [
         (each.path, f"{each.max_abs:.3g}", f"{each.relative:.3g}", *(f"{norm:.6g}" for norm in each.norms))
         for each in changes
@@ -96,11 +98,11 @@ def diff_text(first: CheckpointReader, second: CheckpointReader) -> str:
     )
 
 
-def change(path: str, first: np.ndarray, second: np.ndarray) -> Change:
+def compare_arrays(path: str, first: np.ndarray, second: np.ndarray) -> ArrayChange:
     """Return the difference of two arrays of one shape; NaN in the same places is no difference.
 
-    >>> change("w", np.array([3.0, 4.0]), np.array([3.0, 4.5]))
-    Change(path='w', max_abs=0.5, relative=0.1, norms=(5.0, 5.408326913195984))
+    >>> compare_arrays("w", np.array([3.0, 4.0]), np.array([3.0, 4.5]))
+    ArrayChange(path='w', max_abs=0.5, relative=0.1, norms=(5.0, 5.408326913195984))
     """
     largest, sums = 0.0, np.zeros(3)
     for a, b in _chunks(first, second):
@@ -111,7 +113,7 @@ def change(path: str, first: np.ndarray, second: np.ndarray) -> Change:
         sums += [np.square(difference).sum(), np.square(a).sum(), np.square(b).sum()]
     difference_norm, *norms = (float(norm) for norm in np.sqrt(sums))
     relative = difference_norm / norms[0] if norms[0] else (0.0 if difference_norm == 0 else math.inf)
-    return Change(path=path, max_abs=largest, relative=relative, norms=(norms[0], norms[1]))
+    return ArrayChange(path=path, max_abs=largest, relative=relative, norms=(norms[0], norms[1]))
 
 
 def _chunks(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -122,7 +124,7 @@ def _chunks(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[np.ndarray,
         yield a[chunk].astype(np.float64), b[chunk].astype(np.float64)
 
 
-def _list_row(reader: CheckpointReader, best: Best | None) -> tuple[Any, ...]:
+def _list_row(reader: CheckpointReader, best: BestStep | None) -> tuple[Any, ...]:
     read = {part: read_manifest(folder) for part, folder in sorted(reader.folders.items())}
     manifests = [manifest for manifest, _ in read.values() if manifest is not None]
     problems = [reason for _, reason in read.values() if reason]
@@ -132,7 +134,7 @@ def _list_row(reader: CheckpointReader, best: Best | None) -> tuple[Any, ...]:
         if manifest is not None and (manifest.step, manifest.part.index) != (reader.step, part)
     ]
     problems += [
-        f"{name} is not as it was saved"
+        f"{name} has changed since it was saved"
         for part, (manifest, _) in read.items()
         for name in (_list_other_sizes(reader.folders[part], manifest) if manifest else [])
     ]

@@ -1,4 +1,4 @@
-"""Fits to measured rows as the text that `shardtrain advise predict` prints."""
+"""Format fits to measured rows for `shardtrain advise predict`."""
 
 import csv
 import io
@@ -19,11 +19,11 @@ from shardtrain.plan.advice.fit import (
 from shardtrain.report.tables import table_text
 
 MOST_MODELS = 12
-"""The models with the largest errors that are shown."""
+"""Largest number of models whose errors are shown."""
 
 
 def rows_text(rows: Sequence[MeasuredRow]) -> str:
-    """Format measured rows as lines of a CSV file, for another prediction or for a file of one's own."""
+    """Format measured rows as lines of a CSV file."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -34,11 +34,11 @@ def rows_text(rows: Sequence[MeasuredRow]) -> str:
 
 
 def fits_text(rows: Sequence[MeasuredRow], asked: MeasuredRow | None) -> str:
-    """Format the fit of each quantity that was measured, its error on unseen models, and a prediction.
+    """Format the fit of each measured quantity, its error on unseen models, and a prediction.
 
     Args:
-      rows: what was measured.
-      asked: the run that is asked for; None: none is.
+      rows: the measured rows.
+      asked: the run to predict, or None.
 
     Raises:
       ValueError: no quantity can be fitted.
@@ -75,7 +75,7 @@ def _quantity_text(quantity: Quantity, rows: Sequence[MeasuredRow], asked: Measu
 
 
 def _saturation_text(rows: Sequence[MeasuredRow]) -> str:
-    """Format up to how many devices the speed of a model grows, where three numbers of them were measured."""
+    """Format the number of devices up to which speed grows, for models measured on at least three numbers."""
     groups: dict[tuple[str, str], dict[int, float]] = {}
     for row in rows:
         if row.step_seconds is not None and row.teraflops is not None:

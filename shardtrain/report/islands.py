@@ -1,4 +1,4 @@
-"""What is printed of islands at the start of a run: the table of ranks, and the buckets between them."""
+"""Format the ranks of islands and the buckets that they send, for the start of a run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,14 +7,14 @@ from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
 
 MOST_BUCKETS = 16
-"""The sizes of so many buckets are shown."""
+"""Largest number of buckets whose sizes are shown."""
 
 
 def binding_text(ranks: Sequence[Mapping[str, Any]]) -> str:
     """Format a row per rank.
 
     Args:
-      ranks: from `islands.membership.binding`.
+      ranks: the result of `islands.membership.binding`.
 
     >>> row = {"rank": 0, "island": 0, "process": 0, "host": "a", "pid": 7}
     >>> binding_text([row | {"devices": "2 x cpu", "ids": "", "cores": 4}]).splitlines()[2].split()
@@ -40,7 +40,7 @@ def parts_text(sizes_bytes: Sequence[int], num_parts: int) -> str:
 
     Args:
       sizes_bytes: bytes after each program.
-      num_parts: programs that were asked for.
+      num_parts: number of programs in the options.
 
     >>> parts_text([1 << 20, 3 << 20], 2)
     'gradients: 2 programs, the last layers first; after each is sent: 1.0 MiB, 3.0 MiB'

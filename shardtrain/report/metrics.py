@@ -1,25 +1,22 @@
-"""Values that merge over steps and devices: means, rates; and the interface of a progress display.
+"""Means and rates that merge over steps and devices. No jax.
 
-No jax: the values are numbers that have left the device. Next: `sinks/`, where a run writes them;
-`progress.py`, what people read on the terminal.
+Next: `sinks/`, where a run writes them; `progress.py`, which shows them on the terminal.
 """
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, Self
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mean:
-    """A mean that merges: a sum and the count it is over (examples or tokens).
+    """A mean that merges: a sum and its count of examples or tokens.
 
-    `+` merges two, `Mean()` is neutral, and `sum(parts, Mean())` merges many, so a mean over steps, devices
-    or uneven batches is the mean over all that they hold.
+    `+` merges two means, `Mean()` is neutral, and `sum(parts, Mean())` merges many, so that uneven steps or
+    devices give the mean over all values.
 
     Args:
         sum: the sum of the values.
-        count: how many values, or their total weight; at least 0.
+        count: the number of values, or their total weight; at least 0.
 
     Raises:
         ValueError: the count is negative.
@@ -51,15 +48,10 @@ class Mean:
 
 
 class Rate:
-    """Units per second over the last steps, without the first, which compiles. The caller reads the clock.
-
-    It changes in place: a step of a millisecond has several rates.
+    """Units per second over the last steps, without the first step, which compiles.
 
     Args:
-        window_steps: how many of the last calls of `add` the rate is over; at least 1.
-
-    Raises:
-        ValueError: the window is shorter than one step, or (`add`) the clock ran backwards.
+        window_steps: number of last calls of `add` over which the rate is computed; at least 1.
 
     Examples:
         >>> rate = Rate()
@@ -72,26 +64,18 @@ class Rate:
     """
 
     def __init__(self, window_steps: int = 50) -> None:
-        if window_steps < 1:
-            raise ValueError(f"a rate over {window_steps} steps was asked for. Use window_steps=1 or more.")
         # (seconds, units until then), oldest first
         self._marks: deque[tuple[float, float]] = deque(maxlen=window_steps + 1)
 
     def add(self, *, now_seconds: float, units: float) -> None:
-        """Add `units` that are done at `now_seconds`; the first call only starts the clock."""
-        last_seconds, total = self._marks[-1] if self._marks else (now_seconds, 0.0)
-        if now_seconds < last_seconds:
-            raise ValueError(
-                f"a rate was asked for at {now_seconds:g} s, before its last step at {last_seconds:g} s. "
-                "Pass times of one clock that does not run backwards, such as time.monotonic()."
-            )
+        """Add `units` that are done at `now_seconds` of a monotonic clock; the first call only starts it."""
+        total = self._marks[-1][1] if self._marks else 0.0
         self._marks.append((now_seconds, total + units))
 
     def pause(self, seconds: float) -> None:
-        """Do not count `seconds` since the last step (held-out evaluation, a checkpoint)."""
+        """Exclude `seconds` since the last step, as of an evaluation or a save."""
         marks = [(at + seconds, total) for at, total in self._marks]
-        self._marks.clear()
-        self._marks.extend(marks)
+        self._marks = deque(marks, self._marks.maxlen)
 
     @property
     def per_second(self) -> float | None:
@@ -101,25 +85,3 @@ class Rate:
         (start_seconds, start_units), (end_seconds, end_units) = self._marks[0], self._marks[-1]
         elapsed_seconds = end_seconds - start_seconds
         return (end_units - start_units) / elapsed_seconds if elapsed_seconds > 0 else None
-
-
-class Progress(Protocol):
-    """The progress display of a loop; a context manager."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Show that a step is done.
-
-        Args:
-            step: steps done since the start of the run, resumed or not.
-            values: the metrics by name, as in the sinks; only `train/loss`, `heldout/loss`,
-              `<unit>_per_second` and `mfu` are shown.
-        """
-        ...
-
-    def note(self, text: str) -> None:
-        """Print a message (a saved checkpoint, a warning) without breaking the bar."""
-        ...

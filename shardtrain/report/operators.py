@@ -1,4 +1,4 @@
-"""A search over the shardings of operators as the text that `shardtrain plan --operators` prints."""
+"""Format a search over the shardings of operators for `shardtrain plan --operators`."""
 
 from shardtrain.plan.simulator.operator_search import Judged, OperatorPlan
 from shardtrain.plan.simulator.operator_shardings import ShardedOperators, Sharding
@@ -9,11 +9,11 @@ MOST_SHOWN = 16
 
 
 def operators_text(plan: OperatorPlan, proposals: int) -> str:
-    """Format what was found from each start, and where the best differs from rules.
+    """Format the best sharding found from each start, and its differences from rules.
 
     Args:
       plan: the plan.
-      proposals: of each start.
+      proposals: number of proposals from each start.
     """
     space, best = plan.space, plan.best
     sizes = " x ".join(map(str, space.sizes.values()))
@@ -68,7 +68,7 @@ def _differences(plan: OperatorPlan) -> str:
         )
         for _, i in shown
     ]
-    title = f"{len(different)} operators are sharded otherwise than by rules; the longest:"
+    title = f"{len(different)} operators are sharded differently than by rules; the longest:"
     return table_text(("operator", "by rules", "best", "takes", "then"), rows, title=title)
 
 

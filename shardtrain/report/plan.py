@@ -1,4 +1,4 @@
-"""A plan as the text that `shardtrain plan` prints: ranked ways, every term of the best, and refusals."""
+"""Format a plan for `shardtrain plan`: ranked layouts, every term of the best, and refused layouts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,14 +27,14 @@ COLUMNS = (
 )
 
 MEMORY_TERMS = {
-    "parameters": "as they are stored, by the specs of the layout",
+    "parameters": "as stored, by the specs of the layout",
     "optimizer": "the optimizer's state, by the specs",
     "gradients": "sums over microbatches, float32",
     "activations": "the most that is alive at once in loss and gradient, with gathered weights; or, on"
-    " simulated devices, a copy of the optimizer's state if that is more",
+    " simulated devices, a copy of the optimizer's state if that is larger",
     "pipeline": "inputs and cotangents of parts, for the microbatches that the schedule has in flight",
     "batch": "rows of this device",
-    "local": "what an island changed since the last merge, and the outer optimizer's state, float32",
+    "local": "changes of an island since the last merge, and the outer optimizer's state, float32",
 }
 SECONDS_TERMS = {
     "compute": "microbatches x sum over kernels: time of a kernel + max(flops / rate, bytes / memory rate)",
@@ -47,12 +47,12 @@ MOST_REFUSED = 5
 
 
 def plan_text(plan: ClusterPlan, subjects: Sequence[Subject], most: int) -> str:
-    """Format the best ways of each kind of islands, and what they give together.
+    """Format the best choices for each kind of islands, and the resulting step.
 
     Args:
       plan: the plan.
-      subjects: of each kind, as for `plan_cluster`.
-      most: how many ways of each kind to show.
+      subjects: the subject of each kind, as for `plan_cluster`.
+      most: number of choices to show for each kind.
     """
     parts = [
         _kind_text(each, subject.row_flops, len(plan.shares) > 1, most)
@@ -102,7 +102,7 @@ def _kind_text(each: KindPlan, row_flops: float, several: bool, most: int) -> st
     if not ranked:
         return f"{title}\nnothing runs\n{_format_refused(each.plan.refused)}{each.plan.nearest}\n"
     peak = devices * (each.machine.peak_flops_per_second or math.inf)
-    # a second of all devices at their peak would compute so many steps
+    # steps in a second of all devices at their peak
     steps_at_peak = peak / (each.rows * row_flops) if each.rows * row_flops else math.inf
     rows = [_row(i, one, memory, steps_at_peak) for i, one in enumerate(ranked)]
     text = table_text(COLUMNS, rows, title=title)
@@ -116,7 +116,7 @@ def _kind_text(each: KindPlan, row_flops: float, several: bool, most: int) -> st
 
 
 def _format_named(each: KindPlan) -> str:
-    """Say how the best way compares with those that others would take."""
+    """Compare the best choice with the named layouts."""
     best, parts = each.plan.ranked[0], []
     for name, found in each.named.items():
         if found is None:
@@ -128,7 +128,7 @@ def _format_named(each: KindPlan) -> str:
         else:
             ratio = total / best.prediction.seconds.total
             parts.append(f"{text} {seconds_text(total)}, {ratio:.2f} times the best")
-    return f"beside: {'; '.join(parts)}\n" if parts and best.fits else ""
+    return f"compared with: {'; '.join(parts)}\n" if parts and best.fits else ""
 
 
 def _row(number: int, one: Ranked, memory_bytes: float, steps_at_peak: float) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ def _row(number: int, one: Ranked, memory_bytes: float, steps_at_peak: float) ->
 
 
 def _free(needed: float, memory_bytes: float) -> str:
-    """Say by how much something fits, or does not.
+    """Format the free memory, or the excess.
 
     >>> _free(2**30, 3 * 2**30), _free(2**30, 2**29), _free(1.0, math.inf)
     ('2.0 GiB', '512.0 MiB over', 'any')
@@ -172,7 +172,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _format_refused(refused: Mapping[str, str]) -> str:
-    """Format why layouts were refused and what to change, each reason once, the most frequent first."""
+    """Format the reasons why layouts were refused, each once, the most frequent first."""
     if not refused:
         return ""
     meshes: dict[str, list[str]] = {}
@@ -196,7 +196,7 @@ def _first_reason(text: str) -> str:
 
 
 def explain_plan(one: Ranked) -> str:
-    """Format every term of a prediction with the formula it comes from."""
+    """Format every term of a prediction with its formula."""
     memory = [
         (name, bytes_text(getattr(one.prediction.memory, name)), formula)
         for name, formula in MEMORY_TERMS.items()

@@ -1,4 +1,4 @@
-"""Advice on a plan as the text that `shardtrain plan --advise` prints."""
+"""Format the advice on a plan for `shardtrain plan --advise`: scaling, and what memory allows."""
 
 import math
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from shardtrain.report.quantities import bytes_text, seconds_text
 from shardtrain.report.tables import table_text
 
 EFFICIENCY = 0.8
-"""The efficiency for which numbers of devices are shown."""
+"""The efficiency for which the largest number of devices is shown."""
 
 
 def plan_advice_text(subjects: Sequence[Subject], plan: ClusterPlan) -> str:
-    """Format how the best way of each kind of islands scales, and what memory allows on its mesh.
+    """Format how the best choice for each kind of islands scales, and what memory allows on its mesh.
 
     Args:
-      subjects: of each kind, as for `plan_cluster`.
+      subjects: the subject of each kind, as for `plan_cluster`.
       plan: the plan.
     """
     return "".join(

@@ -1,4 +1,4 @@
-"""The compiled step of a plan beside its prediction, as the text that `shardtrain plan --compile` prints."""
+"""Compare the compiled step of a plan with its prediction, for `shardtrain plan --compile`."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -13,27 +13,27 @@ from shardtrain.report.tables import table_text
 from shardtrain.sharding.specs import Row, spec_axes
 
 SMALL = 0.01
-"""An array with less than this part of all parameters is not flagged."""
+"""Fraction of all parameters below which a replicated array is not reported."""
 
 
 def format_compiled(
     found: Figures, step: Step, predicted: Prediction, *, title: str, simulated: bool = False
 ) -> str:
-    """Format memory, flops and bytes by mesh axes of a compiled step beside those that were predicted.
+    """Format memory, flops and bytes by mesh axes of a compiled step and of its prediction.
 
     Args:
-      found: of the compiled step.
-      step: what the prediction was made from.
+      found: the figures of the compiled step.
+      step: the step from which the prediction was made.
       predicted: the prediction.
-      title: above the table.
-      simulated: whether it was compiled for simulated devices.
+      title: the title of the table.
+      simulated: whether the step was compiled for simulated devices.
     """
     memory = predicted.memory
     state = memory.parameters + memory.optimizer + memory.batch
     rows = [
         ("state and batch", *_compare(state, found.argument_bytes, bytes_text)),
         (
-            "beside them",
+            "other arrays",
             *_compare(memory.total - state, found.device_bytes - found.argument_bytes, bytes_text),
         ),
         ("memory of a device", *_compare(memory.total, found.device_bytes, bytes_text)),
@@ -60,16 +60,16 @@ def _compare(predicted: float, compiled: float, text: Callable[[float], str]) ->
 
 
 def flag_parameters(rows: Sequence[Row], found: Figures, zero: int, num_devices: int) -> Iterator[str]:
-    """Return a line for each parameter that is whole on every device, or gathered over tensor.
+    """Return a line for each parameter that is replicated on every device, or gathered over tensor.
 
     Args:
       rows: the placement of the parameters.
-      found: of the compiled step.
-      zero: the ZeRO stage; below 3 parameters are whole over fsdp, as the layout says.
-      num_devices: of the mesh.
+      found: the figures of the compiled step.
+      zero: the ZeRO stage; below 3 parameters are replicated over fsdp by the layout.
+      num_devices: number of devices in the mesh.
     """
     everything = sum(row.num_bytes for row in rows)
-    # with data parallelism alone every parameter is whole, as the plan says
+    # pure data parallelism replicates every parameter by design
     sharded = any(row.copies < num_devices for row in rows)
     for row in rows:
         if sharded and zero == 3 and row.copies == num_devices and row.num_bytes > SMALL * everything:
@@ -91,7 +91,7 @@ def flag_parameters(rows: Sequence[Row], found: Figures, zero: int, num_devices:
 
 
 def _elements(num_bytes: int, dtype: str) -> int:
-    """Return the number of elements of an array with so many bytes.
+    """Return the number of elements of an array.
 
     >>> _elements(64, "bf16"), _elements(64, "f32")
     (32, 16)

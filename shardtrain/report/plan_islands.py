@@ -1,4 +1,4 @@
-"""How islands of a plan are joined: what they send, how long, in how many parts; and islands as stages."""
+"""Format how islands of a plan are joined: bytes, seconds, gradient parts; and islands as pipeline stages."""
 
 import math
 
@@ -19,14 +19,14 @@ EARLY_TERMS = (
 
 
 def format_join(plan: ClusterPlan) -> str:
-    """Say how long a step waits until islands are joined."""
+    """Format how long a step waits until islands are joined."""
     if math.isinf(plan.link_bytes_per_second):
         return "no time, as no link is given"
     return f"{seconds_text(plan.join_seconds)} of it"
 
 
 def synchronisations_text(plan: ClusterPlan) -> str:
-    """Compare ways to join islands, by what they send and how long a step waits for it."""
+    """Compare ways to join islands by the bytes that they send and the seconds that a step waits."""
     if len(plan.shares) == 1 or math.isinf(plan.link_bytes_per_second):
         return ""
     rows = []
@@ -48,16 +48,10 @@ def synchronisations_text(plan: ClusterPlan) -> str:
     return table_text(header, rows, title=title)
 
 
-def _is_sent_early(plan: ClusterPlan) -> bool:
-    """Return whether gradients could be sent in parts: a mean of them, over a link that is given."""
-    return (
-        len(plan.shares) > 1 and plan.synchronisation.is_mean and not math.isinf(plan.link_bytes_per_second)
-    )
-
-
 def early_text(plan: ClusterPlan) -> str:
     """Compare a step with gradients in one program and in several."""
-    if not _is_sent_early(plan):
+    # only a mean of gradients is sent in parts, over a link whose speed is known
+    if len(plan.shares) == 1 or not plan.synchronisation.is_mean or math.isinf(plan.link_bytes_per_second):
         return ""
     if (given := plan.given_programs) is not None:
         return (
@@ -81,7 +75,7 @@ def early_text(plan: ClusterPlan) -> str:
 
 
 def explain_join(plan: ClusterPlan) -> str:
-    """Format what islands send in a step and how long it takes, with the formulas; empty without a link."""
+    """Format the bytes and seconds of joining islands with their formulas; empty without a link."""
     if len(plan.shares) == 1 or plan.merges is None or math.isinf(plan.link_bytes_per_second):
         return ""
     sent = plan.merges(plan.synchronisation).per_step
@@ -101,7 +95,7 @@ def explain_join(plan: ClusterPlan) -> str:
 
 
 def island_stages_text(stages: StagesPlan, plan: ClusterPlan) -> str:
-    """Say how pipelines over the islands compare with islands as replicas."""
+    """Compare pipelines over the islands with islands as replicas."""
     limits = [each.machine.rates.memory_bytes for each in plan.kinds for _ in range(each.kind.count)]
     needed = ", ".join(map(bytes_text, stages.memory_bytes))
     free = "" if math.isinf(min(limits)) else f" of {', '.join(map(bytes_text, limits))}"

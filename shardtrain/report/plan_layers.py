@@ -1,4 +1,4 @@
-"""The partition of a run's layers as the text that `shardtrain plan --layers` prints."""
+"""Format the partition of a run's layers for `shardtrain plan --layers`."""
 
 import math
 import re
@@ -26,7 +26,7 @@ PIPELINE = "pipeline of stages with several devices"
 
 
 def layers_text(plan: LayerPlan) -> str:
-    """Format the best partition of each layer, its time beside that of other ways, and which mesh runs it."""
+    """Format the best partition of each layer, the times of all ways, and the mesh that runs the best."""
     best = plan.ways[plan.best]
     levels = [
         f"{level.group.devices} ({' | '.join(_half_text(half) for half in level.halves)})"

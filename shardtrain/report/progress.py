@@ -1,6 +1,6 @@
-"""Progress of a run: a live bar on a terminal, plain lines elsewhere.
+"""Show the progress of a run: a live bar on a terminal, plain lines elsewhere.
 
-Numbers are formatted in `quantities.py`; files of metrics are in `metrics.py`.
+Numbers are formatted in `quantities.py`.
 """
 
 import math
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.table import Column
 
-from shardtrain.report.metrics import Progress, Rate
+from shardtrain.report.metrics import Rate
 from shardtrain.report.quantities import count_text, duration_text, loss_text
 from shardtrain.system.terminal import printable
 
@@ -26,14 +26,14 @@ def progress(
     console: Console | None = None,
     plain_every_seconds: float = 10.0,
     clock: Callable[[], float] = time.monotonic,
-) -> Progress:
+) -> "Progress":
     """Return a progress bar on a terminal, plain lines elsewhere.
 
     Args:
         total_steps: steps of the whole run.
         start_step: steps done before a resume.
-        unit: the unit of the throughput, which the values have as `<unit>_per_second`.
-        console: to write to; None is standard output. `Console(quiet=True)` silences a rank.
+        unit: the unit of the throughput, which is logged as `<unit>_per_second`.
+        console: to write to; None means standard output. `Console(quiet=True)` silences a rank.
         plain_every_seconds: least interval of plain lines, except the first, the last and those with a
             held-out loss; 0 writes each update.
         clock: monotonic, in seconds.
@@ -43,11 +43,11 @@ def progress(
     """
     console = console or Console()
     if console.is_terminal and not console.is_dumb_terminal:
-        return Bar(console, total_steps, start_step, unit, clock)
-    return PlainLines(console, total_steps, unit, plain_every_seconds, clock)
+        return ProgressBar(console, total_steps, start_step, unit, clock)
+    return ProgressLines(console, total_steps, unit, plain_every_seconds, clock)
 
 
-class PlainLines:
+class ProgressLines:
     """Progress as lines: `step 120/1000  loss 2.3412  heldout 2.4012  12.3k tokens/s  MFU 38.2%  left 8s`."""
 
     def __init__(
@@ -78,8 +78,8 @@ class PlainLines:
         self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
-class Bar:
-    """Progress as a live bar, with the last held-out loss beside the loss."""
+class ProgressBar:
+    """Progress as a live bar with the newest loss and held-out loss."""
 
     def __init__(
         self, console: Console, total_steps: int, start_step: int, unit: str, clock: Callable[[], float]
@@ -113,8 +113,12 @@ class Bar:
         self._rich.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
+Progress = ProgressLines | ProgressBar
+"""A progress display: a context manager with `update` for the metrics of a step and `note` for a message."""
+
+
 class _Status:
-    """The newest value of each thing shown, and the time left."""
+    """The newest metrics to show, and the time left."""
 
     def __init__(self, total_steps: int, unit: str) -> None:
         self.total_steps = total_steps
@@ -149,7 +153,7 @@ class _Status:
 
 
 def heldout_losses(values: Mapping[str, float]) -> dict[str, float]:
-    """Return what to show of the held-out sets: name -> loss, those of a set with a name too.
+    """Return the name in the display -> loss of each held-out set.
 
     >>> heldout_losses({"train/loss": 2.0, "heldout/loss": 2.5, "heldout/code/loss": 1.5})
     {'heldout': 2.5, 'heldout code': 1.5}

@@ -1,4 +1,4 @@
-"""Quantities as short text: bytes, counts, durations, losses."""
+"""Format quantities as short text: bytes, counts, durations, losses."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Format the sharding of each parameter, and the bytes of the state, as `train` and `inspect` print them."""
+"""Format the sharding of each parameter and the bytes of the state, for `train` and `inspect`."""
 
 from collections.abc import Mapping
 
@@ -24,7 +24,7 @@ def sharding_text(specs: Specs, sizes: Mapping[str, int], offload: str = "none")
     Args:
       specs: the PartitionSpecs of the state, see `train_step.placement`.
       sizes: axis -> size.
-      offload: "optimizer": the optimizer's state is in the memory of the host.
+      offload: "optimizer" if the optimizer's state is in the memory of the host.
 
     Returns:
       Lines of text.

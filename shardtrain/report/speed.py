@@ -1,4 +1,4 @@
-"""The line that compares measured with predicted seconds of a step, of a run or of its folder."""
+"""Compare measured with predicted seconds of a step, in one line."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,14 +7,14 @@ from shardtrain.report.quantities import seconds_text
 
 
 def speed_text(lines: Sequence[Mapping[str, float]], predicted: Mapping[str, float]) -> str | None:
-    """Format how fast steps are, how fast they were predicted to be, and what makes most of the difference.
+    """Format measured and predicted seconds of a step, and the phase that makes most of the difference.
 
     Args:
-      lines: of the metrics of a run.
-      predicted: seconds of a step by part, see `bottleneck.PARTS`; {}: there is no prediction.
+      lines: lines of the metrics of a run.
+      predicted: seconds of a step by part, see `bottleneck.PARTS`; {} without a prediction.
 
     Returns:
-      One line without a newline; None where fewer than two lines were measured.
+      One line without a newline; None if fewer than two lines were measured.
     """
     measured = step_phases(lines)
     if measured is None:
@@ -26,7 +26,7 @@ def speed_text(lines: Sequence[Mapping[str, float]], predicted: Mapping[str, flo
         ratio = f" ({measured.total / expected:.2f} times)" if expected else ""
         text += f", predicted {seconds_text(expected)}{ratio}; most of the difference: "
     else:
-        text += ", no prediction; most beside the step: "
+        text += ", no prediction; longest work outside the step: "
     more = "" if seconds >= 0 else "less "
     text += f"{more}{phase} {seconds_text(abs(seconds))} ({PHASES[phase]})"
     if measured.straggler is not None:

@@ -1,4 +1,4 @@
-"""Simulated steps as a trace that Perfetto and chrome://tracing show: a row for each device and link. No jax.
+"""Format simulated steps as a trace for Perfetto or chrome://tracing, a row for each device and link. No jax.
 
 The format is the Trace Event Format of Chrome (JSON, complete events, microseconds).
 """

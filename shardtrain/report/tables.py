@@ -1,4 +1,4 @@
-"""Tables of a header and rows as text, and the line that describes a mesh."""
+"""Format tables, and the line that describes a mesh."""
 
 import io
 import math
@@ -22,16 +22,7 @@ def table_text(header: Sequence[str], rows: Sequence[Sequence[object]], *, title
 
     Returns:
         Lines without trailing blanks, each with a newline.
-
-    Raises:
-        ValueError: lists all rows with more or fewer cells than the header.
     """
-    if wrong := [(number, len(row)) for number, row in enumerate(rows) if len(row) != len(header)]:
-        cells = ", ".join(f"row {number} has {length}" for number, length in wrong)
-        raise ValueError(
-            f"a table with the {len(header)} columns {tuple(header)} was asked for, but {cells}. "
-            f"Give each row {len(header)} cells."
-        )
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD)
     for number, name in enumerate(header):
         numeric = bool(rows) and all(isinstance(row[number], int | float) for row in rows)

@@ -1,6 +1,6 @@
-"""The timeline of a pipeline schedule as text: a line per stage, a cell per tick, and the bubble.
+"""Format the timeline of a pipeline schedule: a line per stage, a cell per tick, and the bubble.
 
-The same as a picture: `plots/timeline.py`.
+`plots/timeline.py` plots it.
 """
 
 from collections import defaultdict
@@ -31,7 +31,7 @@ def timeline_text(table: Table, width: int | None = None) -> str:
 
     Args:
       table: one that can run.
-      width: columns of the terminal; ticks that do not fit are counted instead. None shows all.
+      width: columns of the terminal; ticks that do not fit are only counted. None shows all.
 
     Returns:
       Lines without trailing blanks, each with a newline.
@@ -57,7 +57,8 @@ def timeline_text(table: Table, width: int | None = None) -> str:
         for head, line in zip(heads, cells, strict=True)
     ]
     if shown < table.num_ticks:
-        lines.append(_left_out(table, shown))
+        num_tasks = _format_count(sum(task.tick >= shown for task in table.tasks), "task")
+        lines.append(f"ticks {shown} to {table.num_ticks - 1} do not fit here: {num_tasks}")
     last = figures(table, simulate(table, unit_seconds(table)), unit_times(table))
     lines = [heading(table), *lines, _legend(table), last]
     return "".join(line.rstrip() + "\n" for line in lines)
@@ -102,11 +103,6 @@ def _cells(table: Table) -> list[list[str]]:
     ticks = range(table.num_ticks)
     stages = [[texts.get((stage, tick), IDLE) for tick in ticks] for stage in range(table.num_stages)]
     return [[str(tick) for tick in ticks], *stages]
-
-
-def _left_out(table: Table, shown: int) -> str:
-    num_tasks = sum(task.tick >= shown for task in table.tasks)
-    return f"ticks {shown} to {table.num_ticks - 1} do not fit here: {_format_count(num_tasks, 'task')}"
 
 
 def _legend(table: Table) -> str:

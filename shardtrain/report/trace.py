@@ -1,6 +1,6 @@
-"""What a trace of jax's profiler says: the share of time by kind of operation, and the longest operations.
+"""Summarise a trace of jax's profiler: the share of time by kind of operation, and the longest operations.
 
-It reads the file `*.trace.json.gz` of a profile, nothing else. `trainer/profiling.py` records one.
+It reads the file `*.trace.json.gz` of a profile. `trainer/profiling.py` records one.
 """
 
 import gzip
@@ -18,7 +18,7 @@ from shardtrain.system.untrusted_data import parse_record
 from shardtrain.system.untrusted_files import open_regular
 
 KINDS = ("matmul", "attention", "other", "collectives")
-"""Kinds of operations; where several run at once, the time is that of the first."""
+"""Kinds of operations; if several run at once, the time counts for the first of them."""
 
 _NAMES = {
     "collectives": r"all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|nccl|send|recv",
@@ -29,14 +29,13 @@ _NAMES = {
 
 
 UNTIMED = "outside the steps"
-"""The name of events that are around what is no part of the steps in a trace, such as an evaluation."""
+"""The name of events around work outside the steps, such as an evaluation."""
 
 NO_SOURCE = Source("", "")
 
 
 _GRAPH = "command_buffer"
-"""XLA launches operations of a GPU together, as a CUDA graph. Their events have its name as that of the
-operation; the kernel's own name is then the operation's with other signs for dots and hyphens."""
+"""Name that operations in a CUDA graph have; their kernels have the operations' names with _ for . and -."""
 
 
 class Operation(NamedTuple):
@@ -56,15 +55,14 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSummary:
-    """Where the time of one device went.
+    """The time of one device by kind of operation.
 
     Args:
-      seconds: from the first operation's start to the last one's end.
-      shares: kind, and "idle" -> share of these seconds; together 1. That of collectives is the time in which
-        nothing else ran.
-      hidden: share of the seconds in which collectives ran beside other operations.
+      seconds: seconds from the first operation's start to the last one's end.
+      shares: kind or "idle" -> share of these seconds; for collectives the time in which nothing else ran.
+      hidden: share of the seconds in which collectives ran at the same time as other operations.
       top: (name, kind, seconds, executions), the longest operations first.
-      num_devices: devices in the trace; the others are not in these figures.
+      num_devices: number of devices in the trace; the others are not in these figures.
     """
 
     seconds: float
@@ -78,14 +76,15 @@ def find_kind(name: str, source: Source = NO_SOURCE) -> str:
     """Return the kind of an operation.
 
     Args:
-      name: of the operation and its kernel.
-      source: what the compiler fused, and from where in the model: its path has "attention" there.
+      name: names of the operation and its kernel.
+      source: the fused operations, and their path in the model.
 
-    >>> source = Source("fusion dot", "jit(step)/attention/mul")
-    >>> find_kind("all-reduce-start.2"), find_kind("fusion.3", source)
-    ('collectives', 'attention')
-    >>> find_kind("loop_convert_fusion", Source("fusion", "a/dot_general")), find_kind("nvjet_hsh_128x256")
-    ('other', 'matmul')
+    >>> find_kind("all-reduce-start.2"), find_kind("nvjet_hsh_128x256")
+    ('collectives', 'matmul')
+    >>> find_kind("fusion.3", Source("fusion dot", "jit(step)/attention/mul"))
+    'attention'
+    >>> find_kind("loop_convert_fusion", Source("fusion", "a/dot_general"))
+    'other'
     """
     made_of = f"{name} {source.opcodes}"
     texts = {"collectives": made_of, "attention": f"{made_of} {source.path}", "matmul": made_of}
@@ -109,18 +108,17 @@ def read_trace(path: Path) -> list[Mapping[str, Any]]:
         raise ValueError(f"{path} is no trace of jax's profiler ({error}); record it again") from error
 
 
-def operations(
+def find_operations(
     events: Sequence[Mapping[str, Any]], sources: Mapping[tuple[str, str], Source] | None = None
 ) -> dict[str, list[Operation]]:
     """Return the operations of each device.
 
-    Of an accelerator these are its streams (GPU) or its line of operations (TPU); of a CPU all threads that
-    run compiled programs, as one device. What is done during an event `UNTIMED` is left out with its
-    time: later operations move forward by it.
+    They are in the streams of a GPU, in the line of operations of a TPU, and in all threads of a CPU that run
+    compiled programs. Work during an event `UNTIMED` is left out, and later operations move forward.
 
     Args:
-      events: of the trace.
-      sources: (program, name of an operation) -> its source, see `trace_programs.sources`.
+      events: the events of the trace.
+      sources: (program, name of an operation) -> its source, see `trace_programs.read_sources`.
     """
     labels = {
         (event["name"], event["pid"], event.get("tid")): event["args"]["name"]
@@ -170,13 +168,13 @@ def _kernel(name: str) -> str:
 
 
 def _windows(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Return start and end of the time that is no part of the steps, in microseconds, in order."""
+    """Return start and end of each window outside the steps, in microseconds, in order."""
     untimed = [event for event in events if event.get("ph") == "X" and event["name"] == UNTIMED]
     return sorted((float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))) for event in untimed)
 
 
 def _move(op: Operation, left_out: Sequence[tuple[float, float]]) -> Operation | None:
-    """Return an operation as if time stood still in some windows; None if it is inside one of them.
+    """Move an operation forward by the windows before it; None if it is inside one of them.
 
     >>> op = Operation("dot", "matmul", 50.0, 60.0)
     >>> _move(op, [(10.0, 30.0)]), _move(op, [(45.0, 70.0)])
@@ -189,7 +187,7 @@ def _move(op: Operation, left_out: Sequence[tuple[float, float]]) -> Operation |
 
 
 def summarise(devices: Mapping[str, Sequence[Operation]], num_top: int = 10) -> TraceSummary:
-    """Return where the time of the first device went.
+    """Summarise the time of the first device.
 
     Raises:
       ValueError: the trace has no operation.
@@ -200,7 +198,7 @@ def summarise(devices: Mapping[str, Sequence[Operation]], num_top: int = 10) -> 
         raise ValueError("the trace has no operations of a device; profile steps in which programs run")
     found = devices[names[0]]
     start, end = min(op.start for op in found), max(op.end for op in found)
-    # an instant is of the first kind that runs
+    # an instant counts for the first kind that runs
     changes = sorted(change for op in found for change in ((op.start, 1, op.kind), (op.end, -1, op.kind)))
     running: Counter[str] = Counter()
     seconds: dict[str, float] = defaultdict(float)
@@ -231,7 +229,7 @@ def summarise(devices: Mapping[str, Sequence[Operation]], num_top: int = 10) -> 
 def summary_text(summary: TraceSummary, num_steps: int) -> str:
     """Format a summary: shares of time, then the longest operations by step."""
     shares = ", ".join(f"{kind} {share:.0%}" for kind, share in summary.shares.items())
-    hidden = f"; collectives beside other work {summary.hidden:.0%}" if summary.hidden else ""
+    hidden = f"; collectives overlapped {summary.hidden:.0%}" if summary.hidden else ""
     rows = [
         (name, kind, f"{1e3 * seconds / num_steps:.3f}", f"{count / num_steps:g}")
         for name, kind, seconds, count in summary.top

@@ -1,7 +1,7 @@
-"""The compiled programs inside a profile: what each operation was made of, for `trace.py`.
+"""Read from a profile which operations of the model each operation of a compiled program comes from.
 
-A profile's file `*.xplane.pb` has the programs as protocol buffers. The few fields that are needed are read
-from the wire format, so no library of messages is needed.
+The file `*.xplane.pb` has the programs as protocol buffers. The few necessary fields are read from the wire
+format, without a library. Next: `trace.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,16 +26,16 @@ _METADATA_OP_NAME = 2
 METADATA_PLANE = "/host:metadata"
 
 LOOPS = ("while", "conditional", "call")
-"""Opcodes of operations whose parts are in the trace themselves."""
+"""Opcodes of operations whose parts have their own events in the trace."""
 
 
-def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+def parse_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yield (number, value) of each field of a protocol buffer: a whole number, or bytes.
 
     Raises:
       ValueError: the message ends in the middle of a field.
 
-    >>> list(fields(bytes([8, 150, 1, 18, 2, 104, 105])))
+    >>> list(parse_fields(bytes([8, 150, 1, 18, 2, 104, 105])))
     [(1, 150), (2, b'hi')]
     """
     at = 0
@@ -60,19 +60,19 @@ def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 class Source(NamedTuple):
-    """What an operation was made of.
+    """The source of an operation.
 
     Attributes:
-      opcodes: its own and those of what was fused, with the target of a custom call.
-      path: where in the model it is from.
+      opcodes: the opcodes of the operation and of fused ones, with the target of a custom call.
+      path: the path in the model.
     """
 
     opcodes: str
     path: str
 
 
-def sources(path: Path) -> dict[tuple[str, str], Source]:
-    """Return (program, name of an operation) -> its source; with program "" that of any program.
+def read_sources(path: Path) -> dict[tuple[str, str], Source]:
+    """Return (program, name of an operation) -> source; "" stands for any program.
 
     Args:
       path: a file `*.xplane.pb` of a profile.
@@ -117,7 +117,7 @@ def _source(instruction: bytes, opcodes: Mapping[int, set[str]]) -> Source:
 
 
 def _all(message: bytes, number: int) -> Iterator[bytes]:
-    return (value for found, value in fields(message) if found == number and isinstance(value, bytes))
+    return (value for found, value in parse_fields(message) if found == number and isinstance(value, bytes))
 
 
 def _text(message: bytes, number: int) -> str:
@@ -127,7 +127,7 @@ def _text(message: bytes, number: int) -> str:
 def _numbers(message: bytes, number: int) -> list[int]:
     """Return a repeated whole number, packed or not."""
     found: list[int] = []
-    for each, value in fields(message):
+    for each, value in parse_fields(message):
         if each != number:
             continue
         if isinstance(value, int):

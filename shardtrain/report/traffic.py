@@ -1,6 +1,6 @@
-"""Communication and memory of a step, as the text that `inspect` prints.
+"""Format the communication and memory of a step for `inspect`.
 
-From `plan.traffic` (theory) or `plan.compile` (a compiled program).
+They come from `plan.traffic` (theory) or `plan.compile` (a compiled program).
 """
 
 from collections import defaultdict
@@ -41,18 +41,18 @@ SENDERS = {
     "pipelines": "the stages of each of {} pipelines send together",
     "mesh": "each device sends to the others of {} replicas over data",
 }
-"""What the replicas are -> the beginning of the sentence that says what they send."""
+"""Kind of replicas -> the beginning of the sentence about their messages."""
 
 
 def synchronisation_text(
     synchronisation: Synchronisation, sent: MergeBytes, replicas: str = "islands"
 ) -> str:
-    """Say when replicas are synchronised, and what each sends for it, as codecs leave it.
+    """Format when replicas are synchronised, and the bytes that each sends, after codecs.
 
     Args:
       synchronisation: how replicas are synchronised.
       sent: bytes of each merge.
-      replicas: what they are: "islands", "pipelines" of islands, or "mesh": the indices of its axis data.
+      replicas: kind of replicas: "islands", "pipelines" of islands, or "mesh" for the axis data of a mesh.
 
     >>> way = Synchronisation(
     ...     on="deltas", every=4, fragments=2, overlap=2, when="drift:0.01", synchronous_steps=9
@@ -73,12 +73,12 @@ def synchronisation_text(
     if synchronisation.distance is not None:
         every, ahead = synchronisation.every, synchronisation.distance
         return (
-            f"islands: waves of {every} steps, of which one may be {ahead} ahead; it pushes what it changed"
-            " to shards of the parameters, one on each island, and pulls these\n"
-            f"{who} {bytes_text(sent.most)} of float32 a wave, what it pushes and the shard that others pull,"
+            f"islands: waves of {every} steps, and an island may be {ahead} waves ahead; it pushes its"
+            " changes to shards of the parameters, one on each island, and pulls the shards\n"
+            f"{who} {bytes_text(sent.most)} of float32 a wave, its pushes and the shard that others pull,"
             f" {average}; at most {ahead * every + every - 1} steps of another island are missing in a step"
         )
-    by = synchronisation.by if isinstance(synchronisation.by, str) else "a combiner of one's own"
+    by = synchronisation.by if isinstance(synchronisation.by, str) else "a user's combiner"
     if not synchronisation.on_deltas:
         return f"replicas: gradients by {by} in every step\n{who} {bytes_text(sent.most)} a step"
     text = f"replicas: {_merges_text(synchronisation, by, len(sent.merges))}\n"
@@ -93,7 +93,7 @@ def synchronisation_text(
 
 
 def _merges_text(synchronisation: Synchronisation, by: str, num_fragments: int) -> str:
-    """Say when deltas are merged, and what is done with the result."""
+    """Format when deltas are merged, and the outer optimizer."""
     outer = "none"
     if isinstance(synchronisation.outer, Outer):
         sgd = synchronisation.outer
@@ -117,11 +117,11 @@ def _merges_text(synchronisation: Synchronisation, by: str, num_fragments: int) 
 
 
 def figures_text(found: Figures, kind: str) -> str:
-    """Format memory and collectives of the compiled step, by its compiler.
+    """Format memory and collectives of a compiled step.
 
     Args:
       found: the figures of the step.
-      kind: the kind of the devices that it is compiled for.
+      kind: the kind of devices for which it was compiled.
     """
     total_bytes = found.argument_bytes + found.temp_bytes
     return (
@@ -132,11 +132,11 @@ def figures_text(found: Figures, kind: str) -> str:
 
 
 def memory_text(given: Figures, others: Sequence[tuple[str, Figures | str]]) -> str:
-    """Format the memory of a compiled step, and that of the same step with one option more.
+    """Format the memory of a compiled step, and of the same step with one more option.
 
     Args:
-      given: of the step as it is.
-      others: an option and the figures with it, or why there are none.
+      given: the figures of the step without another option.
+      others: an option and the figures with it, or why it was refused.
     """
     header = ("option", "state and batch", "temporary", "together", "of as given")
     rows = []

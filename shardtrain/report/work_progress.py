@@ -1,4 +1,4 @@
-"""Progress of work in parts, such as files: a live bar on a terminal, plain lines elsewhere."""
+"""Show the progress of work in parts, such as files: a live bar on a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -17,15 +17,15 @@ PLAIN_EVERY_SECONDS = 10.0
 def work_progress(
     unit: str, console: Console | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[int, int], None]]:
-    """Show progress, while the block runs.
+    """Show progress while the block runs.
 
     Args:
-      unit: what is counted, such as shards.
-      console: to write to; None is standard error.
+      unit: name of a part, such as shards.
+      console: to write to; None means standard error.
       clock: monotonic, in seconds.
 
     Returns:
-      A function (done, total) to call when a part is done; the first call says what was done before.
+      A function (done, total) to call when a part is done; the first call gives the parts done before.
     """
     console = console or Console(stderr=True)
     if console.is_terminal and not console.is_dumb_terminal:

@@ -1,25 +1,25 @@
-"""A batch that grows during a run: after so many steps or epochs, a step takes so many batches.
+"""Parse the option batch_growth, which enlarges the batch during a run; no jax.
 
-Values only, no jax. Next: `feed.py`, which changes the loader at these steps.
+Next: `feed.py`, which changes the loader at these steps.
 """
 
 from typing import Any, NamedTuple
 
 from shardtrain.axes import PIPELINE
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 
 FORM = (
     "give STEPS:BATCHES for each change, such as 500:2,1000:4, or EPOCHS epochs:BATCHES, such as 2 epochs:2"
 )
 
 
-class Change(NamedTuple):
-    """A change of the batch.
+class BatchChange(NamedTuple):
+    """A change of the batch size.
 
     Args:
-      after: number of steps or epochs done.
-      in_epochs: it is of epochs.
-      batches: number of batches that each step takes from then on.
+      after: number of steps or epochs after which the batch changes.
+      in_epochs: whether `after` counts epochs.
+      batches: number of original batches that each step takes from then on.
     """
 
     after: int
@@ -28,43 +28,42 @@ class Change(NamedTuple):
 
     @property
     def time(self) -> str:
-        """When, in words.
+        """The time of the change, in words.
 
-        >>> Change(1, True, 2).time, Change(500, False, 2).time
+        >>> BatchChange(1, True, 2).time, BatchChange(500, False, 2).time
         ('epoch 1', 'step 500')
         """
         return f"{'epoch' if self.in_epochs else 'step'} {self.after}"
 
 
-def parse_growth(text: str) -> tuple[Change, ...]:
-    """Return the changes, in their order.
+def parse_growth(text: str) -> tuple[BatchChange, ...]:
+    """Parse the changes in order.
 
     Raises:
-      ValueError: lists everything that is no such pair, or out of order.
+      ValueError: lists every pair that cannot be read or is out of order.
 
     >>> [change.time for change in parse_growth("500:2, 1000:4")]
     ['step 500', 'step 1000']
     >>> parse_growth("2 epochs:2")
-    (Change(after=2, in_epochs=True, batches=2),)
+    (BatchChange(after=2, in_epochs=True, batches=2),)
     >>> parse_growth("1 epoch:2")[0].time
     'epoch 1'
     """
-    found: list[Change] = []
+    found: list[BatchChange] = []
     problems = []
     for pair in filter(None, map(str.strip, text.split(","))):
         when, _, batches = (part.strip() for part in pair.partition(":"))
         in_epochs = when.endswith(("epoch", "epochs"))
         number = when.removesuffix("s").removesuffix("epoch").strip() if in_epochs else when
         if not (number.isdecimal() and batches.isdecimal() and int(number) > 0 and int(batches) > 0):
-            problems.append(f"{pair!r} is no two numbers from 1; {FORM}")
+            problems.append(f"{pair!r} is not two numbers from 1; {FORM}")
         elif found and in_epochs != found[0].in_epochs:
             problems.append(f"{pair!r} comes after {found[-1].time}; give all changes in steps, or in epochs")
         elif found and int(number) <= max(change.after for change in found):
             problems.append(f"{pair!r} comes after {found[-1].time}; give the changes in their order")
         else:
-            found.append(Change(int(number), in_epochs, int(batches)))
-    if problems:
-        raise problems_error(f"batch_growth {text!r} cannot be read", problems)
+            found.append(BatchChange(int(number), in_epochs, int(batches)))
+    refuse(f"batch_growth {text!r} cannot be read", problems)
     return tuple(found)
 
 
@@ -77,8 +76,8 @@ def growth_by_step(text: str, num_samples: int, batch: int) -> dict[int, int]:
 
     Args:
       text: see `parse_growth`.
-      num_samples: of an epoch.
-      batch: samples of a step before all changes; the last step of an epoch has what is left.
+      num_samples: number of samples in an epoch.
+      batch: samples in a step before all changes; the last step of an epoch has the rest.
 
     Raises:
       ValueError: changes are in epochs, and the samples have none.
@@ -119,30 +118,28 @@ def growth_problems(run: Any) -> list[str]:
         return [str(error)]
     if not growth:
         return []
+    from_table = strategy.pipeline.schedule.endswith(".csv") and strategy.layout.mesh.get("pipeline", 1) != 1
     refused = {
-        "across 'pipeline'": strategy.across.axis == "pipeline",
-        "shares 'auto'": strategy.across.shares == "auto",
-        "batch_unit 'tokens'": run.batch_unit == "tokens",
-        "a schedule from a .csv": strategy.pipeline.schedule.endswith(".csv")
-        and strategy.layout.mesh.get("pipeline", 1) != 1,
-        "scaling.steps": run.scaling.steps,
-        "clock_distance": strategy.synchronisation.distance is not None,
-    }
-    why = {
-        "across 'pipeline'": "the schedule of its stages has one number of microbatches; use a mesh with the"
-        " axis pipeline, or islands without stages",
-        "shares 'auto'": "a step's time then tells no speed; give weights, such as --shares 2,1",
-        "batch_unit 'tokens'": "positions in the data are those of batches of one size; use examples",
-        "a schedule from a .csv": "its table has one number of microbatches; use a schedule by name, such as"
-        " --schedule 1f1b",
-        "scaling.steps": "the steps of the run are divided by the replicas, and those of its growth are not;"
-        " give both for all replicas, without scaling.steps",
-        "clock_distance": "islands that are ahead would change their batches earlier; use local steps",
+        "across 'pipeline': the schedule of its stages has one number of microbatches; use a mesh with the"
+        " axis pipeline, or islands without stages": strategy.across.axis == "pipeline",
+        "shares 'auto': a step's time then tells no speed; give weights, such as --shares 2,1": (
+            strategy.across.shares == "auto"
+        ),
+        "batch_unit 'tokens': positions in the data count batches of one size; use examples": (
+            run.batch_unit == "tokens"
+        ),
+        "a schedule from a .csv: its table has one number of microbatches; use a schedule by name, such as"
+        " --schedule 1f1b": from_table,
+        "scaling.steps: it divides the steps of the run by the replicas, but not those of batch_growth; give"
+        " both for all replicas, without scaling.steps": run.scaling.steps,
+        "clock_distance: islands that are ahead would change their batches earlier; use local steps": (
+            strategy.synchronisation.distance is not None
+        ),
     }
     return [
-        f"batch_growth is {text!r}, which cannot be with {name}: {why[name]}, or leave batch_growth out"
-        for name, is_there in refused.items()
-        if is_there
+        f"batch_growth is {text!r}, which cannot be used with {why}, or leave batch_growth out"
+        for why, is_used in refused.items()
+        if is_used
     ]
 
 
@@ -166,7 +163,7 @@ def noise_problems(run: Any) -> list[str]:
         found.append(f"{given} inside {synchronisation.inside!r}, {needs}")
     if run.strategy.across.axis == PIPELINE:
         found.append(
-            f"{given} across 'pipeline', where each stage knows the norms of its own parameters alone; use a"
+            f"{given} across 'pipeline', where each stage knows the norms of its own parameters only; use a"
             " pipeline inside a mesh (--mesh pipeline=2,data=2)"
         )
     return found

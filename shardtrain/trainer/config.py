@@ -1,4 +1,4 @@
-"""The configuration of a run: model, data, loss, optimizer and all other options, and its text form.
+"""The configuration of a run: model, data, loss, optimizer and all other options.
 
 A run file is Python with `def run() -> Run`. The same fields are options of the command line (`cli/`).
 Next: `loop.py`, the training loop.
@@ -21,7 +21,7 @@ from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data.loading import Loading
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.functional.compute_dtype import has_dtype, set_compute_dtype
 from shardtrain.functional.frozen import freeze_parameters
 from shardtrain.functional.loss import Loss, next_token_loss
@@ -40,18 +40,19 @@ from shardtrain.trainer.strategy import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class StartFrom:
-    """The checkpoint with the first parameters of a run that has no checkpoint of its own.
+    """The checkpoint whose parameters start a run that has no checkpoint of its own.
 
     Args:
       checkpoint: checkpoint with the initial parameters and model state: a run's folder, its folder of
-        checkpoints, the folder of a step, or a folder of Hugging Face; on the command line that sets the
-        model and the tokenizer too. None: initialise them at random from the seed.
-      adapter: low-rank adapters to start from, beside the parameters of a folder of Hugging Face: a folder of
-        the PEFT library; on the command line it sets the option lora of the model too.
-      upcycle: a decoder with experts (model.experts) starts from a dense checkpoint: each expert begins as a
-        copy of its feed-forward, and routers at random.
-      step: the step of that checkpoint to load; None: the newest; "best": the best by the metric that the run
-        kept it for (checkpoints.best).
+        checkpoints, the folder of a step, or a folder of Hugging Face; on the command line a folder of
+        Hugging Face sets the model and the tokenizer too. None initialises parameters at random from the
+        seed.
+      adapter: folder of the PEFT library with low-rank adapters to load in addition to the parameters of a
+        folder of Hugging Face; on the command line it sets the option lora of the model too.
+      upcycle: start a decoder with experts (model.experts) from a dense checkpoint: each expert begins as a
+        copy of its feed-forward layer, and routers begin at random.
+      step: step of the checkpoint to load. None means the newest; "best" means the best by the metric of
+        checkpoints.best in that run.
 
     Short form: the folder.
 
@@ -66,7 +67,7 @@ class StartFrom:
 
     @staticmethod
     def short(value: Any) -> dict[str, Any] | None:
-        """Return the fields that a bare value sets; None if it is not a short form."""
+        """Return the fields that a bare value sets, or None if it is not a short form."""
         return {"checkpoint": value} if isinstance(value, str | Path) else None
 
     def __post_init__(self) -> None:
@@ -76,11 +77,10 @@ class StartFrom:
         if self.adapter is not None and self.checkpoint is None:
             problems.append(f"adapter is {self.adapter} of no model; give its folder as checkpoint too")
         if self.upcycle and self.checkpoint is None:
-            problems.append("upcycle is of no model; give the dense one's folder as checkpoint too")
+            problems.append("upcycle is of no model; give the dense model's folder as checkpoint too")
         if isinstance(self.step, int) and self.step < 0:
             problems.append(f"step is {self.step}; use 0 or more, or None for the newest")
-        if problems:
-            raise problems_error("a run cannot start from this", problems)
+        refuse("a run cannot start from this", problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +94,8 @@ class Run:
         (fnmatch: * matches / too) -> a name or None for each dim, as {"*/kernel": ("embed", "mlp")}.
         They override the model's own names; if several patterns match, the first one applies.
       freeze: patterns (fnmatch) of the paths of parameters that are not trained and need no optimizer state;
-        a pattern that begins with ! excludes what it matches, as in '*' '!head/*'. None: all but the
-        low-rank adapters if the model has any, else nothing.
+        a pattern that begins with ! excludes what it matches, as in '*' '!head/*'. None freezes all
+        parameters except the low-rank adapters if the model has any, else nothing.
       data: an object with `train(folder)` and `heldout(folder)`, which return random-access sources of
         samples; see `shardtrain.data.Text`. heldout may return None, or several sources as name -> source:
         each is evaluated, and logged as heldout/NAME/loss.
@@ -103,37 +103,40 @@ class Run:
       optimizer: options of a built-in optimizer, or any optax transformation; each update receives the loss
         as `value`. `strategy.accumulate` replaces optax.MultiSteps, with a single reduction per step.
       strategy: layout, gradient accumulation, replicas, islands and pipeline.
-      batch: number of examples in a step, or of tokens at most, over all devices and microbatches.
-      batch_unit: what `batch` counts. "tokens": samples of similar length share a batch, padded to one of few
-        lengths, and padding counts; the data gives the `lengths` of its samples.
-      batch_growth: a larger batch later, instead of a lower rate: "500:2,1000:4" takes 2 batches in each step
-        after step 500, and 4 after step 1000, with as many times the microbatches; "2 epochs:2" does so
-        after 2 epochs.
-      loading: how batches to train on are loaded ahead: threads or worker processes.
+      batch: number of examples, or largest number of tokens, in a step over all devices and microbatches.
+      batch_unit: unit of `batch`. With "tokens", samples of similar length share a batch, which is padded to
+        one of a few lengths, and padding counts; the data gives the `lengths` of its samples.
+      batch_growth: enlarge the batch during the run, instead of lowering the learning rate: "500:2,1000:4"
+        takes 2 batches in each step after step 500 and 4 after step 1000, and multiplies the microbatches
+        too; "2 epochs:2" takes 2 batches in each step after 2 epochs.
+      loading: threads or worker processes that load training batches ahead.
       steps: number of training steps; a resumed run counts those already done.
       seed: random seed of the initial parameters, dropout and data order.
       nonfinite: what to do if the loss or a gradient is not finite. Such a step never changes the parameters;
         "skip" reports it and continues, "stop" ends the run, "roll_back" returns to the newest checkpoint
         and continues with later data.
       log_every: number of steps between two lines of metrics.
-      gradient_noise_scale: log the gradient noise scale, from which the critical batch follows, by the norms
-        of the gradients of microbatches and replicas.
-      check_layout: before the first step, compare the gradients of a few rows on this mesh with those of one
-        device: "rows=2" takes 2 rows for each device along the batch, "off" none; "auto" takes 2 if the mesh
-        has two axes or more and the model has operations that were not tried on such meshes.
-      evaluate_every: number of steps between two evaluations on held-out data; None: only at the end.
-      evaluate_batches: number of held-out batches in an evaluation, always the first ones; None: all.
+      gradient_noise_scale: log the gradient noise scale, which estimates the critical batch, from the
+        gradient norms of microbatches and replicas.
+      check_layout: before the first step, compare the gradients of a few rows on this mesh with the gradients
+        on one device. "rows=2" takes 2 rows for each device along the batch; "off" disables the check; "auto"
+        takes 2 rows if the mesh has at least two axes and the model has operations that were not tested on
+        such meshes.
+      evaluate_every: number of steps between two evaluations on held-out data. None evaluates only at the
+        end.
+      evaluate_batches: number of held-out batches in an evaluation, always the first ones. None means all.
       checkpoints: when to save checkpoints and which to keep.
-      run_dir: folder of the run: checkpoints, metrics and logs. None: runs/ and the name of the run file.
-      evaluate_with: the parameters to evaluate, sample and export. None: the trained ones. "ema": their
-        average that the optimizer keeps. "schedule_free": those of optax.contrib.schedule_free. In Python
-        also a function (optimizer state, parameters) -> parameters.
+      run_dir: folder of the run: checkpoints, metrics and logs. None means runs/ and the name of the run
+        file.
+      evaluate_with: the parameters to evaluate, sample and export. None means the trained ones, "ema" the
+        average that the optimizer keeps, "schedule_free" the parameters of optax.contrib.schedule_free. In
+        Python also a function (optimizer state, parameters) -> parameters.
       sample: a function apply -> text, whose text is printed at the end; `apply` is a
         `jax.tree_util.Partial`.
       unit: the name of what the loss counts, such as tokens or examples; shown with rates.
-      scaling: what to change if several replicas train the run.
+      scaling: options to change if several replicas train the run.
       start_from: the checkpoint with the initial parameters.
-      allow: how a checkpoint may differ from the run that reads it.
+      allow: the allowed differences between a checkpoint and the run that reads it.
       recovery: detection of loss spikes, faulty devices and slow islands, and rollbacks.
       watch: time limits after which the watchdog ends a run that hangs.
       sinks: where metrics are written: jsonl (always), tensorboard, wandb, mlflow. In Python also functions
@@ -141,8 +144,8 @@ class Run:
       hooks: functions of yours that rank 0 calls after steps, log lines, evaluations and saves, and at the
         end.
       hook_errors: what to do if a hook raises an exception: "report" it and continue, or "stop" the run.
-      replay: the folder of an earlier run in waves (--clock-distance), whose islands and options are the
-        same: pushes are added in the order in which they came then, so the parameters become the same.
+      replay: folder of an earlier run in waves (--clock-distance) with the same islands and options. Pushes
+        are added in the recorded order, so the parameters become the same.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -185,15 +188,14 @@ class Run:
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, optax.MultiSteps):
             object.__setattr__(self, "optimizer", self.optimizer.gradient_transformation())
-        if problems := [*wrong_types(self), *_wrong_values(self)]:
-            raise problems_error("this run cannot be started", problems)
+        refuse("this run cannot be started", [*wrong_types(self), *_wrong_values(self)])
 
 
 def make_model(run: Run) -> Model:
-    """Return a run's model as pure functions, with the names, dtype and remat that the run gives.
+    """Return a run's model as pure functions, with the names, dtype and remat of the run.
 
     Raises:
-      ValueError: it is no model, or cannot be computed as the strategy says.
+      ValueError: the value is no model, or it cannot be computed as the strategy says.
     """
     model, dtype = run.model, run.strategy.compute_dtype
     # fields of a configuration first: once one option wraps it, it has none
@@ -229,24 +231,24 @@ def _wrong_values(run: Run) -> list[str]:
         )
     if run.replay is not None and run.strategy.synchronisation.distance is None:
         problems.append(
-            f"replay is {run.replay}, and only waves are repeated in an order; give --clock-distance too, as"
-            " the earlier run had it, or leave replay out: other runs repeat themselves"
+            f"replay is {run.replay}, and only waves can be replayed; give --clock-distance as in the earlier"
+            " run, or leave replay out: other runs are deterministic"
         )
     if run.replay is not None and run.strategy.across.shares == "auto":
         problems.append(
-            f"replay is {run.replay}, and shares is 'auto', by which rows depend on the clock; give weights,"
-            " those of the earlier run: --shares 2,1"
+            f"replay is {run.replay}, and shares is 'auto', by which rows depend on the clock; give the"
+            " weights of the earlier run: --shares 2,1"
         )
     in_stages = run.strategy.across.axis == PIPELINE or run.strategy.layout.mesh.get(PIPELINE, 1) != 1
     if run.batch_unit == "tokens" and in_stages:
         problems.append(
-            "batch_unit is 'tokens', and the stages of a pipeline are made for one shape of batches; use"
-            " --batch-unit examples, or no pipeline"
+            "batch_unit is 'tokens', and the stages of a pipeline need batches of one shape; use --batch-unit"
+            " examples, or no pipeline"
         )
     if run.batch_unit == "tokens" and run.strategy.across.share_limits == "auto":
         problems.append(
             "share_limits is 'auto', which measures one shape of batches, and batch_unit is 'tokens', whose"
-            " batches have many; give each island a number of tokens, such as --share-limits 2048,4096"
+            " batches have several; give each island a number of tokens, such as --share-limits 2048,4096"
         )
     problems += [*growth_problems(run), *noise_problems(run)]
     problems += sink_problems(run.sinks)
@@ -266,10 +268,10 @@ def _wrong_values(run: Run) -> list[str]:
 
 
 def parse_checked_rows(check_layout: str) -> int | None:
-    """Return how many rows of each device `check_layout` asks for; None if it is no such option.
+    """Parse `check_layout` as a number of rows for each device; None if it cannot be read.
 
-    >>> tuple(map(parse_checked_rows, ("auto", "off", "rows=4", "4")))
-    (2, 0, 4, None)
+    >>> [parse_checked_rows(text) for text in ("auto", "off", "rows=4", "4")]
+    [2, 0, 4, None]
     """
     if check_layout in (named := {"auto": 2, "off": 0}):
         return named[check_layout]

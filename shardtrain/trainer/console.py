@@ -1,4 +1,4 @@
-"""The output of a run: notes and warnings, kept until there is a progress display that shows them.
+"""Print the notes and warnings of a run, without breaking its progress display.
 
 `report/progress.py` formats numbers and bars. Next: `train.py`.
 """
@@ -10,7 +10,7 @@ import jax
 from rich.console import Console
 
 from shardtrain.islands.membership import Islands
-from shardtrain.report.metrics import Progress
+from shardtrain.report.progress import Progress
 from shardtrain.system import terminal
 from shardtrain.system.standard_streams import escape_unencodable
 from shardtrain.system.terminal import printable
@@ -22,12 +22,12 @@ def say(console: Console, text: str) -> None:
 
 
 class RunConsole:
-    """The output of one process of a run; it passes metrics on to the current progress display.
+    """The output of one process of a run.
 
-    Only the first process of all prints. The others only write their warnings, to standard error.
+    Only the first process of all prints. The others write their warnings to standard error.
 
     Args:
-      console: where to print; None is the terminal.
+      console: where to print; None means the terminal.
       islands: the islands of the run; None for a run of one island.
     """
 
@@ -43,14 +43,15 @@ class RunConsole:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._print_pending()
+        for text in self._pending:
+            self.say(text)
 
     def say(self, text: str) -> None:
         """Print text at once."""
         say(self.console, text)
 
     def note(self, text: str) -> None:
-        """Print a note or a warning without breaking the progress display, or once there is one."""
+        """Print a note or a warning above the progress display, or keep it until there is one."""
         if self._name is not None:
             if text.startswith("WARNING"):
                 terminal.err(f"{self._name}: {text}\n")
@@ -60,12 +61,12 @@ class RunConsole:
             self._progress.note(text)
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Show the metrics of a step, see `report.metrics.Progress`."""
+        """Show the metrics of a step, see `report.progress.Progress`."""
         assert self._progress is not None
         self._progress.update(step, values)
 
     def attach(self, progress: Progress) -> None:
-        """Show what is pending, and all that follows, through a progress display."""
+        """Print pending notes, and all that follow, above a progress display."""
         self._progress = progress
         for text in self._pending:
             progress.note(text)
@@ -74,8 +75,3 @@ class RunConsole:
     def detach(self) -> None:
         """Keep notes for the next progress display, or for the end."""
         self._progress = None
-
-    def _print_pending(self) -> None:
-        for text in self._pending:
-            self.say(text)
-        self._pending.clear()

@@ -1,6 +1,6 @@
-"""What the islands of a run exchange around their steps: barriers, gathers, votes, facts, sums.
+"""Exchange small values between the islands of a run around its steps: votes, facts, sums, barriers.
 
-A run of one island makes the same calls, and answers by itself. Copies of the state are in
+A run of one island makes the same calls, without any exchange. The state is exchanged in
 `synchronisation.py`. Next: `train.py`.
 """
 
@@ -27,19 +27,19 @@ from shardtrain.trainer.config import Run
 from shardtrain.trainer.setup import RunSetup
 
 AGREEMENT_SECONDS = 600.0
-"""How long to wait for a rank that traces a large model slowly; differences are reported after that."""
+"""Seconds to wait for a rank that traces a large model."""
 
 LONG_SECONDS = 5 * 60 * 60.0
-"""How long to wait for a rank that may be reading data, or finishing a checkpoint, which may take 4 hours."""
+"""Seconds to wait for a rank that reads data, or finishes a checkpoint, which may take 4 hours."""
 
 
 class BatchSplit(NamedTuple):
-    """How the rows of a batch are split over islands.
+    """How the rows of a batch are split over islands, or over pipelines of islands.
 
     Args:
-      weights: of each island, or pipeline of islands.
-      multiples: what each of them can split without padding.
-      own: the number of this one.
+      weights: the weight of each.
+      multiples: the number of rows that each can split without padding.
+      own: the index of this one.
     """
 
     weights: Sequence[float]
@@ -47,7 +47,7 @@ class BatchSplit(NamedTuple):
     own: int
 
     def rows(self, num_rows: int, limits: Sequence[int] | None = None) -> list[int]:
-        """Return the rows of each in a batch of so many, see `split_over_islands`."""
+        """Split a number of rows, see `split_over_islands`."""
         return split_over_islands(num_rows, self.weights, self.multiples, limits)
 
 
@@ -59,7 +59,7 @@ class StepVote(NamedTuple):
       save: a checkpoint is due.
       saved: the newest step saved by this process; after the vote, by all processes.
       bad: a step that was found to be bad, or 0.
-      at_barrier: whether islands voted after this step; a single one always does.
+      at_barrier: whether islands voted after this step; a run of one island always does.
     """
 
     stop: int
@@ -69,15 +69,15 @@ class StepVote(NamedTuple):
     at_barrier: bool = True
 
 
-class Voted(NamedTuple):
-    """What all ranks voted after a step.
+class VoteResult(NamedTuple):
+    """The result of the vote of all ranks after a step.
 
     Args:
       vote: stop if any rank asks to, save if rank 0 does, the newest step that all have saved, the first bad
         step.
       slow: a message about slow islands, or None.
-      seconds: of each island's own work in the step; None where they were not measured.
-      rest_seconds: from there to the end of the step, likewise; with what it waits for the others.
+      seconds: seconds of each island's own work in the step; None if they were not measured.
+      rest_seconds: seconds of each island from there to the end of the step, waiting included; or None.
     """
 
     vote: StepVote
@@ -88,12 +88,12 @@ class Voted(NamedTuple):
 
 @dataclass(frozen=True)
 class Coordination:
-    """What the islands of a run exchange around their steps; a run of one island answers by itself.
+    """The exchange of this island with the others; a run of one island exchanges nothing.
 
     Args:
-      islands: None for a run of one island.
-      transfer: to the other islands, None likewise; where islands hold stages, to those that own the first
-        blocks of this one's.
+      islands: the islands of the run; None for a run of one island.
+      transfer: the transfer to the other islands, or None; for islands that hold stages, the transfer to the
+        owners of this stage's first blocks.
       grid: the stage and replica of each island; None without stages.
       stragglers: receives the step time of every rank; None disables it.
       timer: measures this rank's own work in a step.
@@ -129,11 +129,19 @@ class Coordination:
         return jax.process_index() == 0 if self.islands is None else self.islands.is_first
 
     @property
+    def island(self) -> int:
+        """The number of this island."""
+        return 0 if self.islands is None else self.islands.placement.island
+
+    @property
+    def num_islands(self) -> int:
+        """The number of islands."""
+        return 1 if self.islands is None else self.islands.placement.num_islands
+
+    @property
     def writes(self) -> bool:
-        """Whether this island saves: what all have in common, or what its stage has."""
-        if self.grid is not None:
-            return self.grid.replica == 0
-        return self.islands is None or self.islands.placement.island == 0
+        """Whether this island saves the arrays that all replicas (of its stage) have in common."""
+        return (self.island if self.grid is None else self.grid.replica) == 0
 
     def split(
         self,
@@ -145,28 +153,27 @@ class Coordination:
         """Return how the rows of batches are split over islands, or pipelines of islands.
 
         Args:
-          weights: island -> weight of its share; None takes the rates of its devices, where those of all
-            islands are known, and else their number.
+          weights: the weight of each island's share; None takes the peak rates of its devices if those of all
+            islands are known, else their number.
           mesh, batch_axes, microbatches: of this island.
 
         Raises:
           ValueError: there are not as many weights as islands.
         """
+        unit = RowSplit.of(mesh.shape, batch_axes, microbatches).multiple
         if self.islands is None:
             if weights is not None and len(weights) != 1:
                 raise ValueError(
                     f"shares has {len(weights)} weights, and this run has one island: leave --shares out, or"
                     f" start {len(weights)} islands: shardtrain launch --islands {len(weights)} -- train ..."
                 )
-            return BatchSplit([1], [RowSplit.of(mesh.shape, batch_axes, microbatches).multiple], 0)
-        # what each island can split without padding; its devices are its weight, unless shares are given
-        unit = RowSplit.of(mesh.shape, batch_axes, microbatches).multiple
+            return BatchSplit([1], [unit], 0)
         device = find_device(mesh.devices.flat[0].device_kind)
         rate = device and device.matrix_flops_per_second
-        found = self.islands.all_gather_islands("rows", [mesh.devices.size, unit, rate])
+        found = self.all_gather_islands("rows", [mesh.devices.size, unit, rate])
         rates_known = all(rate for _, _, rate in found)
         found = [[n * rate if rates_known else n, unit] for n, unit, rate in found]
-        replica = self.islands.placement.island
+        replica = self.island
         if (grid := self.grid) is not None:
             # all stages of a pipeline work on the same rows
             pipelines = [grid.select_replica(found, i) for i in range(grid.num_replicas)]
@@ -179,21 +186,22 @@ class Coordination:
             )
         return BatchSplit(weights or [n for n, _ in found], [unit for _, unit in found], replica)
 
-    def all_gather(self, name: str, value: Any) -> list[Any]:
+    def all_gather(self, name: str, value: Any, timeout_seconds: float | None = None) -> list[Any]:
         """Return the values of all ranks, by rank."""
-        return [value] if self.islands is None else self.islands.control.all_gather(name, value)
+        if self.islands is None:
+            return [value]
+        return self.islands.control.all_gather(name, value, timeout_seconds)
 
-    def devices(self, mesh: Mesh) -> list[tuple[str, int]]:
-        """Return kind and number of the devices of each island; `mesh` is this island's."""
-        own = (mesh.devices.flat[0].device_kind, mesh.devices.size)
-        return [own] if self.islands is None else self.islands.all_gather_islands("devices", own)
+    def all_gather_islands(self, name: str, value: Any) -> list[Any]:
+        """Return the values of all islands, by island."""
+        return [value] if self.islands is None else self.islands.all_gather_islands(name, value)
 
     def gather_islands(self, name: str, find: Callable[[int], Any]) -> list[Any]:
-        """Return what the first process of each island finds, by island, on every rank.
+        """Call a function on the first process of each island, and return all results, by island.
 
         Args:
           name: the name of the all-gather.
-          find: number of an island -> a value that JSON can hold; called on first processes only.
+          find: number of an island -> a value that JSON can hold.
         """
         if self.islands is None:
             return gather_alone(name, find)
@@ -209,19 +217,16 @@ class Coordination:
           question: its name; a rank that asks another question at this point is reported.
           answer: the answer of this rank.
         """
-        if self.islands is None:
-            return answer
-        return any(self.islands.control.all_gather(question, answer, LONG_SECONDS))
+        return any(self.all_gather(question, answer, LONG_SECONDS))
 
     def gather_after_work(self, name: str, value: Any = None) -> list[Any]:
-        """Gather the values of all ranks when each has done its own work of a step.
+        """All-gather values after each rank's own work in a step.
 
-        It is called before a compiled program with MPI, which could not name a missing rank.
+        A compiled program with MPI that follows could not name a missing rank.
         """
-        if self.islands is None:
-            return [value]
-        self.timer.end()
-        return self.islands.control.all_gather(name, value, LONG_SECONDS)
+        if self.islands is not None:
+            self.timer.end()
+        return self.all_gather(name, value, LONG_SECONDS)
 
     def check_agreement(self, facts: Mapping[str, Any]) -> None:
         """Compare the facts of all ranks, see `agreement.facts`.
@@ -233,7 +238,7 @@ class Coordination:
             control = self.islands.control
             check_agreement(control.all_gather, control.names[control.rank], facts, AGREEMENT_SECONDS)
 
-    def vote(self, step: int, own: StepVote, *, at_barrier: bool = True) -> Voted:
+    def vote(self, step: int, own: StepVote, *, at_barrier: bool = True) -> VoteResult:
         """All-gather the votes of all ranks after a step.
 
         Args:
@@ -242,10 +247,10 @@ class Coordination:
           at_barrier: whether islands exchange anything after this step; one island votes after each.
         """
         if self.islands is None:
-            return Voted(own)
+            return VoteResult(own)
         if not at_barrier:
             # saves and bad steps wait for the next barrier
-            return Voted(StepVote(stop=0, save=False, at_barrier=False))
+            return VoteResult(StepVote(stop=0, save=False, at_barrier=False))
         mine = [own, self.timer.take()]
         gathered = self.islands.control.all_gather(f"after step {step}", mine, LONG_SECONDS)
         votes = [StepVote(*vote) for vote, _ in gathered]
@@ -254,13 +259,13 @@ class Coordination:
         result = StepVote(max(vote.stop for vote in votes), votes[0].save, min(saved), bad)
         measured = [each for _, each in gathered]
         if None in measured:
-            return Voted(result)
+            return VoteResult(result)
         seconds = [own for own, _ in measured]
         # an island is as slow as its slowest process
         ends = [*self.islands.first_ranks[1:], len(seconds)]
         slowest = [max(measured[i:j]) for i, j in zip(self.islands.first_ranks, ends, strict=True)]
         slow = self.stragglers.add(seconds) if self.stragglers else None
-        return Voted(result, slow, [own for own, _ in slowest], [rest for _, rest in slowest])
+        return VoteResult(result, slow, [own for own, _ in slowest], [rest for _, rest in slowest])
 
     def sum_over_islands(
         self, name: str, sums: Mapping[str, tuple[float, float]]
@@ -268,14 +273,14 @@ class Coordination:
         """Add up (sum, count) pairs, by name, over islands."""
         if self.islands is None or self.grid is not None:
             return dict(sums)  # the stages of a pipeline have added theirs up already
-        by_island = self.islands.all_gather_islands(name, {key: list(pair) for key, pair in sums.items()})
+        by_island = self.all_gather_islands(name, {key: list(pair) for key, pair in sums.items()})
         return {
             key: (sum(found[key][0] for found in by_island), sum(found[key][1] for found in by_island))
             for key in by_island[0]
         }
 
     def run_in_turn(self, name: str, work: Callable[[], Any]) -> Any:
-        """Call `work` on the ranks of a host one after the other, as they share its disk."""
+        """Call `work` on the ranks of a host one after the other, because they share its disk."""
         if self.islands is None:
             return work()
         control = self.islands.control
@@ -289,7 +294,7 @@ class Coordination:
         return result
 
     def close(self, failed: bool = False) -> None:
-        """End the threads of the transfers, see `Transfer.close`."""
+        """Close the transfers, see `Transfer.close`."""
         for transfer in self.transfers:
             transfer.close(failed)
 
@@ -297,14 +302,14 @@ class Coordination:
 def make_transfers(
     run: Run, setup: RunSetup, islands: Islands
 ) -> tuple[Transfer | None, OwnerTransfers | None]:
-    """Return the transfer to the other islands, and where islands are stages those to the owners of blocks.
+    """Return the transfer to the other islands, and for islands that hold stages the owner transfers.
 
-    A collective call of all ranks: all make every group's transfer, in the same order.
+    All ranks call it, and make the transfers of all groups in the same order.
 
     Args:
       run: the run.
       setup: the setup of this island.
-      islands: several of them.
+      islands: the islands of the run, several of them.
     """
     across, platform = run.strategy.across, jax.devices()[0].platform
     on_device = decide_device_memory(across.memory, islands, platform, cuda_aware)

@@ -1,7 +1,7 @@
-"""Evaluation on held-out data: the same rows each time, sharded over islands, as means by name.
+"""Evaluate held-out data: the loss and its metrics over all islands, and the accuracy of multiple choice.
 
-Every metric of the loss appears here as `heldout/NAME`, beside its `train/NAME`; that of a held-out set with
-a name as `heldout/SET/NAME`. Next: `train_step/step.py`.
+A metric is logged as `heldout/NAME`, or as `heldout/SET/NAME` for a held-out set with a name. Next:
+`train_step/step.py`.
 """
 
 import math
@@ -57,18 +57,17 @@ def make_evaluation(
     """Make the function that evaluates a state on held-out data.
 
     Args:
-      run: says how many batches, and which parameters.
+      run: the run, with the number of batches and the parameters to evaluate.
       setup: the setup of this island.
       coordination: the exchange with the other islands.
       heldout: name of a held-out set ("" for a single one) -> samples by number; {} without held-out data.
       island_step: the step of several islands; None for a run of one island.
-      share_limits: the most that each island gets of a batch, as training has it; None: those of the run.
-      explain: returns what is wrong with a batch, on the host, whose loss is not a number; None: it is not
-        known.
+      share_limits: the largest part of a batch for each island, as in training; None takes those of the run.
+      explain: batch on the host -> why its loss is not a number; None disables it.
 
     Returns:
       state -> held-out values by name; {} without held-out data. All islands call it at the same time. It
-      raises a ValueError where a set has no loss, as nothing in it counts or the loss is not a number.
+      raises a ValueError if nothing in a set counts or its loss is not a number.
     """
     if not heldout:
         return lambda state: {}
@@ -76,7 +75,7 @@ def make_evaluation(
     evaluate = island_step.evaluate if in_stages else make_evaluate(setup.model, run.loss, setup.placement)
     # a pipeline needs microbatches to keep more than one stage busy
     microbatches = run.strategy.accumulate if in_stages or setup.placement.stages else 1
-    # rows are shared as in training; the held-out data is passed through once, in its own order
+    # rows are split as in training; the held-out data is read once, in its own order
     of_sets = {name: make_batches(run, source, epochs=1, shuffle=False) for name, source in heldout.items()}
     row_counts = sorted({count for batches in of_sets.values() for count in batches.row_counts})
     shares = RowShares(coordination, row_counts, run, setup.mesh, microbatches)
@@ -88,7 +87,7 @@ def make_evaluation(
     def values(state: State) -> dict[str, float]:
         state = state._replace(params=select(state))
         if coordination.transfer is not None:
-            # what an island has for the exchange with the others is no part of the evaluation's program
+            # the program of an evaluation has no state of the exchange with other islands
             state = state._replace(combine_state=(), local=(), outer_state=())
         # start all batches of all sets before waiting for the first result
         started = {
@@ -96,7 +95,7 @@ def make_evaluation(
             for prefix, loader in loaders.items()
         }
         metrics = jax.device_get({prefix: [x for x, _ in each] for prefix, each in started.items()})
-        # islands add up sums and counts, so the mean is that of all rows, however they are split
+        # islands add up sums and counts, which gives the mean over all rows
         sums = {
             f"{prefix}{name}": (mean.sum, mean.count)
             for prefix, of_batches in metrics.items()
@@ -107,12 +106,12 @@ def make_evaluation(
         for name, prefix in zip(heldout, loaders, strict=True):
             loss = means.get(f"{prefix}loss", Mean()).value
             if loss is None:
-                raise ValueError(nothing_counts(name, len(metrics[prefix])))
+                raise ValueError(no_count_text(name, len(metrics[prefix])))
             if math.isnan(loss):
                 bad = [i for i, x in enumerate(metrics[prefix]) if math.isnan(x["loss_sum"])]
                 first = started[prefix][bad[0]][1] if bad else None
                 why = explain(loaders[prefix].batches.load(first)) if first and explain else []
-                raise ValueError(not_a_number(name, bad, len(metrics[prefix]), why))
+                raise ValueError(nan_loss_text(name, bad, len(metrics[prefix]), why))
         return {name: mean.value for name, mean in means.items() if mean.value is not None}
 
     return values
@@ -131,29 +130,29 @@ def _start_batches(
     return found
 
 
-def nothing_counts(name: str, num_batches: int) -> str:
-    """Return the message about a held-out set of which no row or token counts."""
+def no_count_text(name: str, num_batches: int) -> str:
+    """Return the message about a held-out set in which no row or token counts."""
     return (
         f"{heldout_text(name)} has no loss: every weight in its first {num_batches} batches is 0; give data"
         " with rows or tokens that count, evaluate more batches, or hold nothing out"
     )
 
 
-def not_a_number(name: str, bad: Sequence[int], num_batches: int, why: Sequence[str]) -> str:
+def nan_loss_text(name: str, bad: Sequence[int], num_batches: int, why: Sequence[str]) -> str:
     """Return the message about a held-out set whose loss is NaN.
 
     Args:
-      name: of the set.
+      name: name of the set.
       bad: numbers of the batches of this process whose loss is NaN.
-      num_batches: how many it has evaluated.
-      why: what is wrong with the first of them.
+      num_batches: number of batches that it has evaluated.
+      why: the problems of the first of them.
     """
     where = (
         f"in {len(bad)} of {num_batches} batches, the first of them number {bad[0]}" if bad else "elsewhere"
     )
     text = "; ".join(why) or (
-        "its tokens and labels are in the model's range, so the model gives no numbers for it: look for"
-        " inputs that are none, for parameters that are too large, or for a compute dtype of too little range"
+        "its tokens and labels are in the model's range, so the model computes NaN: look for NaN in the"
+        " inputs, for parameters that are too large, or for a compute dtype of too little range"
     )
     return f"{heldout_text(name)} has a loss that is not a number (NaN), {where}: {text}"
 
@@ -170,9 +169,9 @@ def _merge(of_batches: Sequence[Mapping[str, Any]]) -> dict[str, Mean]:
 
 
 def make_select_params(run: Run, setup: RunSetup) -> Callable[[State], Any]:
-    """Make the function that returns the parameters to evaluate and sample from, see `Run.evaluate_with`.
+    """Make the function that returns the parameters to evaluate, see `Run.evaluate_with`.
 
-    They are placed as those that are trained.
+    They have the shardings of the trained parameters.
     """
     if run.evaluate_with is None:
         return lambda state: state.params
@@ -187,18 +186,18 @@ def make_select_params(run: Run, setup: RunSetup) -> Callable[[State], Any]:
 
 
 SHORTEST = 32
-"""Rows are padded to this length, or to twice it, and so on: so there are few programs."""
+"""Rows are padded to this length times a power of 2, so that few programs are compiled."""
 
 MOST_PROBLEMS = 8
 
 
 class Question(NamedTuple):
-    """A line of a file of questions.
+    """A question with choices.
 
     Args:
       context: the text before each choice.
-      choices: two or more.
-      answer: the number of the right one, from 0.
+      choices: two or more texts.
+      answer: the number of the right choice, from 0.
     """
 
     context: str
@@ -207,11 +206,11 @@ class Question(NamedTuple):
 
 
 class Accuracy(NamedTuple):
-    """How many questions were answered right.
+    """The fraction of questions that were answered right.
 
     Args:
-      accuracy: the fraction, by the sums of log-likelihoods.
-      accuracy_norm: the fraction, by sums divided by the bytes of each choice.
+      accuracy: the fraction by sums of log-likelihoods.
+      accuracy_norm: the fraction by these sums divided by the bytes of each choice.
       num_questions: number of questions.
     """
 
@@ -226,7 +225,7 @@ class Request:
 
     Args:
       tokens: int (length,).
-      num_choice: how many of them, at the end, are of the choice.
+      num_choice: number of tokens at the end that belong to the choice.
     """
 
     tokens: np.ndarray
@@ -238,7 +237,7 @@ def read_questions(path: Path) -> list[Question]:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: lists the lines that are no questions; or there are none, or it is not UTF-8.
+      ValueError: lists the lines that are no questions; or the file has no questions, or is not UTF-8.
     """
     found, problems = [], []
     for number, line in read_lines(path):
@@ -278,9 +277,8 @@ def make_requests(
 ) -> list[Request]:
     """Return the tokens of every context with each of its choices, in order.
 
-    Context, delimiter and choice are encoded together; the tokens behind those of the context alone are the
-    choice's. Of more than seq + 1 tokens the last are kept. An empty context is the token that separates
-    documents.
+    Context, delimiter and choice are encoded together; the tokens after the context belong to the choice.
+    Only the last seq + 1 tokens are kept. An empty context is the token that separates documents.
 
     Raises:
       ValueError: a choice has no tokens of its own.
@@ -312,7 +310,7 @@ def log_likelihoods(apply: Any, requests: Sequence[Request], rows: int, seq: int
     Args:
       apply: tokens int32 (B, T) -> logits (B, T, V); a pytree, such as `jax.tree_util.Partial`.
       requests: the tokens.
-      rows: how many are computed at the same time; short batches are filled up.
+      rows: number of rows in a batch; short batches are padded.
       seq: positions of the model.
     """
     found = np.zeros(len(requests), np.float32)
@@ -331,15 +329,15 @@ def log_likelihoods(apply: Any, requests: Sequence[Request], rows: int, seq: int
             tokens, num_choice = requests[number].tokens, requests[number].num_choice
             tokens_BT[row, : len(tokens)] = tokens
             weights_BT[row, len(tokens) - 1 - num_choice : len(tokens) - 1] = 1
-        found[numbers] = np.asarray(_sums(apply, tokens_BT, weights_BT))[: len(numbers)]
+        found[numbers] = np.asarray(_sum_log_likelihoods(apply, tokens_BT, weights_BT))[: len(numbers)]
     return found
 
 
 @jax.jit
-def _sums(apply: Any, tokens_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
+def _sum_log_likelihoods(apply: Any, tokens_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
     """Add up the log-likelihoods of each row's next tokens, those with weight 1."""
     logits = apply(tokens_BT[:, :-1])
-    # of a model that computes them in chunks
+    # a model may compute logits in chunks
     logits_BTV = logits.whole() if hasattr(logits, "whole") else logits.astype(jnp.float32)
     # a comparison, so that logits may be sharded over the vocabulary
     classes = jax.lax.broadcasted_iota(jnp.int32, logits_BTV.shape, 2)
@@ -348,7 +346,7 @@ def _sums(apply: Any, tokens_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
 
 
 def compute_accuracy(questions: Sequence[Question], scores: np.ndarray) -> Accuracy:
-    """Return how many questions the likeliest choice answers; of equal ones the first counts.
+    """Compute the fraction of questions whose likeliest choice, the first of equal ones, is right.
 
     Args:
       questions: the questions.

@@ -1,6 +1,6 @@
-"""The batches of a run, from a position in the data on; rows of this process, and the batch, can change.
+"""Iterate over the batches of a run; the rows of this process and the batch size can change on the way.
 
-Next: `loop.py`, which takes them.
+Next: `loop.py`, which reads them.
 """
 
 from collections.abc import Generator, Iterator, Mapping
@@ -11,15 +11,15 @@ from shardtrain.data import Batch, BatchShard, Loader, Position
 
 
 class Feed:
-    """An iterator over (batch on the mesh, the data position after it), while `reading`.
+    """An iterator over (batch on the mesh, data position after it); usable inside `reading`.
 
     Args:
-      loader: of this process's rows.
-      later: number of steps done -> the loader from then on, of a larger batch; rows then do not change.
+      loader: the loader of this process's rows.
+      later: number of steps done -> the loader of a larger batch from then on; rows then do not change.
 
     Attributes:
-      loader: the same, of the rows that are read now.
-      num_rows: rows of the whole batch that was given last.
+      loader: the current loader.
+      num_rows: rows of the newest whole batch.
       first_row: the number of this island's first row in it.
     """
 
@@ -31,7 +31,7 @@ class Feed:
         self._row_counts: set[int] = set()
         self._position = Position(epoch=0, index=0)
         self._has_changed = False
-        # since reading began: how many batches; and (number, loader, position) of the first of each loader
+        # number of batches read; (number of batches before, loader, position) for each loader in use
         self._num_read, self._loaders = 0, [(0, loader, self._position)]
         self._loaded: Generator[Any, None, None] | None = None
 
@@ -40,7 +40,7 @@ class Feed:
         """Load batches ahead until the end of the block.
 
         Args:
-          position: of the first one.
+          position: the position of the first batch.
           step: number of steps done.
         """
         self._step = step
@@ -71,7 +71,7 @@ class Feed:
         return placed, after
 
     def change(self, shards: Mapping[int, BatchShard]) -> None:
-        """Read other rows of the batches that follow, or, if nothing is read yet, of all."""
+        """Read other rows of the batches that follow."""
         self._use(self.loader.replace_shards(shards))
 
     def _use(self, loader: Loader) -> None:
@@ -84,12 +84,12 @@ class Feed:
             self._begin(self._position)
 
     def load(self, number: int) -> Batch:
-        """Load a batch again, as its loader had it, by its number since reading began, from 0."""
+        """Load a batch again by its number since reading began, from 0."""
         first, loader, position = next(each for each in reversed(self._loaders) if each[0] <= number)
         return loader.batches.load(loader.batches.advance(position, number - first))
 
     def take_change(self) -> bool:
-        """Return whether a batch was given whose rows no earlier one had, so that a step may be compiled."""
+        """Return whether the newest batches had a new number of rows, so that a step may be compiled."""
         found, self._has_changed = self._has_changed, False
         return found
 

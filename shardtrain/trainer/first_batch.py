@@ -1,4 +1,4 @@
-"""Checks of the loss function and of the first batch, before the first step.
+"""Check the loss function and the labels of the first batch, before the first step.
 
 The loss is computed from two rows and made-up outputs of the model; labels are compared with the number of
 classes of the model. Next: `prepared_run.py`, which calls these checks.
@@ -21,7 +21,7 @@ from shardtrain.functional.traced_loss import ONE, loss_count
 from shardtrain.system.xla_flags import quick_options
 
 MOST_ELEMENTS = 1 << 24
-"""Largest size of the model's outputs for one row; above it only counts are computed, without outputs."""
+"""Largest size of the model's outputs for one row; for larger ones only counts are computed."""
 
 INPUTS = {"tokens": "weights", "source": "source_mask"}
 """Arrays of a batch with tokens that models read, each with the array that masks them."""
@@ -30,18 +30,18 @@ SHOWN = 3
 """Number of wrong values that a message lists for each array."""
 
 
-class Expected(NamedTuple):
-    """The facts about a run's model and loss that its batches are checked against.
+class LossFacts(NamedTuple):
+    """The facts about a run's model and loss against which its batches are checked.
 
     Args:
       loss: the loss function of the run.
-      apply: (params, model_state, key, *inputs) -> the outputs of the whole model, in evaluation mode; one
-        function, so that jax traces it once for all inputs of the same shapes.
+      apply: (params, model_state, key, *inputs) -> the outputs of the whole model in evaluation mode; always
+        the same function, so that jax traces it once for all inputs of the same shapes.
       abstract: the shapes and dtypes of its (params, model_state).
       outputs: the shapes and dtypes of its outputs for two rows.
       rows: two rows of a batch, on the host.
       vocab: number of tokens in the model's vocabulary; None if it is not known.
-      metrics: names of the metrics that the loss returns beside its sum and count.
+      metrics: names of the metrics that the loss returns in addition to its sum and count.
       count: () -> the count of the loss in the whole batch; None if it depends on what the model computes.
     """
 
@@ -56,7 +56,7 @@ class Expected(NamedTuple):
 
     @property
     def known(self) -> Mapping[str, Sequence[str]]:
-        """The arrays of a batch in which the loss is known to have classes, see `CLASSES`."""
+        """The arrays of a batch that are known to hold classes for this loss, see `CLASSES`."""
         loss: Any = getattr(self.loss, "__wrapped__", self.loss)
         while isinstance(loss, LossWithMetrics | Regularized):
             loss = loss.loss
@@ -65,29 +65,22 @@ class Expected(NamedTuple):
 
     @property
     def num_classes(self) -> int | None:
-        """The last dim of the model's outputs; None if they are not a single array of floats."""
+        """The size of the last dim of the model's outputs; None if they are not a single array of floats."""
         found = [x for x in jax.tree.leaves(self.outputs) if jnp.issubdtype(x.dtype, jnp.floating)]
         return found[0].shape[-1] if len(found) == 1 and found[0].ndim > 1 else None
 
     def find_outputs(self, inputs: Any) -> Any:
         """Return the shapes of the model's outputs for some inputs, in evaluation mode."""
-        # what is no array, such as a flag of the call, stays what it is
-        leaves, structure = jax.tree.flatten(inputs)
-        is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
-        arrays = [leaf for leaf, known in zip(leaves, is_array, strict=True) if known]
         key = jax.eval_shape(lambda: new_key(0))
-        if all(is_array):
+        if all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(inputs)):
             return jax.eval_shape(self.apply, *self.abstract, key, *inputs)
-
-        def apply(params: Any, model_state: Any, key: jax.Array, arrays: list[Any]) -> Any:
-            given = iter(arrays)
-            inputs = [next(given) if known else leaf for leaf, known in zip(leaves, is_array, strict=True)]
-            return self.apply(params, model_state, key, *jax.tree.unflatten(structure, inputs))
-
-        return jax.eval_shape(apply, *self.abstract, key, arrays)
+        # flags and other inputs that are no arrays cannot be arguments
+        return jax.eval_shape(lambda *state: self.apply(*state, *inputs), *self.abstract, key)
 
 
-def make_expected(model: Model, loss: Loss, batch: Mapping[str, np.ndarray], vocab: Any = None) -> Expected:
+def make_loss_facts(
+    model: Model, loss: Loss, batch: Mapping[str, np.ndarray], vocab: Any = None
+) -> LossFacts:
     """Trace the model and the loss on two rows of a batch, without computing anything.
 
     Args:
@@ -107,7 +100,7 @@ def make_expected(model: Model, loss: Loss, batch: Mapping[str, np.ndarray], voc
     def evaluate(params: Any, model_state: Any, key: jax.Array, *inputs: Any) -> Any:
         return model.apply(params, model_state, key, False, *inputs)[0]
 
-    found = Expected(loss, evaluate, abstract, None, rows, vocab if type(vocab) is int else None)
+    found = LossFacts(loss, evaluate, abstract, None, rows, vocab if type(vocab) is int else None)
     outputs: list[Any] = []
 
     def apply(*inputs: Any) -> Any:
@@ -122,17 +115,17 @@ def make_expected(model: Model, loss: Loss, batch: Mapping[str, np.ndarray], voc
     )
 
 
-def loss_problems(expected: Expected) -> list[str]:
+def find_loss_problems(expected: LossFacts) -> list[str]:
     """Return why a loss function is wrong: it returns a mean instead of a sum, or a constant count.
 
-    Only mistakes that are beyond doubt are reported: sums and counts may depend on several rows at once
-    (contrastive losses, losses over pairs), and a model without an output per row computes its loss itself.
+    Only certain mistakes are reported: sums and counts may depend on several rows at once (contrastive
+    losses, losses over pairs), and a model without an output per row computes its loss itself.
 
     Args:
       expected: the facts about the run.
 
     Returns:
-      Each mistake, and what to return instead; empty if none is found.
+      A message for each mistake, with the correct result.
     """
     outputs = [x for x in jax.tree.leaves(expected.outputs) if jnp.issubdtype(x.dtype, jnp.floating)]
     if any(x.ndim == 0 or x.shape[0] != 2 for x in outputs):
@@ -147,20 +140,20 @@ def loss_problems(expected: Expected) -> list[str]:
         if count is not None and not count > 0:
             return [
                 f"the count of the loss is {count:g} for the first batch, and a step divides by it; return"
-                " the number of examples or tokens that the sum is of, such as batch['weights'].sum()"
+                " the number of examples or tokens in the sum, such as batch['weights'].sum()"
             ]
     if whole["count"] != 0 and np.allclose(alone["count"], whole["count"], rtol=1e-4):
         one, two = alone["count"]
         return [
             f"the count of the loss is {whole['count']:g} for two rows together, and {one:g} and {two:g} for"
             " each alone: return the sum of the losses, never their mean, and the number of examples or"
-            " tokens it is of, such as `(losses * batch['weights']).sum(), batch['weights'].sum()`"
+            " tokens in it, such as `(losses * batch['weights']).sum(), batch['weights'].sum()`"
         ]
     if "sum" in whole and _is_mean(whole["sum"], alone["sum"], alone["count"]):
         return [
-            f"the loss of two rows together, {whole['sum']:.6g}, is the mean of what it is of each alone,"
-            f" {alone['sum'][0]:.6g} and {alone['sum'][1]:.6g}: return their sum, `losses.sum()` in the place"
-            " of `losses.mean()`, beside the count"
+            f"the loss of two rows together, {whole['sum']:.6g}, is the mean of their separate losses,"
+            f" {alone['sum'][0]:.6g} and {alone['sum'][1]:.6g}: return the sum and the count, `losses.sum()`"
+            " instead of `losses.mean()`"
         ]
     return []
 
@@ -177,10 +170,10 @@ def _is_mean(whole: float, alone: np.ndarray, counts: np.ndarray) -> bool:
     return any(np.isclose(whole, mean, rtol=1e-4) for mean in means)
 
 
-def _totals(expected: Expected, with_sums: bool) -> tuple[Any, Any] | None:
+def _totals(expected: LossFacts, with_sums: bool) -> tuple[Any, Any] | None:
     """Compute the count and the sum of the loss for two rows together, and for each alone.
 
-    None for a loss that needs more than one row.
+    Return None for a loss that needs more than one row.
     """
 
     def totals(batch: Any, numbers: jax.Array) -> dict[str, Any]:
@@ -204,7 +197,7 @@ def _totals(expected: Expected, with_sums: bool) -> tuple[Any, Any] | None:
 
 
 def _make_up_outputs(like: Any, numbers: jax.Array) -> jax.Array:
-    """Return made-up outputs from 0 to 1 that depend on the row alone; valid as logits or probabilities."""
+    """Return made-up outputs from 0 to 1 that depend only on the row; valid as logits or probabilities."""
     if not jnp.issubdtype(like.dtype, jnp.floating):
         return jnp.zeros(like.shape, like.dtype)
     position = jax.lax.iota(jnp.float32, max(like.size // max(len(numbers), 1), 1))
@@ -214,7 +207,7 @@ def _make_up_outputs(like: Any, numbers: jax.Array) -> jax.Array:
     return values.reshape(like.shape).astype(like.dtype)
 
 
-def class_problems(expected: Expected, batch: Mapping[str, np.ndarray]) -> list[str]:
+def find_class_problems(expected: LossFacts, batch: Mapping[str, np.ndarray]) -> list[str]:
     """Return the tokens and labels of a batch that are outside the model's classes.
 
     Args:
@@ -222,7 +215,7 @@ def class_problems(expected: Expected, batch: Mapping[str, np.ndarray]) -> list[
       batch: rows on the host.
 
     Returns:
-      A message for each array: the first wrong values, their rows, and what is allowed.
+      A message for each array: the first wrong values, their rows, and the allowed range.
     """
     limit, known = expected.num_classes, expected.known
     problems = []
@@ -255,7 +248,7 @@ def _counts(batch: Mapping[str, np.ndarray], name: str, excuses: Sequence[str]) 
 
 
 TOTAL_TOLERANCE = 1e-2
-"""Largest difference from 1 of the sum of a label's shares, which may be in 16 bits."""
+"""Largest difference from 1 of the sum of a label's shares, which may have 16 bits."""
 
 
 def _outside(name: str, values: np.ndarray, counts: np.ndarray, limit: int) -> list[str]:

@@ -1,6 +1,6 @@
-"""Hooks: functions of the user that a run calls at its events, with plain values.
+"""Call functions of the user at the events of a run: steps, log lines, evaluations, saves, the end.
 
-Which rank calls them, and when, is in `Hook`. Next: `loop.py`, where the events occur.
+Next: `loop.py`, where the events occur.
 """
 
 import inspect
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.errors.user_code import UserCodeFailed, find_raising_line
 from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.system.stop_signals import StopSignals
@@ -40,21 +40,20 @@ Ending = Literal["finished", "signal", "time limit", "error"]
 class Hook:
     """Functions that a run calls at its events, on the thread of the training loop.
 
-    Rank 0 alone calls them: the process that prints and writes metrics. They get plain values, never arrays
+    Only rank 0 calls them: the process that prints and writes metrics. They get plain values, never arrays
     of a device, and must not call anything in which other ranks take part. After a rollback, or a restart
     from a checkpoint, steps are repeated, and so are their events.
 
     Args:
-      on_step: (step): a step was started. The device may still compute it: nothing waits for it here, so
-        there are no metrics yet.
+      on_step: (step): a step was started. The device may still compute it, so there are no metrics yet.
       on_log: (step, metrics): a line of metrics was written, held-out values of an evaluation included; a
         dict of floats by name.
-      on_evaluation: (step, metrics): the held-out values alone, such as {"heldout/loss": 2.31}.
+      on_evaluation: (step, metrics): held-out values only, such as {"heldout/loss": 2.31}.
       on_save: (step, folder): a checkpoint is complete on the disk, in this folder. It is saved in the
-        background, so this is called some steps after `step`. Of a step that islands save in parts it is the
-        folder of the first part, and called when all of them are there.
+        background, so this is called some steps after `step`. If islands save a step in parts, it is called
+        with the folder of the first part once all of them are there.
       on_end: (step, ending): the run ends after `step` steps. `ending` is "finished", "signal", "time limit"
-        or "error"; all but the last after everything is saved.
+        or "error"; all but the last are called after everything is saved.
 
     Raises:
       ValueError: no function is given, or one does not take the arguments of its event.
@@ -80,15 +79,14 @@ class Hook:
             for event, function in given.items()
             if (signature := _format_other_signature(function, len(ARGUMENTS[event])))
         ]
-        if problems:
-            raise problems_error("this hook cannot be called", problems)
+        refuse("this hook cannot be called", problems)
 
 
 class Hooks:
-    """Calls the hooks of a run; what they raise is reported, or ends the run.
+    """Calls the hooks of a run; their exceptions are reported, or end the run.
 
     Args:
-      hooks: called in this order.
+      hooks: the hooks, in the order of the calls.
       errors: "report" reports the first exception of each function and event, and the run continues; "stop"
         ends the run.
       report: receives warnings.
@@ -96,7 +94,7 @@ class Hooks:
       is_first: whether this is rank 0; the hooks of other ranks are not called.
 
     Attributes:
-      has_save: a hook wants to know of checkpoints; the same on all ranks.
+      has_save: whether a hook has `on_save`; the same on all ranks.
     """
 
     def __init__(
@@ -123,19 +121,19 @@ class Hooks:
         self._call("on_log", step, metrics)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Call `on_evaluation`; not for a run without held-out data."""
+        """Call `on_evaluation`, except in a run without held-out data."""
         if metrics:
             self._call("on_evaluation", step, metrics)
 
     def restored(self, step: int) -> None:
-        """Note that training continues after this step; its checkpoint is not reported again."""
+        """Record that training continues after this step; its checkpoint is not reported again."""
         self._last_save = self._last_step = step
 
     def save(self, step: int | None, folder: Callable[[int], Path]) -> None:
         """Call `on_save`, once for each step.
 
         Args:
-          step: the newest complete checkpoint; None: there is none.
+          step: the newest complete checkpoint; None if there is none.
           folder: step -> the folder of its checkpoint.
         """
         if step is not None and step > self._last_save:
@@ -145,7 +143,7 @@ class Hooks:
     def end(self, ending: Ending) -> None:
         """Call `on_end`, and report how many exceptions functions raised after their first one."""
         if ending == "error":
-            # what ended the run is raised after this, and nothing instead of it
+            # an exception of a hook must not replace the one that ended the run
             self._errors = "report"
         self._call("on_end", self._last_step, ending)
         for name, number in self._num_failed.items():
@@ -190,7 +188,7 @@ def calling_end(hooks: Hooks, stop: StopSignals) -> Iterator[None]:
 
     Args:
       hooks: the hooks of the run.
-      stop: says whether a signal or the time limit ended the run.
+      stop: whether a signal or the time limit ended the run.
     """
     try:
         yield
@@ -201,7 +199,7 @@ def calling_end(hooks: Hooks, stop: StopSignals) -> Iterator[None]:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """Return the name of a function, or of what is called like one.
+    """Return the name of a function or another callable.
 
     >>> _name(Hooks().step), _name(print)
     ('Hooks.step', 'print')
@@ -211,11 +209,10 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _format_other_signature(function: Callable[..., Any], number: int) -> str:
-    """Return the signature of a function that cannot be called with so many arguments; "" if it can be.
+    """Return the signature of a function that cannot take this number of arguments; "" if it can.
 
-    >>> hooks = (lambda step: None), (lambda step, metrics, more=1: None)
-    >>> tuple(_format_other_signature(hook, 2) for hook in hooks)
-    ('(step)', '')
+    >>> [_format_other_signature(lambda step, *, more=1: None, number) for number in (2, 1)]
+    ['(step, *, more=1)', '']
     """
     try:
         signature = inspect.signature(function)

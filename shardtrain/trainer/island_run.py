@@ -1,4 +1,4 @@
-"""The run of one island: its own fields of the strategy, simplified, and scaled to the number of replicas.
+"""Derive the run of one island: apply its section of the strategy, and scale it to the number of replicas.
 
 Next: `prepared_run.py`, which sets it up.
 """
@@ -11,40 +11,40 @@ from typing import NamedTuple
 
 import jax
 
-from shardtrain.islands.membership import Islands
 from shardtrain.islands.sections import island_numbers
 from shardtrain.optim.scaling import scale_run
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.console import RunConsole
+from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.strategy import Strategy
 
 
-def run_of_island(run: Run, islands: Islands | None, output: RunConsole) -> Run:
+def make_island_run(run: Run, coordination: Coordination, output: RunConsole) -> Run:
     """Return the run as this island trains it.
 
     Args:
       run: the run as the user gave it.
-      islands: the islands of the run; None for a run of one island.
+      coordination: the exchange with the other islands.
       output: receives notes and warnings.
 
     Raises:
       ValueError: a section of the strategy is for no island, or replicas cannot be combined as it says.
     """
-    strategy = _simplify(_own_strategy(run.strategy, islands, output), islands, output)
-    run = _apply_measured_shares(replace(run, strategy=strategy), islands, output)
-    return _scale(run, islands, output)
+    strategy = _own_strategy(run.strategy, coordination, output)
+    strategy = _simplify(strategy, coordination.num_islands, output)
+    run = _apply_measured_shares(replace(run, strategy=strategy), coordination, output)
+    return _scale(run, coordination, output)
 
 
-def _own_strategy(strategy: Strategy, islands: Islands | None, output: RunConsole) -> Strategy:
+def _own_strategy(strategy: Strategy, coordination: Coordination, output: RunConsole) -> Strategy:
     """Return the strategy of this island; report sections for devices that no island has.
 
     Raises:
-      ValueError: a section is for an island that there is not.
+      ValueError: a section is for an island that does not exist.
     """
-    kind = jax.local_devices()[0].device_kind
-    own = (0, kind) if islands is None else (islands.placement.island, kind)
-    every = [own] if islands is None else islands.all_gather_islands("device kinds", own)
+    own = (coordination.island, jax.local_devices()[0].device_kind)
+    every = coordination.all_gather_islands("device kinds", own)
     for name in strategy.islands:
         numbers = island_numbers(name)
         if numbers is not None and max(numbers) >= len(every):
@@ -60,12 +60,12 @@ def _own_strategy(strategy: Strategy, islands: Islands | None, output: RunConsol
     return strategy.select_island(*own)
 
 
-def _simplify(strategy: Strategy, islands: Islands | None, output: RunConsole) -> Strategy:
-    """Return the strategy with waves of one step, in which nobody may be ahead, as every step."""
+def _simplify(strategy: Strategy, num_islands: int, output: RunConsole) -> Strategy:
+    """Return the strategy with waves of one step, in which no island may be ahead, as every-step."""
     # batches in flight do not see each other's updates, in waves of one step neither
     is_flushed = strategy.pipeline.in_flight == 1
     found = strategy.synchronisation.simplified if is_flushed else strategy.synchronisation
-    if found.distance is not None and (islands is None or islands.placement.num_islands == 1):
+    if found.distance is not None and num_islands == 1:
         output.note(
             f"WARNING: waves are of islands, and there is one: its replicas merge every {found.every}"
             " steps (launch several: shardtrain launch --islands N)"
@@ -79,9 +79,9 @@ class IslandDevices(NamedTuple):
     """The devices of an island.
 
     Args:
-      kind: of its devices.
-      number: of them.
-      dtype: in which it computes; None: that of the model.
+      kind: the kind of its devices.
+      number: the number of devices.
+      dtype: the dtype in which it computes; None means the model's own.
     """
 
     kind: str
@@ -90,10 +90,10 @@ class IslandDevices(NamedTuple):
 
 
 def format_measured_shares(run: Run, islands: Sequence[IslandDevices]) -> str | None:
-    """Return why the rows of these islands follow their speed though the run does not ask for it; None: no.
+    """Return why shares are measured although the run does not ask for it, or None if they are not.
 
-    They do where islands differ and the split of a batch changes nothing but rounding, and where the rows
-    that fit the memory of each island can be measured.
+    Shares are measured by default if islands differ, the split of a batch changes nothing but rounding, and
+    the rows that fit the memory of each island can be measured.
 
     Args:
       run: as an island trains it.
@@ -113,13 +113,11 @@ def format_measured_shares(run: Run, islands: Sequence[IslandDevices]) -> str | 
     )
 
 
-def _apply_measured_shares(run: Run, islands: Islands | None, output: RunConsole) -> Run:
+def _apply_measured_shares(run: Run, coordination: Coordination, output: RunConsole) -> Run:
     """Return the run with `shares` and `share_limits` "auto" where that is the default; say so."""
-    if islands is None:
-        return run
     own = IslandDevices(jax.local_devices()[0].device_kind, jax.device_count(), run.strategy.compute_dtype)
-    every = [IslandDevices(*each) for each in islands.all_gather_islands("devices of islands", own)]
-    text = format_measured_shares(run, every)
+    every = coordination.all_gather_islands("devices of islands", own)
+    text = format_measured_shares(run, [IslandDevices(*each) for each in every])
     if text is None:
         return run
     output.note(text)
@@ -129,15 +127,15 @@ def _apply_measured_shares(run: Run, islands: Islands | None, output: RunConsole
     return replace(run, strategy=replace(run.strategy, across=across))
 
 
-def _scale(run: Run, islands: Islands | None, output: RunConsole) -> Run:
-    """Return the run scaled to the number of replicas, see `scaling.scaled`.
+def _scale(run: Run, coordination: Coordination, output: RunConsole) -> Run:
+    """Return the run scaled to the number of replicas, see `scaling.scale_run`.
 
     Raises:
       ValueError: there is one island, and its gradients are to be a sum over islands.
     """
     sizes = axis_sizes(run.strategy.layout.mesh, jax.device_count())
     own = math.prod(sizes[axis] for axis in run.strategy.layout.batch_axes)
-    replicas = [own] if islands is None else islands.all_gather_islands("replicas", own)
+    replicas = coordination.all_gather_islands("replicas", own)
     if run.strategy.across.axis == "pipeline":
         replicas = replicas[:: run.strategy.across.partitions or len(replicas)]
     by = run.strategy.synchronisation.by

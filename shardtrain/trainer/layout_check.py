@@ -1,7 +1,7 @@
-"""Compare the gradients of a few rows on the run's mesh with those of one device, before the first step.
+"""Compare the gradients of a few rows on the run's mesh with the gradients on one device.
 
-The compiler's partitioner can be wrong without a word (docs/xla/README.md), and so can a shard_map of the
-model's own. Next: `prepared_run.py`, which calls this check.
+The compiler's partitioner can be silently wrong (docs/xla/README.md), and so can a shard_map of the user's
+model. Next: `prepared_run.py`, which calls this check.
 """
 
 import math
@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from shardtrain import axes
 from shardtrain.axes import CONTEXT, PIPELINE, TENSOR
 from shardtrain.data import Batch, place, process_rows
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.functional.activation_rules import activation_rules, noting
 from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.collective_matmul import NOTED
@@ -50,24 +50,24 @@ _COVERED = """
     top_k transpose while xor
 """
 COVERED = frozenset(_COVERED.split())
-"""Operations that random models on random meshes were right with (tests/fuzz)."""
+"""Operations with which random models on random meshes were right (tests/fuzz)."""
 
 TOLERANCES = {2: 0.1, 4: 0.01}
-"""Bytes of the narrowest floats -> largest difference by rounding, of a gradient's largest entry."""
+"""Bytes of the narrowest floats -> largest difference by rounding, relative to a gradient's largest entry."""
 
 LEAST = 1e-4
-"""Part of the largest entry of all gradients below which a gradient's own is no measure."""
+"""Smallest scale of a gradient, relative to the largest entry of all gradients."""
 
 
 def check_layout(run: Run, setup: RunSetup, batches: Any, note: Callable[[str], None]) -> None:
-    """Check that gradients on the mesh are those of one device, where asked or the loss is unusual.
+    """Check that gradients on the mesh equal those of one device, see `Run.check_layout`.
 
     Stages on islands are not checked: no island has the whole model.
 
     Args:
       run: the run.
       setup: its model, mesh and placement.
-      batches: of the run, on any process.
+      batches: the batches of the run, on any process.
       note: receives the result.
 
     Raises:
@@ -92,7 +92,7 @@ def check_layout(run: Run, setup: RunSetup, batches: Any, note: Callable[[str], 
     if wrong:
         raise ValueError(_difference_text(sizes, wrong, len(differences), unusual))
     note(
-        f"layout checked: the gradients of {len(next(iter(rows.values())))} rows are those of one device,"
+        f"layout checked: the gradients of {len(next(iter(rows.values())))} rows equal those of one device"
         f" up to {max(differences.values()):.0e} ({time.monotonic() - began_seconds:.1f} s)"
     )
 
@@ -106,13 +106,13 @@ def _trace_operations(run: Run, setup: RunSetup, rows: Batch) -> tuple[set[str],
 
 
 def _compare(run: Run, setup: RunSetup, rows: Batch, num_microbatches: int) -> dict[str, float]:
-    """Return path -> largest difference from one device, as a part of the largest entry of the gradient."""
+    """Return path -> largest difference from one device, relative to the largest entry of the gradient."""
     given, model, mesh = setup.placement, setup.model, setup.mesh
     placement = make_placement(
         model, optax.identity(), run.strategy.layout, mesh, stages=given.stages, schedule=given.schedule
     )
     num_replicas = math.prod(mesh.shape[axis] for axis in placement.layout.replica_axes)
-    # what is computed over the rows of a replica, such as batch statistics, is so on one device too
+    # batch statistics are computed over the rows of a replica, so one device computes as many parts
     parts = num_microbatches * (1 if model.axis_name else num_replicas)
     found = _gradients(run, model, placement, rows, num_microbatches)
     one = Layout(mesh={axes.DATA: 1})
@@ -155,16 +155,16 @@ def _difference_text(
     mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items())
     untried = f" It has operations that were not tried on meshes: {', '.join(unusual)}." if unusual else ""
     return (
-        f"on the mesh {mesh} the gradients of {len(wrong)} of {num_parameters} parameters are not those of"
-        f" one device: that of {worst!r} is off by {wrong[worst]:.1%} of its largest entry.{untried} If the"
-        " model has a shard_map of its own, correct its collectives; else the compiler splits the model"
+        f"on the mesh {mesh} the gradients of {len(wrong)} of {num_parameters} parameters differ from one"
+        f" device: {worst!r} is off by {wrong[worst]:.1%} of its largest entry.{untried} If the"
+        " model has its own shard_map, correct its collectives; else the compiler splits the model"
         f" wrongly: use one axis, data={math.prod(sizes.values())}, or name the dims of activations by"
         " nn.with_logical_constraint. --check-layout off trains with these gradients"
     )
 
 
 def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch: Batch) -> None:
-    """Trace the loss over sequences that are sharded, without devices, as the step of a run would.
+    """Trace the loss over sharded sequences, without devices, as the step of a run would.
 
     Args:
       run: the run.
@@ -174,7 +174,7 @@ def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch
 
     Raises:
       ValueError: attention cannot split the sequences or heads; a constraint has no rule; or the layout has
-        collective matmul, and no product is of parts.
+        collective matmul, and no product uses it.
     """
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     params, model_state = jax.eval_shape(lambda: model.init(new_key(0)))
@@ -197,7 +197,7 @@ def check_sequences(run: Run, model: Model, sizes: Mapping[str, int], microbatch
 
 
 def has_permutes(mesh: Mesh, *, sequence_sharded: bool) -> bool:
-    """Return whether a mesh has a pipeline over sharded sequences, whose program `check_permutes` checks."""
+    """Return whether a mesh has a pipeline over sharded sequences, which `check_permutes` checks."""
     over_tensor = sequence_sharded and mesh.shape[TENSOR] > 1
     return mesh.shape[PIPELINE] > 1 and (mesh.shape[CONTEXT] > 1 or over_tensor)
 
@@ -206,17 +206,16 @@ def check_permutes(program: jax.stages.Lowered) -> None:
     """Compile the step of a pipeline over sharded sequences, and check it.
 
     Args:
-      program: of the step.
+      program: the program of the step.
 
     Raises:
       ValueError: a loss, a metric or a model cuts positions out of a sharded sequence.
     """
-    if found := permutes_in_branches(program.compile().as_text() or ""):
-        raise problems_error(
-            "a pipeline over sharded sequences in one mesh needs a program whose stages send no parts of them"
-            " by permutes, and this one does. Where a loss, metric or model shifts positions of what the"
-            " model computes, as in logits[:, 1:], use whole sequences, by"
-            " flax.linen.with_logical_constraint(x, ('batch', None, 'vocab')), or positions of the batch; or"
-            " use --across pipeline, or context=1 and no --sequence-sharded",
-            found,
-        )
+    refuse(
+        "a pipeline over sharded sequences in one mesh needs a program whose stages send no parts of them"
+        " by permutes, and this one does. Where a loss, metric or model shifts positions of what the"
+        " model computes, as in logits[:, 1:], use whole sequences, by"
+        " flax.linen.with_logical_constraint(x, ('batch', None, 'vocab')), or positions of the batch; or"
+        " use --across pipeline, or context=1 and no --sequence-sharded",
+        permutes_in_branches(program.compile().as_text() or ""),
+    )

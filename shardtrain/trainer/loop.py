@@ -1,7 +1,7 @@
-"""The training loop: step, vote, save, evaluate, stop; ordered effects on the host.
+"""The training loop: step, vote, save, evaluate and stop, in this order on the host.
 
-Metrics are read some steps late (`metric_log.py`), so that the device never waits for the host. What the
-loop works with is in `session.py`.
+Metrics are read some steps late (`metric_log.py`), so that the device never waits for the host. The objects
+that the loop uses are in `session.py`.
 """
 
 import time
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardtrain.checkpoints.policy import due
+from shardtrain.checkpoints.policy import is_due
 from shardtrain.checkpoints.save import SaveFailed
 from shardtrain.imported import select_kept_tokens
 from shardtrain.report.sinks.json_lines import strict
@@ -21,7 +21,7 @@ from shardtrain.system.stop_signals import StopSignals
 from shardtrain.train_step.state import State
 from shardtrain.trainer.coordination import StepVote
 from shardtrain.trainer.evaluation import round_evaluation_interval
-from shardtrain.trainer.first_batch import class_problems
+from shardtrain.trainer.first_batch import find_class_problems
 from shardtrain.trainer.metric_log import MetricLog
 from shardtrain.trainer.recovery import RollBack
 from shardtrain.trainer.resume import StartPoint
@@ -37,7 +37,7 @@ def run_loop(
     """Train from a start point to a step, or until a signal asks to stop.
 
     Args:
-      session: what to work with.
+      session: the objects that the loop uses.
       start: the state, which is donated, and the position in the data, from which batches are being read.
       last_step: the number of steps done at the end.
       sink: receives the metrics.
@@ -63,17 +63,14 @@ def run_loop(
 
 
 class _Loop:
-    """One segment of a run, from its first step to its last, or to a rollback."""
+    """One segment of a run: from a start point to the last step, or to a rollback."""
 
     def __init__(
         self, session: Session, start: StartPoint, last_step: int, sink: Sink, stop: StopSignals
     ) -> None:
         self.session, self.stop, self.last_step = session, stop, last_step
-        self.prepared, self.run, self.checkpoints = (
-            session.prepared,
-            session.prepared.run,
-            session.checkpoints,
-        )
+        self.prepared, self.run = session.prepared, session.prepared.run
+        self.checkpoints = session.checkpoints
         self.state, self.first_step, self.done = start.state, start.step, start.step
         self.position: Any = None
         self.extra = {"run": self.prepared.description, "strategy": strategy_text(self.run.strategy)}
@@ -136,7 +133,7 @@ class _Loop:
         self.save_is_due = (
             self.save_is_due
             or done == self.last_step
-            or due(self.run.checkpoints, done, time.monotonic() - self.saved_seconds)
+            or is_due(self.run.checkpoints, done, time.monotonic() - self.saved_seconds)
         )
         bad = self.log.fault.step if self.log.fault else 0
         own = StepVote(self.stop.asked(), self.save_is_due, self.checkpoints.latest(), bad)
@@ -157,12 +154,10 @@ class _Loop:
 
     def _exchange_votes(self, own: StepVote) -> StepVote:
         """Return the vote of all ranks at a barrier; report slow islands, or give them fewer rows."""
-        barriers, coordination, shares = (
-            self.prepared.barriers,
-            self.prepared.coordination,
-            self.prepared.shares,
-        )
-        feed, note = self.prepared.feed, self.session.output.note
+        prepared, note = self.prepared, self.session.output.note
+        barriers, coordination, shares, feed = (
+            prepared.barriers, prepared.coordination, prepared.shares, prepared.feed,
+        )  # fmt: skip
         at_barrier = barriers.is_due(self.done)
         # a replay saves only where the earlier run had a barrier too, as planned
         wants_save = own.save and coordination.is_first and self.run.replay is None
@@ -240,19 +235,18 @@ class _Loop:
 
         Args:
           unlogged: metrics of the step that wait for its evaluation, see `finish_evaluation`.
-          must: raise where the save fails.
+          must: raise if the save fails.
 
         Raises:
-          FloatingPointError, RollBack: a parameter is not finite. An optimizer that divides by zero makes it
-            so from a finite gradient, and every later step is skipped: such a state must not replace a good
-            one.
+          FloatingPointError, RollBack: a parameter is not finite, as after an optimizer that divides by zero.
+            Every later step is skipped, so such a state must not replace a good one.
         """
         step = self.done
-        # a pipeline stage sees its own parameters alone, so the ranks ask each other
+        # a pipeline stage sees only its own parameters, so all ranks vote
         if self._any_rank("parameters are not finite", not _all_finite(self.state.params)):
             text = (
-                f"parameters are not finite after step {step}, and gradients were: the optimizer made them"
-                f" so; nothing was saved since step {self.checkpoints.latest()}"
+                f"parameters are not finite after step {step} although gradients were: the optimizer"
+                f" computed them; nothing was saved since step {self.checkpoints.latest()}"
             )
             raise RollBack(step, text) if self.run.nonfinite == "roll_back" else FloatingPointError(text)
         self.checkpoints.settle()
@@ -271,7 +265,7 @@ class _Loop:
             self.session.output.note(f"WARNING: {failure}")
 
     def _report_awaited_save(self) -> None:
-        """Call the hooks for the save that this rank has waited for, if that of no other rank failed."""
+        """Call the hooks for the save that this rank has waited for, if it failed on no rank."""
         if self.session.hooks.has_save and self.saving is not None:
             latest = self.checkpoints.latest()
             if not self._any_rank("a save failed", latest != self.saving):
@@ -281,13 +275,13 @@ class _Loop:
         """Call the hooks for the newest complete checkpoint, if they were not called for it before.
 
         Args:
-          by_all: the newest step that all ranks have saved; None or -1: none is known.
+          by_all: the newest step that all ranks have saved; None or -1 if none is known.
         """
         if self.session.hooks.has_save:
             self.session.hooks.save(self.checkpoints.complete(by_all), self.checkpoints.find_folder)
 
     def _synchronise(self) -> None:
-        """Make what islands have in common equal, as it is saved."""
+        """Broadcast the common state from island 0 before it is saved, if islands differ."""
         on_deltas, note = self.run.strategy.synchronisation.on_deltas, self.session.output.note
         self.state = synchronise(self.prepared.coordination, self.state, on_deltas, note)
 
@@ -295,19 +289,19 @@ class _Loop:
         return self.prepared.coordination.any_rank(question, answer)
 
     def _explain(self, step: int) -> str:
-        """Return what is wrong with this process's rows of the batch of a step; "" if nothing is."""
+        """Return the problems of this process's rows in the batch of a step; "" if there are none."""
         batch = self.prepared.feed.load(step - self.first_step - 1)
-        return "; ".join(class_problems(self.prepared.expected, batch))
+        return "; ".join(find_class_problems(self.prepared.expected, batch))
 
 
 def finish_evaluation(session: Session, start: StartPoint, sink: Sink, *, is_logged: bool) -> None:
-    """Repeat the evaluation of a step that was saved but not evaluated to its end, and write its metrics.
+    """Repeat an evaluation that an earlier start began after a save but did not finish; write its metrics.
 
     Args:
-      session: what to work with.
+      session: the objects that the loop uses.
       start: the checkpoint.
       sink: receives the metrics.
-      is_logged: this process writes no metrics, or has written those of the step.
+      is_logged: whether the metrics of the step are written, or another process writes them.
     """
     step, unlogged = start.step, None if is_logged else start.unlogged
     if not session.prepared.coordination.any_rank("an evaluation was cut short", unlogged is not None):

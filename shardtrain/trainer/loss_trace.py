@@ -1,7 +1,7 @@
-"""Checks of the traced program of a loss with its model, before the first step; nothing is computed.
+"""Check the traced program of a loss with its model, before the first step.
 
-They find numbers that are no function of what a step gives, such as numpy's random numbers, and what the
-loss ignores. Next: `first_batch.py`, whose checks compute the loss of two rows.
+The checks find random numbers of numpy or Python, ignored weights, and rows that depend on each other. Next:
+`first_batch.py`, whose checks compute the loss of two rows.
 """
 
 import re
@@ -22,30 +22,30 @@ from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_loss import trace_loss
 from shardtrain.trainer.row_coupling import NORMALIZATION, coupling_text, find_couplings
-from shardtrain.trainer.row_sums import PARTS, ROWS, row_difference
+from shardtrain.trainer.row_sums import PARTS, ROWS, compute_row_difference
 
 PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
-"""Twice one of these is the number of rows that is traced; what has a dim that it divides depends on rows."""
+"""Twice one of these is the number of traced rows; a dim that the prime divides counts rows."""
 
 ROUNDING = 1e-5
-"""Largest difference between the sum over rows and that of their parts by which an operation is excused."""
+"""Largest difference between all rows and their parts by which an operation is excused."""
 
 SEEN, SEEN_IN_16_BITS = 1e-3, 0.1
-"""Difference that is said where no operation was found; in 16 bits rounding alone may be large."""
+"""Smallest difference that is reported without an operation; in 16 bits rounding may be large."""
 
 MOST_FLOPS = 2e9
-"""Of a program that is computed although no operation was found, in about a second."""
+"""Largest program that is computed without an operation that couples rows; it takes about a second."""
 
 PROMOTED = re.compile(r"rank promotion for (\w+) on shapes (.+)\. Set the")
-"""What jax warns of when it adds dims to an array to broadcast it."""
+"""The warning of jax when it adds dims to an array to broadcast it."""
 
 
 class LossFindings(NamedTuple):
-    """What is wrong with a loss.
+    """The problems and warnings about a loss.
 
     Args:
       problems: why the run would learn something else than it should.
-      warnings: what may be meant.
+      warnings: what may be intended.
     """
 
     problems: list[str]
@@ -57,14 +57,14 @@ def check_trace(
 ) -> LossFindings:
     """Trace a loss and its model twice, as a step does, and check the programs.
 
-    Nothing is found in a model that takes other numbers of rows only.
+    Nothing is found in a model that cannot take the traced number of rows.
 
     Args:
       model: the whole model.
       loss: the loss function of the run.
       batch: any batch of the run, for its shapes.
       num_parts: parts into which the rows of a batch are split.
-      num_microbatches: those that one replica computes one after the other.
+      num_microbatches: parts that one replica computes one after the other.
     """
     abstract = jax.eval_shape(model.init, new_key(0))
     prime = _find_unused_prime([*jax.tree.leaves(abstract), *(x[0] for x in batch.values())])
@@ -79,21 +79,21 @@ def check_trace(
     except (UserCodeFailed, ValueError):
         return LossFindings([], [])
     once = equations(first)
-    coupled = [] if promoted or num_parts == 1 else _couplings(model, loss, batch, first, prime, num_parts)
     warned = [
         *_warn_unweighted(first.jaxpr, list(batch), metrics),
         *_row_constants(once, prime),
         *promoted,
-        *coupled,
     ]
-    warned += state_warnings(first, abstract[1], len(batch), num_parts, num_microbatches)
+    if not promoted and num_parts > 1:
+        warned += _couplings(model, loss, batch, first, prime, num_parts)
+    warned += find_state_warnings(first, abstract[1], len(batch), num_parts, num_microbatches)
     return LossFindings(_differences(once, equations(second)), warned)
 
 
 def _couplings(
     model: Model, loss: Loss, batch: Mapping[str, np.ndarray], traced: Any, prime: int, num_parts: int
 ) -> list[str]:
-    """Return a warning for each line at which rows depend on each other, so that losses are others.
+    """Return a warning for each line at which rows depend on each other, if that changes the loss.
 
     Args:
       model: the whole model.
@@ -112,7 +112,7 @@ def _couplings(
             found = {line: each for line, each in found.items() if line in again}
     if found:
         certain = any(each.is_certain for each in found.values())
-        difference = None if certain else row_difference(model, loss, batch)
+        difference = None if certain else compute_row_difference(model, loss, batch)
         if difference is not None and difference < ROUNDING:
             return []
         return [coupling_text(f"{line} {each.what}", num_parts) for line, each in found.items()]
@@ -123,11 +123,11 @@ def _couplings(
 def _find_unexplained_difference(
     model: Model, loss: Loss, batch: Mapping[str, np.ndarray], traced: Any, prime: int, in_library: bool
 ) -> str:
-    """Compute a few rows of a model or loss of the user's own, and describe how they differ from their parts.
+    """Compute a few rows with a model or loss of the user's, and describe how they differ from their parts.
 
     Args:
       model, loss, batch, traced, prime: as for `_couplings`.
-      in_library: whether rows also meet in training where the documents say so.
+      in_library: whether this library or a batch norm couples rows in training, as documented.
     """
     programs = equations(traced)
     if not any(each.line != "?" and not each.line.startswith(FOLDER) for each in programs):
@@ -138,11 +138,11 @@ def _find_unexplained_difference(
         if _differences(programs, equations(trace_loss(model, loss, batch, 2 * prime, False))):
             ways.append((False, f"the loss in evaluation of {ROWS} rows differs"))
     for train, what in ways:
-        found = row_difference(model, loss, batch, train=train, num_trials=2, most_flops=MOST_FLOPS)
+        found = compute_row_difference(model, loss, batch, train=train, num_trials=2, most_flops=MOST_FLOPS)
         if found is not None and found > allowed:
             return (
                 f"{what} by {min(found, 99):.1%} from the sum of their {PARTS} parts, so rows depend on each"
-                " other, on their number or on their places"
+                " other, on their number or on their positions"
             )
     return ""
 
@@ -160,7 +160,7 @@ def _find_unused_prime(arrays: list[Any]) -> int:
 
 
 def _row_constants(traced: list[TracedEquation], prime: int) -> list[str]:
-    """Return a warning about each constant with numbers of its own for each row, such as numpy's noise."""
+    """Return a warning about each constant that has its own numbers for each row, such as numpy's noise."""
     lines = []
     for each in traced:
         for constant in each.constants:
@@ -173,14 +173,14 @@ def _row_constants(traced: list[TracedEquation], prime: int) -> list[str]:
                 lines.append(each.line)
     return [
         f"WARNING: {line} has a constant with numbers for each row of a batch, and every replica, microbatch"
-        " and island has the same for its first row; give such numbers with the samples, or draw them by"
-        " apply.key"
+        " and island uses the same numbers for its first row; give such numbers with the samples, or draw"
+        " them by apply.key"
         for line in dict.fromkeys(lines)
     ]
 
 
 def _differences(once: list[TracedEquation], again: list[TracedEquation]) -> list[str]:
-    """Return the first difference of two traces of one program."""
+    """Return a message about the first difference between two traces of one program."""
     for one, two in zip(once, again, strict=False):
         same = one.equation.primitive is two.equation.primitive and len(one.constants) == len(two.constants)
         if not same or not all(map(_is_same, one.constants, two.constants)):
@@ -199,8 +199,8 @@ def _is_same(one: Any, two: Any) -> bool:
 def _difference_text(line: str) -> str:
     return (
         f"{line} gives other numbers each time that it is traced, as numpy's or Python's random numbers and"
-        " the time do; a step is traced once, so they would be constants, and others after a restart and on"
-        " each island: draw with the key of the step, apply.key in the loss or self.rngs in the model"
+        " the time do; a step is traced once, so they would be constants that differ after a restart and"
+        " between islands: draw with the key of the step, apply.key in the loss or self.rngs in the model"
     )
 
 
@@ -219,34 +219,35 @@ def _warn_unweighted(jaxpr: Any, names: list[str], metrics: list[str]) -> list[s
     ignoring = [f"the {' or the '.join(of_loss)} of the loss"] * bool(of_loss)
     for number, name in enumerate(metrics, 1):
         of_sum, of_count = read(2 * number), read(2 * number + 1)
-        # a number that no row has a part in, such as a rate, has no weights
+        # a number that does not depend on rows, such as a rate, has no weights
         if any(of_sum) and not (of_sum[place] or of_count[place]):
             ignoring.append(f"the metric {name}")
     if not ignoring:
         return []
     return [
         f"WARNING: batch['weights'] do not change {' or '.join(ignoring)}, and they are 0"
-        " in rows of padding (where the last batch of an epoch or of the held-out data is short, or islands"
-        " have uneven shares): such rows count, and losses are wrong; return"
+        " in rows of padding (if the last batch of an epoch or of the held-out data is short, or islands have"
+        " uneven shares): such rows count, and losses are wrong; return"
         " (losses * batch['weights']).sum(), batch['weights'].sum()"
     ]
 
 
 @contextmanager
 def _promotions(rows: int, found: list[str]) -> Iterator[None]:
-    """Within this, collect where an array (rows, 1) and one (rows,) give (rows, rows)."""
+    """Collect warnings about arrays (rows, 1) and (rows,) that are broadcast to (rows, rows)."""
 
     def note(message: Any, *_: Any, **__: Any) -> None:
-        told = PROMOTED.search(str(message))
-        shapes = [] if told is None else [_shape(text) for text in re.findall(r"\([^)]*\)", told[2])]
-        if told is None or len(shapes) != 2:
+        found_shapes = PROMOTED.search(str(message))
+        texts = re.findall(r"\([^)]*\)", found_shapes[2]) if found_shapes else []
+        if len(texts) != 2:
             return
+        shapes = [tuple(int(word) for word in text.strip("()").split(",") if word.strip()) for text in texts]
         small, large = sorted(shapes, key=len)
         if small[:1] == large[:1] == (rows,) and large[-len(small)] == 1:
             text = (
                 f"WARNING: {calling_line()} broadcasts arrays of shapes {_rows_text(shapes[0])} and"
-                f" {_rows_text(shapes[1])}, so each row meets all others; give both the same shape, as by"
-                " x.squeeze(-1), or write y[None, :] if all pairs are meant"
+                f" {_rows_text(shapes[1])}, which gives a number for each pair of rows; give both the same"
+                " shape, as by x.squeeze(-1), or write y[None, :] if you want all pairs"
             )
             if text not in found:
                 found.append(text)
@@ -255,10 +256,6 @@ def _promotions(rows: int, found: list[str]) -> Iterator[None]:
         warnings.simplefilter("always")
         warnings.showwarning = note
         yield
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.strip("()").split(",") if word.strip())
 
 
 def _rows_text(shape: tuple[int, ...]) -> str:
@@ -270,10 +267,10 @@ def _rows_text(shape: tuple[int, ...]) -> str:
     return f"(rows{''.join(f', {size}' for size in shape[1:])}{',' if len(shape) == 1 else ''})"
 
 
-def state_warnings(
+def find_state_warnings(
     traced: Any, model_state: Any, num_arrays: int, num_parts: int, num_microbatches: int
 ) -> list[str]:
-    """Return a warning about arrays of the model's state that change otherwise where a batch is split.
+    """Return a warning about arrays of the model's state that change differently if a batch is split.
 
     Args:
       traced: the program of a loss, see `trace_loss`.
@@ -283,11 +280,11 @@ def state_warnings(
       num_microbatches: parts that one replica computes one after the other.
     """
     jaxpr, paths = traced.jaxpr, [path_text(path) for path, _ in jax.tree.leaves_with_path(model_state)]
-    # behind the sum, the count and metrics; a loss need not call the model
+    # the state follows the sum, the count and metrics; a loss need not call the model
     if not paths or len(jaxpr.outvars) < 2 + len(paths):
         return []
     before = jaxpr.invars[-num_arrays - len(paths) : -num_arrays]
-    # the documents say so of batch norms and of routers
+    # documented for batch norms and routers
     known = ("router_bias", *(("mean", "var") if _has_batch_norm(traced) else ()))
     groups = [int(number >= len(jaxpr.invars) - num_arrays) for number in range(len(jaxpr.invars))]
     read_rows = dependencies(jaxpr, groups)[-len(paths) :]
@@ -305,7 +302,7 @@ def state_warnings(
         return []
     return [
         f"WARNING: a call of the model changes {', '.join(names)}; each of the {num_parts} parts of a batch,"
-        " over replicas, microbatches and islands, changes it by its own rows, so losses are not those of one"
+        " over replicas, microbatches and islands, changes it by its own rows, so losses differ from one"
         " device (docs/models.md)"
     ]
 

@@ -1,6 +1,7 @@
-"""Metrics on their way from the device to the sinks: read some steps late, merged over a window, written.
+"""Read metrics from the device some steps late, merge them over a window, and write them to the sinks.
 
-Losses that are not finite and loss spikes are detected here, where the host first sees them. Next: `loop.py`.
+Losses that are not finite and loss spikes are detected here, where the host first reads them. Next:
+`loop.py`.
 """
 
 import time
@@ -17,10 +18,10 @@ from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics
 from shardtrain.trainer.recovery import RollBack, Spikes
 from shardtrain.trainer.session import Session
-from shardtrain.trainer.usage import peak_memory
+from shardtrain.trainer.usage import measure_peak_memory
 
 MOST_SKIPPED = 100
-"""Consecutive skipped steps after which a run ends: it will not recover by itself."""
+"""Consecutive skipped steps after which a run ends, because it will not recover."""
 
 STEPS_LATE = 2
 """Number of steps in progress after which the host reads the metrics of the first."""
@@ -30,14 +31,14 @@ class MetricLog:
     """Reads the metrics of steps, merges them until the next line is due, and writes it.
 
     Args:
-      session: what the loop works with.
+      session: the objects that the loop uses.
       sink: receives the lines.
-      explain: step -> why the data of this step gives no finite loss; "" where the reason is unknown.
+      explain: step -> why the data of this step gives no finite loss; "" if the reason is unknown.
 
     Attributes:
-      trained: a step updated the parameters.
+      trained: whether a step updated the parameters.
       why_skipped: why the first skipped step was skipped.
-      fault: a bad step that asks for a rollback, of all islands together at their next vote; or None.
+      fault: a bad step, after which all islands roll back at their next vote; or None.
       unlogged: metrics of a step that wait for its evaluation.
     """
 
@@ -46,7 +47,7 @@ class MetricLog:
         self._sink, self._explain = sink, explain
         recovery, on_deltas = self._run.recovery, self._run.strategy.synchronisation.on_deltas
         self._spikes = None if recovery.spike is None else Spikes(recovery.spike, recovery.window)
-        # with deltas each replica clips its own gradient, and the norm in the metrics is a mean over them
+        # with deltas each replica clips its own gradient, and the metric is the mean of their norms
         self._clip: float | None = None if on_deltas else getattr(self._run.optimizer, "clip", None)
         self._pending: deque[tuple[int, Metrics, float]] = deque()
         self._means: dict[str, Mean] = {}
@@ -58,8 +59,8 @@ class MetricLog:
         self.unlogged: dict[str, float] | None = None
 
     def add(self, step: int, metrics: Metrics) -> None:
-        """Add the metrics of a step that may still be computing; reads those of earlier steps."""
-        # on their way while later steps are started; from the memory of a CPU nothing is copied
+        """Add the metrics of a step that may still be computing, and read those of earlier steps."""
+        # copy them while later steps are started; on a CPU there is nothing to copy
         if jax.default_backend() != "cpu":
             for x in jax.tree.leaves(metrics):
                 if isinstance(x, jax.Array):
@@ -69,10 +70,10 @@ class MetricLog:
             self._read()
 
     def catch_up(self, *, keep_newest: bool) -> None:
-        """Read and write all metrics under way.
+        """Read and write all pending metrics.
 
         Args:
-          keep_newest: keep the line of the newest step in `unlogged`, for its evaluation.
+          keep_newest: keep the line of the newest step in `unlogged` for its evaluation.
         """
         while len(self._pending) > keep_newest:
             self._read()
@@ -81,7 +82,7 @@ class MetricLog:
             self._read(keep=True)
 
     def evaluate(self, evaluate: Callable[[State], dict[str, float]], state: State) -> dict[str, float]:
-        """Evaluate the newest step, write its line with the held-out values, and return these."""
+        """Evaluate the newest step, write its line with the held-out values, and return the values."""
         start_seconds = time.monotonic()
         heldout = evaluate(state)
         seconds = time.monotonic() - start_seconds
@@ -94,7 +95,7 @@ class MetricLog:
         return heldout
 
     def finish(self) -> None:
-        """Read and write what is left; the last step is always written."""
+        """Read and write the remaining metrics; the last step is always written."""
         while self._pending:
             self._read(always=len(self._pending) == 1)
 
@@ -161,16 +162,16 @@ class MetricLog:
                 line[f"{self._run.unit}_per_second_per_device"] = per_device
         if self._updates.per_second is not None:
             line["updates_per_second"] = self._updates.per_second
-        # seconds of work at the peak, in a second; 0 where the peak is not known
+        # seconds of work at the peak in a second; 0 if the peak is not known
         if self._at_peak.per_second:
             line["mfu"] = self._at_peak.per_second
         if self._clipped.value is not None:
             line["clipped"] = self._clipped.value
-        # an estimate of the gradient that is not above 0 yet tells nothing
+        # an estimate of the gradient that is not positive yet is useless
         if self._noise.gradient_square > 0:
             line["gradient_noise_scale"] = self._noise.scale
         line["wall_seconds"] = self._session.totals.wall_seconds()
-        line |= {**self._session.spent(), "peak_memory_bytes": peak_memory().num_bytes}
+        line |= {**self._session.spent(), "peak_memory_bytes": measure_peak_memory().num_bytes}
         if (num_skipped := self._prepared.num_skipped) is not None:
             line["data_skipped"] = num_skipped
         self._means, self._clipped = {}, Mean()
@@ -193,14 +194,14 @@ class MetricLog:
     def _handle_skipped(self, step: int, loss: float | None, values: Metrics, of_many: bool) -> None:
         self._num_skipped += 1
         if values.get("overflowed", 0) and self._num_skipped < MOST_SKIPPED:
-            # a smaller scale of the loss mends it: that is no fault of the run
+            # a smaller loss scale fixes it: that is no fault of the run
             text = f"step {step} was skipped: gradients in float16 overflowed at their loss scale, now halved"
             self.why_skipped = self.why_skipped or text
             self._session.output.note(text)
             return
         found = f"loss {loss}, gradient norm {float(values['grad_norm'])}"
         text = f"step {step} was skipped: {'loss or gradient norm' if of_many else found} not finite"
-        # only the first of a row is explained: that loads its batch again
+        # only the first skipped step in a row is explained, because that loads its batch again
         if self._num_skipped == 1 and (why := self._explain(step)):
             text = f"{text}; {why}"
         self.why_skipped = self.why_skipped or text
@@ -218,7 +219,7 @@ class MetricLog:
 
 
 def _plain(values: Metrics, labels: Sequence[str]) -> dict[str, float]:
-    """Return the metrics that are no sums: of an array the mean, and each entry by its label."""
+    """Return the metrics that are no sums; an array gives its mean, and each entry by its label."""
     line = {}
     for name, value in values.items():
         if isinstance(value, tuple):

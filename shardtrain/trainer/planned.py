@@ -1,4 +1,4 @@
-"""A run as the planner takes it, the plan of a cluster as a strategy, and runs of one step to measure it."""
+"""Convert a run to planner subjects and a plan to a strategy; measure or compile the step of a choice."""
 
 import math
 import statistics
@@ -30,7 +30,6 @@ from shardtrain.plan.space import REMATS, Space
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import ANY_DEVICE, Target
 from shardtrain.sharding.axis_sizes import axis_sizes
-from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import abstract_mesh, make_mesh
 from shardtrain.train_step.gradient_pieces import PlannedParts
 from shardtrain.train_step.gradients import make_gradients
@@ -43,15 +42,15 @@ from shardtrain.trainer.sources import make_batches
 from shardtrain.trainer.strategy import Strategy
 
 MOST_ROWS = 64
-"""Rows of the first batch that are loaded for what the loss counts in a row, on average."""
+"""Rows of the first batch from which the mean count of the loss in a row is computed."""
 
 
 def make_subjects(run: Run, source: Any, kinds: Sequence[IslandKind]) -> list[Subject]:
-    """Return what is planned for each kind of islands: alike on the same devices in the same dtype.
+    """Return the planner's subject for each kind of islands; kinds with the same devices and dtype share one.
 
     Args:
-      run: the run; its remat, if it gives one, is kept.
-      source: its training samples, of which some are loaded: all must have the same shapes.
+      run: the run; its remat is kept if given.
+      source: its training samples; some are loaded, and all must have the same shapes.
       kinds: the kinds; their sections of a strategy may give a dtype.
 
     Raises:
@@ -70,7 +69,7 @@ def make_subjects(run: Run, source: Any, kinds: Sequence[IslandKind]) -> list[Su
     targets = [_target(kind) for kind in kinds]
     dtypes = [kind.strategy.get("compute_dtype", run.strategy.compute_dtype) for kind in kinds]
     for dtype, target in dict.fromkeys(zip(dtypes, targets, strict=True)):
-        # one optimizer for all ways to recompute: it is made for the model's names alone
+        # one optimizer for all remat policies: it depends only on the model's names
         model = _model(run, dtype, None)
         optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims, frozen=model.frozen)
         count = loss_count(model, run.loss, rows)
@@ -89,7 +88,7 @@ def make_subjects(run: Run, source: Any, kinds: Sequence[IslandKind]) -> list[Su
 def _target(kind: IslandKind) -> Target:
     name = ANY_DEVICE if kind.device is None else kind.device.name or ANY_DEVICE
     known = find_device(name)
-    # forms for one device alone are those of GPUs; the plan of a single CPU is that of several
+    # only GPUs have programs for a single device; a single CPU is planned as several
     return Target(name, one_device=(kind.devices or 1) == 1 and known is not None and known.platform == "gpu")
 
 
@@ -99,10 +98,10 @@ def _model(run: Run, dtype: str | None, remat: str | None) -> Model:
 
 
 def make_space(run: Run, mesh: Mapping[str, int]) -> Space:
-    """Return what a plan of a run may choose.
+    """Return the search space of a plan.
 
     Args:
-      run: what its strategy says of recomputation and rules is kept.
+      run: the run; its remat policy and sharding rules are kept.
       mesh: sizes of axes that are fixed.
     """
     remats = REMATS if run.strategy.remat is None else (None,)
@@ -112,10 +111,10 @@ def make_space(run: Run, mesh: Mapping[str, int]) -> Space:
 def make_planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
     """Return a run's strategy with the best choice of a plan, and sections for islands that differ.
 
-    The strategy reads back from a file (`strategy_text`), and `train --strategy FILE` takes it.
+    `strategy_text` writes it to a file for `train --strategy FILE`.
     """
     choices = [each.plan.ranked[0].choice for each in plan.kinds]
-    strategy = replace(with_choice(run.strategy, choices[0]), predicted=_predict(plan))
+    strategy = replace(apply_choice(run.strategy, choices[0]), predicted=_predict(plan))
     if len(plan.shares) == 1:
         return replace(strategy, islands={})
     sections, first = {}, 0
@@ -132,7 +131,7 @@ def make_planned_strategy(run: Run, plan: ClusterPlan) -> Strategy:
 
 
 def make_staged_strategy(run: Run, stages: StagesPlan) -> Strategy:
-    """Return a run's strategy with each island a stage of a pipeline, which `train --strategy` takes."""
+    """Return a run's strategy in which each island is a stage of a pipeline."""
     pipeline = replace(run.strategy.pipeline, schedule="1f1b", virtual_stages=1, stages=stages.cuts)
     slowest, several = stages.slowest, len(stages.pipelines) > 1
     seconds = (
@@ -162,7 +161,7 @@ def make_staged_strategy(run: Run, stages: StagesPlan) -> Strategy:
 
 
 def find_choices(strategy: Strategy, plan: ClusterPlan) -> list[Choice]:
-    """Return the choice that a strategy makes for each kind of islands of a plan.
+    """Return the choice of a strategy for each kind of islands of a plan.
 
     Raises:
       ValueError: the stages of a pipeline are not equal, which is not predicted.
@@ -174,7 +173,7 @@ def find_choices(strategy: Strategy, plan: ClusterPlan) -> list[Choice]:
         first += each.kind.count
         if own.pipeline.stages != "equal":
             raise ValueError(
-                f"stages is {own.pipeline.stages!r}, and a step is predicted for equal stages alone; use"
+                f"stages is {own.pipeline.stages!r}, and a step is predicted for equal stages only; use"
                 " --stages equal"
             )
         has_stages = own.layout.mesh.get(axes.PIPELINE, 1) != 1
@@ -193,13 +192,13 @@ def find_choices(strategy: Strategy, plan: ClusterPlan) -> list[Choice]:
 def apply_shares(
     plan: ClusterPlan, strategy: Strategy, choices: Sequence[Choice], batch_rows: int
 ) -> ClusterPlan:
-    """Return a plan with the rows that a strategy's shares give each island, as a run splits its batch.
+    """Return a plan with the rows that the shares of a strategy give each island.
 
     Args:
-      plan: the plan; its own rows stay where the strategy gives no weights.
+      plan: the plan; its rows stay if the strategy gives no weights.
       strategy: the strategy.
-      choices: of each kind of islands, see `find_choices`.
-      batch_rows: of the whole batch.
+      choices: the choice for each kind of islands, see `find_choices`.
+      batch_rows: rows of the whole batch.
 
     Raises:
       ValueError: there are not as many weights as islands.
@@ -238,7 +237,7 @@ def _predict(plan: ClusterPlan) -> dict[str, float]:
     return {name: float(value) for name, value in zip(PARTS, parts, strict=True)}
 
 
-def with_choice(strategy: Strategy, choice: Choice) -> Strategy:
+def apply_choice(strategy: Strategy, choice: Choice) -> Strategy:
     pipeline = replace(
         strategy.pipeline, schedule=choice.schedule, virtual_stages=choice.virtual_stages, stages="equal"
     )
@@ -252,35 +251,35 @@ def with_choice(strategy: Strategy, choice: Choice) -> Strategy:
 
 
 def _section(run: Run, choice: Choice) -> dict[str, Any]:
-    """Return the fields of one kind of islands, as a file has them."""
-    found: dict[str, Any] = {"layout": _layout(choice.layout), "accumulate": choice.accumulate}
-    remat = choice.remat or run.strategy.remat
+    """Return the fields of one kind of islands, as in a file."""
+    layout, remat = choice.layout, choice.remat or run.strategy.remat
+    fields: dict[str, Any] = {
+        "mesh": dict(layout.mesh), "zero": layout.zero, "sequence_sharded": layout.sequence_sharded,
+    }  # fmt: skip
+    if layout.collective_matmul:
+        fields["collective_matmul"] = True
+    if axes.CONTEXT in layout.mesh:
+        fields["context_attention"] = layout.context_attention
+    found = {"layout": fields, "accumulate": choice.accumulate}
     return found if remat is None else {**found, "remat": remat}
 
 
-def _layout(layout: Layout) -> dict[str, Any]:
-    found = {"mesh": dict(layout.mesh), "zero": layout.zero, "sequence_sharded": layout.sequence_sharded}
-    if layout.collective_matmul:
-        found["collective_matmul"] = True
-    return {**found, "context_attention": layout.context_attention} if axes.CONTEXT in layout.mesh else found
-
-
 STEPS = 7
-"""Steps that are measured, after one that compiles and one that warms up."""
+"""Number of steps to measure, after one that compiles and one that warms up."""
 
 
 def probe_seconds(run: Run, source: Any, choice: Choice) -> float:
-    """Return the seconds of a step on this machine's devices, the median of `STEPS`.
+    """Measure the median seconds of a step on this machine's devices.
 
     Args:
-      run: the run; its layout, microbatches, recomputation and pipeline are replaced.
+      run: the run; its layout, microbatches, remat policy and pipeline are replaced.
       source: its training samples.
-      choice: the way to run it.
+      choice: the layout, microbatches, remat policy and pipeline.
 
     Raises:
-      ValueError: the run refuses it.
+      ValueError: the choice does not fit the run.
     """
-    run = replace(run, strategy=with_choice(run.strategy, choice))
+    run = replace(run, strategy=apply_choice(run.strategy, choice))
     setup = make_setup(run, microbatch=make_microbatch(run, source))
     batch = make_batches(run, source).load(FIRST_POSITION)
     placed = place(batch, setup.mesh, run.strategy.layout.batch_axes, choice.accumulate)
@@ -296,15 +295,15 @@ def probe_seconds(run: Run, source: Any, choice: Choice) -> float:
 
 
 def plan_sent_parts(run: Run, source: Any, sizes: Mapping[str, int]) -> PlannedParts:
-    """Return what an island of a run sends after each program of `--gradient-parts`, and when.
+    """Plan the gradient parts that an island sends after each program of `--gradient-parts`.
 
     Args:
-      run: the run; its strategy is that of island 0, whose parts all islands send.
+      run: the run with the strategy of island 0, whose parts all islands send.
       source: its training samples, of which one is loaded.
       sizes: axis -> size of the mesh of an island.
     """
     rows = make_microbatch(run, source)
-    # where the optimizer's state is kept changes no gradient, and needs devices
+    # offloading needs devices, and changes no gradient
     on_device = replace(run, strategy=replace(run.strategy, offload="none"))
     parts = make_setup(on_device, num_islands=2, microbatch=rows, mesh=abstract_mesh(sizes))
     across = run.strategy.across
@@ -322,10 +321,10 @@ def compile_figures(run: Run, kind: str, sizes: Mapping[str, int], num_rows: int
     """Compile the step of a run and read its figures; the data is prepared in a temporary folder.
 
     Args:
-      run: the run; its strategy is that of one island.
-      kind: of the devices, see `plan.compile.described_devices`.
+      run: the run with the strategy of one island.
+      kind: the kind of devices, see `plan.compile.describe_devices`.
       sizes: axis -> size.
-      num_rows: rows of this island, with padding; None: the whole batch.
+      num_rows: rows of this island, with padding; None means the whole batch.
 
     Raises:
       ValueError: unknown or too few devices, or a layout or batch that does not fit.
@@ -338,7 +337,7 @@ def compile_figures(run: Run, kind: str, sizes: Mapping[str, int], num_rows: int
     accumulate = run.strategy.accumulate
     num_rows = run.batch if num_rows is None else num_rows
     if run.batch_unit == "tokens":
-        # those of the first batch, with padding
+        # rows of the first batch, with padding
         split = RowSplit.of(sizes, run.strategy.layout.batch_axes, accumulate)
         num_rows = split.pad_rows(len(rows["weights"]) * accumulate)
     batch = {name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for name, x in rows.items()}
@@ -349,10 +348,10 @@ def compile_figures(run: Run, kind: str, sizes: Mapping[str, int], num_rows: int
 
 
 def memory_changes(run: Run) -> Iterator[tuple[str, Run]]:
-    """Yield (option, the run with it) of each option that the run does not have, and that may save memory.
+    """Yield (option, run with that option) for each option that may save memory.
 
     Args:
-      run: the run; its strategy is that of one island.
+      run: the run with the strategy of one island.
     """
     strategy, model = run.strategy, run.model
     remat = strategy.remat or getattr(model, "remat", None)
@@ -366,14 +365,12 @@ def memory_changes(run: Run) -> Iterator[tuple[str, Run]]:
         yield "--accumulate-dtype bfloat16", replace(run, strategy=changed_strategy)
     if strategy.offload == "none":
         yield "--offload optimizer", replace(run, strategy=replace(strategy, offload="optimizer"))
-    if _is_unset(model, "loss_chunk") and (seq := getattr(model, "seq", None)):
-        changed: Any = replace(model, loss_chunk=seq)
+    is_whole = is_dataclass(model) and getattr(model, "loss_chunk", 0) is None
+    if is_whole and (seq := getattr(model, "seq", None)):
+        config: Any = model
+        changed = replace(config, loss_chunk=seq)
         yield f"--model.loss-chunk {seq}", replace(run, model=changed)
     named = run.optimizer
     if isinstance(named, Optimizer) and named.momentum_dtype == "float32" and named.name != "adafactor":
         optimizer = replace(named, momentum_dtype="bfloat16")
         yield "--optimizer.momentum-dtype bfloat16", replace(run, optimizer=optimizer)
-
-
-def _is_unset(model: Any, name: str) -> bool:
-    return is_dataclass(model) and getattr(model, name, 0) is None

@@ -1,20 +1,20 @@
-"""A run before its first array: scaled, set up, checked on its first batch, and agreed on by all islands.
+"""Prepare a run before its first array: scale it, set it up, check its first batch, and compare the islands.
 
 Everything that can be refused is refused here. Next: `train.py`.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from shardtrain.data import Batch, Loader
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.functional.activation_rules import noting
 from shardtrain.functional.loss_checks import guard_loss
 from shardtrain.functional.model import name_arrays
@@ -24,174 +24,53 @@ from shardtrain.islands.rank_facts import facts
 from shardtrain.islands.watchdog.stragglers import Stragglers
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.pipeline.schedule import make_table
-from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.traced_cut import TracedModel
 from shardtrain.report.islands import binding_text
 from shardtrain.report.sharding import totals_text
 from shardtrain.report.sinks import check_installed
 from shardtrain.sharding.shifted_names import warn_shifted_names
-from shardtrain.train_step.barrier_schedule import BarrierSchedule
-from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.island_step import IslandStep
+from shardtrain.train_step.initial_state import init_state, restorable_state
 from shardtrain.train_step.replica_state import split_fragments
 from shardtrain.train_step.state import State
-from shardtrain.train_step.step import Step, list_combined_labels
+from shardtrain.train_step.step import Step, list_combined_labels, make_step
 from shardtrain.trainer.batch_growth import growth_by_step
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination, make_transfers
 from shardtrain.trainer.feed import Feed
-from shardtrain.trainer.first_batch import Expected, class_problems, loss_problems, make_expected
-from shardtrain.trainer.island_run import run_of_island
+from shardtrain.trainer.first_batch import find_class_problems, find_loss_problems, make_loss_facts
+from shardtrain.trainer.island_run import make_island_run
 from shardtrain.trainer.layout_check import check_layout, check_sequences
 from shardtrain.trainer.loss_trace import check_trace
 from shardtrain.trainer.program_mark import make_mark
-from shardtrain.trainer.restore_state import VALUES, initial_values
+from shardtrain.trainer.restore_state import VALUES, compute_initial_values
 from shardtrain.trainer.row_shares import RowShares, fit_to_memory
-from shardtrain.trainer.run_step import bridge_text, make_checked_step, pipeline_text
+from shardtrain.trainer.run_step import bridge_text, check_programs, make_multi_island_step, pipeline_text
 from shardtrain.trainer.setup import (
     FIRST_POSITION,
     RunSetup,
+    count_parts,
     format_unused,
     make_microbatch,
     make_setup,
-    num_parts,
 )
 from shardtrain.trainer.sources import (
-    data_facts,
-    data_problems,
+    describe_data,
+    find_data_problems,
+    find_source_warnings,
     heldout_prefix,
     make_batches,
     open_sources,
-    source_warnings,
 )
 from shardtrain.trainer.stage_cut import apply_stage_cut
-from shardtrain.trainer.strategy import Strategy
-from shardtrain.trainer.usage import row_seconds_at_peak
+from shardtrain.trainer.usage import compute_row_seconds_at_peak
+from shardtrain.trainer.waves import WaveLog, make_barrier_schedule
 
 
-def pipeline_facts(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts that decide what islands exchange before all their facts are compared.
+class PreparedRun:
+    """Everything that is made before the first array of a run.
 
-    Args:
-      description: the run, from `config.describe`.
-
-    >>> pipeline_facts({"batch": 8, "strategy.across.axis": "data", "strategy.pipeline.stages": "1,3"})
-    {'run/strategy.across.axis': 'data', 'run/strategy.pipeline.stages': '1,3'}
-    """
-    found = {
-        f"run/{name}": value
-        for name, value in description.items()
-        if name.startswith(("strategy.across.", "strategy.pipeline."))
-    }
-    # as it arrives at the others, so that a tuple here is not another value than a list there
-    return json.loads(json.dumps(found))
-
-
-def run_facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts that all islands must have in common."""
-    trees = {"parameters": setup.placement.specs.abstract.params}
-    # the arrays of the state must be the same on all, whatever each computes in
-    scales_loss = run.strategy.scales_loss
-    description = {
-        **description,
-        "synchronisation.rows": _rows_digest(run, setup),
-        "an island computes in float16": scales_loss,
-    }
-    if (stage_model := setup.stage_model) is not None:
-        trees = {"parameters": stage_model.traced.params}
-        sizes = (stage_model.stages.num_stages, run.strategy.accumulate, stage_model.stages.num_chunks)
-        tasks = repr(make_table(run.strategy.pipeline.schedule, *sizes).tasks)
-        digest = hashlib.sha256(tasks.encode()).hexdigest()[:16]
-        description = {
-            **description,
-            "accumulate": run.strategy.accumulate,
-            "compute_dtype": run.strategy.compute_dtype,
-            "pipeline.tasks": digest,
-            "pipeline.blocks": [list(cut.counts) for cut in setup.cuts],
-            "pipeline.sent": _list_sent(stage_model),
-        }
-    return facts(description, trees=trees, fingerprint=description["data.fingerprint"])
-
-
-def _list_sent(stage_model: StageModel) -> list[list[str]]:
-    """Return what each part of a model that was cut by tracing sends on; [] for a model with blocks."""
-    traced, stages = stage_model.traced, stage_model.stages
-    if not isinstance(traced, TracedModel):
-        return []
-    return [traced.format_sent(stages, part) for part in range(len(stages.counts))]
-
-
-def _rows_digest(run: Run, setup: RunSetup) -> str | None:
-    """Return a digest of which layers are in which row, and of the rows of each fragment, that islands send.
-
-    None where the layers of an island are in order and sent together: then it is the same on any mesh.
-    """
-    specs = setup.placement.specs
-    rows = [dict(each.rows) for each in split_fragments(run.strategy.synchronisation, specs)]
-    stored = None if specs.stages is None or specs.stages.is_plain else specs.stages.stored_blocks
-    if setup.stage_model is not None or (len(rows) == 1 and stored is None):
-        return None
-    return hashlib.sha256(repr((stored, rows)).encode()).hexdigest()[:16]
-
-
-class PreparedRun(NamedTuple):
-    """Everything that is made before the first array.
-
-    Args:
-      run: the run as it is trained: scaled, with a loss whose exceptions are explained.
-      folder: the folder of the run.
-      setup: model, optimizer, mesh and placement.
-      coordination: the exchange with the other islands.
-      shares: the rows of each island.
-      feed: the batches of this process's rows, larger ones where the batch has grown.
-      heldout: name -> samples held out; a single set has the name "", {} without any.
-      step, island_step, barriers, wanted: see `make_checked_step`.
-      init: makes the state before the first step.
-      description: the description of the run, see `config.describe`.
-      expected: what batches should look like.
-      strategy: the strategy as the user gave it, with the fields that some islands have otherwise.
-      num_devices: number of devices of all islands.
-      row_seconds_at_peak: see `utilization.row_seconds_at_peak`; on ranks that write no metrics 0.
-    """
-
-    run: Run
-    folder: Path
-    setup: RunSetup
-    coordination: Coordination
-    shares: RowShares
-    feed: Feed
-    heldout: dict[str, Any]
-    step: Step
-    island_step: IslandStep | None
-    barriers: BarrierSchedule
-    init: Callable[[], State]
-    wanted: State
-    description: dict[str, Any]
-    expected: Expected
-    strategy: Strategy
-    num_devices: int
-    row_seconds_at_peak: float
-
-    @property
-    def labels(self) -> Sequence[str]:
-        """Names of the entries of a metric of shape (L,)."""
-        return self.island_step.labels if self.island_step else list_combined_labels(self.setup.placement)
-
-    @property
-    def num_skipped(self) -> int | None:
-        """How many samples the data has left out as they cannot be read; None: none ever is."""
-        return getattr(self.feed.loader.batches.source, "num_skipped", None)
-
-    def seconds_at_peak(self) -> float:
-        """Return the seconds that all devices need at their peak for the newest batch; 0: not known."""
-        return self.feed.num_rows * self.row_seconds_at_peak
-
-
-def prepare_run(
-    run: Run, folder: Path, islands: Islands | None, output: RunConsole, stack: ExitStack
-) -> PreparedRun:
-    """Set up a run, check it on its first batch, and verify that all islands have the same one.
+    All islands make theirs at the same time, and compare them.
 
     Args:
       run: the run as the user gave it.
@@ -200,197 +79,266 @@ def prepare_run(
       output: receives tables, notes and warnings.
       stack: closes what is opened here.
 
+    Attributes:
+      run: the run as it is trained: scaled, with a loss whose exceptions are explained.
+      strategy: the strategy as the user gave it, with the fields in which islands differ.
+      description: the description of the run, see `config.describe`.
+      heldout: name -> held-out samples; a single set has the name "".
+      setup: model, optimizer, mesh and placement.
+      coordination: the exchange with the other islands.
+      shares: the rows of each island.
+      feed: the batches of this process's rows.
+      expected: the facts that batches are checked against.
+      mark: marks programs before they first run.
+      step: (state, batch) -> (state, metrics); compiled when it is first called.
+      island_step: the same step of several islands; None for a run of one island.
+      barriers: the steps after which islands synchronise.
+      wanted: shapes, dtypes and shardings of the state.
+      init: makes the state before the first step.
+      num_devices: number of devices of all islands.
+
     Raises:
       ValueError: something in the run does not fit, or islands differ.
     """
-    if Coordination(islands).is_first:
-        check_installed(run.sinks)
-    if islands is not None:
-        output.say(binding_text(binding(islands)))
-    # The first step is traced in the loop: it says which attention is computed.
-    stack.enter_context(noting(output.note))
-    strategy = run.strategy
-    run, description, source, heldout, setup = _agree_setup(run, folder, islands, output)
-    coordination = _make_coordination(run, setup, islands)
-    stack.push(lambda kind, *_: coordination.close(failed=kind is not None))
-    batches = make_batches(run, source)
-    shares = RowShares(coordination, batches.row_counts, run, setup.mesh, run.strategy.accumulate)
-    loader = shares.loader(batches)
-    # Check the first batch: one that cannot be split or learned from is refused before anything compiles.
-    mark = make_mark(run.strategy, folder, coordination)
-    with mark.running("the check of the first batch"):
-        parts = num_parts(run, setup.mesh, 1 if islands is None else islands.placement.num_islands)
-        first, batch, expected = _place_first_batch(run, setup, heldout, loader, parts, output)
-    _show(run, folder, setup, output)
-    with mark.running("the check of the layout"):
-        check_layout(run, setup, batches, output.note)
-    step, island_step, barriers, wanted = make_checked_step(
-        run, folder, setup, coordination, loader, batch, shares, output, stack
-    )
-    if text := bridge_text(coordination, island_step, run.strategy.across.num_gradient_programs):
-        output.note(text)
-    devices = coordination.devices(setup.mesh)
-    row_seconds = row_seconds_at_peak(run, first, devices, output.note) if coordination.is_first else 0.0
-    if run.strategy.across.share_limits == "auto" and island_step is not None:
-        loader = fit_to_memory(coordination, shares, loader, island_step, wanted, batch, output.note)
-    later = _make_later_loaders(run, setup, coordination, source, shares.limits)
 
-    def init() -> State:
-        state = init_state(setup.model, setup.optimizer, setup.placement, run.seed)
-        return state if island_step is None else island_step.begin(state, batch)
+    def __init__(
+        self, run: Run, folder: Path, islands: Islands | None, output: RunConsole, stack: ExitStack
+    ) -> None:
+        self.folder, self.strategy, self._output = folder, run.strategy, output
+        self.coordination = coordination = Coordination(islands)
+        if coordination.is_first:
+            check_installed(run.sinks)
+        if islands is not None:
+            output.say(binding_text(binding(islands)))
+        # the loop traces the first step, which notes the attention that it computes
+        stack.enter_context(noting(output.note))
+        source = self._set_up(run)
+        run, setup = self.run, self.setup
+        self.coordination = coordination = _make_coordination(run, setup, islands)
+        stack.push(lambda kind, *_: coordination.close(failed=kind is not None))
+        batches = make_batches(run, source)
+        self.shares = RowShares(coordination, batches.row_counts, run, setup.mesh, run.strategy.accumulate)
+        loader = self.shares.loader(batches)
+        # refuse a first batch that cannot be split or learned from before anything compiles
+        self.mark = make_mark(run.strategy, folder, coordination)
+        with self.mark.running("the check of the first batch"):
+            first = self._check_first_batch(loader)
+            self._batch = loader.place(first)
+        self._show()
+        with self.mark.running("the check of the layout"):
+            check_layout(run, setup, batches, output.note)
+        self._make_step(loader, stack)
+        own = (setup.mesh.devices.flat[0].device_kind, setup.mesh.devices.size)
+        devices = coordination.all_gather_islands("devices", own)
+        self.num_devices = sum(number for _, number in devices)
+        self._row_seconds_at_peak = 0.0
+        if coordination.is_first:
+            self._row_seconds_at_peak = compute_row_seconds_at_peak(run, first, devices, output.note)
+        if run.strategy.across.share_limits == "auto" and self.island_step is not None:
+            loader = fit_to_memory(
+                coordination, self.shares, loader, self.island_step, self.wanted, self._batch, output.note
+            )
+        self.feed = Feed(loader, self._make_later_loaders(source))
+        self.init = self.mark.first_run("the initial state", self._init)
 
-    return PreparedRun(
-        run=run,
-        folder=folder,
-        setup=setup,
-        coordination=coordination,
-        shares=shares,
-        feed=Feed(loader, later),
-        heldout=heldout,
-        step=step,
-        island_step=island_step,
-        barriers=barriers,
-        init=init,
-        wanted=wanted,
-        description=description,
-        expected=expected,
-        strategy=strategy,
-        num_devices=sum(number for _, number in devices),
-        row_seconds_at_peak=row_seconds,
-    )
+    @property
+    def labels(self) -> Sequence[str]:
+        """Names of the entries of a metric of shape (L,)."""
+        return self.island_step.labels if self.island_step else list_combined_labels(self.setup.placement)
+
+    @property
+    def num_skipped(self) -> int | None:
+        """Number of samples that the data left out because they cannot be read; None if it never does."""
+        return getattr(self.feed.loader.batches.source, "num_skipped", None)
+
+    def seconds_at_peak(self) -> float:
+        """Return the seconds that all devices need at their peak for the newest batch; 0 if not known."""
+        return self.feed.num_rows * self._row_seconds_at_peak
+
+    def _init(self) -> State:
+        state = init_state(self.setup.model, self.setup.optimizer, self.setup.placement, self.run.seed)
+        return state if self.island_step is None else self.island_step.begin(state, self._batch)
+
+    def _set_up(self, given: Run) -> Any:
+        """Open the data, make the setup, compare both with the other islands, and return the samples."""
+        coordination, output = self.coordination, self._output
+        run = make_island_run(given, coordination, output)
+        # the description is of the run as it is trained
+        self.description, run = describe(run), replace(run, loss=guard_loss(run.loss))
+        source, self.heldout = coordination.run_in_turn("data", lambda: open_sources(run, self.folder))
+        # the pipeline decides which collective calls follow, so compare it before them
+        coordination.check_agreement(select_pipeline_facts(self.description))
+        self.run = run = apply_stage_cut(run, source, coordination, output)
+        self.setup = _make_setup(run, source, coordination, output)
+        if not isinstance(run.optimizer, Optimizer):
+            params = self.setup.placement.specs.abstract.params
+            self.description[VALUES] = compute_initial_values(self.setup.optimizer, params)
+        self.description |= describe_data(
+            source, self.heldout, with_contents=run.checkpoints.best is not None
+        )
+        coordination.check_agreement(make_run_facts(run, self.setup, self.description))
+        return source
+
+    def _check_first_batch(self, loader: Loader) -> Batch:
+        """Load the first batch, and check that the run learns from it and evaluates its best metric."""
+        run, model = self.run, self.setup.whole_model
+        first = loader.batches.load(FIRST_POSITION)
+        self.expected = make_loss_facts(model, run.loss, first, getattr(run.model, "vocab", None))
+        parts = count_parts(run, self.setup.mesh, self.coordination.num_islands)
+        problems, warnings = check_trace(model, run.loss, first, parts, run.strategy.accumulate)
+        for text in [*warnings, *find_source_warnings(loader.batches, run)]:
+            self._output.note(text)
+        metrics = ("loss", *self.expected.metrics)
+        names = [f"{heldout_prefix(name)}{metric}" for name in self.heldout for metric in metrics]
+        if (best := run.checkpoints.best) is not None and best not in names:
+            have = f"an evaluation gives {', '.join(names)}" if names else "the data has no held-out samples"
+            use = "one of these, or None" if names else "None"
+            raise ValueError(f"checkpoints.best is {best!r}, and {have}; use {use}")
+        problems += [*find_loss_problems(self.expected), *find_class_problems(self.expected, first)]
+        problems += find_data_problems(run, self.expected, loader.batches.source, self.heldout)
+        refuse("this run would learn nothing, or something else than it should", problems)
+        return first
+
+    def _show(self) -> None:
+        """Show what will be trained: mesh and parameters, the pipeline and the data."""
+        run, setup, output = self.run, self.setup, self._output
+        output.say(totals_text(setup.placement.specs, dict(setup.mesh.shape), run.strategy.offload))
+        if text := pipeline_text(run, setup):
+            output.note(text)
+        elif run.strategy.across.axis == "pipeline":
+            output.note("WARNING: --across pipeline, but there is one island: no pipeline (launch several)")
+        if summary := getattr(run.data, "summary", None):
+            output.note(summary(self.folder))
+
+    def _make_step(self, loader: Loader, stack: ExitStack) -> None:
+        """Make the step; check that islands of the same mesh and rows have the same programs."""
+        run, setup, note = self.run, self.setup, self._output.note
+        self.barriers = make_barrier_schedule(run)
+        wave_log = WaveLog(self.folder, self.coordination.island, note)
+        stack.callback(wave_log.close)
+        self.island_step = make_multi_island_step(
+            run, setup, self.coordination, loader, self._batch, self.shares, self.barriers, wave_log
+        )
+        self.wanted = restorable_state(setup.placement)
+        if self.island_step is None:
+            rate = setup.learning_rate
+            self.step: Step = make_step(
+                setup.model, run.loss, setup.optimizer, setup.placement, rate, last_step=run.steps
+            )
+        else:
+            stack.callback(self.island_step.close)
+            self.step, self.wanted = self.island_step, self.island_step.wanted(self.wanted, self._batch)
+        # the check compiles the program of a pipeline, where XLA may end the process already
+        with self.mark.running("the training step"):
+            check_programs(run, setup, self.coordination, self.step, self.wanted, self._batch)
+        num_programs = run.strategy.across.num_gradient_programs
+        if text := bridge_text(self.coordination, self.island_step, num_programs):
+            note(text)
+
+    def _make_later_loaders(self, source: Any) -> dict[int, Loader]:
+        """Return number of steps done -> the loader from then on, of a batch several times as large."""
+        run, limits, found = self.run, self.shares.limits, {}
+        for steps, factor in growth_by_step(run.batch_growth, len(source), run.batch).items():
+            # a larger batch has more microbatches, so an island's limit grows as the batch does
+            share_limits = None if limits is None else tuple(each * factor for each in limits)
+            across = replace(run.strategy.across, share_limits=share_limits)
+            strategy = replace(run.strategy, accumulate=run.strategy.accumulate * factor, across=across)
+            grown = replace(run, batch=run.batch * factor, strategy=strategy)
+            batches = make_batches(grown, source)
+            shares = RowShares(
+                self.coordination, batches.row_counts, grown, self.setup.mesh, strategy.accumulate
+            )
+            found[steps] = shares.loader(batches)
+        return found
 
 
-def _agree_setup(
-    run: Run, folder: Path, islands: Islands | None, output: RunConsole
-) -> tuple[Run, dict[str, Any], Any, dict[str, Any], RunSetup]:
-    """Open the data, set up model, optimizer and mesh for it, and verify that all islands have the same.
-
-    Returns:
-      (the run as it is trained, its description, samples to train on, those held out, the setup).
-
-    Raises:
-      ValueError: see `prepare_run`.
-    """
-    # Its description is of the run as it is trained.
-    run = run_of_island(run, islands, output)
-    description, run = describe(run), replace(run, loss=guard_loss(run.loss))
-    source, heldout = Coordination(islands).run_in_turn("data", lambda: open_sources(run, folder))
-    # How many collective calls follow depends on the pipeline, so it is compared before them.
-    Coordination(islands).check_agreement(pipeline_facts(description))
-    run = apply_stage_cut(run, source, islands, output)
-    setup = _make_setup(run, source, islands, output)
-    if not isinstance(run.optimizer, Optimizer):
-        description[VALUES] = initial_values(setup.optimizer, setup.placement.specs.abstract.params)
-    description |= data_facts(source, heldout, with_contents=run.checkpoints.best is not None)
-    Coordination(islands).check_agreement(run_facts(run, setup, description))
-    return run, description, source, heldout, setup
-
-
-def _make_setup(run: Run, source: Any, islands: Islands | None, output: RunConsole) -> RunSetup:
+def _make_setup(run: Run, source: Any, coordination: Coordination, output: RunConsole) -> RunSetup:
     """Make the setup of this island; report unused parameters, and batch statistics that stay apart."""
-    num_islands, island = (
-        (1, 0) if islands is None else (islands.placement.num_islands, islands.placement.island)
-    )
-    microbatch = make_microbatch(run, source)
+    microbatch, num_islands = make_microbatch(run, source), coordination.num_islands
     of_lengths = getattr(make_batches(run, source), "rows_by_length", ())
-    setup = make_setup(run, num_islands, microbatch, island, shapes=of_lengths)
+    setup = make_setup(run, num_islands, microbatch, coordination.island, shapes=of_lengths)
+    model = setup.whole_model
     if run.strategy.layout.collective_matmul:
-        check_sequences(run, setup.whole_model, setup.mesh.shape, microbatch)
+        check_sequences(run, model, setup.mesh.shape, microbatch)
     if setup.unused:
         output.note(format_unused(setup.unused, run.optimizer))
-    model = setup.whole_model
     if text := warn_shifted_names(name_arrays(model, jax.eval_shape(model.init, new_key(0))[0])):
         output.note(text)
     if num_islands > 1 and (name := model.axis_name):
         output.note(
-            f"WARNING: batch statistics, or loads of experts, over the axis {name!r} are those of each"
-            " island: islands do not exchange them. Where that matters use one island, a norm without them"
+            f"WARNING: each island has its own batch statistics, or loads of experts, over the axis {name!r}:"
+            " islands do not exchange them. If that matters, use one island, a norm without statistics"
             " (GroupNorm, LayerNorm), or experts with over=sequence and without bias"
         )
     return setup
 
 
-def _make_later_loaders(
-    run: Run, setup: RunSetup, coordination: Coordination, source: Any, limits: Sequence[int] | None
-) -> dict[int, Loader]:
-    """Make the loader after each change of the batch: that of a run with so many times the batch.
-
-    Args:
-      run: the run.
-      setup: the setup of this island.
-      coordination: the exchange with the other islands.
-      source: samples by number.
-      limits: the most that each island gets of the first batch; a larger one has as many times the
-        microbatches, so as many times that.
-    """
-    found = {}
-    for steps, factor in growth_by_step(run.batch_growth, len(source), run.batch).items():
-        share_limits = None if limits is None else tuple(each * factor for each in limits)
-        across = replace(run.strategy.across, share_limits=share_limits)
-        strategy = replace(run.strategy, accumulate=run.strategy.accumulate * factor, across=across)
-        grown = replace(run, batch=run.batch * factor, strategy=strategy)
-        batches = make_batches(grown, source)
-        shares = RowShares(coordination, batches.row_counts, grown, setup.mesh, strategy.accumulate)
-        found[steps] = shares.loader(batches)
-    return found
-
-
-def _place_first_batch(
-    run: Run, setup: RunSetup, heldout: Mapping[str, Any], loader: Loader, parts: int, output: RunConsole
-) -> tuple[Batch, Any, Expected]:
-    """Load, check and place the first batch; return it, as placed too, and what later ones should look like.
-
-    Raises:
-      ValueError: see `_check_first_batch`; or it cannot be split.
-    """
-    first = loader.batches.load(FIRST_POSITION)
-    expected = make_expected(setup.whole_model, run.loss, first, getattr(run.model, "vocab", None))
-    found = check_trace(setup.whole_model, run.loss, first, parts, run.strategy.accumulate)
-    for text in [*found.warnings, *source_warnings(loader.batches, run)]:
-        output.note(text)
-    _check_first_batch(run, loader.batches.source, heldout, expected, first, found.problems)
-    return first, loader.place(first), expected
-
-
-def _check_first_batch(
-    run: Run, source: Any, heldout: Mapping[str, Any], expected: Expected, first: Batch, traced: list[str]
-) -> None:
-    """Check that a run learns from its first batch and other data, and evaluates the metric of its best step.
-
-    Raises:
-      ValueError: it is not, or lists what is wrong with the batch.
-    """
-    names = [f"{heldout_prefix(name)}{metric}" for name in heldout for metric in ("loss", *expected.metrics)]
-    if run.checkpoints.best is not None and run.checkpoints.best not in names:
-        have = f"an evaluation gives {', '.join(names)}" if names else "the data has no held-out samples"
-        raise ValueError(
-            f"checkpoints.best is {run.checkpoints.best!r}, and {have}; use"
-            f" {'one of these, or ' if names else ''}None"
-        )
-    problems = [*traced, *loss_problems(expected), *class_problems(expected, first)]
-    problems += data_problems(run, expected, source, heldout)
-    if problems:
-        raise problems_error("this run would learn nothing, or something else than it should", problems)
-
-
-def _show(run: Run, folder: Path, setup: RunSetup, output: RunConsole) -> None:
-    """Show what will be trained: mesh and parameters, the pipeline and the data."""
-    output.say(totals_text(setup.placement.specs, dict(setup.mesh.shape), run.strategy.offload))
-    if text := pipeline_text(run, setup):
-        output.note(text)
-    elif run.strategy.across.axis == "pipeline":
-        output.note("WARNING: --across pipeline, but there is one island: no pipeline (launch several)")
-    if summary := getattr(run.data, "summary", None):
-        output.note(summary(folder))
-
-
 def _make_coordination(run: Run, setup: RunSetup, islands: Islands | None) -> Coordination:
     """Connect this island to the others."""
-    if islands is None:
-        return Coordination()
-    if islands.placement.num_islands == 1:
+    if islands is None or islands.placement.num_islands == 1:
         return Coordination(islands)
     transfer, owners = make_transfers(run, setup, islands)
     # the stages of a pipeline take different times by nature, so they are not compared
     stragglers = None if setup.grid else Stragglers(islands.control.names, run.recovery.straggler)
     return Coordination(islands, transfer, setup.grid, stragglers, owners=owners)
+
+
+def select_pipeline_facts(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that decide what islands exchange before they compare all their facts.
+
+    Args:
+      description: the run, from `config.describe`.
+
+    >>> select_pipeline_facts({"batch": 8, "strategy.across.axis": "data", "strategy.pipeline.stages": "1,3"})
+    {'run/strategy.across.axis': 'data', 'run/strategy.pipeline.stages': '1,3'}
+    """
+    found = {
+        f"run/{name}": value
+        for name, value in description.items()
+        if name.startswith(("strategy.across.", "strategy.pipeline."))
+    }
+    # other islands receive JSON, in which a tuple is a list
+    return json.loads(json.dumps(found))
+
+
+def make_run_facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts that all islands must have in common."""
+    trees = {"parameters": setup.placement.specs.abstract.params}
+    # the arrays of the state must be the same on all islands, whatever dtype each computes in
+    description = {
+        **description,
+        "synchronisation.rows": _rows_digest(run, setup),
+        "an island computes in float16": run.strategy.scales_loss,
+    }
+    if (stage_model := setup.stage_model) is not None:
+        traced, stages = stage_model.traced, stage_model.stages
+        trees = {"parameters": traced.params}
+        sizes = (stages.num_stages, run.strategy.accumulate, stages.num_chunks)
+        sent = None
+        if isinstance(traced, TracedModel):
+            sent = [traced.format_sent(stages, part) for part in range(len(stages.counts))]
+        description |= {
+            "accumulate": run.strategy.accumulate,
+            "compute_dtype": run.strategy.compute_dtype,
+            "pipeline.tasks": _digest(repr(make_table(run.strategy.pipeline.schedule, *sizes).tasks)),
+            "pipeline.blocks": [list(cut.counts) for cut in setup.cuts],
+            "pipeline.sent": sent,
+        }
+    return facts(description, trees=trees, fingerprint=description["data.fingerprint"])
+
+
+def _rows_digest(run: Run, setup: RunSetup) -> str | None:
+    """Return a digest of the layer in each row and of the rows in each fragment that islands send.
+
+    None if the layers of an island are in order and sent together: then it is the same on any mesh.
+    """
+    specs = setup.placement.specs
+    rows = [dict(each.rows) for each in split_fragments(run.strategy.synchronisation, specs)]
+    stored = None if specs.stages is None or specs.stages.is_plain else specs.stages.stored_blocks
+    if setup.stage_model is not None or (len(rows) == 1 and stored is None):
+        return None
+    return _digest(repr((stored, rows)))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""Folders of Hugging Face as the start of a run: their model's configuration, and their parameters.
+"""Read the model and parameters of a Hugging Face folder, its adapters, and adapter-only checkpoints.
 
-A module that is imported by its name reads them, as `checkpoint import` does: shardtrain itself does not know
-its models. Next: `resume.py`, which starts from them.
+A module of `shardtrain.models` that is imported by its name reads the files. Next: `resume.py`, which starts
+from these parameters.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.checkpoints.array_files import Reading, StoredArray
+from shardtrain.checkpoints.array_files import PendingRead, StoredArray
 from shardtrain.checkpoints.differences import matches
 from shardtrain.checkpoints.manifest_entries import Leaf, Manifest
 from shardtrain.checkpoints.paths import CHECKPOINTS
@@ -33,11 +33,10 @@ CONFIG = "config.json"
 PARAMS, STATE = "params/", "model_state/"
 DTYPE = "float32"
 MOST_KEPT_BYTES = 1 << 30
-"""A parameter up to this size is read once, whatever slices of it devices need."""
+"""Largest parameter that is read once for all slices of it."""
 
 OF_TRAINING = ("dropout", "remat", "scan", "dtype", "attention", "products", "loss_chunk", "lora")
-"""Options of a model that say how it is trained, and not what it is: a run file's stay when its model is
-replaced by that of a folder."""
+"""Options of a model about its training, which a run file keeps when a folder replaces its model."""
 
 
 def is_pretrained(path: Path) -> bool:
@@ -54,14 +53,14 @@ def read_pretrained(folder: str | Path, adapter: str | Path | None = None, **opt
       folder: a folder with config.json and safetensors.
       adapter: a folder of low-rank adapters of the PEFT library, which set the option `lora`; such a run
         starts from them by `start_from=StartFrom(checkpoint=folder, adapter=adapter)`.
-      options: options of the configuration that shall differ, such as `lora="rank=16"` or `dtype="bfloat16"`.
+      options: options of the configuration to change, such as `lora="rank=16"` or `dtype="bfloat16"`.
 
     Returns:
       A config of `shardtrain.models`.
 
     Raises:
       FileNotFoundError: the folder has no config.json.
-      ValueError: the model is of no family that can be read, or an option is not one.
+      ValueError: the family of the model is unknown, or an option is.
     """
     config = replace(_converter().read_model_config(Path(folder)), **options)
     return config if adapter is None else replace(config, lora=read_lora(adapter, config))
@@ -72,28 +71,25 @@ def read_lora(adapter: str | Path, config: Any) -> str:
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: they are no adapters of this model.
+      ValueError: the adapters do not fit this model.
     """
     return _converter().open_adapters(Path(adapter), config)[0]
 
 
 def keep_training_options(config: Any, model: Any) -> Any:
-    """Return a configuration with the options of another one that are of training and not of the model."""
+    """Return a configuration with the training options of another one, see `OF_TRAINING`."""
     names = [name for name in OF_TRAINING if hasattr(config, name) and hasattr(model, name)]
-    # models of images only know whether to recompute, others what
-    kept = {name: getattr(model, name) for name in names}
-    return replace(
-        config,
-        **{
-            name: x
-            for name, x in kept.items()
-            if isinstance(x, bool) == isinstance(getattr(config, name), bool)
-        },
-    )
+    # remat is a flag in models of images, and a policy in others
+    kept = {
+        name: getattr(model, name)
+        for name in names
+        if isinstance(getattr(model, name), bool) == isinstance(getattr(config, name), bool)
+    }
+    return replace(config, **kept)
 
 
 def array_path(path: str) -> str:
-    """Return the path in a checkpoint of what a folder has under a path: most of it are parameters.
+    """Return the path in a checkpoint of a folder's array.
 
     >>> array_path("head/bias"), array_path("model_state/norm/mean")
     ('params/head/bias', 'model_state/norm/mean')
@@ -103,14 +99,14 @@ def array_path(path: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PretrainedReader(CheckpointReader):
-    """A reader of a folder of Hugging Face, by the paths that its parameters have in a checkpoint.
+    """A reader of a folder of Hugging Face with the paths of a checkpoint.
 
-    One parameter with all its layers is in memory at a time, or, of parameters above `MOST_KEPT_BYTES`, one
+    One parameter with all its layers is in memory at a time; for parameters above `MOST_KEPT_BYTES`, one
     array of the files.
 
     Args:
       parameters: path -> parameter, with a shape and functions that read it.
-      tokens: the numbers of its special tokens, as the extra data of a checkpoint has them.
+      tokens: the numbers of its special tokens, as in the extra data of a checkpoint.
     """
 
     parameters: Mapping[str, Any]
@@ -141,7 +137,7 @@ class PretrainedReader(CheckpointReader):
 
 
 class _ParameterFiles:
-    """Reads slices of parameters as `ArrayFiles` does; the last one is kept for its next slice, if small."""
+    """Reads slices of parameters like `ArrayFiles`; keeps the last parameter for its next slice, if small."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self._parameters, self._path, self._values = parameters, "", np.empty(0)
@@ -163,7 +159,7 @@ class _ParameterFiles:
 
 
 def _fill_one_by_one(parameter: Any, source: tuple[slice, ...], array: np.ndarray) -> None:
-    """Fill a slice of a stacked parameter; each array that is stacked in it is read and forgotten."""
+    """Fill a slice of a stacked parameter, with one of its arrays in memory at a time."""
     stack = parameter.stack
     numbers = np.arange(math.prod(stack)).reshape(stack)[source[: len(stack)]]
     for place in np.ndindex(*numbers.shape):
@@ -175,7 +171,7 @@ def open_pretrained(folder: Path, step: int | str | None = None) -> PretrainedRe
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: the folder cannot be read, or a step of it was asked for.
+      ValueError: the folder cannot be read, or a step was given.
     """
     if step is not None:
         raise ValueError(f"{folder} is a folder of Hugging Face, which has no steps; leave step {step} out")
@@ -190,21 +186,21 @@ def open_pretrained(folder: Path, step: int | str | None = None) -> PretrainedRe
 
 
 def add_adapters(reader: CheckpointReader, adapter: Path, model: Any) -> PretrainedReader:
-    """Return a reader of the parameters of a folder of Hugging Face, and of adapters beside them.
+    """Return a reader of the parameters of a folder of Hugging Face and of adapters.
 
     Args:
-      reader: of the folder.
+      reader: the reader of the folder.
       adapter: a folder of PEFT.
-      model: the configuration of the run's model, whose option `lora` must be that of the adapters.
+      model: the configuration of the run's model, whose option `lora` must match the adapters.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: they are no adapters of this model, or `reader` is of a checkpoint.
+      ValueError: the adapters do not fit this model, or `reader` reads a checkpoint.
     """
     if not isinstance(reader, PretrainedReader):
         raise ValueError(
-            f"adapter is {adapter}, and adapters are put beside the parameters of a folder of Hugging Face"
-            " alone; a checkpoint has its own: leave it out"
+            f"adapter is {adapter}, and adapters are added only to the parameters of a folder of Hugging"
+            " Face; a checkpoint has its own: leave it out"
         )
     if not hasattr(model, "lora"):
         raise ValueError(f"adapter is {adapter}, and {type(model).__name__} has no option lora; leave it out")
@@ -218,14 +214,14 @@ def add_adapters(reader: CheckpointReader, adapter: Path, model: Any) -> Pretrai
 
 
 def upcycle(reader: CheckpointReader, model: Any) -> PretrainedReader:
-    """Return a reader of a dense model by the paths of one with experts, copies of its feed-forward.
+    """Return a reader of a dense model whose feed-forward layers are copied to experts.
 
     Args:
-      reader: of a checkpoint, or of a folder of Hugging Face.
+      reader: the reader of a checkpoint, or of a folder of Hugging Face.
       model: the configuration of the run's model, with experts.
 
     Raises:
-      ValueError: what it reads cannot be copied.
+      ValueError: a parameter cannot be copied.
     """
     if isinstance(reader, PretrainedReader):
         parameters = reader.parameters
@@ -251,19 +247,19 @@ def _converter() -> Any:
 
 
 BASE = "base"
-"""Entry of a checkpoint's extra data: what it leaves out, and the digest of what has that."""
+"""Entry of a checkpoint's extra data: the arrays that it leaves out, and the digest of their checkpoint."""
 BLOCKS, BLOCK_BYTES = 1024, 1 << 12
-"""Blocks of each file of a folder of Hugging Face that are part of its digest."""
+"""Number and size of the blocks of each file of a folder of Hugging Face in its digest."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReaderWithBase(CheckpointReader):
-    """A reader of a checkpoint of what was trained, and of the frozen parameters elsewhere.
+    """A reader of a checkpoint of trained parameters that reads frozen ones from the base checkpoint.
 
     Args:
       own: the reader of the checkpoint.
-      base: the reader of what the run started from.
-      arrays: paths that are read from there.
+      base: the reader of the base checkpoint, from which the run started.
+      arrays: paths of the arrays to read from the base checkpoint.
     """
 
     own: CheckpointReader
@@ -283,20 +279,20 @@ class ReaderWithBase(CheckpointReader):
         elsewhere = {path: self.base.stored_arrays[path] for path in sorted(self.arrays)}
         return elsewhere | self.own.stored_arrays
 
-    def start(self, path: str, wanted: Leaf, index: Index | None = None) -> Reading:
+    def start(self, path: str, wanted: Leaf, index: Index | None = None) -> PendingRead:
         reader = self.own if path in self.own.stored_arrays else self.base
         return reader.start(path, wanted, index)
 
 
-def left_out(
+def find_base_arrays(
     frozen: frozenset[str], shapes: Mapping[str, tuple[int, ...]], base: CheckpointReader
 ) -> list[str]:
-    """Return the paths of the parameters that a checkpoint need not have.
+    """Return the paths of the frozen parameters that a checkpoint need not hold.
 
     Args:
-      frozen: paths of the frozen parameters, adapters among them if others are trained.
+      frozen: paths of the frozen parameters.
       shapes: path -> shape of every parameter of the whole model.
-      base: the reader of what the run started from.
+      base: the reader of the base checkpoint.
 
     Raises:
       ValueError: there are none.
@@ -311,14 +307,15 @@ def left_out(
     ]
     if not found:
         raise ValueError(
-            "checkpoints.trained_only is True, and no frozen parameter of this run comes from what it started"
-            " from; freeze some (--freeze, or --model.lora), or leave it out: --checkpoints.no-trained-only"
+            "checkpoints.trained_only is True, and no frozen parameter of this run comes from the checkpoint"
+            " that it started from; freeze some (--freeze, or --model.lora), or leave it out:"
+            " --checkpoints.no-trained-only"
         )
     return found
 
 
 def make_entry(base: CheckpointReader, arrays: list[str], name: Path) -> dict[str, Any]:
-    """Return the entry of a checkpoint's extra data."""
+    """Return the entry `BASE` of a checkpoint's extra data."""
     return {"arrays": [PARAMS + path for path in arrays], "digest": compute_digest(base), "folder": str(name)}
 
 
@@ -327,11 +324,11 @@ def add_base(reader: CheckpointReader, base: CheckpointReader | None, change: st
 
     Args:
       reader: the reader of the checkpoint.
-      base: the reader of what its run started from; None: not given.
+      base: the reader of the base checkpoint of its run; None if it was not given.
       change: how to give it, for the error.
 
     Raises:
-      ValueError: the checkpoint has only what was trained, and the rest was not given, or is another.
+      ValueError: the checkpoint has only trained parameters, and the base checkpoint is missing or another.
     """
     entry = reader.extra.get(BASE)
     if entry is None:
@@ -341,16 +338,17 @@ def add_base(reader: CheckpointReader, base: CheckpointReader | None, change: st
         raise ValueError(f"step {reader.step} has no list of the arrays that it leaves out; it is broken")
     if base is None:
         raise ValueError(
-            f"step {reader.step} has only what was trained; its other {len(arrays)} parameters are in"
+            f"step {reader.step} has only trained parameters; its other {len(arrays)} parameters are in"
             f" {short(known)}, where the run started: {change}"
         )
     if (found := compute_digest(base)) != wanted:
         raise ValueError(
-            f"step {reader.step} has only what was trained, beside parameters of digest {short(wanted)},"
-            f" and those given have {found!r}; give what the run started from, then {short(known)}: {change}"
+            f"step {reader.step} has only trained parameters, and needs frozen ones of digest"
+            f" {short(wanted)}; the given ones have {found!r}. Give the checkpoint that the run started from,"
+            f" then {short(known)}: {change}"
         )
     if missing := [path for path in arrays if path not in base.stored_arrays]:
-        raise ValueError(f"{missing[0]} of step {reader.step} is not in what was given for it: {change}")
+        raise ValueError(f"{missing[0]} of step {reader.step} is not in the given checkpoint: {change}")
     return ReaderWithBase(
         step=reader.step, folders=reader.folders, num_parts=reader.num_parts, save_id=reader.save_id,
         own=reader, base=base, arrays=frozenset(arrays),
@@ -360,9 +358,8 @@ def add_base(reader: CheckpointReader, base: CheckpointReader | None, change: st
 def compute_digest(reader: CheckpointReader) -> str:
     """Return a digest of the files of a reader.
 
-    Of a checkpoint it is made of the checksums of all its files; of a folder of Hugging Face of the size of
-    each file and of blocks at equal distances, which tells models apart in milliseconds, and finds no single
-    bit.
+    For a checkpoint it covers the checksums of all files. For a folder of Hugging Face it covers the size of
+    each file and blocks at equal distances: it distinguishes models in milliseconds, but misses single bits.
     """
     found = hashlib.sha256()
     if reader.manifests:

@@ -1,6 +1,6 @@
-"""`--profile 10-12`: a trace of some steps in the run folder, and what it says.
+"""Record a trace of some steps with jax's profiler in the run folder, and summarise it (`--profile 10-12`).
 
-jax's profiler records it; `report/trace.py` reads it.
+`report/trace.py` reads it.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from shardtrain.report.trace import UNTIMED, operations, read_trace, summarise, summary_text
-from shardtrain.report.trace_programs import sources
+from shardtrain.report.trace import UNTIMED, find_operations, read_trace, summarise, summary_text
+from shardtrain.report.trace_programs import read_sources
 from shardtrain.train_step.step import Step
 
 FOLDER = "profile"
@@ -20,11 +20,11 @@ FOLDER = "profile"
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledSteps:
-    """The steps that are profiled, both included.
+    """The range of steps that are profiled.
 
     Args:
-      first: from 2 on, for the first step compiles.
-      last: not before `first`.
+      first: the first step, 2 or later, because the first step of a run compiles.
+      last: the last step.
     """
 
     first: int
@@ -51,18 +51,17 @@ def parse_steps(text: str) -> ProfiledSteps:
 
 
 class ProfiledStep:
-    """A step that records a trace when its turn comes, once.
+    """A step that records one trace of a range of steps.
 
-    Before the first step it waits for the device, and after the last one, so that the trace has these steps
-    alone. Between them nothing waits, except around what is done `untimed`. The first step of a start, which
-    compiles, is not recorded. Steps that do not follow each other, as after a rollback, are not of one trace:
-    it ends before them.
+    It waits for the device before the first and after the last of these steps, and around work in `untimed`,
+    so that the trace has only these steps. The first step of a start, which compiles, is not recorded. The
+    trace ends early if a rollback interrupts the range.
 
     Args:
       step: the step of the run.
-      steps: which ones are profiled.
-      number: returns the number of the step that is called next, from 1.
-      folder: of the run; the trace is in its folder `profile`.
+      steps: the range of steps to profile.
+      number: returns the number of the next step, from 1.
+      folder: the folder of the run; the trace is in its folder `profile`.
       report: receives the summary, or a warning.
     """
 
@@ -107,7 +106,7 @@ class ProfiledStep:
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """Leave what is done inside out of the summary: an evaluation, a save, a comparison of copies."""
+        """Leave work inside out of the summary: an evaluation, a save, a comparison of copies."""
         if self._last is None:
             yield
             return
@@ -116,7 +115,7 @@ class ProfiledStep:
             yield
 
     def close(self) -> None:
-        """Stop the trace if it was begun, and report it; say so if no such step was run."""
+        """Stop the trace and report it; report a warning if no such step was run."""
         if self._is_done:
             return
         self._is_done = True
@@ -134,8 +133,8 @@ def profile_text(folder: Path, num_steps: int) -> str:
     """Return the summary of the newest trace in a folder, or a warning that it cannot be read."""
     try:
         newest = max(folder.glob("plugins/profile/*/*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
-        found = sources(next(newest.parent.glob("*.xplane.pb")))
-        summary = summarise(operations(read_trace(newest), found))
+        found = read_sources(next(newest.parent.glob("*.xplane.pb")))
+        summary = summarise(find_operations(read_trace(newest), found))
     except (OSError, ValueError, StopIteration) as error:
         return f"WARNING: the trace in {folder} cannot be summarised: {error}"
     return f"{summary_text(summary, num_steps)}trace, for Perfetto or xprof: {newest}"

@@ -1,6 +1,6 @@
-"""Compiled programs that are kept for the next start, and the count of those that were.
+"""Keep compiled programs for the next start, and count the programs that were loaded or compiled.
 
-jax reads and writes them; here are the folder, its limit and the line of the log.
+jax reads and writes them; this module chooses the folder, deletes old programs and formats the log line.
 """
 
 import contextlib
@@ -11,40 +11,39 @@ import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from stat import S_ISDIR, S_ISREG, S_ISVTX
+from stat import S_ISVTX
 from typing import Any, Self
 
 import jax
 
-from shardtrain.system.atomic_write import replace_file
-from shardtrain.system.untrusted_files import read_bytes, read_text
+from shardtrain.system.untrusted_files import read_bytes
 
 LIMIT_BYTES = 2 * 2**30
-"""Most bytes that one kind of device keeps; beyond them the oldest programs are deleted at a start."""
+"""Largest size of the programs of one kind of device; the oldest are deleted at a start."""
 
 CHUNK_BYTES = 1 << 24
 
 LEAST_SECONDS = 0.1
-"""Compile time below which a program is not kept; jax's own is 1 s."""
+"""Compile time below which a program is not kept; the default of jax is 1 s."""
 
-WHOLE = "whole.txt"
-"""The list of programs that were found to be complete: name, bytes and time of each."""
+CHECKED = "checked"
+"""File whose time of change is the time up to which all programs were checked to be complete."""
 
 WRITING_SECONDS = 60.0
-"""A program that is not complete after so long was cut off."""
+"""Seconds after which an incomplete program is no longer being written."""
 
 SYSTEM_OWNERS = (0, 65534)
-"""Owners of folders above: root, and what root is called inside a container that does not map it."""
+"""Owners of parent folders: root, and its number inside a container that does not map it."""
 
 ZSTANDARD = b"\x28\xb5\x2f\xfd"
-"""The first bytes of a program that jax compressed by zstandard, where that is installed; else by zlib."""
+"""First bytes of a program that jax compressed by zstandard; without that library it uses zlib."""
 
 _HIT, _MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def cache_folder(environ: Mapping[str, str], kind: str) -> Path:
-    """Return the folder of the programs for one kind of device, in the user's cache.
+    """Return the folder of the programs for one kind of device in the user's cache.
 
     >>> cache_folder({"XDG_CACHE_HOME": "/c"}, "NVIDIA H200").as_posix()
     '/c/shardtrain/programs/NVIDIA_H200'
@@ -56,15 +55,12 @@ def cache_folder(environ: Mapping[str, str], kind: str) -> Path:
 
 
 def find_program_folder() -> str | None:
-    """Return the folder in which jax keeps programs; None if it keeps none."""
+    """Return the folder in which jax keeps programs, or None."""
     return getattr(jax.config, "jax_compilation_cache_dir", None)
 
 
-def hardware() -> str:
-    """Return a key that is equal for hardware with identical rounding.
-
-    The kind of device; for CPUs, whose compiled code differs, also their model and features.
-    """
+def make_hardware_key() -> str:
+    """Return a key that is equal for hardware with identical rounding: device kind, and features of a CPU."""
     kind = jax.devices()[0].device_kind
     if jax.devices()[0].platform != "cpu":
         return kind
@@ -81,24 +77,24 @@ def hardware() -> str:
 def keep_programs(environ: Mapping[str, str]) -> str:
     """Let jax keep compiled programs, unless the user chose a folder for them or none can be made.
 
-    A processor of another model may lack instructions of a program, so each kind has a folder of its own.
+    A processor of another model may lack instructions of a program, so each kind has its own folder.
 
     Returns:
-      A warning, if nothing is kept because others than this user could put programs into the folder.
+      A warning if other users could put programs into the folder, so that nothing is kept.
     """
     if find_program_folder() or not getattr(jax.config, "jax_enable_compilation_cache", True):
         return ""
     try:
-        folder = cache_folder(environ, hardware())
+        folder = cache_folder(environ, make_hardware_key())
         make_private(folder)
-        if who := others_who_write(folder):
+        if who := find_other_writers(folder):
             return (
                 f"WARNING: compiled programs are not kept, as {who} and they are loaded as code: make"
                 f" {folder} and the folders above it your own (chmod go-w), delete it, or choose another by"
                 " XDG_CACHE_HOME"
             )
         drop_broken(folder)
-        prune(folder, LIMIT_BYTES)
+        delete_oldest(folder, LIMIT_BYTES)
     except (OSError, RuntimeError):  # the second: there is no home directory
         return ""
     if os.access(folder, os.W_OK):
@@ -108,17 +104,17 @@ def keep_programs(environ: Mapping[str, str]) -> str:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, for this user alone, whatever the umask is."""
+    """Make a folder and its missing parents for this user only, whatever the umask is."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     for each in reversed(missing):
         each.mkdir(mode=0o700, exist_ok=True)
 
 
-def others_who_write(folder: Path) -> str:
-    """Return why others than this user can put files into a folder; "" if they cannot.
+def find_other_writers(folder: Path) -> str:
+    """Return why other users can put files into a folder; "" if they cannot.
 
-    Of the folders above it a group may write to one that this user owns: with the umask 002 users make such
-    folders themselves, for a group of their own.
+    A group may write to parent folders that this user owns: the umask 002 makes such folders for the user's
+    own group.
     """
     for each in (folder, *folder.resolve().parents):
         stat = each.stat()
@@ -133,31 +129,19 @@ def others_who_write(folder: Path) -> str:
 
 
 def drop_broken(folder: Path) -> None:
-    """Delete programs that were cut off when they were written; jax would compile them at every start.
+    """Delete programs whose writing was interrupted; jax would compile them at every start.
 
-    Each program is read once: a list beside them has those that are whole. One that another process may be
-    writing is left for the next start.
+    Each program is read once, at the first start after it was written.
     """
-    listed = folder / WHOLE
-    try:
-        known = set(read_text(listed).splitlines())
-    except (OSError, ValueError):  # it is not there, or was not written here
-        known = set()
-    whole = set()
+    checked, until = folder / CHECKED, time.time() - WRITING_SECONDS
+    since = checked.stat().st_mtime if checked.exists() else 0.0
     for path in folder.glob("*-cache"):
-        # another process deletes too, and one file that cannot be read is no reason to keep none
+        # another process may delete it; one file that cannot be read is no reason to keep none
         with contextlib.suppress(OSError, ValueError):
-            stat = path.stat()
-            line = f"{path.name} {stat.st_size} {stat.st_mtime_ns}"
-            if not S_ISREG(stat.st_mode):
-                if not S_ISDIR(stat.st_mode):  # jax would wait for a FIFO
-                    path.unlink()
-            elif line in known or is_whole(read_bytes(path, LIMIT_BYTES)):
-                whole.add(line)
-            elif time.time() - stat.st_mtime > WRITING_SECONDS:
+            if since <= path.stat().st_mtime < until and not is_whole(read_bytes(path, LIMIT_BYTES)):
                 path.unlink()
-    if whole != known:
-        replace_file(listed, "\n".join(sorted(whole)).encode(), mode=0o600)
+    checked.touch(mode=0o600)
+    os.utime(checked, (until, until))
 
 
 def is_whole(program: bytes) -> bool:
@@ -166,7 +150,7 @@ def is_whole(program: bytes) -> bool:
     >>> is_whole(zlib.compress(b"program")), is_whole(zlib.compress(b"program")[:-3])
     (True, False)
     """
-    if program.startswith(ZSTANDARD):  # its frames have no checksum here: jax reads what it can
+    if program.startswith(ZSTANDARD):  # jax writes no checksum in its frames
         return True
     reader = zlib.decompressobj()
     try:
@@ -178,7 +162,7 @@ def is_whole(program: bytes) -> bool:
     return reader.eof
 
 
-def prune(folder: Path, limit_bytes: int) -> None:
+def delete_oldest(folder: Path, limit_bytes: int) -> None:
     """Delete the oldest programs of a folder until the others have at most `limit_bytes`."""
     found = []
     for path in folder.glob("*-cache"):
@@ -223,7 +207,7 @@ class ProgramCounts:
         """Return the line of the log; empty if no programs are kept.
 
         Args:
-          folder: where they are kept.
+          folder: the folder of the kept programs, or None.
 
         >>> counts = ProgramCounts()
         >>> counts.loaded, counts.programs, counts.compile_seconds = 7, 19, 1.25

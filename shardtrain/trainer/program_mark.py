@@ -1,7 +1,7 @@
-"""The file `program.json` of a run's folder: which program is compiled or run for the first time.
+"""Write the program that is compiled or first run to `program.json`, in case XLA ends the process there.
 
-It is there while that happens, so it is left where XLA ends the process: no exception says so then. The next
-start reads it, says which program it was and what to change, and continues. Next: `train.py`.
+XLA raises no exception then. The next start reads the file, says which program it was and what to change, and
+continues. Next: `train.py`.
 """
 
 import json
@@ -25,15 +25,15 @@ MOST_BYTES, MOST_CHARACTERS = 1 << 14, 400
 """Limits of the file, and of each text in it."""
 
 TEXTS = ("program", "options", "jax")
-"""Its keys."""
+"""Keys of the file."""
 
 
 class ProgramMark(NamedTuple):
     """Marks programs in the folder of a run before they first run.
 
     Args:
-      folder: the folder; None on ranks that write none, which mark nothing.
-      options: the options of the layout, in words.
+      folder: the folder; None on ranks that mark nothing.
+      options: the options of the layout, as on the command line.
     """
 
     folder: Path | None
@@ -41,7 +41,7 @@ class ProgramMark(NamedTuple):
 
     @contextmanager
     def running(self, program: str) -> Iterator[None]:
-        """Mark a program as long as the block lasts; an exception takes the mark away too."""
+        """Mark a program until the block ends, also by an exception."""
         if self.folder is None:
             yield
             return
@@ -60,11 +60,11 @@ class ProgramMark(NamedTuple):
                     self.folder.rmdir()
 
     def first_run(self, program: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function whose first call is marked until its results are there.
+        """Return a function whose first call is marked until its results are computed.
 
         Args:
           program: its name.
-          call: takes the state first, if anything; new shapes of its other arguments are another program.
+          call: a function; new shapes of its arguments after the first are another program.
         """
         if self.folder is None:
             return call
@@ -83,15 +83,15 @@ class ProgramMark(NamedTuple):
 
 
 def make_mark(strategy: Strategy, folder: Path, coordination: Coordination) -> ProgramMark:
-    """Return what marks the programs of a run, on its first rank."""
-    return ProgramMark(folder if coordination.is_first else None, layout_words(strategy))
+    """Make the mark of a run's programs, which only its first rank writes."""
+    return ProgramMark(folder if coordination.is_first else None, format_layout_options(strategy))
 
 
-def layout_words(strategy: Strategy) -> str:
-    """Return what shapes the programs of a strategy, as options of the command line.
+def format_layout_options(strategy: Strategy) -> str:
+    """Format the options of a strategy that shape its programs, as on the command line.
 
     >>> from shardtrain.sharding.layout import Layout
-    >>> layout_words(Strategy(layout=Layout(mesh={"data": 2, "tensor": 1}, zero=1), accumulate=2))
+    >>> format_layout_options(Strategy(layout=Layout(mesh={"data": 2, "tensor": 1}, zero=1), accumulate=2))
     '--mesh data=2 --zero 1 --accumulate 2'
     """
     layout, default = strategy.layout, Strategy()
@@ -116,7 +116,7 @@ def layout_words(strategy: Strategy) -> str:
 
 
 def remove_mark(folder: Path) -> None:
-    """Remove the mark of a folder, if it has one: the program ran, or the user ends the process."""
+    """Remove the mark of a folder, if it has one."""
     with suppress(OSError):
         (folder / MARK).unlink(missing_ok=True)
 
@@ -127,12 +127,10 @@ def take_mark(folder: Path) -> str | None:
     if not folder.is_dir():
         return None
     try:
-        # a mark of a process that trains here now is none of one that ended
+        # a mark of a process that trains here now is in use
         with hold_lock(folder):
             found = read_json(path, MOST_BYTES)
-    except Locked:
-        return None
-    except FileNotFoundError:
+    except (Locked, FileNotFoundError):
         return None
     except ValueError as error:
         return f"WARNING: {error}; remove it"

@@ -1,4 +1,4 @@
-"""Detection of loss spikes, and the choice of the checkpoint to roll back to. Plain Python, without jax.
+"""Detect loss spikes, and choose the checkpoint to roll back to. No jax.
 
 After a loss spike, a step that is not finite, or copies of parameters whose bits differ, a run restores the
 state of an earlier step and skips the data in between. Next: `loop.py`.
@@ -11,7 +11,7 @@ from statistics import quantiles
 from typing import Any
 
 from shardtrain.errors.field_types import wrong_types
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +21,13 @@ class Recovery:
     Args:
       spike: threshold of a loss spike, after which the run rolls back to an earlier checkpoint: a loss that
         exceeds the median of the previous losses by more than this many times their interquartile range.
-        None: spikes are not detected.
+        None disables the detection.
       window: number of previous losses in the window of spike detection, which starts once half of them are
         there.
       rollbacks: largest number of rollbacks; the next fault ends the run.
       fingerprint_every: number of steps between two comparisons of all copies of the parameters, to detect
-        faulty devices; they are also compared before every save. None: never.
-      straggler: report an island as slow if its steps take this many times as long as those of the others.
+        faulty devices; they are also compared before every save. None disables both.
+      straggler: report an island as slow if its steps take this many times as long as on other islands.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -44,15 +44,14 @@ class Recovery:
         if self.spike is not None and not self.spike > 0:
             problems.append(f"spike is {self.spike}; use a number above 0, such as 8, or None")
         if self.window < 8:
-            problems.append(f"window is {self.window} steps; use 8 or more, for quartiles need some losses")
+            problems.append(f"window is {self.window} steps; use 8 or more, because quartiles need losses")
         if self.rollbacks < 0:
             problems.append(f"rollbacks is {self.rollbacks}; use 0 or more")
         if self.fingerprint_every is not None and self.fingerprint_every < 1:
             problems.append(f"fingerprint_every is {self.fingerprint_every}; use 1 or more, or None")
         if not self.straggler > 1:
             problems.append(f"straggler is {self.straggler}; use a number above 1, such as 1.5")
-        if problems:
-            raise problems_error("these recovery options cannot be used", problems)
+        refuse("these recovery options cannot be used", problems)
 
 
 class RollBack(Exception):
@@ -78,10 +77,8 @@ class Spikes:
       window: see `Recovery.window`.
 
     >>> spikes = Spikes(8.0, 8)
-    >>> [spikes.limit_after(loss) for loss in (3.0, 2.9, 3.1, 3.0)][:3]
-    [inf, inf, inf]
-    >>> spikes.add(2.9), spikes.add(5.0)
-    (False, True)
+    >>> [spikes.add(loss) for loss in (3.0, 99.0, 3.1, 3.0, 2.9, 9000.0)]
+    [False, False, False, False, False, True]
     """
 
     factor: float
@@ -96,18 +93,13 @@ class Spikes:
         # equal losses have no interquartile range, and any other loss would be a spike
         return median + self.factor * max(high - low, 1e-3 * abs(median))
 
-    def limit_after(self, loss: float) -> float:
-        """Add a loss to the window and return the new limit."""
-        self._losses.append(loss)
-        while len(self._losses) > self.window:
-            self._losses.popleft()
-        return self.limit()
-
     def add(self, loss: float) -> bool:
         """Return whether the next loss is a spike; if it is not, add it to the window."""
         if loss > self.limit():
             return True
-        self.limit_after(loss)
+        self._losses.append(loss)
+        if len(self._losses) > self.window:
+            self._losses.popleft()
         return False
 
 
@@ -121,7 +113,7 @@ class Rollbacks:
     >>> rollbacks = Rollbacks(3)
     >>> rollbacks.find_newest_allowed(RollBack(57, "a spike")); rollbacks.restored(50)
     56
-    >>> rollbacks.find_newest_allowed(RollBack(60, "a spike"))  # soon after the first: step 50 itself was bad
+    >>> rollbacks.find_newest_allowed(RollBack(60, "a spike"))  # soon after the first: step 50 was bad
     49
     """
 
@@ -142,7 +134,7 @@ class Rollbacks:
                 f" set recovery.rollbacks to {self.most + 1} in the run file"
             )
         newest = fault.step - 1
-        # as soon after the restored step as the last fault: the restored checkpoint itself is suspect
+        # as soon after the restored step as the last fault: the restored checkpoint is suspect
         if self._restored and fault.step - self._bad[-1] <= self._bad[-1] - self._restored[-1]:
             newest = min(newest, self._restored[-1] - 1)
         self._bad.append(fault.step)

@@ -1,7 +1,7 @@
 """Restore the state of a run from a checkpoint of any layout: read, initialise, drop and broadcast arrays.
 
-Arrays that depend on the layout that saved them (the state of a combiner) return to the same layout only.
-Next: `resume.py`; how arrays are read is in `checkpoints/restore.py`.
+Arrays that depend on their layout (the state of a combiner) are restored only on the same layout. Next:
+`resume.py`; arrays are read in `checkpoints/restore.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ import optax
 
 from shardtrain.checkpoints.differences import Allow, check_state, matches, widen_optimizer_state
 from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, Leaf
-from shardtrain.checkpoints.origins import OF_LAYOUT, state_to_save
+from shardtrain.checkpoints.origins import OF_LAYOUT, select_saved_state
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.functional.frozen import ADAPTERS
@@ -25,11 +25,11 @@ from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
-from shardtrain.trainer.synchronisation import broadcast_state, differing_arrays
+from shardtrain.trainer.synchronisation import broadcast_state, find_differing_arrays
 
 PARAMETERS = ("params/", "model_state/")
 ROUTERS = ("*/router", "*/router_bias")
-"""What a dense model has not that starts one with experts."""
+"""Arrays of a model with experts that a dense checkpoint does not have."""
 
 
 def read_arrays(
@@ -39,15 +39,15 @@ def read_arrays(
     wanted: State,
     extra: Mapping[str, Any],
 ) -> dict[str, jax.Array]:
-    """Read this island's arrays of a checkpoint; it may get those in common from another island later.
+    """Read this island's arrays of a checkpoint; common arrays may come from island 0 later.
 
     Args:
-      run: says what may be missing or unused.
+      run: the run, with the arrays that may be missing or unused.
       checkpoints: the checkpoints of the run.
       reader: the reader of the checkpoint.
       wanted: shapes and shardings of the state.
-      extra: the extra data of this run's own checkpoint; {} if the checkpoint is of another run, of which
-        only parameters are read.
+      extra: the extra data of this run's own checkpoint; {} for a checkpoint of another run, from which only
+        parameters are read.
 
     Returns:
       Path -> array on the mesh.
@@ -56,10 +56,10 @@ def read_arrays(
       ValueError: the checkpoint holds another state than this run has.
     """
     coordination = checkpoints.coordination
-    wanted = _readable(checkpoints, state_to_save(wanted), reader, extra)
+    wanted = _readable(checkpoints, select_saved_state(wanted), reader, extra)
     leaves = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(wanted)}
     origins = checkpoints.origins(wanted)
-    # a run that starts from another's parameters initialises adapters that those do not have
+    # a run that starts from another checkpoint initialises adapters that are not in it
     adapters = [path for path in leaves if matches(path, ADAPTERS) and path not in reader.stored_arrays]
     routers = ROUTERS if run.start_from.upcycle else ()
     missing = run.allow.missing if extra else (*run.allow.missing, *adapters, *routers)
@@ -75,7 +75,7 @@ def read_arrays(
         unused = ("*",)
     if not coordination.writes:
         # the arrays in common come from island 0
-        own = _readable(checkpoints, state_to_save(wanted, own=True), reader, extra)
+        own = _readable(checkpoints, select_saved_state(wanted, own=True), reader, extra)
         own_paths = {path_text(path) for path, _ in jax.tree.leaves_with_path(own)}
         leaves = {path: leaf for path, leaf in leaves.items() if checkpoints.has_own and path in own_paths}
         unused = ("*",)
@@ -88,20 +88,20 @@ def read_arrays(
     except ValueError:
         if coordination.writes:
             raise
-        # this island has a disk of its own without its part; `synchronise_restored` handles that
+        # this island's own disk does not have its part; `synchronise_restored` handles that
         return {}
     _report_replicas(checkpoints, reader, origins)
     return found
 
 
 def _check_stages(coordination: Coordination, reader: CheckpointReader, shapes: Any, allow: Allow) -> None:
-    """Check that the stages together ask for all that was saved, as each uses a part of it.
+    """Check that the stages together want all saved arrays.
 
     Args:
       coordination: the exchange with the other islands.
       reader: the reader of the checkpoint.
-      shapes: those that this stage asks for, and those that it sees, from `_find_whole_shapes`.
-      allow: the differences that are allowed.
+      shapes: the shapes that this stage wants, and those that it sees, from `_find_whole_shapes`.
+      allow: the allowed differences.
 
     Raises:
       ValueError: the checkpoint holds another state than this run has.
@@ -112,7 +112,7 @@ def _check_stages(coordination: Coordination, reader: CheckpointReader, shapes: 
 
 
 def assemble(wanted: State, arrays: Mapping[str, jax.Array], init: Callable[[], State]) -> State:
-    """Return the state made of the arrays that were read; arrays that were not read are initialised.
+    """Assemble the state from the arrays that were read; the others are initialised.
 
     Args:
       wanted: shapes of the state.
@@ -127,14 +127,14 @@ def assemble(wanted: State, arrays: Mapping[str, jax.Array], init: Callable[[], 
 def synchronise_restored(
     run: Run, checkpoints: RunCheckpoints, state: State, arrays: Mapping[str, jax.Array], *, resumed: bool
 ) -> State:
-    """Broadcast what islands have in common from island 0, and verify that all have the same bits.
+    """Broadcast the common arrays from island 0, and verify that all islands have the same bits.
 
     Args:
       run: the run.
       checkpoints: the checkpoints of the run.
       state: the state of this island.
-      arrays: what this island has read, by path.
-      resumed: from a checkpoint of this run.
+      arrays: path -> array that this island has read.
+      resumed: whether the checkpoint is of this run.
 
     Raises:
       RuntimeError: the islands have different bits after the broadcast.
@@ -145,19 +145,19 @@ def synchronise_restored(
     lost = coordination.all_gather("own state", is_lost)
     own_optimizers = run.strategy.synchronisation.on_deltas and not any(lost)
     state = broadcast_state(coordination, state, own_optimizers)
-    state = same_round(checkpoints, state, arrays)
-    if wrong := differing_arrays(coordination, state, own_optimizers):
-        raise RuntimeError(f"islands have not the same bits after the broadcast from island 0: {wrong}")
+    state = restart_round(checkpoints, state, arrays)
+    if wrong := find_differing_arrays(coordination, state, own_optimizers):
+        raise RuntimeError(f"islands have different bits after the broadcast from island 0: {wrong}")
     if any(lost):
         checkpoints.note(
-            f"{sum(lost)} of {len(lost)} ranks found no checkpoint of their island's own of this step:"
+            f"{sum(lost)} of {len(lost)} ranks found no checkpoint of their own island for this step:"
             " all continue with the optimizer's state of island 0"
         )
     return state
 
 
-def same_round(checkpoints: RunCheckpoints, state: State, arrays: Mapping[str, jax.Array]) -> State:
-    """Begin a round anew on all islands, unless each of them has read what it changed in its own."""
+def restart_round(checkpoints: RunCheckpoints, state: State, arrays: Mapping[str, jax.Array]) -> State:
+    """Restart the local steps on all islands, unless each has read its local changes since the last merge."""
     if checkpoints.coordination.transfer is None or not state.local:
         return state
     has_read = checkpoints.coordination.all_gather(
@@ -167,7 +167,7 @@ def same_round(checkpoints: RunCheckpoints, state: State, arrays: Mapping[str, j
         return state
     if any(has_read):
         checkpoints.note(
-            "not all islands found what they had changed since the last merge: it is dropped on all of them"
+            "not all islands found their changes since the last merge: the changes are dropped on all islands"
         )
     return state._replace(local=restart_local(state.local, state.model_state))
 
@@ -175,29 +175,28 @@ def same_round(checkpoints: RunCheckpoints, state: State, arrays: Mapping[str, j
 def _readable(
     checkpoints: RunCheckpoints, wanted: State, reader: CheckpointReader, extra: Mapping[str, Any]
 ) -> State:
-    """Drop per-replica arrays, and arrays of another layout than that of the run, from what is wanted."""
+    """Drop per-replica arrays, and arrays that depend on another layout, from the wanted state."""
     coordination = checkpoints.coordination
     if not any(path.startswith("loss_scale/") for path in reader.stored_arrays):
-        wanted = wanted._replace(loss_scale=())  # the run before had none
+        wanted = wanted._replace(loss_scale=())  # the checkpoint has none
     if coordination.islands is not None and not checkpoints.own_optimizers and not coordination.writes:
         wanted = wanted._replace(opt_state=())
-    # each island saved its own part, on a mesh that need not be that of the others
+    # each island saved its own part, and their meshes may differ
     own = reader.manifests.get(checkpoints.island[0] if checkpoints.has_own else 0)
     if not extra or (own.extra if own else extra).get("layout") == checkpoints.layout:
         return wanted
     for name, what in {
         "combine_state": "the residuals of compression are",
-        "local": "what each replica changed since the last merge is",
+        "local": "changes of each replica since the last merge are",
         "outer_state": "the outer optimizer's state is",
     }.items():
         if any(path.startswith(f"{name}/") for path in reader.stored_arrays):
             checkpoints.note(
-                f"{what} dropped: that depends on the buckets, devices and synchronisation of the layout that"
-                " was saved, and this layout differs"
+                f"{what} dropped, because the buckets, devices or synchronisation of the saved layout differ"
             )
     if wanted.loss_scale:
         checkpoints.note(
-            "the scale of the loss begins anew, as the layout differs: steps are skipped until it fits"
+            "the loss scale starts again because the layout differs: steps are skipped until it fits"
         )
     return wanted._replace(combine_state=(), local=(), outer_state=(), loss_scale=())
 
@@ -221,7 +220,7 @@ def _union(of_islands: Sequence[Mapping[str, Any]]) -> dict[str, Leaf]:
 def _report_replicas(
     checkpoints: RunCheckpoints, reader: CheckpointReader, origins: Mapping[str, ArrayOrigin]
 ) -> None:
-    """Report which optimizer state each replica takes, where the number of replicas has changed."""
+    """Report which optimizer state each replica takes, if the number of replicas has changed."""
     path = next((path for path in reader.stored_arrays if path.startswith("opt_state/")), None)
     if path is None:
         return
@@ -230,7 +229,7 @@ def _report_replicas(
     if before != now:
         checkpoints.note(
             f"{before or 1} optimizer states were saved, and this run has {now or 1}: replica r continues"
-            f" with that of replica r % {before or 1}"
+            f" with the state of replica r % {before or 1}"
         )
 
 
@@ -240,12 +239,14 @@ VALUES = "optimizer.values"
 INJECTED, OF_SCHEDULES = "/hyperparams/", "/hyperparams_states/"
 
 
-def initial_values(optimizer: optax.GradientTransformation, params: Any) -> dict[str, float]:
-    """Return the numbers in the state of an optimizer before the first step, by their paths.
+def compute_initial_values(optimizer: optax.GradientTransformation, params: Any) -> dict[str, float]:
+    """Return the scalars in the state of an optimizer before the first step, by path.
+
+    Scalars that belong to a parameter or a schedule are left out.
 
     Args:
       optimizer: the optimizer.
-      params: shapes of the parameters. Numbers of their own, and those that schedules give, are left out.
+      params: shapes of the parameters.
     """
     own = [path_text(path) for path, _ in jax.tree.leaves_with_path(params)]
 
@@ -270,13 +271,13 @@ def initial_values(optimizer: optax.GradientTransformation, params: Any) -> dict
 def apply_new_values(
     state: State, saved: Mapping[str, Any], now: Mapping[str, Any], note: Callable[[str], None]
 ) -> State:
-    """Return a restored state with the values that were changed since, where no step has changed them too.
+    """Return a restored state with the optimizer values that the code changed, if no step changed them too.
 
     Args:
       state: the state.
       saved: description of the run that saved it.
       now: description of this run.
-      note: receives a line for each value that differs.
+      note: receives a line for each changed value.
     """
     new, old = now.get(VALUES) or {}, saved.get(VALUES) or {}
 
@@ -285,13 +286,13 @@ def apply_new_values(
         if name not in new:
             return x
         (kept,) = set(np.unique(x.addressable_data(0)).tolist()) if x.size else {None}
-        # checkpoints of earlier versions do not have it; what is injected does not change
+        # checkpoints of earlier versions do not have it; injected values do not change
         before = old.get(name, kept if INJECTED in name else new[name])
         if before == new[name]:
             return x
         if kept != np.asarray(before, x.dtype):
             note(
-                f"WARNING: {name} is {new[name]:g} in the code, and was {before:g}; steps have made it"
+                f"WARNING: {name} is {new[name]:g} in the code, and was {before:g}; steps have changed it to"
                 f" {kept:g} since, which is used"
             )
             return x

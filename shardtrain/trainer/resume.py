@@ -1,7 +1,6 @@
-"""Where a run starts: from its newest checkpoint, from another run's parameters, or from initial ones.
+"""Find the start point of a run: its newest checkpoint, another run's parameters, or initial parameters.
 
-Any layout reads the checkpoint of any other: meshes, islands, stages, replicas. Next: `restore_state.py`,
-`resume.py`.
+Any layout reads the checkpoint of any other: meshes, islands, stages, replicas. Next: `restore_state.py`.
 """
 
 import json
@@ -11,15 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shardtrain.checkpoints.differences import differences, matches
-from shardtrain.checkpoints.discover import Discovered
+from shardtrain.checkpoints.differences import compare_descriptions, matches
+from shardtrain.checkpoints.discover import DiscoveredCheckpoint
 from shardtrain.checkpoints.evaluations import find_best_saved
-from shardtrain.checkpoints.flatten import restorable
-from shardtrain.checkpoints.origins import state_to_save
+from shardtrain.checkpoints.flatten import describe_restorable
+from shardtrain.checkpoints.origins import select_saved_state
 from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.reader import CheckpointReader, find_readers
 from shardtrain.data import Position
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.imported import select_kept_tokens
 from shardtrain.system.untrusted_files import check_whole_number
 from shardtrain.train_step.state import State
@@ -44,13 +43,13 @@ MOST_INDEX = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class StartPoint:
-    """Where a run starts.
+    """The point at which a run starts.
 
     Args:
       state: the state.
       step: steps done.
       position: the position in the data.
-      extra: what the checkpoint holds beside arrays; without one the special tokens of what it starts from.
+      extra: the extra data of the checkpoint, or the special tokens of the model that the run starts from.
     """
 
     state: State
@@ -60,12 +59,12 @@ class StartPoint:
 
     @property
     def unlogged(self) -> Mapping[str, Any] | None:
-        """Metrics of that step that were to be written after its evaluation."""
+        """Metrics of the step that were not written because its evaluation did not finish."""
         return self.extra.get(UNLOGGED)
 
     @property
     def wall_seconds(self) -> float:
-        """The wall time of the run when it was saved."""
+        """The wall time of the run at its save."""
         return read_wall_seconds(self.extra.get(WALL_SECONDS))
 
 
@@ -87,15 +86,15 @@ def find_start_point(
       init: makes the state before the first step.
       wanted: its shapes, dtypes and shardings.
       description: the description of the run, see `config.describe`.
-      newest: roll back to this step or an earlier one; None: use the newest.
+      newest: roll back to this step or an earlier one; None uses the newest.
 
     Raises:
       ValueError: every checkpoint is broken, or the newest is of another model or another run.
       FloatingPointError: there are checkpoints, but none is as old as `newest`.
     """
     found = _discover(checkpoints, newest)
-    # a state that could not be saved is refused before the first step
-    restorable(state_to_save(wanted))
+    # refuse a state that cannot be saved before the first step
+    describe_restorable(select_saved_state(wanted))
     # frozen parameters may be in no checkpoint of the run: they are where it started
     base = _find_base(run) if run.checkpoints.trained_only or BASE in found.extra else None
     if run.checkpoints.trained_only:
@@ -116,7 +115,7 @@ def find_start_point(
     state = assemble(wanted, arrays, init)
     state = synchronise_restored(run, checkpoints, state, arrays, resumed=found.step is not None)
     if found.step is None:
-        # the tokens that end a text are those of the model that it starts from
+        # the tokens that end a text come from the model that it starts from
         extra = {} if reader is None else select_kept_tokens(reader.extra)
         return StartPoint(state=state, step=0, position=FIRST_POSITION, extra=extra)
     state = apply_new_values(state, found.extra["run"], description, note)
@@ -125,7 +124,7 @@ def find_start_point(
     return StartPoint(state=state, step=found.step, position=position, extra=found.extra)
 
 
-def _discover(checkpoints: RunCheckpoints, newest: int | None) -> Discovered:
+def _discover(checkpoints: RunCheckpoints, newest: int | None) -> DiscoveredCheckpoint:
     """Find the checkpoint to resume from, the same on all islands; drop later ones after a rollback."""
     coordination, store = checkpoints.coordination, checkpoints.checkpoints
     # all ranks must finish their saves before any rank lists the checkpoints
@@ -138,19 +137,19 @@ def _discover(checkpoints: RunCheckpoints, newest: int | None) -> Discovered:
         checkpoints.drop_after(found.step)
     if found.step is None and found.broken and newest is not None:
         raise FloatingPointError(
-            f"no checkpoint is as old as step {newest}: those of steps {sorted(found.broken)} are newer."
-            " Keep more of them: --checkpoints.keep"
+            f"no checkpoint is as old as step {newest}: steps {sorted(found.broken)} are newer. Keep more"
+            " checkpoints: --checkpoints.keep"
         )
     return found
 
 
 def _check_resumable(
-    run: Run, checkpoints: RunCheckpoints, found: Discovered, description: Mapping[str, Any]
+    run: Run, checkpoints: RunCheckpoints, found: DiscoveredCheckpoint, description: Mapping[str, Any]
 ) -> None:
     """Refuse a checkpoint of imported parameters or of another run; forget evaluations of other data.
 
     Raises:
-      ValueError: it is one.
+      ValueError: the run cannot resume from it.
     """
     extra, note = found.extra, checkpoints.note
     assert found.step is not None
@@ -163,8 +162,8 @@ def _check_resumable(
     check_synchronous_steps(extra["run"], run, found.step)
     if run.checkpoints.best is not None and has_other_heldout(extra["run"], description):
         note(
-            "WARNING: the held-out data is not that of the checkpoint: the best step is chosen from those"
-            " that are evaluated from now on"
+            "WARNING: the held-out data has changed since the checkpoint: the best step is chosen among"
+            " evaluations from now on"
         )
         checkpoints.checkpoints.forget_evaluations()
 
@@ -186,22 +185,31 @@ def _find_start(run: Run, path: Path, note: Callable[[str], object]) -> Checkpoi
 def _next_position(
     run: Run, extra: Mapping[str, Any], description: Mapping[str, Any], note: Callable[[str], object]
 ) -> Position:
-    """Return the position in the data where a checkpoint was saved, or the first if that is other data."""
-    position = _position(extra["position"])
+    """Return the position in the data of a checkpoint, or the first position if the data has changed."""
+    position = _parse_position(extra["position"])
     if is_other_data(extra["run"], description):
-        note("WARNING: the data is not that of the checkpoint: training continues from its beginning")
+        note("WARNING: the data has changed since the checkpoint: training continues from its beginning")
         return FIRST_POSITION
     if _forms_other_batches(extra["run"], run):
-        note("WARNING: batches of tokens are others than before: the epoch is read from its beginning again")
+        note("WARNING: the token batching has changed since the checkpoint: the epoch starts again")
         return Position(epoch=position["epoch"], index=0)
     return position
 
 
+def _parse_position(saved: Mapping[str, Any]) -> Position:
+    """Check the data position of a checkpoint, which is untrusted."""
+    epoch, index = (
+        check_whole_number(saved.get(name), f"position/{name}", MOST_INDEX) for name in ("epoch", "index")
+    )
+    return Position(epoch=epoch, index=index)
+
+
 def _find_base(run: Run) -> CheckpointReader | None:
-    """Find the parameters that a run started from, of which it may save only what it trains.
+    """Find the base checkpoint from which a run started.
 
     Raises:
-      ValueError: it saves only that, and started from none, or from copies; or as `find_parameters`.
+      ValueError: the run saves only trained parameters, and has no base checkpoint or changes its parameters;
+        or as `find_parameters`.
     """
     start = run.start_from
     if run.checkpoints.trained_only and (start.checkpoint is None or start.upcycle):
@@ -214,30 +222,18 @@ def _find_base(run: Run) -> CheckpointReader | None:
 
 
 def _forms_other_batches(saved: Mapping[str, Any], run: Run) -> bool:
-    """Return whether the samples before a position are others than when it was saved."""
+    """Return whether the samples before a position have changed since it was saved."""
     before = (saved.get("batch_unit", "examples"), saved.get("batch"), saved.get(SEED))
     now = (run.batch_unit, run.batch, run.seed)
-    # batches of examples are a number of samples each, so a position is the same in any order and batch
+    # a batch of examples is a number of samples, so a position is the same in any order and batch
     return "tokens" in (before[0], now[0]) and before != now
-
-
-def _position(saved: Mapping[str, Any]) -> Position:
-    """Return the data position of a checkpoint.
-
-    Raises:
-      ValueError: it is not of the form that was saved.
-    """
-    epoch, index = (
-        check_whole_number(saved.get(name), f"position/{name}", MOST_INDEX) for name in ("epoch", "index")
-    )
-    return Position(epoch=epoch, index=index)
 
 
 def _best_step(path: Path, found: Sequence[CheckpointReader]) -> int:
     """Return the best step in a folder.
 
     Raises:
-      ValueError: it is not known.
+      ValueError: the best step is not known.
     """
     folders = [folder.parent for reader in found for folder in reader.folders.values()]
     best = find_best_saved(folders[0], [each.step for each in found]) if folders else None
@@ -255,9 +251,9 @@ def find_parameters(
     """Find parameters to start from: a checkpoint, or a folder of Hugging Face.
 
     Args:
-      path: of either.
-      step: of a checkpoint, see `find_checkpoint`.
-      base: what its run started from, where a checkpoint has only what was trained.
+      path: path of either.
+      step: step of a checkpoint, see `find_checkpoint`.
+      base: the base checkpoint of its run, for a checkpoint with only trained parameters.
 
     Raises:
       ValueError: as `find_checkpoint` and `open_pretrained`.
@@ -273,7 +269,7 @@ def find_checkpoint(path: Path, step: int | Literal["best"] | None = None) -> Ch
 
     Args:
       path: a run's folder, its folder of checkpoints, or the folder of a step.
-      step: the step; None: the newest; "best": the best by the metric of `CheckpointPolicy.best`.
+      step: the step; None means the newest, "best" the best by the metric of `CheckpointPolicy.best`.
 
     Raises:
       ValueError: there is none, or it is broken.
@@ -287,18 +283,17 @@ def find_checkpoint(path: Path, step: int | Literal["best"] | None = None) -> Ch
     found = [each for each in found if step in (None, each.step)]
     if not found:
         raise ValueError(_nothing_found(path, step, steps))
-    if wrong := found[-1].problems():
-        raise problems_error(f"step {found[-1].step} in {path} is broken; give another", wrong)
+    refuse(f"step {found[-1].step} in {path} is broken; give another", found[-1].problems())
     return found[-1]
 
 
 def _nothing_found(path: Path, step: int | str | None, steps: list[int]) -> str:
-    """Return the message for a path without the checkpoint that was asked for."""
+    """Return the message for a path without the wanted checkpoint."""
     give = "give the folder of a run, of its checkpoints or of a step"
     if not path.exists():
         return f"{path} does not exist; {give}, or a folder of Hugging Face"
     if any(path.glob("*.safetensors")):
-        return f"{path} has safetensors, but no {CONFIG}; put that file of the download beside them"
+        return f"{path} has safetensors, but no {CONFIG}; put that file of the download next to them"
     have = f"it has steps {steps}" if steps else "it has no finished one"
     of_step = "" if step is None else f" of step {step}"
     return f"{path} holds no complete checkpoint{of_step}: {have}; {give}"
@@ -313,11 +308,11 @@ FREE = (
     *("names.*", "allow.*", "start_from.*", "recovery.*", "data", "data.*", "watch.*", "time_limit*"),
     *("loading.*", "hooks", "hook_errors", "sinks", "replay", "model.loss_chunk"),
 )
-"""Options that may differ from those of the checkpoint; each change is reported. Data that differs is read
-from its beginning. Any other option must be the same, or be allowed by `Allow.changed`."""
+"""Options that may differ from the checkpoint; each change is reported, and changed data is read from its
+beginning. Any other option must be the same, or be allowed by `Allow.changed`."""
 
 NOTHING: tuple[Any, ...] = (None, "", [])
-"""Values by which an option that a checkpoint does not know changes nothing."""
+"""Neutral values of an option that is not in a checkpoint."""
 
 SEED = "seed"
 
@@ -325,16 +320,16 @@ SEED = "seed"
 def check_options(
     saved: Mapping[str, Any], description: Mapping[str, Any], run: Run, note: Callable[[str], None]
 ) -> None:
-    """Report the options that differ from those of the checkpoint, and refuse those that may not.
+    """Report allowed changes of options since the checkpoint, and refuse others.
 
     Args:
       saved: description of the run that saved, see `config.describe`.
       description: the description of this run.
       run: this run.
-      note: receives a line for each option that may differ, and does.
+      note: receives a line for each allowed change.
 
     Raises:
-      ValueError: lists every option that may not differ, and does.
+      ValueError: lists every option that must not change.
     """
     seed = saved.get(SEED)
     if seed != run.seed and not matches(SEED, run.allow.changed):
@@ -347,18 +342,19 @@ def check_options(
     refused = []
     for name in dict.fromkeys([*saved, *now]):
         if name not in saved and (now[name] in NOTHING or now[name] is False):
-            continue  # an option that earlier versions had not
-        for line in differences(*({name: each[name]} if name in each else {} for each in (saved, now))):
+            continue  # an option that earlier versions did not have
+        for line in compare_descriptions(
+            *({name: each[name]} if name in each else {} for each in (saved, now))
+        ):
             if matches(name, (*FREE, *run.allow.changed)):
                 note(f"changed since then: {line}")
             else:
                 refused.append(f"{line}; put it back, or allow it: --allow.changed {name}")
-    if refused:
-        raise problems_error(f"the checkpoint in {run.run_dir} is of another run", refused)
+    refuse(f"the checkpoint in {run.run_dir} is of another run", refused)
 
 
 def check_synchronous_steps(saved: Mapping[str, Any], run: Run, step: int) -> None:
-    """Refuse synchronous steps after local ones: replicas have optimizer states of their own by then.
+    """Refuse synchronous steps after local ones, when each replica has its own optimizer state.
 
     Args:
       saved: description of the run that saved.

@@ -1,7 +1,7 @@
-"""Find where rows of a batch depend on each other in the traced program of a loss, before the first step.
+"""Find the lines of a user's loss or model that make rows of a batch depend on each other.
 
-Replicas, microbatches and islands have rows of their own. What is computed from several rows, but for the
-sums that a loss returns, is then not what one device computes. Next: `loss_trace.py`, which traces it.
+Replicas, microbatches and islands each have a part of the rows. A number computed from several rows then
+differs from one device, unless it is a sum that the loss returns. Next: `loss_trace.py`, which traces it.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from shardtrain.functional.jaxprs import CALLED, TracedEquation
 REDUCING = ("reduce_", "arg", "dot_general")
 EXTREMES = {"reduce_max": "largest", "reduce_min": "smallest", "reduce_prod": "product"}
 KINKED = ("abs", "clamp", "max", "min", "sign", *EXTREMES)
-"""Operations that some numbers pass unchanged, or only scaled: no such numbers show that they do more."""
+"""Operations that keep or scale some numbers, so that a computation with these numbers shows no coupling."""
 LINEAR = (
     "add", "add_any", "broadcast_in_dim", "complex", "concatenate", "conj", "convert_element_type",
     "copy", "copy_p", "cumsum", "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather", "imag",
@@ -24,35 +24,35 @@ LINEAR = (
     "rev", "scatter-add", "sharding_constraint", "slice", "split", "squeeze", "stop_gradient", "sub",
     "transpose",
 )  # fmt: skip
-"""Operations after which numbers of parts still add up to those of the batch."""
+"""Operations after which the parts still add up to the batch."""
 BILINEAR = ("conv_general_dilated", "dot_general", "mul")
 NUMBERING = (
     "add", "broadcast_in_dim", "convert_element_type", "div", "eq", "ge", "gt", "le", "lt", "mul", "ne",
     "rem", "reshape", "sub",
 )  # fmt: skip
-"""Operations whose results say which row it is, as the numbers of rows that they read."""
+"""Operations that turn indices of rows into others."""
 EPSILON = 1e-2
 MEAN = "takes a mean over rows, and means of parts are added up"
 ALONE = (
     "adds a number that no row contributes to a sum over rows, once for each part (multiply it by the count"
     " of the loss)"
 )
-COUNTED = "computes with the number of rows, which is that of a part"
+COUNTED = "computes with the number of rows, which is smaller in each part"
 SUMS = (MEAN, ALONE)
-"""What may be said of a sum that is a sum still; what is done with it on the same line says more."""
+"""Weak findings about a sum; a later finding on the same line replaces them."""
 SUMMED, NUMBERED, NUMBER = 1, 2, 4
-"""What is known of an array, as bits: made of sums over rows, made of numbers of rows, or such numbers."""
+"""Bits about an array: computed from sums over rows, computed from indices of rows, or such indices."""
 
 NORMALIZATION = "normalization.py"
-"""Flax's file of batch norms, whose statistics are those of a replica, as the documents say."""
+"""Flax's file of batch norms, whose statistics are documented as those of a replica."""
 
 
 class Coupling(NamedTuple):
-    """Rows that depend on each other.
+    """An operation that makes rows depend on each other.
 
     Args:
-      what: how.
-      is_certain: whether it stands whatever the numbers are; otherwise what follows may undo it.
+      what: a description of the operation.
+      is_certain: whether it couples rows for certain; otherwise later operations may undo it.
     """
 
     what: str
@@ -60,11 +60,11 @@ class Coupling(NamedTuple):
 
 
 class Couplings(NamedTuple):
-    """Where rows depend on each other.
+    """The lines at which rows depend on each other.
 
     Args:
-      lines: line of a user -> how.
-      in_library: whether they also do in this library or in a batch norm of Flax, as the documents say.
+      lines: line of a user -> coupling.
+      in_library: whether this library or a batch norm of Flax couples rows too, as documented.
     """
 
     lines: dict[str, Coupling]
@@ -72,7 +72,7 @@ class Couplings(NamedTuple):
 
 
 def find_couplings(traced: Any, prime: int) -> Couplings:
-    """Return the lines of a user at which rows depend on each other.
+    """Find the lines of a user at which rows depend on each other.
 
     Args:
       traced: the program of a loss for `2 * prime` rows, a ClosedJaxpr; other dims are no multiples of it.
@@ -87,18 +87,18 @@ def coupling_text(what: str, num_parts: int) -> str:
     """Return the warning about rows that depend on each other.
 
     Args:
-      what: the line and what it does, or what was seen of the loss.
+      what: the line and its operation, or the difference of the loss.
       num_parts: parts into which a batch is split, over replicas, microbatches and islands.
     """
     return (
         f"WARNING: {what}; a batch is split into {num_parts} parts, over replicas, microbatches and"
-        " islands, and each has its own rows alone, so losses are not those of one device: compute it of each"
+        " islands, and each part has only its own rows, so losses differ from one device: compute it for each"
         " row, or do not split batches (one island, no axis data, no ZeRO stage 1 or 2, --accumulate 1)"
     )
 
 
 class _Walk:
-    """Lines at which rows depend on each other, and how."""
+    """A walk through a program that collects couplings of rows by line."""
 
     def __init__(self, prime: int):
         self.prime = prime
@@ -111,12 +111,12 @@ class _Walk:
         return [dim for dim, size in enumerate(shape) if size and size % self.prime == 0]
 
     def walk(self, jaxpr: Any, inputs: Iterable[int], outer: tuple[Any, ...]) -> list[int]:
-        """Go through a program; return what is known of its outputs.
+        """Walk through a program, and return the bits of its outputs.
 
         Args:
           jaxpr: the program.
-          inputs: what is known of its inputs.
-          outer: the equations that it is in.
+          inputs: the bits of its inputs.
+          outer: the equations that contain it.
         """
         known = dict(zip(jaxpr.invars, inputs, strict=True))
         for equation in jaxpr.eqns:
@@ -136,25 +136,25 @@ class _Walk:
                     status |= each & ~NUMBER
                 if found := self._coupling(equation, given, is_number):
                     self._note(TracedEquation(equation, [], outer), found)
-                    # it is said once, not again of what is computed from it
+                    # report it once, and not again for later operations
                     status &= ~(SUMMED * (found.what not in SUMS))
                 after = [status] * len(equation.outvars)
             known.update(zip(equation.outvars, after, strict=True))
         return [0 if hasattr(v, "val") else known.get(v, 0) for v in jaxpr.outvars]
 
     def _find_call_coupling(self, equation: Any, given: list[int]) -> Coupling | None:
-        """Return how an operation that calls a program may let rows depend on each other."""
+        """Return how an operation that calls a program may couple rows."""
         name, params = equation.primitive.name, equation.params
         if name == "scan" and params["length"] % self.prime == 0:
             return Coupling("loops over rows", False)
         if name == "cond" and given[0] & SUMMED:
-            return Coupling("chooses what to compute by a number that is computed from all rows", True)
+            return Coupling("chooses a branch by a number that is computed from all rows", True)
         if name.startswith("custom_vjp"):
             return Coupling("has a derivative of its own, which depends on several rows", False)
         return None
 
     def _is_number(self, equation: Any, given: list[int]) -> bool:
-        """Return whether the result of an operation is the numbers of rows themselves."""
+        """Return whether the result of an operation consists of indices of rows."""
         name = equation.primitive.name
         if name == "iota":
             return equation.params["dimension"] in self.rows_of(equation.outvars[0])
@@ -170,7 +170,7 @@ class _Walk:
         return False
 
     def _scatters(self, equation: Any, given: list[int]) -> bool:
-        """Return whether an operation writes or adds rows to places that are not their own."""
+        """Return whether an operation writes or adds rows to other rows' positions."""
         dims, updates = equation.params["dimension_numbers"], equation.invars[2]
         return not given[1] & NUMBERED and any(
             dim not in dims.update_window_dims and not dims.operand_batching_dims
@@ -178,17 +178,17 @@ class _Walk:
         )
 
     def _coupling(self, equation: Any, given: list[int], is_number: bool) -> Coupling | None:
-        """Return how rows depend on each other in an operation; None if they do not."""
+        """Return how an operation couples rows; None if it does not."""
         name, params, output = equation.primitive.name, equation.params, equation.outvars[0]
-        if what := self._moves(equation, given):
-            return Coupling(what, False)
+        if self._mixes(equation, given):
+            return Coupling(f"mixes rows or moves them to other positions ({name})", False)
         rows, summed = self.rows_of(output), [bool(each & SUMMED) for each in given]
         if len(rows) > 1 and all(len(self.rows_of(v)) < 2 for v in equation.invars):
             return Coupling("computes something for each pair of rows", False)
         if not jnp.issubdtype(output.aval.dtype, jnp.floating):
             return None
         if is_number:
-            return Coupling("computes with the numbers of rows, which begin at 0 in each part", False)
+            return Coupling("computes with the indices of rows, which begin at 0 in each part", False)
         if name in EXTREMES and set(params["axes"]) & set(self.rows_of(equation.invars[0])):
             return Coupling(f"takes the {EXTREMES[name]} of all rows", True)
         if not any(summed):
@@ -206,7 +206,7 @@ class _Walk:
         return any(abs(x / self.prime - round(x / self.prime)) < 1e-4 and x < 1e6 for x in counts)
 
     def _find_coupling_after_sum(self, equation: Any, summed: list[bool]) -> Coupling | None:
-        """Return what an operation does with a sum over rows that sums of parts do not do."""
+        """Return how an operation uses a sum over rows in a way that sums of parts do not allow."""
         name, operands = equation.primitive.name, equation.invars
         if name in ("add", "add_any", "sub") and not all(summed):
             other = operands[summed.index(False)]
@@ -222,55 +222,31 @@ class _Walk:
             f"takes the {name} of a sum over rows, and sums of parts are added up", name in KINKED
         )
 
-    def _moves(self, equation: Any, given: list[int]) -> str:
-        """Say how an operation moves rows to places of others; nothing if it does not."""
-        name, params, output = equation.primitive.name, equation.params, equation.outvars[0]
-        rows = self.rows_of(equation.invars[0] if name == "pad" else output)
-        if name == "sort" and output.aval.shape[params["dimension"]] == 2 * self.prime:
-            return "sorts or permutes rows"
-        if name == "top_k" and self.rows_of(equation.invars[0])[-1:] == [equation.invars[0].aval.ndim - 1]:
-            return "sorts or permutes rows"
-        if name.startswith("cum") and params["axis"] in rows:
-            return "adds up along rows"
-        if name == "concatenate" and params["dimension"] in rows:
-            parts = [v.aval.shape[params["dimension"]] for v in equation.invars]
-            return "moves rows to the places of others" if any(size % self.prime for size in parts) else ""
-        if name == "rev" and set(params["dimensions"]) & set(rows):
-            return "reverses rows"
-        before = self.rows_of(equation.invars[0]) if equation.invars else []
-        if name == "conv_general_dilated" and set(params["dimension_numbers"].lhs_spec[2:]) & set(before):
-            return "convolves along rows"
-        if name.startswith("reduce_window") and any(params["window_dimensions"][dim] > 1 for dim in before):
-            return "pools over rows"
-        if name == "fft" and max(rows, default=-1) >= output.aval.ndim - len(params["fft_lengths"]):
-            return "transforms along rows"
-        if name == "pad" and any(any(params["padding_config"][dim]) for dim in before):
-            return "moves rows to the places of others"
-        if name == "reshape" and any(output.aval.shape[dim] % (2 * self.prime) for dim in rows):
-            return "groups rows"
-        if name.startswith("scatter") and self._scatters(equation, given):
-            is_sum = name == "scatter-add" and not rows
-            return "" if is_sum else "writes rows to the places of others"
-        return "takes some of the rows" if self._takes_some(equation, given) else ""
-
-    def _takes_some(self, equation: Any, given: list[int]) -> bool:
-        """Return whether an operation reads rows at places that are not their own."""
-        name, params, whole = equation.primitive.name, equation.params, 2 * self.prime
-        if name in ("slice", "dynamic_slice"):
-            shape = equation.outvars[0].aval.shape
-            return any(shape[dim] % whole for dim in self.rows_of(equation.invars[0]))
-        if name != "gather" or given[1] & NUMBERED:
+    def _mixes(self, equation: Any, given: list[int]) -> bool:
+        """Return whether an operation mixes rows, or reads or writes them at other rows' positions."""
+        if not equation.invars:
             return False
-        batching = params["dimension_numbers"].operand_batching_dims
-        return any(
-            params["slice_sizes"][dim] % whole and dim not in batching
-            for dim in self.rows_of(equation.invars[0])
-        )
+        name, params, output = equation.primitive.name, equation.params, equation.outvars[0]
+        before, after, whole = self.rows_of(equation.invars[0]), self.rows_of(output), 2 * self.prime
+        shape = getattr(output.aval, "shape", ())
+        if name == "concatenate":
+            dim = params["dimension"]
+            return dim in after and any(v.aval.shape[dim] % self.prime for v in equation.invars)
+        if name == "reshape":
+            return any(shape[dim] % whole for dim in after)
+        if name.startswith("scatter"):
+            return self._scatters(equation, given) and not (name == "scatter-add" and not after)
+        if name in ("slice", "dynamic_slice"):
+            return any(shape[dim] % whole for dim in before)
+        if name == "gather":
+            own = params["dimension_numbers"].operand_batching_dims if not given[1] & NUMBERED else before
+            return any(params["slice_sizes"][dim] % whole and dim not in own for dim in before)
+        return bool(set(before) & _mixed_dims(equation))
 
     def _note(self, at: TracedEquation, found: Coupling) -> None:
         traces = [each.source_info.traceback for each in (at.equation, *reversed(at.outer))]
         files = [frame.file_name for trace in traces for frame in (trace.frames if trace else ())]
-        # who calls a loss or a model of this library did not write what it does
+        # a user who calls a loss or a model of this library did not write its operations
         own = next((file for file in files if is_users(file) or _is_library(file)), FOLDER)
         if at.line == "?" or own.startswith(FOLDER) or any(file.endswith(NORMALIZATION) for file in files):
             self.in_library = True
@@ -280,13 +256,30 @@ class _Walk:
         self.lines[at.line] = Coupling(what, before.is_certain or found.is_certain)
 
 
+def _mixed_dims(equation: Any) -> set[int]:
+    """Return the dims of the first operand along which an operation mixes entries."""
+    name, params, ndim = equation.primitive.name, equation.params, equation.invars[0].aval.ndim
+    if name in ("sort", "rev") or name.startswith("cum"):
+        dims = params.get("dimensions", (params.get("dimension", params.get("axis")),))
+        return set(dims)
+    if name == "top_k":
+        return {ndim - 1}
+    if name == "conv_general_dilated":
+        return set(params["dimension_numbers"].lhs_spec[2:])
+    if name.startswith("reduce_window"):
+        return {dim for dim, size in enumerate(params["window_dimensions"]) if size > 1}
+    if name == "fft":
+        return set(range(ndim - len(params["fft_lengths"]), ndim))
+    return {dim for dim, each in enumerate(params["padding_config"]) if any(each)} if name == "pad" else set()
+
+
 def _is_library(file: str) -> bool:
-    """Return whether a file computes something itself: not only in the place of what a user calls."""
+    """Return whether a file computes something itself, and does not only wrap a function that users call."""
     return file.startswith(FOLDER) and not file.endswith("per_device.py")
 
 
 def _programs(equation: Any) -> list[tuple[Any, int]]:
-    """Return the programs of an operation that calls some, each with the number of inputs that it lacks."""
+    """Return the programs that an operation calls, each with the number of inputs that it does not take."""
     params = equation.params
     if equation.primitive.name == "cond":
         return [(branch.jaxpr, 1) for branch in params["branches"]]

@@ -1,4 +1,4 @@
-"""The rows of each batch that the islands get: by weights, by their devices, or by their measured speed.
+"""Split the rows of each batch over islands: by weights, by their devices, or by their measured speed.
 
 Next: `feed.py`, which reads them.
 """
@@ -20,7 +20,7 @@ from shardtrain.data import (
     batch_shard,
     split_over_islands,
 )
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.islands.measured_shares import MeasuredShares, capacity
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system.cgroup import limits
@@ -40,10 +40,13 @@ class RowShares:
 
     Args:
       coordination: the exchange with the other islands.
-      row_counts: the numbers of rows that batches have: one, unless they are counted in tokens.
-      run: its strategy says how rows are split.
-      mesh: of this island.
+      row_counts: the possible numbers of rows in a batch: one, unless batches are counted in tokens.
+      run: the run, whose strategy gives the weights.
+      mesh: the mesh of this island.
       microbatches: parts of a batch that a program handles one after the other.
+
+    Attributes:
+      limits: the largest share of a batch for each island, in examples or tokens; None without limits.
 
     Raises:
       ValueError: see `Coordination.split`; or one island cannot split the batch.
@@ -56,7 +59,7 @@ class RowShares:
         weights = None if isinstance(shares, str) else shares
         self._split = coordination.split(weights, mesh, self._batch_axes, microbatches)
         self._row_counts, self._mesh, self._microbatches = row_counts, mesh, microbatches
-        # the numbers of rows of batches of tokens follow from lengths, so nobody can choose what divides
+        # batches of tokens are padded: their numbers of rows follow from lengths, and may not divide
         self._pads = run.batch_unit == "tokens"
         if len(self._split.multiples) == 1 and not self._pads and coordination.islands is not None:
             unit = self._split.multiples[0]
@@ -67,13 +70,13 @@ class RowShares:
         self.limit(None if isinstance(limits, str) else limits)
 
     def limit(self, limits: Sequence[int] | None) -> None:
-        """Set the most that each island gets of a batch, in examples or tokens; None: no limit.
+        """Set the largest share of a batch for each island, in examples or tokens; None removes the limits.
 
         Raises:
-          ValueError: the islands together cannot hold a batch, or one cannot have what its mesh computes at
-            least; or there are not as many limits as islands.
+          ValueError: the islands together cannot hold a batch, or a limit is below the fewest rows that the
+            island's mesh can compute; or there are not as many limits as islands.
         """
-        self._limits = limits
+        self.limits = limits
         if limits is not None and len(limits) != len(self._split.multiples):
             raise ValueError(
                 f"share_limits has {len(limits)} numbers, and there are {len(self._split.multiples)} islands;"
@@ -85,22 +88,17 @@ class RowShares:
             rows, multiples = self._rows(most), self._split.multiples
             self._measured = MeasuredShares(most, rows, multiples, self._row_limits(most))
 
-    @property
-    def limits(self) -> Sequence[int] | None:
-        """The most that each island gets of a batch, in examples or tokens; None: no limit."""
-        return self._limits
-
     def _row_limits(self, num_rows: int) -> list[int] | None:
-        """Return the most rows of each island in a batch of so many, multiples of what its mesh can split."""
-        if self._limits is None:
+        """Return the most rows of each island in a batch, as multiples of what its mesh can split."""
+        if self.limits is None:
             return None
         found = []
-        for island, (limit, multiple) in enumerate(zip(self._limits, self._split.multiples, strict=True)):
+        for island, (limit, multiple) in enumerate(zip(self.limits, self._split.multiples, strict=True)):
             rows = limit * num_rows // self._batch
             if rows < multiple:
                 raise ValueError(
-                    f"island {island} may have {rows} of {num_rows} rows of a batch, and its mesh computes"
-                    f" {multiple} at least; use a smaller mesh or fewer microbatches there, or leave it out"
+                    f"island {island} may have {rows} of {num_rows} rows of a batch, and its mesh computes at"
+                    f" least {multiple}; use a smaller mesh or fewer microbatches there, or leave it out"
                 )
             found.append(rows // multiple * multiple)
         return found
@@ -111,7 +109,7 @@ class RowShares:
         return loader.replace_shards(self.shards())
 
     def shards(self) -> dict[int, BatchShard]:
-        """Return the rows that this process loads from now on, by the number of rows of the whole batch."""
+        """Return the rows that this process loads, by the number of rows of the whole batch."""
         return {num_rows: self._shard(num_rows) for num_rows in self._row_counts}
 
     def _shard(self, num_rows: int) -> BatchShard:
@@ -128,7 +126,7 @@ class RowShares:
         )
 
     def _rows(self, num_rows: int) -> list[int]:
-        """Return the rows of each island in a batch of so many."""
+        """Return the rows of each island in a batch."""
         if self._measured is None:
             return self._split.rows(num_rows, self._row_limits(num_rows))
         if num_rows == sum(self._measured.rows):
@@ -137,28 +135,12 @@ class RowShares:
         return split_over_islands(num_rows, self._measured.rows, self._split.multiples, limits)
 
     def _capacities(self, rows: Sequence[int], num_rows: int) -> list[int]:
-        """Return these rows with padding: few numbers where they are measured, so that few are compiled."""
+        """Return the padded rows; measured rows get one of few numbers, so that few programs are compiled."""
         multiples = self._split.multiples
         if self._measured is not None:
             limits = self._row_limits(num_rows) or [math.inf] * len(rows)
             return [capacity(*each) for each in zip(rows, multiples, limits, strict=True)]
         return [RowSplit({"data": each}).pad_rows(n) for n, each in zip(rows, multiples, strict=True)]
-
-    def limit_rows(self, rows: Sequence[int | None], num_rows: int) -> str | None:
-        """Set the most rows of each island; return a line if any has a limit.
-
-        Args:
-          rows: of each island; None: no limit.
-          num_rows: of the whole batch.
-
-        Raises:
-          ValueError: see `limit`.
-        """
-        fit = [num_rows if limit is None else min(limit, num_rows) for limit in rows]
-        if min(fit) == num_rows:
-            return None
-        self.limit([-(-limit * self._batch // num_rows) for limit in fit])
-        return f"most rows that fit the memory of each island, of {num_rows}: {', '.join(map(str, fit))}"
 
     @property
     def multiple(self) -> int:
@@ -166,14 +148,14 @@ class RowShares:
         return self._split.multiples[self._split.own]
 
     def saved(self) -> dict[str, list[int]]:
-        """Return what a checkpoint holds of the rows: those of each island, if they were measured."""
+        """Return the extra data of a checkpoint: the rows of each island, if they are measured."""
         return {} if self._measured is None else {ROWS: list(self._measured.rows)}
 
     def restore(self, extra: Mapping[str, Any]) -> str | None:
-        """Go on with the rows in a checkpoint; return a line if it has any for these islands and this batch.
+        """Restore the rows in a checkpoint; return a line if they fit these islands and this batch.
 
         Args:
-          extra: what the checkpoint holds beside arrays.
+          extra: the extra data of the checkpoint.
 
         Raises:
           ValueError: the rows there are no whole numbers.
@@ -186,18 +168,18 @@ class RowShares:
         return f"rows of the islands, as they were measured before: {', '.join(map(str, rows))}"
 
     def own_share(self) -> float:
-        """Return the part of the rows of a batch that this island has."""
+        """Return this island's fraction of the rows of a batch."""
         rows = self._rows(max(self._row_counts))
         return rows[self._split.own] / sum(rows)
 
     def add(
         self, seconds: Sequence[float], num_rows: int, rest_seconds: Sequence[float] | None = None
     ) -> str | None:
-        """Add a step; return what changes before the next one, or None.
+        """Add the times of a step; return a line if the rows change before the next one, or None.
 
         Args:
-          seconds: of each island's own work in the step, the same on all ranks.
-          num_rows: rows of its whole batch.
+          seconds: seconds of each island's own work in the step, the same on all ranks.
+          num_rows: rows of the whole batch.
           rest_seconds: see `MeasuredShares.add`.
         """
         measured = self._measured
@@ -205,10 +187,10 @@ class RowShares:
             return None
         most, found = max(self._row_counts), self._capacities(self._rows(num_rows), num_rows)
         if num_rows != most:
-            # batches of tokens differ in their rows: what counts is the time for a part of a batch
+            # batches of tokens differ in their rows, so scale the times to the largest batch
             parts = zip(seconds, found, measured.capacities, strict=True)
             seconds = [x * (now / most) / (n / num_rows) for x, n, now in parts]
-        # a step with numbers of rows that are new may have been compiled
+        # a step with new numbers of rows may have been compiled
         if len(self._row_counts) > 1 and (key := (num_rows, *found)) not in self._compile:
             self._compile.add(key)
             return None
@@ -221,11 +203,11 @@ class RowShares:
         )
 
 
-class Fit(NamedTuple):
-    """What fits the memory of an island.
+class RowFit(NamedTuple):
+    """The rows that fit the memory of an island.
 
     Args:
-      rows: the most rows; None: the memory is not known, or everything fits.
+      rows: the most rows; None if the memory is not known or everything fits.
       least_bytes: memory of a device for the fewest rows.
       memory_bytes: memory of a device.
     """
@@ -235,36 +217,36 @@ class Fit(NamedTuple):
     memory_bytes: int = 0
 
 
-def fit_rows(program_bytes: Callable[[int], int], rows: int, multiple: int, memory_bytes: int) -> Fit:
-    """Return how many rows fit, by a line through the memory of two programs.
+def fit_rows(program_bytes: Callable[[int], int], rows: int, multiple: int, memory_bytes: int) -> RowFit:
+    """Compute how many rows fit, by a line through the memory of two programs.
 
     Args:
-      program_bytes: rows -> memory of a device for the program of that many; it is compiled.
-      rows: that the island has at first: that program is needed anyway.
-      multiple: what the island's mesh splits without padding.
-      memory_bytes: of a device.
+      program_bytes: rows -> memory of a device for the program of these rows, which is compiled.
+      rows: the first rows of the island, whose program is needed anyway.
+      multiple: the number of rows that the island's mesh splits without padding.
+      memory_bytes: memory of a device.
 
     >>> fit_rows(lambda rows: 100 + 10 * rows, 8, 2, 245)
-    Fit(rows=14, least_bytes=120, memory_bytes=245)
+    RowFit(rows=14, least_bytes=120, memory_bytes=245)
     >>> fit_rows(lambda rows: 100 + 10 * rows, 8, 2, 110).rows
     0
     """
     other = rows if rows > multiple else 2 * multiple
     least, more = program_bytes(multiple), program_bytes(other)
     if least > memory_bytes:
-        return Fit(0, least, memory_bytes)
+        return RowFit(0, least, memory_bytes)
     row_bytes = (more - least) / (other - multiple)
     if row_bytes <= 0:
-        return Fit(None, least, memory_bytes)
+        return RowFit(None, least, memory_bytes)
     fits = multiple + math.floor((memory_bytes - least) / row_bytes)
-    return Fit(fits // multiple * multiple, least, memory_bytes)
+    return RowFit(fits // multiple * multiple, least, memory_bytes)
 
 
 def device_memory_bytes(coordination: Coordination) -> int | None:
-    """Return the memory that a device of this process may use; None: it is not known.
+    """Return the memory that a device of this process may use, or None if it is not known.
 
-    Of processors that is the control group's limit, in equal parts for the processes and devices of the host,
-    less what the process has already. All ranks call it.
+    For CPUs it is the control group's limit in equal parts for the processes and devices of the host, less
+    the memory that the process uses already. All ranks call it.
     """
     device = jax.local_devices()[0]
     islands = coordination.islands
@@ -288,26 +270,29 @@ def fit_to_memory(
     batch: Any,
     note: Callable[[str], None],
 ) -> Loader:
-    """Limit the rows of islands to what fits their memory, and return the loader of those that remain.
+    """Limit the rows of islands to what fits their memory, and return the loader of the remaining rows.
 
     Args:
       coordination: the exchange with the other islands.
       shares: the rows of each island, which are limited.
-      loader: of this island's rows.
+      loader: the loader of this island's rows.
       step: the step of this island.
       wanted: the shapes of its state.
-      batch: a first batch of this island.
+      batch: the first batch of this island.
       note: receives a line if an island has a limit.
 
     Raises:
       ValueError: see `find_fit` and `RowShares.limit`.
     """
     assert isinstance(step, GradientIslandStep | DeltaIslandStep)
-    fit = find_fit(coordination, step, wanted, batch, shares.multiple)
-    text = shares.limit_rows([each.rows for each in fit], loader.batches.num_rows(None))
-    if text is None:
+    num_rows = loader.batches.num_rows(None)
+    found = find_fit(coordination, step, wanted, batch, shares.multiple)
+    fit = [num_rows if each.rows is None else min(each.rows, num_rows) for each in found]
+    if min(fit) == num_rows:
         return loader
-    note(text)
+    # limits are in examples, or in tokens
+    shares.limit([-(-rows * loader.batches.batch // num_rows) for rows in fit])
+    note(f"most rows that fit the memory of each island, of {num_rows}: {', '.join(map(str, fit))}")
     return loader.replace_shards(shares.shards())
 
 
@@ -317,15 +302,15 @@ def find_fit(
     state: State,
     batch: Any,
     multiple: int,
-) -> list[Fit]:
-    """Return what fits each island; all ranks call it.
+) -> list[RowFit]:
+    """Find the rows that fit each island; all ranks call it.
 
     Args:
       coordination: the exchange with the other islands.
       step: the step of this island.
       state: the shapes of its state.
       batch: a batch of this island.
-      multiple: what its mesh splits without padding.
+      multiple: the number of rows that its mesh splits without padding.
 
     Raises:
       ValueError: lists every island that cannot hold the fewest rows.
@@ -340,12 +325,12 @@ def find_fit(
         arguments = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return arguments + memory.temp_size_in_bytes
 
-    memory_bytes, own = device_memory_bytes(coordination), Fit(None)
+    memory_bytes, own = device_memory_bytes(coordination), RowFit(None)
     if memory_bytes is not None:
         leaf = jax.tree.leaves(batch)[0]
         own = fit_rows(program_bytes, leaf.shape[0] * leaf.shape[1], multiple, memory_bytes)
     assert coordination.islands is not None
-    found = [Fit(*each) for each in coordination.islands.all_gather_islands("rows that fit", own)]
+    found = [RowFit(*each) for each in coordination.islands.all_gather_islands("rows that fit", own)]
     problems = [
         f"island {island} has {bytes_text(each.memory_bytes)} a device, and the fewest rows need"
         f" {bytes_text(each.least_bytes)}; use more devices or --zero 3 there, --remat full, a smaller"
@@ -353,6 +338,5 @@ def find_fit(
         for island, each in enumerate(found)
         if each.rows == 0
     ]
-    if problems:
-        raise problems_error("the model does not fit every island", problems)
+    refuse("the model does not fit every island", problems)
     return found

@@ -1,7 +1,7 @@
-"""How far sum, count and gradients of a loss over rows are from those of its parts, computed with a few rows.
+"""Compute the loss and gradients of a few rows, and compare them with the sum over parts of these rows.
 
-`row_coupling.py` finds operations between rows; others may undo them, as a count undoes a mean, and some it
-does not know.
+`row_coupling.py` finds operations that couple rows. Others may undo them, as a count undoes a mean, and some
+are unknown to it.
 """
 
 import math
@@ -23,11 +23,11 @@ from shardtrain.system.xla_flags import quick_options
 
 ROWS, PARTS, TRIALS = 9, 3, 5
 MOST_BYTES = 256 << 20
-"""Of the parameters of a model with which a few rows are computed on one device before the first step."""
+"""Largest parameters of a model that is computed on one device before the first step."""
 TINY = float(np.finfo(np.float32).tiny)
 
 
-def row_difference(
+def compute_row_difference(
     model: Model,
     loss: Loss,
     batch: Mapping[str, np.ndarray],
@@ -38,23 +38,23 @@ def row_difference(
 ) -> float | None:
     """Return the largest relative difference between a few rows and the sum of their parts; 1e-3 is 0.1 %.
 
-    The sum and the count of the loss are compared, and its gradients. None for a model that is too large to
-    try, calls Python, does not take so few rows, or gives no numbers.
+    The sum and the count of the loss are compared, and its gradients. None for a model that is too large,
+    calls Python, cannot take these numbers of rows, or gives NaN.
 
     Args:
       model: the whole model.
       loss: the loss function of the run.
-      batch: rows of the run on the host, of which some are computed.
-      train: whether it is the loss of training, with its gradients, or that of held-out data.
-      num_trials: times that rows are chosen; in the first a part has weights of 0.
-      most_flops: of the program of all rows; a larger one is not computed.
+      batch: rows of the run on the host, from which some are chosen.
+      train: compute the loss of training and its gradients, or else the loss of held-out data.
+      num_trials: number of choices of rows; in the first one a part has weights of 0.
+      most_flops: largest program of all rows that is computed.
     """
     shapes = jax.tree.leaves(jax.eval_shape(model.init, new_key(0)))
     if sum(x.size * x.dtype.itemsize for x in shapes) > MOST_BYTES:
         return None
     options = quick_options(jax.default_backend())
     params, model_state = jax.jit(model.init, compiler_options=options)(new_key(0))
-    # what begins at zero would hide what it multiplies
+    # parameters that begin at zero would hide what they multiply
     params = jax.tree.map(_move, params)
     worst = 0.0
     with jax.sharding.use_abstract_mesh(ONE):
@@ -63,9 +63,9 @@ def row_difference(
                 _compile(model, loss, (params, model_state, _chosen(batch, 0)), size, train, most_flops)
                 for size in (ROWS, ROWS // PARTS)
             )
-            # parts may be alike by chance, such as in the number of rows of each class
+            # parts may be equal by chance, such as in the number of rows of each class
             for trial in range(num_trials):
-                # a model may begin to do something once it has counted its steps
+                # a model may behave differently once it has counted its steps
                 state, rows = (
                     jax.tree.map(partial(_count, 1000 * trial), model_state),
                     _chosen(batch, trial),
@@ -130,12 +130,12 @@ def _compile(
 
 
 def _count(steps: int, x: jax.Array) -> jax.Array:
-    """Return an array of a model's state, as it may be after some steps if it counts them."""
+    """Return an array of a model's state after some steps, if it counts them."""
     return x + steps if jnp.issubdtype(x.dtype, jnp.signedinteger) else x
 
 
 def _move(x: jax.Array) -> jax.Array:
-    """Return an array a little away from where it is, each entry otherwise."""
+    """Change each entry of an array a little, each by another number."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     return x + 0.05 * jnp.sin(1 + 1.37 * jnp.arange(x.size)).reshape(x.shape).astype(x.dtype)

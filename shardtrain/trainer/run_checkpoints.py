@@ -1,6 +1,6 @@
-"""The checkpoints of a run, as one island reads and writes them: all of a step, a part of it, or none.
+"""Save this island's part of each checkpoint of a run: all of it, some arrays, or nothing.
 
-What is read of them, and when, is in `resume.py`. Next: `checkpoints/checkpointer.py`.
+Checkpoints are restored in `resume.py`. Next: `checkpoints/checkpointer.py`.
 """
 
 import json
@@ -12,7 +12,7 @@ import jax
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.manifest_entries import WHOLE, WriterPart
-from shardtrain.checkpoints.origins import array_origins, state_to_save
+from shardtrain.checkpoints.origins import make_find_origins, select_saved_state
 from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.save import SaveFailed
@@ -25,7 +25,7 @@ from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.coordination import Coordination
-from shardtrain.trainer.pretrained import BASE, left_out, make_entry
+from shardtrain.trainer.pretrained import BASE, find_base_arrays, make_entry
 from shardtrain.trainer.setup import RunSetup
 
 UNLOGGED = "held"
@@ -36,24 +36,24 @@ WALL_SECONDS = "wall_seconds"
 
 
 class RunCheckpoints:
-    """The checkpoints of a run, as one island reads and writes them.
+    """The checkpoints of a run on one island.
 
     Args:
       run: the run.
       folder: the folder of the run.
       coordination: the exchange with the other islands.
-      setup: the setup of this island; says where arrays of its state belong in the whole model.
+      setup: the setup of this island, from which the origins of its arrays follow.
       island_step: the step of several islands; None for a run of one island.
       note: receives lines for the user.
 
     Attributes:
-      has_own: each island saves something of its own.
-      own_optimizers: each island has an optimizer state of its own.
+      has_own: whether each island saves arrays that differ per island.
+      own_optimizers: whether each island has its own optimizer state.
       island: (number of this island, number of islands).
-      origins: state -> path -> which part of the whole model's array an array of this island is.
+      origins: state -> path -> origin of this island's array in the whole model.
       layout: the facts on which the arrays of a combiner depend.
       left_out: paths of the parameters that are not saved.
-      base: entry of the extra data about them, see `pretrained.py`; None: everything is saved.
+      base: entry of the extra data about them, see `pretrained.py`; None if everything is saved.
     """
 
     def __init__(
@@ -70,14 +70,13 @@ class RunCheckpoints:
         )
         self.own_optimizers = run.strategy.synchronisation.on_deltas and island_step is not None
         self.coordination, self.placement, self.note = coordination, setup.placement, note
-        placement = None if coordination.islands is None else coordination.islands.placement
-        self.island = (0, 1) if placement is None else (placement.island, placement.num_islands)
+        self.island = (coordination.island, coordination.num_islands)
         self._part = self._find_part()
         self.checkpoints = Checkpoints(
             folder / CHECKPOINTS, run.checkpoints, self._part or WHOLE, report=note
         )
         grid = setup.grid
-        self.origins = array_origins(
+        self.origins = make_find_origins(
             setup.placement,
             setup.stage_model,
             self.island,
@@ -91,18 +90,18 @@ class RunCheckpoints:
         self.base: dict[str, Any] | None = None
 
     def leave_out(self, base: CheckpointReader, folder: Path) -> None:
-        """Save no frozen parameters that another reader has.
+        """Leave out frozen parameters that are in the base checkpoint.
 
         Args:
-          base: the reader of what the run started from.
-          folder: where that is.
+          base: the reader of the base checkpoint, from which the run started.
+          folder: the folder of the base checkpoint.
 
         Raises:
           ValueError: there are none.
         """
         shapes = jax.eval_shape(self._model.init, new_key(0))[0]
         by_path = {path_text(path): x.shape for path, x in jax.tree.leaves_with_path(shapes)}
-        self.left_out = tuple(left_out(self._model.frozen, by_path, base))
+        self.left_out = tuple(find_base_arrays(self._model.frozen, by_path, base))
         self.base = make_entry(base, list(self.left_out), folder)
 
     def __enter__(self) -> Self:
@@ -113,7 +112,7 @@ class RunCheckpoints:
         self.checkpoints.__exit__(*exception)
 
     def _find_part(self) -> WriterPart | None:
-        """Return which part of a step this island saves; None where another island saves all."""
+        """Return which part of a step this island saves; None if it saves nothing."""
         grid = self.coordination.grid
         if self.has_own:
             return WriterPart(*self.island)
@@ -126,10 +125,10 @@ class RunCheckpoints:
         return self._latest if self._part is None else self.checkpoints.latest()
 
     def complete(self, by_all: int | None) -> int | None:
-        """Return the newest step that is complete on the disk, and not in the background any more.
+        """Return the newest step that is complete on the disk.
 
         Args:
-          by_all: the newest step that all islands have saved, which decides where each saves a part.
+          by_all: the newest step that all islands have saved; used if several islands save parts.
         """
         if self._part is not None and self._part.count == 1:
             return self.checkpoints.newest_finished_step()
@@ -143,7 +142,7 @@ class RunCheckpoints:
         """Save this island's part of a step, see `Checkpoints.save`."""
         self._latest = step
         if self._part is not None:
-            part = state_to_save(state, own=not self.coordination.writes)
+            part = select_saved_state(state, own=not self.coordination.writes)
             if not (self.coordination.writes or self.own_optimizers):
                 part = part._replace(opt_state=())
             if self.base is not None:
@@ -194,7 +193,7 @@ def _layout_facts(run: Run, placement: Placement, num_islands: int) -> dict[str,
         **describe(strategy.layout, "layout"),
         **describe(strategy.synchronisation, "synchronisation"),
         **{name: getattr(strategy.across, name) for name in ("axis", "partitions", "bucket_bytes")},
-        # None: arrays of a combiner's state are those of the default
+        # None means the default size
         "first_bucket_bytes": FIRST_BYTES if first_bytes is None else first_bytes,
     }
     return json.loads(json.dumps(facts))

@@ -1,6 +1,6 @@
-"""The folder of a run: its files beside the checkpoints, its lock, and the picture of its loss.
+"""Check and lock the folder of a run; write its description, environment and loss curve.
 
-Metrics are written by `report/metrics.py`. Next: `run_checkpoints.py`.
+Next: `run_checkpoints.py`.
 """
 
 import json
@@ -21,7 +21,7 @@ from shardtrain.checkpoints.paths import CHECKPOINTS, refuse_other_run
 from shardtrain.islands.membership import Islands
 from shardtrain.islands.rank_facts import flags
 from shardtrain.report.plots import figure
-from shardtrain.report.plots.loss_curve import loss_curve
+from shardtrain.report.plots.loss_curve import plot_loss_curve
 from shardtrain.report.sinks import mlflow, tensorboard
 from shardtrain.report.sinks.json_lines import METRICS
 from shardtrain.system.atomic_write import clear_parts, open_own, replace_file
@@ -37,14 +37,14 @@ from shardtrain.trainer.waves import WAVES
 CURVE = "loss.png"
 
 WRITTEN = (tensorboard.FOLDER, WAVES, "wandb", mlflow.DATABASE, mlflow.ARTIFACTS)
-"""Folders and files in a run folder that are added to under their own name."""
+"""Folders and files in a run folder that are appended to."""
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a run's folder, and that of its checkpoints, is a folder or not there, and of this run.
+    """Check that a run can be written to its folder.
 
     Raises:
-      ValueError: one is a file, or a link that leads nowhere; or what is written in it is behind a link.
+      ValueError: the folder is a file, or a link that leads nowhere; or a file in it is a link.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"run_dir {folder} is a file; give a folder, there or not: --run-dir {folder}.run")
@@ -62,10 +62,10 @@ def check_folder(folder: Path) -> None:
 
 
 @contextmanager
-def exclusive_folder(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Make and lock a run's folder: two runs in one folder would delete each other's checkpoints.
 
-    The folder of checkpoints has a lock of its own: it may be a link, and `prune` may know it alone.
+    The folder of checkpoints has its own lock, because it may be a link, and `prune` locks only that.
 
     Raises:
       ValueError: another process has the lock.
@@ -97,12 +97,12 @@ def write_run_files(folder: Path, texts: Mapping[str, str], output: RunConsole) 
 
 
 def draw_curve(folder: Path, output: RunConsole) -> None:
-    """Draw the loss of a run that is saved by now; a failure is only reported."""
+    """Draw the loss curve of a run; a failure is only reported."""
     if not figure.is_installed():
         return
     try:
         if (folder / METRICS).stat().st_size:
-            loss_curve(folder / METRICS, folder / CURVE, title=folder.name)
+            plot_loss_curve(folder / METRICS, folder / CURVE, title=folder.name)
     except (OSError, ValueError) as error:
         output.say(f"WARNING: {folder / CURVE} is not drawn: {error}")
 
@@ -111,11 +111,11 @@ ENVIRONMENT = "environment.jsonl"
 
 
 def record_environment(folder: Path, coordination: Coordination, output: RunConsole) -> None:
-    """Append the environment of this start; a collective call of all ranks. The run continues if it fails."""
-    ranks = coordination.all_gather("environment", rank_environment(coordination.islands))
+    """Append the environment of this start; all ranks call it, and the run continues if it fails."""
+    ranks = coordination.all_gather("environment", describe_rank(coordination.islands))
     if not coordination.is_first:
         return
-    line = json.dumps(start_record(ranks, coordination.islands), allow_nan=False)
+    line = json.dumps(make_start_record(ranks, coordination.islands), allow_nan=False)
     try:
         append_line(folder / ENVIRONMENT, line)
     except OSError as error:
@@ -123,7 +123,7 @@ def record_environment(folder: Path, coordination: Coordination, output: RunCons
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line; one that a crash cut short is ended first, so that it spoils no other.
+    """Append a line; a last line that a crash interrupted is ended first.
 
     Raises:
       OSError: the file cannot be written, or is a link.
@@ -142,8 +142,8 @@ def _last_byte(path: Path) -> bytes:
         return file.read(1)
 
 
-def rank_environment(islands: Islands | None) -> dict[str, Any]:
-    """Return the facts of this rank: its place, devices, cores and variables, and those of its host."""
+def describe_rank(islands: Islands | None) -> dict[str, Any]:
+    """Return the facts of this rank and of its host: placement, devices, cores, environment variables."""
     host = socket.gethostname() if islands is None else islands.environment.host
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return {
@@ -168,21 +168,19 @@ def rank_environment(islands: Islands | None) -> dict[str, Any]:
 
 def _devices() -> list[dict[str, Any]]:
     """Return the kinds of this process's devices, with the number and the usable memory of each."""
-    kinds = Counter((d.platform, d.device_kind, _memory_bytes(d)) for d in jax.local_devices())
+    kinds = Counter(
+        (d.platform, d.device_kind, (d.memory_stats() or {}).get("bytes_limit")) for d in jax.local_devices()
+    )
     names = ("platform", "kind", "memory_bytes")
     return [{**dict(zip(names, kind, strict=True)), "number": number} for kind, number in kinds.items()]
 
 
-def _memory_bytes(device: Any) -> int | None:
-    return (device.memory_stats() or {}).get("bytes_limit")
-
-
-def start_record(ranks: Sequence[Mapping[str, Any]], islands: Islands | None) -> dict[str, Any]:
-    """Return the record of a start: what all ranks have in common once, then hosts and ranks.
+def make_start_record(ranks: Sequence[Mapping[str, Any]], islands: Islands | None) -> dict[str, Any]:
+    """Return the record of a start: common facts once, then the facts of hosts and ranks.
 
     Args:
-      ranks: from `rank_environment`, by rank.
-      islands: of this process; its packages, flags and MPI are equal on all ranks, or the run is refused.
+      ranks: the results of `describe_rank`, by rank.
+      islands: the islands of the run, whose packages, flags and MPI are equal on all ranks; or None.
     """
     variables = ranks[0]["variables"]
     hosts: dict[str, Any] = {}
@@ -205,7 +203,7 @@ def start_record(ranks: Sequence[Mapping[str, Any]], islands: Islands | None) ->
 
 
 def _own(rank: Mapping[str, Any], common: Mapping[str, str]) -> dict[str, Any]:
-    """Return the facts of a rank without its host's; of its variables those that differ from rank 0."""
+    """Return the facts of a rank without its host's, with only the variables that differ from rank 0."""
     found = {name: value for name, value in rank.items() if name not in ("of_host", "variables")}
     own = rank["variables"]
     names = [name for name in sorted({*own, *common}) if own.get(name) != common.get(name)]

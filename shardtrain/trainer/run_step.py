@@ -1,12 +1,10 @@
-"""The step of a run: of one island, of several replicas, or of a pipeline's stages; its programs are checked.
+"""Make the step of several islands, replicas or pipeline stages, and compare the programs of a step.
 
 Next: `train_step/island_step.py`, `train_step/stage_step.py`.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,80 +25,30 @@ from shardtrain.report.islands import buckets_text, parts_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
 from shardtrain.train_step.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.delta_island_step import DeltaIslandStep
-from shardtrain.train_step.initial_state import restorable_state
 from shardtrain.train_step.island_step import GradientIslandStep, IslandStep, make_island_step
 from shardtrain.train_step.pipeline_grid import PipelineGrid
 from shardtrain.train_step.stage_step import StageStep
 from shardtrain.train_step.stage_sums import StageSums
 from shardtrain.train_step.state import State
-from shardtrain.train_step.step import Step, make_step
 from shardtrain.train_step.wave_merge import WaveMerge
 from shardtrain.trainer.config import Run, describe
-from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.layout_check import check_permutes, has_permutes
 from shardtrain.trainer.program_cache import find_program_folder
-from shardtrain.trainer.program_mark import make_mark
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.setup import RunSetup
 from shardtrain.trainer.traced_cut import format_traced_cut
-from shardtrain.trainer.waves import WaveLog, make_barrier_schedule, make_waves
+from shardtrain.trainer.waves import WaveLog, make_waves
 
 
-def make_checked_step(
-    run: Run,
-    folder: Path,
-    setup: RunSetup,
-    coordination: Coordination,
-    loader: Loader,
-    batch: Any,
-    shares: RowShares,
-    output: RunConsole,
-    stack: ExitStack,
-) -> tuple[Step, IslandStep | None, BarrierSchedule, State]:
-    """Make the step of a run, and check that islands of the same mesh and rows have the same programs.
-
-    Args:
-      run: the run.
-      folder: the folder of the run.
-      setup: model, optimizer, mesh and placement.
-      coordination: the exchange with the other islands.
-      loader: the loader of this process's rows.
-      batch: the first batch, on the mesh.
-      shares: the rows of each island.
-      output: receives notes.
-      stack: closes what is opened here.
-
-    Returns:
-      (the step, which is compiled when it is first called; the same of several islands, None for a run of one
-      island; the schedule of barriers; the shapes, dtypes and shardings of the step's state).
-
-    Raises:
-      ValueError: islands differ; or see `check_permutes` and `make_multi_island_step`.
-    """
-    barriers, islands = make_barrier_schedule(run), coordination.islands
-    wave_log = WaveLog(folder, 0 if islands is None else islands.placement.island, output.note)
-    stack.callback(wave_log.close)
-    island_step = make_multi_island_step(
-        run, setup, coordination, loader, batch, shares=shares, barriers=barriers, wave_log=wave_log
-    )
-    step, wanted = island_step, restorable_state(setup.placement)
-    if island_step is not None:
-        stack.callback(island_step.close)
-        wanted = island_step.wanted(wanted, batch)
-    if step is None:
-        rate = setup.learning_rate
-        step = make_step(setup.model, run.loss, setup.optimizer, setup.placement, rate, last_step=run.steps)
-    # the program of a pipeline is compiled for its check, where XLA may end the process already
-    with make_mark(run.strategy, folder, coordination).running("the training step"):
-        _check_programs(run, setup, coordination, step, wanted, batch)
-    return step, island_step, barriers, wanted
-
-
-def _check_programs(
+def check_programs(
     run: Run, setup: RunSetup, coordination: Coordination, step: Any, wanted: State, batch: Any
 ) -> None:
-    """Check the programs of a step, which it uses when it is called, without tracing them again."""
+    """Check the programs of a step; it uses the same ones when it is called.
+
+    Raises:
+      ValueError: islands of the same mesh and rows have different programs; or see `check_permutes`.
+    """
     in_stages = has_permutes(setup.mesh, sequence_sharded=run.strategy.layout.sequence_sharded)
     if isinstance(step, StageStep) or not (in_stages or coordination.islands):
         return
@@ -109,13 +57,13 @@ def _check_programs(
     if in_stages:
         check_permutes(programs[0])
     if coordination.islands is not None:
-        coordination.check_agreement(step_program(run, setup, batch, programs))
+        coordination.check_agreement(hash_programs(run, setup, batch, programs))
 
 
-def step_program(
+def hash_programs(
     run: Run, setup: RunSetup, batch: Any, programs: Sequence[jax.stages.Lowered]
 ) -> dict[str, str]:
-    """Return the hash of the programs of a step, equal on islands of the same mesh and share of the batch."""
+    """Return the hash of the programs of a step, equal on islands of the same mesh and rows."""
     return program_fact(
         "\n".join(program.as_text() for program in programs),
         mesh=dict(setup.mesh.shape),
@@ -129,7 +77,7 @@ def step_program(
 
 
 def pipeline_text(run: Run, setup: RunSetup) -> str | None:
-    """Return the partition of a pipeline and the figures of its schedule; None without a pipeline."""
+    """Format the partition of a pipeline and the figures of its schedule; None without a pipeline."""
     stages = setup.placement.stages if setup.stage_model is None else setup.stage_model.stages
     if stages is None:
         return None
@@ -147,7 +95,7 @@ def pipeline_text(run: Run, setup: RunSetup) -> str | None:
     if len(set(setup.cuts)) > 1:
         text += (
             "\nfaulty devices are looked for only among pipelines of the same cut: programs for other numbers"
-            " of blocks may round otherwise"
+            " of blocks may round differently"
         )
     return text
 
@@ -159,7 +107,7 @@ def _cuts_text(setup: RunSetup, stages: Partition) -> str:
 
 
 def bridge_text(coordination: Coordination, step: IslandStep | None, num_parts: int) -> str | None:
-    """Return how many buckets are sent between islands, and their sizes; None where nothing is sent.
+    """Format the number and sizes of the buckets that islands send; None if nothing is sent.
 
     Args:
       coordination: the exchange with the other islands.
@@ -184,7 +132,6 @@ def make_multi_island_step(
     coordination: Coordination,
     loader: Loader,
     batch: Batch,
-    *,
     shares: RowShares,
     barriers: BarrierSchedule,
     wave_log: WaveLog,
@@ -199,10 +146,10 @@ def make_multi_island_step(
       batch: the first batch of this island, on its mesh.
       shares: the rows of each island.
       barriers: the steps after which islands synchronise.
-      wave_log: where the events of waves are written.
+      wave_log: records the events of waves.
 
     Raises:
-      ValueError: waves of islands of several processes.
+      ValueError: the run has waves, and islands have several processes.
     """
     if coordination.transfer is None:
         return None
@@ -244,17 +191,17 @@ def _make_stage_step(
     assert owners is not None
     microbatches, pipeline = run.strategy.accumulate, run.strategy.pipeline
     sizes = (grid.num_stages, microbatches, pipeline.virtual_stages)
-    # the shapes that stages exchange are those of this pipeline's rows, with padding
+    # stages exchange shapes for this pipeline's rows, with padding
     rows = loader.shard().num_rows // microbatches
     shapes = {
         name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
         for name, x in stage_model.traced.batch.items()
     }
-    # clipping is taken over from the optimizer, since only the step knows the norm of all stages
+    # the step clips instead of the optimizer, because only the step knows the norm of all stages
     return StageStep(
         stage_model=stage_model,
         flow=stage_model.flow(shapes),
-        # without a flush the microbatches of a batch go through together
+        # without a flush all microbatches of a batch pass through the stages together
         table=make_table(pipeline.schedule if pipeline.in_flight == 1 else "gpipe", *sizes),
         evaluation_table=forward_only(*sizes, placement=pipeline.placement),
         optimizer=setup.optimizer,
@@ -276,6 +223,6 @@ def _make_stage_step(
 
 
 def _shares_programs(islands: Islands, grid: PipelineGrid) -> bool:
-    """Return whether the same stage of the first pipeline keeps its compiled programs where this one does."""
+    """Return whether this stage can load programs that the same stage of the first pipeline compiled."""
     of_first = islands.hosts[islands.first_ranks[grid.stage]]
     return grid.replica > 0 and find_program_folder() is not None and of_first == islands.environment.host

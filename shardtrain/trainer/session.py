@@ -1,4 +1,4 @@
-"""What a start of a run owns while it trains: its step, evaluation, checkpoints, output, hooks and counts.
+"""The objects that the training loop uses: step, evaluation, checkpoints, output, hooks and counts.
 
 What is made before the first array is in `prepared_run.py`. Next: `loop.py`.
 """
@@ -19,24 +19,23 @@ from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics, Step
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.evaluation import Evaluate, make_evaluation
-from shardtrain.trainer.first_batch import class_problems
+from shardtrain.trainer.first_batch import find_class_problems
 from shardtrain.trainer.hooks import Hooks
 from shardtrain.trainer.prepared_run import PreparedRun
 from shardtrain.trainer.profiling import ProfiledStep, ProfiledSteps
-from shardtrain.trainer.program_cache import hardware
-from shardtrain.trainer.program_mark import make_mark
+from shardtrain.trainer.program_cache import make_hardware_key
 from shardtrain.trainer.recovery import RollBack
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
-from shardtrain.trainer.synchronisation import divergence_text, faulty_copies, make_find_divergence
-from shardtrain.trainer.usage import RunTotals, Spent
+from shardtrain.trainer.synchronisation import divergence_text, find_faulty_copies, make_find_divergence
+from shardtrain.trainer.usage import RunTotals, UsageLog
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What a start of a run works with, the same in all its segments.
+    """The objects that the training loop uses, the same in all segments of a start.
 
     Args:
-      prepared: what was made before the first array.
+      prepared: everything that was made before the first array.
       checkpoints: saves the state.
       output: shows metrics and notes to the user.
       activity: what this process is doing, for its watchdog.
@@ -46,7 +45,7 @@ class Session:
       untimed: context for work outside the step: evaluations, saves, comparisons of copies.
       hooks: functions of the user, called at the events of the run.
       totals: the wall time of the run, and the updates of this start.
-      spent: on what time was spent, and what was sent.
+      spent: the seconds and bytes of each kind of work.
     """
 
     prepared: PreparedRun
@@ -59,7 +58,7 @@ class Session:
     untimed: Callable[[], AbstractContextManager[None]]
     hooks: Hooks
     totals: RunTotals
-    spent: Spent
+    spent: UsageLog
 
 
 def make_session(
@@ -71,15 +70,14 @@ def make_session(
     profile: ProfiledSteps | None,
     stack: ExitStack,
 ) -> Session:
-    """Make what a start of a run works with.
+    """Make the session of a start.
 
     Args:
       prepared, checkpoints, output, activity, totals: see `Session`.
-      profile: steps of which rank 0 records a trace; None: none.
+      profile: steps of which rank 0 records a trace; None disables it.
       stack: ends the trace.
     """
-    run, coordination = prepared.run, prepared.coordination
-    mark = make_mark(run.strategy, prepared.folder, coordination)
+    run, coordination, mark = prepared.run, prepared.coordination, prepared.mark
     step, untimed = mark.first_run("the training step", _make_step(prepared)), nullcontext
     if profile is not None and coordination.is_first:
         step = ProfiledStep(step, profile, lambda: activity.step, prepared.folder, output.note)
@@ -92,10 +90,10 @@ def make_session(
         prepared.heldout,
         prepared.island_step,
         prepared.shares.limits,
-        partial(class_problems, prepared.expected),
+        partial(find_class_problems, prepared.expected),
     )
     return Session(
-        prepared=prepared._replace(init=mark.first_run("the initial state", prepared.init)),
+        prepared=prepared,
         checkpoints=checkpoints,
         output=output,
         activity=activity,
@@ -122,7 +120,7 @@ def _make_step(prepared: PreparedRun) -> Step:
     return step
 
 
-def _make_spent(prepared: PreparedRun, activity: ActivityRecord) -> Spent:
+def _make_spent(prepared: PreparedRun, activity: ActivityRecord) -> UsageLog:
     coordination, island_step = prepared.coordination, prepared.island_step
     transfers, stragglers = coordination.transfers, coordination.stragglers
     sent: dict[str, Callable[[], int]] = {}
@@ -131,19 +129,20 @@ def _make_spent(prepared: PreparedRun, activity: ActivityRecord) -> Spent:
     if isinstance(island_step, StageStep):
         sent["stages"] = lambda: island_step.mailbox.num_bytes
     medians = dict if stragglers is None else stragglers.medians
-    return Spent(activity, sent, medians, coordination.bucket_seconds)
+    return UsageLog(activity, sent, medians, coordination.bucket_seconds)
 
 
 def _make_check(prepared: PreparedRun) -> Callable[[int, State], None]:
     """Make the function that raises `RollBack` where copies of the parameters are not the same bits."""
     setup = prepared.setup
     find = make_find_divergence(setup.mesh, setup.placement.state.params)
-    kind = f"{len(setup.mesh.devices.flat)} x {hardware()}, {setup.mesh.shape}, {setup.placement.layout}"
+    mesh, layout = setup.mesh, setup.placement.layout
+    kind = f"{mesh.devices.size} x {make_hardware_key()}, {mesh.shape}, {layout}"
 
     def check(step: int, state: State) -> None:
         found = find(state.params)
         problem = divergence_text(step, found) if found else ""
-        if text := faulty_copies(prepared.coordination, step, problem, kind, state.params):
+        if text := find_faulty_copies(prepared.coordination, step, problem, kind, state.params):
             raise RollBack(step, text)
 
     return check

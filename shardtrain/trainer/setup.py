@@ -1,6 +1,6 @@
-"""The model, optimizer, mesh and placement of a run, or of the pipeline stage of this island.
+"""Make the model, optimizer, mesh and placement of a run, or of the pipeline stage of this island.
 
-The step across islands is made of them in `run_step.py`. Next: `prepared_run.py`.
+Next: `prepared_run.py`; `run_step.py`, which makes the step of them.
 """
 
 import math
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from shardtrain.axes import PIPELINE
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Batch, Batches, Position, TokenBatches
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import problems_error, refuse
 from shardtrain.functional.draw_record import FOREIGN
 from shardtrain.functional.frozen import parameter_paths
 from shardtrain.functional.model import Model, check_float_parameters
@@ -46,22 +46,22 @@ from shardtrain.trainer.stage_checks import (
 FIRST_POSITION = Position(epoch=0, index=0)
 
 MOST_UNUSED = 8
-"""So many parameters that the loss does not depend on are named."""
+"""Largest number of unused parameters that are named."""
 
 
 class RunSetup(NamedTuple):
-    """The model and optimizer of a run and their placement on the mesh; or those of this island's stage.
+    """The model and optimizer of a run, or of this island's stage, and their placement on the mesh.
 
     Args:
       model: the whole model, or the stage as a model.
       optimizer: the optimizer of the model's parameters.
-      learning_rate: step -> rate, where the optimizer has a schedule.
+      learning_rate: step -> rate if the optimizer has a schedule, else None.
       mesh: the mesh of this island.
       placement: the placement of the state on the mesh.
-      stage_model: the stage that this island holds; None where it holds the whole model.
-      grid: the stage and replica of each island; None if each has the whole model.
+      stage_model: the stage that this island holds; None if it holds the whole model.
+      grid: the stage and replica of each island; None if each holds the whole model.
       unused: paths of the parameters of the whole model that the loss does not depend on.
-      cuts: the partition of each pipeline, where islands are stages.
+      cuts: the partition of each pipeline if islands are stages, else ().
     """
 
     model: Model
@@ -93,11 +93,11 @@ def make_setup(
     Args:
       run: the run.
       num_islands: number of islands; if several, each is one replica and averages over its own devices.
-      microbatch: a batch as the loss receives it, arrays or shapes; needed for a pipeline, and to find
-        parameters that the loss does not depend on.
+      microbatch: a batch as the loss receives it, arrays or shapes; needed for a pipeline and to find unused
+        parameters.
       island: number of this island.
       mesh: the mesh of the run's layout; by default over all devices of this island.
-      shapes: batches of each length that the run has; () if all are as the microbatch.
+      shapes: batches of each length; () if all have the shapes of the microbatch.
 
     Raises:
       ValueError: the mesh does not fit the devices, or the layout does not fit the model.
@@ -150,8 +150,7 @@ def _make_mesh_partition(run: Run, model: Model, mesh: Mesh, microbatch: Batch |
     """
     if (num_stages := mesh.shape[PIPELINE]) == 1:
         return None
-    if problems := pipeline_problems(run.strategy):
-        raise problems_error("a mesh cannot hold the stages of a pipeline", problems)
+    refuse("a mesh cannot hold the stages of a pipeline", pipeline_problems(run.strategy))
     assert microbatch is not None
     stages = make_partition(model, run.strategy.pipeline, num_stages, run.loss, microbatch)
     check_order(run.optimizer, model.dims, jax.eval_shape(model.init, new_key(0))[0], stages)
@@ -165,7 +164,7 @@ def find_unused(run: Run, model: Model, microbatch: Batch) -> tuple[str, ...]:
 
 
 def format_unused(unused: Sequence[str], optimizer: Any) -> str:
-    """Say which parameters the loss does not depend on, and what weight decay does to them.
+    """Format the unused parameters, and whether weight decay changes them.
 
     >>> format_unused(["bias", "kernel"], Optimizer(weight_decay=0))
     '2 parameters cannot change the loss, their gradient is always zero: bias, kernel'
@@ -193,7 +192,7 @@ def _make_stage_setup(
     """Make the setup of the stage of this island."""
     strategy = run.strategy
     check_stage_islands(run, mesh)
-    # cut the model: from here on the model of this island is that of its stage
+    # cut the model: from here on this island has the model of its stage
     num_stages = strategy.across.partitions or num_islands
     grid = PipelineGrid(num_islands=num_islands, num_stages=num_stages, island=island)
     traced = trace_parts(model, run.loss, microbatch)
@@ -218,19 +217,19 @@ def _make_stage_setup(
 
 
 def _check_arguments(optimizer: optax.GradientTransformation, model: Model, *, line_search: bool) -> None:
-    """Refuse an optimizer that needs what a step cannot give it.
+    """Refuse an optimizer whose update needs arguments that a step does not pass.
 
     Raises:
-      ValueError: it needs something else.
+      ValueError: it needs such an argument.
     """
     params = jax.eval_shape(model.init, new_key(0))[0]
     missing = find_missing_arguments(optimizer, params, line_search=line_search)
     if not missing:
         return
-    fix = "use another optimizer, or optax.contrib.reduce_on_plateau, which needs the loss alone"
+    fix = "use another optimizer, or optax.contrib.reduce_on_plateau, which needs only the loss"
     if "value_fn" in missing:
         fix = (
-            "a line search computes the loss at other parameters, which one island can with --combine mean;"
+            "a line search computes the loss at other parameters, which needs one island and --combine mean;"
             f" use these, or {fix.removeprefix('use ')}"
         )
     raise ValueError(
@@ -248,8 +247,8 @@ def _check_evaluated(run: Run, placement: Placement) -> None:
         return
     if run.strategy.synchronisation.on_deltas:
         raise ValueError(
-            "evaluate_with is given, but with deltas each replica has an optimizer and an average of its own;"
-            " use --combine-on gradients, or evaluate_with=None"
+            "evaluate_with is given, but with deltas each replica has its own optimizer and average; use"
+            " --combine-on gradients, or evaluate_with=None"
         )
     abstract = placement.specs.abstract
     jax.eval_shape(
@@ -260,7 +259,7 @@ def _check_evaluated(run: Run, placement: Placement) -> None:
 
 
 def make_microbatch(run: Run, source: Any) -> Batch:
-    """Return a microbatch of all devices with the shapes of the first batch; only one sample is loaded."""
+    """Return a microbatch with the shapes of the first batch; only one sample is loaded."""
     batches = make_batches(run, source)
     rows = max(batches.num_rows(FIRST_POSITION) // run.strategy.accumulate, 1)
     batch = load_first_rows(batches, 1)
@@ -268,7 +267,7 @@ def make_microbatch(run: Run, source: Any) -> Batch:
 
 
 def load_first_rows(batches: Batches | TokenBatches, number: int) -> Batch:
-    """Load so many rows of the first batch, from its first row on; again from there if it has fewer."""
+    """Load the first rows of the first batch; rows are repeated if it has fewer."""
     num_rows = batches.num_rows(FIRST_POSITION)
     rows = [row % num_rows for row in range(number)]
     if isinstance(batches, Batches):
@@ -281,11 +280,11 @@ def check_noise(run: Any, placement: Placement, num_islands: int) -> None:
 
     Args:
       run: see `config.Run`.
-      placement: of an island.
+      placement: the placement of an island.
       num_islands: number of islands.
 
     Raises:
-      ValueError: it computes a single one.
+      ValueError: a step computes a single gradient.
     """
     if not run.gradient_noise_scale:
         return
@@ -296,40 +295,42 @@ def check_noise(run: Any, placement: Placement, num_islands: int) -> None:
     add = "--mesh data=2" if placement.stages is not None else "--accumulate 2, or --mesh data=2"
     inside = " (a pipeline adds up its own)" if placement.stages is not None else ""
     raise ValueError(
-        "gradient_noise_scale is on, which compares gradients of parts of a batch with that of all of it, and"
-        f" a step has 1 island, 1 replica and 1 microbatch{inside}; use {add}, or leave it out"
+        "gradient_noise_scale is on, which compares the gradients of parts of a batch with the gradient of"
+        f" the batch, and a step has 1 island, 1 replica and 1 microbatch{inside}; use {add}, or leave it out"
     )
 
 
-def num_parts(run: Run, mesh: Mesh, num_islands: int) -> int:
-    """Return the number of parts into which the rows of a batch are split, each with a loss of its own."""
+def count_parts(run: Run, mesh: Mesh, num_islands: int) -> int:
+    """Return the number of parts into which the rows of a batch are split, each with its own loss."""
     num_replicas = math.prod(mesh.shape[axis] for axis in run.strategy.layout.replica_axes)
     return num_replicas * num_islands * run.strategy.accumulate
 
 
 def name_draws(run: Run, model: Model, shapes: Sequence[Batch], mesh: Mesh, num_islands: int) -> Model:
-    """Return the model with its random draws, found in its losses of training and of held-out data.
+    """Return the model with its random draws, found by tracing its losses of training and held-out data.
 
     Args:
       run: the run.
       model: the whole model.
-      shapes: batches as the loss receives them, arrays or shapes; one of each shape but for the rows.
+      shapes: batches as the loss receives them, arrays or shapes; one for each shape of a row.
       mesh: the mesh of this island.
       num_islands: number of islands.
 
     Raises:
-      ValueError: rows are split, and draws depend on how; or a key is not that of the step.
+      ValueError: random draws depend on how rows are split, or do not use the key of the step.
     """
     traced = [find_draws(model, run.loss, batch, train) for batch in shapes for train in (True, False)]
     problems = list(dict.fromkeys(problem for found in traced for problem in found.problems))
-    if problems and num_parts(run, mesh, num_islands) > 1:
+    if problems and count_parts(run, mesh, num_islands) > 1:
         raise problems_error(
-            "losses would not be those of one device, as random numbers would depend on how rows are split",
+            "losses would differ from one device, because random numbers would depend on how rows are split",
             problems,
         )
     # without a split they would still be the same in every step
-    if foreign := [problem for problem in problems if problem.endswith(FOREIGN)]:
-        raise problems_error("the rows of a batch would get the same random numbers in every step", foreign)
-    # what is not known of one whole batch need not be known
+    refuse(
+        "the rows of a batch would get the same random numbers in every step",
+        [problem for problem in problems if problem.endswith(FOREIGN)],
+    )
+    # a batch that is not split needs no record of draws
     draws = None if problems else tuple(dict.fromkeys(draw for found in traced for draw in found.draws))
     return replace(model, draws=draws)

@@ -1,4 +1,4 @@
-"""The samples of a run: open them, make batches of them, identify them, and check their tokens.
+"""Open the samples of a run, make batches of them, identify them, and check their tokens.
 
 Next: `first_batch.py`, which checks batches.
 """
@@ -16,10 +16,10 @@ from shardtrain.data.mixture import MixedSource
 from shardtrain.data.samples import load_rows, load_sample
 from shardtrain.data.stream import NO_END
 from shardtrain.data.token_range import TokenRange, token_ranges
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.errors.user_code import user_code
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.first_batch import Expected, class_problems
+from shardtrain.trainer.first_batch import LossFacts, find_class_problems
 
 
 def open_sources(run: Run, folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -27,10 +27,10 @@ def open_sources(run: Run, folder: Path) -> tuple[Any, dict[str, Any]]:
 
     Args:
       run: the run.
-      folder: its folder, for what the data writes there.
+      folder: the folder of the run, where the data may write files.
 
     Raises:
-      ValueError: they have no length, or no samples by number; or a held-out set has no usable name.
+      ValueError: samples have no length or no numbers; or a held-out set has no usable name.
     """
     with user_code(lambda error: f"the data ({type(run.data).__name__})"):
         train, heldout = run.data.train(folder), run.data.heldout(folder)
@@ -39,7 +39,7 @@ def open_sources(run: Run, folder: Path) -> tuple[Any, dict[str, Any]]:
     found |= {f"heldout(folder){f'[{name!r}]' if name else ''}": source for name, source in sets.items()}
     problems = [
         f"{name} gave a {type(source).__name__}; give something with a length and samples by number"
-        " (__len__ and __getitem__), such as the dataset that a loader reads; batches are made of it"
+        " (__len__ and __getitem__), such as the dataset of a loader; shardtrain makes batches of it"
         for name, source in found.items()
         if not (hasattr(source, "__len__") and hasattr(source, "__getitem__"))
     ]
@@ -49,13 +49,12 @@ def open_sources(run: Run, folder: Path) -> tuple[Any, dict[str, Any]]:
             f"heldout(folder) gave sets named {', '.join(map(repr, sets))}; each set's loss is logged as"
             " heldout/NAME/loss: give each a name, without / at its ends"
         )
-    if problems:
-        raise problems_error("the data cannot be read", problems)
+    refuse("the data cannot be read", problems)
     return train, sets
 
 
-def source_warnings(batches: Batches | TokenBatches, run: Run) -> list[str]:
-    """Return what is odd about samples: they change from one reading to the next, or do not fill a batch."""
+def find_source_warnings(batches: Batches | TokenBatches, run: Run) -> list[str]:
+    """Return warnings about samples that change between two reads, or do not fill a batch."""
     source = batches.source
     found = []
     if run.batch_unit == "examples" and run.batch > len(source):
@@ -82,11 +81,11 @@ def make_batches(
 ) -> Batches | TokenBatches:
     """Return the batches of a source, counted as the run counts them.
 
-    Held-out batches, which are not shuffled, have workers of their own, which start at each evaluation.
+    Held-out batches, which are not shuffled, have their own workers, which start at each evaluation.
 
     Raises:
-      ValueError: they are counted in tokens, and the source does not know the lengths of its samples, or one
-        is longer than a batch; or they are counted in examples, and the source has buckets of lengths.
+      ValueError: batches are counted in tokens, and the source has no lengths of its samples, or one is
+        longer than a batch; or they are counted in examples, and the source has buckets of lengths.
     """
     options: dict[str, Any] = {"seed": run.seed, "epochs": epochs, "shuffle": shuffle}
     workers = run.loading.workers if shuffle else run.loading.heldout_workers
@@ -119,7 +118,7 @@ def _name_sets(heldout: Any) -> dict[str, Any]:
 
 
 def heldout_prefix(name: str) -> str:
-    """Return the beginning of the names of a held-out set's metrics.
+    """Return the prefix of a held-out set's metrics.
 
     >>> heldout_prefix(""), heldout_prefix("code")
     ('heldout/', 'heldout/code/')
@@ -128,7 +127,7 @@ def heldout_prefix(name: str) -> str:
 
 
 def heldout_text(name: str) -> str:
-    """Return how messages call a held-out set.
+    """Return the name of a held-out set in messages.
 
     >>> heldout_text(""), heldout_text("code")
     ('the held-out data', "the held-out data 'code'")
@@ -140,16 +139,15 @@ FINGERPRINT, SAMPLES, HELDOUT = "data.fingerprint", "data.samples", "data.heldou
 """Fields of the description of a run."""
 
 
-def data_facts(source: Any, heldout: Mapping[str, Any], with_contents: bool) -> dict[str, Any]:
-    """Return what identifies the samples of a run.
+def describe_data(source: Any, heldout: Mapping[str, Any], with_contents: bool) -> dict[str, Any]:
+    """Return facts that identify the samples of a run.
 
     Args:
       source: samples to train on.
-      heldout: name -> samples held out.
-      with_contents: whether the first, middle and last of the held-out samples are read, where these have no
-        fingerprint: steps are compared by their losses.
+      heldout: name -> held-out samples.
+      with_contents: digest the first, middle and last sample of held-out sets without a fingerprint.
 
-    >>> data_facts([0] * 10, {"": [0] * 3}, with_contents=False)
+    >>> describe_data([0] * 10, {"": [0] * 3}, with_contents=False)
     {'data.fingerprint': None, 'data.samples': 10, 'data.heldout': '3 samples'}
     """
     sets = {name: _identity(each, with_contents) for name, each in sorted(heldout.items())}
@@ -161,19 +159,19 @@ def data_facts(source: Any, heldout: Mapping[str, Any], with_contents: bool) -> 
 
 
 def is_other_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether a saved position is of other samples, or of other numbers of the same."""
+    """Return whether the samples or their number have changed since a position was saved."""
     # the number of samples was not always saved
     is_other_number = SAMPLES in saved and saved[SAMPLES] != now.get(SAMPLES)
     return saved.get(FINGERPRINT) != now[FINGERPRINT] or is_other_number
 
 
 def has_other_heldout(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether losses of held-out data cannot be compared with those before."""
+    """Return whether the held-out data has changed, so that its losses cannot be compared."""
     return HELDOUT in saved and saved[HELDOUT] != now.get(HELDOUT)
 
 
 def _num_samples(source: Any) -> int | None:
-    """Return the number of samples of a source without a fingerprint, which an order depends on."""
+    """Return the number of samples of a source without a fingerprint; the order depends on it."""
     if getattr(source, "fingerprint", None) is not None or len(source) >= NO_END:
         return None
     return len(source)
@@ -208,45 +206,42 @@ MOST_ROWS = 16
 """Rows of a source without token files that are checked."""
 
 
-def data_problems(run: Run, expected: Expected, train: Any, heldout: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the data of a run beyond its first batch.
+def find_data_problems(run: Run, expected: LossFacts, train: Any, heldout: Mapping[str, Any]) -> list[str]:
+    """Return a line for each source of a run with a token or class that the model does not have.
 
     Args:
       run: the run.
       expected: the facts about its model and loss.
       train: the samples to train on.
       heldout: name -> held-out samples.
-
-    Returns:
-      A line for each source with a token or class that the model does not have.
     """
     sources = {"the data": train, **{heldout_text(name): source for name, source in heldout.items()}}
-    problems = token_problems(sources, token_limit(expected), run.data)
+    problems = token_problems(sources, find_token_limit(expected), run.data)
     parts = train.sources if isinstance(train, MixedSource) else ()
     sources |= {f"source {i} of the mixture": source for i, source in enumerate(parts)}
     for name, source in sources.items():
-        # the first batch of the data is checked by itself
+        # the first batch of the training data has its own check
         if source is train or token_ranges(source) or getattr(source, "is_stream", False):
             continue
         if run.batch_unit == "examples":
             rows = load_rows(source, range(min(len(source), MOST_ROWS)), run.seed)
-            problems += [f"{name}: {problem}" for problem in class_problems(expected, rows)]
+            problems += [f"{name}: {problem}" for problem in find_class_problems(expected, rows)]
     return problems
 
 
-def token_limit(expected: Expected) -> int | None:
-    """Return the number of tokens that the model has; None if it is not known."""
+def find_token_limit(expected: LossFacts) -> int | None:
+    """Return the number of tokens in the model's vocabulary; None if it is not known."""
     of_tokens = {"tokens", "target"} & set(expected.known)
     return (expected.num_classes if of_tokens else None) or expected.vocab
 
 
 def token_problems(sources: Mapping[str, Any], vocab: int | None, data: Any = None) -> list[str]:
-    """Return a line for each file of tokens, of which one is beyond the vocabulary of the model.
+    """Return a line for each file with a token outside the vocabulary of the model.
 
     Args:
-      sources: what messages call it -> samples.
-      vocab: number of tokens in the model's vocabulary; None: those that the data itself says are allowed.
-      data: the data of the run, whose tokenizer may be the reason.
+      sources: name in messages -> samples.
+      vocab: number of tokens in the model's vocabulary; None uses the vocabulary that the data gives.
+      data: the data of the run, whose tokenizer may be the cause.
     """
     problems = []
     for name, source in sources.items():
@@ -277,8 +272,8 @@ def _outside_text(token: int, place: str, tokens: TokenRange, vocab: int | None,
     own = tokens.vocab or _find_vocab(data)
     if own is not None and own > vocab:
         return (
-            f"{text}; the tokenizer of this data has {own:,} tokens: make tokens by that of the model, or"
-            f" give the model a vocabulary of {own:,}"
+            f"{text}; the tokenizer of this data has {own:,} tokens: use the tokenizer of the model, or give"
+            f" the model a vocabulary of {own:,}"
         )
     return f"{text}; give it a vocabulary of {token + 1:,} or more, or write the file again"
 

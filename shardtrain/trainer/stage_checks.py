@@ -1,4 +1,7 @@
-"""Why islands cannot hold the stages of a pipeline: each check lists all its problems. Next: `setup.py`."""
+"""Check that islands or a mesh can hold the stages of a pipeline; each check lists all its problems.
+
+Next: `setup.py`.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from shardtrain.axes import LAYERS, PIPELINE
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.separable import coupling_problems, order_problems, share_problems
 from shardtrain.pipeline.cuts import Parts
@@ -27,16 +30,16 @@ ROUNDED_PIPELINE = (
 )
 
 HOST_INPUTS = (
-    "remat is 'offload', and a pipeline keeps the inputs of its stages on the devices itself; use full, or no"
+    "remat is 'offload', and a pipeline keeps the inputs of its stages on the devices; use full, or no"
     " pipeline"
 )
 
 OFFLOADED_OWN = (
-    "offload is 'optimizer', which is there for islands that combine gradients in every step; use --offload"
-    " none, or --synchronisation every-step without --across pipeline"
+    "offload is 'optimizer', which needs islands that combine gradients in every step; use --offload none, or"
+    " --synchronisation every-step without --across pipeline"
 )
 
-TRACED_CUTS = "the model does not say its blocks, so it is cut by tracing; use one cut for all"
+TRACED_CUTS = "the model has no `blocks`, so it is cut by tracing; use one cut for all"
 
 
 def check_stage_islands(run: Run, mesh: Mesh) -> None:
@@ -52,12 +55,11 @@ def check_stage_islands(run: Run, mesh: Mesh) -> None:
     if jax.process_count() > 1:
         problems.append(f"an island has {jax.process_count()} processes; use one each")
     problems += stage_problems(strategy)
-    if problems:
-        raise problems_error("islands cannot hold the stages of a pipeline", problems)
+    refuse("islands cannot hold the stages of a pipeline", problems)
 
 
 def stage_problems(strategy: Strategy) -> list[str]:
-    """Return the options of a strategy that islands which hold the stages of a pipeline cannot have."""
+    """Return the options of a strategy that do not work with islands as stages of a pipeline."""
     problems = []
     if (inside := strategy.synchronisation.inside) != "mean":
         problems.append(f"inside is {inside!r}; use mean, as a pipeline has one gradient for its rows")
@@ -74,7 +76,7 @@ def stage_problems(strategy: Strategy) -> list[str]:
 
 
 def pipeline_problems(strategy: Strategy) -> list[str]:
-    """Return the options of a strategy that no pipeline can have, inside a mesh or across islands."""
+    """Return the options of a strategy that do not work with any pipeline."""
     refused = {
         SCALED_PIPELINE: strategy.scales_loss,
         ROUNDED_PIPELINE: strategy.accumulate_dtype != "float32",
@@ -84,14 +86,14 @@ def pipeline_problems(strategy: Strategy) -> list[str]:
 
 
 def check_cuts(run: Run, traced: Parts, cuts: Sequence[Partition], mesh: Mesh, *, has_blocks: bool) -> None:
-    """Check that the model can be cut as the run asks for.
+    """Check that the model can be cut by the options of the run.
 
     Args:
       run: the run.
       traced: the parts of the model.
       cuts: the partition of each pipeline.
       mesh: the mesh of this island.
-      has_blocks: whether the model says its blocks.
+      has_blocks: whether the model has `blocks`.
 
     Raises:
       ValueError: lists why not.
@@ -102,15 +104,14 @@ def check_cuts(run: Run, traced: Parts, cuts: Sequence[Partition], mesh: Mesh, *
             f"in_flight is {in_flight} batches, and the model has a state (batch norm), which each changes"
             " for the next; use a norm without statistics (GroupNorm, LayerNorm), or in_flight 1"
         )
-    if len(set(cuts)) > 1 and (
-        problems := [
-            *different_cut_problems(run, traced.model_state),
-            *([] if has_blocks else [TRACED_CUTS]),
-            *find_sharded_block_problems(run.strategy.layout, mesh),
-        ]
-    ):
-        raise problems_error(
-            f"pipelines cannot be cut differently ({run.strategy.pipeline.stages})", problems
+    if len(set(cuts)) > 1:
+        refuse(
+            f"pipelines cannot be cut differently ({run.strategy.pipeline.stages})",
+            [
+                *different_cut_problems(run, traced.model_state),
+                *([] if has_blocks else [TRACED_CUTS]),
+                *find_sharded_block_problems(run.strategy.layout, mesh),
+            ],
         )
 
 
@@ -123,35 +124,33 @@ def check_separable(optimizer: Any, dims: Any, traced: Parts) -> None:
     if isinstance(optimizer, Optimizer):
         return
     shapes = traced.params
-    if problems := coupling_problems(optimizer, dims, shapes) or share_problems(optimizer, dims, shapes):
-        raise problems_error(
-            "stages update their own parameters, which would not be the update of the whole model; use"
-            " another optimizer (adamw, sgd, lion, muon), and Optimizer(clip=...) for clipping",
-            problems,
-        )
+    refuse(
+        "stages update their own parameters, which would not be the update of the whole model; use"
+        " another optimizer (adamw, sgd, lion, muon), and Optimizer(clip=...) for clipping",
+        coupling_problems(optimizer, dims, shapes) or share_problems(optimizer, dims, shapes),
+    )
 
 
 def check_order(optimizer: Any, dims: Any, params: Any, stages: Partition) -> None:
-    """Check that an optimizer updates stacked blocks in the order in which a mesh stores them.
+    """Check that an optimizer can update stacked blocks in the order in which a mesh stores them.
 
     Args:
-      optimizer: that of the run, as it was given.
+      optimizer: the optimizer of the run, as it was given.
       dims: the dim names of the model.
       params: arrays or shapes.
       stages: the partition of the blocks.
 
     Raises:
-      ValueError: it does not.
+      ValueError: its update depends on the order.
     """
     if isinstance(optimizer, Optimizer) or stages.is_plain:
         return
-    if problems := order_problems(optimizer, dims, params, stages.stored_blocks):
-        raise problems_error(
-            "the mesh stores blocks in the order of its stages, filled up with zeros where the cut is uneven,"
-            " and this optimizer would update them otherwise than in the model's own order; use another"
-            " optimizer (adamw, sgd, lion, muon), or a cut in equal parts and one virtual stage",
-            problems,
-        )
+    refuse(
+        "the mesh stores blocks in the order of its stages, padded with zeros if the cut is uneven, and"
+        " this optimizer would update them differently in the model's own order; use another"
+        " optimizer (adamw, sgd, lion, muon), or a cut in equal parts and one virtual stage",
+        order_problems(optimizer, dims, params, stages.stored_blocks),
+    )
 
 
 def different_cut_problems(run: Run, model_state: Any) -> list[str]:
@@ -167,7 +166,7 @@ def different_cut_problems(run: Run, model_state: Any) -> list[str]:
 
 
 def find_sharded_block_problems(layout: Layout, mesh: Mesh) -> list[str]:
-    """Return why the blocks of an island cannot be divided among owners: their dim is sharded in its mesh."""
+    """Return why the blocks of an island cannot have several owners: their dim is sharded in its mesh."""
     dim_axes = [axis for axis in layout.parameter_rules.get(LAYERS, ()) if mesh.shape[axis] > 1]
     if not dim_axes:
         return []

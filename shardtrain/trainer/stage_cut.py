@@ -1,6 +1,6 @@
-"""The cut of a pipeline across islands by time: what its stages' devices are, and the text about it.
+"""Cut a pipeline across islands by time: describe the devices of its stages, and format the cut.
 
-The numbers that come out replace the word in the run. Next: `pipeline/stage_cut.py`, `prepared_run.py`.
+The numbers of blocks replace the word "time" in the run. Next: `pipeline/stage_cut.py`, `prepared_run.py`.
 """
 
 import math
@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import jax
 
 from shardtrain.axes import DATA, FSDP, TENSOR
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import refuse
 from shardtrain.functional.rng import new_key
-from shardtrain.islands.membership import Islands
 from shardtrain.pipeline.options import MEMORY, SPEEDS, Pipeline, parse_stage_numbers
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.stage_costs import StageCosts, StageDevices
@@ -31,15 +30,15 @@ from shardtrain.trainer.stage_checks import different_cut_problems
 from shardtrain.trainer.traced_cut import block_costs, flops_per_second, stage_costs, trace
 
 
-class IslandDevices(NamedTuple):
-    """The devices of an island, as islands tell each other.
+class StageIslandDevices(NamedTuple):
+    """The devices of an island, as islands send them to each other.
 
     Args:
       kind: the kind of its devices.
-      number: of them.
-      state_shards: into so many devices parameters are sharded.
-      row_shards: into so many devices rows are.
-      flops_per_second: of each device, as it was measured; None: it was not.
+      number: the number of devices.
+      state_shards: number of devices over which parameters are sharded.
+      row_shards: number of devices over which rows are sharded.
+      flops_per_second: the measured speed of each device; None if it was not measured.
     """
 
     kind: str
@@ -49,42 +48,37 @@ class IslandDevices(NamedTuple):
     flops_per_second: float | None = None
 
 
-def apply_stage_cut(run: Run, source: Any, islands: Islands | None, output: RunConsole) -> Run:
-    """Return the run with numbers of blocks where its pipeline across islands is to be cut by time.
+def apply_stage_cut(run: Run, source: Any, coordination: Coordination, output: RunConsole) -> Run:
+    """Return the run with numbers of blocks if its pipeline across islands is to be cut by time.
 
     Args:
       run: the run.
       source: its samples.
-      islands: the islands of the run; None for a run of one island.
+      coordination: the exchange with the other islands.
       output: receives the table of the stages.
 
     Raises:
       ValueError: the options do not fit the number of stages, or no cut fits the memory.
     """
-    strategy = run.strategy
-    if islands is None or islands.placement.num_islands == 1 or not cuts_by_time(run):
+    strategy, num_islands = run.strategy, coordination.num_islands
+    if num_islands == 1 or not cuts_by_time(run):
         return run
-    devices = jax.local_devices()
-    number = islands.placement.num_processes * len(devices)
-    own = island_devices(strategy.layout, devices[0].device_kind, number)
+    own = describe_island_devices(strategy.layout, jax.local_devices()[0].device_kind, jax.device_count())
+    num_stages = strategy.across.partitions or num_islands
+    grid = PipelineGrid(num_islands=num_islands, num_stages=num_stages, island=coordination.island)
     if strategy.pipeline.stage_speeds == "measured":
         # ranks of one host take turns, as they share it
-        num_pipelines = islands.placement.num_islands // (
-            strategy.across.partitions or islands.placement.num_islands
-        )
-        traced = trace(run, source, num_pipelines, own.row_shards)
-        measured = Coordination(islands).run_in_turn("speeds of stages", lambda: flops_per_second(traced))
+        traced = trace(run, source, grid.num_replicas, own.row_shards)
+        measured = coordination.run_in_turn("speeds of stages", lambda: flops_per_second(traced))
         own = own._replace(flops_per_second=measured)
-    every = [IslandDevices(*each) for each in islands.all_gather_islands("devices of stages", list(own))]
-    num_stages = strategy.across.partitions or len(every)
-    grid = PipelineGrid(num_islands=len(every), num_stages=num_stages, island=islands.placement.island)
+    every = [StageIslandDevices(*each) for each in coordination.all_gather_islands("devices of stages", own)]
     replicas = [grid.select_replica(every, replica) for replica in range(grid.num_replicas)]
     text, cuts = _cut(run, source, replicas)
     output.note(text)
     return replace(run, strategy=replace(strategy, pipeline=replace(strategy.pipeline, stages=cuts)))
 
 
-def _cut(run: Run, source: Any, replicas: Sequence[Sequence[IslandDevices]]) -> tuple[str, str]:
+def _cut(run: Run, source: Any, replicas: Sequence[Sequence[StageIslandDevices]]) -> tuple[str, str]:
     """Return the text about the cuts of all replicas, and the cuts themselves.
 
     Args:
@@ -95,19 +89,15 @@ def _cut(run: Run, source: Any, replicas: Sequence[Sequence[IslandDevices]]) -> 
     model, pipeline = make_model(run), run.strategy.pipeline
     state = jax.eval_shape(model.init, new_key(0))[1]
     costs = block_costs(run, source, len(replicas))
-    note = ""
+    owns = [_select_replica(pipeline, number, len(replicas)) for number in range(len(replicas))]
+    pools, note = [(own, [replica]) for own, replica in zip(owns, replicas, strict=True)], ""
     if len(replicas) > 1 and (problems := different_cut_problems(run, state)):
         # one cut for all: each stage as the slowest of its islands
-        pools = [(_select_all_replicas(pipeline, len(replicas)), replicas)]
+        pools = [(pipeline, replicas)]
         note = f"\nall pipelines have one cut, for the slowest of each stage: {'; '.join(problems)}"
-    else:
-        pools = [
-            (_select_replica(pipeline, number, len(replicas)), [replica])
-            for number, replica in enumerate(replicas)
-        ]
     texts, cuts = [], []
     for own, pool in pools:
-        stages, counted = devices_of_stages(own, pool)
+        stages, counted = find_stage_devices(own, pool)
         all_costs = stage_costs(run, costs, stages)
         found = best_cut(all_costs)
         cuts.append(",".join(map(str, found.counts)))
@@ -127,43 +117,31 @@ def _select_replica(pipeline: Pipeline, replica: int, num_replicas: int) -> Pipe
                 f" {num_replicas}; give one for all, or one each"
             )
         found[name] = parts[replica] if len(parts) > replica and len(parts) > 1 else parts[0]
-    if problems:
-        raise problems_error("pipelines cannot be cut by time", problems)
+    refuse("pipelines cannot be cut by time", problems)
     return replace(pipeline, **found)
 
 
-def _select_all_replicas(pipeline: Pipeline, num_replicas: int) -> Pipeline:
-    """Return the options with the least speed and memory of each stage in any replica.
+def _least_numbers(name: str, text: str, words: Sequence[str]) -> tuple[float, ...] | None:
+    """Return the least number of each stage in any pipeline, separated by semicolons; None for a word.
 
     Raises:
-      ValueError: they are for another number of replicas or stages, or some are words and others numbers.
+      ValueError: some pipelines have words and others numbers, or they have different numbers of stages.
     """
-    owns = [_select_replica(pipeline, replica, num_replicas) for replica in range(num_replicas)]
-    found, problems = {}, []
-    for name, words in (("stage_speeds", SPEEDS), ("stage_memory", MEMORY)):
-        texts = [getattr(own, name) for own in owns]
-        found[name] = texts[0]
-        if len(set(texts)) == 1:
-            continue
-        given = [parse_stage_numbers(name, text, words) for text in texts]
-        numbers = [each for each in given if each is not None]
-        if len(numbers) < len(given) or len(set(map(len, numbers))) > 1:
-            problems.append(
-                f"{name} is {getattr(pipeline, name)!r}, and all pipelines get one cut; give a number for"
-                " each stage in all of them, or one for all pipelines"
-            )
-        else:
-            found[name] = ",".join(repr(min(each)) for each in zip(*numbers, strict=True))
-    if problems:
-        raise problems_error("pipelines cannot be cut by time", problems)
-    return replace(pipeline, **found)
+    parts = dict.fromkeys(text.split(";"))
+    given = [each for part in parts if (each := parse_stage_numbers(name, part, words)) is not None]
+    if len(parts) > 1 and (len(given) < len(parts) or len(set(map(len, given))) > 1):
+        raise ValueError(
+            f"{name} is {text!r}, and all pipelines get one cut; give a number for each stage in all of them,"
+            " or one for all pipelines"
+        )
+    return tuple(map(min, zip(*given, strict=True))) if given else None
 
 
 def format_predicted_cut(run: Run, source: Any, num_stages: int | None) -> str:
-    """Return the text of cuts by time for islands that are not there: equal devices, but for the options.
+    """Format the cuts by time for equal devices, without islands; options may give speeds and memories.
 
     Args:
-      run: of a pipeline across islands that is cut by time.
+      run: a run of a pipeline across islands that is cut by time.
       source: its samples.
       num_stages: number of stages; by default the partitions, or the speeds or memories that were given.
 
@@ -181,7 +159,7 @@ def format_predicted_cut(run: Run, source: Any, num_stages: int | None) -> str:
             " --stage-speeds with a number for each"
         )
     number = math.prod(max(size, 1) for size in strategy.layout.mesh.values())
-    island = island_devices(strategy.layout, "equal devices", number)
+    island = describe_island_devices(strategy.layout, "equal devices", number)
     num_replicas = max(map(len, given), default=1)
     return _cut(run, source, [[island] * num_stages] * num_replicas)[0]
 
@@ -191,17 +169,17 @@ def cuts_by_time(run: Run) -> bool:
     return run.strategy.across.axis == "pipeline" and run.strategy.pipeline.stages == "time"
 
 
-def island_devices(layout: Layout, kind: str, number: int) -> IslandDevices:
+def describe_island_devices(layout: Layout, kind: str, number: int) -> StageIslandDevices:
     """Return the devices of an island, and how its layout shards state and rows over them."""
     sizes = axis_sizes(layout.mesh, number)
     tensor, fsdp = sizes[TENSOR], sizes[FSDP]
-    return IslandDevices(kind, number, tensor * (fsdp if layout.zero == 3 else 1), sizes[DATA] * fsdp)
+    return StageIslandDevices(kind, number, tensor * (fsdp if layout.zero == 3 else 1), sizes[DATA] * fsdp)
 
 
-def devices_of_stages(
-    pipeline: Pipeline, replicas: Sequence[Sequence[IslandDevices]]
+def find_stage_devices(
+    pipeline: Pipeline, replicas: Sequence[Sequence[StageIslandDevices]]
 ) -> tuple[list[StageDevices], str]:
-    """Return the devices of each stage, by the options or the table of known devices; and by what.
+    """Return the devices of each stage, and where their speeds are from.
 
     A stage is as fast, and has as much memory, as the least of its islands in all replicas.
 
@@ -210,11 +188,11 @@ def devices_of_stages(
       replicas: for each replica, the island of each stage.
 
     Raises:
-      ValueError: another number of speeds or memories than stages; a link speed beside speeds in no unit.
+      ValueError: another number of speeds or memories than stages; a link speed with speeds in no unit.
     """
     num_stages = len(replicas[0])
-    speeds = parse_stage_numbers("stage_speeds", pipeline.stage_speeds, SPEEDS)
-    memory = parse_stage_numbers("stage_memory", pipeline.stage_memory, MEMORY)
+    speeds = _least_numbers("stage_speeds", pipeline.stage_speeds, SPEEDS)
+    memory = _least_numbers("stage_memory", pipeline.stage_memory, MEMORY)
     problems = [
         f"{name} has {len(given)} numbers, and there are {num_stages} stages; give one each"
         for name, given in (("stage_speeds", speeds), ("stage_memory", memory))
@@ -239,15 +217,14 @@ def devices_of_stages(
         counted = "by the measured speed of their devices"
         if any(island.flops_per_second is None for island in every):
             problems.append("stage_speeds is 'measured', and no islands are there; give numbers, or auto")
-    if problems:
-        raise problems_error(f"{num_stages} stages cannot be cut by time", problems)
+    refuse(f"{num_stages} stages cannot be cut by time", problems)
 
-    def speed(island: IslandDevices) -> float:
+    def speed(island: StageIslandDevices) -> float:
         if island.flops_per_second is not None:
             return island.number * island.flops_per_second
         return island.number * (1.0 if unknown else rates[island.kind] or 1.0)
 
-    def room(island: IslandDevices) -> float:
+    def room(island: StageIslandDevices) -> float:
         device = known[island.kind]
         return math.inf if device is None or pipeline.stage_memory != "auto" else device.memory_bytes
 
@@ -274,10 +251,10 @@ def _rates(known: Mapping[str, Device | None]) -> dict[str, float | None]:
 
 
 def cut_text(costs: StageCosts, cut: StageCut, counted: str) -> str:
-    """Format a cut: a row a stage, and the step beside that of the equal cut, if that fits the memory.
+    """Format a cut: a row a stage, and its step time relative to the equal cut, if that fits the memory.
 
     Args:
-      costs: what was cut.
+      costs: the costs of the model's blocks.
       cut: the best one.
       counted: where the speeds are from.
     """

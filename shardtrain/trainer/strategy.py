@@ -1,4 +1,4 @@
-"""The strategy of a run, how it is distributed, and its text form: a TOML file that reads back to the same.
+"""The strategy of a run, which distributes it, and its text form in TOML.
 
 Next: `config.py`, the rest of a run.
 """
@@ -14,7 +14,7 @@ import tomli_w
 
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.errors.field_types import fits, wrong_types
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 from shardtrain.islands.options import Across
 from shardtrain.islands.sections import OF_ISLANDS, island_numbers
 from shardtrain.pipeline.options import Pipeline
@@ -31,26 +31,25 @@ class Strategy:
     Args:
       layout: sizes of the mesh axes, and the rules that shard arrays over them.
       accumulate: number of microbatches in a step; their gradients are added up.
-      synchronisation: when replicas are synchronised, and how.
-      across: what islands exchange, if several were launched.
-      pipeline: how a pipeline is partitioned and scheduled; its microbatches are those of `accumulate`.
-      remat: what the backward pass of the model computes again, to keep less: none, weights (casts and
-        gathered weights), dots (all but the results of matrix products), outputs (all but the outputs of
-        blocks), full (all but the inputs of blocks) or offload (likewise, and these inputs wait in the memory
-        of the host). The last three need a model with an option of that name. None: what the model itself
-        says.
+      synchronisation: when and how replicas are synchronised.
+      across: the exchange between islands, if several were launched.
+      pipeline: partition and schedule of a pipeline; its microbatches are those of `accumulate`.
+      remat: the values that the backward pass recomputes to save memory: none, weights (casts and gathered
+        weights), dots (all except results of matrix products), outputs (all except outputs of blocks), full
+        (all except inputs of blocks) or offload (as full, with these inputs in the memory of the host). The
+        last three need a model with an option of that name. None takes the model's own option.
       compute_dtype: the dtype in which the model computes: float32, bfloat16 or float16 (with a scaled loss).
-        None: what the model itself says.
-      accumulate_dtype: the dtype in which gradients of several microbatches are kept while they are added up:
-        float32, or bfloat16, which takes half the memory and rounds after each. They are reduced over
-        devices, and used, in float32. A pipeline adds up in float32 alone.
-      offload: optimizer keeps the arrays of the optimizer's state in the memory of the host between steps;
-        each step reads and writes them over the link between the two. none keeps them on the device.
-      islands: fields that some islands have otherwise: which islands -> field -> value. Islands are numbers,
-        such as "0" or "2-5,8", or a pattern of the kind of their devices, such as "*V100*". Of several that
-        match, later ones win.
-      predicted: what a plan predicted of a step: part (compute_seconds, bubble_seconds, collectives_seconds,
-        update_seconds, islands_seconds) -> seconds. Training ignores it; the end of a run compares.
+        None takes the model's own dtype.
+      accumulate_dtype: the dtype in which the gradients of several microbatches are added up: float32, or
+        bfloat16, which takes half the memory and rounds after each microbatch. Gradients are reduced over
+        devices, and used, in float32. A pipeline supports only float32.
+      offload: "optimizer" keeps the optimizer's state in the memory of the host between steps; each step
+        reads and writes it over the link between host and device. "none" keeps it on the device.
+      islands: fields with other values on some islands: islands -> field -> value. Islands are numbers, such
+        as "0" or "2-5,8", or a pattern of the kind of their devices, such as "*V100*". If several entries
+        match an island, later ones win.
+      predicted: the step that a plan predicted: part (compute_seconds, bubble_seconds, collectives_seconds,
+        update_seconds, islands_seconds) -> seconds. Only the summary at the end of a run uses it.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.
@@ -77,7 +76,7 @@ class Strategy:
         if (parts := self.across.num_gradient_programs) > 1 and not self.synchronisation.is_mean:
             problems.append(
                 f"gradient_parts is {parts}, and {self.synchronisation.by!r} of {self.synchronisation.on} is"
-                " no mean of gradients, which alone is sent in parts; use 1"
+                " no mean of gradients; only a mean is sent in parts; use 1"
             )
         if not problems:
             if (in_flight := self.pipeline.in_flight) > 1 and self.across.axis != "pipeline":
@@ -87,20 +86,19 @@ class Strategy:
                 )
             for name, section in self.islands.items():
                 problems += _section_problems(self, name, section)
-        if problems:
-            raise problems_error("this strategy cannot be used", problems)
+        refuse("this strategy cannot be used", problems)
 
     @property
     def scales_loss(self) -> bool:
-        """Whether any island computes in float16: then the state of each has a scale of the loss."""
+        """Whether any island computes in float16, so that every island's state has a loss scale."""
         sections = (section.get("compute_dtype") for section in self.islands.values())
         return "float16" in (self.compute_dtype, *sections)
 
     def select_island(self, island: int, kind: str) -> "Strategy":
-        """Return the strategy of one island, as its sections say; it keeps them, for what all islands share.
+        """Return the strategy of one island, with the fields of its sections.
 
         Args:
-          island: its number.
+          island: the number of the island.
           kind: the kind of its devices, such as "NVIDIA A100-SXM4-40GB" or "cpu".
 
         >>> strategy = Strategy(islands={"*v100*": {"compute_dtype": "float16"}, "1-2": {"accumulate": 4}})
@@ -116,7 +114,7 @@ class Strategy:
 
 
 def _section_problems(strategy: Strategy, name: str, section: Any) -> list[str]:
-    """Return why some islands cannot have these fields otherwise."""
+    """Return why a section of the strategy is wrong, one line each."""
     where = f"islands.{name!r}"
     if not isinstance(name, str):
         return [f"{where}: give the islands as text, such as '{name}' or '2-5'"]
@@ -124,7 +122,7 @@ def _section_problems(strategy: Strategy, name: str, section: Any) -> list[str]:
         return [f"{where} is {section!r}; give fields and their values, such as {{'accumulate': 4}}"]
     if unknown := [key for key in section if key not in OF_ISLANDS]:
         return [
-            f"{where} has {near(key, list(OF_ISLANDS))}; islands may differ in these alone" for key in unknown
+            f"{where} has {near(key, list(OF_ISLANDS))}; islands may differ only in these" for key in unknown
         ]
     numbers = island_numbers(name)
     if numbers is not None and not all(island_numbers(each) for each in name.split(",")):
@@ -156,8 +154,7 @@ STRATEGY_FILE = "strategy.toml"
 def strategy_text(strategy: Strategy) -> str:
     """Format a strategy as TOML, which `read_strategy` reads back to an equal one.
 
-    What was given in Python and is no plain value, such as a combiner of one's own, is left out, and named in
-    a comment.
+    A value of Python that is not plain, such as a user's combiner, is left out and named in a comment.
 
     >>> print(strategy_text(Strategy(accumulate=4)).partition(chr(10))[0])
     accumulate = 4
@@ -171,7 +168,7 @@ def strategy_text(strategy: Strategy) -> str:
 
 
 def _plain(value: Any, path: str, left_out: list[str]) -> dict[str, Any]:
-    """Return the fields of a dataclass as TOML has them; None, which it has not, is left out."""
+    """Return the fields of a dataclass as TOML values; None is left out."""
     found: dict[str, Any] = {}
     default = type(value)()
     for each in fields(value):
@@ -195,7 +192,7 @@ def _item(value: Any) -> Any:
 
 
 def read_strategy(path: Path) -> Strategy:
-    """Read a strategy from a TOML file: the fields of `Strategy` by their names, nested ones as tables.
+    """Read a strategy from a TOML file with the fields of `Strategy`, nested ones as tables.
 
     Raises:
       ValueError: not TOML, an unknown key, or values that `Strategy` refuses.
@@ -203,7 +200,7 @@ def read_strategy(path: Path) -> Strategy:
     try:
         values = read_toml(path, MOST_FILE_BYTES)
     except OSError as error:
-        raise ValueError(f"there is no strategy file {path} to read: {error.strerror or error}") from error
+        raise ValueError(f"the strategy file {path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise ValueError(f"{path} is not a strategy in TOML: {error}") from error
     problems: list[str] = []
@@ -211,13 +208,12 @@ def read_strategy(path: Path) -> Strategy:
         strategy = _build(Strategy(), values, "", problems)
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: {error}") from error
-    if problems:
-        raise problems_error(f"{path} cannot be read", problems)
+    refuse(f"{path} cannot be read", problems)
     return strategy
 
 
 def _build(default: Any, values: Mapping[str, Any], path: str, problems: list[str]) -> Any:
-    """Return a dataclass like `default` with these values; keys that it has not are added to `problems`."""
+    """Return a dataclass like `default` with these values; unknown keys are added to `problems`."""
     known = [each.name for each in fields(default)]
     found: dict[str, Any] = {}
     for key, value in values.items():

@@ -1,4 +1,4 @@
-"""Copies of the state on devices and islands: compare them by fingerprints, and broadcast from island 0.
+"""Compare copies of the state on devices and islands by fingerprints, and broadcast it from island 0.
 
 A device that computes or stores wrong numbers is found and named. Next: `resume.py`.
 """
@@ -20,18 +20,18 @@ from shardtrain.trainer.coordination import Coordination
 
 
 class Divergence(NamedTuple):
-    """Copies of an array that differ from those of most devices.
+    """An array whose copies differ between devices.
 
     Args:
       path: the path of the array.
-      devices: the devices that have them.
+      devices: the devices whose copies differ from the majority.
     """
 
     path: str
     devices: tuple[Any, ...]
 
 
-def fingerprint(x: jax.Array) -> jax.Array:
+def compute_fingerprint(x: jax.Array) -> jax.Array:
     """Return the weighted sum of an array's bits, uint32: any change of one number changes it."""
     x = x.astype(jnp.uint8) if x.dtype == bool else x
     x = jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
@@ -43,21 +43,21 @@ def fingerprint(x: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def fingerprints(tree: Any) -> jax.Array:
+def compute_fingerprints(tree: Any) -> jax.Array:
     """Return the fingerprints of whole arrays, however they are sharded: uint32 (arrays,)."""
-    return jnp.stack([fingerprint(leaf) for leaf in jax.tree.leaves(tree)])
+    return jnp.stack([compute_fingerprint(leaf) for leaf in jax.tree.leaves(tree)])
 
 
 def make_find_divergence(mesh: Mesh, shardings: Any) -> Callable[[Any], list[Divergence]]:
-    """Make a function that finds arrays whose copies on several devices are not the same bits.
+    """Make a function that finds arrays whose copies on several devices have different bits.
 
     Args:
       mesh: the mesh whose devices are compared.
       shardings: the NamedSharding of each array of the tree.
 
     Returns:
-      tree -> divergences. All processes of the mesh call it at the same time; it waits for the tree. Of two
-      copies that differ neither is the majority, so both are reported.
+      tree -> divergences. All processes of the mesh call it at the same time; it waits for the tree. If two
+      copies differ, there is no majority, and both are reported.
     """
     leaves = jax.tree.leaves_with_path(shardings)
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
@@ -66,7 +66,7 @@ def make_find_divergence(mesh: Mesh, shardings: Any) -> Callable[[Any], list[Div
 
     # 1. on each device: one number for the bits of each array, as this device holds them
     def of_device(tree: Any) -> jax.Array:
-        return jnp.stack([fingerprint(leaf) for leaf in jax.tree.leaves(tree)])[None]
+        return jnp.stack([compute_fingerprint(leaf) for leaf in jax.tree.leaves(tree)])[None]
 
     compiled = jax.jit(
         jax.shard_map(of_device, mesh=mesh, in_specs=(specs,), out_specs=by_device, check_vma=False),
@@ -82,7 +82,7 @@ def make_find_divergence(mesh: Mesh, shardings: Any) -> Callable[[Any], list[Div
             indices = sharding.devices_indices_map(x.shape)
             for row, device in enumerate(devices):
                 holders.setdefault(str(indices[device]), []).append(row)
-            wrong = [row for rows in holders.values() for row in minority(prints[rows, column], rows)]
+            wrong = [row for rows in holders.values() for row in find_minority(prints[rows, column], rows)]
             if wrong:
                 found.append(Divergence(path_text(path), tuple(devices[row] for row in wrong)))
         return found
@@ -103,11 +103,11 @@ def divergence_text(step: int, found: Sequence[Divergence]) -> str:
     )
 
 
-def minority(prints: Sequence[int] | np.ndarray, holders: Sequence[Any]) -> list[Any]:
+def find_minority(prints: Sequence[int] | np.ndarray, holders: Sequence[Any]) -> list[Any]:
     """Return the holders whose fingerprint differs from the majority's; all if there is no majority.
 
-    >>> minority([7, 7, 5], ["a", "b", "c"]), minority([7, 5], ["a", "b"]), minority([7, 7], ["a", "b"])
-    (['c'], ['a', 'b'], [])
+    >>> [find_minority(prints, ["a", "b", "c"]) for prints in ([7, 7, 5], [7, 7, 7], [7, 6, 5])]
+    [['c'], [], ['a', 'b', 'c']]
     """
     (most, number), *others = Counter(list(prints)).most_common()
     if not others:
@@ -120,34 +120,34 @@ def minority(prints: Sequence[int] | np.ndarray, holders: Sequence[Any]) -> list
 def synchronise(
     coordination: Coordination, state: State, own_optimizers: bool, note: Callable[[str], None]
 ) -> State:
-    """Make the state that islands have in common equal to that of island 0, if it differs.
+    """Broadcast the common state from island 0, if it differs between islands.
 
     Unlike hosts round differently, so that their copies drift apart by the last bits.
 
     Args:
       coordination: the exchange with the other islands.
       state: the state of this island.
-      own_optimizers: each island has an optimizer state of its own, which is left alone.
-      note: receives a line where the state differed.
+      own_optimizers: whether each island has its own optimizer state, which is kept.
+      note: receives a line if the state differed.
     """
-    paths = differing_arrays(coordination, state, own_optimizers)
+    paths = find_differing_arrays(coordination, state, own_optimizers)
     if not paths:
         return state
     note(
-        f"{len(paths)} parameters were not the same bits on all islands, {paths[0]} among them;"
-        " all continue with those of island 0"
+        f"{len(paths)} parameters had different bits on some islands, {paths[0]} among them; all continue"
+        " with the parameters of island 0"
     )
-    # the step is equal everywhere, and as the same array it says that this is the state of the last step
+    # the step is equal everywhere; the same array marks this as the state of the last step
     return broadcast_state(coordination, state, own_optimizers)._replace(step=state.step)
 
 
 def broadcast_state(coordination: Coordination, state: State, own_optimizers: bool) -> State:
-    """Broadcast from island 0 the part of the state that islands have in common.
+    """Broadcast the common state from island 0.
 
     Args:
       coordination: the exchange with the other islands.
       state: the state of this island.
-      own_optimizers: each island has an optimizer state of its own, which is left alone.
+      own_optimizers: whether each island has its own optimizer state, which is kept.
     """
     if coordination.transfer is None:
         return state
@@ -155,18 +155,18 @@ def broadcast_state(coordination: Coordination, state: State, own_optimizers: bo
     if owners is None:
         found = coordination.transfer.map(_broadcast, copy_out_of_host(common))
         return state._replace(**jax.device_put(found, jax.tree.map(lambda x: x.sharding, common)))
-    # group after group, as all islands go through them
+    # all islands broadcast the groups in the same order
     parts = zip(owners.transfers, owners.split(common), strict=True)
     return state._replace(**owners.join(common, [transfer.map(_broadcast, part) for transfer, part in parts]))
 
 
-def differing_arrays(coordination: Coordination, state: State, own_optimizers: bool) -> list[str]:
-    """Return the paths of the common arrays that are not the same bits on all islands.
+def find_differing_arrays(coordination: Coordination, state: State, own_optimizers: bool) -> list[str]:
+    """Return the paths of the common arrays whose bits differ between islands.
 
     Args:
       coordination: the exchange with the other islands.
       state: the state of this island.
-      own_optimizers: each island has an optimizer state of its own, which is not compared.
+      own_optimizers: whether each island has its own optimizer state, which is not compared.
     """
     if coordination.transfer is None:
         return []
@@ -177,7 +177,9 @@ def differing_arrays(coordination: Coordination, state: State, own_optimizers: b
         keys = (",".join(map(str, group.stages)) for group in owners.groups)
         parts = dict(zip(keys, owners.split(common), strict=True))
     mine = {
-        key: dict(zip(sorted(part), np.asarray(fingerprints(copy_out_of_host(part))).tolist(), strict=True))
+        key: dict(
+            zip(sorted(part), np.asarray(compute_fingerprints(copy_out_of_host(part))).tolist(), strict=True)
+        )
         for key, part in parts.items()
     }
     prints = coordination.islands.all_gather_islands("fingerprints", mine)
@@ -192,24 +194,23 @@ def differing_arrays(coordination: Coordination, state: State, own_optimizers: b
     return sorted(differing)
 
 
-def faulty_copies(
+def find_faulty_copies(
     coordination: Coordination, step: int, problem: str, hardware: str, params: Any
 ) -> str | None:
     """Return a message about faulty copies of the parameters on any rank; None if there are none.
 
-    Islands of the same hardware and mesh compute the same bits. Others drift apart by the last bits, which
-    `synchronise` removes at every save, so they are not compared.
+    Only islands of the same hardware and mesh compute the same bits, so only these are compared.
 
     Args:
       coordination: the exchange with the other islands.
       step: steps done.
-      problem: what was found on this island's own devices, or "".
-      hardware: equal for islands that compute the same bits.
+      problem: a message about this island's own devices, or "".
+      hardware: a key that is equal for islands that compute the same bits.
       params: the parameters of this island.
     """
     if coordination.islands is None:
         return problem or None
-    prints = str(np.asarray(fingerprints(params)).tolist())
+    prints = str(np.asarray(compute_fingerprints(params)).tolist())
     owners = coordination.owners
     group = [hardware, [] if owners is None else [each.blocks for each in owners.groups]]
     gathered = coordination.all_gather(f"copies after step {step}", [problem, group, prints])
@@ -217,10 +218,10 @@ def faulty_copies(
         return problems[0]
     names = coordination.islands.control.names
     wrong = []
-    # only equal hardware rounds alike: compare within each group, where the minority is faulty
+    # only equal hardware has identical rounding: the minority of each group is faulty
     for group in {str(group) for _, group, _ in gathered}:
         alike = [rank for rank, (_, other, _) in enumerate(gathered) if str(other) == group]
-        wrong += [names[rank] for rank in minority([gathered[rank][2] for rank in alike], alike)]
+        wrong += [names[rank] for rank in find_minority([gathered[rank][2] for rank in alike], alike)]
     if not wrong:
         return None
     which = "has" if len(wrong) == 1 else "one of them has"

@@ -1,4 +1,4 @@
-"""The parts of a model that pipeline stages get, traced: their costs, their table, their measured speed.
+"""Trace the blocks of a model for pipeline stages: compute costs, measure speed, and format a traced cut.
 
 Next: `stage_cut.py`.
 """
@@ -28,8 +28,8 @@ from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.setup import make_microbatch
 
 TIME_NEEDS_BLOCKS = (
-    "stages is 'time', and the model does not say its blocks, whose times are predicted; use --stages flops,"
-    " by which any model is cut, or give it `blocks` (docs/pipeline.md)"
+    "stages is 'time', which predicts the times of blocks, and the model has no `blocks`; use --stages flops,"
+    " which cuts any model, or give it `blocks` (docs/pipeline.md)"
 )
 
 
@@ -37,7 +37,7 @@ def block_costs(run: Run, source: Any, num_replicas: int) -> ModelCosts:
     """Return the costs of a run's blocks, for the rows of one replica's microbatch.
 
     Raises:
-      ValueError: the model does not say what its blocks are.
+      ValueError: the model has no blocks.
     """
     traced = trace(run, source, num_replicas)
     model = make_model(run)
@@ -46,10 +46,10 @@ def block_costs(run: Run, source: Any, num_replicas: int) -> ModelCosts:
 
 
 def trace(run: Run, source: Any, num_replicas: int, row_shards: int = 1) -> Traced:
-    """Return the traced functions of a run's model, for the rows of one replica's microbatch on a device.
+    """Trace the functions of a run's model, for the rows of one replica's microbatch on a device.
 
     Raises:
-      ValueError: the model does not say what its blocks are.
+      ValueError: the model has no blocks.
     """
     model = make_model(run)
     if model.chain is None:
@@ -78,11 +78,11 @@ def stage_costs(run: Run, model: ModelCosts, stages: Sequence[StageDevices]) -> 
 
 
 DEFAULT_STAGES = 2
-"""The number of stages to show where nothing says it."""
+"""The default number of stages to show."""
 
 
 def format_traced_cut(traced: TracedModel, stages: Partition) -> str:
-    """Return a table of the parts of a model that was cut by tracing.
+    """Format a table of the parts of a model that was cut by tracing.
 
     Args:
       traced: the model.
@@ -107,15 +107,15 @@ def format_traced_cut(traced: TracedModel, stages: Partition) -> str:
             )
         )
     header = ("part", "pieces", "parameters", "first and last", "borrowed", "sent on", "a row")
-    text = f"the model says no blocks and is cut by tracing, into {sum(stages.counts)} pieces"
+    text = f"the model has no `blocks` and is cut by tracing into {sum(stages.counts)} pieces"
     return f"{text}\n{table_text(header, rows)}"
 
 
 def format_inspected_cut(run: Run, source: Any, num_stages: int | None) -> str:
-    """Return the table of the cut that a run across islands would get.
+    """Format the cut of a run across islands.
 
     Args:
-      run: of a pipeline across islands, whose model says no blocks.
+      run: a run of a pipeline across islands, whose model has no blocks.
       source: its samples.
       num_stages: number of stages; by default the partitions of the run, or 2.
 
@@ -132,13 +132,13 @@ def format_inspected_cut(run: Run, source: Any, num_stages: int | None) -> str:
 
 
 LEAST_RUNS, LEAST_SECONDS = 5, 1.0
-"""A block runs at least so often, and so long: a core that others use too is fast for a moment."""
+"""Least runs and seconds of a block: a core that others use too is fast for a moment."""
 
 
 def flops_per_second(traced: Traced, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the flops per second of one local device, in the forward and backward of the costliest block.
+    """Measure the flops per second of one local device, in the forward and backward of the costliest block.
 
-    It is compiled and run on values of no meaning, for the rows that were traced.
+    The block is compiled and run on arbitrary values, for the traced rows.
 
     Args:
       traced: the model's functions.
@@ -174,7 +174,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _values(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return values that no operation can skip, and that overflow nowhere."""
+    """Return random values that no operation skips and that do not overflow."""
     if not _is_float(shape):
         return jnp.zeros(shape.shape, shape.dtype)
     return (0.02 * jax.random.normal(new_key(0), shape.shape)).astype(shape.dtype)

@@ -1,6 +1,6 @@
-"""Train a `Run`: what `shardtrain train` does, in order.
+"""Train a `Run` from its start point to its end: prepare, restore, train, roll back, summarise.
 
-Each part can be made and used alone, see the README.
+Each part can be used separately, see the README.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.hooks import calling_end
 from shardtrain.trainer.loop import finish_evaluation, run_loop
-from shardtrain.trainer.prepared_run import PreparedRun, prepare_run
+from shardtrain.trainer.prepared_run import PreparedRun
 from shardtrain.trainer.profiling import ProfiledSteps
 from shardtrain.trainer.program_cache import ProgramCounts, find_program_folder
 from shardtrain.trainer.program_mark import remove_mark, take_mark
@@ -36,14 +36,14 @@ from shardtrain.trainer.run_checkpoints import RunCheckpoints
 from shardtrain.trainer.run_folder import (
     check_folder,
     draw_curve,
-    exclusive_folder,
+    lock_folder,
     record_environment,
     write_run_files,
 )
 from shardtrain.trainer.session import Session, make_session
 from shardtrain.trainer.strategy import STRATEGY_FILE, strategy_text
 from shardtrain.trainer.trained_model import sample_text
-from shardtrain.trainer.usage import RunTotals, memory_text, peak_memory
+from shardtrain.trainer.usage import RunTotals, measure_peak_memory, memory_text
 from shardtrain.trainer.waves import SkippedData, train_as_repeated
 
 
@@ -57,7 +57,7 @@ class Trained:
       stopped_by: the number of the signal that ended the run early, or None.
       run_dir: the run's folder.
       sample: the text of `Run.sample`, or None.
-      time_over: the time limit ended it early.
+      time_over: whether the time limit ended the run early.
     """
 
     state: State
@@ -82,10 +82,10 @@ def train(
     Args:
       run: the run; its folder is made if it does not exist.
       console: where to print; by default the terminal. Only the first process of all prints.
-      islands: from `islands.membership.join`, where several were launched.
+      islands: the result of `islands.membership.join` if several islands were launched, else None.
       activity: what this process is doing, for its watchdog.
-      stop: entered already; by default signals are recorded while this runs.
-      profile: steps of which rank 0 records a trace; None: none.
+      stop: the stop signals, already entered; by default signals are recorded while this runs.
+      profile: steps of which rank 0 records a trace; None disables it.
 
     Raises:
       ValueError: something in the run does not fit, before anything is computed.
@@ -101,10 +101,10 @@ def train(
         # Set up the run, and check that it is the same on all islands.
         if Coordination(islands).is_first:
             _say_mark(folder, output, stop)
-        prepared = prepare_run(run, folder, islands, output, stack)
+        prepared = PreparedRun(run, folder, islands, output, stack)
         # Lock the folder: from now on this run writes to it.
         if prepared.coordination.is_first:
-            stack.enter_context(exclusive_folder(folder))
+            stack.enter_context(lock_folder(folder))
         record_environment(folder, prepared.coordination, output)
         checkpoints = stack.enter_context(
             RunCheckpoints(
@@ -131,8 +131,8 @@ def train(
 
 
 def _say_mark(folder: Path, output: RunConsole, stop: StopSignals | None) -> None:
-    """Say in which program an earlier start ended; let no mark be left where the user ends this one."""
-    # at once: notes wait for a display, and the same program may end this process before
+    """Say in which program an earlier start ended; remove the mark if the user ends this start."""
+    # at once: notes wait for a display, and the same program may end this process first
     if text := take_mark(folder):
         output.say(text)
     if stop is not None:
@@ -140,19 +140,19 @@ def _say_mark(folder: Path, output: RunConsole, stop: StopSignals | None) -> Non
 
 
 def _summarise(session: Session, step: int, programs: str) -> None:
-    """Print what the run took: time, programs, speed beside its prediction, memory; all ranks call it."""
+    """Print time, compiled programs, speed compared with its prediction, and memory; all ranks call it."""
     prepared, output = session.prepared, session.output
     output.say(session.totals.summary(step))
     output.say(session.spent.summary())
     if programs:
         output.say(programs)
     _compare_speed(prepared, output)
-    peaks = prepared.coordination.gather_after_work("peak memory", list(peak_memory()))
+    peaks = prepared.coordination.gather_after_work("peak memory", list(measure_peak_memory()))
     output.say(memory_text(peaks, prepared.coordination.grid))
 
 
 def _compare_speed(prepared: PreparedRun, output: RunConsole) -> None:
-    """Print how fast steps were beside what a plan predicted, if the strategy has its prediction."""
+    """Print the speed of steps compared with the prediction of a plan, if the strategy has one."""
     if not (prepared.strategy.predicted and prepared.coordination.is_first):
         return
     try:
@@ -170,7 +170,7 @@ def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
       The last state and the number of steps done.
 
     Raises:
-      FloatingPointError: more rollbacks were asked for than are allowed.
+      FloatingPointError: the run needs more rollbacks than are allowed.
     """
     prepared, note = session.prepared, session.output.note
     run = prepared.run
@@ -208,18 +208,18 @@ def _train_segments(session: Session, stop: StopSignals) -> tuple[State, int]:
         except RollBack as fault:
             if skipped is not None:
                 skipped.end()
-            # resume from a step before the fault, with data from behind it
+            # resume from a step before the fault, with data from after it
             newest, position = rollbacks.find_newest_allowed(fault), fault.position
             where = f"step {newest} or before" if newest > 0 else "the beginning"
             note(f"WARNING: {fault.why}: rolling back to {where}, and continuing with later data")
 
 
 def _find_skipped_data(prepared: PreparedRun, note: Callable[[str], None]) -> SkippedData | None:
-    """Return what rollbacks skip; None for a run without waves, whose events nobody repeats."""
-    run, islands = prepared.run, prepared.coordination.islands
-    if islands is None or run.strategy.synchronisation.distance is None:
+    """Return the record of skipped data; None for a run without waves, which nobody replays."""
+    run, coordination = prepared.run, prepared.coordination
+    if coordination.islands is None or run.strategy.synchronisation.distance is None:
         return None
-    return SkippedData(prepared.folder, islands.placement.island, run.replay, note)
+    return SkippedData(prepared.folder, prepared.coordination.island, run.replay, note)
 
 
 def _train_segment(
@@ -255,7 +255,7 @@ def _train_segment(
         stack.enter_context(prepared.feed.reading(start.position, start.step))
         session.spent.begin()
         with session.activity.at("the training loop"):
-            # Metrics that wait for an evaluation which the run before did not finish are written first.
+            # First write metrics that wait for an evaluation that the previous start did not finish.
             is_logged = not is_first or logged == start.step
             finish_evaluation(session, start, sinks, is_logged=is_logged)
             return run_loop(session, start, last_step, sinks, stop)

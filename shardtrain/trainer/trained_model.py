@@ -1,7 +1,6 @@
-"""A model outside a run: built with initial parameters, or loaded with trained ones.
+"""Build a model with initial parameters, or load it with trained ones, outside a run.
 
-No optimizer, mesh or sharding is involved; whole arrays are placed on the default device. See
-docs/trained_model.md.
+See docs/trained_model.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,13 +15,13 @@ import optax
 from flax import nnx
 from jax.core import Tracer
 
-from shardtrain.checkpoints.differences import Allow, differences, mismatches
+from shardtrain.checkpoints.differences import Allow, compare_descriptions, find_mismatches
 from shardtrain.checkpoints.evaluated_params import make_exported_params
 from shardtrain.checkpoints.manifest_entries import Leaf
 from shardtrain.checkpoints.origins import restore_block_order
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.restore import restore_arrays
-from shardtrain.errors.messages import problems_error
+from shardtrain.errors.messages import problems_error, refuse
 from shardtrain.errors.user_code import user_code
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.auxiliary import plain
@@ -71,8 +70,7 @@ def build(model: Any, seed: int = 0) -> Any:
     # inside another jit the options are those of the whole program
     options = None if isinstance(key, Tracer) else quick_options(jax.default_backend())
     params, model_state = jax.jit(pure.init, compiler_options=options)(key)
-    values = {f"params/{path}": x for path, x in _flat(params).items()}
-    values |= {f"model_state/{path}": x for path, x in _flat(model_state).items()}
+    values = _flat({"params": params, "model_state": model_state})
     return _assemble(model, params, model_state, values.__getitem__, seed)
 
 
@@ -93,10 +91,10 @@ def load(
         (whose model is `pretrained(folder)`).
       model: the model of the run, as in its run file; see `build`. A run folder contains descriptions and
         arrays, but no code to build a model from.
-      step: the step of the checkpoint; None: the newest; "best": the best by the metric of
+      step: the step of the checkpoint; None means the newest, "best" the best by the metric of
         `CheckpointPolicy.best`.
-      evaluated: False: load the parameters that the optimizer trains, even if the run evaluates others.
-      base: what the run started from, where its checkpoints have only what was trained.
+      evaluated: load the parameters that the run evaluates; False loads those that the optimizer trains.
+      base: the checkpoint that the run started from, if its own checkpoints have only trained parameters.
 
     Returns:
       The nnx.Module in evaluation mode: without dropout, and with running averages (`nnx.view(module,
@@ -109,13 +107,7 @@ def load(
     """
     reader = find_parameters(Path(run_dir), step, None if base is None else Path(base))
     params, model_state = jax.eval_shape(convert_model(model).init, new_key(0))
-    wanted = {
-        f"{kind}/{path}": Leaf(shape=tuple(x.shape), dtype=x.dtype.name)
-        for kind, tree in (("params", params), ("model_state", model_state))
-        for path, x in _flat(tree).items()
-    }
-    saved = {path: leaf for path, leaf in reader.leaves.items() if path.startswith(PARAMETERS)}
-    if wrong := mismatches(saved, wanted):
+    if wrong := _find_differences(reader, _flat({"params": params, "model_state": model_state})):
         wrong += _list_changed_options(reader.extra, model)
         raise problems_error(f"step {reader.step} in {run_dir} is of another model than was given", wrong)
     built = _assemble(model, params, model_state, _read_saved_values(reader, evaluated), seed=0)
@@ -135,12 +127,19 @@ def _read_saved_values(reader: CheckpointReader, evaluated: bool) -> Values:
     return value
 
 
+def _find_differences(reader: CheckpointReader, wanted: Mapping[str, Any]) -> list[str]:
+    """Return the parameters and model state in which a checkpoint differs from a model."""
+    saved = {path: leaf for path, leaf in reader.leaves.items() if path.startswith(PARAMETERS)}
+    leaves = {path: Leaf(shape=tuple(x.shape), dtype=x.dtype.name) for path, x in wanted.items()}
+    return find_mismatches(saved, leaves)
+
+
 def _list_changed_options(extra: Mapping[str, Any], model: Any) -> list[str]:
     """Return the fields of a dataclass model that differ from the options of the run."""
     if not is_dataclass(model) or isinstance(model, type | Model):
         return []
     before = {name: value for name, value in (extra.get("run") or {}).items() if name.startswith("model.")}
-    changed = differences(before, describe(model, "model")) if before else []
+    changed = compare_descriptions(before, describe(model, "model")) if before else []
     return [f"of the run's options {line}; give the model with the first" for line in changed]
 
 
@@ -191,7 +190,7 @@ class RestoredModel(NamedTuple):
     def apply(self) -> jax.tree_util.Partial:
         """The model in evaluation mode as a function of its inputs; its parameters are leaves of it."""
         return jax.tree_util.Partial(
-            _Apply(self.model, self.placement), self.state.params, self.state.model_state
+            _ModelApply(self.model, self.placement), self.state.params, self.state.model_state
         )
 
 
@@ -204,8 +203,7 @@ def restore_model(
       reader: the reader of a complete checkpoint.
       model: its model.
       layout: the layout on this machine, without stages of a pipeline.
-      evaluated: restore what the run evaluates, with `evaluate_with="ema"` the average; False: what it
-        trains.
+      evaluated: restore the parameters that the run evaluates; False restores those that it trains.
 
     Raises:
       ValueError: the layout does not fit the devices or the model; the checkpoint is of another model, all
@@ -214,10 +212,7 @@ def restore_model(
     placement = make_placement(model, optax.identity(), layout, make_mesh(layout))
     state = restorable_state(placement)
     wanted = {path: x for path, x in _flat(state).items() if path.startswith(PARAMETERS)}
-    saved = {path: leaf for path, leaf in reader.leaves.items() if path.startswith(PARAMETERS)}
-    leaves = {path: Leaf(shape=tuple(x.shape), dtype=x.dtype.name) for path, x in wanted.items()}
-    if wrong := mismatches(saved, leaves):
-        raise problems_error(f"step {reader.step} is of another model than this one", wrong)
+    refuse(f"step {reader.step} is of another model than this one", _find_differences(reader, wanted))
     how = (reader.extra.get("run") or {}).get("evaluate_with") if evaluated else None
     computed = [path for path in wanted if path.startswith(PARAMS)] if how else []
     stored = {path: x for path, x in wanted.items() if path not in computed}
@@ -231,7 +226,7 @@ def restore_model(
 
 
 @dataclass(frozen=True, eq=False)
-class _Apply:
+class _ModelApply:
     """A model as a function of its parameters, under the rules of a layout; hashable by identity."""
 
     model: Model
@@ -247,7 +242,7 @@ class _Apply:
 
 
 def sample_text(run: Run, setup: RunSetup, state: State) -> str:
-    """Return the text that `run.sample` makes of the parameters that the run evaluates.
+    """Return the text of `run.sample` for the parameters that the run evaluates.
 
     Raises:
       UserCodeFailed: it raised.
@@ -255,4 +250,4 @@ def sample_text(run: Run, setup: RunSetup, state: State) -> str:
     assert run.sample is not None
     params = restore_block_order(setup.placement, make_select_params(run, setup)(state))
     with user_code(lambda error: "the sample"):
-        return run.sample(jax.tree_util.Partial(_Apply(setup.model), params, state.model_state))
+        return run.sample(jax.tree_util.Partial(_ModelApply(setup.model), params, state.model_state))

@@ -1,4 +1,4 @@
-"""What a run uses: wall time and where it goes, bytes sent, memory, and the model flops of its devices.
+"""Measure the resources of a run: wall time by kind of work, bytes sent, memory, and model flops.
 
 Next: `metric_log.py`, which writes these.
 """
@@ -23,24 +23,24 @@ from shardtrain.train_step.pipeline_grid import PipelineGrid
 from shardtrain.trainer.config import Run, make_model
 
 MOST_RANKS = 16
-"""Number of ranks up to which each has a metric or is named; of more only the one with most memory is."""
+"""Largest number of ranks that have their own metrics and are named."""
 
 MOST_BUCKETS = 16
-"""The first so many buckets have a metric each of their seconds."""
+"""Largest number of buckets whose seconds are logged."""
 
 
-class Spent:
+class UsageLog:
     """The seconds and bytes of this rank since the last line of metrics, and the seconds of all lines.
 
     Args:
       activity: the activity record of this process.
-      sent: link -> returns the bytes that this process has given to it so far.
-      own_seconds: returns rank -> median seconds of its own work in a step; {} where that is not known.
-      bucket_seconds: returns bucket -> mean seconds that it took since the last call.
+      sent: link -> function that returns the bytes that this process has sent over it so far.
+      own_seconds: function that returns rank -> median seconds of its own work in a step, or {}.
+      bucket_seconds: function that returns bucket -> mean seconds since the last call.
 
     >>> now, sent = [0.0], [0]
     >>> activity = ActivityRecord(clock=lambda: now[0])
-    >>> spent = Spent(activity, {"islands": lambda: sent[0]})
+    >>> spent = UsageLog(activity, {"islands": lambda: sent[0]})
     >>> with activity.at("the step", kind="step"):
     ...     now[0] += 3.0
     >>> now[0], sent[0] = 4.0, 100
@@ -64,7 +64,7 @@ class Spent:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was before: a segment of the run begins."""
+        """Start a segment of the run: forget everything before it."""
         self._activity.take_seconds()
         self._bucket_seconds()
         self._before = {link: count() for link, count in self._sent.items()}
@@ -89,7 +89,7 @@ class Spent:
         return {**{f"seconds/{kind}": x for kind, x in seconds.items()}, **num_bytes, **each, **buckets}
 
     def summary(self) -> str:
-        """Return the parts of the time of all lines, the largest first."""
+        """Format the fractions of the time of all lines, the largest first."""
         whole = sum(self._seconds.values()) or 1.0
         parts = sorted(self._seconds.items(), key=lambda item: -item[1])
         shown = [f"{kind} {x / whole:.0%}" for kind, x in parts if x / whole >= 0.005]
@@ -99,8 +99,8 @@ class Spent:
 class RunTotals:
     """Counts updates, and the seconds since the run began.
 
-    A checkpoint has the seconds until it was saved, and a start that resumes from it adds its own. So the
-    time between two starts is not in them, nor the time of steps that were lost because they were not saved.
+    A checkpoint has the seconds until its save, to which a start that resumes from it adds its own. The time
+    between two starts, and of steps that were lost, does not count.
 
     Args:
       clock: monotonic, in seconds; this start begins now.
@@ -129,7 +129,7 @@ class RunTotals:
         return (self._before_seconds or 0.0) + self._clock() - self._start_seconds
 
     def updated(self, clipped: bool | None) -> None:
-        """Count an update; None: it is not known whether its gradient was clipped."""
+        """Count an update, and whether its gradient was clipped; None if not known."""
         self._num_updates += 1
         if clipped is not None:
             self._num_judged += 1
@@ -159,28 +159,28 @@ class RunTotals:
 
 
 def read_wall_seconds(value: Any) -> float:
-    """Return the wall time that a checkpoint has; 0 if it has none, or no such number.
+    """Return the wall time in a checkpoint; 0 if it has no valid one.
 
-    >>> read_wall_seconds(2), read_wall_seconds(None), read_wall_seconds("x"), read_wall_seconds(-1.0)
-    (2.0, 0.0, 0.0, 0.0)
+    >>> [read_wall_seconds(value) for value in (2, None, "x", -1.0)]
+    [2.0, 0.0, 0.0, 0.0]
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and 0 <= value < math.inf else 0.0
 
 
-class Peak(NamedTuple):
-    """The most memory that was in use at once.
+class PeakMemory(NamedTuple):
+    """The peak memory of a rank.
 
     Args:
-      num_bytes: of the device that had most, or of the process.
-      of_device: whether it is that of a device.
+      num_bytes: memory of its device with the highest peak, or of the process.
+      of_device: whether it is the memory of a device.
     """
 
     num_bytes: int
     of_device: bool
 
 
-def peak_memory(devices: Sequence[Any] | None = None) -> Peak:
+def measure_peak_memory(devices: Sequence[Any] | None = None) -> PeakMemory:
     """Return the peak memory of this process so far.
 
     Args:
@@ -189,23 +189,23 @@ def peak_memory(devices: Sequence[Any] | None = None) -> Peak:
     devices = jax.local_devices() if devices is None else devices
     of_devices = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
     known = [peak for peak in of_devices if peak is not None]
-    return Peak(max(known), True) if known else Peak(peak_resident_bytes(), False)
+    return PeakMemory(max(known), True) if known else PeakMemory(peak_resident_bytes(), False)
 
 
 def memory_text(peaks: Iterable[Sequence[int]], grid: PipelineGrid | None = None) -> str:
-    """Return the line about the peak memory of ranks, in their order.
+    """Format the peak memory of ranks, in their order.
 
     Args:
-      peaks: a `Peak` of each rank.
-      grid: the stage of each, where ranks are stages.
+      peaks: the `PeakMemory` of each rank.
+      grid: the stage of each rank, if ranks are stages.
 
-    >>> memory_text([Peak(3 << 20, False)])
+    >>> memory_text([PeakMemory(3 << 20, False)])
     'peak memory of the process: 3.0 MiB'
     >>> grid = PipelineGrid(num_islands=2, num_stages=2, island=0)
-    >>> memory_text([Peak(3 << 20, True), Peak(5 << 20, True)], grid)
+    >>> memory_text([PeakMemory(3 << 20, True), PeakMemory(5 << 20, True)], grid)
     'peak memory of a device: stage 0 3.0 MiB, stage 1 5.0 MiB'
     """
-    peaks = [Peak(num_bytes, bool(of_device)) for num_bytes, of_device in peaks]
+    peaks = [PeakMemory(num_bytes, bool(of_device)) for num_bytes, of_device in peaks]
     of = "a device" if all(peak.of_device for peak in peaks) else "the process"
     texts = [bytes_text(peak.num_bytes) for peak in peaks]
     names = [_rank_name(rank, grid) for rank in range(len(peaks))]
@@ -224,7 +224,7 @@ def _rank_name(rank: int, grid: PipelineGrid | None) -> str:
     return f"stage {stage}" if grid.num_replicas == 1 else f"stage {stage} of pipeline {replica}"
 
 
-def row_seconds_at_peak(
+def compute_row_seconds_at_peak(
     run: Run,
     batch: Mapping[str, Any],
     devices: Sequence[tuple[str, int]],
@@ -236,11 +236,11 @@ def row_seconds_at_peak(
       run: the run.
       batch: name -> array (rows, ...), any rows of a batch.
       devices: kind and number of the devices of each island.
-      note: receives what MFU is divided by, or why there is none.
+      note: receives the peak that MFU is relative to, or why MFU is not known.
 
     Returns:
-      0 where MFU is not known: for devices without a known peak in bfloat16, batches counted in tokens, and
-      models that cannot be traced for a device of no kind.
+      0 if MFU is not known: for devices without a known peak in bfloat16, batches counted in tokens, and
+      models that cannot be traced for an unknown device.
     """
     numbers: Counter[Device] = Counter()
     peak_flops_per_second = 0.0
@@ -251,16 +251,16 @@ def row_seconds_at_peak(
         numbers[device] += number
         peak_flops_per_second += number * device.matrix_flops_per_second
     try:
-        flops = row_flops(run, batch)
-    except Exception as error:  # of any code of the model; a run does not end for want of a metric
+        flops = count_row_flops(run, batch)
+    except Exception as error:  # of any code of the model; a missing metric does not end a run
         note(f"no MFU: the flops of the model cannot be counted: {type(error).__name__}: {error}")
         return 0.0
     note(peak_text(numbers, flops))
     return flops / peak_flops_per_second
 
 
-def row_flops(run: Run, batch: Mapping[str, Any]) -> float:
-    """Return the flops of a row, forward and backward, without what `remat` recomputes.
+def count_row_flops(run: Run, batch: Mapping[str, Any]) -> float:
+    """Count the flops of a row, forward and backward, without recomputation.
 
     Args:
       run: the run.
@@ -278,13 +278,13 @@ def row_flops(run: Run, batch: Mapping[str, Any]) -> float:
         return make_model(replace(run, model=config, strategy=strategy))
 
     shapes = {name: jax.ShapeDtypeStruct((run.batch, *x.shape[1:]), x.dtype) for name, x in batch.items()}
-    # silent: the attention of this trace is not that of the step
+    # silent: the step may use another attention than this trace
     with noting(lambda text: None):
         return Subject(model=model, loss=run.loss, optimizer=optax.identity(), batch=shapes).row_flops
 
 
 def peak_text(devices: Mapping[Device, int], row_flops: float) -> str:
-    """Say what MFU is divided by.
+    """Format the peak that MFU is relative to.
 
     Args:
       devices: device with a peak in bfloat16 -> number.

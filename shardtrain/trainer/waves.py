@@ -1,4 +1,4 @@
-"""The waves of islands: their end, and the events and skipped data that a replay repeats, in `waves/`.
+"""Record the events and skipped data of waves in `waves/`, replay them, and make the wave merge of a run.
 
 Next: `train_step/wave_merge.py`, `train_step/barrier_schedule.py`.
 """
@@ -25,12 +25,12 @@ from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.setup import RunSetup
 
 WAVES = "waves"
-"""Folder in that of a run; each island writes a file there."""
+"""Folder inside a run's folder; each island writes a file there."""
 
 KINDS: tuple[Kind, ...] = ("push", "pull", "barrier")
 
 MOST_ISLANDS = 1 << 20
-"""A larger number in a file of events is no island."""
+"""Upper limit of an island's number in a file of events."""
 
 
 def wave_file(folder: Path, island: int) -> Path:
@@ -44,7 +44,7 @@ class WaveLog:
     Args:
       folder: the folder of the run.
       island: the island that serves the shard.
-      report: receives a line when the file cannot be written.
+      report: receives a warning if the file cannot be written.
     """
 
     def __init__(self, folder: Path, island: int, report: Callable[[str], None]) -> None:
@@ -52,7 +52,7 @@ class WaveLog:
         self._file: JsonLines | None = None
 
     def begin(self, step: int) -> None:
-        """Drop the events after a step, from which the run goes on."""
+        """Drop the events after a step, from which the run resumes."""
         self.close()
         self._file = JsonLines(self._path, resume_after=step or None, report=self.report)
 
@@ -71,7 +71,7 @@ def read_wave_log(folder: Path, island: int, num_workers: int) -> list[Event]:
     """Return the events of the shard that an island served in an earlier run.
 
     Raises:
-      ValueError: the folder has no such file, or it has other lines, or those of more virtual workers.
+      ValueError: the folder has no such file, or the file has other lines or more virtual workers.
     """
     path = wave_file(folder, island)
     if not path.is_file():
@@ -87,7 +87,7 @@ def read_wave_log(folder: Path, island: int, num_workers: int) -> list[Event]:
         if not (0 <= number < MOST_ISLANDS and number.is_integer() and record["step"] > 0):
             raise ValueError(
                 f"{path} has the line {record}, which is no event of a wave, such as"
-                ' {"step": 8, "push": 1}; give the folder of a run as it wrote it'
+                ' {"step": 8, "push": 1}; give an unchanged folder of a run'
             )
         found.append(Event(kind, int(number), int(record["step"])))
     if (most := max((event.island for event in found), default=0)) >= num_workers:
@@ -99,21 +99,21 @@ def read_wave_log(folder: Path, island: int, num_workers: int) -> list[Event]:
 
 
 def skips_file(folder: Path, island: int) -> Path:
-    """Return the file of an island; it is there only after a rollback."""
+    """Return the file of an island's skipped data; it exists only after a rollback."""
     return folder / WAVES / f"skipped-{island}.jsonl"
 
 
 class SkippedData:
-    """Writes what rollbacks of this run skip, and reads what those of the repeated run have skipped.
+    """Records the data that rollbacks of this run skip, and reads the record of a run to replay.
 
     Args:
-      folder: of the run.
+      folder: the folder of the run.
       island: this island.
-      replay: the folder of the run that is repeated; None: none is.
-      report: receives a line when the file cannot be written.
+      replay: the folder of the run to replay, or None.
+      report: receives a warning if the file cannot be written.
 
     Raises:
-      ValueError: a line in the file of the repeated run is no step with a position.
+      ValueError: a line in the file of the run to replay is no step with a position.
 
     >>> from tempfile import mkdtemp
     >>> first, folder = (Path(mkdtemp()) for _ in range(2))
@@ -134,21 +134,21 @@ class SkippedData:
             JsonLines(self._path, resume_after=step - 1 if step else None, report=self._report).close()
 
     def add(self, step: int, position: Position) -> None:
-        """Write the position where the data continues after a step, in place of later lines."""
+        """Write the position where the data continues after a step, and drop later lines."""
         lines = JsonLines(self._path, resume_after=step - 1 if step else None, report=self._report)
         lines.write(step, {"epoch": position["epoch"], "index": position["index"]})
         lines.close()
 
     def next(self, step: int) -> tuple[int, Position] | None:
-        """Return the first (step, position) at a step or later; each is returned until it is dropped."""
+        """Return the first (step, position) to replay at a step or later, or None."""
         return next((each for each in self._repeat if each[0] >= step), None)
 
     def drop(self, step: int) -> None:
-        """Drop what was repeated, up to a step."""
+        """Drop the replayed positions up to a step."""
         self._repeat = [each for each in self._repeat if each[0] > step]
 
     def end(self) -> None:
-        """Repeat nothing more: the run has left the order of the other one."""
+        """Stop the replay: the order of this run differs from now on."""
         self._repeat = []
 
 
@@ -161,7 +161,7 @@ def _read(path: Path) -> list[tuple[int, Position]]:
 
 
 def _number(value: float | None, name: str) -> int:
-    # numbers of these files are read as floats
+    # JSON lines are read as floats
     if isinstance(value, float) and value.is_integer():
         return check_whole_number(int(value), name, MOST_INDEX)
     return check_whole_number(value, name, MOST_INDEX)
@@ -173,13 +173,13 @@ def train_as_repeated(
     last_step: int,
     skipped: SkippedData | None,
 ) -> tuple[State, int]:
-    """Train to the last step; where the run that is repeated has skipped data, skip it too.
+    """Train to the last step, and skip the data that the run to replay has skipped.
 
     Args:
       train: (start, step) -> (state, steps done): trains up to a step, or until it is stopped.
-      start: where the run starts.
-      last_step: of the run.
-      skipped: None for a run without waves, which repeats nothing.
+      start: the start point.
+      last_step: the last step of the run.
+      skipped: the record of skipped data; None for a run without waves.
     """
     while skipped is not None and (found := skipped.next(start.step)) is not None:
         step, position = found
@@ -203,7 +203,7 @@ def make_barrier_schedule(run: Run) -> BarrierSchedule:
         each for each in (round_evaluation_interval(run), run.recovery.fingerprint_every) if each is not None
     ]
     if run.strategy.across.shares == "auto" and synchronisation.distance is not None:
-        # speeds are exchanged at barriers: once in as many waves as an island may be ahead
+        # speeds are exchanged at barriers, once in the number of waves that an island may be ahead
         others.append(synchronisation.every * (synchronisation.distance + 1))
     return BarrierSchedule(synchronisation, run.steps, run.checkpoints.every_steps, others)
 
@@ -217,14 +217,14 @@ def make_waves(
     wave_log: WaveLog,
     worker: StageSums | None = None,
 ) -> WaveMerge:
-    """Make what ends the waves of an island; a collective call of all ranks.
+    """Make the merge at the end of each wave; all ranks call it.
 
     Args:
       run, setup, coordination, shares, barriers, wave_log: see `make_multi_island_step`.
-      worker: the virtual worker of which this island is a stage; None: it is one itself.
+      worker: the virtual worker of which this island is a stage; None if islands are no stages.
 
     Raises:
-      ValueError: an island has several processes; or the run to replay is not there.
+      ValueError: an island has several processes; or the run to replay does not exist.
     """
     islands, transfer = coordination.islands, coordination.transfer
     assert islands is not None

@@ -25,10 +25,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain.checkpoints import manifest as manifests
 from shardtrain.checkpoints import paths
 from shardtrain.checkpoints import restore as restoring
-from shardtrain.checkpoints.checkpointer import Checkpoints, Restored
+from shardtrain.checkpoints.checkpointer import Checkpoints, RestoredCheckpoint
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.flatten import flatten
-from shardtrain.checkpoints.policy import CheckpointPolicy, due, steps_to_delete
+from shardtrain.checkpoints.policy import CheckpointPolicy, is_due, steps_to_delete
 from shardtrain.checkpoints.save import SaveFailed
 
 KEEP_ALL = CheckpointPolicy(keep=1000)
@@ -101,13 +101,13 @@ def resume(folder: Path, state=None):
         return checkpoints.restore(small_state() if state is None else state), said
 
 
-def resumed_saying(folder: Path, state=None) -> tuple[Restored, list[str]]:
+def resumed_saying(folder: Path, state=None) -> tuple[RestoredCheckpoint, list[str]]:
     restored, said = resume(folder, state)
     assert restored is not None
     return restored, said
 
 
-def resumed(folder: Path, state=None) -> Restored:
+def resumed(folder: Path, state=None) -> RestoredCheckpoint:
     return resumed_saying(folder, state)[0]
 
 
@@ -206,17 +206,16 @@ def test_all_that_cannot_be_saved_is_listed(tmp_path):
         with pytest.raises(ValueError, match="cannot be saved") as error:
             checkpoints.save(1, state, {})
         assert str(error.value) == (
-            "these leaves of the state cannot be saved:\n"
-            "  a: ndarray; use jnp.asarray\n"
-            "  b: float; use jnp.asarray\n"
-            "  key: typed key; use jax.random.key_data\n"
-            "  none: no elements, shape (0, 3); leave it out\n"
-            "  weak: weakly typed; use .astype('float32')\n"
-            "Change them where the state is made."
+            "these leaves of the state cannot be saved; change them where the state is made:\n"
+            "  - a: ndarray; use jnp.asarray\n"
+            "  - b: float; use jnp.asarray\n"
+            "  - key: typed key; use jax.random.key_data\n"
+            "  - none: no elements, shape (0, 3); leave it out\n"
+            "  - weak: weakly typed; use .astype('float32')"
         )
-        with pytest.raises(ValueError, match="extra/rng: ndarray\n  extra/when/0: set"):
+        with pytest.raises(ValueError, match="extra/rng: ndarray\n  - extra/when/0: set"):
             checkpoints.save(1, small_state(), {"rng": np.ones(2), "when": [{1}]})
-        with pytest.raises(ValueError, match="several leaves:\n  a/b\n"):
+        with pytest.raises(ValueError, match="several leaves; rename the keys of one:\n  - a/b"):
             checkpoints.save(1, {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, {})
         with pytest.raises(ValueError, match="no arrays"):
             checkpoints.save(1, {}, {})
@@ -247,12 +246,14 @@ def test_a_state_of_another_model_is_an_error_that_lists_every_difference(tmp_pa
         with pytest.raises(ValueError, match="another state") as error:
             checkpoints.restore(other)
     assert str(error.value).startswith(
-        f"{tmp_path}/step_00000001 holds another state than this run has:\n"
-        "  a: saved float32 (2,), not asked for\n"
-        "  b: saved float32 (3,), asked for float32 (3, 1)\n"
-        "  c/d: saved float32 (4,), asked for bfloat16 (4,)\n"
-        "  c/x: asked for int32 (), not saved\n"
-        "Use the model and optimizer that it was saved with, or another run folder. What may differ "
+        f"{tmp_path}/step_00000001 holds another state than this run has; use the model and optimizer"
+    )
+    assert str(error.value).endswith(
+        " only the checkpoint has:\n"
+        "  - a: saved float32 (2,), not asked for\n"
+        "  - b: saved float32 (3,), asked for float32 (3, 1)\n"
+        "  - c/d: saved float32 (4,), asked for bfloat16 (4,)\n"
+        "  - c/x: asked for int32 (), not saved"
     )
 
 
@@ -283,7 +284,10 @@ def test_optimizer_state_of_bfloat16_is_read_as_float32(tmp_path):
 
 def test_leaves_without_a_place_are_listed(tmp_path):
     wanted = {"w": jax.ShapeDtypeStruct((64,), jnp.float32), "b": small_state()["b"]}
-    with Checkpoints(tmp_path, KEEP_ALL) as checkpoints, pytest.raises(ValueError, match=":\n  w\nUse"):
+    with (
+        Checkpoints(tmp_path, KEEP_ALL) as checkpoints,
+        pytest.raises(ValueError, match=r"no sharding.*\n  - w"),
+    ):
         checkpoints.restore(wanted)
 
 
@@ -292,12 +296,12 @@ def test_leaves_without_a_place_are_listed(tmp_path):
 
 def test_due_by_steps_and_by_time():
     by_steps = CheckpointPolicy(every_steps=3)
-    assert [step for step in range(1, 10) if due(by_steps, step, 1e9)] == [3, 6, 9]
+    assert [step for step in range(1, 10) if is_due(by_steps, step, 1e9)] == [3, 6, 9]
     by_time = CheckpointPolicy(every_minutes=0.5)
-    assert [due(by_time, 3, seconds) for seconds in (0.0, 29.9, 30.0, 31.0)] == [False, False, True, True]
+    assert [is_due(by_time, 3, seconds) for seconds in (0.0, 29.9, 30.0, 31.0)] == [False, False, True, True]
     either = CheckpointPolicy(every_steps=3, every_minutes=1)
-    assert [due(either, step, 60.0 * (step == 2)) for step in (1, 2, 3)] == [False, True, True]
-    assert not due(CheckpointPolicy(), 1, 1e9)
+    assert [is_due(either, step, 60.0 * (step == 2)) for step in (1, 2, 3)] == [False, True, True]
+    assert not is_due(CheckpointPolicy(), 1, 1e9)
 
 
 def test_a_wrong_policy_names_every_wrong_number():
@@ -440,8 +444,9 @@ def test_all_broken_is_an_error_never_a_new_start(tmp_path):
     with pytest.raises(ValueError, match="every checkpoint") as error:
         resume(tmp_path)
     text = str(error.value)
-    assert text.startswith(f"every checkpoint in {tmp_path} is broken:\n  step_00000020: broken: arrays/")
-    assert "\n  step_00000010: broken: no manifest.json\nRestore a copy" in text
+    assert text.startswith(f"every checkpoint in {tmp_path} is broken; restore a copy of one, or use another")
+    assert "\n  - step_00000020: broken: arrays/" in text
+    assert text.endswith("\n  - step_00000010: broken: no manifest.json")
 
 
 def test_a_later_schema_is_an_error_and_not_a_broken_checkpoint(tmp_path, monkeypatch):
@@ -658,10 +663,9 @@ def test_a_state_that_could_never_be_saved_is_refused_before_the_first_step(tmp_
     with Checkpoints(tmp_path, CheckpointPolicy()) as checkpoints, pytest.raises(ValueError) as error:
         checkpoints.restore(state)
     assert str(error.value) == (
-        "these leaves of the state could never be saved:\n"
-        "  key: typed key; use jax.random.key_data\n"
-        "  nothing: no elements, shape (0, 3); leave it out\n"
-        "Change them where the state is made."
+        "these leaves of the state cannot be saved; change them where the state is made:\n"
+        "  - key: typed key; use jax.random.key_data\n"
+        "  - nothing: no elements, shape (0, 3); leave it out"
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from shardtrain.checkpoints import paths
 from shardtrain.checkpoints.evaluations import (
     EVALUATIONS,
-    Best,
+    BestStep,
     Evaluations,
     find_best_saved,
     read_evaluations,
@@ -116,7 +116,7 @@ def test_a_file_that_cannot_be_trusted_or_written_is_reported_and_ends_no_run(tm
         assert find_best_saved(tmp_path, [1]) is None
         warnings: list[str] = []
         Evaluations(tmp_path, POLICY, warnings.append)
-        assert "which checkpoint is the best so far is not known" in warnings[0]
+        assert "the best checkpoint so far is not known" in warnings[0]
     path.unlink()
     path.mkdir()
     warnings = []
@@ -149,7 +149,7 @@ def test_the_command_line_shows_names_and_keeps_it(tmp_path, capsys):
     assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
     assert capsys.readouterr().out.endswith("kept: 20, 50\n")
     assert steps(folder) == [20, 50]
-    assert find_best_saved(folder, [20, 50]) == Best(20, "heldout/loss", 1.0)
+    assert find_best_saved(folder, [20, 50]) == BestStep(20, "heldout/loss", 1.0)
     (folder / EVALUATIONS).unlink()
     with pytest.raises(ValueError, match="has no best step: a run records it with"):
         main(["show", f"{tmp_path}@best"])

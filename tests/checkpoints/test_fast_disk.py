@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
-from shardtrain.checkpoints.fast_disk import claim, fast_folder
+from shardtrain.checkpoints.fast_disk import claim, name_fast_folder
 from shardtrain.checkpoints.policy import CheckpointPolicy
 
 
@@ -18,7 +18,7 @@ def save(folder: Path, disk: Path, step: int) -> None:
 
 def test_runs_whose_names_differ_in_a_slash_have_folders_of_their_own(tmp_path):
     disk = tmp_path / "fast"
-    assert fast_folder(disk, Path("/r/a/b")) != fast_folder(disk, Path("/r/a-b"))
+    assert name_fast_folder(disk, Path("/r/a/b")) != name_fast_folder(disk, Path("/r/a-b"))
     save(tmp_path / "a" / "b", disk, 10)
     (tmp_path / "a-b").mkdir()
     with Checkpoints(tmp_path / "a-b", CheckpointPolicy(fast=disk)) as other:
@@ -37,13 +37,13 @@ def test_runs_whose_names_differ_in_a_slash_have_folders_of_their_own(tmp_path):
     [
         (lambda own: own.chmod(0o770), "others may use it: its mode is 770; chmod 700 it"),
         (lambda own: (own / "run.txt").write_text("/r/other"), "it belongs to the run of /r/other"),
-        (lambda own: (own / "run.txt").unlink(), "it has no run.txt that says whose it is"),
+        (lambda own: (own / "run.txt").unlink(), "it has no run.txt with its owner"),
         (lambda own: own.symlink_to(own.rename("x")), "it is a link, not a folder"),
     ],
 )
 def test_a_folder_that_is_not_our_own_is_refused(spoil, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    fast = fast_folder(tmp_path, tmp_path / "run")
+    fast = name_fast_folder(tmp_path, tmp_path / "run")
     claim(fast, tmp_path / "run")
     (fast / "step_00000001").mkdir()
     claim(fast, tmp_path / "run")
@@ -55,7 +55,7 @@ def test_a_folder_that_is_not_our_own_is_refused(spoil, words, tmp_path, monkeyp
 
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
-    fast = fast_folder(tmp_path, tmp_path / "run")
+    fast = name_fast_folder(tmp_path, tmp_path / "run")
     claim(fast, tmp_path / "run")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(ValueError, match=r"it belongs to user \d+, and this is user 12345"):

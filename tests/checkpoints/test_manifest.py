@@ -11,7 +11,7 @@ from shardtrain.checkpoints.manifest import _text, problems
 from shardtrain.checkpoints.paths import delete, find_finished_steps, partial_folders, read_name
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.reader import find_readers, visible_readers
-from shardtrain.trainer.resume import _position
+from shardtrain.trainer.resume import _parse_position
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_a_path_that_is_not_utf_8_and_a_number_that_is_not_finite_come_back(tmp_
 
 
 @pytest.mark.parametrize("saved", [{}, {"epoch": 0}, {"epoch": "0", "index": 0}, {"epoch": 0, "index": -1}])
-def test_a_position_that_no_run_saved_is_refused(saved):
+def test_a_parse_position_that_no_run_saved_is_refused(saved):
     with pytest.raises(ValueError, match=r"position/(epoch|index) is .*; it is a whole number from 0"):
-        _position(saved)
-    assert _position({"epoch": 1, "index": 2}) == {"epoch": 1, "index": 2}
+        _parse_position(saved)
+    assert _parse_position({"epoch": 1, "index": 2}) == {"epoch": 1, "index": 2}

@@ -14,7 +14,7 @@ from tiny_language_model import TinyConfig
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.manifest_entries import COMMON, ArrayOrigin, WriterPart
-from shardtrain.checkpoints.origins import array_origins, restore_block_order, state_to_save
+from shardtrain.checkpoints.origins import make_find_origins, restore_block_order, select_saved_state
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.combine.synchronisation import Synchronisation
@@ -51,12 +51,12 @@ def with_moments(placement, state):
 
 def moved(folder, source, state, target):
     """A state through a checkpoint, from one placement onto another."""
-    saved = state_to_save(state)
+    saved = select_saved_state(state)
     with Checkpoints(folder, CheckpointPolicy()) as checkpoints:
-        checkpoints.save(1, saved, {}, array_origins(source)(saved))
-    wanted = state_to_save(restorable_state(target))
+        checkpoints.save(1, saved, {}, make_find_origins(source)(saved))
+    wanted = select_saved_state(restorable_state(target))
     with Checkpoints(folder, CheckpointPolicy()) as checkpoints:
-        restored = checkpoints.restore(wanted, origins=array_origins(target)(wanted))
+        restored = checkpoints.restore(wanted, origins=make_find_origins(target)(wanted))
     assert restored is not None
     for got, want in zip(jax.tree.leaves(restored.state), jax.tree.leaves(wanted), strict=True):
         assert got.sharding == want.sharding
@@ -79,7 +79,7 @@ PAIRS += [("one device", "V"), ("interleaved", "V")]
 def test_any_pipeline_reads_what_any_other_saved(source, target, tmp_path):
     before, after = (placed(*{**PIPELINES, "V": V}[name]) for name in (source, target))
     found = moved(tmp_path, before[0], with_moments(*before), after[0])
-    expected = state_to_save(with_moments(*after))
+    expected = select_saved_state(with_moments(*after))
     # rows of padding are no blocks; they are zeros
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
@@ -183,8 +183,8 @@ def test_islands_save_what_each_has_and_any_number_of_them_reads_it(tmp_path):
     placement, state = placed({"data": 2})
     for island in (2, 1, 0):
         opt_state = jax.tree.map(lambda x: jnp.full_like(x, island), state.opt_state)  # noqa: B023
-        own = state_to_save(state._replace(opt_state=opt_state), own=island > 0)
-        of = array_origins(placement, None, (island, 3), own_optimizers=True)
+        own = select_saved_state(state._replace(opt_state=opt_state), own=island > 0)
+        of = make_find_origins(placement, None, (island, 3), own_optimizers=True)
         with Checkpoints(tmp_path, CheckpointPolicy(), WriterPart(island, 3)) as checkpoints:
             checkpoints.save(4, own, {"island": island}, of(own))
             assert checkpoints.discover().step is None or island == 0
@@ -194,7 +194,7 @@ def test_islands_save_what_each_has_and_any_number_of_them_reads_it(tmp_path):
         reader = chosen.reader(checkpoints.folders)
     for replica in range(5):
         wanted = restorable_state(placement)
-        where = array_origins(placement, None, (replica, 5), own_optimizers=True)(wanted)
+        where = make_find_origins(placement, None, (replica, 5), own_optimizers=True)(wanted)
         leaves = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(wanted)}
         found = restore_arrays(reader, leaves, where)
         assert (np.asarray(found["opt_state/0/count"]) == replica % 3).all()
@@ -211,16 +211,18 @@ def test_islands_with_pipelines_and_optimizers_of_their_own_find_both(tmp_path):
     state = with_moments(stored, state)
     for island in (1, 0):
         opt_state = jax.tree.map(lambda x: x * (island + 1), state.opt_state)  # noqa: B023
-        own = state_to_save(state._replace(opt_state=opt_state), own=island > 0)
+        own = select_saved_state(state._replace(opt_state=opt_state), own=island > 0)
         with Checkpoints(tmp_path, CheckpointPolicy(), WriterPart(island, 2)) as checkpoints:
-            checkpoints.save(4, own, {}, array_origins(stored, None, (island, 2), own_optimizers=True)(own))
+            checkpoints.save(
+                4, own, {}, make_find_origins(stored, None, (island, 2), own_optimizers=True)(own)
+            )
     one, expected = placed({"data": 1})
     expected = leaves_of(with_moments(one, expected).opt_state[0].mu)
     with Checkpoints(tmp_path, CheckpointPolicy(), WriterPart(0, 2)) as checkpoints:
         reader = checkpoints.discover().reader(checkpoints.folders)
     for island in (0, 1):
-        wanted = state_to_save(restorable_state(one), own=True)
-        where = array_origins(one, None, (island, 2), own_optimizers=True)(wanted)
+        wanted = select_saved_state(restorable_state(one), own=True)
+        where = make_find_origins(one, None, (island, 2), own_optimizers=True)(wanted)
         found = restore_arrays(reader, leaves_of(wanted), where, Allow(unused=("*",)))
         for path, x in expected.items():
             np.testing.assert_array_equal(found[f"opt_state/0/mu/{path}"], x * (island + 1), err_msg=path)
@@ -232,5 +234,5 @@ def leaves_of(state):
 
 def test_what_is_whole_is_not_noted():
     placement, state = placed({"data": 2})
-    assert array_origins(placement)(state) == {}
+    assert make_find_origins(placement)(state) == {}
     assert ArrayOrigin() == COMMON

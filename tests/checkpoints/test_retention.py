@@ -172,7 +172,7 @@ def test_a_copy_that_fails_is_told_and_the_fast_one_is_taken(tmp_path):
     mirror = Mirror(fast, shared, CheckpointPolicy(), WHOLE)
     mirror.copy(10)
     (note,) = mirror.close()
-    assert note.startswith("WARNING: step 10 is on the fast disk alone")
+    assert note.startswith("WARNING: step 10 is only on the fast disk")
     assert str(shared) in note
     assert discover([fast, shared], None, of_one).step == 10
 

@@ -92,7 +92,7 @@ def test_ls_shows_every_step_and_what_is_wrong_at_a_glance(run, capsys):
     assert list(lines) == ["10", "20", "30", "40", "step_00000050.partial"]
     assert lines["10"].endswith("finished")
     assert "data=2" in lines["10"]
-    assert lines["20"].endswith(f"{name} is not as it was saved")
+    assert lines["20"].endswith(f"{name} has changed since it was saved")
     assert "unfinished" in lines["step_00000050.partial"]
 
 

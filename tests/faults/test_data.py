@@ -87,4 +87,4 @@ def test_another_seed_loss_or_model_in_the_same_folder(lives, empty):
     code, said = lives.run("train", "other.py", "--steps", "4", "--allow.changed", "loss", "model")
     assert code == 2
     assert "params/table: saved float32 (256, 256), asked for float32 (256, 300)" in said
-    assert "Use the model and optimizer that it was saved with, or another run folder." in said
+    assert "use the model and optimizer that it was saved with, or another run folder" in said

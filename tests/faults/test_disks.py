@@ -143,9 +143,9 @@ def test_a_shared_disk_that_is_full_while_the_fast_one_is_not(mounted, small):
     assert code == 1, said
     (fast,) = (mounted.folder / "fast").iterdir()
     shared = f"{mounted.folder}/small/run/checkpoints"
-    text = rf"WARNING: step 7 is on the fast disk alone \({fast}\); it could not be copied to {shared}: "
+    text = rf"WARNING: step 7 is only on the fast disk \({fast}\); it could not be copied to {shared}: "
     assert re.search(rf"{text}.*{FULL}", said), said
-    assert f"shardtrain train: step 7 is on the fast disk alone ({fast}). Free space in {shared}, and" in said
+    assert f"shardtrain train: step 7 is only on the fast disk ({fast}). Free space in {shared}, and" in said
     assert steps(small / "run/checkpoints") == [2]
     assert steps(fast) == [6, 7]
 

@@ -30,7 +30,7 @@ from shardtrain.functional.rng import step_key
 from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.evaluation import make_evaluation
-from shardtrain.trainer.prepared_run import PreparedRun, prepare_run
+from shardtrain.trainer.prepared_run import PreparedRun
 from shardtrain.trainer.setup import FIRST_POSITION
 
 RTOL, FLOOR = 1e-5, 1e-6
@@ -99,7 +99,7 @@ def check_case(case: Case) -> dict[str, Any]:
         try:
             run = make_run(case, subject)
             output = stack.enter_context(RunConsole(Console(file=StringIO()), None))
-            prepared = prepare_run(run, Path("fuzz"), None, output, stack)
+            prepared = PreparedRun(run, Path("fuzz"), None, output, stack)
             got, start, batch, params = compute(case, prepared)
         except Exception as mistake:
             if is_of_package(mistake):

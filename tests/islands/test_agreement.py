@@ -29,7 +29,7 @@ from shardtrain.islands.rank_facts import (
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run, describe
-from shardtrain.trainer.sources import data_facts
+from shardtrain.trainer.sources import describe_data
 from shardtrain.trainer.strategy import Strategy
 
 THREE = ["island 0 (host a)", "island 1 (host b)", "island 2 (host c)"]
@@ -286,7 +286,7 @@ def test_all_ranks_end_with_the_same_error():
 @pytest.mark.parametrize("change", ["train", "heldout"])
 def test_samples_of_the_users_own_must_be_as_many_on_all_islands(change):
     def mine(num_train, num_heldout):
-        return facts(describe(RUN) | data_facts([0] * num_train, {"": [0] * num_heldout}, False))
+        return facts(describe(RUN) | describe_data([0] * num_train, {"": [0] * num_heldout}, False))
 
     found = diff(mine(10, 4), mine(14, 4) if change == "train" else mine(10, 5))
     name, first, second = {

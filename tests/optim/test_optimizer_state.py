@@ -10,7 +10,7 @@ import pytest
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.evaluated_params import make_exported_params
-from shardtrain.checkpoints.flatten import flatten, restorable
+from shardtrain.checkpoints.flatten import describe_restorable, flatten
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data import Text, place
 from shardtrain.functional.model import Model
@@ -104,7 +104,7 @@ def test_the_update_on_a_mesh_equals_a_plain_loop(optimizer, assert_same):
     state = on_mesh(optimizer, 4)
     assert_same(jax.device_get(state.params), jax.device_get(in_a_plain_loop(optimizer, 4)))
     saved = flatten(state)
-    assert restorable(
+    assert describe_restorable(
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     )
     assert not any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in saved.values())
@@ -243,7 +243,7 @@ def test_runs_with_missing_arguments_or_parameters_are_refused():
 
     adasum = Strategy(layout=LAYOUT, synchronisation="adasum")  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match=r"needs value_fn in every update.*one island can with --combine mean"
+        ValueError, match=r"needs value_fn in every update.*needs one island and --combine mean"
     ):
         make_setup(make_run(optimizer=optax.lbfgs(), strategy=adasum))
     with pytest.raises(ValueError, match=r"evaluate_with is 'ema', and the optimizer keeps no such"):

@@ -34,7 +34,7 @@ def main() -> None:
         found = Batches(source=run.data, batch=run.batch, seed=run.seed).iterate()
         batches = [batch for batch, _ in (next(found) for _ in range(run.steps))]
         # islands have batch statistics of their own, which they say where others were asked for
-        warned = "over the axis 'replicas' are those of each island" in shown.getvalue()
+        warned = "over the axis 'replicas': islands do not" in shown.getvalue()
         assert warned == (name == "resnet")
         expected = published.plain_steps(make(), batches, 2 if name == "resnet" else 1)[1:]
         got = jax.device_get((state.opt_state[0].trace, state.model_state))

@@ -34,7 +34,7 @@ from shardtrain.trainer import setup as setup_module
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
-from shardtrain.trainer.prepared_run import PreparedRun, prepare_run
+from shardtrain.trainer.prepared_run import PreparedRun
 from shardtrain.trainer.resume import StartPoint, find_start_point
 from shardtrain.trainer.row_shares import RowShares
 from shardtrain.trainer.run_checkpoints import RunCheckpoints
@@ -203,7 +203,7 @@ def lay(strategy: Strategy, stack: ExitStack) -> Laid:
         step = make_step(setup.model, run.loss, setup.optimizer, setup.placement)
         return Laid(run, setup, coordination, loader, None, step, [])
     output = RunConsole(Console(file=io.StringIO()), ISLANDS)
-    prepared = prepare_run(run, FOLDER, ISLANDS, output, stack)
+    prepared = PreparedRun(run, FOLDER, ISLANDS, output, stack)
     step = prepared.island_step
     return Laid(run, prepared.setup, prepared.coordination, prepared.feed.loader, prepared, step, [])
 

@@ -12,10 +12,10 @@ from matplotlib.colors import to_rgb
 from shardtrain.report.plots.loss_curve import (
     HELDOUT_COLOURS,
     TRAIN_COLOUR,
-    final_values,
-    limits,
-    loss_curve,
-    series,
+    compute_limits,
+    format_final_values,
+    plot_loss_curve,
+    select_series,
     smooth,
     spans_decades,
 )
@@ -40,7 +40,7 @@ def num_pixels(png_path, colour):
 
 def draw(tmp_path, train, heldout=()):
     path = write_metrics(tmp_path / "metrics.jsonl", train, heldout)
-    png_path = loss_curve(path, tmp_path / "report" / "loss.png", title=r"a run with $\nosuch$ in it")
+    png_path = plot_loss_curve(path, tmp_path / "report" / "loss.png", title=r"a run with $\nosuch$ in it")
     assert png_path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     return png_path
 
@@ -77,7 +77,7 @@ def test_drawing_changes_no_style_and_no_backend(tmp_path, monkeypatch):
 
 def test_a_series_is_in_order_of_step_with_nan_for_what_is_not_finite():
     records = [{"step": 3, "a": 1.0}, {"step": 1, "a": math.inf}, {"step": 2, "b": 5.0}]
-    steps, values = series(records, "a")
+    steps, values = select_series(records, "a")
     np.testing.assert_array_equal(steps, [1, 3])
     np.testing.assert_array_equal(values, [np.nan, 1.0])
 
@@ -99,28 +99,28 @@ def test_positive_losses_over_decades_have_a_logarithmic_axis(values, expected):
 
 
 def test_limits_include_all_values():
-    assert limits(np.array([1.0, np.nan, 2.0])) == (0.94, 2.06)
-    assert limits(np.array([1.0, 100.0])) == (1 / 1.3, 130.0)
-    assert limits(np.array([2.0])) == (1.9, 2.1)
-    assert limits(np.array([0.0])) == (-1.0, 1.0)
-    assert limits(np.array([np.nan])) == (0.0, 1.0)
+    assert compute_limits(np.array([1.0, np.nan, 2.0])) == (0.94, 2.06)
+    assert compute_limits(np.array([1.0, 100.0])) == (1 / 1.3, 130.0)
+    assert compute_limits(np.array([2.0])) == (1.9, 2.1)
+    assert compute_limits(np.array([0.0])) == (-1.0, 1.0)
+    assert compute_limits(np.array([np.nan])) == (0.0, 1.0)
 
 
 def test_the_subtitle_has_the_final_values():
     train = (np.array([1, 500, 1000]), np.array([10.8, np.nan, 2.34117]))
     heldout = {"held-out": (np.array([500, 1000]), np.array([2.25, 2.4]))}
-    assert final_values(train, heldout) == (
+    assert format_final_values(train, heldout) == (
         "step 1,000  ·  training 10.8000 → 2.3412  ·  held-out 2.2500 → 2.4000 (lowest 2.2500 at step 500)"
         "  ·  not finite: 1 of 3"
     )
-    assert final_values((np.array([1]), np.array([3.0])), {}) == "step 1  ·  training 3.0000"
+    assert format_final_values((np.array([1]), np.array([3.0])), {}) == "step 1  ·  training 3.0000"
 
 
 def test_metrics_without_a_loss_are_refused(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "grad_norm": 2.0}\n')
     with pytest.raises(ValueError) as error:
-        loss_curve(path, tmp_path / "loss.png", title="t")
+        plot_loss_curve(path, tmp_path / "loss.png", title="t")
     assert str(error.value) == (
         f"a loss curve of {path} was asked for, but none of its 1 lines has 'train/loss' or 'heldout/loss'. "
         "Point it to the metrics of a run that has logged at least one step."

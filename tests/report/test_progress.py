@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from shardtrain.report.progress import Bar, PlainLines, progress
+from shardtrain.report.progress import ProgressBar, ProgressLines, progress
 
 
 class Clock:
@@ -67,7 +67,7 @@ def bar(monkeypatch, width=80, **options):
 
 def test_the_bar_shows_losses_rate_and_times(monkeypatch):
     shown, file, clock = bar(monkeypatch, total_steps=1000, start_step=80)
-    assert isinstance(shown, Bar)
+    assert isinstance(shown, ProgressBar)
     with shown:
         shown.update(100, {"train/loss": 2.5, "heldout/loss": 2.4})
         clock.now_seconds = 2.0
@@ -88,7 +88,7 @@ def test_a_note_is_printed_above_the_bar(monkeypatch):
 
 def test_progress_depends_on_the_terminal(monkeypatch):
     shown, _, _ = plain(total_steps=1)
-    assert isinstance(shown, PlainLines)
+    assert isinstance(shown, ProgressLines)
     monkeypatch.setenv("TERM", "dumb")
     dumb = Console(file=io.StringIO(), force_terminal=True)
-    assert isinstance(progress(total_steps=1, console=dumb), PlainLines)
+    assert isinstance(progress(total_steps=1, console=dumb), ProgressLines)

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from shardtrain.report.trace import find_kind, operations, read_trace, summarise, summary_text
-from shardtrain.report.trace_programs import Source, fields, sources
+from shardtrain.report.trace import find_kind, find_operations, read_trace, summarise, summary_text
+from shardtrain.report.trace_programs import Source, parse_fields, read_sources
 
 
 def named(kind, pid, label, tid=None):
@@ -41,7 +41,7 @@ GPU = [
 
 
 def test_every_instant_of_a_gpu_is_of_one_kind():
-    summary = summarise(operations(GPU))
+    summary = summarise(find_operations(GPU))
     assert summary.num_devices == 2
     assert summary.seconds == pytest.approx(1e-4)
     assert summary.shares == pytest.approx(
@@ -53,7 +53,7 @@ def test_every_instant_of_a_gpu_is_of_one_kind():
     first = summary_text(summary, 2).splitlines()[0]
     assert first == (
         "profile of 2 steps, 0.05 ms each: matmul 40%, attention 20%, other 15%, collectives 20%, idle 5%;"
-        " collectives beside other work 10%"
+        " collectives overlapped 10%"
     )
 
 
@@ -68,7 +68,7 @@ def test_a_loop_is_not_counted_beside_what_runs_in_it():
         ("", "repeat"): Source("while", ""),
         ("", "fusion.2"): Source("fusion  dot", "jit(step)/attention/mul"),
     }
-    summary = summarise(operations(events, origin))
+    summary = summarise(find_operations(events, origin))
     assert summary.shares["attention"] == 1
     assert summary.seconds == pytest.approx(2e-5)
 
@@ -82,7 +82,7 @@ def test_kernels_of_a_cuda_graph_have_their_own_names_and_sources():
         ran(1, 14, 150, 50, "cudnn::fusion::convert_dq_to_16bits<true>", "command_buffer_1"),
     ]
     origin = {("", "loop_add_fusion.36"): Source("fusion add", "jit(step)/attention/add")}
-    summary = summarise(operations(events, origin))
+    summary = summarise(find_operations(events, origin))
     assert [(name, kind) for name, kind, *_ in summary.top] == [
         ("loop_add_fusion_36", "attention"),
         ("nvjet_sm90_tst_128x128", "matmul"),
@@ -117,5 +117,5 @@ def test_a_damaged_trace_is_named(tmp_path):
     program = tmp_path / "a.xplane.pb"
     program.write_bytes(bytes([10, 200]))
     with pytest.raises(ValueError, match="damaged at byte"):
-        sources(program)
-    assert list(fields(b"")) == []
+        read_sources(program)
+    assert list(parse_fields(b"")) == []

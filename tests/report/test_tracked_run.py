@@ -21,7 +21,7 @@ from shardtrain.report import sinks
 from shardtrain.report.sinks import SINKS, check_installed, open_sinks
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.report.sinks.mlflow import open_mlflow
-from shardtrain.report.sinks.tracked_run import TrackedRun, TrackedSink, open_tracked, run_options
+from shardtrain.report.sinks.tracked_run import TrackedSink, open_tracked, run_options
 from shardtrain.report.sinks.wandb import open_wandb
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.train import train
@@ -211,20 +211,19 @@ def test_steps_that_a_service_does_not_take_are_reported_once_and_end_no_run(tmp
     def finish() -> None:
         raise TimeoutError("no answer")
 
-    run = TrackedRun(tmp_path / "run.txt", None, warnings.append)
-    run.start("abc")
-    sink = TrackedSink("W&B", run, log, finish, warnings.append)
+    sink = TrackedSink("W&B", tmp_path / "run.txt", None, warnings.append)
+    sink.start(lambda run_id: ("abc", log, finish))
     for step in (1, 2, 3, 4):
         sink.write(step, {})
     sink.close()
     assert logged == [1, 4]
     assert warnings == [
-        "WARNING: W&B did not take the metrics of step 2: OSError: no network. The run continues, and"
+        "WARNING: W&B did not accept the metrics of step 2: OSError: no network. The run continues, and"
         " metrics.jsonl has them",
         "WARNING: W&B may lack the last metrics: TimeoutError: no answer",
-        "WARNING: W&B did not take the metrics of 2 steps in all",
+        "WARNING: W&B did not accept the metrics of 2 steps in total",
     ]
-    again = TrackedRun(tmp_path / "run.txt", 1, warnings.append)
+    again = TrackedSink("W&B", tmp_path / "run.txt", 1, warnings.append)
     assert (again.run_id, again.last_step) == ("abc", 4)
 
 
@@ -240,10 +239,10 @@ def test_steps_that_a_service_does_not_take_are_reported_once_and_end_no_run(tmp
 )
 def test_the_file_with_the_id_is_read_as_far_as_it_can_be_trusted(text, expected, tmp_path):
     (tmp_path / "run.txt").write_text(text)
-    found = TrackedRun(tmp_path / "run.txt", 5, pytest.fail)
+    found = TrackedSink("one", tmp_path / "run.txt", 5, pytest.fail)
     assert (found.run_id, found.last_step) == expected
     # without a checkpoint the run is a new one
-    assert TrackedRun(tmp_path / "run.txt", None, pytest.fail).run_id is None
+    assert TrackedSink("one", tmp_path / "run.txt", None, pytest.fail).run_id is None
 
 
 def test_a_sink_that_is_added_later_begins_with_the_resumed_step(tmp_path):

@@ -14,7 +14,7 @@ from shardtrain.islands.watchdog.step_file import StepFile
 from shardtrain.launch.rank import LOST
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.table_file import write_table
-from shardtrain.report.plots.figure import new_figure, save_figure
+from shardtrain.report.plots.figure import make_figure, save_figure
 from shardtrain.system.atomic_write import new_file, open_own, replace_file
 
 SYSTEM = "/proc, /sys or another file of the operating system"
@@ -109,7 +109,7 @@ ALLOWED = {
     "shardtrain/system/untrusted_files.py": {"json.loads": BOUNDED, "os.fdopen": BOUNDED, "os.open": BOUNDED},
     "shardtrain/trainer/resume.py": {"json.loads": OWN},
     "shardtrain/trainer/run_folder.py": {".open(rb)": "the last byte of a file that it appends to"},
-    "shardtrain/trainer/program_cache.py": {".read_text": SYSTEM, ".unlink": CACHED},
+    "shardtrain/trainer/program_cache.py": {".read_text": SYSTEM, ".touch": CACHED, ".unlink": CACHED},
     "shardtrain/trainer/program_mark.py": {".rmdir": "an empty folder", ".unlink": "the mark that it made"},
     "shardtrain/trainer/run_checkpoints.py": {"json.loads": OWN},
     "shardtrain/trainer/prepared_run.py": {"json.loads": OWN},
@@ -157,7 +157,7 @@ def write_new(path: Path) -> None:
 WRITERS = {
     "new_file": write_new,
     "replace_file": lambda path: replace_file(path, b"ours"),
-    "picture": lambda path: save_figure(new_figure("a picture", (1, 1)), path.with_suffix(".png")),
+    "picture": lambda path: save_figure(make_figure("a picture", (1, 1)), path.with_suffix(".png")),
     "table": lambda path: write_table(make_table("gpipe", 2, 2), path),
     "log": lambda path: open_own(path, append=True).write(b"ours"),
     "step file": StepFile,

@@ -100,7 +100,7 @@ def test_what_cannot_keep_it_there_is_refused(tmp_path):
     with pytest.raises(ValueError, match="memory pinned_host of the host, and toaster has device; use --off"):
         shard_on_host((), (), mesh)  # type: ignore[arg-type]
     run = run_of(tmp_path, "run", 1, offload="optimizer", synchronisation=PRESETS["local-sgd"])
-    with pytest.raises(ValueError, match="offload is 'optimizer', which is there for islands that combine"):
+    with pytest.raises(ValueError, match="offload is 'optimizer', which needs islands that combine"):
         make_setup(run, num_islands=2)
     stages = run_of(tmp_path, "run", 1, offload="optimizer", remat="offload")
     with pytest.raises(ValueError, match=r"remat is 'offload', and a pipeline(?s:.*)offload is 'optimizer'"):

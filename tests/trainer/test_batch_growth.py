@@ -93,8 +93,8 @@ def test_the_text_is_read_by_value():
     assert str(error.value) == (
         "batch_growth '500:2,400:3,0:1,half:2,600 epochs:3' cannot be read:\n"
         "  - '400:3' comes after step 500; give the changes in their order\n"
-        f"  - '0:1' is no two numbers from 1; {form}\n"
-        f"  - 'half:2' is no two numbers from 1; {form}\n"
+        f"  - '0:1' is not two numbers from 1; {form}\n"
+        f"  - 'half:2' is not two numbers from 1; {form}\n"
         "  - '600 epochs:3' comes after step 500; give all changes in steps, or in epochs"
     )
 
@@ -132,17 +132,18 @@ def test_where_a_batch_cannot_grow_is_refused(run):
             replace(run, strategy=strategy)
         assert str(error.value) == (
             "this run cannot be started:\n"
-            f"  - batch_growth is '2:2,4:3', which cannot be with {name}: {why}, or leave batch_growth out"
+            f"  - batch_growth is '2:2,4:3', which cannot be used with {name}: {why}, or leave batch_growth"
+            " out"
         )
         replace(run, strategy=strategy, batch_growth="")
-    with pytest.raises(ValueError, match="positions in the data are those of batches of one size; use exam"):
+    with pytest.raises(ValueError, match="positions in the data count batches of one size; use examples"):
         replace(run, batch_unit="tokens")
     with pytest.raises(ValueError) as error:
         replace(run, scaling=Scaling(steps=True))
     assert str(error.value) == (
         "this run cannot be started:\n"
-        "  - batch_growth is '2:2,4:3', which cannot be with scaling.steps: the steps of the run are divided"
-        " by the replicas, and those of its growth are not; give both for all replicas, without"
+        "  - batch_growth is '2:2,4:3', which cannot be used with scaling.steps: it divides the steps of the"
+        " run by the replicas, but not those of batch_growth; give both for all replicas, without"
         " scaling.steps, or leave batch_growth out"
     )
     replace(run, scaling=Scaling(steps=True), batch_growth="")

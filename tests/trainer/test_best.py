@@ -17,7 +17,7 @@ from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer import session
 from shardtrain.trainer.config import Run, StartFrom
-from shardtrain.trainer.sources import data_facts, is_other_data
+from shardtrain.trainer.sources import describe_data, is_other_data
 from shardtrain.trainer.train import train
 from shardtrain.trainer.trained_model import load
 
@@ -80,12 +80,12 @@ def test_the_best_step_is_that_of_the_held_out_data_of_now(change, tmp_path, mon
     sample = Tokens().train(tmp_path)
     sets = {"another number": sample[:7], "other contents": sample[8:16]}[change]
     text = start(tmp_path, monkeypatch, steps=6, data=Tokens(heldout_sets=sets))
-    assert "the held-out data is not that of the checkpoint" in text
+    assert "the held-out data has changed since the checkpoint" in text
     assert kept(tmp_path) == ([5, 6], 5)
 
 
 def test_a_source_that_grew_is_other_data():
-    before, after = (data_facts([0] * number, {}, with_contents=False) for number in (40, 56))
+    before, after = (describe_data([0] * number, {}, with_contents=False) for number in (40, 56))
     assert is_other_data(before, after)
     assert not is_other_data(before, before)
 

@@ -10,7 +10,7 @@ import pytest
 
 import shardtrain
 import shardtrain.combine
-from shardtrain.checkpoints.differences import differences
+from shardtrain.checkpoints.differences import compare_descriptions
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.trainer.config import MOST_CHARACTERS, Run, describe, run_text
 from shardtrain.trainer.strategy import Strategy
@@ -45,7 +45,7 @@ def test_a_description_is_short_whatever_the_samples_are(samples):
 def test_long_lists_that_differ_have_different_descriptions():
     ones, others = (describe(Data([*range(100), last])) for last in (1, 2))
     assert ones["samples"].startswith("101 items, sha256 ")
-    assert len(differences(ones, others)) == 1
+    assert len(compare_descriptions(ones, others)) == 1
     assert describe(Data([*range(100), 1])) == ones
 
 

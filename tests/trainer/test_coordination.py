@@ -20,7 +20,7 @@ from shardtrain.trainer.coordination import (
     LONG_SECONDS,
     Coordination,
 )
-from shardtrain.trainer.synchronisation import broadcast_state, differing_arrays
+from shardtrain.trainer.synchronisation import broadcast_state, find_differing_arrays
 
 
 def test_a_run_of_one_island_answers_by_itself():
@@ -31,7 +31,7 @@ def test_a_run_of_one_island_answers_by_itself():
     assert coordination.sum_over_islands("evaluation", {"loss": (3.0, 2.0)}) == {"loss": (3.0, 2.0)}
     state: Any = object()
     assert broadcast_state(coordination, state, own_optimizers=False) is state
-    assert differing_arrays(coordination, state, own_optimizers=False) == []
+    assert find_differing_arrays(coordination, state, own_optimizers=False) == []
 
 
 def test_a_folder_that_is_ahead_is_taken_back(tmp_path):

@@ -72,7 +72,7 @@ def test_a_token_in_held_out_data_is_found_in_its_file(make, tmp_path):
     path = tmp_path / ("target.npy" if make is of_pairs else "tokens.npy")
     assert token_problems(found, VOCAB)[-1].partition(": ")[2] == (
         f"{path}, token 350, is 300, and the model has tokens 0 to 299; the tokenizer of this data has 999"
-        " tokens: make tokens by that of the model, or give the model a vocabulary of 999"
+        " tokens: use the tokenizer of the model, or give the model a vocabulary of 999"
     )
 
 

@@ -11,7 +11,7 @@ from tiny_language_model import TinyConfig
 
 from shardtrain.data import Text
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.run_folder import ENVIRONMENT, append_line, rank_environment, start_record
+from shardtrain.trainer.run_folder import ENVIRONMENT, append_line, describe_rank, make_start_record
 from shardtrain.trainer.train import train
 
 
@@ -46,10 +46,10 @@ def test_every_start_of_a_run_appends_its_environment(tmp_path, monkeypatch, one
 
 def test_what_ranks_have_in_common_is_there_once(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    one = rank_environment(None)
+    one = describe_rank(None)
     other = {**one, "rank": 1, "variables": {**one["variables"], "CUDA_VISIBLE_DEVICES": "1"}}
     third = {**other, "rank": 2, "host": "b", "of_host": {"system": "another"}}
-    record = start_record([one, other, third], None)
+    record = make_start_record([one, other, third], None)
     assert [rank["variables"] for rank in record["ranks"]] == [{}, *[{"CUDA_VISIBLE_DEVICES": "1"}] * 2]
     assert record["variables"]["CUDA_VISIBLE_DEVICES"] == "0"
     assert list(record["hosts"]) == [one["host"], "b"]
@@ -84,4 +84,4 @@ def test_a_file_that_cannot_be_written_is_only_reported(tmp_path, one_device):
 )
 def test_variables_that_are_not_on_the_list_are_not_written(name, monkeypatch):
     monkeypatch.setenv(name, "hidden-word")
-    assert name not in rank_environment(None)["variables"]
+    assert name not in describe_rank(None)["variables"]

@@ -197,7 +197,7 @@ def test_what_is_no_set_is_refused_by_name(tmp_path):
         start(tmp_path, {"a": A, "b/": iter(B)})
     assert str(error.value).splitlines()[1:] == [
         "  - heldout(folder)['b/'] gave a list_iterator; give something with a length and samples by number"
-        " (__len__ and __getitem__), such as the dataset that a loader reads; batches are made of it",
+        " (__len__ and __getitem__), such as the dataset of a loader; shardtrain makes batches of it",
         "  - heldout(folder) gave sets named 'a', 'b/'; each set's loss is logged as heldout/NAME/loss: give"
         " each a name, without / at its ends",
     ]

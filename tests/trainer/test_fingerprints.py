@@ -8,17 +8,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.trainer.synchronisation import divergence_text, fingerprints, make_find_divergence
+from shardtrain.trainer.synchronisation import compute_fingerprints, divergence_text, make_find_divergence
 
 
 def test_a_fingerprint_notices_any_change():
     tree = {"a": jnp.arange(5.0), "b": jnp.array([True, False]), "c": jnp.ones((2, 3), jnp.bfloat16)}
-    before = np.asarray(fingerprints(tree))
+    before = np.asarray(compute_fingerprints(tree))
     swapped = {**tree, "a": tree["a"][jnp.array([1, 0, 2, 3, 4])]}
     lowest_bit = {**tree, "a": tree["a"].at[3].set(jnp.nextafter(3.0, 4.0))}
     flipped = {**tree, "b": ~tree["b"]}
     for changed, which in ((swapped, 0), (lowest_bit, 0), (flipped, 1)):
-        assert (np.asarray(fingerprints(changed)) != before).tolist() == [i == which for i in range(3)]
+        assert (np.asarray(compute_fingerprints(changed)) != before).tolist() == [
+            i == which for i in range(3)
+        ]
 
 
 def placed(sizes, spec):

@@ -31,7 +31,7 @@ from shardtrain.functional.model import Model
 from shardtrain.models.mlp import MlpConfig
 from shardtrain.trainer import prepared_run, session
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.first_batch import class_problems, loss_problems, make_expected
+from shardtrain.trainer.first_batch import find_class_problems, find_loss_problems, make_loss_facts
 from shardtrain.trainer.train import train
 
 VOCAB, SEQ = 8, 5
@@ -80,7 +80,7 @@ def pairs_of_rows(apply, batch):
 
 
 MEAN, COUNT = (
-    "is the mean of what it is of each alone",
+    "is the mean of their separate losses",
     "the count of the loss is 1 for two rows together, and 1 and 1",
 )
 
@@ -105,7 +105,7 @@ MEAN, COUNT = (
     ],
 )
 def test_a_loss_that_returns_a_mean_is_refused(loss, problem):
-    found = loss_problems(make_expected(IMAGES, guard_loss(loss), LABELS))
+    found = find_loss_problems(make_loss_facts(IMAGES, guard_loss(loss), LABELS))
     assert bool(found) == (problem is not None)
     assert problem is None or problem in "; ".join(found)
 
@@ -122,7 +122,7 @@ def test_a_model_that_computes_its_loss_is_left_to_itself(loss):
         ),
         dims={"w": ("embed", "vocab")},
     )
-    assert loss_problems(make_expected(model, guard_loss(loss), LABELS)) == []
+    assert find_loss_problems(make_loss_facts(model, guard_loss(loss), LABELS)) == []
 
 
 @dataclass
@@ -136,22 +136,22 @@ class Smoothed:
 
 
 def test_a_loss_without_a_hash():
-    assert class_problems(make_expected(IMAGES, guard_loss(Smoothed()), LABELS), LABELS) == []
+    assert find_class_problems(make_loss_facts(IMAGES, guard_loss(Smoothed()), LABELS), LABELS) == []
 
 
 def test_counts_that_weights_and_masks_make_small_are_right():
     batch = {**LABELS, "weights": np.array([0.0, 0.25, 1.0], np.float32)}
-    assert loss_problems(make_expected(IMAGES, classification_loss, batch)) == []
+    assert find_loss_problems(make_loss_facts(IMAGES, classification_loss, batch)) == []
     batch = {**TOKENS, "weights": random.integers(0, 2, (3, SEQ)).astype(np.float32)}
-    assert loss_problems(make_expected(TABLE, next_token_loss, batch)) == []
+    assert find_loss_problems(make_loss_facts(TABLE, next_token_loss, batch)) == []
     nobody = {**LABELS, "weights": np.zeros(3, np.float32)}
-    assert loss_problems(make_expected(IMAGES, classification_loss, nobody)) == []
+    assert find_loss_problems(make_loss_facts(IMAGES, classification_loss, nobody)) == []
 
 
 def test_a_great_vocabulary_costs_no_outputs(monkeypatch):
     monkeypatch.setattr("shardtrain.trainer.first_batch.MOST_ELEMENTS", 1)
-    mean = make_expected(IMAGES, lambda apply, batch: (losses_of(apply, batch).mean(), 1), LABELS)
-    assert COUNT in loss_problems(mean)[0]
+    mean = make_loss_facts(IMAGES, lambda apply, batch: (losses_of(apply, batch).mean(), 1), LABELS)
+    assert COUNT in find_loss_problems(mean)[0]
 
 
 @pytest.mark.parametrize(
@@ -173,9 +173,9 @@ def test_a_great_vocabulary_costs_no_outputs(monkeypatch):
 )  # fmt: skip
 def test_classes_outside_are_named_with_row_and_value(loss, model, changes, problem):
     good = TOKENS if model is TABLE else LABELS
-    expected = make_expected(model, guard_loss(loss), good)
+    expected = make_loss_facts(model, guard_loss(loss), good)
     batch = {**good, **{name: np.asarray(value) for name, value in changes.items()}}
-    assert class_problems(expected, batch) == ([] if problem is None else [problem])
+    assert find_class_problems(expected, batch) == ([] if problem is None else [problem])
 
 
 def test_the_vocabulary_of_a_model_limits_the_tokens_of_any_loss():
@@ -183,10 +183,13 @@ def test_the_vocabulary_of_a_model_limits_the_tokens_of_any_loss():
         return apply(batch["tokens"]).sum(), batch["weights"].sum()
 
     bad = {**TOKENS, "tokens": TOKENS["tokens"] + VOCAB}
-    assert class_problems(make_expected(TABLE, loss, TOKENS), bad) == []
-    assert "the model has classes 0 to 7" in class_problems(make_expected(TABLE, loss, TOKENS, VOCAB), bad)[0]
+    assert find_class_problems(make_loss_facts(TABLE, loss, TOKENS), bad) == []
+    assert (
+        "the model has classes 0 to 7"
+        in find_class_problems(make_loss_facts(TABLE, loss, TOKENS, VOCAB), bad)[0]
+    )
     masked = {**TOKENS, "tokens": np.where(TOKENS["tokens"] > 3, -100, TOKENS["tokens"])}
-    assert class_problems(make_expected(TABLE, loss, TOKENS, VOCAB), masked) == []
+    assert find_class_problems(make_loss_facts(TABLE, loss, TOKENS, VOCAB), masked) == []
 
 
 @pytest.mark.parametrize(
@@ -203,7 +206,7 @@ def test_the_vocabulary_of_a_model_limits_the_tokens_of_any_loss():
 def test_samples_that_are_batches_are_refused(loss, batch, problem):
     rows = {name: np.zeros(shape, np.int32) for name, shape in {"weights": (2,), **batch}.items()}
     with pytest.raises(ValueError) as error:
-        make_expected(TABLE, guard_loss(loss), rows)
+        make_loss_facts(TABLE, guard_loss(loss), rows)
     assert problem in str(error.value)
 
 
@@ -270,7 +273,7 @@ def make_run(source: Any, folder: Path, **changes: Any) -> Run:
 
 def test_a_run_whose_every_step_was_skipped_says_why(tmp_path, monkeypatch):
     """The first batch is not looked at here, as where only later ones are bad."""
-    monkeypatch.setattr(prepared_run, "class_problems", lambda expected, batch: [])
+    monkeypatch.setattr(prepared_run, "find_class_problems", lambda expected, batch: [])
     run = make_run(Points(bad=0), tmp_path)
     console = Console(file=io.StringIO(), width=200)
     with pytest.raises(FloatingPointError) as error:
@@ -287,7 +290,7 @@ def test_a_run_whose_every_step_was_skipped_says_why(tmp_path, monkeypatch):
 def test_a_run_that_learned_before_it_was_resumed_may_end_with_skipped_steps(tmp_path, monkeypatch):
     train(make_run(Points(), tmp_path, steps=2), Console(quiet=True))
     for module in (prepared_run, session):
-        monkeypatch.setattr(module, "class_problems", lambda expected, batch: [])
+        monkeypatch.setattr(module, "find_class_problems", lambda expected, batch: [])
     console = Console(file=(out := io.StringIO()), width=200)
     run = make_run(Points(bad=0), tmp_path, steps=3, allow=Allow(changed=("data*",)))
     assert train(run, console).step == 3

@@ -14,7 +14,8 @@ from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Text
 from shardtrain.islands.options import Across
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.island_run import IslandDevices, run_of_island
+from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.island_run import IslandDevices, make_island_run
 from shardtrain.trainer.strategy import Strategy
 
 RUN = Run(model=TinyConfig(), data=Text(seq=8), batch=8, steps=1)
@@ -32,7 +33,7 @@ def across_of(run: Run, other: IslandDevices) -> tuple[Across, str]:
     printed = io.StringIO()
     console = Console(file=printed, width=400)
     output: Any = SimpleNamespace(note=console.print)
-    return run_of_island(run, islands, output).strategy.across, printed.getvalue()
+    return make_island_run(run, Coordination(islands), output).strategy.across, printed.getvalue()
 
 
 def devices(**changes: Any) -> IslandDevices:
@@ -58,7 +59,7 @@ def test_waves_of_one_step_in_which_nobody_is_ahead_are_every_step():
     run = replace(RUN, strategy=Strategy(synchronisation=Synchronisation(on="deltas", every=1, distance=0)))
     notes: list[str] = []
     output: Any = SimpleNamespace(note=notes.append)
-    assert run_of_island(run, None, output).strategy.synchronisation == Synchronisation()
+    assert make_island_run(run, Coordination(), output).strategy.synchronisation == Synchronisation()
     assert notes == [
         "waves of one step in which no island may be ahead: gradients are combined in every step"
     ]

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from shardtrain.train_step.pipeline_grid import PipelineGrid
-from shardtrain.trainer.usage import Peak, memory_text, peak_memory
+from shardtrain.trainer.usage import PeakMemory, measure_peak_memory, memory_text
 
 MIB = 1 << 20
 
@@ -21,8 +21,8 @@ class Device:
 
 def test_devices_that_tell_their_peak_are_believed():
     devices = [Device({"peak_bytes_in_use": 3 * MIB}), Device({"peak_bytes_in_use": 5 * MIB}), Device(None)]
-    assert peak_memory(devices) == Peak(5 * MIB, True)
-    assert peak_memory([Device(None)]).of_device is False
+    assert measure_peak_memory(devices) == PeakMemory(5 * MIB, True)
+    assert measure_peak_memory([Device(None)]).of_device is False
 
 
 def test_the_peak_of_a_process_has_what_it_has_freed():

@@ -19,7 +19,8 @@ from shardtrain.functional.loss import next_token_loss
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.island_run import run_of_island
+from shardtrain.trainer.coordination import Coordination
+from shardtrain.trainer.island_run import make_island_run
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
 
@@ -131,5 +132,5 @@ def test_a_section_for_islands_that_are_not_there(text, tmp_path):
     notes = []
     strategy = Strategy(islands={"*V100*": {"accumulate": 2}})
     output: Any = SimpleNamespace(note=notes.append)
-    run_of_island(dataclasses.replace(run, strategy=strategy), None, output)
+    make_island_run(dataclasses.replace(run, strategy=strategy), Coordination(), output)
     assert notes == ["WARNING: no island has devices '*V100*', a section of the strategy; they are cpu"]

@@ -15,7 +15,7 @@ from tiny_language_model import TinyConfig
 
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.trainer.config import Run
-from shardtrain.trainer.restore_state import VALUES, apply_new_values, initial_values
+from shardtrain.trainer.restore_state import VALUES, apply_new_values, compute_initial_values
 from shardtrain.trainer.train import train
 
 
@@ -55,13 +55,13 @@ PARAMS = {"w": jnp.ones(())}
 
 def test_numbers_of_parameters_and_of_schedules_are_no_values():
     """Schedules are computed anew in each step, whatever the state holds."""
-    assert initial_values(sgd(lambda step: 0.1 * step), PARAMS) == {
+    assert compute_initial_values(sgd(lambda step: 0.1 * step), PARAMS) == {
         "opt_state/count": 0.0,
         "opt_state/hyperparams/momentum": 0.5,
         "opt_state/hyperparams_states/learning_rate/count": 0.0,
     }
     noisy = optax.add_noise(0.1, 0.5, key=jax.random.key(0))
-    assert initial_values(noisy, PARAMS) == {"opt_state/count": 0.0}  # beside a random key
+    assert compute_initial_values(noisy, PARAMS) == {"opt_state/count": 0.0}  # beside a random key
 
 
 @pytest.mark.parametrize("old", [{VALUES: {"opt_state/scale": 2.0}}, {}])
@@ -71,5 +71,6 @@ def test_a_value_that_steps_have_changed_is_kept(old):
     found: Any = apply_new_values(state, old, {VALUES: {"opt_state/scale": 4.0}}, notes.append)  # type: ignore[arg-type]
     assert float(found["opt_state"]["scale"]) == 3
     assert notes == [
-        "WARNING: opt_state/scale is 4 in the code, and was 2; steps have made it 3 since, which is used"
+        "WARNING: opt_state/scale is 4 in the code, and was 2;"
+        " steps have changed it to 3 since, which is used"
     ] * len(old)

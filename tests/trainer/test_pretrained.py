@@ -256,7 +256,7 @@ def test_adapters_that_do_not_fit_the_run_are_refused(base, tuned, tmp_path, mon
         add_adapters(open_pretrained(folder), adapter, other)
     with pytest.raises(ValueError, match="adapter is a of no model; give its folder as checkpoint too"):
         StartFrom(adapter=Path("a"))
-    with pytest.raises(ValueError, match="beside the parameters of a folder of Hugging Face"):
+    with pytest.raises(ValueError, match="added only to the parameters of a folder of Hugging Face"):
         add_adapters(CheckpointReader(step=0, folders={}, num_parts=1), adapter, MODEL)
     monkeypatch.chdir(tmp_path)
     Path("my_run.py").write_text(

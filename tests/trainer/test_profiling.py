@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardtrain.report.trace import UNTIMED, operations, read_trace
-from shardtrain.report.trace_programs import sources
+from shardtrain.report.trace import UNTIMED, find_operations, read_trace
+from shardtrain.report.trace_programs import read_sources
 from shardtrain.trainer import profiling
 from shardtrain.trainer.profiling import ProfiledStep, parse_steps
 
@@ -42,15 +42,15 @@ def test_the_steps_asked_for_are_traced(tmp_path):
     assert " matmul 0%" not in text
     (path,) = tmp_path.glob("profile/plugins/profile/*/*.trace.json.gz")
     assert text.endswith(str(path))
-    origin = sources(next(path.parent.glob("*.xplane.pb")))
+    origin = read_sources(next(path.parent.glob("*.xplane.pb")))
     events = read_trace(path)
-    (found,) = operations(events, origin).values()
+    (found,) = find_operations(events, origin).values()
     assert {"matmul", "attention"} <= {op.kind for op in found}
     products = [op for op in found if op.kind == "matmul"]
     assert len(products) == 2 * len({op.name for op in products})
     # without the time of the evaluation between them
     (untimed,) = [event for event in events if event.get("name") == UNTIMED]
-    (whole,) = operations([event for event in events if event.get("name") != UNTIMED], origin).values()
+    (whole,) = find_operations([event for event in events if event.get("name") != UNTIMED], origin).values()
     assert len(whole) > len(found)
     left_out = (whole[-1].end - whole[0].start) - (found[-1].end - found[0].start)
     assert left_out == pytest.approx(untimed["dur"])

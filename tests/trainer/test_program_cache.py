@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -10,7 +11,13 @@ import jax
 
 from shardtrain.system.xla_flags import PRESETS
 from shardtrain.trainer import program_cache
-from shardtrain.trainer.program_cache import drop_broken, keep_programs, make_private, others_who_write, prune
+from shardtrain.trainer.program_cache import (
+    delete_oldest,
+    drop_broken,
+    find_other_writers,
+    keep_programs,
+    make_private,
+)
 
 START = """
 import os, jax
@@ -43,15 +50,15 @@ def test_the_second_start_loads_what_the_first_compiled(tmp_path):
 def test_a_folder_that_others_can_write_is_refused(tmp_path):
     folder = tmp_path / "shardtrain" / "programs" / "cpu"
     make_private(folder)
-    assert others_who_write(folder) == ""
+    assert find_other_writers(folder) == ""
     folder.chmod(0o770)
-    assert others_who_write(folder) == f"others can write to {folder}"
+    assert find_other_writers(folder) == f"others can write to {folder}"
     folder.chmod(0o700)
     folder.parent.chmod(0o777)
-    assert others_who_write(folder) == f"others can write to {folder.parent}"
+    assert find_other_writers(folder) == f"others can write to {folder.parent}"
     # as /tmp is
     folder.parent.chmod(0o1777)
-    assert others_who_write(folder) == ""
+    assert find_other_writers(folder) == ""
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
@@ -74,10 +81,13 @@ def test_a_program_that_was_cut_off_is_deleted_and_others_are_read_once(tmp_path
     os.utime(tmp_path / "c-cache")
     drop_broken(tmp_path)
     assert sorted(path.name for path in tmp_path.glob("*-cache")) == ["a-cache", "c-cache"]
-    (tmp_path / "c-cache").unlink()
-    monkeypatch.setattr(program_cache, "is_whole", lambda program: False)
+    os.utime(tmp_path / "c-cache", (time.time() - 50, time.time() - 50))
+    read = []
+    monkeypatch.setattr(program_cache, "WRITING_SECONDS", 10)
+    monkeypatch.setattr(program_cache, "is_whole", lambda program: read.append(program) or False)
     drop_broken(tmp_path)
-    assert (tmp_path / "a-cache").exists()
+    assert read == [whole[:-4]]
+    assert sorted(path.name for path in tmp_path.glob("*-cache")) == ["a-cache"]
 
 
 def test_the_oldest_are_deleted_beyond_the_limit(tmp_path):
@@ -88,7 +98,7 @@ def test_the_oldest_are_deleted_beyond_the_limit(tmp_path):
     # what jax keeps beside them on GPUs
     (tmp_path / "xla_gpu_per_fusion_autotune_cache_dir").mkdir()
     for _ in range(2):
-        prune(tmp_path, 20)
+        delete_oldest(tmp_path, 20)
         assert sorted(path.name for path in tmp_path.glob("*-cache")) == names[1:]
 
 
@@ -104,17 +114,12 @@ def test_without_a_home_directory_nothing_is_kept(monkeypatch):
 
 
 def test_what_is_no_program_neither_hangs_nor_ends_a_start(tmp_path):
-    (tmp_path / "a-cache").write_bytes(zlib.compress(b"program"))
-    (tmp_path / program_cache.WHOLE).write_bytes(b"\xff\xfe\0a-cache 1 1\n")
     os.mkfifo(tmp_path / "b-cache")
     (tmp_path / "c-cache").mkdir()
+    for name in ("b-cache", "c-cache"):
+        os.utime(tmp_path / name, (1, 1))
     drop_broken(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-cache", "c-cache", program_cache.WHOLE]
-    assert (tmp_path / program_cache.WHOLE).read_text().startswith("a-cache ")
-    (tmp_path / program_cache.WHOLE).unlink()
-    os.mkfifo(tmp_path / program_cache.WHOLE)
-    drop_broken(tmp_path)
-    assert (tmp_path / program_cache.WHOLE).is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b-cache", "c-cache", program_cache.CHECKED]
     assert program_cache.is_whole(zlib.compress(bytes(1 << 25)))
 
 

@@ -79,7 +79,7 @@ def test_what_depends_on_the_split_is_refused_if_rows_are_split(tmp_path):
     split = Strategy(layout=ONE, accumulate=2)
     with pytest.raises(ValueError) as error:
         train(replace(run, strategy=split), Console(file=io.StringIO()))
-    text = "losses would not be those of one device, as random numbers would depend on how rows are split"
+    text = "losses would differ from one device, because random numbers would depend on how rows are split"
     assert str(error.value).startswith(f"{text}:\n  - {__file__}:")
     train(replace(run, strategy=Strategy(layout=ONE)), Console(file=io.StringIO()))
     assert jnp.isfinite(read_jsonl(tmp_path / "metrics.jsonl")[0]["train/loss"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shardtrain.train_step.state import Local, State
-from shardtrain.trainer.restore_state import same_round
+from shardtrain.trainer.restore_state import restart_round
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_islands_begin_a_round_anew_unless_each_has_read_its_own(others, own, dr
     coordination = SimpleNamespace(transfer=object(), all_gather=lambda name, value: [value, others])
     checkpoints = SimpleNamespace(coordination=coordination, note=notes.append)
     arrays = {"params/w": jnp.ones(2), **({"local/drift/w": jnp.ones(2)} if own else {})}
-    found = same_round(checkpoints, state, arrays).local  # pyright: ignore[reportArgumentType]
+    found = restart_round(checkpoints, state, arrays).local  # pyright: ignore[reportArgumentType]
     assert bool(notes) == noted
     if not dropped:
         assert found is local

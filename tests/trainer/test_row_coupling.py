@@ -80,21 +80,21 @@ COUPLED: dict[str, tuple[Any, str]] = {
     "pairs": (pairs, "computes something for each pair of rows"),
     "a root of the sum": (lambda *both: plain(*both, of_sum=jnp.sqrt), "takes the sqrt of a sum over rows"),
     "centred": (changed(lambda _, x: x - x.mean(0)), "a number that is computed from all rows"),
-    "sorted": (changed(lambda _, x: x[jnp.argsort(x[:, 0, 0])]), "sorts or permutes rows"),
-    "neighbours": (changed(lambda _, x: x - jnp.roll(x, 1, 0)), "takes some of the rows"),
-    "added up": (changed(lambda _, x: jnp.cumsum(x, 0)), "adds up along rows"),
+    "sorted": (changed(lambda _, x: x[jnp.argsort(x[:, 0, 0])]), "mixes rows or moves them"),
+    "neighbours": (changed(lambda _, x: x - jnp.roll(x, 1, 0)), "mixes rows or moves them"),
+    "added up": (changed(lambda _, x: jnp.cumsum(x, 0)), "mixes rows or moves them"),
     "a loop": (changed(looped), "loops over rows"),
     "numbers": (
         changed(lambda _, x: x + jnp.arange(len(x))[:, None, None]),
-        "computes with the numbers of rows",
+        "computes with the indices of rows",
     ),
-    "reversed": (changed(lambda _, x: x - x[::-1]), "reverses rows"),
-    "looked up": (changed(lambda _, x: x + x[jnp.int32(x[:, 0, 0] > 0)]), "takes some of the rows"),
+    "reversed": (changed(lambda _, x: x - x[::-1]), "mixes rows or moves them"),
+    "looked up": (changed(lambda _, x: x + x[jnp.int32(x[:, 0, 0] > 0)]), "mixes rows or moves them"),
     "written": (
         of_losses(lambda x, batch: jnp.zeros(3).at[batch["label"]].max(x).sum()),
-        "writes rows to the places of others",
+        "mixes rows or moves them",
     ),
-    "hardest": (of_losses(lambda x, _: jax.lax.top_k(x, 2)[0].sum()), "sorts or permutes rows"),
+    "hardest": (of_losses(lambda x, _: jax.lax.top_k(x, 2)[0].sum()), "mixes rows or moves them"),
     "worst": (of_losses(lambda x, _: x.max()), "takes the largest of all rows"),
     "a ratio": (of_losses(lambda x, batch: x.sum() / (x * x).sum()), "takes the div of a sum"),
     "a product": (of_losses(lambda x, _: x.sum() * x.sum()), "takes the mul of a sum over rows"),
@@ -107,11 +107,11 @@ COUPLED: dict[str, tuple[Any, str]] = {
     "the number of rows": (changed(lambda _, x: x / len(x)), "computes with the number of rows"),
     "rows by number": (
         changed(lambda _, x: x + jax.nn.one_hot(jnp.arange(len(x)), 8)[:, None]),
-        "computes with the numbers of rows",
+        "computes with the indices of rows",
     ),
     "a branch": (
         of_losses(lambda x, _: jax.lax.cond(x.sum() > 0, lambda x: x.sum(), lambda x: 0.0, x)),
-        "chooses what to compute by a number",
+        "chooses a branch by a number",
     ),
     "rows of a label": (
         of_losses(
@@ -121,14 +121,17 @@ COUPLED: dict[str, tuple[Any, str]] = {
     ),
     "convolved": (
         of_losses(lambda x, _: (jnp.convolve(x, jnp.array([0.2, 0.5, 0.2]), "same") ** 2).sum()),
-        "convolves along rows",
+        "mixes rows or moves them",
     ),
-    "pooled": (changed(lambda _, x: x - over_rows(x)), "pools over rows"),
-    "transformed": (changed(lambda _, x: jnp.fft.fft(x, axis=0).real), "transforms along rows"),
-    "shifted": (changed(lambda _, x: x - jnp.pad(x, ((1, 0), (0, 0), (0, 0)))[:-1]), "moves rows"),
+    "pooled": (changed(lambda _, x: x - over_rows(x)), "mixes rows or moves them"),
+    "transformed": (changed(lambda _, x: jnp.fft.fft(x, axis=0).real), "mixes rows or moves them"),
+    "shifted": (
+        changed(lambda _, x: x - jnp.pad(x, ((1, 0), (0, 0), (0, 0)))[:-1]),
+        "mixes rows or moves them",
+    ),
     "grouped": (
         changed(lambda _, x: x - x.reshape(-1, 2, 6, 8)[:, :1].repeat(2, 1).reshape(x.shape)),
-        "groups rows",
+        "mixes rows or moves them",
     ),
     "by vmap": (
         of_losses(lambda x, _: jax.vmap(lambda x: x - jax.lax.pmean(x, "row"), axis_name="row")(x**2).sum()),
@@ -359,6 +362,6 @@ def test_what_calls_python_is_not_computed():
 
 
 def test_losses_of_this_library_are_not_suspected_when_a_user_calls_them(monkeypatch):
-    monkeypatch.setattr(loss_trace, "row_difference", lambda *_, **__: None)
+    monkeypatch.setattr(loss_trace, "compute_row_difference", lambda *_, **__: None)
     batch = {"tokens": np.zeros((4, 9), np.int32), "weights": np.ones(4, np.float32)}
     assert warnings(lambda *both: next_token_loss(*both), 2, TinyConfig(num_layers=2), batch) == []

@@ -22,18 +22,23 @@ from shardtrain.plan.devices import find_device
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.trainer.stage_checks import find_sharded_block_problems
-from shardtrain.trainer.stage_cut import IslandDevices, cut_text, devices_of_stages, island_devices
+from shardtrain.trainer.stage_cut import (
+    StageIslandDevices,
+    cut_text,
+    describe_island_devices,
+    find_stage_devices,
+)
 from shardtrain.trainer.traced_cut import flops_per_second
 
 FAST, SLOW = "NVIDIA H100 80GB HBM3", "NVIDIA L4"
 
 
 def islands(*kinds, number=1):
-    return [IslandDevices(kind, number, 1, 1) for kind in kinds]
+    return [StageIslandDevices(kind, number, 1, 1) for kind in kinds]
 
 
 def test_a_stage_is_as_fast_as_the_slowest_of_its_islands():
-    found, counted = devices_of_stages(Pipeline(), [islands(FAST, SLOW), islands(FAST, FAST, number=2)])
+    found, counted = find_stage_devices(Pipeline(), [islands(FAST, SLOW), islands(FAST, FAST, number=2)])
     fast, slow = find_device(FAST), find_device(SLOW)
     assert fast is not None
     assert slow is not None
@@ -47,28 +52,28 @@ def test_a_stage_is_as_fast_as_the_slowest_of_its_islands():
 
 def test_devices_without_bfloat16_are_compared_in_float32():
     titan, quadro = "NVIDIA TITAN RTX", "Quadro P4000"
-    found, counted = devices_of_stages(Pipeline(), [islands(titan, quadro)])
+    found, counted = find_stage_devices(Pipeline(), [islands(titan, quadro)])
     assert [each.flops_per_second for each in found] == [16.3e12, 5.3e12]
     assert counted == "by the peak rates of their devices"
-    found, counted = devices_of_stages(Pipeline(), [islands(titan, FAST)])
+    found, counted = find_stage_devices(Pipeline(), [islands(titan, FAST)])
     assert [each.flops_per_second for each in found] == [16.3e12, 67e12]
     # the one has no rate in bfloat16 in the table, the other none in float32
-    assert "speed of NVIDIA TITAN RTX is" in devices_of_stages(Pipeline(), [islands(titan, "TPU v4")])[1]
+    assert "speed of NVIDIA TITAN RTX is" in find_stage_devices(Pipeline(), [islands(titan, "TPU v4")])[1]
 
 
 def test_where_a_device_is_not_known_the_number_counts_or_what_is_given():
     mixed = [[*islands(FAST, number=2), *islands("cpu")]]
-    found, counted = devices_of_stages(Pipeline(), mixed)
+    found, counted = find_stage_devices(Pipeline(), mixed)
     assert [each.flops_per_second for each in found] == [2, 1]
     assert found[1].memory_bytes == math.inf
     assert counted == "by the number of devices, as the speed of cpu is not known"
     given = Pipeline(stage_speeds="1,0.5", stage_memory="80,0.5")
-    found, counted = devices_of_stages(given, mixed)
+    found, counted = find_stage_devices(given, mixed)
     assert [each.flops_per_second for each in found] == [1e12, 0.5e12]
     assert [each.memory_bytes for each in found] == [80e9, 0.5e9]
-    assert devices_of_stages(Pipeline(stage_memory="unlimited"), mixed)[0][0].memory_bytes == math.inf
+    assert find_stage_devices(Pipeline(stage_memory="unlimited"), mixed)[0][0].memory_bytes == math.inf
     with pytest.raises(ValueError) as error:
-        devices_of_stages(Pipeline(stage_memory="1", link_speed=3.0), mixed)
+        find_stage_devices(Pipeline(stage_memory="1", link_speed=3.0), mixed)
     assert str(error.value) == (
         "2 stages cannot be cut by time:\n"
         "  - stage_memory has 1 numbers, and there are 2 stages; give one each\n"
@@ -77,12 +82,12 @@ def test_where_a_device_is_not_known_the_number_counts_or_what_is_given():
 
 
 def test_measured_speeds_are_those_of_the_islands():
-    measured = [[IslandDevices("cpu", 2, 1, 1, 3e9), IslandDevices("cpu", 1, 1, 1, 4e9)]]
-    found, counted = devices_of_stages(Pipeline(stage_speeds="measured", link_speed=1.0), measured)
+    measured = [[StageIslandDevices("cpu", 2, 1, 1, 3e9), StageIslandDevices("cpu", 1, 1, 1, 4e9)]]
+    found, counted = find_stage_devices(Pipeline(stage_speeds="measured", link_speed=1.0), measured)
     assert [each.flops_per_second for each in found] == [6e9, 4e9]
     assert counted == "by the measured speed of their devices"
     with pytest.raises(ValueError, match="stage_speeds is 'measured', and no islands are there"):
-        devices_of_stages(Pipeline(stage_speeds="measured"), [islands(FAST, SLOW)])
+        find_stage_devices(Pipeline(stage_speeds="measured"), [islands(FAST, SLOW)])
 
 
 @pytest.mark.full
@@ -142,8 +147,10 @@ def test_blocks_that_are_sharded_inside_an_island_have_no_owners():
 
 def test_what_a_layout_shards():
     layout = Layout(mesh={"data": -1, "fsdp": 2, "tensor": 2}, zero=3)
-    assert island_devices(layout, "cpu", 8) == IslandDevices("cpu", 8, 4, 4)
-    assert island_devices(Layout(mesh={"fsdp": 2}, zero=1), "cpu", 2) == IslandDevices("cpu", 2, 1, 2)
+    assert describe_island_devices(layout, "cpu", 8) == StageIslandDevices("cpu", 8, 4, 4)
+    assert describe_island_devices(Layout(mesh={"fsdp": 2}, zero=1), "cpu", 2) == StageIslandDevices(
+        "cpu", 2, 1, 2
+    )
 
 
 def test_costs_of_a_model_by_hand():

@@ -128,7 +128,7 @@ def test_what_is_no_plain_value_is_left_out_and_named(tmp_path):
         ("[islands.1]\nacumulate = 3", ["'acumulate' (did you mean 'accumulate'?); islands may differ"]),
         (
             "[islands.1.across]\nshares = 'auto'",
-            ["islands.'1' has 'across' (known: layout, accumulate, remat, compute_dtype)", "in these alone"],
+            ["islands.'1' has 'across' (known: layout, accumulate, remat, compute_dtype)", "only in these"],
         ),
         ("[islands.1]\naccumulate = 0", ["islands.'1': ", "accumulate is 0 microbatches; use 1 or more"]),
         ("[islands.1.layout]\nzro = 1", ["islands.'1': unknown key 'zro' (did you mean 'zero'?)"]),
@@ -150,7 +150,7 @@ def test_a_wrong_file_is_refused_with_what_is_wrong(text, problems, tmp_path):
     assert str(path) in str(error.value)
     for problem in problems:
         assert problem in str(error.value)
-    with pytest.raises(ValueError, match="there is no strategy file"):
+    with pytest.raises(ValueError, match=r"the strategy file .* cannot be read"):
         read_strategy(tmp_path / "none.toml")
 
 

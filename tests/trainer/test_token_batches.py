@@ -107,7 +107,7 @@ def test_another_number_of_tokens_reads_the_epoch_again(tmp_path, one_device):
     output = io.StringIO()
     train(tiny(tmp_path, batch=16, steps=5), Console(file=output, width=200))
     assert (
-        "WARNING: batches of tokens are others than before: the epoch is read from its beginning"
+        "WARNING: the token batching has changed since the checkpoint: the epoch starts again"
         in output.getvalue()
     )
     position = find_checkpoint(tmp_path).extra["position"]
@@ -123,7 +123,7 @@ def test_another_seed_reads_the_epoch_again(tmp_path):
         now = {**describe(again), "data.fingerprint": None}
         assert _next_position(again, extra, now, notes.append) == {"epoch": 1, "index": index}
     (note,) = notes
-    assert note.startswith("WARNING: batches of tokens are others than before")
+    assert note.startswith("WARNING: the token batching has changed since the checkpoint")
 
 
 def test_a_checkpoint_from_before_there_were_batches_of_tokens_is_resumed(tmp_path):
@@ -141,7 +141,7 @@ def test_limits_by_memory_are_refused(tmp_path):
         tiny(tmp_path, strategy=Strategy(across=Across(share_limits="auto")))
     assert str(error.value).splitlines()[1:] == [
         "  - share_limits is 'auto', which measures one shape of batches, and batch_unit is 'tokens', whose"
-        " batches have many; give each island a number of tokens, such as --share-limits 2048,4096"
+        " batches have several; give each island a number of tokens, such as --share-limits 2048,4096"
     ]
 
 
@@ -162,6 +162,6 @@ def test_pipelines_are_refused(strategy, tmp_path):
     with pytest.raises(ValueError) as error:
         tiny(tmp_path, strategy=strategy)
     assert str(error.value).splitlines()[1:] == [
-        "  - batch_unit is 'tokens', and the stages of a pipeline are made for one shape of batches; use"
-        " --batch-unit examples, or no pipeline"
+        "  - batch_unit is 'tokens', and the stages of a pipeline need batches of one shape; use --batch-unit"
+        " examples, or no pipeline"
     ]

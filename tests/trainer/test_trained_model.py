@@ -13,7 +13,7 @@ from tiny_language_model import TinyConfig
 
 import shardtrain as st
 from shardtrain.checkpoints.checkpointer import Checkpoints
-from shardtrain.checkpoints.origins import array_origins, state_to_save
+from shardtrain.checkpoints.origins import make_find_origins, select_saved_state
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.functional.model import path_text
 from shardtrain.optim.optimizer_state import AverageState
@@ -31,9 +31,9 @@ def saved(tmp_path_factory):
     layout, optimizer, pure = st.Layout(mesh={"pipeline": 2, "fsdp": 4}), optax.adam(1.0), st.from_nnx(CONFIG)
     stages = Partition(num_stages=2, num_chunks=2, counts=(1, 1, 1, 1))
     placement = st.make_placement(pure, optimizer, layout, st.make_mesh(layout), stages=stages)
-    state = state_to_save(st.init_state(pure, optimizer, placement, seed=5))
+    state = select_saved_state(st.init_state(pure, optimizer, placement, seed=5))
     with Checkpoints(folder / "checkpoints", CheckpointPolicy()) as checkpoints:
-        checkpoints.save(2, state, {"run": describe(CONFIG, "model")}, array_origins(placement)(state))
+        checkpoints.save(2, state, {"run": describe(CONFIG, "model")}, make_find_origins(placement)(state))
     return folder
 
 

@@ -104,7 +104,7 @@ def test_it_is_loaded_and_exported_with_what_it_started_from(base, whole, interr
     assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
     # adapters alone need no base
     assert export_checkpoint(Export(run=str(interrupted), out=tmp_path / "peft", adapters=True)) == 0
-    only = "has only what was trained; its other 12 parameters are in "
+    only = "has only trained parameters; its other 12 parameters are in "
     with pytest.raises(ValueError, match=only + r".*give --base FOLDER"):
         export_checkpoint(Export(run=str(interrupted), out=tmp_path / "no"))
     with pytest.raises(ValueError, match=only + r".*export it with --base FOLDER, and use that"):
@@ -114,7 +114,7 @@ def test_it_is_loaded_and_exported_with_what_it_started_from(base, whole, interr
 def test_another_base_is_refused(base, interrupted, tmp_path):
     reader = find_readers(interrupted / "checkpoints")[0]
     assert add_base(reader, open_pretrained(base), "").leaves.keys() > reader.leaves.keys()
-    with pytest.raises(ValueError, match=r"give what the run started from, then .*base': so"):
+    with pytest.raises(ValueError, match=r"Give the checkpoint that the run started from, then .*base': so"):
         add_base(reader, open_pretrained(base_folder(tmp_path / "other", 6)), "so")
     with pytest.raises(ValueError, match=r"its other 12 parameters are in .*, where the run started: so"):
         add_base(reader, None, "so")
@@ -147,7 +147,7 @@ def test_a_run_of_this_library_is_a_base_too(tmp_path, one_device):
     ("options", "problem"),
     [
         ({"start_from": StartFrom()}, "this run starts from no others; give --start-from.checkpoint FOLDER"),
-        ({"freeze": ()}, "no frozen parameter of this run comes from what it started from; freeze some"),
+        ({"freeze": ()}, "no frozen parameter of this run comes from the checkpoint that it started from;"),
     ],
 )
 def test_what_has_nothing_to_leave_out_is_refused(options, problem, base, tmp_path, one_device):

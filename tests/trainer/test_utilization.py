@@ -20,7 +20,7 @@ from shardtrain.trainer import usage
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
-from shardtrain.trainer.usage import row_flops, row_seconds_at_peak
+from shardtrain.trainer.usage import compute_row_seconds_at_peak, count_row_flops
 
 GPT = DecoderConfig(vocab=64, seq=16, embed=32, num_layers=2, num_heads=4)
 FLASH = replace(GPT, attention="cudnn")
@@ -67,7 +67,7 @@ def run_of(model, **options):
 
 def flops_of(config, **options):
     rows = {"tokens": np.zeros((2, config.seq + 1), np.int32), "weights": np.ones(2, np.float32)}
-    return row_flops(run_of(config, **options), rows)
+    return count_row_flops(run_of(config, **options), rows)
 
 
 @pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
@@ -103,10 +103,10 @@ def test_the_gradient_of_a_strided_convolution_has_twice_its_flops():
 
 
 def test_the_peak_is_that_of_all_devices_of_all_islands(monkeypatch):
-    monkeypatch.setattr(usage, "row_flops", lambda run, batch: 2.5e9)
+    monkeypatch.setattr(usage, "count_row_flops", lambda run, batch: 2.5e9)
     notes = []
     devices = [("NVIDIA H100 80GB HBM3", 4), ("NVIDIA L4", 2), ("NVIDIA H100 80GB HBM3", 4)]
-    seconds = row_seconds_at_peak(run_of(GPT), {}, devices, notes.append)
+    seconds = compute_row_seconds_at_peak(run_of(GPT), {}, devices, notes.append)
     assert seconds == pytest.approx(2.5e9 / (8 * 989.5e12 + 2 * 121e12))
     assert notes == [
         "MFU: 2.50G flops a row over the peak in dense bfloat16 of 8 x NVIDIA H100 80GB HBM3, 989.5"
@@ -117,11 +117,11 @@ def test_the_peak_is_that_of_all_devices_of_all_islands(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["cpu", "Tesla V100-SXM2-16GB"])
 def test_without_the_peak_of_one_kind_nothing_is_counted(kind, monkeypatch):
-    monkeypatch.setattr(usage, "row_flops", None)
+    monkeypatch.setattr(usage, "count_row_flops", None)
     notes = []
-    assert row_seconds_at_peak(run_of(GPT), {}, [("NVIDIA L4", 2), (kind, 1)], notes.append) == 0
+    assert compute_row_seconds_at_peak(run_of(GPT), {}, [("NVIDIA L4", 2), (kind, 1)], notes.append) == 0
     tokens = run_of(GPT, batch_unit="tokens")
-    assert row_seconds_at_peak(tokens, {}, [("NVIDIA L4", 2)], notes.append) == 0
+    assert compute_row_seconds_at_peak(tokens, {}, [("NVIDIA L4", 2)], notes.append) == 0
     assert not notes
 
 
@@ -131,7 +131,10 @@ def test_a_model_that_cannot_be_traced_for_a_device_of_no_kind_has_no_mfu():
 
     notes = []
     rows = {"tokens": np.zeros((2, 9), np.int32)}
-    assert row_seconds_at_peak(run_of(TinyConfig(), loss=loss), rows, [("NVIDIA L4", 2)], notes.append) == 0
+    assert (
+        compute_row_seconds_at_peak(run_of(TinyConfig(), loss=loss), rows, [("NVIDIA L4", 2)], notes.append)
+        == 0
+    )
     assert notes == ["no MFU: the flops of the model cannot be counted: RuntimeError: no such device"]
 
 

@@ -1,1 +1,1 @@
-"""Pictures of a run and of schedules; the boundary to matplotlib (extra `plots`)."""
+"""Plots of runs, plans and schedules; the boundary to matplotlib (extra `plots`)."""

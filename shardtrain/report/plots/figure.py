@@ -1,6 +1,6 @@
-"""An empty figure, and the colours that all pictures share.
+"""Make and save a figure of matplotlib; the colours that all plots share.
 
-matplotlib is imported where a picture is drawn, without pyplot, so that no backend or style changes.
+matplotlib is imported when a plot is drawn, without pyplot, so that no backend or style changes.
 """
 
 import importlib.util
@@ -26,26 +26,22 @@ def is_installed() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def new_figure(what: str, size: tuple[float, float] = (9, 5)) -> "Figure":
+def make_figure(what: str, size: tuple[float, float] = (9, 5)) -> "Figure":
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError(_missing_matplotlib(what)) from error
+        raise ValueError(
+            f"{what} was asked for, but matplotlib is not installed. It comes with the extra 'plots': "
+            "install shardtrain[plots], or leave the picture out."
+        ) from error
     figure = Figure(figsize=size, dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
-    """Write a picture in the format of its name's ending, and make its folder; see `new_file`."""
+    """Write a figure in the format of its file name, and make its folder; see `new_file`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with new_file(path) as file:
         figure.savefig(file, format=path.suffix.removeprefix(".").lower() or "png")
-
-
-def _missing_matplotlib(what: str) -> str:
-    return (
-        f"{what} was asked for, but matplotlib is not installed. It comes with the extra 'plots': "
-        "install shardtrain[plots], or leave the picture out."
-    )

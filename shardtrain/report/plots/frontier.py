@@ -1,25 +1,25 @@
-"""The plot of a plan's frontier: memory of a device against the time of a step."""
+"""Plot the frontier of a plan: memory of a device against the time of a step."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from shardtrain.plan.search import Ranked
 from shardtrain.plan.space import mesh_text
-from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, new_figure, save_figure
+from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, make_figure, save_figure
 
 LINE_COLOUR, LIMIT_COLOUR, POINT_COLOUR = "#2f6db3", "#d1495b", "#b9c0c8"
 
 GIB = 2**30
 
 FAR = 10
-"""A limit of memory beyond so many times what the largest way needs is not drawn."""
+"""Largest memory limit that is drawn, relative to the largest choice."""
 
 MOST_NAMES = 8
-"""Ways of a frontier that are named in the picture."""
+"""Largest number of choices that are named in the plot."""
 
 
 def check_frontier(path: Path) -> None:
-    """Refuse a picture that cannot be drawn, before the work begins.
+    """Refuse a plot that cannot be drawn, before the work begins.
 
     Raises:
       ValueError: another kind of file, no such folder, or matplotlib is not installed.
@@ -28,7 +28,7 @@ def check_frontier(path: Path) -> None:
         raise ValueError(f"--frontier is {path}; it is drawn as .png or .svg: use {path.with_suffix('.png')}")
     if not path.parent.is_dir():
         raise ValueError(f"--frontier is {path}, and there is no folder {path.parent}; make it first")
-    new_figure("the frontier of a plan")
+    make_figure("the frontier of a plan")
 
 
 def frontier_plot(
@@ -43,12 +43,12 @@ def frontier_plot(
 
     Args:
       best: the frontier, the smallest first; at least one.
-      points: (bytes, seconds) of the other ways.
-      memory_bytes: of a device, that can be used; inf: not known.
+      points: (bytes, seconds) of the other choices.
+      memory_bytes: usable memory of a device; inf if not known.
       path: file to write, .png or .svg.
-      title: above the picture.
+      title: the title of the plot.
     """
-    figure = new_figure("the frontier of a plan")
+    figure = make_figure("the frontier of a plan")
     axes = figure.add_axes((0.09, 0.12, 0.88, 0.74))
     axes.scatter(
         [num_bytes / GIB for num_bytes, _ in points],

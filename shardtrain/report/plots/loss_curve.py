@@ -1,4 +1,4 @@
-"""The plot of the training and held-out losses of a run over its steps."""
+"""Plot the training and held-out losses of a run over its steps."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from shardtrain.report.sinks.json_lines import read_jsonl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, new_figure, save_figure
+from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, make_figure, save_figure
 
 Series = tuple[np.ndarray, np.ndarray]
 """Steps int64 (N,) and values float64 (N,), NaN for values that were not finite."""
@@ -23,7 +23,7 @@ TRAIN_COLOUR = "#2f6db3"
 HELDOUT_COLOURS = ("#d1495b", "#3a8f5c", "#8c5fb0", "#b7791f", "#4b5563")
 
 
-def loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str) -> Path:
+def plot_loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str) -> Path:
     """Plot the training and held-out losses of a run over its steps.
 
     Training losses are a light line under a smoothed one. The axis is logarithmic if losses span decades; the
@@ -31,7 +31,7 @@ def loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str) -> P
 
     Args:
         jsonl_path: written by `sinks.json_lines.JsonLines`, with `train/loss`, `heldout/loss` or both; each
-            `heldout/NAME/loss` is a line of its own.
+            `heldout/NAME/loss` has its own line.
         png_path: file to write; its folder is created.
         title: the title of the plot.
 
@@ -42,22 +42,26 @@ def loss_curve(jsonl_path: Path | str, png_path: Path | str, *, title: str) -> P
         ValueError: no line has a loss, a line is invalid, or matplotlib is not installed.
     """
     records = read_jsonl(jsonl_path)
-    train, heldout = series(records, "train/loss"), heldout_series(records)
+    train, heldout = select_series(records, "train/loss"), select_heldout_series(records)
     if not train[0].size and not heldout:
-        raise ValueError(_no_losses(jsonl_path, len(records)))
-    figure = new_figure("a loss curve")
+        raise ValueError(
+            f"a loss curve of {jsonl_path} was asked for, but none of its {len(records)} lines has"
+            " 'train/loss' or 'heldout/loss'. Point it to the metrics of a run that has logged at least one"
+            " step."
+        )
+    figure = make_figure("a loss curve")
     axes = figure.add_axes((0.085, 0.115, 0.885, 0.68))
     _draw_losses(axes, train, heldout)
     _set_scale(axes, train, heldout)
     _style_axes(axes)
     figure.text(0.085, 0.935, title, fontsize=14, fontweight="bold", color=INK, parse_math=False)
-    subtitle = final_values(train, heldout)
+    subtitle = format_final_values(train, heldout)
     figure.text(0.085, 0.875, subtitle, fontsize=min(10, 1000 / len(subtitle)), color=QUIET_INK)
     save_figure(figure, Path(png_path))
     return Path(png_path)
 
 
-def series(records: Sequence[dict[str, float]], name: str) -> Series:
+def select_series(records: Sequence[dict[str, float]], name: str) -> Series:
     """Return the steps and values of one metric, in order of step; values that are not finite become NaN.
 
     Args:
@@ -74,16 +78,16 @@ def series(records: Sequence[dict[str, float]], name: str) -> Series:
     return steps, np.where(np.isfinite(values), values, np.nan)
 
 
-def heldout_series(records: Sequence[dict[str, float]]) -> dict[str, Series]:
+def select_heldout_series(records: Sequence[dict[str, float]]) -> dict[str, Series]:
     """Return label -> the losses of a held-out set: "held-out", or "held-out NAME" of a set with a name.
 
-    >>> list(heldout_series([{"step": 1, "heldout/loss": 2.0}, {"step": 2, "heldout/code/loss": 2.0}]))
+    >>> list(select_heldout_series([{"step": 1, "heldout/loss": 2.0}, {"step": 2, "heldout/code/loss": 2.0}]))
     ['held-out', 'held-out code']
     """
     logged = dict.fromkeys(name for record in records for name in record)
     names = [name for name in logged if name.startswith("heldout/") and name.endswith("/loss")]
     labels = [f"held-out {name.removeprefix('heldout').removesuffix('/loss')[1:]}".rstrip() for name in names]
-    return {label: series(records, name) for label, name in zip(labels, names, strict=True)}
+    return {label: select_series(records, name) for label, name in zip(labels, names, strict=True)}
 
 
 def smooth(values: np.ndarray, half_window: int) -> np.ndarray:
@@ -115,7 +119,7 @@ def spans_decades(values: np.ndarray) -> bool:
     return bool(finite.size and finite.min() > 0 and finite.max() > 20 * finite.min())
 
 
-def limits(values: np.ndarray) -> tuple[float, float]:
+def compute_limits(values: np.ndarray) -> tuple[float, float]:
     """Return the limits of an axis that shows all finite values with a margin.
 
     Args:
@@ -134,7 +138,7 @@ def limits(values: np.ndarray) -> tuple[float, float]:
     return low - room, high + room
 
 
-def final_values(train: Series, heldout: Mapping[str, Series]) -> str:
+def format_final_values(train: Series, heldout: Mapping[str, Series]) -> str:
     """Format the subtitle: first and last losses, the lowest held-out one, the number of non-finite ones.
 
     Args:
@@ -189,7 +193,7 @@ def _set_scale(axes: "Axes", train: Series, heldout: Mapping[str, Series]) -> No
     steps = np.concatenate([train[0], *(each[0] for each in heldout.values())])
     # the first hundredth is so steep that it would flatten the rest; its value is in the subtitle
     shown = np.concatenate([train[1][train[1].size // 100 :], *(each[1] for each in heldout.values())])
-    low, high = limits(shown)
+    low, high = compute_limits(shown)
     if spans_decades(shown):
         axes.set_yscale("log")
         axes.set_ylabel("loss (log scale)")
@@ -219,11 +223,4 @@ def _style_axes(axes: "Axes") -> None:
     # above the plot, where it covers no curve
     axes.legend(
         loc="lower right", bbox_to_anchor=(1.0, 0.99), ncols=2, frameon=False, fontsize=9.5, labelcolor=INK
-    )
-
-
-def _no_losses(jsonl_path: Path | str, num_lines: int) -> str:
-    return (
-        f"a loss curve of {jsonl_path} was asked for, but none of its {num_lines} lines has 'train/loss' or "
-        "'heldout/loss'. Point it to the metrics of a run that has logged at least one step."
     )

@@ -1,6 +1,6 @@
-"""The plot of a pipeline schedule: a row per stage, a box per task.
+"""Plot a pipeline schedule: a row per stage, a box per task.
 
-The same as text: `report/timeline.py`.
+`report/timeline.py` formats it as text.
 """
 
 from collections import defaultdict
@@ -13,7 +13,7 @@ from shardtrain.report.timeline import figures, heading, task_text, unit_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, new_figure, save_figure
+from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, make_figure, save_figure
 
 TASK_COLOURS = {"forward": "#2f6db3", "backward": "#d1495b", "weight": "#4c956c"}
 
@@ -44,7 +44,7 @@ def timeline(
     times = unit_times(table) if seconds is None else f"of {found.makespan:.4g} s"
     height = 1.9 + 0.42 * table.num_stages
     width = min(60, max(9, 0.28 * table.num_ticks * (1.6 if table.lockstep else 1)))
-    figure = new_figure("a timeline", (width, height))
+    figure = make_figure("a timeline", (width, height))
     axes = figure.add_axes((0.75 / width, 0.6 / height, 1 - 1 / width, 1 - 1.6 / height))
     _draw_tasks(axes, table, found, points=72 * (width - 1))
     _style_axes(axes, table, found, "seconds" if seconds is not None else "time")

@@ -1,11 +1,11 @@
-"""Where a run writes its metrics. To add a sink: CONTRIBUTING, "A metric sink"."""
+"""Open the sinks to which a run writes its metrics. To add a sink: CONTRIBUTING, "A metric sink"."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.errors.messages import near, refuse
 from shardtrain.report.sinks.json_lines import JsonLines, open_json_lines
 from shardtrain.report.sinks.mlflow import open_mlflow
 from shardtrain.report.sinks.sink import OpenSink, Sinks
@@ -24,11 +24,11 @@ DEFAULT_SINKS = ("jsonl", "tensorboard")
 """The sinks of a run that names none."""
 
 EXTRAS = {"wandb": "wandb", "mlflow": "mlflow"}
-"""Sink that needs a library which is refused if it is missing -> its module, and the extra of that name."""
+"""Sink -> the library that it needs, and the extra of the same name."""
 
 
 def sink_problems(sinks: Sequence[str | OpenSink]) -> list[str]:
-    """Return what is wrong with the names of a run's sinks."""
+    """Return the problems of a run's sinks, one line each."""
     problems = [
         f"sinks has {near(name, SINKS)}" for name in sinks if isinstance(name, str) and name not in SINKS
     ]
@@ -55,8 +55,7 @@ def check_installed(sinks: Sequence[str | OpenSink]) -> None:
         for name in sinks
         if isinstance(name, str) and name in EXTRAS and find_spec(EXTRAS[name]) is None
     ]
-    if missing:
-        raise problems_error("the sinks of this run cannot be opened", missing)
+    refuse("the sinks of this run cannot be opened", missing)
 
 
 def open_sinks(
@@ -69,7 +68,7 @@ def open_sinks(
 
     Args:
       folder: the folder of the run.
-      resume_after: the restored step; later metrics are dropped. None starts empty files.
+      resume_after: the restored step, after which metrics are dropped; None starts empty files.
       report: receives warnings.
       sinks: names of `SINKS`, jsonl among them, or functions like theirs.
 

@@ -1,4 +1,4 @@
-"""The sink `metrics.jsonl`: one line of strict JSON for each step, and its reader."""
+"""Write and read `metrics.jsonl`: one line of strict JSON for each step."""
 
 import json
 import logging
@@ -28,15 +28,15 @@ def open_json_lines(folder: Path, resume_after: int | None, report: Callable[[st
 class JsonLines:
     """A sink of one JSON object per line, `{"step": 3, "train/loss": 2.5}`, unbuffered.
 
-    Strict JSON: values that are not finite are written as the strings "NaN", "Infinity" and "-Infinity",
-    which `float` reads. Opening the file drops the lines after the restored step. The file is rewritten and
-    renamed, so that a crash leaves the old file or the new one, and each step occurs once.
+    Values that are not finite are written as the strings "NaN", "Infinity" and "-Infinity", which `float`
+    reads. Opening the file drops the lines after the restored step: it is rewritten and renamed, so that a
+    crash leaves the old file or the new one.
 
     Args:
         path: the file; its folder is created.
-        resume_after: the restored step; later lines are dropped, as is an incomplete last line. None: nothing
-            was restored, and the file starts empty.
-        report: receives a warning when the file cannot be written, see `LogFile`.
+        resume_after: the restored step, after which lines are dropped, as is an incomplete last line; None
+            starts an empty file.
+        report: receives a warning if the file cannot be written, see `LogFile`.
 
     Attributes:
         last_step: the step of the last line that was kept; None without one.
@@ -74,8 +74,8 @@ def read_jsonl(path: Path | str) -> list[dict[str, float]]:
         path: the file, of a finished, running or crashed run.
 
     Returns:
-        One dict per line in the file's order: `step` an int, the other values floats ("NaN", "Infinity",
-        "-Infinity" as what they say, null as nan). A torn last line is left out.
+        One dict per line: `step` an int, the other values floats ("NaN", "Infinity" and "-Infinity" are
+        converted, null becomes nan). An incomplete last line is left out.
 
     Raises:
         ValueError: a line before the last is no record.
@@ -84,7 +84,7 @@ def read_jsonl(path: Path | str) -> list[dict[str, float]]:
 
 
 def strict(value: float) -> float | str:
-    """A number as strict JSON has it; `float` reads it."""
+    """Convert a number to a value of strict JSON, which `float` reads."""
     return value if math.isfinite(value) else NOT_FINITE.get(value, "NaN")
 
 
@@ -95,7 +95,11 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, float]]]:
             if is_blank(line):
                 continue
             if unreadable:
-                raise ValueError(_unreadable_line(path, unreadable))
+                raise ValueError(
+                    f"metrics were read from {path}, but line {unreadable} is not a record. Each line is one"
+                    " JSON object with an integer 'step' and numbers; only the last may be incomplete. Delete"
+                    f" line {unreadable}, or move the file away."
+                )
             record = _parse(line)
             if record is None:
                 unreadable = number
@@ -130,11 +134,3 @@ def _cut(path: Path, resume_after: int) -> int | None:
             " space, or make the folder writable"
         ) from error
     return last_step
-
-
-def _unreadable_line(path: Path, number: int) -> str:
-    return (
-        f"metrics were read from {path}, but line {number} is not a record. Each line is one JSON object"
-        f" with an integer 'step' and numbers; only the last may be incomplete. Delete line {number}, "
-        "or move the file away."
-    )

@@ -1,7 +1,7 @@
-"""The sink of MLflow; the one module that imports mlflow.
+"""Send metrics to MLflow; the one module that imports mlflow.
 
-Server and experiment are those of MLflow's own variables, MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME;
-without a server the run folder gets a database.
+The environment variables MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME give server and experiment; without a
+server the run folder gets a database.
 """
 
 import logging
@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtrain.report.sinks.tracked_run import TrackedRun, TrackedSink, open_tracked, run_options
+from shardtrain.report.sinks.tracked_run import TrackedSink, open_tracked, run_options
 
 RUN_ID = "mlflow_run.txt"
-"""The file in the folder of a run with its id at MLflow, and the steps that MLflow has."""
+"""The file in the folder of a run with its MLflow id, and the steps that MLflow has."""
 
 DATABASE, ARTIFACTS = "mlflow.db", "mlflow_artifacts"
 """The files in the folder of a run that has no server."""
@@ -30,15 +30,14 @@ def open_mlflow(folder: Path, resume_after: int | None, report: Callable[[str], 
     Raises:
         ValueError: the server cannot be reached, at the first start.
     """
-    # how its database is made is of no interest to the user
+    # messages about the database are of no interest to the user
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
-    def begin(tracked: TrackedRun):
+    def begin(run_id: str | None):
         server = os.environ.get("MLFLOW_TRACKING_URI")
         client = MlflowClient(tracking_uri=server or f"sqlite:///{folder.resolve() / DATABASE}")
-        run_id = tracked.run_id
         if run_id is None:
             run_id = _new_run(client, folder, None if server else (folder.resolve() / ARTIFACTS).as_uri())
         else:

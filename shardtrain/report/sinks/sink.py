@@ -1,4 +1,4 @@
-"""The interface of a metric sink, and several sinks as one. Next: `json_lines.py`, `tensorboard.py`."""
+"""The interface of a metric sink, and a sink that writes to several. Next: `json_lines.py`."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -24,9 +24,9 @@ class Sink(Protocol):
 OpenSink = Callable[[Path, int | None, Callable[[str], None]], Sink | None]
 """(run folder, resume_after, report) -> sink, or None if a package is not installed, which is reported.
 
-`resume_after` is the restored step; values of later steps are dropped. None: the run starts from the
+`resume_after` is the restored step, after which values are dropped, or None if the run starts from the
 beginning. `report` receives warnings, such as a full disk: a sink that cannot write does not end the run.
-The first process of a run alone opens sinks.
+Only the first process of a run opens sinks.
 """
 
 

@@ -1,4 +1,4 @@
-"""The sink of TensorBoard event files; the one module that imports tensorboardX."""
+"""Write TensorBoard event files; the one module that imports tensorboardX."""
 
 import importlib
 import importlib.util
@@ -31,13 +31,14 @@ def open_tensorboard(
 class TensorBoard:
     """A sink of TensorBoard event files.
 
-    tensorboardX's own writer is left alone: its thread ends when the disk is full, and what is written then
-    waits for it without end.
+    It does not use tensorboardX's own writer, whose thread ends if the disk is full, after which writes block
+    forever.
 
     Args:
         folder: the folder of the event files; each start adds one.
-        resume_after: the restored step; TensorBoard hides what earlier files hold after it. None: all of it.
-        report: receives a warning when they cannot be written, see `LogFile`.
+        resume_after: the restored step, after which TensorBoard hides values of earlier files; None hides all
+            of them.
+        report: receives a warning if they cannot be written, see `LogFile`.
     """
 
     def __init__(

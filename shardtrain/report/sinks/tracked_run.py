@@ -1,7 +1,7 @@
-"""What the sinks of tracking services share: the run's id, the last step logged, failures that end no run.
+"""Send metrics to a tracking service: keep the run's id and last step, and survive failures.
 
-A service cannot delete what it has: after a restart, steps that it already has are not sent again. Next:
-`wandb.py`, `mlflow.py`.
+A service cannot delete steps, so steps that it has are not sent again after a restart. Next: `wandb.py`,
+`mlflow.py`.
 """
 
 import ast
@@ -17,78 +17,53 @@ from shardtrain.system.untrusted_files import read_text
 MOST_BYTES, MOST_OPTIONS = 1 << 24, 1000
 
 
-class TrackedRun:
-    """The id of a run at a service, and the last step that it got, kept in a file of the run folder.
+Begin = Callable[[str | None], tuple[str, Callable[[int, Mapping[str, float]], None], Callable[[], None]]]
+"""Run id to continue, or None -> (run id, function that sends a step, function that ends the run)."""
 
-    The file has the id, then each step on a line of its own.
+
+class TrackedSink:
+    """A sink that sends metrics to a tracking service; failures are reported, and end no run.
+
+    A file of the run folder has the id of the run at the service, then each step that was sent on its own
+    line.
 
     Args:
+        service: its name in messages.
         path: the file.
-        resume_after: the restored step; None: the run starts from the beginning, with a new id.
-        report: receives a warning if the file cannot be written, see `LogFile`.
+        resume_after: the restored step, or None for a run that starts from the beginning with a new id.
+        report: receives warnings.
 
     Attributes:
-        run_id: the id; None before `start`, where there is none.
-        last_step: the last step that the service has; None without one.
+        run_id: the id; None for a new run before `start`.
+        last_step: the last step that the service has, or None.
     """
 
-    def __init__(self, path: Path, resume_after: int | None, report: Callable[[str], None]) -> None:
-        self._path, self._report = path, report
+    def __init__(
+        self, service: str, path: Path, resume_after: int | None, report: Callable[[str], None]
+    ) -> None:
+        self._service, self._path, self._report = service, path, report
+        self._num_lost = 0
         self.run_id: str | None = None
         self.last_step: int | None = None
         if resume_after is not None and path.exists():
             first, *steps = read_text(path, MOST_BYTES).split("\n")
-            # the last line may be torn
+            # the last line may be incomplete
             whole = [int(step) for step in steps[:-1] if step.isdecimal()]
             if re.fullmatch(r"[\w-]{1,64}", first):
                 self.run_id, self.last_step = first, max(whole, default=None)
-        self._file: LogFile | None = None
 
-    def start(self, run_id: str) -> None:
-        """Write down the id, unless it is that of the file."""
+    def start(self, begin: Begin) -> None:
+        """Begin or continue the run at the service, and write a new id to the file."""
+        run_id, self._log, self._finish = begin(self.run_id)
         is_same = run_id == self.run_id
         self._file = LogFile(self._path, append=is_same, report=self._report)
         if not is_same:
             self.run_id, self.last_step = run_id, None
             self._file.write(f"{run_id}\n".encode())
 
-    def logged(self, step: int) -> None:
-        """Write down that the service has this step."""
-        assert self._file is not None
-        self.last_step = step
-        self._file.write(f"{step}\n".encode())
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-
-
-class TrackedSink:
-    """A sink that sends metrics to a tracking service; what fails is reported, and ends no run.
-
-    Args:
-        service: its name in messages.
-        run: the id of the run, and the last step; started.
-        log: (step, values) -> None, sends the values of a step.
-        finish: sends what is left, and ends the run at the service.
-        report: receives warnings.
-    """
-
-    def __init__(
-        self,
-        service: str,
-        run: TrackedRun,
-        log: Callable[[int, Mapping[str, float]], None],
-        finish: Callable[[], None],
-        report: Callable[[str], None],
-    ) -> None:
-        self._service, self._run, self._log, self._finish, self._report = service, run, log, finish, report
-        self._num_lost = 0
-
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Send the values of a step, unless the service has it from before a restart."""
-        if self._run.last_step is not None and step <= self._run.last_step:
+        if self.last_step is not None and step <= self.last_step:
             return
         try:
             self._log(step, values)
@@ -96,11 +71,12 @@ class TrackedSink:
             self._num_lost += 1
             if self._num_lost == 1:
                 self._report(
-                    f"WARNING: {self._service} did not take the metrics of step {step}: {_line(error)}. The"
+                    f"WARNING: {self._service} did not accept the metrics of step {step}: {_line(error)}. The"
                     " run continues, and metrics.jsonl has them"
                 )
         else:
-            self._run.logged(step)
+            self.last_step = step
+            self._file.write(f"{step}\n".encode())
 
     def close(self) -> None:
         """End the run at the service."""
@@ -110,17 +86,13 @@ class TrackedSink:
             self._report(f"WARNING: {self._service} may lack the last metrics: {_line(error)}")
         if self._num_lost > 1:
             self._report(
-                f"WARNING: {self._service} did not take the metrics of {self._num_lost} steps in all"
+                f"WARNING: {self._service} did not accept the metrics of {self._num_lost} steps in total"
             )
-        self._run.close()
+        self._file.close()
 
 
 def open_tracked(
-    service: str,
-    path: Path,
-    resume_after: int | None,
-    report: Callable[[str], None],
-    begin: Callable[[TrackedRun], tuple[str, Callable[[int, Mapping[str, float]], None], Callable[[], None]]],
+    service: str, path: Path, resume_after: int | None, report: Callable[[str], None], begin: Begin
 ) -> TrackedSink | None:
     """Open a sink of a tracking service.
 
@@ -128,18 +100,15 @@ def open_tracked(
     continues without it: a run that a scheduler starts again must not wait for it.
 
     Args:
-        service: its name in messages.
-        path: the file with the id of the run.
-        resume_after: see `OpenSink`.
-        report: receives warnings.
-        begin: run with the id to continue, or None -> (id, log, finish), see `TrackedSink`.
+        service, path, resume_after, report: see `TrackedSink`.
+        begin: begins or continues the run at the service.
 
     Raises:
         ValueError: the service cannot be reached, at the first start.
     """
-    run = TrackedRun(path, resume_after, report)
+    sink = TrackedSink(service, path, resume_after, report)
     try:
-        run_id, log, finish = begin(run)
+        sink.start(begin)
     except Exception as error:
         text = f"metrics cannot be sent to {service}: {type(error).__name__}: {error}"
         if resume_after is None:
@@ -148,8 +117,7 @@ def open_tracked(
             ) from error
         report(f"WARNING: {text}; the run continues without it")
         return None
-    run.start(run_id)
-    return TrackedSink(service, run, log, finish, report)
+    return sink
 
 
 def run_options(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The sink of Weights & Biases; the one module that imports wandb.
+"""Send metrics to Weights & Biases; the one module that imports wandb.
 
-Project, entity, mode and the like are those of wandb's own variables: WANDB_PROJECT, WANDB_MODE=offline.
+wandb's own environment variables give project, entity and mode: WANDB_PROJECT, WANDB_MODE=offline.
 """
 
 import os
@@ -8,13 +8,13 @@ import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from shardtrain.report.sinks.tracked_run import TrackedRun, TrackedSink, open_tracked, run_options
+from shardtrain.report.sinks.tracked_run import TrackedSink, open_tracked, run_options
 
 RUN_ID = "wandb_run.txt"
-"""The file in the folder of a run with its id at W&B, and the steps that W&B has."""
+"""The file in the folder of a run with its W&B id, and the steps that W&B has."""
 
 FLUSH_SECONDS = 0.1
-"""How often W&B writes to its file; its own 15 s would be lost with a process that is killed."""
+"""Interval of W&B's writes to its file; by default a killed process loses up to 15 s."""
 
 
 def open_wandb(folder: Path, resume_after: int | None, report: Callable[[str], None]) -> TrackedSink | None:
@@ -25,16 +25,16 @@ def open_wandb(folder: Path, resume_after: int | None, report: Callable[[str], N
     """
     import wandb
 
-    def begin(tracked: TrackedRun):
+    def begin(run_id: str | None):
         run = wandb.init(
             dir=folder,
-            id=tracked.run_id or secrets.token_hex(8),
+            id=run_id or secrets.token_hex(8),
             resume="allow",
             name=os.environ.get("WANDB_NAME") or folder.resolve().name,
             config=run_options(folder),
-            # a run of the user's own in this process is left alone
+            # keep another run of the user in this process
             reinit="create_new",
-            # the terminal is that of the run; what a killed process leaves unwritten is lost to W&B
+            # leave the terminal to the run
             settings=wandb.Settings(
                 console="off", silent=True, x_transaction_log_flush_interval=FLUSH_SECONDS
             ),

@@ -111,7 +111,7 @@ def test_a_short_run_is_saved_once_and_a_long_step_is_said(capsys):
     words = "interval --save-seconds 1 --failure-hours 1 --step-seconds 600"
     assert cli.main(["advise", *words.split()]) == 0
     shown = capsys.readouterr().out
-    assert "a step takes 10m00s, longer than an interval of 1m24s: a save after every step" in shown
+    assert "a step takes 10m00s, longer than an interval of 1m24s: more than one save a step" in shown
     assert shown.count("10m00s") == 3
 
 

@@ -74,7 +74,8 @@ def test_a_past_run_is_judged_by_its_folder(tmp_path, capsys):
     metrics.write_text(text)
     assert cli.main(["advise", "speed", str(tmp_path)]) == 0
     assert capsys.readouterr().out == (
-        "measured 500 ms a step, no prediction; most beside the step: input 400 ms (waiting for batches)\n"
+        "measured 500 ms a step, no prediction; longest work outside the step: input 400 ms (waiting for"
+        " batches)\n"
     )
     (tmp_path / "strategy.toml").write_text("[predicted]\ncompute_seconds = 0.05\n")
     assert cli.main(["advise", "speed", str(tmp_path)]) == 0
