@@ -187,7 +187,7 @@ def test_tokens_that_the_model_does_not_have_are_refused(command, folder):
     save(folder / "small", dataclasses.replace(CONFIG, vocab=100), **{"data.tokenizer": "bytes"})
     code, _, err = command("small", "--data", "prose.txt")
     assert code == 2
-    assert "is 104, and the model has tokens 0 to 99; the tokenizer of this data has 256 tokens: make" in err
+    assert "is 104, and the model has tokens 0 to 99; the tokenizer of this data has 256 tokens: use" in err
     code, _, err = command("small", "--choices", "sky.jsonl")
     assert code == 2
     assert (

@@ -180,7 +180,7 @@ def test_a_trace_has_the_shares_of_its_strategy(planned, tmp_path):
 def test_layers_are_split_and_the_best_is_compared(planned, tmp_path):
     links = ["--link", "300", "--node-link", "25", "--per-node", "2", "--most", "1"]
     text = planned("--devices", "4", "--device", "NVIDIA A100-SXM4-80GB", *links, "--layers")
-    (beside,) = [line for line in text.splitlines() if line.startswith("beside: ")]
+    (beside,) = [line for line in text.splitlines() if line.startswith("compared with: ")]
     assert "data parallel (--mesh data=4) " in beside
     assert "; megatron (--mesh data=4) " in beside
     assert beside.endswith(" times the best")
