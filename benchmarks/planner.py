@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 from shardtrain import next_token_loss
-from shardtrain.cli.calibrate import measure_host, usable_cores
+from shardtrain.cli.calibrate import count_cores, measure_host
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.functional.remat import apply_remat
 from shardtrain.islands.malloc import tune_malloc
@@ -215,7 +215,7 @@ def measure_ranked(path: Path | None, steps: int) -> Measured:
     host = measure_host("float32")
     judged, probes = read_ways(RANKED), read_ways(PROBES)
     seconds = time_steps(make_subject(SMALL), [*judged, *probes], steps)
-    found = Measured(host, usable_cores(), seconds[: len(judged)], seconds[len(judged) :])
+    found = Measured(host, count_cores(), seconds[: len(judged)], seconds[len(judged) :])
     if path is not None:
         rates = {name: getattr(host.rates, name) for name in RATES}
         link = {"link": host.device_link.bytes_per_second, "latency": host.device_link.latency_seconds}

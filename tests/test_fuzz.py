@@ -25,7 +25,7 @@ from shardtrain.checkpoints.manifest import _text
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.processes import gather_alone
 from shardtrain.checkpoints.reader import visible_readers
-from shardtrain.cli.checkpoint_files import mask_token
+from shardtrain.cli.checkpoint_files import find_mask_token
 from shardtrain.cli.imported_run_file import run_file_text
 from shardtrain.cli.run_file import load_run
 from shardtrain.imported import option_problems, read_mask_token, read_model, write_about
@@ -114,7 +114,7 @@ def test_tokenizers(guarded, tmp_path):
     (folder / "run.py").write_text(run_file_text(EncoderConfig, "masked tokens"))
     for data in json_inputs(content, "tokenizer"):
         path.write_bytes(data)
-        token = guarded(lambda: mask_token([path], 32))
+        token = guarded(lambda: find_mask_token([path], 32))
         if type(token) is int:
             assert 0 <= token < 32
             write_about(folder / "model.json", config, token)

@@ -40,7 +40,7 @@ OTHERS = {
     "benchmarks": "--measured",
     "other programs": "--add-source --cpunodebind --format --launcher --membind --query-gpu --usr1 --zone",
     "patterns of ours": "--help-all --model --model.NAME --model.no --watch",
-    "of earlier versions, refused with a successor": "--sweep",
+    "of earlier versions, refused with a successor": "--meet-when --sweep",
     "rejected in a decision": "--distribution --placement",
 }
 """Options of other programs that pages and messages name, and beginnings of ours."""

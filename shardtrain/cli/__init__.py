@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from shardtrain.cli.typed_words import check_words
+from shardtrain.cli.arguments import check_words
 from shardtrain.errors.exit_codes import DONE, FAILED, TEMPORARY_FAILURE, USAGE_ERROR
 from shardtrain.system import terminal
 from shardtrain.system.standard_streams import close_quietly, escape_unencodable, fill_closed
@@ -26,27 +26,27 @@ COMMANDS = {
     "launch": "start a command as islands: here, on other hosts, or as a batch job",
     "doctor": "check what a run needs before it starts",
     "checkpoint": "list, show, compare, verify, prune, export and import checkpoints",
-    "evaluate": "evaluate what a run has trained on other data, or by questions",
-    "generate": "continue texts with what a run has trained",
+    "evaluate": "evaluate a trained model on other data, or by questions",
+    "generate": "continue texts with a trained model",
     "data": "tokenize a corpus, train a tokenizer, list, show, measure and check data",
 }
-"""Command -> its description; each is the module of that name."""
+"""Command -> its description; the module of that name has its `main`."""
 
 FORK = ("launch", "doctor")
-"""Commands that fork processes, which a process with threads must not."""
+"""Commands that fork processes, and therefore must not start threads before."""
 
 CLEAN_UP = ("checkpoint", "data")
-"""Commands that remove what they wrote if a signal ends them."""
+"""Commands that remove unfinished files if a signal ends them."""
 
 END_TOGETHER = ("doctor",)
-"""Commands whose ranks all exit by themselves, with the same code."""
+"""Commands whose ranks agree on an exit code, so that none has to end the others."""
 
 POOL_THREADS, THREADS_OF_A_DEVICE = "PJRT_NPROC", 8
-"""The variable with which jax sizes the threads of a CPU client as it starts, and how many a device needs.
+"""The variable that sets the number of threads of jax's CPU client, and the threads that a device needs.
 
-Collectives among different groups of devices, which nothing orders, wait in threads of their own: with too
-few, all of them wait for a device that has no thread left, and XLA ends the process. Two devices are one
-group, and keep XLA's number, one thread a core, with which they compute fastest.
+Collectives of different groups of devices may run in any order, and each waits in a thread. With too few
+threads all wait for a device that has no thread left, and XLA ends the process. Two devices are one group;
+they keep XLA's number, one thread a core, which is the fastest.
 """
 
 HELP = ("--help", "-h")
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-      arguments: the command line without the program's name; by default that of this process.
+      arguments: the command line without the program's name; by default, the command line of this process.
 
     Returns:
       The exit code: 0 if done; 1 if the run, or the user's code in it, failed; 2 for a mistake in the
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fill_closed()
     escape_unencodable()
     command, *rest = arguments or HELP
-    # before anything large is imported: until then Ctrl-C ends the process at once
+    # before large imports, during which Ctrl-C would end the process at once
     stop = StopSignals(
         lambda number: end_at_once(command, number), listens=command not in FORK, unwinds=command in CLEAN_UP
     )
@@ -138,7 +138,7 @@ def _command(command: str, rest: list[str], stop: StopSignals) -> int:
 
 
 def _report(command: str, error: Exception, text: str | None) -> int:
-    """Print an error, in other words if there are some, and return its exit code."""
+    """Print an error, or the text that explains it, and return its exit code."""
     code = exit_code(error)
     # no message if the reader closed the pipe (`| head`)
     if not isinstance(error, BrokenPipeError):
@@ -148,14 +148,14 @@ def _report(command: str, error: Exception, text: str | None) -> int:
 
 
 def exit_code(error: Exception) -> int:
-    """Return the exit code for an error: a mistake of the user, or a machine that failed.
+    """Return the exit code for an error: 2 for a usage error, 1 for a failure of the machine.
 
     >>> [exit_code(each) for each in (ValueError("no"), FileNotFoundError(2, "no"), OSError(28, "full"))]
     [2, 2, 1]
     """
     if isinstance(error, BrokenPipeError):
         return 128 + signal.SIGPIPE
-    # an OSError without a number was raised by this package, for a mistake of the user
+    # an OSError without a number was raised by this package, for a usage error
     asked = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
     by_user = isinstance(error, (ValueError, *asked)) or (isinstance(error, OSError) and error.errno is None)
     return USER_ERROR if by_user else FAILED
@@ -200,7 +200,7 @@ def set_cpu_devices(arguments: list[str]) -> None:
     other_flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag.split("=")[0])]
     os.environ["XLA_FLAGS"] = " ".join([*other_flags, flag])
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # by default there are as many as devices, or cores; a device that waits in a collective keeps its thread
+    # a device that waits in a collective keeps its thread
     if int(number) > 2:
         os.environ.setdefault(POOL_THREADS, str(THREADS_OF_A_DEVICE * int(number)))
 

@@ -1,27 +1,23 @@
-"""`shardtrain advise QUESTION ...`: answers from a few numbers, by published formulas."""
+"""`shardtrain advise QUESTION ...`: answer questions about a run, by published formulas."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from shardtrain.cli.command_help import usage_text
-from shardtrain.cli.run_rows import read_measured_rows
-from shardtrain.errors.exit_codes import DONE, USAGE_ERROR
-from shardtrain.errors.messages import near, problems_error
+from shardtrain.cli.run_rows import read_measured_rows, read_metrics, read_step_phases
+from shardtrain.cli.subcommands import run_subcommand
+from shardtrain.errors.exit_codes import DONE
+from shardtrain.errors.messages import problems_error
 from shardtrain.plan.advice.fit import MeasuredRow
 from shardtrain.plan.advice.noise_scale import gradient_noise, read_logged_noise
 from shardtrain.plan.advice.revocable import RevocableRun
-from shardtrain.report.advice import (
-    interval_text,
-    noise_text,
-    revocable_text,
-)
+from shardtrain.report.advice import interval_text, noise_text, revocable_text
 from shardtrain.report.fits import fits_text, rows_text
-from shardtrain.report.sinks.json_lines import METRICS, read_jsonl
 from shardtrain.system import terminal
 
 HOUR = 3600.0
@@ -31,19 +27,20 @@ SUCCESSORS = {
     "synchronise": "shardtrain plan RUN --advise: how much faster links must be to hide collectives",
     "clusters": "shardtrain advise batch: the steps to a loss for each batch, times seconds of a step",
 }
-"""Questions that are no more -> what answers them."""
+"""Former question -> what answers it now."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """How often to save, from the time of a save and of failures.
+    """Compute how often to save, from the time of a save and the time between failures.
 
     Args:
-      save_seconds: how long a save keeps the run waiting.
-      failure_hours: mean hours between failures of the whole run: those of a host over the number of hosts.
-      restart_seconds: from a failure until the run works again.
+      save_seconds: seconds for which a save stops the training.
+      failure_hours: mean hours between failures of the run: the mean of one host, divided by the number of
+        hosts.
+      restart_seconds: seconds from a failure until the run trains again.
       work_hours: hours of the run without saves and failures.
-      step_seconds: seconds of a step, to say the interval in steps.
+      step_seconds: seconds of a step; if given, the interval is also shown in steps.
     """
 
     save_seconds: float
@@ -55,18 +52,18 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Which batch and learning rate, from the gradient noise scale of a run or gradient norms at two batches.
+    """Compare batches and learning rates by the gradient noise scale, from a run or from two gradient norms.
 
     Args:
-      run: the folder of a run with --gradient-noise-scale, of which the newer half is averaged; else the four
-        numbers below.
+      run: the folder of a run with --gradient-noise-scale; the newer half of its steps is averaged. Without
+        it, give the four numbers below.
       small: the smaller batch.
-      small_norm: root mean square of the gradient norm at it, over many steps.
+      small_norm: root mean square of the gradient norm at the smaller batch, over many steps.
       large: the larger batch, in the same unit.
-      large_norm: root mean square of the gradient norm at it, at the same parameters.
-      learning_rate: that is well tuned for the larger batch, or for that of the run; by default factors are
-        shown.
-      exponent: of the learning rate: 1 for SGD, 0.5 to 1 for Adam.
+      large_norm: root mean square of the gradient norm at the larger batch, at the same parameters.
+      learning_rate: learning rate that is well tuned for the larger batch, or for the batch of the run. By
+        default, factors are shown.
+      exponent: exponent by which the learning rate grows with the batch: 1 for SGD, 0.5 to 1 for Adam.
     """
 
     run: Path | None = None
@@ -80,21 +77,21 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Revocable:
-    """Expected time and cost on hosts that may be revoked, beside a simulation.
+    """Estimate time and cost on hosts that may be revoked, by a formula and by simulation.
 
     Args:
       hosts: number of hosts.
-      work_hours: hours of the run on them, without saves and revocations.
-      save_minutes: minutes of work between saves.
-      save_seconds: how long a save keeps the run waiting.
+      work_hours: hours of the run on these hosts, without saves and revocations.
+      save_minutes: minutes of training between saves.
+      save_seconds: seconds for which a save stops the training.
       life_hours: mean hours until a host is revoked.
-      replace_seconds: from a revocation until the new host works.
-      others: what the other hosts do meanwhile: wait, and continue from the last save, as synchronous runs
-        do; or continue without it.
-      price_per_hour: of a host; a host that is not there costs nothing.
-      compare: other numbers of hosts, with the same work in all.
-      simulate: how many runs to simulate.
-      seed: of the simulation.
+      replace_seconds: seconds from a revocation until the new host trains.
+      others: what the other hosts do in this time. wait: they restart from the last save with the new host,
+        as synchronous runs do. continue: they train without it.
+      price_per_hour: price of a host; a host that was revoked costs nothing.
+      compare: other numbers of hosts to compare, for the same total work.
+      simulate: number of runs to simulate.
+      seed: seed of the simulation.
     """
 
     hosts: int
@@ -112,10 +109,10 @@ class Revocable:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """How fast a past or running run is, beside its prediction, and what likely limits it.
+    """Compare the speed of a run with its prediction, and name what likely limits it.
 
     Args:
-      run: the folder of a run.
+      run: the folder of the run, which may still be training.
     """
 
     run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
@@ -123,13 +120,13 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Predict:
-    """Fit times of steps, saves and starts to measured rows, and predict those of another run.
+    """Fit times of steps, saves and starts to measured rows, and predict the times of another run.
 
     Args:
-      rows: CSV files, whose columns are on the page about advice, and folders of past runs.
-      device: kind of devices that is asked for, as in the rows; by default nothing is predicted.
-      devices: number of devices that is asked for.
-      teraflops: 10**12 operations of a step of all devices, with recomputation.
+      rows: CSV files, with the columns that docs/advice.md explains, and folders of past runs.
+      device: kind of devices of the predicted run, as in the rows. By default, nothing is predicted.
+      devices: number of devices of the predicted run.
+      teraflops: 10**12 operations of a step on all devices, with recomputation.
       parameter_mb: megabytes of gradients as they are sent.
       checkpoint_mb: megabytes of a checkpoint.
     """
@@ -144,34 +141,26 @@ class Predict:
 
 def main(arguments: Sequence[str]) -> int:
     """Answer one of `QUESTIONS`; return 0, or 2 if none is given."""
-    wants_help = bool({"-h", "--help"} & set(arguments))
-    if not arguments or (wants_help and arguments[0] not in QUESTIONS):
-        terminal.out(usage())
-        return DONE if wants_help else USAGE_ERROR
-    name, *rest = arguments
-    if name in SUCCESSORS:
+    if arguments and arguments[0] in SUCCESSORS:
+        name = arguments[0]
         raise ValueError(f"there is no question {name!r} any more; use {SUCCESSORS[name]}")
-    if name not in QUESTIONS:
-        raise ValueError(f"there is no question {near(name, QUESTIONS)}\n{usage()}")
-    kind, answer = QUESTIONS[name]
-    terminal.out(answer(tyro.cli(kind, args=rest, prog=f"shardtrain advise {name}")))
-    return DONE
 
+    def print_answer(answer: Callable[[Any], str], asked: Any) -> int:
+        terminal.out(answer(asked))
+        return DONE
 
-def usage() -> str:
-    """Return the text of --help."""
-    kinds = {name: kind for name, (kind, _) in QUESTIONS.items()}
-    return usage_text("shardtrain advise", "QUESTION", kinds)
+    commands = {name: (kind, partial(print_answer, answer)) for name, (kind, answer) in QUESTIONS.items()}
+    return run_subcommand("shardtrain advise", "QUESTION", commands, arguments)
 
 
 def _check(question: str, asked: object, positive: Sequence[str], zero: Sequence[str] = ()) -> None:
-    """Refuse options out of range, by their names and in their units, before anything is computed of them.
+    """Refuse options that are out of range.
 
     Args:
       question: what was asked for, for the message.
-      asked: its options; one that is None or empty was not given.
-      positive: names of options that must be above zero, each of several numbers too.
-      zero: names of options that may be zero too.
+      asked: the options; None and () mean that an option was not given.
+      positive: names of options that must be above zero; of an option with several numbers, each must be.
+      zero: names of options that may also be zero.
 
     Raises:
       ValueError: lists every number out of range.
@@ -214,7 +203,7 @@ def _batch(asked: Batch) -> str:
     _check("a batch", asked, positive, ["small_norm", "large_norm"])
     small, small_norm, large, large_norm = asked.small, asked.small_norm, asked.large, asked.large_norm
     if asked.run is not None and [small, small_norm, large, large_norm] == [None] * 4:
-        noise, batch = read_logged_noise(_read_lines(asked.run), str(asked.run))
+        noise, batch = read_logged_noise(read_metrics(asked.run), str(asked.run))
         return noise_text(noise.scale, batch, asked.learning_rate, asked.exponent)
     if asked.run is not None or small is None or small_norm is None or large is None or large_norm is None:
         raise ValueError(
@@ -223,17 +212,6 @@ def _batch(asked: Batch) -> str:
         )
     noise = gradient_noise(small, small_norm**2, large, large_norm**2)
     return noise_text(noise.scale, large, asked.learning_rate, asked.exponent)
-
-
-def _read_lines(run: Path) -> list[dict[str, float]]:
-    """Return the lines of metrics of a run's folder.
-
-    Raises:
-      ValueError: it has none.
-    """
-    if not (run / METRICS).is_file():
-        raise ValueError(f"there is no {run / METRICS}; give the folder of a run, such as runs/gpt_text")
-    return read_jsonl(run / METRICS)
 
 
 def _revocable(asked: Revocable) -> str:
@@ -257,14 +235,10 @@ def _speed(asked: Speed) -> str:
     from shardtrain.report.speed import speed_text
     from shardtrain.trainer.strategy import STRATEGY_FILE, read_strategy
 
-    lines, strategy = _read_lines(asked.run), asked.run / STRATEGY_FILE
+    lines, _ = read_step_phases(asked.run)
+    strategy = asked.run / STRATEGY_FILE
     predicted = read_strategy(strategy).predicted if strategy.is_file() else {}
-    text = speed_text(lines, predicted)
-    if text is None:
-        raise ValueError(
-            f"{asked.run / METRICS} has fewer than two measured lines; train on, or use --log-every 1"
-        )
-    return text + "\n"
+    return f"{speed_text(lines, predicted)}\n"
 
 
 def _predict(asked: Predict) -> str:
@@ -289,4 +263,4 @@ QUESTIONS: dict[str, tuple[type, Callable[[Any], str]]] = {
     "speed": (Speed, _speed),
     "predict": (Predict, _predict),
 }
-"""Question -> its options and what answers it."""
+"""Question -> the class of its options, and the function that answers it."""

@@ -1,6 +1,6 @@
-"""`shardtrain calibrate`: measure this machine's devices, as lines of a cluster file (`shardtrain plan`).
+"""`shardtrain calibrate [RUN]`: measure this machine's devices, and print lines of a cluster file for a plan.
 
-With a run, its constants are also fitted to a few steps of that run.
+With a run, the measured rates are then fitted to a few steps of that run.
 """
 
 import os
@@ -12,13 +12,13 @@ from typing import Any
 
 import tyro
 
-from shardtrain.cli.compilation import CompileOptions, compiling, set_xla_flags
-from shardtrain.cli.past_steps import past_steps
+from shardtrain.cli.compilation import CompileOptions, cache_programs, set_xla_flags
+from shardtrain.cli.past_steps import read_past_steps
 from shardtrain.cli.run_options import parse_run
 from shardtrain.doctor.rates import best, measure
 from shardtrain.islands.cluster import IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
-from shardtrain.plan.calibration import Fitted, fit_rates, spread
+from shardtrain.plan.calibration import FittedMachine, choose_spread, fit_rates
 from shardtrain.plan.devices import GB, TERA, find_device
 from shardtrain.plan.machine import Link, Machine, Rates, make_simulated_machine
 from shardtrain.plan.predict import predictions
@@ -27,47 +27,45 @@ from shardtrain.system import terminal
 from shardtrain.trainer.config import Run
 
 SMALL = 8
-"""Elements of an array whose kernels take next to no time."""
+"""Elements of an array that is so small that the time of its kernels is their overhead."""
 
 KERNELS = 64
-"""Kernels of a program of such arrays."""
+"""Number of kernels of the program that measures this overhead."""
 
 LATENCY_SECONDS = 1e-5
-"""Of a message, before steps were measured."""
+"""Latency of a message before steps are measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(CompileOptions):
     """Measure one device of this machine: matrix products, memory, and the time of a small kernel.
 
-    With a run (`shardtrain calibrate RUN --probes 6`) also fit them, and link and latency, to steps of it.
+    With a run (`shardtrain calibrate RUN --probes 6`) also fit these rates, link and latency to its steps.
 
     Args:
-      dtype: of matrix products: float32 or bfloat16, as the run computes.
+      dtype: dtype of the matrix products, float32 or bfloat16, as in the run.
     """
 
     dtype: str = "float32"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeOptions(CompileOptions):
-    """Measure one device of this machine, and then fit it to steps of a run on all devices.
+class ProbeOptions(CalibrateOptions):
+    """Measure one device of this machine, and then fit its rates to steps of a run on all devices.
 
     Args:
-      probes: number of ways to run a step that are measured, each for a few steps; those that differ most in
-        what their time is spent on.
-      dtype: of matrix products: float32 or bfloat16, as the run computes.
-      past: folders of past runs of the same model and batch on these devices; the steps that their metrics
-        measured are fitted to, too. With --probes 0 they alone.
+      probes: number of layouts to measure, each for a few steps; the layouts that spend their time most
+        differently are chosen. 0 measures none.
+      past: folders of past runs of the same model and batch on these devices, whose logged step times are
+        also fitted.
     """
 
     probes: int = 6
-    dtype: str = "float32"
     past: tuple[Path, ...] = ()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a table `device` for a kind of islands; return 0."""
+    """Print a table `device` of a cluster file; return 0."""
     import jax
 
     flags_text = set_xla_flags(arguments)
@@ -76,13 +74,13 @@ def main(arguments: Sequence[str]) -> int:
         if options.probes < 0 or options.probes + len(options.past) < 2:
             raise ValueError(
                 f"--probes is {options.probes}; use 2 or more, as in --probes 6"
-                + (f", beside {len(options.past)} of --past" if options.past else "")
+                + (f", in addition to {len(options.past)} of --past" if options.past else "")
             )
-        with compiling(flags_text):
+        with cache_programs(flags_text):
             machine = _fit_machine(run, options)
     else:
         options = tyro.cli(CalibrateOptions, args=list(arguments), prog="shardtrain calibrate")
-        with compiling(flags_text):
+        with cache_programs(flags_text):
             machine = measure_machine(options.dtype)
     rates, link = machine.rates, machine.device_link
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
@@ -107,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure_machine(dtype: str) -> Machine:
-    """Return a device of this machine: measured alone, or, if devices are simulated, the share of one.
+    """Measure one device of this machine; if devices are simulated, return the share of one of them.
 
     Raises:
       ValueError: there are no measurements in this dtype.
@@ -117,13 +115,13 @@ def measure_machine(dtype: str) -> Machine:
     host, num_devices = measure_host(dtype), jax.local_device_count()
     if jax.local_devices()[0].platform != "cpu" or num_devices == 1:
         return replace(host, device_link=Link())
-    return make_simulated_machine(host, num_devices, usable_cores())
+    return make_simulated_machine(host, num_devices, count_cores())
 
 
 def measure_host(dtype: str) -> Machine:
-    """Return a device of this machine as small programs measure it that it runs alone.
+    """Measure one device by small programs, while the other devices are idle.
 
-    Its link copies memory: what is sent is read and written at the rate of memory.
+    Its link copies memory: sent bytes are read and written at the rate of memory.
 
     Raises:
       ValueError: there are no measurements in this dtype.
@@ -137,20 +135,20 @@ def measure_host(dtype: str) -> Machine:
     rates = Rates(
         flops_per_second=found[dtype],
         memory_bytes_per_second=found["memory"],
-        kernel_seconds=kernel_seconds(device),
+        kernel_seconds=measure_kernel_seconds(device),
         copies_stacked=device.platform == "cpu",
     )
     link = Link(bytes_per_second=found["memory"] / 2, latency_seconds=LATENCY_SECONDS)
     return Machine(rates=rates, device_link=link)
 
 
-def usable_cores() -> int:
+def count_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _fit_machine(run: Run, options: ProbeOptions) -> Machine:
-    """Return a device as steps of a run on all devices show it, and print these steps."""
+    """Measure steps of a run on all devices, fit the rates of a device to them, and print the steps."""
     import jax
 
     from shardtrain.trainer.planned import make_subjects, probe_seconds
@@ -166,11 +164,12 @@ def _fit_machine(run: Run, options: ProbeOptions) -> Machine:
         device = None if find_device(name) is None else ClusterDevice(name=name)
         here = IslandKind(kind="here", devices=devices, device=device)
         (subject,) = make_subjects(run, source, [here])
-        past = past_steps(run, options.past, name, devices)
+        past = read_past_steps(run, options.past, name, devices)
         every = list_allowed_choices(subject, devices, Space())[0] if options.probes else []
         if options.probes and not every:
-            raise ValueError(f"no way to run a step on {devices} devices is accepted, so none is measured")
-        positions = spread(predictions(subject, start, devices, every), options.probes) if every else []
+            raise ValueError(f"no layout for {devices} devices was accepted; there is nothing to measure")
+        found = predictions(subject, start, devices, every)
+        positions = choose_spread(found, options.probes) if every else []
         choices = [every[i] for i in positions]
         seconds = [probe_seconds(run, source, choice) for choice in choices]
     choices += [each.choice for each in past]
@@ -179,28 +178,28 @@ def _fit_machine(run: Run, options: ProbeOptions) -> Machine:
     def predict(machine: Machine) -> list[float]:
         return [each.seconds.total for each in predictions(subject, machine, devices, choices)]
 
-    found = fit_rates(start, predict, seconds)
+    fitted = fit_rates(start, predict, seconds)
     names = [f"{mesh_text(each.layout)} --accumulate {each.accumulate}" for each in choices]
     for i, path in enumerate(options.past):
         names[len(positions) + i] += f" ({path})"
-    terminal.out(probes_text(names, seconds, found))
-    return found.machine
+    terminal.out(probes_text(names, seconds, fitted))
+    return fitted.machine
 
 
-def probes_text(names: Sequence[str], seconds: Sequence[float], found: Fitted) -> str:
-    """Format what was measured and how far predictions are from it, as comments of a cluster file."""
+def probes_text(names: Sequence[str], seconds: Sequence[float], found: FittedMachine) -> str:
+    """Format measured steps and their predictions as comments of a cluster file."""
     rows = zip(names, seconds, found.before, found.after, found.left_out, strict=True)
     return (
-        "# steps of the run, and predicted over measured time: before the fit, after it, and fitted without"
-        " that step\n"
+        "# measured steps of the run, and predicted over measured time: before the fit, after it, and after a"
+        " fit without that step\n"
     ) + "".join(
         f"# {name}: {1e3 * taken:.4g} ms; {before:.2f}, {after:.2f}, {left_out:.2f}\n"
         for name, taken, before, after, left_out in rows
     )
 
 
-def kernel_seconds(device: Any) -> float:
-    """Return the seconds of a kernel that does next to nothing, in a program of many."""
+def measure_kernel_seconds(device: Any) -> float:
+    """Measure the seconds of a tiny kernel in a program of many."""
     import jax
     import jax.numpy as jnp
 

@@ -1,13 +1,13 @@
-"""`shardtrain checkpoint COMMAND ...`: list, show, compare, verify, prune and convert checkpoints.
+"""`shardtrain checkpoint COMMAND ...`: list, show, compare, verify and prune checkpoints.
 
-Converters of files are imported by name (`checkpoint_files.py`). Next: `checkpoints/reader.py`.
+`checkpoint_files.py` exports and imports them. Next: `checkpoints/reader.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -17,16 +17,15 @@ from shardtrain.checkpoints.policy import CheckpointPolicy, steps_to_delete
 from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
 from shardtrain.cli.checkpoint_files import Export, Import, export_checkpoint, import_checkpoint
 from shardtrain.cli.checkpoint_path import CheckpointPath, find_checkpoint_path
-from shardtrain.cli.command_help import usage_text
-from shardtrain.errors.messages import near
+from shardtrain.cli.subcommands import Subcommands, run_subcommand
 from shardtrain.report.checkpoints import diff_text, list_text, show_text
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system import terminal
 from shardtrain.system.run_lock import LOCK, Locked, hold_lock
 
 Where = Annotated[str, tyro.conf.arg(metavar="RUN")]
-"""A run's folder, its folder of checkpoints, or the folder of a step; PATH@STEP is a step of it, and
-PATH@best the best one."""
+"""A run's folder, its folder of checkpoints, or the folder of a step; PATH@STEP names a step, PATH@best the
+best step."""
 
 DAMAGED = 1
 
@@ -44,11 +43,11 @@ class Ls:
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
-    """Show a step: its arrays, and the run that saved it.
+    """Show the arrays of a step, and the options of the run that saved it.
 
     Args:
-      run: a run's folder, its folder of checkpoints, or the folder of a step; RUN@20 is step 20 of it.
-      step: the number of the step; None: the newest.
+      run: a run's folder, its folder of checkpoints, or the folder of a step; RUN@20 names step 20.
+      step: number of the step. None means the newest.
     """
 
     run: tyro.conf.Positional[Where]
@@ -57,11 +56,11 @@ class Show:
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """Compare two steps: arrays, values and options of the run.
+    """Compare the arrays, values and run options of two steps.
 
     Args:
-      first: a run's folder (the newest step), or RUN@STEP, or the folder of a step.
-      second: the step to compare it with, in the same forms.
+      first: the first step: a run's folder (its newest step), RUN@STEP, or the folder of a step.
+      second: the step to compare with the first, in the same forms.
     """
 
     first: tyro.conf.Positional[Where]
@@ -70,11 +69,11 @@ class Diff:
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Compare every file with its saved size and checksum; exit code 1 if one differs.
+    """Compare every file with its saved size and checksum; exit with code 1 if one differs.
 
     Args:
       run: a run's folder, its folder of checkpoints, or the folder of a step.
-      step: the number of the step; None: all steps.
+      step: number of the step. None means all steps.
     """
 
     run: tyro.conf.Positional[Where]
@@ -83,12 +82,12 @@ class Verify:
 
 @dataclass(frozen=True, kw_only=True)
 class Prune:
-    """Delete old steps; the newest valid one is always kept, and the best one of a run that records it.
+    """Delete old steps, but never the newest valid step, nor the best step if the run records it.
 
     Args:
       run: a run's folder, or its folder of checkpoints.
-      keep: how many of the newest valid steps to keep.
-      keep_every: also keep the steps that are multiples of this number.
+      keep: number of the newest valid steps to keep.
+      keep_every: also keep steps that are multiples of this number.
       dry_run: print what would be deleted without deleting it.
     """
 
@@ -104,29 +103,14 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
       0; 1 if `verify` found a broken step.
     """
-    wants_help = bool({"-h", "--help"} & set(arguments))
-    if not arguments or (wants_help and arguments[0] not in COMMANDS):
-        terminal.out(usage())
-        return 0 if wants_help else 2
-    name, *rest = arguments
-    if name not in COMMANDS:
-        raise ValueError(f"there is no command {near(name, COMMANDS)}\n{usage()}")
-    kind, work = COMMANDS[name]
-    return work(tyro.cli(kind, args=rest, prog=f"shardtrain checkpoint {name}"))
-
-
-def usage() -> str:
-    """Return the text of --help."""
-    kinds = {name: kind for name, (kind, _) in COMMANDS.items()}
-    return usage_text("shardtrain checkpoint", "COMMAND", kinds)
+    return run_subcommand("shardtrain checkpoint", "COMMAND", COMMANDS, arguments)
 
 
 def _ls(options: Ls) -> int:
     path = find_checkpoint_path(options.run)
-    found = [each for each in visible_readers(path.folder) if path.step in (None, each.step)]
-    best = find_best_saved(
-        path.folder, [each.step for each in visible_readers(path.folder) if not each.missing]
-    )
+    readers = visible_readers(path.folder)
+    found = [each for each in readers if path.step in (None, each.step)]
+    best = find_best_saved(path.folder, [each.step for each in readers if not each.missing])
     terminal.out(list_text(found, partial_folders(path.folder), best))
     return 0
 
@@ -137,10 +121,7 @@ def _show(options: Show) -> int:
 
 
 def _diff(options: Diff) -> int:
-    first, second = (
-        find_checkpoint_path(options.first).reader(),
-        find_checkpoint_path(options.second).reader(),
-    )
+    first, second = (find_checkpoint_path(each).reader() for each in (options.first, options.second))
     terminal.out(diff_text(first, second))
     return 0
 
@@ -212,10 +193,10 @@ def _find_newest_whole(found: Sequence[CheckpointReader], number: int) -> list[C
 
 @contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Lock a folder of checkpoints, and the folder of its run.
+    """Lock a folder of checkpoints and the folder of its run.
 
     Raises:
-      ValueError: another process has one of the locks, or the folder is that of another run.
+      ValueError: another process has one of the locks, or the folder belongs to another run.
     """
     refuse_other_run(folder)
     run = folder.resolve().parent
@@ -233,7 +214,7 @@ def _exclusive(folder: Path) -> Iterator[None]:
         ) from None
 
 
-COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
+COMMANDS: Subcommands = {
     "ls": (Ls, _ls),
     "show": (Show, _show),
     "diff": (Diff, _diff),
@@ -242,4 +223,3 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "import": (Import, import_checkpoint),
     "prune": (Prune, _prune),
 }
-"""Name -> the class of its options, and the function that runs it and returns the exit code."""

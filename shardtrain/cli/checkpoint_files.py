@@ -1,7 +1,7 @@
 """`shardtrain checkpoint export` and `import`: convert checkpoints to and from other programs' files.
 
-A converter is a module that is imported by its name, as a user's own model is: shardtrain itself does not
-know its models. Any module with `export_model` and `import_model` like the default's can be one.
+A converter is a module that is imported by its name, as a user's own model is: any module that has
+`export_model` and `import_model` like the default converter.
 """
 
 import shlex
@@ -15,7 +15,7 @@ import tyro
 
 from shardtrain.checkpoints.evaluated_params import make_exported_params
 from shardtrain.checkpoints.reader import CheckpointReader
-from shardtrain.cli.checkpoint_path import CHECKPOINTS, find_checkpoint_path
+from shardtrain.cli.checkpoint_path import CHECKPOINTS, MODEL, find_checkpoint_path, select_options
 from shardtrain.cli.imported_run_file import RUN_FILE, find_training_kind, run_file_text
 from shardtrain.errors.messages import problems_error
 from shardtrain.imported import MODEL_FILE, TOKENS, select_kept_tokens, write_about
@@ -27,7 +27,6 @@ from shardtrain.system.untrusted_files import check_whole_number, read_bytes, re
 
 CONVERTER = "shardtrain.models.huggingface.files"
 PARAMS, STATE, BASE = "params/", "model_state/", "base"
-MODEL = "model."
 TOKENIZER = "tokenizer"
 
 
@@ -36,18 +35,19 @@ class Export:
     """Write the parameters of a step as a folder that Hugging Face's `transformers` loads unchanged.
 
     Args:
-      run: a run's folder, its folder of checkpoints, or the folder of a step; RUN@20 is step 20 of it.
+      run: a run's folder, its folder of checkpoints, or the folder of a step; RUN@20 names step 20.
       out: the folder to write.
-      step: the number of the step; None: the newest.
+      step: number of the step. None means the newest.
       dtype: dtype of the written weights: float32, bfloat16 or float16.
       max_shard_bytes: largest size of a file of weights; larger models are split over several files.
-      tokenizer: a folder with tokenizer files to copy; None: tokenizer/ in the run's folder.
+      tokenizer: folder with tokenizer files to copy. None means tokenizer/ in the run's folder.
       run_file: the run file that trained the model; needed only if the checkpoint lacks the model's options.
-      adapters: write the low-rank adapters alone, as the PEFT library loads them; without it they are merged
-        into the weights.
-      family: its model_type there, such as phi3; None: the first family that has all options of the model.
-      base: what the run started from, a folder of Hugging Face or of a run, where its checkpoints have only
-        what was trained; None: they have everything.
+      adapters: write only the low-rank adapters, in the form that the PEFT library loads. Without it, they
+        are merged into the weights.
+      family: model_type of the written model, such as phi3. None means the first family that has all options
+        of the model.
+      base: the folder that the run started from, of Hugging Face or of a run. It is needed if the checkpoints
+        contain only the trained parameters.
       using: name of the Python module that converts the files.
     """
 
@@ -71,8 +71,8 @@ class Import:
     Args:
       folder: a folder with config.json, model.safetensors (or several and their index), and tokenizer files.
       out: the folder to write: a checkpoint, a run file that trains it further, and the tokenizer.
-      adapter: a folder of low-rank adapters of the PEFT library for this model: they are put beside its
-        parameters, to be trained further, or merged by an export; None: none.
+      adapter: folder with low-rank adapters of the PEFT library for this model. They are added to its
+        parameters, to be trained further or merged by an export. None adds no adapters.
       using: name of the Python module that converts the files.
     """
 
@@ -129,16 +129,16 @@ def import_checkpoint(options: Import) -> int:
       ValueError: the folder cannot be read by the converter.
     """
     refuse_filled(options.out)
-    # read the folder: configuration and tokenizer at once, arrays when their turn comes
+    # configuration and tokenizer are read at once, arrays one by one as they are saved
     adapter = {} if options.adapter is None else {"adapter": options.adapter}
     found = _converter(options.using, "import_model")(options.folder, **adapter)
     config = found.config
     data_kind = find_training_kind(config)
-    token = mask_token(found.tokenizer, config.vocab) if data_kind == "masked tokens" else None
+    token = find_mask_token(found.tokenizer, config.vocab) if data_kind == "masked tokens" else None
     extra = {
         "imported": {"family": found.family, "name": options.folder.resolve().name},
         "run": {MODEL + name: value for name, value in asdict(config).items()},
-        # a converter of one's own may not know them
+        # a user's own converter may not set them
         **select_kept_tokens({TOKENS: getattr(found, TOKENS, None)}),
     }
     # write model, run file, checkpoint and tokenizer; the folder gets its name when all is there
@@ -149,7 +149,7 @@ def import_checkpoint(options: Import) -> int:
         for path in found.tokenizer:
             (filled / TOKENIZER).mkdir(exist_ok=True)
             (filled / TOKENIZER / path.name).write_bytes(read_bytes(path))
-    # print what is missing, what was left out, and how to train on
+    # print missing and skipped parts, and how to train further
     if data_kind == "masked tokens" and token is None:
         terminal.out(
             f'the number of [MASK] was not found: write it as "mask_token" into {options.out / MODEL_FILE}\n'
@@ -160,25 +160,20 @@ def import_checkpoint(options: Import) -> int:
         f"{found.family}: {num_params:,} parameters -> {options.out}\n"
         f"in a run file of your own: model={model_text(found.config)}\n"
         f"train on: {shlex.join(['shardtrain', 'train', str(options.out / RUN_FILE)])}"
-        " (its first lines say with what data)\n"
+        " (its first lines describe the data)\n"
     )
     return 0
 
 
-def list_changed_options(config: Any) -> list[tuple[str, Any]]:
-    """Return the fields of a dataclass that are not at their defaults."""
-    values = [(f.name, getattr(config, f.name), f.default) for f in fields(config)]
-    return [(name, value) for name, value, default in values if value != default]
-
-
 def model_text(config: Any) -> str:
-    """Return a configuration as Python: `DecoderConfig(vocab=256, ...)`."""
-    inside = ", ".join(f"{name}={value!r}" for name, value in list_changed_options(config))
+    """Format a configuration as Python, without default options: `DecoderConfig(vocab=256, ...)`."""
+    values = [(field, getattr(config, field.name)) for field in fields(config)]
+    inside = ", ".join(f"{field.name}={value!r}" for field, value in values if value != field.default)
     return f"{type(config).__name__}({inside})"
 
 
-def mask_token(tokenizer: list[Path], vocab: int) -> int | None:
-    """The number of [MASK] in tokenizer files; None if it is not found.
+def find_mask_token(tokenizer: list[Path], vocab: int) -> int | None:
+    """Return the number of [MASK] in tokenizer files; None if it is not found.
 
     Raises:
       ValueError: a file is not of its form, or the number is not below `vocab`.
@@ -198,10 +193,10 @@ def mask_token(tokenizer: list[Path], vocab: int) -> int | None:
 
 
 def _read_whole(reader: CheckpointReader, base: Path | None) -> CheckpointReader:
-    """Return a reader of all parameters, also of a checkpoint that has only what was trained.
+    """Return a reader of all parameters, also of a checkpoint that contains only the trained ones.
 
     Raises:
-      ValueError: it has, and the rest was not given, or is another.
+      ValueError: the other parameters are needed, and are not given or are different ones.
     """
     if BASE not in reader.extra:
         return reader
@@ -212,7 +207,7 @@ def _read_whole(reader: CheckpointReader, base: Path | None) -> CheckpointReader
 
 
 def _save(folder: Path, arrays: Any, extra: dict[str, Any]) -> int:
-    """Write step 0: parameters and running statistics, one array after the other onto the CPU."""
+    """Write parameters and running statistics as step 0, and return the number of parameters."""
     import jax
 
     from shardtrain.checkpoints.checkpointer import Checkpoints
@@ -231,12 +226,12 @@ def _converter(name: str, function: str) -> Any:
 
     module = load_module(name, f"give one that has {function}")
     if not hasattr(module, function):
-        raise ValueError(f"{name} has no {function}; see {CONVERTER} for what it takes and returns")
+        raise ValueError(f"{name} has no {function}; see {CONVERTER} for its arguments and results")
     return getattr(module, function)
 
 
 def _model_options(extra: Mapping[str, Any], run_file: str | None) -> dict[str, Any]:
-    """Return the options of the model, by name: of the run file, or those in the checkpoint.
+    """Return the options of the model by name, from the run file or else from the checkpoint.
 
     Raises:
       ValueError: they are not known.
@@ -248,8 +243,7 @@ def _model_options(extra: Mapping[str, Any], run_file: str | None) -> dict[str, 
         if not is_dataclass(model) or isinstance(model, type):
             raise ValueError(f"the model of {run_file} is {model!r}; only a dataclass has options to write")
         return asdict(model)
-    run = extra.get("run") or {}
-    found = {name.removeprefix(MODEL): run[name] for name in run if name.startswith(MODEL)}
+    found = select_options(extra.get("run") or {}, MODEL)
     if not found:
         raise ValueError(
             "the checkpoint lacks its model's options; give the run file that it was trained with:"

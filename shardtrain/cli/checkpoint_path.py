@@ -1,7 +1,9 @@
 """Find the checkpoint that a path names: a run's folder, its checkpoints, a step's folder, or PATH@STEP."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardtrain.checkpoints.evaluations import find_best_saved
 from shardtrain.checkpoints.paths import find_finished_steps, partial_folders, read_name
@@ -9,6 +11,18 @@ from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
 from shardtrain.system.excerpts import some
 
 CHECKPOINTS, BEST = "checkpoints", "best"
+
+MODEL = "model."
+"""Prefix of the options of a model among the options of a run."""
+
+
+def select_options(options: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the options whose names begin with a prefix, without the prefix.
+
+    >>> select_options({"model.seq": 8, "data.seq": 4}, "model.")
+    {'seq': 8}
+    """
+    return {name.removeprefix(prefix): value for name, value in options.items() if name.startswith(prefix)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +80,9 @@ def find_checkpoint_path(where: str, step: int | None = None) -> CheckpointPath:
     """
     path, named, is_best = _split(where)
     if not path.is_dir():
-        raise FileNotFoundError(f"there is no folder {path}; give a run's folder, or that of its checkpoints")
+        raise FileNotFoundError(
+            f"there is no folder {path}; give a run's folder, or its folder of checkpoints"
+        )
     own, _ = read_name(path.name)
     if own >= 0 and not (path / CHECKPOINTS).is_dir():
         folder, named = path.parent, [*named, own]
@@ -78,7 +94,7 @@ def find_checkpoint_path(where: str, step: int | None = None) -> CheckpointPath:
     if len(steps) > 1:
         raise ValueError(f"{where} is step {min(steps)} and step {max(steps)} at once; name one")
     if not find_finished_steps(folder) and not partial_folders(folder):
-        raise ValueError(f"{path} contains no checkpoints; give a run's folder, or that of its checkpoints")
+        raise ValueError(f"{path} contains no checkpoints; give a run's folder, or its folder of checkpoints")
     return CheckpointPath(folder=folder, step=next(iter(steps), None))
 
 

@@ -1,16 +1,16 @@
-"""What all commands that compile have in common: flags of XLA, and compiled programs that are kept.
+"""Set the XLA flags of a command that compiles, and cache its compiled programs.
 
 Next: `system/xla_flags.py`, `trainer/program_cache.py`.
 """
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
-from itertools import pairwise
 
+from shardtrain.cli.arguments import find_values
 from shardtrain.system import terminal
 from shardtrain.system.xla_flags import PRESETS, Preset, apply_preset, preset_text
 
@@ -22,9 +22,9 @@ class CompileOptions:
     """Options of commands that compile programs.
 
     Args:
-      xla_preset: flags of XLA by name. "auto": those that were measured to be faster on a CPU.
-        "latency-hiding": also those by which GPUs compute while they communicate. "none": no flags. A
-        device that the environment has flags of XLA for gets no others.
+      xla_preset: named set of XLA flags. "auto" sets the flags that were measured to be faster on a CPU.
+        "latency-hiding" also sets the flags that let GPUs compute while they communicate. "none" sets no
+        flags. Flags of one kind of device are not set if the environment sets XLA flags for that kind.
     """
 
     xla_preset: Preset = "auto"
@@ -33,12 +33,12 @@ class CompileOptions:
 def set_xla_flags(arguments: Sequence[str]) -> str:
     """Add the flags of --xla-preset to XLA_FLAGS; return the line of the log, "" without flags.
 
-    It is called before the run file is loaded, which may start jax: flags are read then, once.
+    Call it before the run file is loaded, which may start jax: XLA reads its flags once, at that time.
 
     Args:
-      arguments: the command line; a preset of an unknown name is left to its parser.
+      arguments: the command line; its parser refuses a preset of an unknown name.
     """
-    preset = _find_preset(arguments)
+    preset = next(reversed(find_values(arguments, OPTION)), CompileOptions.xla_preset)
     if preset not in PRESETS:
         return ""
     found = apply_preset(preset, os.environ, metadata.version("jaxlib"))
@@ -52,20 +52,6 @@ def set_xla_flags(arguments: Sequence[str]) -> str:
     return preset_text(preset, found)
 
 
-def _find_preset(arguments: Sequence[str]) -> str:
-    """Return the value of --xla-preset, of several the last.
-
-    >>> [_find_preset(words.split()) for words in ("run.py", "run.py --xla_preset=none", "--xla-preset none")]
-    ['auto', 'none', 'none']
-    """
-    found = CompileOptions.xla_preset
-    for word, after in pairwise([*arguments, ""]):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") == OPTION:
-            found = value if equals else after
-    return found
-
-
 def has_jax_started() -> bool:
     """Return whether jax has started its devices, after which XLA reads no flags."""
     bridge = sys.modules.get("jax._src.xla_bridge")
@@ -73,22 +59,18 @@ def has_jax_started() -> bool:
 
 
 @contextmanager
-def compiling(flags_text: str, say: Callable[[str], None] = terminal.err) -> Iterator[None]:
-    """Keep the programs that are compiled inside for the next start, and load those that are kept.
+def cache_programs(flags_text: str) -> Iterator[None]:
+    """Load and save the programs that are compiled inside, and print lines about it to standard error.
 
     Args:
-      flags_text: from `set_xla_flags`; printed first.
-      say: prints a line; by default to standard error, as results are on standard output.
+      flags_text: the text of `set_xla_flags`, which is printed first.
     """
-    from shardtrain.trainer.program_cache import (
-        ProgramCounts,
-        find_program_folder,
-        keep_programs,
-    )  # jax starts here
+    # jax starts here
+    from shardtrain.trainer.program_cache import ProgramCounts, find_program_folder, keep_programs
 
     for text in filter(None, (flags_text, keep_programs(os.environ))):
-        say(f"{text}\n")
+        terminal.err(f"{text}\n")
     with ProgramCounts() as programs:
         yield
     if text := programs.text(find_program_folder()):
-        say(f"{text}\n")
+        terminal.err(f"{text}\n")

@@ -1,6 +1,6 @@
-"""`shardtrain data ls|show|stats|check`: what is in files of data.
+"""`shardtrain data ls|show|stats|check`: list, show, measure and check files of data.
 
-Next: `data/inspection.py`, which reads it.
+Next: `data/inspection.py`, which reads the files.
 """
 
 import re
@@ -29,89 +29,89 @@ if TYPE_CHECKING:
     from shardtrain.data.chat_tokens import EncodedConversation
 
 FOUND = 1
-"""The exit code of `check` if something cannot be read."""
+"""Exit code of `check` if something cannot be read."""
 
 MOST_CHARACTERS = 2000
 MOST_PROBLEMS = 100
 
-Paths = tyro.conf.Positional[tuple[str, ...]]
-
 
 @dataclass(frozen=True, kw_only=True)
-class Ls:
-    """List files of data: format, rows or documents, tokens, size.
+class Files:
+    """Files of data.
 
     Args:
       paths: files, folders and patterns.
-      format: the format of all files; None recognises each.
+      format: format of all files. None means that each is recognised.
     """
 
-    paths: Paths
+    paths: tyro.conf.Positional[tuple[str, ...]]
     format: str | None = None
 
+    def find(self) -> list[SourceFile]:
+        """Find the files.
+
+        Raises:
+          ValueError: no path was given, or there are no files.
+        """
+        if not self.paths:
+            raise ValueError("no data was given; name files, folders or patterns")
+        return corpus_files(self.paths, self.format)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Show:
-    """Show samples: the fields of a row, a window of tokens, or a conversation with its answers in brackets.
+class Texts(Files):
+    """Files of text.
 
     Args:
-      paths: files, folders and patterns.
-      number: the first row, or window, to show, counted over all files from 0.
-      count: how many to show.
-      seq: tokens of a window.
-      tokenizer: of conversations and of tokens without a manifest: bytes, or the path of a tokenizer.json or
-        of a folder with one.
-      format: the format of all files; None recognises each.
-      template: show conversations as this chat template writes them, what is learned in brackets: tokenizer,
-        chatml, llama3, plain, or a .jinja file.
-      answers: of conversations, whether all answers are learned, or the last one alone.
-      messages: of conversations, the field with the messages.
+      text: name of the field with the text, in formats with fields.
     """
 
-    paths: Paths
+    text: str = "text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ls(Files):
+    """List the format, rows or documents, tokens and size of each file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show(Files):
+    """Show samples: the fields of a row, a window of tokens, or a conversation with trained text in brackets.
+
+    Args:
+      number: first row or window to show, counted over all files from 0.
+      count: number of rows or windows to show.
+      seq: tokens of a window.
+      tokenizer: tokenizer of conversations, and of tokens without a manifest: bytes, or the path of a
+        tokenizer.json or of a folder with one.
+      template: show conversations in this chat template, with trained text in brackets: tokenizer,
+        chatml, llama3, plain, or a .jinja file.
+      answers: whether all answers of a conversation are trained on, or the last one only.
+      messages: name of the field with the messages of a conversation.
+    """
+
     number: int = 0
     count: int = 1
     seq: int = 256
     tokenizer: str = "bytes"
-    format: str | None = None
     template: str | None = None
     answers: Answers = "all"
     messages: str = "messages"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stats:
-    """Measure documents: their number, and the quantiles of their lengths in characters or tokens.
-
-    Args:
-      paths: files, folders and patterns.
-      text: the field with the text, of formats with fields.
-      format: the format of all files; None recognises each.
-    """
-
-    paths: Paths
-    text: str = "text"
-    format: str | None = None
+class Stats(Texts):
+    """Count documents, and show the quantiles of their lengths in characters or tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
-    """Read everything and list what cannot be read; exit code 1 if there is something.
-
-    Args:
-      paths: files, folders and patterns.
-      text: the field with the text, of formats with fields.
-      format: the format of all files; None recognises each.
-    """
-
-    paths: Paths
-    text: str = "text"
-    format: str | None = None
+class Check(Texts):
+    """Read everything and list what cannot be read; exit with code 1 if there is something."""
 
 
-def ls(options: Ls) -> int:
-    """Print a line for each file, and the sums."""
-    facts = [file_facts(file) for file in corpus_files(options.paths, options.format)]
+def list_files(options: Ls) -> int:
+    """Print a line for each file, and their sums."""
+    facts = [file_facts(file) for file in options.find()]
     lines = [
         f"{each.file.format:13}"
         f"{'' if each.num_rows is None else f'{each.num_rows:,}':>14}"
@@ -127,8 +127,8 @@ def ls(options: Ls) -> int:
     return 0
 
 
-def show(options: Show) -> int:
-    """Print rows, or windows."""
+def show_samples(options: Show) -> int:
+    """Print rows, windows of tokens or conversations."""
     problems = [
         f"{name} is {value}; use {least} or more"
         for name, least in (("number", 0), ("count", 1), ("seq", 1))
@@ -136,7 +136,7 @@ def show(options: Show) -> int:
     ]
     if problems:
         raise ValueError("; ".join(problems))
-    files = corpus_files(options.paths, options.format)
+    files = options.find()
     if refuse_mixed(files):
         return _show_windows(options, files)
     if options.template is not None:
@@ -170,7 +170,7 @@ def _show_conversations(options: Show, template_name: str, files: Sequence[Sourc
 
 
 def bracket_trained_text(found: "EncodedConversation") -> str:
-    """Return the text of a conversation with ⟦ and ⟧ around what its trained tokens are."""
+    """Return the text of a conversation with ⟦ and ⟧ around the text of trained tokens."""
     steps = np.diff(found.trained.astype(np.int8), prepend=0, append=0)
     starts = np.concatenate([[0], found.ends])
     text, last = "", 0
@@ -206,9 +206,9 @@ def _show_windows(options: Show, files: Sequence[SourceFile]) -> int:
     return 0
 
 
-def stats(options: Stats) -> int:
+def measure_documents(options: Stats) -> int:
     """Print the number of documents and the quantiles of their lengths."""
-    files = corpus_files(options.paths, options.format)
+    files = options.find()
     unit = "tokens" if refuse_mixed(files) else "characters"
     found = list(read_lengths(files, options.text))
     good = np.concatenate([each for each, _ in found])
@@ -222,9 +222,9 @@ def stats(options: Stats) -> int:
     return 0
 
 
-def check(options: Check) -> int:
-    """Read everything, and print what cannot be read."""
-    files = corpus_files(options.paths, options.format)
+def check_files(options: Check) -> int:
+    """Read all files, and print what cannot be read."""
+    files = options.find()
     refuse_mixed(files)
     num_problems = done = 0
     kinds: Counter[str] = Counter()
@@ -250,7 +250,7 @@ def check(options: Check) -> int:
 
 
 def own_options(text: str) -> str:
-    """Return a message with the options of these commands in place of a run's.
+    """Replace the names of a run's options in a message by the names of these commands' options.
 
     >>> own_options("leave out what cannot be read: --data.on-error skip")
     'leave out what cannot be read: --on-error skip'

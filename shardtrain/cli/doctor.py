@@ -6,12 +6,13 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from shardtrain.cli.arguments import find_values
 from shardtrain.errors.exit_codes import DONE, FAILED
 from shardtrain.errors.messages import near
 from shardtrain.islands.binding import bind_cpus, device_environment
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from shardtrain.doctor.runner import CheckResults
 
 NAMES = ("names", "ports", "mpi", "versions", "devices", "binding", "files", "rates", "links")
-"""Names of the checks; repeated here, so that the help needs no jax."""
+"""Names of the checks, which are repeated here so that the help needs no jax."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,19 +31,19 @@ class Options:
     """Options of the doctor.
 
     Args:
-      run_dir: the folder for runs, whose file system is checked; it need not exist yet.
-      only: run only these checks, separated by commas, such as names,files. All checks: names, ports, mpi,
-        versions, devices, binding, files, rates, links.
+      run_dir: folder for runs, whose file system is checked. It need not exist.
+      only: run only these checks, separated by commas, such as names,files. All checks are names, ports, mpi,
+        versions, devices, binding, files, rates and links.
       quick: skip the slow measurements: rates, links, and writing a large file.
-      as_json: print JSON instead of a table, with all collected facts.
-      patience: seconds to wait for the other ranks, when they start and before each check.
+      as_json: print JSON with all collected facts instead of a table.
+      patience: seconds to wait for the other ranks at the start and before each check.
     """
 
     run_dir: Path = Path("runs")
     only: str | None = None
     quick: bool = False
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
-    patience: float = field(default=60.0)
+    patience: float = 60.0
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.names if name not in NAMES]:
@@ -61,12 +62,12 @@ def main(arguments: Sequence[str]) -> int:
     """Run the checks and print one table for all ranks.
 
     Returns:
-      0, or 1 if something is wrong: on every rank, or if ranks cannot connect, on rank 0.
+      0, or 1 if something is wrong: on every rank; only on rank 0 if ranks cannot connect.
 
     Raises:
       ValueError: the name of a check is unknown.
     """
-    if any(word.partition("=")[0] == "--sweep" for word in arguments):
+    if find_values(arguments, "--sweep"):
         raise ValueError(
             "there is no --sweep; the OSU micro-benchmarks measure links by message size (mpiexec -n 2"
             " osu_bw, osu_latency), and `shardtrain doctor --only links` compares pairs of ranks"
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
     from shardtrain.doctor.check import RankContext
     from shardtrain.doctor.runner import run_checks
 
-    chosen = _chosen(options)
+    chosen = _choose_checks(options)
     contexts = [
         RankContext(
             environment=environment,
@@ -115,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
     return _finish(run_checks(chosen, contexts), contexts[0], options)
 
 
-def _chosen(options: Options) -> "dict[str, Check]":
+def _choose_checks(options: Options) -> "dict[str, Check]":
     """Return name -> check of the checks to run."""
     from shardtrain.doctor.runner import CHECKS
 

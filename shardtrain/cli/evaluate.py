@@ -1,23 +1,37 @@
-"""`shardtrain evaluate RUN`: what a run has trained, on other held-out data and on multiple-choice questions.
+"""`shardtrain evaluate RUN`: evaluate a trained model on held-out data and on multiple-choice questions.
 
 Next: `saved_run.py`, which opens the run; `trainer/evaluation.py`.
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import optax
 import tyro
 
-from shardtrain.cli.compilation import compiling, set_xla_flags
-from shardtrain.cli.evaluated_data import find_tokenizer_name, make_evaluated_sources, parse_names
-from shardtrain.cli.saved_run import SavedOptions, SavedRun, find_seq, open_run, tokenizer_name
+from shardtrain.cli.arguments import list_too_small
+from shardtrain.cli.compilation import cache_programs, set_xla_flags
+from shardtrain.cli.saved_run import (
+    SavedOptions,
+    SavedRun,
+    choose_tokenizer,
+    find_seq,
+    open_run,
+    round_rows,
+)
+from shardtrain.data import Chat, Corpus
+from shardtrain.data.conversations import COMPLETION, PROMPT
+from shardtrain.data.corpus import corpus_files
+from shardtrain.data.documents import open_rows, refuse_mixed
+from shardtrain.data.sources.find import SourceFile
+from shardtrain.data.sources.format import BadData
+from shardtrain.data.token_manifest import token_folders, tokenizer_hash
 from shardtrain.data.tokenizer import Bytes, Tokenizer, open_tokenizer
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.loss import next_token_loss
@@ -29,37 +43,39 @@ from shardtrain.trainer.evaluation import (
     Request,
     compute_accuracy,
     heldout_prefix,
+    heldout_text,
     log_likelihoods,
     make_evaluation,
     make_requests,
     read_questions,
 )
 from shardtrain.trainer.setup import RunSetup
+from shardtrain.trainer.sources import open_sources, token_problems
 from shardtrain.trainer.trained_model import RestoredModel
 
 HELDOUT = "heldout"
-"""The name of data without one."""
+"""Name of data that is given without one."""
 
 MOST_EXPONENT = 700.0
-"""The perplexity of a larger loss is no number."""
+"""Largest loss whose perplexity is a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(SavedOptions):
-    """Evaluate what a run has trained, on other data or by multiple-choice questions; the run stays as it is.
+    """Evaluate a trained model on other data or on multiple-choice questions, without changing the run.
 
     Args:
-      data: files, folders or patterns of text or tokens, as --data of a run, or NAME=PATH; the option may be
-        given several times, and each name is evaluated by itself. None: with --run-file the held-out data of
-        that run.
-      choices: a file of JSON lines with "context", "choices" and "answer", the number of the right one from
-        0, or NAME=FILE; the option may be given several times.
-      name: the name of data that is given without one.
-      delimiter: what stands between a context and a choice.
-      seq: tokens per window of the data; None: those of the run.
-      text: the field with the text, of formats with fields.
-      batch: rows of a batch; rounded up so that all devices have as many.
-      batches: number of batches at most, the first ones of each data; None: all.
+      data: files, folders or patterns of text or tokens, as in --data of a run, or NAME=PATH. The option may
+        be given several times; each name is evaluated separately. By default, the held-out data of
+        --run-file.
+      choices: a file of JSON lines with "context", "choices" and "answer", the number of the right choice
+        from 0, or NAME=FILE. The option may be given several times.
+      name: name of data that is given without a name.
+      delimiter: text between a context and a choice.
+      seq: tokens per window of the data. None means the same as in training.
+      text: name of the field with the text, in formats with fields.
+      batch: rows of a batch, rounded up so that all devices have the same number.
+      batches: largest number of batches of each data set, from its first one on. None means all.
       json: print one JSON object.
     """
 
@@ -74,52 +90,154 @@ class EvaluateOptions(SavedOptions):
     json: bool = False
 
     def check(self) -> None:
-        """Refuse options that are out of range or missing, all of them at once.
+        """Refuse options that are out of range or missing, all at once.
 
         Raises:
           ValueError: lists them.
         """
-        counts = {"batch": self.batch, "batches": self.batches, "seq": self.seq}
-        wrong = [
-            f"--{name} is {value}; use 1 or more"
-            for name, value in counts.items()
-            if value is not None and value < 1
-        ]
+        wrong = list_too_small({"batch": self.batch, "batches": self.batches, "seq": self.seq})
         if not (self.data or self.choices or self.run_file):
             wrong.append("nothing to evaluate on; give --data PATH, --choices FILE, or both")
         if wrong:
             raise problems_error("this cannot be evaluated", wrong)
 
 
+PACKINGS = {"separate": "separate", "bucketed": "separate"}
+"""Packing in training -> packing of the text to evaluate on; "joined" for all others."""
+
+OF_CHAT = ("template", "answers", "messages", "too_long", "packing")
+"""Options of conversations that are taken from the run."""
+
+
+def parse_names(given: Sequence[str], name: str) -> dict[str, list[str]]:
+    """Parse `NAME=PATH` and `PATH` to name -> paths; a word with = is a path if such a file exists."""
+    found: dict[str, list[str]] = {}
+    for word in given:
+        before, equals, path = word.partition("=")
+        is_named = bool(equals) and not Path(word).exists() and "/" not in before
+        found.setdefault(before if is_named else name, []).append(path if is_named else word)
+    return found
+
+
+def make_evaluated_sources(saved: SavedRun, options: EvaluateOptions, folder: Path) -> dict[str, Any]:
+    """Return name -> samples of the data to evaluate on.
+
+    Raises:
+      ValueError: there are none, the data cannot be read, or it has tokens that the model does not have.
+    """
+    run = saved.run
+    if options.data:
+        seq = options.seq or saved.options.get("data.seq") or find_seq(saved)
+        data = {
+            name: _make_data(saved, options, tuple(map(Path, paths)), seq)
+            for name, paths in parse_names(options.data, options.name).items()
+        }
+        sets = {name: each.train(folder) for name, each in data.items()}
+    else:
+        sets = {name or options.name: source for name, source in open_sources(run, folder)[1].items()}
+        data = dict.fromkeys(sets, run.data)
+        if not sets:
+            raise ValueError(f"the data of {options.run_file} has no held-out part; give --data PATH")
+    vocab = getattr(run.model, "vocab", None)
+    problems = [
+        problem
+        for name, source in sets.items()
+        for problem in token_problems({heldout_text(name): source}, vocab, data[name])
+    ]
+    if problems:
+        raise problems_error("the model cannot read this data", problems)
+    return sets
+
+
+def find_tokenizer_name(saved: SavedRun, options: EvaluateOptions) -> str | None:
+    """Return the name of the tokenizer; None if it is unknown, as data of tokens needs none."""
+    try:
+        return choose_tokenizer(saved, options.tokenizer)
+    except ValueError:
+        return None
+
+
+def _make_data(saved: SavedRun, options: EvaluateOptions, paths: tuple[Path, ...], seq: int) -> Any:
+    """Return the data of some paths, read as the run of a decoder, or the data of the run file, reads it.
+
+    Raises:
+      ValueError: the data of the run file has no paths.
+    """
+    changes: dict[str, Any] = {"paths": paths, "seq": seq, "heldout_fraction": 0.0}
+    if options.run_file is not None:
+        data = saved.run.data
+        known = [field.name for field in fields(data)] if is_dataclass(data) else []
+        if "paths" not in known:
+            raise ValueError(
+                f"the data of {options.run_file} is {type(data).__name__}, which reads no paths; leave --data"
+                " out to evaluate on its held-out part"
+            )
+        return replace(cast("Any", data), **{name: value for name, value in changes.items() if name in known})
+    files = corpus_files(paths)
+    if not refuse_mixed(files):
+        changes["tokenizer"] = choose_tokenizer(saved, options.tokenizer)
+        of_chat = _chat_options(saved.options)
+        if of_chat and _is_chat(files[0], of_chat.get("messages", "messages")):
+            return Chat(**changes, **of_chat)
+    packing: Any = PACKINGS.get(str(saved.options.get("data.packing")), "joined")
+    corpus = Corpus(**changes, text=options.text, packing=packing)
+    if "tokenizer" in changes:
+        return corpus
+    made_by = {each.tokenizer_hash: str(each.folder) for each in token_folders(files)}
+    own = find_tokenizer_name(saved, options)
+    if own is not None and made_by and (digest := tokenizer_hash(own)) not in made_by:
+        raise ValueError(
+            f"{next(iter(made_by.values()))} has tokens of another tokenizer than the run's, {own}"
+            f" (hash {digest}); tokenize its text with the run's tokenizer"
+        )
+    return corpus if made_by else replace(corpus, vocab_size=saved.run.model.vocab)
+
+
+def _chat_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a run's conversations, also inside a mixture; {} for other data."""
+    found = next((name for name in options if name.startswith("data.") and name.endswith(".template")), None)
+    prefix = "" if found is None else found.removesuffix("template")
+    return {name: options[prefix + name] for name in OF_CHAT if prefix and prefix + name in options}
+
+
+def _is_chat(file: SourceFile, field: str) -> bool:
+    """Return whether the first row of a file is a conversation."""
+    try:
+        rows: Iterator[Any] = open_rows(file, None).iterate(0, 1)
+        _, record = next(rows)
+    except (StopIteration, BadData):
+        return False
+    return isinstance(record, Mapping) and (field in record or {PROMPT, COMPLETION} <= {*record})
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Print the values of each data and file of questions; return 0."""
+    """Print the values of each data set and file of questions; return 0."""
     flags_text = set_xla_flags(arguments)
     options = tyro.cli(EvaluateOptions, args=list(arguments), prog="shardtrain evaluate")
     options.check()
-    with compiling(flags_text):
+    with cache_programs(flags_text):
         _print_values(options)
     return 0
 
 
 def _print_values(options: EvaluateOptions) -> None:
-    """Print the values of each data and file of questions."""
-    # everything that can be refused is, before parameters are read
-    questions = {name: read_questions(Path(path)) for name, (path,) in _single(options.choices).items()}
+    # mistakes are refused before parameters are read
+    questions = {name: read_questions(Path(path)) for name, (path,) in _name_files(options.choices).items()}
     saved = open_run(options)
     if saved.is_encoder_decoder and (options.data or options.choices or options.run_file is None):
         raise ValueError(
-            f"the model of {options.run} is an encoder-decoder, which is evaluated on pairs that its run"
-            " holds out; give its run file alone: --run-file my_run.py"
+            f"the model of {options.run} is an encoder-decoder, which is evaluated on the held-out"
+            " pairs of its run; give only its run file: --run-file my_run.py"
         )
-    requests = _requests(saved, options, questions) if questions else {}
+    requests = _make_requests(saved, options, questions) if questions else {}
     with ExitStack() as stack:
-        # text is tokenized there: the folder of the run stays as it is
+        # text is tokenized there, so that the folder of the run stays unchanged
         folder = Path(stack.enter_context(TemporaryDirectory()))
         sources = {}
         if options.data or not options.choices:
             sources = make_evaluated_sources(saved, options, folder)
-        restored = saved.restored(evaluated=options.evaluated)
-        rows = _rows(restored, options.batch)
+        restored = saved.restore(evaluated=options.evaluated)
+        rows = round_rows(restored, options.batch)
         found = _evaluate(saved, restored, sources, rows, options) if sources else {}
     for name, each in requests.items():
         accuracy = compute_accuracy(
@@ -135,10 +253,10 @@ def _print_values(options: EvaluateOptions) -> None:
         terminal.out(json.dumps(about) + "\n")
     else:
         for name, values in found.items():
-            terminal.out(f"{name}: {', '.join(_text(key, value) for key, value in values.items())}\n")
+            terminal.out(f"{name}: {', '.join(_format_value(key, value) for key, value in values.items())}\n")
 
 
-def _requests(
+def _make_requests(
     saved: SavedRun, options: EvaluateOptions, questions: Mapping[str, Sequence[Question]]
 ) -> dict[str, list[Request]]:
     """Return name -> the tokens of each question with each of its choices.
@@ -146,7 +264,7 @@ def _requests(
     Raises:
       ValueError: the model does not have one of the tokens.
     """
-    tokenizer = open_tokenizer(tokenizer_name(saved, options.tokenizer))
+    tokenizer = open_tokenizer(choose_tokenizer(saved, options.tokenizer))
     vocab = getattr(saved.run.model, "vocab", tokenizer.vocab)
     found = {}
     for name, each in questions.items():
@@ -154,28 +272,17 @@ def _requests(
         if (largest := max(int(request.tokens.max()) for request in found[name])) >= vocab:
             raise ValueError(
                 f"{name} has token {largest:,}, and the model has tokens 0 to {vocab - 1:,}; the tokenizer"
-                f" has {tokenizer.vocab:,} tokens: give that of the model: --tokenizer FILE"
+                f" has {tokenizer.vocab:,} tokens: give the model's own: --tokenizer FILE"
             )
     return found
 
 
-def _text(name: str, value: float) -> str:
-    return (
-        f"{name.replace('_', ' ')} {value:,}"
-        if isinstance(value, int)
-        else f"{name.replace('_', ' ')} {value:.6g}"
-    )
+def _format_value(name: str, value: float) -> str:
+    return f"{name.replace('_', ' ')} {value:{',' if isinstance(value, int) else '.6g'}}"
 
 
-def _rows(restored: RestoredModel, batch: int) -> int:
-    """Return the rows of a batch, of which all devices have as many."""
-    sizes = restored.placement.mesh.shape
-    shards = math.prod(sizes[axis] for axis in restored.placement.layout.batch_axes)
-    return -(-batch // shards) * shards
-
-
-def _single(given: Sequence[str]) -> dict[str, list[str]]:
-    """Return name -> its one file; a file without a name has that of its stem.
+def _name_files(given: Sequence[str]) -> dict[str, list[str]]:
+    """Return name -> a list of one file; a file without a name is named by its stem.
 
     Raises:
       ValueError: a name is given twice.
@@ -196,7 +303,7 @@ def _evaluate(
     rows: int,
     options: EvaluateOptions,
 ) -> dict[str, dict[str, float]]:
-    """Return name -> values, by the evaluation of training."""
+    """Return name -> values, computed by the evaluation that training uses."""
     run = replace(
         saved.run, batch=rows, batch_unit="examples", evaluate_batches=options.batches, evaluate_with=None
     )
@@ -223,12 +330,12 @@ def _evaluate(
 
 
 def count_tokens(source: Any, num_rows: int, tokenizer: Tokenizer | None) -> tuple[int, int]:
-    """Count the next tokens of windows that have weight, and the bytes of their text without separators.
+    """Count the next tokens of windows with non-zero weight, and the bytes of their text without separators.
 
     Args:
       source: samples with "tokens" (seq + 1,) and, optionally, "weights" (seq,).
-      num_rows: how many of them, from the first on.
-      tokenizer: makes text of tokens; None: the bytes are not known, 0.
+      num_rows: number of samples to count, from the first on.
+      tokenizer: decodes tokens. None means that the bytes are unknown, and returns 0 for them.
     """
     num_tokens = num_bytes = 0
     document: list[int] = []

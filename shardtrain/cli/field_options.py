@@ -1,7 +1,7 @@
-"""Command line options from the fields of dataclasses: collect, parse (with tyro) and apply them.
+"""Make command line options of the fields of dataclasses, parse them (with tyro), and apply them.
 
-An option's name is the path of its field, its help text comes from the docstring of the field's class and
-its default from the value, so Python and the command line have one source. Next: `run_options.py`.
+The name of an option is the path of its field, its help is the field's entry in the docstring of its class,
+and its default is the field's value. Next: `run_options.py`.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class FieldOption:
       kind: the type that is parsed.
       default: the current value of the field.
       help: the help text.
-      short: a short name, without the hyphens in front; None: the path is the name.
+      short: a short name, without the hyphens in front. None means that the path is the name.
     """
 
     path: str
@@ -55,12 +55,12 @@ def field_options(
     skip: Sequence[str] = (),
     texts: Mapping[str, Callable[[Any], str | None]] = types.MappingProxyType({}),
 ) -> Iterator[FieldOption]:
-    """Yield an option for each field of a dataclass, and of nested ones, whose value text can express.
+    """Yield an option for each field of a dataclass and of nested dataclasses whose value text can express.
 
     Args:
       value: the dataclass.
       prefix: prefix of each path.
-      skip: paths to leave out, with everything below them.
+      skip: paths to leave out, with all paths below them.
       texts: path -> a function that formats the field's value as text; its option then takes text.
     """
     hints, helps = typing.get_type_hints(type(value), include_extras=True), field_helps(type(value))
@@ -152,8 +152,8 @@ def parse_options(options: Sequence[FieldOption], words: Sequence[str], prog: st
     parsed = tyro.cli(
         dataclasses.make_dataclass("Options", map(_member, options), kw_only=True),
         args=_spell(options, words),
-        # Of a union, show the type that the run has; fields that only Python can set are not shown. These
-        # classes have no source to look for comments in: the search takes as long as all else.
+        # show the type that the run has of a union, and hide fields that only Python can set; a search for
+        # help in comments would take as long as the rest, and these classes have no source
         config=(tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed, tyro.conf.HelptextFromCommentsOff),
         prog=prog,
     )

@@ -1,4 +1,4 @@
-"""`shardtrain generate RUN`: continue texts with what a run has trained.
+"""`shardtrain generate RUN`: continue texts with a trained model.
 
 Next: `saved_run.py`, which opens the run; `models/generate.py`, which adds the tokens.
 """
@@ -15,8 +15,16 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import tyro
 
-from shardtrain.cli.compilation import compiling, set_xla_flags
-from shardtrain.cli.saved_run import SavedOptions, SavedRun, find_seq, open_run, tokenizer_name
+from shardtrain.cli.arguments import list_too_small
+from shardtrain.cli.compilation import cache_programs, set_xla_flags
+from shardtrain.cli.saved_run import (
+    SavedOptions,
+    SavedRun,
+    choose_tokenizer,
+    find_seq,
+    open_run,
+    round_rows,
+)
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
 from shardtrain.errors.messages import problems_error
 from shardtrain.functional.rng import new_key
@@ -28,30 +36,31 @@ from shardtrain.system.untrusted_data import parse_record
 STANDARD_INPUT = "-"
 
 MOST_TOKENS = 100
-"""So many tokens are added where no option says how many."""
+"""Number of tokens to add if no option sets it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(SavedOptions):
-    """Continue texts with what a run has trained; without prompts, the text of standard input.
+    """Continue texts with a trained model; without prompts, the text of standard input is continued.
 
     Args:
-      prompt: a text to continue; the option may be given several times.
-      prompts: a file of prompts, one in each line that is not blank; of JSON lines, if it ends with .jsonl,
-        the texts "prompt". - is standard input.
-      tokens: how many tokens to add, at most; None: 100, or as many as the positions of the model allow.
-      temperature: divides the logits; 0 takes the likeliest token.
-      top_k: number of likeliest tokens to draw from; None: all.
-      top_p: draw from the fewest likeliest tokens that together have this probability.
+      prompt: text to continue. The option may be given several times.
+      prompts: file of prompts, one in each line that is not blank. In a .jsonl file each line is a JSON
+        object with a text "prompt". - means standard input.
+      tokens: largest number of tokens to add. None means 100, or fewer if the model has fewer positions.
+      temperature: number by which logits are divided. 0 always takes the likeliest token.
+      top_k: draw only from this number of likeliest tokens. None draws from all.
+      top_p: draw only from the fewest likeliest tokens that together have this probability.
       seed: seed of the draws.
-      begin: number of the token that targets of an encoder-decoder begin with, whose sources the prompts are
-        then; None: of those of this library the padding of the run's data, or 0; of other models, they are
-        decoders.
-      end: the token that ends a text, as text; None: those of generation_config.json, or else config.json, of
-        the model that was imported or beside the tokenizer, and that which ends documents in the tokenizer if
-        they name none or the model was trained here. The word none: no token does.
-      batch: prompts that are continued at the same time.
-      json: print JSON lines: prompt, text, number of tokens, and whether the text ended.
+      begin: number of the token that begins each target of an encoder-decoder; the prompts are then its
+        sources. None means the padding of the run's data, or 0, for encoder-decoders of this library, and
+        that any other model is a decoder.
+      end: text of the token that ends a text. None means the tokens that generation_config.json or else
+        config.json names, in the folder of the imported model or of the tokenizer; if they name none, or if
+        the model was trained here, the token that ends documents. The word none means that no token ends a
+        text.
+      batch: number of prompts to continue at the same time.
+      json: print JSON lines with prompt, text, number of tokens, and whether the text ended.
     """
 
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -67,16 +76,12 @@ class GenerateOptions(SavedOptions):
     json: bool = False
 
     def check(self) -> None:
-        """Refuse numbers out of range, all of them at once.
+        """Refuse numbers out of range, all at once.
 
         Raises:
           ValueError: lists them.
         """
-        wrong = [
-            f"--{name} is {value}; use 1 or more"
-            for name, value in (("tokens", self.tokens), ("batch", self.batch))
-            if value is not None and value < 1
-        ]
+        wrong = list_too_small({"tokens": self.tokens, "batch": self.batch})
         if not 0 <= self.seed < 2**32:
             wrong.append(f"--seed is {self.seed}; use a number from 0 to 2**32 - 1")
         if self.prompt and self.prompts is not None:
@@ -85,14 +90,14 @@ class GenerateOptions(SavedOptions):
             raise problems_error("this cannot be generated", wrong)
 
 
-class Continued(NamedTuple):
+class Continuation(NamedTuple):
     """A prompt and its continuation.
 
     Args:
       prompt: the text to continue, or a source.
-      text: the text that was added, or the target of the source.
-      num_tokens: number of tokens that were added.
-      ended: whether the last one is a token that ends a text, which `text` is without.
+      text: the added text, or the target of the source, without a token that ends it.
+      num_tokens: number of added tokens.
+      ended: whether the last of them ends a text.
     """
 
     prompt: str
@@ -106,19 +111,18 @@ def main(arguments: Sequence[str]) -> int:
     flags_text = set_xla_flags(arguments)
     options = tyro.cli(GenerateOptions, args=list(arguments), prog="shardtrain generate")
     options.check()
-    with compiling(flags_text):
-        _print_continued(options)
+    with cache_programs(flags_text):
+        _print_continuations(options)
     return 0
 
 
-def _print_continued(options: GenerateOptions) -> None:
-    """Print the continuations of prompts."""
+def _print_continuations(options: GenerateOptions) -> None:
     sampling = import_module("shardtrain.models.sampling").Sampling(
         temperature=options.temperature, top_k=options.top_k, top_p=options.top_p
     )
     saved = open_run(options)
     tokenizer = open_tokenizer(
-        tokenizer_name(saved, options.tokenizer), None if options.end == "none" else options.end
+        choose_tokenizer(saved, options.tokenizer), None if options.end == "none" else options.end
     )
     prompts = read_prompts(options)
     tokens = encode_prompts(prompts, tokenizer, saved, options)
@@ -126,7 +130,7 @@ def _print_continued(options: GenerateOptions) -> None:
         if options.json:
             terminal.out(json.dumps(found._asdict()) + "\n")
         else:
-            before = "" if begin_of(saved, options) is not None else found.prompt
+            before = "" if find_begin(saved, options) is not None else found.prompt
             terminal.out(("-" * 20 + "\n") * (number > 0) + f"{before}{found.text}\n")
 
 
@@ -135,7 +139,7 @@ def read_prompts(options: GenerateOptions) -> list[str]:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: there are none, or a line is no object with a prompt.
+      ValueError: there are no prompts, or a line is not an object with a prompt.
     """
     if options.prompt:
         return list(options.prompt)
@@ -167,14 +171,14 @@ def _read_prompt(line: str, where: str) -> str:
 def encode_prompts(
     prompts: Sequence[str], tokenizer: Tokenizer, saved: SavedRun, options: GenerateOptions
 ) -> list[np.ndarray]:
-    """Return the tokens of prompts.
+    """Return the tokens of each prompt.
 
     Raises:
-      ValueError: lists the prompts that the model cannot continue, and other options that do not fit it.
+      ValueError: lists the prompts that the model cannot continue, and the options that do not fit it.
     """
     found = tokenizer.encode(list(prompts))
     vocab = getattr(saved.run.model, "vocab", tokenizer.vocab)
-    num_tokens, seq, begin = options.tokens or 1, find_seq(saved), begin_of(saved, options)
+    num_tokens, seq, begin = options.tokens or 1, find_seq(saved), find_begin(saved, options)
     is_pair = begin is not None
     most = (seq if is_pair else seq - num_tokens) if saved.takes_cache or is_pair else math.inf
     problems = []
@@ -213,18 +217,14 @@ def continue_prompts(
     tokens: Sequence[np.ndarray],
     sampling: Any,
     options: GenerateOptions,
-) -> Iterator[Continued]:
+) -> Iterator[Continuation]:
     """Yield the continuation of each prompt."""
-    restored = saved.restored(evaluated=options.evaluated)
-    sizes = restored.placement.mesh.shape
-    shards = math.prod(sizes[axis] for axis in restored.placement.layout.batch_axes)
-    begin = begin_of(saved, options)
+    restored = saved.restore(evaluated=options.evaluated)
+    begin = find_begin(saved, options)
     room = find_seq(saved) - (0 if begin is not None else max(map(len, tokens)))
     is_bound = saved.takes_cache or begin is not None
     num_tokens = options.tokens or (min(MOST_TOKENS, room) if is_bound else MOST_TOKENS)
-    # every device has as many rows
-    rows = -(-min(options.batch, len(prompts)) // shards) * shards
-    ends = _ends(saved, tokenizer, options.end)
+    ends = _find_ends(saved, tokenizer, options.end)
     found = import_module("shardtrain.models.generate").generate(
         restored.apply,
         tokens,
@@ -233,7 +233,7 @@ def continue_prompts(
         seq=find_seq(saved),
         sampling=sampling,
         end=ends,
-        rows=rows,
+        rows=round_rows(restored, min(options.batch, len(prompts))),
         cached=saved.takes_cache,
         begin=begin,
     )
@@ -241,16 +241,16 @@ def continue_prompts(
         ended = bool(len(added)) and int(added[-1]) in ends
         shown = (added[:-1] if ended else added).tolist()
         if begin is not None:
-            yield Continued(prompt, tokenizer.decode(shown), len(added), ended)
+            yield Continuation(prompt, tokenizer.decode(shown), len(added), ended)
             continue
-        # decoded together: some tokenizers write a first token otherwise
+        # decoded together, as some tokenizers write a first token in another way
         whole, start = tokenizer.decode([*before.tolist(), *shown]), tokenizer.decode(before.tolist())
         text = whole[len(start) :] if whole.startswith(start) else tokenizer.decode(shown)
-        yield Continued(prompt, text, len(added), ended)
+        yield Continuation(prompt, text, len(added), ended)
 
 
-def _ends(saved: SavedRun, tokenizer: Tokenizer, end: str | None) -> tuple[int, ...]:
-    """Return the tokens that end a text: the one that was asked for, or those of the import or tokenizer.
+def _find_ends(saved: SavedRun, tokenizer: Tokenizer, end: str | None) -> tuple[int, ...]:
+    """Return the tokens that end a text: the given one, or else the ones of the import or the tokenizer.
 
     A model that was trained here ends documents by the separator, whatever its configuration names.
     """
@@ -261,8 +261,8 @@ def _ends(saved: SavedRun, tokenizer: Tokenizer, end: str | None) -> tuple[int, 
     return (*([] if "imported" in extra else [tokenizer.separator]), *(named or tokenizer.ends))
 
 
-def begin_of(saved: SavedRun, options: GenerateOptions) -> int | None:
-    """Return the token that targets begin with; None for a decoder."""
+def find_begin(saved: SavedRun, options: GenerateOptions) -> int | None:
+    """Return the token that begins each target; None for a decoder."""
     if options.begin is not None or not saved.is_encoder_decoder:
         return options.begin
     padding = saved.options.get("data.padding")

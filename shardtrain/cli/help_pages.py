@@ -1,6 +1,6 @@
-"""The help of commands that take a run: a page of the options that most runs need, a page for each section.
+"""Format the help of commands that take a run: a page of common options, and a page for each section.
 
-Next: `run_options.py`, whose options these are.
+Next: `run_options.py`, which makes the options.
 """
 
 import argparse
@@ -25,10 +25,11 @@ class Section:
     """A section of the help.
 
     Args:
-      about: what its options are for.
+      about: its description.
       shown: paths of the options that `--help` shows.
-      more: paths, or beginnings of paths that end with a dot, of the options that `--help SECTION` shows too.
-      first: `--help` shows options under `more` too until it shows so many of the section.
+      more: paths, or beginnings of paths that end with a dot, of further options, which `--help SECTION`
+        shows.
+      first: number of options that `--help` shows at least; it adds options of `more` to reach it.
     """
 
     about: str
@@ -72,7 +73,7 @@ SECTIONS = {
         first=5,
     ),
     "checkpoints": Section(
-        about="where the run is kept, when it is saved, and what it starts from",
+        about="the folder of the run, when it saves, and the checkpoint it starts from",
         shown=(
             *("run_dir", "start_from.checkpoint", "checkpoints.every_minutes", "checkpoints.every_steps"),
             *("checkpoints.keep", "time_limit"),
@@ -80,12 +81,12 @@ SECTIONS = {
         more=("checkpoints.", "start_from.", "allow.", "time_margin"),
     ),
     "logging": Section(
-        about="what is logged and evaluated, and when",
+        about="which metrics are logged and evaluated, and when",
         shown=("log_every", "evaluate_every", "evaluate_batches", "sinks", "profile"),
         more=("evaluate_with",),
     ),
     "islands": Section(
-        about="what replicas and islands exchange, and when they are synchronised",
+        about="how and when replicas and islands are synchronised",
         shown=(
             *(f"{SYNCHRONISATION}by", f"{SYNCHRONISATION}every", "synchronisation", f"{ACROSS}shares"),
             *(f"{ACROSS}axis", "cluster"),
@@ -98,26 +99,26 @@ SECTIONS = {
         more=(PIPELINE,),
     ),
     "failures": Section(
-        about="when a run rolls back, and when a run that hangs is ended",
+        about="when a run rolls back, and when a hanging run is ended",
         shown=("nonfinite", "recovery.spike"),
         more=("recovery.", "watch."),
     ),
-    "command": Section(about="options of this command alone"),
+    "command": Section(about="options of this command"),
 }  # fmt: skip
-"""Name of a section -> its options; those that no section names are under "command"."""
+"""Name of a section -> its options; options that no section names are in "command"."""
 
 
 SENTENCE_END = re.compile(r"(?<!al)\. |; None")
 
 
 def help_page(command: str, options: Sequence[FieldOption], words: Sequence[str]) -> str | None:
-    """Return the page that the command line asks for; None if it asks for none.
+    """Return the help page that the command line asks for; None if it asks for none.
 
     Args:
-      command: its words, as in "shardtrain train run.py".
+      command: the words of the command, as in "shardtrain train run.py".
       options: all options of the command.
-      words: the command line; `--help` asks for the options that most runs need, `--help SECTION` for all
-        of a section, and `--help-all` for all.
+      words: the command line. `--help` shows the options that most runs need, `--help SECTION` all options of
+        a section, and `--help-all` all options.
 
     Raises:
       ValueError: there is no such section.
@@ -133,11 +134,11 @@ def help_page(command: str, options: Sequence[FieldOption], words: Sequence[str]
     parser = argparse.ArgumentParser(
         prog=command,
         usage=f"{command} [options]",
-        description="Each option changes the field of the run that has its name, or the path in brackets;"
+        description="Each option sets the field of the run with its name, or with the path in brackets;"
         " its default is the value in the run file. The word None unsets an option."
         if everything
-        else f"The options that most runs need; --help SECTION explains all of a section"
-        f" ({', '.join(SECTIONS)}), --help-all all of them.",
+        else f"These are the options that most runs need; --help SECTION shows all options of a section"
+        f" ({', '.join(SECTIONS)}), --help-all shows all.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
         add_help=False,
     )
@@ -194,7 +195,7 @@ def _add(group: Any, option: FieldOption, *, everything: bool) -> None:
 
 
 def metavar(kind: Any) -> str:
-    """Return what stands for a value of a type in the help.
+    """Return the placeholder for a value of a type in the help.
 
     >>> metavar(int | None), metavar(Literal["a", "b"]), metavar(tuple[str, ...])
     ('INT', '{a,b}', '[STR ...]')

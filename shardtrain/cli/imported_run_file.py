@@ -1,4 +1,4 @@
-"""The run file that trains an imported model further: the same text for every download of a kind."""
+"""Write the run file that trains an imported model further."""
 
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ TrainedOn = Literal["tokens", "masked tokens", "images", "pairs"]
 
 
 def find_training_kind(config: Any) -> TrainedOn:
-    """What a model trains on, by its options: bidirectional attention needs masked tokens."""
+    """Return what a model trains on, by its options: bidirectional attention needs masked tokens."""
     if hasattr(config, "colours"):
         return "images"
     if hasattr(config, "num_decoder_layers"):
@@ -19,7 +19,7 @@ def find_training_kind(config: Any) -> TrainedOn:
 
 
 def run_file_text(kind: type, data_kind: TrainedOn) -> str:
-    """Return the text of a run file that trains the import further, without any text of the download.
+    """Return the text of the run file, which contains no text of the imported files.
 
     Args:
       kind: the class of the model's configuration.

@@ -1,16 +1,19 @@
-"""`shardtrain inspect RUN`: show how a run is sharded over a mesh, and its traffic, without the devices."""
+"""`shardtrain inspect RUN`: show how a run is sharded over a mesh, and what devices send, without devices."""
 
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import jax
 
 from shardtrain import axes
-from shardtrain.cli.compilation import CompileOptions, compiling, set_xla_flags
+from shardtrain.cli.arguments import find_values
+from shardtrain.cli.compilation import CompileOptions, cache_programs, set_xla_flags
 from shardtrain.cli.run_options import parse_run
 from shardtrain.data import RowSplit
 from shardtrain.errors.messages import problems_error
@@ -37,7 +40,7 @@ from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.strategy import Strategy
 
 MOST = {"devices": MOST_DEVICES, "pipeline_stages": 1024, "microbatches": 8192}
-"""Upper limits: no machine has more devices, and larger schedules would take hours to draw."""
+"""Largest values of options: no machine has more devices, and larger schedules take hours to draw."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,22 +48,22 @@ class InspectOptions(CompileOptions):
     """Options of inspect.
 
     Args:
-      devices: number of devices; by default the product of --mesh, or the devices of this machine.
-      unused: list the parameters that the loss does not depend on; the run's data is prepared for it.
-      compile: compile the step for these devices (cpu with --cpu-devices, or h100 or a100, which this machine
-        need not have), and show the bytes that it moves and the memory that it needs.
-      memory: with --compile, compile the step also with each option that may save memory (remat policies,
-        more microbatches, logits in chunks, a momentum in bfloat16), and show what each needs.
-      pipeline_stages: number of stages in the timeline, and of islands in a cut by time; by default the size
+      devices: number of devices. By default, the product of --mesh, or the devices of this machine.
+      unused: list the parameters that the loss does not depend on; this prepares the data of the run.
+      compile: compile the step for these devices, and show the bytes that it sends and the memory that it
+        needs: cpu (with --cpu-devices), h100 or a100, which this machine need not have.
+      memory: with --compile, also compile the step with each option that may save memory (remat policies,
+        more microbatches, logits in chunks, momentum in bfloat16), and show what each needs.
+      pipeline_stages: number of stages in the timeline, and of islands in a cut by time. By default, the size
         of the mesh axis pipeline, or 4.
-      microbatches: number of microbatches in the timeline; by default that of --accumulate.
-      lockstep: draw the schedule of a mesh, in which every tick waits for all stages, instead of that of
-        islands; by default if the mesh has an axis pipeline.
-      timeline: also write the timeline as a picture to this file, .svg or .png.
-      island: show the run as this island has it, with the sections of the strategy for its number, or for the
-        devices of --compile; None: without sections.
-      islands: number of islands for which the bytes that each sends are shown; by default those of --shares,
-        the replicas of the mesh if these merge otherwise than by a mean of gradients, or 2.
+      microbatches: number of microbatches in the timeline. By default, the number of --accumulate.
+      lockstep: draw the schedule of a mesh, in which every tick waits for all stages, instead of the schedule
+        of islands. By default, it is drawn if the mesh has an axis pipeline.
+      timeline: also write the timeline as a picture to this .svg or .png file.
+      island: number of an island; show the run with the sections of the strategy that apply to this island,
+        or to the devices of --compile. None applies no sections.
+      islands: number of islands, for the bytes that each sends. By default, the number of --shares; or the
+        replicas of the mesh, if they do not merge by a mean of gradients; or 2.
     """
 
     devices: int | None = None
@@ -75,7 +78,7 @@ class InspectOptions(CompileOptions):
     islands: int | None = None
 
     def check(self) -> None:
-        """Refuse counts below 1, all of them at once."""
+        """Refuse options that are out of range, all at once."""
         counts = ("devices", "pipeline_stages", "microbatches")
         given = {name: number for name in counts if (number := getattr(self, name)) is not None}
         wrong = [
@@ -93,7 +96,7 @@ class InspectOptions(CompileOptions):
             raise problems_error("this cannot be shown", wrong)
 
     @property
-    def of_schedule(self) -> bool:
+    def draws_schedule(self) -> bool:
         """Whether an option of the timeline was given."""
         others = ("devices", "unused", "compile", "memory", "island", "islands", "xla_preset")
         return any(getattr(self, f.name) is not None for f in fields(self) if f.name not in others)
@@ -109,12 +112,13 @@ def main(arguments: Sequence[str]) -> int:
         run = replace(run, strategy=strategy)
     elif run.strategy.islands:
         names = ", ".join(map(repr, run.strategy.islands))
-        terminal.out(f"sections of islands ({names}) are not shown; --island NUMBER shows one island's\n")
+        terminal.out(f"sections of islands ({names}) are not applied; --island NUMBER applies those of one\n")
     layout = run.strategy.layout
-    sizes = axis_sizes(layout.mesh, options.devices or _parse_devices(layout.mesh))
+    of_mesh = math.prod(layout.mesh.values()) if -1 not in layout.mesh.values() else jax.device_count()
+    sizes = axis_sizes(layout.mesh, options.devices or of_mesh)
     model = make_model(run)
     optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims, frozen=model.frozen)
-    stages = _stages(run, model, sizes[axes.PIPELINE])
+    stages = _find_partition(run, model, sizes[axes.PIPELINE])
     if stages is not None:
         check_stages(model, layout, sizes, run.strategy.synchronisation, stages)
     specs = state_specs(model, optimizer, layout, sizes, run.strategy.synchronisation, stages)
@@ -123,36 +127,36 @@ def main(arguments: Sequence[str]) -> int:
         weights=weights(specs.arrays, layout.sharded_rules), microbatches=run.strategy.accumulate
     )
     traffic = parameter_traffic(work, layout.zero, sizes)
-    num_islands = _num_islands(run, options, sizes)
+    num_islands = _count_islands(run, options, sizes)
     if num_islands == 1 and not run.strategy.synchronisation.is_mean:
         # the replicas of `data` exchange what their combiner sends, which is shown below
         traffic = {key: sent for key, sent in traffic.items() if axes.DATA not in key.axes}
     terminal.out(traffic_text(traffic))
     terminal.out(_merges_text(run, specs, sizes, num_islands) + "\n")
-    asked = options.of_schedule or any(word.partition("=")[0] == "--schedule" for word in arguments)
+    asked = options.draws_schedule or find_values(arguments, "--schedule")
     if asked or sizes[axes.PIPELINE] > 1:
-        _show(_table(run.strategy, options, sizes[axes.PIPELINE]), options.timeline)
+        _show(_make_table(run.strategy, options, sizes[axes.PIPELINE]), options.timeline)
     if run.batch_unit == "examples":
         RowSplit.of(sizes, layout.batch_axes, run.strategy.accumulate).check(run.batch)
-    if run.strategy.pipeline.stages == "time" and run.strategy.across.axis == "pipeline":
-        terminal.out("\n" + _stages_by_time(run, options) + "\n")
-    elif model.chain is None and run.strategy.across.axis == "pipeline":
-        terminal.out("\n" + _format_traced_stages(run, options) + "\n")
+    if text := _format_cut(run, model, options):
+        terminal.out(f"\n{text}\n")
     if sizes[axes.CONTEXT] > 1 or layout.collective_matmul:
-        _check_sequences(run, model, sizes)
+        from shardtrain.trainer.layout_check import check_sequences
+
+        check_sequences(run, model, sizes, _use_data(run, partial(_make_microbatch, run)))
     if options.unused:
         terminal.out(_format_unused(run, model) + "\n")
     if options.compile is not None:
-        with compiling(flags_text):
+        with cache_programs(flags_text):
             terminal.out("\n" + _compile(run, options, sizes))
     return 0
 
 
-def _num_islands(run: Run, options: InspectOptions, sizes: Mapping[str, int]) -> int:
-    """Return the number of islands; 1: the replicas are those of the mesh.
+def _count_islands(run: Run, options: InspectOptions, sizes: Mapping[str, int]) -> int:
+    """Return the number of islands; 1 means that the replicas are the ones of the mesh.
 
     Raises:
-      ValueError: it is not that of the shares, or they do not make whole pipelines.
+      ValueError: it differs from the number of shares, or does not divide into whole pipelines.
     """
     across, given = run.strategy.across, options.islands
     is_pipeline, of_pipeline = across.axis == "pipeline", across.partitions or 1
@@ -176,7 +180,7 @@ def _num_islands(run: Run, options: InspectOptions, sizes: Mapping[str, int]) ->
 
 
 def _merges_text(run: Run, specs: Specs, sizes: Mapping[str, int], num_islands: int) -> str:
-    """Say what replicas send to each other: islands, pipelines of islands, or the replicas of the mesh."""
+    """Format what replicas send to each other: islands, pipelines of islands, or the replicas of the mesh."""
     synchronisation, across = run.strategy.synchronisation, run.strategy.across
     if num_islands == 1:
         return synchronisation_text(synchronisation, mesh_merges(synchronisation, specs, sizes), "mesh")
@@ -190,53 +194,49 @@ def _merges_text(run: Run, specs: Specs, sizes: Mapping[str, int], num_islands: 
     text = synchronisation_text(synchronisation, merges)
     if across.num_gradient_programs == 1:
         return text
-    from shardtrain.trainer.planned import plan_sent_parts  # with all that islands need
+    from shardtrain.trainer.planned import plan_sent_parts  # imports what islands need
 
-    with TemporaryDirectory() as folder:
-        sent = plan_sent_parts(run, run.data.train(Path(folder)), sizes)
+    sent = _use_data(run, lambda source: plan_sent_parts(run, source, sizes))
     return f"{text}\n{parts_text(sent.sizes_bytes, across.num_gradient_programs)}"
 
 
-def _format_unused(run: Run, model: Model) -> str:
-    """Name the parameters that the loss does not depend on; the data is prepared in a temporary folder."""
-    from shardtrain.trainer.setup import find_unused, format_unused, make_microbatch
-
+def _use_data(run: Run, use: Callable[[Any], Any]) -> Any:
+    """Prepare the training data of a run in a temporary folder, and call a function with it."""
     with TemporaryDirectory() as folder:
-        found = find_unused(run, model, make_microbatch(run, run.data.train(Path(folder))))
+        return use(run.data.train(Path(folder)))
+
+
+def _make_microbatch(run: Run, source: Any) -> Any:
+    from shardtrain.trainer.setup import make_microbatch
+
+    return make_microbatch(run, source)
+
+
+def _format_unused(run: Run, model: Model) -> str:
+    """List the parameters that the loss does not depend on."""
+    from shardtrain.trainer.setup import find_unused, format_unused
+
+    found = find_unused(run, model, _use_data(run, partial(_make_microbatch, run)))
     return format_unused(found, run.optimizer) if found else "every parameter can change the loss"
 
 
-def _check_sequences(run: Run, model: Model, sizes: Mapping[str, int]) -> None:
-    """Refuse sequences and heads that cannot be split; the data is prepared in a temporary folder."""
-    from shardtrain.trainer.layout_check import check_sequences
-    from shardtrain.trainer.setup import make_microbatch
-
-    with TemporaryDirectory() as folder:
-        check_sequences(run, model, sizes, make_microbatch(run, run.data.train(Path(folder))))
-
-
-def _stages_by_time(run: Run, options: InspectOptions) -> str:
-    """Cut the blocks by time for the stages of islands; the data is prepared in a temporary folder."""
+def _format_cut(run: Run, model: Model, options: InspectOptions) -> str:
+    """Format the cut into stages that islands would make by time or by tracing; "" if they do neither."""
     from shardtrain.trainer.stage_cut import format_predicted_cut
-
-    with TemporaryDirectory() as folder:
-        return format_predicted_cut(run, run.data.train(Path(folder)), options.pipeline_stages)
-
-
-def _format_traced_stages(run: Run, options: InspectOptions) -> str:
-    """Cut a model that says no blocks by tracing it; the data is prepared in a temporary folder."""
     from shardtrain.trainer.traced_cut import format_inspected_cut
 
-    with TemporaryDirectory() as folder:
-        return format_inspected_cut(run, run.data.train(Path(folder)), options.pipeline_stages)
+    if run.strategy.across.axis != "pipeline":
+        return ""
+    if run.strategy.pipeline.stages == "time":
+        return _use_data(run, lambda source: format_predicted_cut(run, source, options.pipeline_stages))
+    if model.chain is None:
+        return _use_data(run, lambda source: format_inspected_cut(run, source, options.pipeline_stages))
+    return ""
 
 
 def _compile(run: Run, options: InspectOptions, sizes: Mapping[str, int]) -> str:
-    """Compile the step and describe it, and the memory of others if asked for."""
-    from shardtrain.trainer.planned import (
-        compile_figures,  # with all that islands need
-        memory_changes,
-    )
+    """Compile the step and describe it; with --memory, also the memory of other options."""
+    from shardtrain.trainer.planned import compile_figures, memory_changes  # imports what islands need
 
     kind, notes = options.compile or "", []
     with noting(notes.append):
@@ -253,8 +253,8 @@ def _compile(run: Run, options: InspectOptions, sizes: Mapping[str, int]) -> str
     return f"{text}\n{memory_text(found, rows)}"
 
 
-def _stages(run: Run, model: Model, num_stages: int) -> Partition | None:
-    """Return the partition of the blocks into stages; an equal one if it depends on the data's shapes."""
+def _find_partition(run: Run, model: Model, num_stages: int) -> Partition | None:
+    """Return the partition of the blocks into stages; an equal one if it depends on shapes of the data."""
     if num_stages == 1 or model.chain is None or not model.chain.stacked:
         return None
     pipeline = run.strategy.pipeline
@@ -271,8 +271,8 @@ def _stages(run: Run, model: Model, num_stages: int) -> Partition | None:
     )
 
 
-def _table(strategy: Strategy, options: InspectOptions, num_stages: int) -> Table:
-    """Return the schedule to draw; that of an example if the mesh has no pipeline."""
+def _make_table(strategy: Strategy, options: InspectOptions, num_stages: int) -> Table:
+    """Return the schedule to draw; an example with 4 stages if the mesh has no pipeline."""
     schedule, chunks = strategy.pipeline.schedule, strategy.pipeline.virtual_stages
     lockstep = num_stages > 1 if options.lockstep is None else options.lockstep
     sizes = (num_stages, strategy.accumulate, chunks)
@@ -291,9 +291,3 @@ def _show(table: Table, picture: Path | None) -> None:
     terminal.out("\n" + timeline_text(table, width))
     if picture is not None:
         terminal.out(f"timeline: {timeline(table, picture)}\n")
-
-
-def _parse_devices(mesh: Mapping[str, int]) -> int:
-    if -1 not in mesh.values():
-        return math.prod(mesh.values())
-    return jax.device_count()

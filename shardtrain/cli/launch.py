@@ -1,6 +1,6 @@
 """`shardtrain launch [LAUNCHER] ... -- train RUN ...`: start a command as islands, here or on other hosts.
 
-The launchers, batch systems among them, are in `launch/registry.py`.
+Next: `launch/registry.py`, which lists the launchers.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from shardtrain.launch.supervise import supervise_once
 from shardtrain.system import terminal
 
 OF_RUNS = ("train", "inspect")
-"""Commands that take a run, and so the strategy of a cluster's islands."""
+"""Commands that take a run, and therefore --cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +39,19 @@ class Options:
     """Options of every launcher.
 
     Args:
-      islands: number of islands; each is a separate JAX runtime. By default one per host, or one per number
-        in --processes-per-island, else 1.
-      processes_per_island: number of processes of each island: one number for all, or one each, such as 1,3.
-      cluster: a file with the kinds of islands, such as meshes/two_kinds_of_islands.toml: their numbers,
-        nodes, processes, devices, launcher options, and fields of the strategy that differ.
-      logs: the folder for one log per rank, by default logs/DATE-TIME; if an earlier launch uses it, a
-        number is added to its name.
-      interface: network interface that the ranks use, such as eth1 or ib0; by default loopback on one
-        machine, and on several the choice of MPI.
+      islands: number of islands; each is a separate JAX runtime. By default, one per host, or one per number
+        in --processes-per-island, or else 1.
+      processes_per_island: number of processes of each island: one number for all, or one for each, such as
+        1,3.
+      cluster: cluster file with the kinds of islands, such as meshes/two_kinds_of_islands.toml. It sets their
+        number, nodes, processes, devices, launcher options and fields of the strategy.
+      logs: folder for one log per rank. By default, logs/DATE-TIME. A number is added to the name if another
+        launch uses the folder.
+      interface: network interface of the ranks, such as eth1 or ib0. By default, loopback on one machine,
+        and the choice of MPI on several.
       time: time limit in the format of Slurm, such as 01:30:00.
-      signal_seconds: how many seconds before the end of --time the ranks are asked to save and stop.
-      dry_run: print the command or the script without running it.
+      signal_seconds: seconds before the end of --time at which the ranks are asked to save and stop.
+      dry_run: print the command or script without running it.
     """
 
     islands: int | None = None
@@ -71,9 +72,9 @@ def main(arguments: Sequence[str]) -> int:
       job was submitted.
     """
     own, program = split(arguments)
-    name, words = _name(own)
+    name, words = _find_launcher(own)
     if program is None and not {"-h", "--help"} & set(own):
-        raise ValueError(_missing(own))
+        raise ValueError(_format_missing(own))
     options, special = _parse(name, words)
     assert program is not None
     if problem := program_problem(program):
@@ -83,12 +84,12 @@ def main(arguments: Sequence[str]) -> int:
     if hosts and name is None:
         launcher = LAUNCHERS[WITH_HOSTS]
     if options.cluster is not None:
-        cluster = _cluster(options.cluster, options)
-        options, hosts = _parse_islands(cluster, options), hosts_of_cluster(hosts, cluster)
+        cluster = _read_cluster(options.cluster, options)
+        options, hosts = _apply_cluster(cluster, options), hosts_of_cluster(hosts, cluster)
         special = launcher.with_cluster(special, cluster) if launcher.with_cluster else special
         if cluster.strategy_sections and program[0] in OF_RUNS:
             program = [*program, "--cluster", str(options.cluster)]
-    job = _job(options, hosts, program)
+    job = _make_job(options, hosts, program)
     if launcher.restarts is None:
         return _submit(launcher.launch(job, special, os.environ), options.dry_run)
     job = replace(job, logs=options.logs or job.logs / f"{datetime.now():%Y%m%d-%H%M%S}")
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Return the words before the first `--`, and those after it (None: there is no `--`).
+    """Return the words before the first `--`, and the words after it, or None without `--`.
 
     >>> split(["--islands", "2", "--", "train", "run.py"])
     (['--islands', '2'], ['train', 'run.py'])
@@ -108,8 +109,8 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
     return arguments[:at], arguments[at + 1 :]
 
 
-def _name(words: list[str]) -> tuple[str | None, list[str]]:
-    """Return the launcher that is named, and the other words."""
+def _find_launcher(words: list[str]) -> tuple[str | None, list[str]]:
+    """Return the name of the launcher, None for the default, and the other words."""
     if not words or words[0].startswith("-"):
         return None, words
     if words[0] in LAUNCHERS:
@@ -119,7 +120,7 @@ def _name(words: list[str]) -> tuple[str | None, list[str]]:
     raise ValueError(f"there is no launch {near(words[0], LAUNCHERS)}")
 
 
-def _missing(own: Sequence[str]) -> str:
+def _format_missing(own: Sequence[str]) -> str:
     example = "shardtrain launch --islands 2 -- train examples/gpt_text.py"
     command = next((i for i, word in enumerate(own) if word in COMMANDS), None)
     if command is not None:
@@ -129,17 +130,17 @@ def _missing(own: Sequence[str]) -> str:
 
 
 def program_problem(program: Sequence[str]) -> str | None:
-    """Return why the words after -- cannot be launched; None if they can."""
+    """Return why the words after -- cannot be launched; None if they can be."""
     known = [command for command in COMMANDS if command != "launch"]
     if not program:
         return "there is nothing after --; write the command there: -- train examples/gpt_text.py"
     if program[0] not in known:
-        return f"after -- comes a command of shardtrain, and not {near(program[0], known)}"
+        return f"after -- must be a command of shardtrain, not {near(program[0], known)}"
     return None
 
 
 def _parse(name: str | None, words: Sequence[str]) -> tuple[Options, Any]:
-    """Parse the options of every launcher, and those of the named one."""
+    """Parse the options of every launcher, and of the named one."""
     import tyro
 
     flat = tyro.conf.OmitArgPrefixes
@@ -157,15 +158,20 @@ def _parse(name: str | None, words: Sequence[str]) -> tuple[Options, Any]:
     return parsed.launch, getattr(parsed, name or DEFAULT)
 
 
-def _cluster(path: Path, options: Options) -> Cluster:
-    """Read the cluster file, whose islands no other option may give."""
-    given = {"--islands": options.islands, "--processes-per-island": options.processes_per_island}
-    if names := [name for name, value in given.items() if value != getattr(Options(), _field(name))]:
-        raise ValueError(f"{' and '.join(names)} and --cluster are given; the cluster file says it")
+def _read_cluster(path: Path, options: Options) -> Cluster:
+    """Read the cluster file.
+
+    Raises:
+      ValueError: other options set its islands, or it has options of an unknown launcher.
+    """
+    fields = ("islands", "processes_per_island")
+    if given := [name for name in fields if getattr(options, name) != getattr(Options(), name)]:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"{names} and --cluster are given; the cluster file sets both")
     cluster = read_cluster(path)
     takers = [name for name, launcher in LAUNCHERS.items() if launcher.with_cluster]
     problems = [
-        f"kind {kind.kind}: launch.{name} is for no launcher that takes options from a cluster file:"
+        f"kind {kind.kind}: launch.{name} does not name a launcher that takes options from a cluster file:"
         f" {near(name, takers)}"
         for kind in cluster.islands
         for name in kind.launch
@@ -176,11 +182,7 @@ def _cluster(path: Path, options: Options) -> Cluster:
     return cluster
 
 
-def _field(name: str) -> str:
-    return name.lstrip("-").replace("-", "_")
-
-
-def _parse_islands(cluster: Cluster, options: Options) -> Options:
+def _apply_cluster(cluster: Cluster, options: Options) -> Options:
     kinds = cluster.of_islands
     processes = ",".join(str(kind.processes) for kind in kinds)
     if len({kind.processes for kind in kinds}) == 1:
@@ -188,7 +190,7 @@ def _parse_islands(cluster: Cluster, options: Options) -> Options:
     return replace(options, islands=len(kinds), processes_per_island=processes)
 
 
-def _job(options: Options, hosts: tuple[Host, ...], program: Sequence[str]) -> Job:
+def _make_job(options: Options, hosts: tuple[Host, ...], program: Sequence[str]) -> Job:
     processes = parse_processes(options.processes_per_island)
     islands = options.islands
     if islands is None:
@@ -219,7 +221,7 @@ def _submit(launch: Launch, dry_run: bool) -> int:
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     stem, numbers = path.stem, itertools.count(2)
-    # never the script of another launch, which may be about to be read
+    # another launch may be about to read its script
     while not write_new(path, text):
         path = path.with_name(f"{stem}-{next(numbers)}{path.suffix}")
     terminal.err(f"launch: wrote {path}; logs will be {launch.log}\n")
@@ -230,7 +232,7 @@ def _run(launcher: Launcher, job: Job, special: Any, dry_run: bool) -> int:
     """Start the ranks and wait for them, with restarts."""
     assert launcher.restarts is not None
     restarts: Restarts = launcher.restarts(special)
-    # before a log folder is made: a mistake leaves nothing behind
+    # before a log folder is made, so that a usage error leaves no folder
     launch = launcher.launch(job, special, os.environ)
     if dry_run:
         sys.stdout.write(shell_text(launch))

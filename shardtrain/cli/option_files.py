@@ -1,4 +1,4 @@
-"""Options that replace several values of the run file at once: a strategy file, a preset, a layout file.
+"""Apply options that replace many fields of a run: a strategy, layout or cluster file, a preset, a model.
 
 Next: `run_options.py`, whose options then change single fields.
 """
@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardtrain.cli.arguments import find_values
 from shardtrain.cli.field_options import replace_fields
 from shardtrain.combine.synchronisation import preset
 from shardtrain.data.mixture import Mixture
@@ -21,14 +22,14 @@ from shardtrain.trainer.strategy import Strategy, read_strategy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """Options that replace values of the run file, before all others change single fields.
+    """Options that replace many fields of the run file, before other options change single fields.
 
     Args:
-      strategy: a strategy file, such as the strategy.toml of a run folder.
-      synchronisation: a way to synchronise replicas, by name: every-step, local-sgd, diloco,
-        streaming-diloco, adasum-deltas or hierarchical; its fields are the options beside it.
-      cluster: a cluster file, such as meshes/two_kinds_of_islands.toml: its kinds of islands may have fields
-        of the strategy that differ; sections of the strategy itself win.
+      strategy: strategy file, such as the strategy.toml of a run folder.
+      synchronisation: preset of the options that synchronise replicas: every-step, local-sgd, diloco,
+        streaming-diloco, adasum-deltas or hierarchical. Options of its fields override the preset.
+      cluster: cluster file, such as meshes/two_kinds_of_islands.toml. It may set other fields of the strategy
+        for each kind of islands; sections of the strategy itself take precedence.
     """
 
     strategy: Path | None = None
@@ -37,17 +38,17 @@ class StrategyOptions:
 
 
 def read_given_strategy(words: Sequence[str]) -> Strategy | None:
-    """Return the strategy that `--strategy FILE` names; None without it.
+    """Read the strategy that `--strategy FILE` names; return None without the option.
 
     Raises:
       ValueError: it cannot be read.
     """
-    given = _find_values(words, "--strategy")
+    given = find_values(words, "--strategy")
     return read_strategy(Path(given[-1])) if given else None
 
 
 def apply_files(run: Run, words: Sequence[str]) -> Run:
-    """Return the run with the files and presets that the command line names.
+    """Apply the files and presets that the command line names to a run.
 
     Raises:
       ValueError: one of them cannot be read, or is not known.
@@ -56,24 +57,22 @@ def apply_files(run: Run, words: Sequence[str]) -> Run:
 
 
 def _apply_pretrained_model(run: Run, words: Sequence[str]) -> Run:
-    """Replace the model by that of a folder of Hugging Face that `--start-from` names."""
-    given = _find_values(words, "--start-from", "--start-from.checkpoint")
+    """Replace the model of a run by the Hugging Face model that `--start-from` names."""
+    given = find_values(words, "--start-from", "--start-from.checkpoint")
     if not given or not is_pretrained(Path(given[-1])):
         return run
     model = keep_training_options(read_pretrained(given[-1]), run.model)
-    if adapter := _find_values(words, "--start-from.adapter"):
+    if adapter := find_values(words, "--start-from.adapter"):
         model = dataclasses.replace(model, lora=read_lora(adapter[-1], model))
     return dataclasses.replace(run, model=model)
 
 
 def adopt_tokenizer(run: Run, changes: Collection[str]) -> Run:
-    """Return the run with the tokenizer of the folder of Hugging Face that the command line starts it from.
-
-    Only data that would read bytes gets it, and no files of tokens.
+    """Let data that would read bytes use the tokenizer of the Hugging Face model that a run starts from.
 
     Args:
       run: the run.
-      changes: paths of the fields that the command line gives.
+      changes: paths of the fields that the command line sets; without start_from, nothing changes.
     """
     folder = run.start_from.checkpoint
     if "start_from.checkpoint" not in changes:
@@ -84,13 +83,13 @@ def adopt_tokenizer(run: Run, changes: Collection[str]) -> Run:
 
 
 def _replace_tokenizer(data: Any, tokenizer: str, name: str, changes: Collection[str]) -> Any:
-    """Return data with a tokenizer where it, or a part of a mixture, would read bytes.
+    """Set the tokenizer of data, or of the parts of a mixture, that would read bytes.
 
     Args:
-      data: of the run.
-      tokenizer: a folder.
+      data: the data of the run.
+      tokenizer: the folder of the tokenizer.
       name: path of the data's fields.
-      changes: paths of the fields that the command line gives, which stay.
+      changes: paths of the fields that the command line sets, which are kept.
     """
     if isinstance(data, Mixture):
         parts = {
@@ -104,10 +103,10 @@ def _replace_tokenizer(data: Any, tokenizer: str, name: str, changes: Collection
 
 
 def _apply_strategy(run: Run, words: Sequence[str]) -> Run:
-    """Replace the strategy by that of `--strategy FILE`, and its synchronisation by a preset."""
+    """Apply the strategy file, the preset of synchronisation, and the sections of the cluster file."""
     if (strategy := read_given_strategy(words)) is not None:
         run = replace_fields(run, {"strategy": strategy})
-    if given := _find_values(words, "--synchronisation"):
+    if given := find_values(words, "--synchronisation"):
         run = replace_fields(run, {"strategy.synchronisation": preset(given[-1])})
     if (cluster := read_given_cluster(words)) is not None:
         sections, own = cluster.strategy_sections, run.strategy.islands
@@ -119,28 +118,18 @@ def _apply_strategy(run: Run, words: Sequence[str]) -> Run:
 
 
 def read_given_cluster(words: Sequence[str]) -> Cluster | None:
-    """Return the cluster that `--cluster FILE` names; None without it.
+    """Read the cluster that `--cluster FILE` names; return None without the option.
 
     Raises:
       ValueError: it cannot be read.
     """
-    given = _find_values(words, "--cluster")
+    given = find_values(words, "--cluster")
     return read_cluster(Path(given[-1])) if given else None
 
 
-def _find_values(words: Sequence[str], *names: str) -> list[str]:
-    """Return the values of an option on the command line."""
-    return [
-        value if equals else next(iter(words[number + 1 :]), "")
-        for number, word in enumerate(words)
-        for name, equals, value in [word.partition("=")]
-        if name.replace("_", "-") in names
-    ]
-
-
 def _apply_mesh_file(run: Run, words: Sequence[str]) -> Run:
-    """Replace the layout by that of `--mesh FILE`, so that other options change the file's values."""
-    given = _find_values(words, "--mesh", "--strategy.layout.mesh")
+    """Replace the layout by the layout file that `--mesh` names."""
+    given = find_values(words, "--mesh", "--strategy.layout.mesh")
     if given and is_layout_file(given[-1]):
         return replace_fields(run, {"strategy.layout": read_layout(Path(given[-1]))})
     return run

@@ -1,6 +1,6 @@
-"""Steps that a run's past folders measured, as what a machine's constants are fitted to; no step is run.
+"""Read the measured steps of past runs, to which `shardtrain calibrate` fits a machine. No step is run.
 
-Next: `calibrate.py`, which fits them; `run_rows.py`, rows for predictions without a model.
+Next: `calibrate.py`; `run_rows.py`, which reads rows for predictions without a model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardtrain import axes
-from shardtrain.cli.checkpoint_files import MODEL
-from shardtrain.cli.checkpoint_path import find_checkpoint_path
-from shardtrain.cli.run_rows import find_devices
+from shardtrain.cli.checkpoint_path import MODEL, find_checkpoint_path, select_options
+from shardtrain.cli.run_rows import find_devices, read_step_phases
 from shardtrain.errors.messages import problems_error
-from shardtrain.plan.advice.bottleneck import step_phases
 from shardtrain.plan.prediction import Choice
-from shardtrain.report.sinks.json_lines import METRICS, read_jsonl
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import Run, describe
@@ -25,58 +22,54 @@ MESH = "strategy.layout.mesh."
 NUMBERS = ("strategy.accumulate", "strategy.pipeline.virtual_stages")
 
 LENGTHS = ("seq", "window")
-"""Ends of the names of options of data that say how long a sample is."""
+"""Endings of the names of data options that set the length of a sample."""
 
 
 class PastStep(NamedTuple):
-    """A step that was measured.
+    """A measured step.
 
     Args:
-      choice: the way it was run.
-      seconds: of the compiled step, without input, saves and evaluations.
+      choice: how it was run.
+      seconds: time of the compiled step, without input, saves and evaluations.
     """
 
     choice: Choice
     seconds: float
 
 
-def past_steps(run: Run, folders: Sequence[Path], kind: str, num_devices: int) -> list[PastStep]:
-    """Return the steps of past runs of the same model and batch, on as many devices of one kind.
+def read_past_steps(run: Run, folders: Sequence[Path], kind: str, num_devices: int) -> list[PastStep]:
+    """Read the steps of past runs of the same model and batch, on the same number and kind of devices.
 
     Args:
-      run: the run.
-      folders: of runs.
-      kind: of the devices that are here.
-      num_devices: of them.
+      run: the run to compare with.
+      folders: folders of past runs.
+      kind: kind of the devices of this machine.
+      num_devices: number of these devices.
 
     Raises:
-      ValueError: lists every folder of which the step is not known, or is another one.
+      ValueError: lists every folder whose step is unknown or different.
     """
     found, problems = [], []
     for folder in folders:
         try:
-            found.append(_past_step(run, folder, kind, num_devices))
+            found.append(_read_past_step(run, folder, kind, num_devices))
         except (ValueError, OSError) as error:
-            problems.append(f"{folder}: {error}")
+            problems.append(str(error) if str(folder) in str(error) else f"{folder}: {error}")
     if problems:
         raise problems_error("past runs cannot be compared with this one", problems)
     return found
 
 
-def _past_step(run: Run, folder: Path, kind: str, num_devices: int) -> PastStep:
-    if not (folder / METRICS).is_file():
-        raise ValueError(f"there is no {METRICS}; give the folder of a run, such as runs/gpt_text")
-    phases = step_phases(read_jsonl(folder / METRICS))
-    if phases is None:
-        raise ValueError(f"{METRICS} has fewer than two measured lines; train on, or use --log-every 1")
+def _read_past_step(run: Run, folder: Path, kind: str, num_devices: int) -> PastStep:
+    _, phases = read_step_phases(folder)
     if any(phases.seconds.get(phase) for phase in ("islands", "stages")):
         raise ValueError("it ran on several islands; give runs of one island")
     options = dict(find_checkpoint_path(str(folder)).reader().extra.get("run") or {})
     own_kind, own_devices = find_devices(folder)
     if (own_kind, own_devices) != (kind, num_devices):
         raise ValueError(
-            f"it ran on {own_devices} devices of kind {own_kind}, and here are {num_devices} of kind {kind};"
-            " calibrate there, or with as many devices (--cpu-devices)"
+            f"it ran on {own_devices} devices of kind {own_kind}, and this machine has {num_devices} of kind"
+            f" {kind}; calibrate there, or with as many devices (--cpu-devices)"
         )
     if other := _list_other_options(run, options):
         raise ValueError(f"it is another step: {'; '.join(other)}; give runs of this model and batch")
@@ -84,7 +77,7 @@ def _past_step(run: Run, folder: Path, kind: str, num_devices: int) -> PastStep:
 
 
 def _list_other_options(run: Run, options: Mapping[str, Any]) -> list[str]:
-    """List what of the batch, its length, its dtype and the model's options differs from those of a run."""
+    """List the options of batch, sample length, dtype and model that differ from a run's."""
     here: dict[str, Any] = {"batch": run.batch, "strategy.compute_dtype": run.strategy.compute_dtype}
     of_data = describe(run.data, "data")
     here |= {name: value for name, value in of_data.items() if name.endswith(LENGTHS)}
@@ -98,7 +91,7 @@ def _list_other_options(run: Run, options: Mapping[str, Any]) -> list[str]:
 
 
 def _choice(options: Mapping[str, Any], num_devices: int) -> Choice:
-    """Return the way that options say to run a step.
+    """Return the choice of layout, microbatches and schedule that options describe.
 
     Raises:
       ValueError: a checkpoint, which others may have written, has a size that is no whole number.
@@ -106,7 +99,7 @@ def _choice(options: Mapping[str, Any], num_devices: int) -> Choice:
     sizes_of = [name for name in options if name.startswith(MESH) or name in NUMBERS]
     if odd := [f"{name} is {options[name]!r}" for name in sizes_of if type(options[name]) is not int]:
         raise ValueError(f"its checkpoint has no whole numbers: {', '.join(odd)}; give a run of this library")
-    mesh = {name.removeprefix(MESH): size for name, size in options.items() if name.startswith(MESH)}
+    mesh = select_options(options, MESH)
     layout = {
         name: options[f"strategy.layout.{name}"]
         for name in ("zero", "sequence_sharded", "collective_matmul", "context_attention", "unnamed")

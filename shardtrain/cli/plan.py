@@ -1,41 +1,51 @@
-"""`shardtrain plan RUN`: which strategy to use on devices one may not have, if it fits, how fast it is."""
+"""`shardtrain plan RUN`: rank the layouts of a run on a machine by predicted step time and memory."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from shardtrain.cli.compilation import compiling, set_xla_flags
+from shardtrain import axes
+from shardtrain.cli.compilation import cache_programs, set_xla_flags
 from shardtrain.cli.option_files import read_given_cluster, read_given_strategy
-from shardtrain.cli.plan_compile import check_compile, compile_plan
 from shardtrain.cli.plan_options import PlanOptions, check_output, check_trace
 from shardtrain.cli.run_options import parse_run
 from shardtrain.errors.exit_codes import DONE, FAILED
+from shardtrain.islands.cluster import Cluster
+from shardtrain.plan.compile import Figures, describe_devices
+from shardtrain.plan.device_calls import counts_flash
 from shardtrain.plan.island_stages import StagesPlan, plan_stages
 from shardtrain.plan.islands import ClusterPlan, KindPlan, estimate_times, plan_cluster
 from shardtrain.plan.layers.compare import cluster_group, plan_layers
 from shardtrain.plan.layers.replicated_costs import pipeline_costs
 from shardtrain.plan.layers.trace_layers import trace_layers
-from shardtrain.plan.search import frontier
+from shardtrain.plan.predict import predict, steps
+from shardtrain.plan.prediction import Step
+from shardtrain.plan.search import find_frontier
 from shardtrain.plan.simulator.operator_search import plan_operators
-from shardtrain.plan.simulator.step_graph import step_graph
+from shardtrain.plan.simulator.step_graph import make_step_graph
 from shardtrain.plan.space import Space
 from shardtrain.plan.step_times import StepTimes
 from shardtrain.plan.subject import Subject
 from shardtrain.report.operators import operators_text
 from shardtrain.report.plan import explain_plan, plan_text
 from shardtrain.report.plan_advice import plan_advice_text
+from shardtrain.report.plan_compiled import flag_parameters, format_compiled
 from shardtrain.report.plan_islands import explain_join, island_stages_text
 from shardtrain.report.plan_layers import PIPELINE, layers_text, stages_text
 from shardtrain.report.plots.frontier import check_frontier, frontier_plot
 from shardtrain.report.step_trace import TracedStep, format_traces, trace_text
 from shardtrain.sharding.axis_sizes import parse_mesh
+from shardtrain.sharding.specs import sharding_rows
 from shardtrain.system import terminal
 from shardtrain.system.atomic_write import replace_file
+from shardtrain.train_step.placement import state_specs
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.planned import (
     apply_shares,
+    compile_figures,
     find_choices,
     make_planned_strategy,
     make_space,
@@ -47,29 +57,29 @@ from shardtrain.trainer.strategy import strategy_text
 
 
 def _write_trace(path: Path, plan: ClusterPlan, all_times: Sequence[StepTimes]) -> str:
-    """Write the simulated steps of all kinds of islands, with and without overlap; return their times."""
+    """Write a trace of the simulated steps of all kinds of islands; return the times of these steps."""
     found = []
     kinds = [each for each in plan.kinds if each.rows]
     for each, times in zip(kinds, all_times, strict=True):
         for overlap, what in ((False, "nothing overlaps"), (True, "sums of gradients overlap")):
-            found.append(TracedStep(f"{each.kind.kind}: {what}", step_graph(times, overlap=overlap)))
+            found.append(TracedStep(f"{each.kind.kind}: {what}", make_step_graph(times, overlap=overlap)))
     replace_file(path, trace_text(found).encode())
     return format_traces(found) + f"trace: {path}\n"
 
 
-def _trace_text(run: Run, path: Path, plan: ClusterPlan, subjects: Sequence[Subject], *, given: bool) -> str:
-    """Write the trace of the best way, or of the run's strategy and its shares if that is given."""
+def _make_trace(run: Run, path: Path, plan: ClusterPlan, subjects: Sequence[Subject], *, given: bool) -> str:
+    """Write the trace of the best layout, or of the run's own strategy if one is given; return its text."""
     if given:
         choices = find_choices(run.strategy, plan)
         traced = apply_shares(plan, run.strategy, choices, subjects[0].batch_rows)
         return _write_trace(path, traced, estimate_times(traced, subjects, choices))
     if not all(each.plan.ranked for each in plan.kinds):
-        return "trace: none is written, as nothing runs\n"
+        return "trace: not written, as nothing runs\n"
     return _write_trace(path, plan, estimate_times(plan, subjects))
 
 
-def _or_problem(name: str, text: Callable[[], str]) -> str:
-    """Return the text of an analysis, or why it cannot be done: the plan itself stands."""
+def _try_analysis(name: str, text: Callable[[], str]) -> str:
+    """Return the text of an analysis, or why it cannot be done; the plan itself remains valid."""
     try:
         return text()
     except ValueError as problem:
@@ -77,15 +87,13 @@ def _or_problem(name: str, text: Callable[[], str]) -> str:
 
 
 def _search_operators(run: Run, options: PlanOptions, subject: Subject, kind: KindPlan) -> str:
-    """Search the shardings of operators, with the recomputation of the best way."""
-    layout = make_space(run, parse_mesh(options.fixed)).layout
-    remat = kind.plan.ranked[0].choice.remat
+    """Search the shardings of operators, with the remat policy of the best layout."""
     found = plan_operators(
         subject,
         kind.machine,
         kind.kind.devices or 1,
-        layout=layout,
-        remat=remat,
+        layout=make_space(run, parse_mesh(options.fixed)).layout,
+        remat=kind.plan.ranked[0].choice.remat,
         proposals=options.proposals,
         seed=run.seed,
     )
@@ -93,7 +101,7 @@ def _search_operators(run: Run, options: PlanOptions, subject: Subject, kind: Ki
 
 
 def _layers_text(subject: Subject, plan: ClusterPlan, link_gb_per_second: float | None) -> str:
-    """Return the best partition of each layer, and the best pipeline of stages with several devices."""
+    """Format the best partition of each layer, and the best pipeline of stages with several devices."""
     group = cluster_group(plan, link_gb_per_second)
     per_node = min(each.machine.devices_per_node for each in plan.kinds)
     text = layers_text(plan_layers(trace_layers(subject), group, per_node))
@@ -104,8 +112,8 @@ def _layers_text(subject: Subject, plan: ClusterPlan, link_gb_per_second: float 
     return f"\n{text}{stages}"
 
 
-def _stages(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> StagesPlan | None:
-    """Print and return the best pipelines over several islands, or why there are none."""
+def _plan_stages(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> StagesPlan | None:
+    """Print and return the best pipelines over several islands; print why if there are none."""
     if len(plan.shares) == 1 or not run.strategy.synchronisation.is_mean:
         return None
     try:
@@ -113,7 +121,7 @@ def _stages(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], space: Spa
             raise ValueError("; ".join(problems))
         one_cut = bool(different_cut_problems(run, subjects[0].model_state))
         found = plan_stages(subjects, plan, space, one_cut=one_cut)
-        # the run refuses what it cannot have beside such a strategy
+        # the run refuses fields that do not go with such a strategy
         replace(run, strategy=make_staged_strategy(run, found))
     except ValueError as problem:
         terminal.out(f"as pipelines, a stage on each island: {problem}\n")
@@ -123,13 +131,13 @@ def _stages(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], space: Spa
 
 
 def _draw_frontiers(path: Path, plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> str:
-    """Draw memory against time for each kind of islands, of several in a file each; return where."""
+    """Draw memory against time for each kind of islands, each in a file; return a line for each file."""
     lines = []
     for each, subject in plan.planned(subjects):
         devices = each.kind.devices or 1
         if not each.plan.ranked:
             continue
-        best, points = frontier(subject, each.machine, devices, space)
+        best, points = find_frontier(subject, each.machine, devices, space)
         file = path.with_stem(f"{path.stem}_{each.kind.kind}") if len(plan.kinds) > 1 else path
         title = f"{each.kind.kind}: {devices} device{'s' * (devices > 1)}, {each.rows} rows"
         frontier_plot(best, points, each.machine.rates.memory_bytes, file, title=title)
@@ -137,8 +145,78 @@ def _draw_frontiers(path: Path, plan: ClusterPlan, subjects: Sequence[Subject], 
     return "".join(lines)
 
 
+ABSENT_ATTENTION = (
+    "its attention is XLA's, compiled and predicted: jax traces cuDNN's only where such a GPU is; a run there"
+    " takes that in 16 bits and keeps less memory, as the plan above counts\n"
+)
+
+EVERY_TICK = (
+    "in a pipeline the compiled flops count the dearest task of every tick, also where a stage waits\n"
+)
+
+
+def check_compile(kind: str, cluster: Cluster) -> None:
+    """Refuse devices that cannot be compiled for.
+
+    Raises:
+      ValueError: an unknown kind, an unavailable number of devices, or an extra is not installed.
+    """
+    for each in cluster.islands:
+        try:
+            describe_devices(kind, each.devices or 1)
+        except ImportError as error:
+            raise ValueError(str(error)) from error
+
+
+def compile_plan(run: Run, plan: ClusterPlan, subjects: Sequence[Subject], kind: str) -> str:
+    """Compile the best layout of each kind of islands, and format a comparison with its prediction.
+
+    Args:
+      run: the run.
+      plan: the plan; kinds on which nothing runs are skipped.
+      subjects: the subject of each kind, as for `plan_cluster`.
+      kind: kind of devices, see `plan.compile.describe_devices`.
+    """
+    texts = []
+    for each, counted in plan.planned(subjects):
+        if not each.plan.ranked:
+            continue
+        devices = each.kind.devices or 1
+        subject = replace(counted, target=counted.target._replace(has_flash=False))
+        (step,) = steps(subject, each.machine, devices, [each.plan.ranked[0].choice])
+        # the strategy that --output writes, as an island of this kind has it
+        best = replace(plan, kinds=(each,), shares=plan.shares[:1])
+        strategy = replace(make_planned_strategy(run, best), islands={})
+        dtype = each.kind.strategy.get("compute_dtype", strategy.compute_dtype)
+        own = replace(run, strategy=replace(strategy, compute_dtype=dtype))
+        rows = round(step.batch_bytes / subject.row_bytes)
+        found = compile_figures(own, kind, step.sizes, rows)
+        predicted = predict(step, each.machine)
+        title = f"{each.kind.kind}: the best way, compiled for {devices} x {kind}"
+        texts.append("\n" + format_compiled(found, step, predicted, title=title, simulated=kind == "cpu"))
+        if step.sizes[axes.PIPELINE] > 1:
+            texts.append(EVERY_TICK)
+        exchange = counted.exchange(step.choice.layout, step.sizes)
+        if counts_flash(counted.program(step.choice.remat, exchange=exchange)):
+            texts.append(ABSENT_ATTENTION)
+        texts += [f"{line}\n" for line in _list_flags(subject, step, found)]
+    return "".join(texts)
+
+
+def _list_flags(subject: Subject, step: Step, found: Figures) -> Sequence[str]:
+    """Return a line for each parameter that is not sharded or gathered as planned."""
+    layout = step.choice.layout
+    stages = subject.stages(step.sizes[axes.PIPELINE], step.choice.virtual_stages)
+    specs = state_specs(subject.find_model(None), subject.optimizer, layout, step.sizes, stages=stages)
+    rows = sharding_rows(specs.arrays, specs.abstract.params, specs.params, step.sizes)
+    if step.sizes[axes.FSDP] * step.sizes[axes.TENSOR] == 1:
+        # data and pipeline split nothing outside the blocks, as the plan says
+        return []
+    return list(flag_parameters(rows, found, layout.zero, math.prod(step.sizes.values())))
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Print the ranked ways, write the best if asked for; return 0, or 1 if nothing fits."""
+    """Print the ranked layouts, and write what options ask for; return 0, or 1 if nothing fits."""
     flags_text = set_xla_flags(arguments)
     run, options = parse_run("plan", arguments, PlanOptions)
     cluster = options.cluster(read_given_cluster(arguments))
@@ -157,13 +235,13 @@ def main(arguments: Sequence[str]) -> int:
     plan = plan_cluster(subjects, cluster, space, options.most, synchronisation, run.strategy.across)
     if len(plan.shares) == 1 and synchronisation.on_deltas:
         terminal.out(
-            "synchronisation: a plan of one island adds up gradients over data in every step, whatever"
-            " --synchronisation says; give a cluster of several islands to plan how these are joined\n"
+            "synchronisation: a plan of one island adds up gradients over data in every step and ignores"
+            " --synchronisation; give a cluster of several islands to plan their synchronisation\n"
         )
     terminal.out(plan_text(plan, subjects, options.most))
-    stages = _stages(run, plan, subjects, space)
+    stages = _plan_stages(run, plan, subjects, space)
     if options.output is not None and (plan.fits or stages is not None):
-        # first, so that no analysis that cannot be done keeps it from being written
+        # written before any analysis can fail
         best = make_planned_strategy(run, plan)
         if stages is not None and (not plan.fits or stages.seconds < plan.seconds):
             best = make_staged_strategy(run, stages)
@@ -176,17 +254,17 @@ def main(arguments: Sequence[str]) -> int:
     if options.frontier is not None:
         terminal.out(_draw_frontiers(options.frontier, plan, subjects, space))
     if options.advise:
-        terminal.out(_or_problem("advise", partial(plan_advice_text, subjects, plan)))
+        terminal.out(_try_analysis("advise", partial(plan_advice_text, subjects, plan)))
     if options.operators and plan.kinds[0].plan.ranked:
         text = partial(_search_operators, run, options, subjects[0], plan.kinds[0])
-        terminal.out(_or_problem("operators", text))
+        terminal.out(_try_analysis("operators", text))
     if options.layers:
         text = partial(_layers_text, subjects[0], plan, cluster.link_gb_per_second)
-        terminal.out(_or_problem("layers", text))
+        terminal.out(_try_analysis("layers", text))
     if options.trace is not None:
         given = read_given_strategy(arguments) is not None
-        terminal.out(_trace_text(run, options.trace, plan, subjects, given=given))
+        terminal.out(_make_trace(run, options.trace, plan, subjects, given=given))
     if options.compile is not None:
-        with compiling(flags_text):
+        with cache_programs(flags_text):
             terminal.out(compile_plan(run, plan, subjects, options.compile))
     return DONE if plan.fits or stages is not None else FAILED

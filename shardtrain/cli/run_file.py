@@ -19,7 +19,7 @@ from shardtrain.errors.user_code import PACKAGE, UserCodeFailed, find_raising_li
 from shardtrain.trainer.config import Run
 
 GIVE = "give a path.py[:name] or module:name"
-"""What names a run."""
+"""End of a message about a run that cannot be loaded."""
 
 
 def load_run(source: str) -> Run:
@@ -108,7 +108,7 @@ def _call(make: Callable[[], Any], origin: str) -> Any:
     """Call the function of a run file.
 
     Raises:
-      ValueError: it gives a field to a class of this package that has none of this name.
+      ValueError: it sets an unknown field of a class of this package.
       UserCodeFailed: it raised something else.
     """
     try:
@@ -124,7 +124,7 @@ def _call(make: Callable[[], Any], origin: str) -> Any:
 
 
 def _fields(name: str) -> list[str]:
-    """Return the fields of the dataclass of this package that has a name; none if there is none."""
+    """Return the fields of the dataclass of this package with a name; [] if there is none."""
     for module in [module for key, module in sys.modules.items() if key.partition(".")[0] == PACKAGE]:
         found = vars(module).get(name)
         if isinstance(found, type) and dataclasses.is_dataclass(found):
@@ -137,7 +137,7 @@ def load_module(name: str, give: str) -> Any:
 
     Args:
       name: such as `package.module`.
-      give: what a message says to give in its place.
+      give: end of the message if it cannot be imported, which names an alternative.
 
     Raises:
       ValueError: no such module.

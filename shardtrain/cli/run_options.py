@@ -1,6 +1,6 @@
-"""The command line options of a run: their names and headings, and how they change the run.
+"""Parse the command line of a run: load the run file, and change its fields by options.
 
-Next: `field_options.py`, which makes options of fields, and `run_file.py`, which loads the run.
+Next: `field_options.py`, which makes an option of each field; `run_file.py`, which loads the run.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from shardtrain.cli.field_options import (
     parse_options,
     replace_fields,
 )
-from shardtrain.cli.help_pages import help_page
+from shardtrain.cli.help_pages import ACROSS, LAYOUT, PIPELINE, SYNCHRONISATION, help_page
 from shardtrain.cli.option_files import StrategyOptions, adopt_tokenizer, apply_files, is_layout_file
 from shardtrain.cli.run_file import load_combiner, load_run
 from shardtrain.combine import CODECS, COMBINERS
@@ -28,101 +28,57 @@ from shardtrain.sharding.shares import parse_weights
 from shardtrain.system import terminal
 from shardtrain.trainer.config import Run
 
-LAYOUT, SYNCHRONISATION, ACROSS, PIPELINE = (
-    f"strategy.{name}." for name in ("layout", "synchronisation", "across", "pipeline")
-)
 NO_OPTION = (
     *("loss", "names", "sample", "hooks", "strategy.islands", "strategy.predicted"),
     *(f"{LAYOUT}parameters", f"{LAYOUT}activations"),
 )
-"""Fields of a run whose values text cannot express: they are given in Python or in a strategy file."""
+"""Fields of a run whose values text cannot express; they are set in Python or in a strategy file."""
 
 RARE = (
-    *(
-        "unit",
-        "hook_errors",
-        "evaluate_with",
-        "loading.heldout_workers",
-        "loading.prefetch",
-        "scaling.warmup",
-    ),
-    *("optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.decay_unused", "optimizer.rates"),
-    *("optimizer.learning_rate.start", "optimizer.learning_rate.power"),
+    *("unit", "hook_errors", "evaluate_with", "loading.heldout_workers", "loading.prefetch"),
+    *("scaling.warmup", "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.decay_unused"),
+    *("optimizer.rates", "optimizer.learning_rate.start", "optimizer.learning_rate.power"),
     *("checkpoints.keep_every", "watch.stall_seconds", "watch.long_seconds"),
     *(f"recovery.{name}" for name in ("window", "rollbacks", "straggler")),
-    *(f"{ACROSS}{name}" for name in ("first_bucket_bytes", "memory")),
-    f"{SYNCHRONISATION}outer.nesterov",
+    *(f"{ACROSS}first_bucket_bytes", f"{ACROSS}memory", f"{SYNCHRONISATION}outer.nesterov"),
 )
-"""Fields without an option because few runs change them: set in the run file or a strategy file."""
+"""Fields without an option because few runs change them; they are set in the run file or a strategy file."""
 
 OF_TRAINING = (
-    *(
-        "run_dir",
-        "log_every",
-        "evaluate_every",
-        "evaluate_batches",
-        "evaluate_with",
-        "time_limit",
-        "nonfinite",
-    ),
-    *(
-        "sinks",
-        "hook_errors",
-        "replay",
-        "loading.",
-        "checkpoints.",
-        "scaling.",
-        "recovery.",
-        "watch.",
-        "allow.",
-    ),
-    *("start_from.step", "start_from.adapter", "start_from.upcycle", "optimizer.learning_rate."),
+    *("run_dir", "log_every", "evaluate_every", "evaluate_batches", "evaluate_with", "time_limit"),
+    *("nonfinite", "sinks", "hook_errors", "replay", "loading.", "checkpoints.", "scaling.", "recovery."),
+    *("watch.", "allow.", "start_from.step", "start_from.adapter", "start_from.upcycle"),
+    "optimizer.learning_rate.",
 )
-"""Paths, or beginnings of paths, of options that change no plan and no inspection of a run."""
+"""Paths, or beginnings of paths, of options that change neither a plan nor an inspection of a run."""
 
 SHORT = {
     "data.paths": "data",
     "optimizer.learning_rate.peak": "learning_rate",
     "start_from.checkpoint": "start_from",
-    "strategy.accumulate": "accumulate",
-    "strategy.remat": "remat",
-    "strategy.compute_dtype": "compute_dtype",
-    "strategy.accumulate_dtype": "accumulate_dtype",
-    "strategy.offload": "offload",
-    **{f"{LAYOUT}{name}": name for name in ("mesh", "zero", "sequence_sharded", "collective_matmul")},
-    f"{LAYOUT}context_attention": "context_attention",
-    f"{LAYOUT}unnamed": "unnamed",
     f"{SYNCHRONISATION}by": "combine",
     f"{SYNCHRONISATION}on": "combine_on",
     f"{SYNCHRONISATION}every": "local_steps",
-    f"{SYNCHRONISATION}inside": "inside",
-    f"{SYNCHRONISATION}fragments": "fragments",
-    f"{SYNCHRONISATION}overlap": "overlap",
     f"{SYNCHRONISATION}when": "sync_when",
     f"{SYNCHRONISATION}distance": "clock_distance",
-    f"{SYNCHRONISATION}synchronous_steps": "synchronous_steps",
     f"{SYNCHRONISATION}outer.learning_rate": "outer_rate",
     f"{SYNCHRONISATION}outer.momentum": "outer_momentum",
     f"{SYNCHRONISATION}outer.nesterov": "outer_nesterov",
     f"{ACROSS}axis": "across",
-    f"{ACROSS}partitions": "partitions",
-    f"{ACROSS}shares": "shares",
-    f"{ACROSS}share_limits": "share_limits",
-    f"{ACROSS}reduce": "reduce",
-    f"{ACROSS}reduce_dtype": "reduce_dtype",
-    f"{ACROSS}bucket_bytes": "bucket_bytes",
-    f"{ACROSS}first_bucket_bytes": "first_bucket_bytes",
-    f"{ACROSS}gradient_parts": "gradient_parts",
     f"{ACROSS}memory": "bridge_memory",
-    f"{PIPELINE}schedule": "schedule",
-    f"{PIPELINE}virtual_stages": "virtual_stages",
-    f"{PIPELINE}stages": "stages",
-    f"{PIPELINE}stage_speeds": "stage_speeds",
-    f"{PIPELINE}stage_memory": "stage_memory",
-    f"{PIPELINE}link_speed": "link_speed",
-    f"{PIPELINE}in_flight": "in_flight",
+} | {
+    f"{prefix}{name}": name
+    for prefix, names in {
+        "strategy.": "accumulate remat compute_dtype accumulate_dtype offload",
+        LAYOUT: "mesh zero sequence_sharded collective_matmul context_attention unnamed",
+        SYNCHRONISATION: "inside fragments overlap synchronous_steps",
+        ACROSS: "partitions shares share_limits reduce reduce_dtype bucket_bytes first_bucket_bytes"
+        " gradient_parts",
+        PIPELINE: "schedule virtual_stages stages stage_speeds stage_memory link_speed in_flight",
+    }.items()
+    for name in names.split()
 }
-"""Path of a field -> the short name of its option; the path works too."""
+"""Path of a field -> short name of its option; the path is accepted too."""
 
 RENAMED = {"meet_when": "sync_when"}
 """Earlier name of an option -> its name."""
@@ -136,8 +92,8 @@ class DeviceOptions:
     """Options that `cli.set_cpu_devices` reads before jax starts.
 
     Args:
-      cpu_devices: simulate this many devices on the CPU; with several islands one number for each, such as
-        2,1.
+      cpu_devices: number of devices to simulate on the CPU; with several islands, one number for each, such
+        as 2,1.
     """
 
     cpu_devices: str | None = None
@@ -193,14 +149,18 @@ def parse_run(command: str, arguments: Sequence[str], extra: type | None = None)
     for name in ("cpu_devices", "strategy", "synchronisation", "cluster"):  # these are applied already
         changes.pop(name, None)
     own_paths = {option.path for option in command_options}
-    run_changes = {path: _parse_value(path, new) for path, new in changes.items() if path not in own_paths}
+    run_changes = {
+        path: TEXTS[path].read(new) if path in TEXTS and new is not None else new
+        for path, new in changes.items()
+        if path not in own_paths
+    }
     own_changes = {path: new for path, new in changes.items() if path in own_paths}
     run = adopt_tokenizer(replace_fields(run, run_changes), run_changes)
     return run, replace_fields(own, own_changes)
 
 
 def _refuse_training(command: str, options: Sequence[FieldOption], words: Sequence[str]) -> None:
-    """Refuse options that only training reads, by each of their names."""
+    """Refuse options that only training reads, by any of their names."""
     names = {name for option in options for name in (option.name, f"--{option.path.replace('_', '-')}")}
     given = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
     given |= {word.replace("-no-", "-").replace(".no-", ".") for word in given}
@@ -221,7 +181,7 @@ def run_options(run: Run) -> Iterator[FieldOption]:
 
 
 def refuse_options(words: Sequence[str], config: Any) -> None:
-    """Refuse renamed options, and options of fields that are set in the run file only.
+    """Refuse renamed options, and options of fields that only the run file sets.
 
     Args:
       words: the command line after RUN.
@@ -255,9 +215,9 @@ def _read_mesh(text: str) -> Mapping[str, int]:
 
 
 def _combiner_help() -> str:
-    """Return the help of --combine, which lists all registered combiners and codecs."""
+    """Return the help of --combine, with all registered combiners and codecs."""
     return (
-        f"the combiner, with codecs before it as in int8+adasum; or your own, as path.py:name. Combiners:"
+        f"combiner of replicas, after its codecs, as in int8+adasum; or your own, as path.py:name. Combiners:"
         f" {_summaries(COMBINERS)}. Codecs: {_summaries(CODECS)}."
     )
 
@@ -278,7 +238,7 @@ def _summaries(registry: Mapping[str, Callable[..., Any]]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextForm:
-    """The text form of a field whose Python value is not a plain one.
+    """How a field whose value is not a plain one is read from text and written as text.
 
     Args:
       write: value -> text.
@@ -291,17 +251,17 @@ class TextForm:
     help: str
 
 
-def _shares(text: str) -> tuple[float, ...] | str:
+def _read_shares(text: str) -> tuple[float, ...] | str:
     """Read `auto` or weights such as `3,1`."""
     if text == "auto":
         return text
     try:
         return parse_weights(text)
     except ValueError as error:
-        raise ValueError(f"{error}\n  - the word auto is allowed too: shares by measured speed") from None
+        raise ValueError(f"{error}\n  - auto is also allowed; it splits by measured speed") from None
 
 
-def _share_limits(text: str) -> tuple[int, ...] | str:
+def _read_share_limits(text: str) -> tuple[int, ...] | str:
     """Read `auto` or whole numbers such as `24,64`."""
     words = [word.strip() for word in text.split(",")]
     if text != "auto" and not all(word.isascii() and word.isdecimal() for word in words):
@@ -313,8 +273,8 @@ TEXTS = {
     f"{LAYOUT}mesh": TextForm(
         write=_mesh_text,
         read=_read_mesh,
-        help="sizes of the mesh axes, such as data=2,fsdp=-1 (-1: all remaining devices), or a layout file"
-        " such as those in meshes/.",
+        help="sizes of the mesh axes, such as data=2,fsdp=-1 (-1 means all remaining devices), or a layout"
+        " file, as in meshes/.",
     ),
     f"{SYNCHRONISATION}by": TextForm(
         write=lambda by: by if isinstance(by, str) else GIVEN_IN_PYTHON,
@@ -324,25 +284,20 @@ TEXTS = {
     "sinks": TextForm(
         write=lambda sinks: ",".join(each if isinstance(each, str) else GIVEN_IN_PYTHON for each in sinks),
         read=lambda text: tuple(name.strip() for name in text.split(",")),
-        help=f"where metrics are written, such as jsonl,wandb: {', '.join(SINKS)}. jsonl is always one of"
-        " them; wandb and mlflow need the extras of these names.",
+        help=f"sinks of metrics, such as jsonl,wandb: {', '.join(SINKS)}. jsonl is always written; wandb and"
+        " mlflow need the extras of these names.",
     ),
     f"{ACROSS}shares": TextForm(
         write=lambda given: given if isinstance(given, str | None) else ",".join(f"{x:g}" for x in given),
-        read=_shares,
-        help="weights of the replicas, in proportion to which they get rows of a batch, such as 3,1; None: by"
-        " their devices; auto: by their devices at first, then by the speed that is measured.",
+        read=_read_shares,
+        help="weights by which the rows of a batch are split over replicas, such as 3,1. None splits by the"
+        " number of devices; auto splits by devices at first, then by measured speed.",
     ),
     f"{ACROSS}share_limits": TextForm(
         write=lambda given: given if isinstance(given, str | None) else ",".join(map(str, given)),
-        read=_share_limits,
-        help="the most examples of a batch that each island gets (tokens, where the batch counts them), such"
-        " as 24,64; auto: as many as fit its memory.",
+        read=_read_share_limits,
+        help="largest number of examples of a batch for each island, such as 24,64 (of tokens, if the batch"
+        " is counted in tokens); auto finds the number that fits its memory.",
     ),
 }
 """Path of a field -> its text form."""
-
-
-def _parse_value(path: str, value: Any) -> Any:
-    """Convert a parsed value to the value of its field."""
-    return TEXTS[path].read(value) if path in TEXTS and value is not None else value

@@ -1,6 +1,6 @@
-"""Rows of measurements from past run folders, for `shardtrain advise predict`; no device is used.
+"""Read rows of measurements from folders of past runs, for `shardtrain advise predict`. No device is used.
 
-Next: `plan/advice/fit.py`, which fits them, and reads rows that somebody wrote down.
+Next: `plan/advice/fit.py`, which fits rows, and reads them from CSV files.
 """
 
 import math
@@ -10,12 +10,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from shardtrain.checkpoints.reader import CheckpointReader
-from shardtrain.cli.checkpoint_files import MODEL
-from shardtrain.cli.checkpoint_path import find_checkpoint_path
+from shardtrain.cli.checkpoint_path import MODEL, find_checkpoint_path, select_options
 from shardtrain.errors.messages import problems_error
 from shardtrain.imported import option_problems
-from shardtrain.plan.advice.bottleneck import step_phases
+from shardtrain.plan.advice.bottleneck import StepPhases, step_phases
 from shardtrain.plan.advice.fit import MeasuredRow, read_rows
 from shardtrain.report.sinks.json_lines import METRICS, read_jsonl
 from shardtrain.system.untrusted_data import parse_record
@@ -26,19 +24,19 @@ MOST_ENVIRONMENT_BYTES = 1 << 24
 PARAMS = "params/"
 GRADIENT_BYTES = 4
 WITH_ALL_AGAIN = 4 / 3
-"""Operations of a step that computes every forward again, over those of one that keeps everything."""
+"""Operations of a step that recomputes every forward, relative to a step that recomputes nothing."""
 
 
 def read_measured_rows(paths: Sequence[Path]) -> tuple[list[MeasuredRow], list[str]]:
-    """Return the rows of CSV files and of run folders, and what is not known of folders.
+    """Return the rows of CSV files and run folders, and notes on what is unknown.
 
-    Runs whose models have the same options are one model, named after the first of their folders.
+    Runs whose models have the same options count as one model, named after the first of their folders.
 
     Args:
       paths: files, and folders of finished or running runs.
 
     Raises:
-      ValueError: lists every path of which there is no row.
+      ValueError: lists every path that has no row.
     """
     rows: list[MeasuredRow] = []
     names: dict[str, str] = {}
@@ -47,7 +45,7 @@ def read_measured_rows(paths: Sequence[Path]) -> tuple[list[MeasuredRow], list[s
     for path in paths:
         try:
             if path.is_dir():
-                row, more = row_of_run(path, names)
+                row, more = read_row(path, names)
                 rows.append(row)
                 notes += more
             else:
@@ -61,27 +59,43 @@ def read_measured_rows(paths: Sequence[Path]) -> tuple[list[MeasuredRow], list[s
     return rows, notes
 
 
-def row_of_run(folder: Path, names: dict[str, str]) -> tuple[MeasuredRow, list[str]]:
-    """Return the row of a run's folder, and a line for each column that is not known.
+def read_metrics(run: Path) -> list[dict[str, float]]:
+    """Read the lines of metrics of a run's folder.
 
-    A step is that of the metrics without saves and evaluations; a start ends with the first step that was
-    logged, less the steps before.
+    Raises:
+      ValueError: it has none.
+    """
+    if not (run / METRICS).is_file():
+        raise ValueError(f"there is no {run / METRICS}; give the folder of a run, such as runs/gpt_text")
+    return read_jsonl(run / METRICS)
+
+
+def read_step_phases(run: Path) -> tuple[list[dict[str, float]], StepPhases]:
+    """Read the lines of metrics of a run's folder, and return them with the phases of a step.
+
+    Raises:
+      ValueError: it has no metrics, or fewer than two measured lines.
+    """
+    lines = read_metrics(run)
+    if (phases := step_phases(lines)) is None:
+        raise ValueError(f"{run / METRICS} has fewer than two measured lines; train on, or use --log-every 1")
+    return lines, phases
+
+
+def read_row(folder: Path, names: dict[str, str]) -> tuple[MeasuredRow, list[str]]:
+    """Read the row of a run's folder; also return a note for each unknown column.
+
+    The time of a step excludes saves and evaluations. The time of a start ends with the first logged step,
+    minus the steps before it.
 
     Args:
-      folder: with metrics, environment and a checkpoint.
-      names: options of a model -> its name; a new model is entered.
+      folder: folder with metrics, environment and a checkpoint.
+      names: options of a model -> its name; a new model is added.
 
     Raises:
       ValueError: it has no metrics or no environment, or fewer than two measured lines.
     """
-    if not (folder / METRICS).is_file():
-        raise ValueError(f"there is no {folder / METRICS}; give the folder of a run, such as runs/gpt_text")
-    lines = read_jsonl(folder / METRICS)
-    phases = step_phases(lines)
-    if phases is None:
-        raise ValueError(
-            f"{folder / METRICS} has fewer than two measured lines; train on, or use --log-every 1"
-        )
+    lines, phases = read_step_phases(folder)
     step_seconds = sum(seconds for phase, seconds in phases.seconds.items() if phase != "save")
     device, devices = find_devices(folder)
     found: dict[str, float] = {"step_seconds": step_seconds}
@@ -98,9 +112,10 @@ def row_of_run(folder: Path, names: dict[str, str]) -> tuple[MeasuredRow, list[s
             f"{folder}: sizes and operations are not known: {error}"
         ]
     options = dict(reader.extra.get("run") or {})
-    own = {name.removeprefix(MODEL): value for name, value in options.items() if name.startswith(MODEL)}
+    own = select_options(options, MODEL)
     model = names.setdefault(repr(sorted(own.items(), key=str)) if own else str(folder), folder.name)
-    found["parameter_mb"] = _parameter_bytes(reader) / 1e6
+    sizes = [math.prod(leaf.shape) for path, leaf in reader.leaves.items() if path.startswith(PARAMS)]
+    found["parameter_mb"] = GRADIENT_BYTES * sum(sizes) / 1e6
     found["checkpoint_mb"] = reader.num_bytes / 1e6
     teraflops = _teraflops(own, options, lines)
     notes = []
@@ -112,7 +127,7 @@ def row_of_run(folder: Path, names: dict[str, str]) -> tuple[MeasuredRow, list[s
 
 
 def find_devices(folder: Path) -> tuple[str, int]:
-    """Return the kinds of the devices of a run's newest start, and their number."""
+    """Return the kind and the number of the devices on which a run was last started."""
     path = folder / ENVIRONMENT
     try:
         text = read_text(path, MOST_ENVIRONMENT_BYTES)
@@ -122,24 +137,19 @@ def find_devices(folder: Path) -> tuple[str, int]:
         return "+".join(kinds), sum(int(device["number"]) for device in every)
     except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} does not say on which devices the run ran ({error}); write a row to a CSV file instead"
+            f"{path} does not name the devices of the run ({error}); write a row to a CSV file instead"
         ) from error
-
-
-def _parameter_bytes(reader: CheckpointReader) -> float:
-    shapes = [leaf.shape for path, leaf in reader.leaves.items() if path.startswith(PARAMS)]
-    return float(GRADIENT_BYTES * sum(math.prod(shape) for shape in shapes))
 
 
 def _teraflops(
     own: Mapping[str, Any], options: Mapping[str, Any], lines: Sequence[Mapping[str, float]]
 ) -> float | None:
-    """Return 10**12 operations of a step, of all devices; None for a model that is no decoder."""
+    """Return the 10**12 operations of a step on all devices; None for a model that is no decoder."""
     decoder = import_module("shardtrain.models.decoder").DecoderConfig
     if not own or option_problems(decoder, dict(own)):
         return None
     config = decoder(**own)
-    # what the loss counts in a step: both rates are over the same steps
+    # both rates are over the same steps, so their ratio is the tokens of a step
     rates = [
         (line["tokens_per_second"], line["updates_per_second"])
         for line in lines

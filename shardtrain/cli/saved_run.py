@@ -1,7 +1,7 @@
-"""A run from its folder, to use what it trained: the checkpoint, the model, the layout, the tokenizer.
+"""Open the folder of a run to use its trained model: find checkpoint, model, layout and tokenizer.
 
-A folder has no code. Decoders and encoder-decoders of `shardtrain.models` are made from the options that a
-checkpoint holds; the run file gives any other model. Next: `generate.py`, `evaluate.py`.
+Decoders and encoder-decoders of `shardtrain.models` are made from the options in a checkpoint; any other
+model needs its run file. Next: `generate.py`, `evaluate.py`.
 """
 
 import math
@@ -16,8 +16,8 @@ import tyro
 
 from shardtrain import axes
 from shardtrain.checkpoints.reader import CheckpointReader
-from shardtrain.cli.checkpoint_files import MODEL, TOKENIZER
-from shardtrain.cli.checkpoint_path import find_checkpoint_path
+from shardtrain.cli.checkpoint_files import TOKENIZER
+from shardtrain.cli.checkpoint_path import MODEL, find_checkpoint_path, select_options
 from shardtrain.cli.compilation import CompileOptions
 from shardtrain.cli.option_files import is_layout_file
 from shardtrain.cli.run_file import load_run
@@ -45,21 +45,22 @@ LAYOUT = "strategy.layout."
 
 @dataclass(frozen=True, kw_only=True)
 class SavedOptions(DeviceOptions, CompileOptions):
-    """Options of commands that use what a run has trained.
+    """Options of commands that use a trained model.
 
     Args:
-      run: a run's folder, its folder of checkpoints, or the folder of a step; RUN@20 is step 20 of it, and
-        RUN@best the best.
-      step: the number of the step; None: the newest.
-      mesh: sizes of the mesh axes, such as data=2,tensor=4, or a layout file; None: those of the run if
-        they fit the devices, else all devices along data.
-      run_file: the run file that trained the model; needed for models that are no decoders or
+      run: a run's folder, its folder of checkpoints, or the folder of a step; RUN@20 names step 20, and
+        RUN@best the best step.
+      step: number of the step. None means the newest.
+      mesh: sizes of the mesh axes, such as data=2,tensor=4, or a layout file. None means the mesh of the run
+        if it fits the devices, else all devices along data.
+      run_file: the run file that trained the model; needed for models that are not decoders or
         encoder-decoders of this library.
-      tokenizer: bytes, or the path of a tokenizer.json or of a folder with one; None: that of the run.
-      evaluated: use the parameters that the run evaluates, such as their average; otherwise those that it
-        trains.
-      base: what the run started from, a folder of Hugging Face or of a run, where its checkpoints have only
-        what was trained; None: they have everything.
+      tokenizer: bytes, or the path of a tokenizer.json or of a folder with one. None means the run's
+        tokenizer.
+      evaluated: use the parameters that the run evaluates, such as their average, instead of the trained
+        ones.
+      base: the folder that the run started from, of Hugging Face or of a run. It is needed if the checkpoints
+        contain only the trained parameters.
     """
 
     run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
@@ -73,14 +74,14 @@ class SavedOptions(DeviceOptions, CompileOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """What a folder tells about its run.
+    """A run that was opened from its folder.
 
     Args:
       reader: the reader of the checkpoint.
       folder: the run's folder.
-      options: the options of the run by name, as `run.txt` has them; {} for imported parameters.
-      run: the run, with the model and the layout on this machine. Its data, unless it is of a run file, is
-        none that it was trained with.
+      options: the options of the run by name, as in `run.txt`; {} for imported parameters.
+      run: the run, with the model, and with the layout on this machine. Its data is a placeholder, unless a
+        run file was given.
       is_decoder: whether the model is a decoder of this library.
       is_encoder_decoder: whether it is an encoder-decoder of this library.
     """
@@ -94,10 +95,10 @@ class SavedRun:
 
     @property
     def takes_cache(self) -> bool:
-        """Whether the model keeps keys and values between tokens: those of this library do."""
+        """Whether the model caches keys and values between tokens, as models of this library do."""
         return self.is_decoder or self.is_encoder_decoder
 
-    def restored(self, *, evaluated: bool) -> RestoredModel:
+    def restore(self, *, evaluated: bool) -> RestoredModel:
         """Restore the model on the mesh, see `restore_model`."""
         layout = self.run.strategy.layout
         return restore_model(self.reader, make_model(self.run), layout, evaluated=evaluated)
@@ -119,7 +120,7 @@ def open_run(given: SavedOptions) -> SavedRun:
     options = dict(reader.extra.get("run") or {})
     layout = _layout(options, given.mesh)
     strategy = Strategy(layout=layout, compute_dtype=options.get("strategy.compute_dtype"))
-    own = {name.removeprefix(MODEL): value for name, value in options.items() if name.startswith(MODEL)}
+    own = select_options(options, MODEL)
     decoder, pair = getattr(import_module(DECODERS), DECODER), getattr(import_module(PAIRED), PAIR)
     if given.run_file is None:
         if not own:
@@ -139,7 +140,7 @@ def open_run(given: SavedOptions) -> SavedRun:
     else:
         run = replace(load_run(given.run_file), strategy=strategy, run_dir=path.folder.parent)
         if is_dataclass(run.model) and not isinstance(run.model, type):
-            # as they were on the command line
+            # the command line of the run may have changed them
             known = [field.name for field in fields(run.model)]
             changed: dict[str, Any] = {name: own[name] for name in known if name in own}
             run = replace(run, model=replace(run.model, **changed))
@@ -155,8 +156,15 @@ def open_run(given: SavedOptions) -> SavedRun:
     )
 
 
+def round_rows(restored: RestoredModel, batch: int) -> int:
+    """Return the rows of a batch, rounded up so that every device has the same number of rows."""
+    sizes = restored.placement.mesh.shape
+    shards = math.prod(sizes[axis] for axis in restored.placement.layout.batch_axes)
+    return -(-batch // shards) * shards
+
+
 def find_seq(saved: SavedRun) -> int:
-    """Return the positions of the model, of one without such an option those of its data.
+    """Return the number of positions of the model; if it has no such option, of the data.
 
     Raises:
       ValueError: neither is known.
@@ -169,12 +177,12 @@ def find_seq(saved: SavedRun) -> int:
 
 
 def _layout(options: Mapping[str, Any], mesh: str | None) -> Layout:
-    """Return the layout for this machine: the rules of the run, on the given mesh or its own if that fits."""
+    """Return the layout for this machine: the rules of the run on the given mesh, or on its own."""
     if mesh is not None and is_layout_file(mesh):
-        return _make_whole_layout(read_layout(Path(mesh)))
+        return _check_layout(read_layout(Path(mesh)))
     parameters, activations = (
-        {name.removeprefix(prefix): tuple(of) for name, of in options.items() if name.startswith(prefix)}
-        for prefix in (f"{LAYOUT}parameters.", f"{LAYOUT}activations.")
+        {name: tuple(over) for name, over in select_options(options, f"{LAYOUT}{kind}.").items()}
+        for kind in ("parameters", "activations")
     )
     layout = Layout(
         mesh=_own_mesh(options) if mesh is None else parse_mesh(mesh),
@@ -182,14 +190,14 @@ def _layout(options: Mapping[str, Any], mesh: str | None) -> Layout:
         activations=activations,
         unnamed=options.get(f"{LAYOUT}unnamed", "refuse"),
     )
-    return _make_whole_layout(layout)
+    return _check_layout(layout)
 
 
-def _make_whole_layout(layout: Layout) -> Layout:
-    """Return a layout in which every device has all layers and whole sequences.
+def _check_layout(layout: Layout) -> Layout:
+    """Refuse a layout that shards layers over stages, or sequences; return it for whole sequences.
 
     Raises:
-      ValueError: its mesh has stages, or parts of sequences.
+      ValueError: its mesh does.
     """
     split = [axis for axis in (axes.PIPELINE, axes.CONTEXT) if layout.mesh.get(axis, 1) != 1]
     if split:
@@ -201,13 +209,9 @@ def _make_whole_layout(layout: Layout) -> Layout:
 
 
 def _own_mesh(options: Mapping[str, Any]) -> dict[str, int]:
-    """Return the mesh of the run where it fits the devices, else all devices along data.
-
-    It has no stages, and no parts of sequences.
-    """
-    prefix = f"{LAYOUT}mesh."
-    own = {name.removeprefix(prefix): size for name, size in options.items() if name.startswith(prefix)}
-    # the devices of a pipeline have parts of the parameters, as those of fsdp; those of context, of a batch
+    """Return the mesh of the run, without pipeline and context, if it fits the devices; else only data."""
+    own = select_options(options, f"{LAYOUT}mesh.")
+    # pipeline shards parameters, as fsdp does; context shards a batch, as data does
     for axis, other in ((axes.PIPELINE, axes.FSDP), (axes.CONTEXT, axes.DATA)):
         if (size := own.pop(axis, 1)) != 1:
             both = (size, own.get(other, 1))
@@ -219,19 +223,19 @@ def _own_mesh(options: Mapping[str, Any]) -> dict[str, int]:
     return own if own and fits else {axes.DATA: -1}
 
 
-def tokenizer_name(saved: SavedRun, given: str | None) -> str:
-    """Return the tokenizer of a run: `bytes`, or the path of a tokenizer.json or of its folder.
+def choose_tokenizer(saved: SavedRun, given: str | None) -> str:
+    """Return the name of a run's tokenizer: `bytes`, or the path of a tokenizer.json or of its folder.
 
     Args:
       saved: the run.
-      given: its name, if an option gives it.
+      given: the name, if an option gives it.
 
     Raises:
-      ValueError: none is known, or several.
+      ValueError: no tokenizer or several are known.
     """
     if given is not None:
         return given
-    found = {str(name): None for name in _tokenizers(saved)}
+    found = {str(name): None for name in _list_tokenizers(saved)}
     if not found and getattr(saved.run.model, "vocab", None) == 256:
         found = {BYTES: None}  # the vocabulary of bytes
     if len(found) != 1:
@@ -242,8 +246,8 @@ def tokenizer_name(saved: SavedRun, given: str | None) -> str:
     return next(iter(found))
 
 
-def _tokenizers(saved: SavedRun) -> list[Any]:
-    """Return the tokenizers that a run folder has, or else those that the options of its data name."""
+def _list_tokenizers(saved: SavedRun) -> list[Any]:
+    """Return the tokenizers in a run's folder, or else the ones that the options of its data name."""
     if (saved.folder / TOKENIZER / TOKENIZER_FILE).is_file():
         return [saved.folder / TOKENIZER]
     made = sorted(

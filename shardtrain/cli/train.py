@@ -22,14 +22,14 @@ from shardtrain.system.stop_signals import StopSignals
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(CompileOptions):
-    """Options of this command.
+    """Options of train.
 
     Args:
-      time_limit: longest time of this process, such as 01:30:00; shortly before, the run saves and ends with
-        exit code 75. None: no limit.
-      time_margin: how many seconds before --time-limit the run stops training, to finish its step and save.
-      profile: first and last step of which rank 0 writes a trace into the run folder, and prints the longest
-        operations and the share of time in each kind, such as 10-12. None: no trace.
+      time_limit: longest time of this process, such as 01:30:00. Shortly before it, the run saves and exits
+        with code 75. None disables the limit.
+      time_margin: seconds before --time-limit at which training stops, to finish the step and save.
+      profile: first and last step to trace, such as 10-12. Rank 0 writes the trace into the run folder, and
+        prints the longest operations and the share of time of each kind. None disables it.
 
     Raises:
       ValueError: the time limit is not longer than the margin.
@@ -49,14 +49,14 @@ class TrainOptions(CompileOptions):
             )
 
     def compute_deadline(self) -> float | None:
-        """Return the value of `time.monotonic` at which to stop; None: never."""
+        """Return the value of `time.monotonic` at which to stop; None if there is no time limit."""
         if self.time_limit is None:
             return None
-        return time.monotonic() - process_seconds() + parse_time(self.time_limit) - self.time_margin
+        return time.monotonic() - compute_process_seconds() + parse_time(self.time_limit) - self.time_margin
 
 
-def process_seconds() -> float:
-    """Return the age of this process in seconds; 0 if the system does not report it."""
+def compute_process_seconds() -> float:
+    """Return the seconds since this process started; 0 if the system does not report them."""
     try:
         started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str], stop: StopSignals) -> int:
         terminal.err(f"shardtrain train: {failure}\n")
         return FAILED
     except OSError as error:
-        # before the first step it is a mistake of the user: exit code 2
+        # before the first step it is a usage error: exit code 2
         if not activity.step:
             raise
         terminal.err(f"shardtrain train: {format_failure(activity, error)}\n")

@@ -1,3 +1,1 @@
-"""Memory and communication of a step, compiled and by theory, before it runs.
-
-Only `compile.py` imports jax."""
+"""Predict memory, time and communication of a step before it runs, and search the best layout."""

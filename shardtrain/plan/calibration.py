@@ -1,7 +1,6 @@
-"""Fit the constants of a machine to measured steps, so that predictions of others come closer. No jax.
+"""Fit the five constants of a machine's cost model to measured steps. No jax.
 
-Only the five constants of the cost model are fitted, on steps that were run for it. Next: `machine.py`,
-`trainer/planned.py`, which runs them.
+Next: `machine.py`; `trainer/planned.py`, which measures the steps.
 """
 
 import math
@@ -15,28 +14,28 @@ from shardtrain.plan.machine import Link, Machine
 from shardtrain.plan.prediction import Prediction
 
 Predict = Callable[[Machine], Sequence[float]]
-"""Machine -> seconds of each step that was measured."""
+"""Machine -> predicted seconds of each measured step."""
 
 PRIOR = 0.1
-"""Weight of the constants that were there before: to be a factor of e away from one costs as much as to
-predict a step 10 % wrong."""
+"""Weight of the constants before the fit: a constant that changes by a factor of e costs as much as a step
+that is predicted 10 % wrong."""
 
 LEAST = 1e-12
-"""Seconds, for constants and parts of a step that are 0 and have no logarithm."""
+"""Seconds that replace 0, which has no logarithm."""
 
 SLOWEST = 4.0
-"""A step that is predicted to be so many times slower than the fastest is no probe: nobody would take it."""
+"""Steps that are predicted to be more than this number of times slower than the fastest are not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitted:
-    """A machine whose constants were fitted.
+class FittedMachine:
+    """A machine whose constants were fitted, and how well it predicts each measured step.
 
     Args:
-      machine: with these constants.
-      before: of each step, predicted over measured seconds before the fit.
-      after: the same after it.
-      left_out: the same of a machine that was fitted to the other steps alone.
+      machine: the machine.
+      before: predicted over measured seconds of each step, before the fit.
+      after: the same, after the fit.
+      left_out: the same, after a fit to all other steps.
     """
 
     machine: Machine
@@ -45,14 +44,14 @@ class Fitted:
     left_out: tuple[float, ...]
 
 
-def fit_rates(start: Machine, predict: Predict, measured: Sequence[float]) -> Fitted:
+def fit_rates(start: Machine, predict: Predict, measured: Sequence[float]) -> FittedMachine:
     """Fit rates, kernel time, link and latency by least squares of the logarithms of seconds.
 
     Args:
-      start: the constants to start from, which are kept where the steps say nothing of them; all devices are
-        taken to have one kind of link.
-      predict: of the steps.
-      measured: seconds of the steps.
+      start: the constants to start from. A constant that no step depends on keeps its value. All devices are
+        assumed to have one kind of link.
+      predict: predicts the measured steps.
+      measured: seconds of these steps.
 
     Raises:
       ValueError: there are fewer than two steps, or one took no time.
@@ -76,7 +75,7 @@ def fit_rates(start: Machine, predict: Predict, measured: Sequence[float]) -> Fi
     every = range(len(measured))
     machine = fit(every)
     others = [ratios(fit([i for i in every if i != out]))[out] for out in every]
-    return Fitted(
+    return FittedMachine(
         machine=machine, before=ratios(start), after=ratios(machine), left_out=tuple(map(float, others))
     )
 
@@ -100,26 +99,22 @@ def _machine(start: Machine, logarithms: np.ndarray) -> Machine:
     return replace(start, rates=rates, device_link=link, node_link=link)
 
 
-def spread(predicted: Sequence[Prediction], number: int) -> list[int]:
-    """Choose steps that differ as much as can be in what their time is spent on.
+def choose_spread(predicted: Sequence[Prediction], number: int) -> list[int]:
+    """Choose steps that spend their time as differently as possible.
 
-    The first is the one that is predicted to be the fastest; each further one is the farthest from those
-    before, by the logarithms of its seconds of computation, collectives, update and waiting.
+    The first is the step that is predicted to be fastest. Each further one is the farthest from the steps
+    before it, by the logarithms of its seconds of computation, collectives, update and waiting.
 
     Args:
       predicted: the steps to choose from.
-      number: how many to choose.
+      number: number of steps to choose.
 
     Returns:
       Positions in `predicted`, at most `number`.
     """
     totals = np.array([each.seconds.total for each in predicted])
-    parts = np.array(
-        [
-            (s.compute, sum(s.collectives.values()), s.update, s.bubble)
-            for s in (each.seconds for each in predicted)
-        ]
-    )
+    all_seconds = [each.seconds for each in predicted]
+    parts = np.array([(s.compute, sum(s.collectives.values()), s.update, s.bubble) for s in all_seconds])
     # a part below a hundredth of the step does not matter
     points = np.log(np.maximum(parts, 0.01 * totals[:, None]))
     allowed = totals <= SLOWEST * totals.min()

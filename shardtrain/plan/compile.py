@@ -1,7 +1,7 @@
 """Compile a training step ahead of time, also for absent devices, and read its memory and collectives.
 
-From shapes alone: no array is allocated, nothing runs. Absent GPUs need the extra `ahead-of-time`.
-Collectives are read in `plan/hlo/collectives.py`; their theory is in `traffic.py`.
+No array is allocated and nothing runs. Absent GPUs need the extra `ahead-of-time`. Next:
+`plan/hlo/collectives.py`, which reads collectives; `traffic.py`, which computes them in theory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ SAME = {
     "registers_per_block_limit": 2**16,
     "shared_memory_per_block": 48 * 2**10,
 }
-"""Equal for all GPUs below; in bytes; a core of XLA is a streaming multiprocessor."""
+"""Properties of all GPUs below; sizes are in bytes, and a core of XLA is a streaming multiprocessor."""
 
 GPU_TARGETS: Mapping[str, tuple[str, Mapping[str, float]]] = {
     "h100": (
@@ -64,11 +64,11 @@ GPU_TARGETS: Mapping[str, tuple[str, Mapping[str, float]]] = {
         },
     ),
 }
-"""Kind -> name in the table of known devices, and what NVIDIA publishes beside that."""
+"""Kind -> name in the table of known devices, and properties that the table lacks, by NVIDIA."""
 
 
 def target_config(kind: str) -> str:
-    """Format one GPU as the text of XLA's message GpuTargetConfigProto, to compile for it in its absence.
+    """Format a GPU as the text of XLA's message GpuTargetConfigProto, to compile for it without one.
 
     >>> print(target_config("h100").splitlines()[-1])
     device_description_str: "NVIDIA H100 80GB HBM3"
@@ -96,7 +96,7 @@ def target_config(kind: str) -> str:
 
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-"""Modules of which one compiles for GPUs."""
+"""Modules that compile for GPUs; one is enough."""
 
 GPUS_PER_HOST = 8
 
@@ -106,12 +106,12 @@ class Figures:
     """Memory and collectives of a compiled program, by its compiler; bytes are per device.
 
     Args:
-      argument_bytes: arguments; of a step its state and its batch.
-      output_bytes: outputs.
-      alias_bytes: outputs in the memory of donated arguments, as the state of a step.
-      temp_bytes: temporary memory beside arguments and outputs.
+      argument_bytes: bytes of the arguments; a step has its state and its batch.
+      output_bytes: bytes of the outputs.
+      alias_bytes: bytes of outputs in the memory of donated arguments, such as the state of a step.
+      temp_bytes: bytes of temporary memory, in addition to arguments and outputs.
       collectives: the collectives of the program.
-      flops: of its matrix products and convolutions, on one device.
+      flops: flops of its matrix products and convolutions on one device.
     """
 
     argument_bytes: int
@@ -158,14 +158,14 @@ def compile_step(
     *,
     microbatches: int = 1,
 ) -> jax.stages.Compiled:
-    """Compile the training step from shapes alone.
+    """Compile the training step from shapes.
 
     Args:
       model: the model.
       loss: returns (sum, count), see `loss.Loss`.
       optimizer: any optax transformation.
-      placement: the placement of this model and optimizer, from `make_placement`; its mesh is over devices of
-        this process or over `describe_devices`.
+      placement: the placement of this model and optimizer; its mesh has devices of this process or of
+        `describe_devices`.
       batch: shape (B, ...) and dtype of each array of the global batch.
       microbatches: number of microbatches that a step accumulates.
 
@@ -179,7 +179,7 @@ def compile_step(
     num_rows = next(iter(batch.values())).shape[0]
     rows = RowSplit.of(mesh.shape, placement.layout.batch_axes, microbatches)
     rows.check(num_rows)
-    # the step takes a leading dim of microbatches, as `place` makes it
+    # batches of a step have a leading dim of microbatches
     split = {
         name: jax.ShapeDtypeStruct(rows.shape(array.shape), array.dtype, sharding=placement.batch)
         for name, array in batch.items()
@@ -192,9 +192,9 @@ def describe_devices(kind: str, num_devices: int) -> Sequence[Any]:
     """Return devices to compile for; GPUs are descriptions and need not be present.
 
     Args:
-      kind: "cpu": simulated devices of this process (`--cpu-devices`, or `jax_num_cpu_devices` before jax
-        starts); "h100" or "a100": hosts of 8 such GPUs; a topology of TPUs, such as "v5e:4x4".
-      num_devices: for GPUs at most 8, or a multiple of 8; for TPUs those of the topology.
+      kind: "cpu" for simulated devices of this process (`--cpu-devices`, or `jax_num_cpu_devices` before jax
+        starts), "h100" or "a100" for hosts of 8 such GPUs, or a topology of TPUs such as "v5e:4x4".
+      num_devices: number of devices: at most 8 or a multiple of 8 GPUs, or the TPUs of the topology.
 
     Returns:
       The devices, for `make_mesh`.
@@ -206,18 +206,30 @@ def describe_devices(kind: str, num_devices: int) -> Sequence[Any]:
     if kind == "cpu":
         devices = jax.devices("cpu")
         if not 1 <= num_devices <= len(devices):
-            raise ValueError(too_few_text(num_devices, len(devices)))
+            change = f"give --cpu-devices {num_devices}" if num_devices > 0 else "ask for 1 or more"
+            raise ValueError(
+                f"{num_devices} CPU devices were asked for and {len(devices)} are simulated; {change}"
+            )
         return devices[:num_devices]
     if ":" in kind:
-        return _tpus(kind, num_devices)
+        return _describe_tpus(kind, num_devices)
     if kind not in GPU_TARGETS:
         raise ValueError(f"devices of kind {near(kind, ['cpu', *GPU_TARGETS])} cannot be compiled for")
+    if num_devices < 1:
+        raise ValueError(f"{num_devices} devices of kind {kind!r} were asked for; ask for 1 or more.")
     # GPUs are described by whole hosts, or as a part of one
     num_hosts, rest = divmod(num_devices, GPUS_PER_HOST)
-    if num_devices < 1 or (num_hosts and rest):
-        raise ValueError(host_text(kind, num_devices))
+    if num_hosts and rest:
+        down = num_devices - rest
+        raise ValueError(
+            f"{num_devices} devices of kind {kind!r} do not fill hosts of {GPUS_PER_HOST}: {num_devices} %"
+            f" {GPUS_PER_HOST} = {rest}. Use {down} or {down + GPUS_PER_HOST}, or fewer than 8."
+        )
     if not any(map(find_spec, PLUGINS)):
-        raise ImportError(missing_plugin_text(kind))
+        raise ImportError(
+            f"compiling for {kind!r} without a GPU needs the module {PLUGINS[0]}, which is not installed;"
+            " install the extra: uv sync --extra ahead-of-time, or pip install 'shardtrain[ahead-of-time]'"
+        )
     return topologies.get_topology_desc(
         platform="cuda",
         topology_name="",
@@ -226,8 +238,7 @@ def describe_devices(kind: str, num_devices: int) -> Sequence[Any]:
     ).devices
 
 
-def _tpus(kind: str, num_devices: int) -> Sequence[Any]:
-    """Return the devices of a topology of TPUs."""
+def _describe_tpus(kind: str, num_devices: int) -> Sequence[Any]:
     if find_spec("libtpu") is None:
         raise ImportError(
             f"compiling for {kind!r} without a TPU needs the module libtpu, which is not installed; install"
@@ -245,37 +256,3 @@ def _tpus(kind: str, num_devices: int) -> Sequence[Any]:
             " with as many, or plan for as many"
         )
     return devices
-
-
-def too_few_text(num_devices: int, num_here: int) -> str:
-    """Format the error for more CPU devices than this process simulates.
-
-    >>> too_few_text(16, 8)
-    '16 CPU devices were asked for and 8 are simulated; give --cpu-devices 16'
-    """
-    change = f"give --cpu-devices {num_devices}" if num_devices > 0 else "ask for 1 or more"
-    return f"{num_devices} CPU devices were asked for and {num_here} are simulated; {change}"
-
-
-def host_text(kind: str, num_devices: int) -> str:
-    """Format the error for a number of GPUs that does not fill its hosts.
-
-    >>> host_text("h100", 12)
-    "12 devices of kind 'h100' do not fill hosts of 8: 12 % 8 = 4. Use 8 or 16, or fewer than 8."
-    """
-    if num_devices < 1:
-        return f"{num_devices} devices of kind {kind!r} were asked for; ask for 1 or more."
-    rest = num_devices % GPUS_PER_HOST
-    down = num_devices - rest
-    return (
-        f"{num_devices} devices of kind {kind!r} do not fill hosts of {GPUS_PER_HOST}:"
-        f" {num_devices} % {GPUS_PER_HOST} = {rest}. Use {down} or {down + GPUS_PER_HOST}, or fewer than 8."
-    )
-
-
-def missing_plugin_text(kind: str) -> str:
-    """Format the error for a missing CUDA compiler of jax."""
-    return (
-        f"compiling for {kind!r} without a GPU needs the module {PLUGINS[0]}, which is not installed;"
-        " install the extra: uv sync --extra ahead-of-time, or pip install 'shardtrain[ahead-of-time]'"
-    )

@@ -1,11 +1,10 @@
-"""What devices compute by hand, in calls that a trace leaves closed: attention, and arrays that move.
+"""Calls in a traced program that stand for per-device code of a run: attention, and moves of arrays.
 
-A run computes these on each device of a mesh, and a trace has none. So each is a call in a traced program
-that says the names and shapes of its results, and what it costs. Next: `traced_attention.py` and
-`traced_experts.py`, which make such calls.
+A trace has no devices, so it does not enter such code: a call names the dims and shapes of its results, and
+computes its costs. Next: `traced_attention.py` and `traced_experts.py`, which make calls.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -21,10 +20,10 @@ from shardtrain.plan.prediction import Sent
 from shardtrain.plan.program import CallCost, CallSizes, DeviceCall, Dims, Program
 
 NAME = "device_call"
-"""The name of the primitive in a traced computation."""
+"""Name of the primitive of such a call in a jaxpr."""
 
 Result = tuple[tuple[int, ...], Any, Dims]
-"""Shape, dtype and names of the dims of a result."""
+"""Shape, dtype and dim names of a result."""
 
 _PRIMITIVE = Primitive(NAME)
 _PRIMITIVE.multiple_results = True
@@ -35,58 +34,54 @@ def _results(*_: Any, call: DeviceCall, results: Sequence[Result]) -> list[Any]:
     return [ShapedArray(shape, np.dtype(dtype)) for shape, dtype, _ in results]
 
 
-def device_call(call: DeviceCall, inputs: Sequence[jax.Array], results: Sequence[Result]) -> list[jax.Array]:
-    """Return arrays of these shapes, in a traced computation.
+def bind_call(call: DeviceCall, inputs: Sequence[jax.Array], results: Sequence[Result]) -> list[jax.Array]:
+    """Add a call to a traced computation, and return its results.
 
     Args:
-      call: what it costs.
-      inputs: what it reads.
-      results: of what it writes.
+      call: the costs of the call.
+      inputs: its inputs.
+      results: shapes, dtypes and dim names of its results.
     """
     return _PRIMITIVE.bind(*inputs, call=call, results=tuple(results))
 
 
-def linear_call(
+def bind_linear_call(
     there: DeviceCall, back: DeviceCall, inputs: Sequence[jax.Array], named: Dims, result: Result
 ) -> jax.Array:
-    """Return the result of a call that is linear in its first input; its gradient is another such call.
+    """Add a call that is linear in its first input, with another call as its gradient; return its result.
 
     Args:
-      there: what it costs.
-      back: what its gradient costs.
-      inputs: what both read; the others have no gradient.
-      named: the dims of the first input.
-      result: what it writes.
+      there: costs of the call.
+      back: costs of its gradient.
+      inputs: inputs of both; only the first one has a gradient.
+      named: dim names of the first input.
+      result: shape, dtype and dim names of the result.
     """
     first, *others = inputs
 
     @jax.custom_vjp
     def forward(x: jax.Array, others: Any) -> jax.Array:
-        return device_call(there, (x, *others), [result])[0]
+        return bind_call(there, (x, *others), [result])[0]
 
     def kept(x: jax.Array, others: Any) -> Any:
         return forward(x, others), others
 
     def backward(others: Any, cotangent: jax.Array) -> Any:
-        (found,) = device_call(back, (cotangent, *others), [(first.shape, first.dtype, named)])
+        (found,) = bind_call(back, (cotangent, *others), [(first.shape, first.dtype, named)])
         return found, None
 
     forward.defvjp(kept, backward)
     return forward(first, others)
 
 
-Trace = Callable[..., jax.Array]
-"""What a model calls in the place of its own attention or experts."""
-
-
-class Moved(NamedTuple):
-    """A call that moves its first input, and computes nothing but sums.
+class MoveCall(NamedTuple):
+    """A call that moves its first input, and computes only sums.
 
     Args:
-      kind: the collective, as in `plan.hlo.collectives`; "": none.
+      kind: the collective, as in `plan.hlo.collectives`; "" for none.
       axis: the mesh axis that it runs over.
-      linear: whether parts of a sum may pass it before they are added; of its first input alone.
-      completes: whether they are added in its result.
+      linear: whether partial sums may be its first input and then be its result.
+      completes: whether it completes such sums.
     """
 
     kind: str = ""
@@ -94,42 +89,36 @@ class Moved(NamedTuple):
     linear: bool = True
     completes: bool = False
 
-    def after(self, earlier: Iterable[DeviceCall]) -> "Moved":
-        """Return the same: it moves what no other call has moved."""
-        return self
-
     def cost(self, sizes: CallSizes) -> CallCost:
-        """Return what one call costs; see `DeviceCall`."""
+        """Return the costs of one call; see `DeviceCall`."""
         zeros = np.zeros(np.shape(sizes.reads[0]))
-        if not self.kind:
-            return CallCost(flops=zeros, moved_bytes=zeros, temporary_bytes=zeros, sent=())
-        # of what is gathered the whole counts, of anything else what a device has before
+        # the payload of an all-gather is the gathered array, of any other collective the input
         payload = sizes.writes[0] if self.kind == ALL_GATHER else sizes.reads[0]
-        sent = Sent(self.kind, (self.axis,), payload, 1.0)  # pyright: ignore
-        return CallCost(flops=zeros, moved_bytes=zeros, temporary_bytes=zeros, sent=(sent,))
+        sent = (Sent(self.kind, (self.axis,), payload, 1.0),) if self.kind else ()  # pyright: ignore
+        return CallCost(flops=zeros, moved_bytes=zeros, temporary_bytes=zeros, sent=sent)
 
 
 PRODUCTS, COUNTED = (2, 5), (2, 4)
-"""Products of queries and keys forward and backward: those of the kernel, whose backward computes the scores
-again (Dao et al. 2022, https://arxiv.org/abs/2205.14135, algorithms 1 and 4); those of the model's flops."""
+"""Products of queries and keys, forward and backward: in the kernel, whose backward recomputes the scores
+(Dao et al. 2022, https://arxiv.org/abs/2205.14135, algorithms 1 and 4), and in the model's flops."""
 
 FLOAT = 4
-"""Bytes of an element of scores, of their sums and of gradients that travel or are added up."""
+"""Bytes of an element of scores, of their sums, and of gradients that are sent or added up."""
 
 
 class FlashCall(NamedTuple):
     """Flash attention of one device, forward or backward.
 
-    It reads queries, keys and values and writes the context and the sums of its softmax; backward it also
+    It reads queries, keys and values, and writes the context and the sums of its softmax. Backward, it also
     reads these two and a cotangent, and writes three gradients.
 
     Args:
       queries, keys: positions of the whole sequences.
       head_dim: features of a head.
-      item_bytes: of an element of queries and keys.
-      causal: whether queries see keys up to their own position alone; the kernel skips blocks of others.
-      window: of causal attention, how many keys a query sees at most; None: any number.
-      softmax_features: see `data_sheet.Reached`.
+      item_bytes: bytes of an element of queries and keys.
+      causal: whether queries see only keys up to their own position; the kernel skips all other blocks.
+      window: largest number of keys that a query sees in causal attention. None means any number.
+      softmax_features: see `devices.ReachedRates`.
       backward: whether it is the gradient.
     """
 
@@ -144,17 +133,13 @@ class FlashCall(NamedTuple):
 
     linear = completes = False
 
-    def after(self, earlier: Iterable[DeviceCall]) -> "FlashCall":
-        """Return the call itself: it shares nothing with others."""
-        return self
-
     def cost(self, sizes: CallSizes) -> CallCost:
-        """Return what one call costs; see `DeviceCall`.
+        """Return the costs of one call; see `DeviceCall`.
 
-        Its flops are those of a program without the kernel, all scores counted, as MFU counts them.
+        Its flops count all scores, as MFU does; its time counts only the scores that are computed.
         """
         elements = sizes.reads[0] / self.item_bytes
-        # of one product of all queries and keys
+        # flops of one product of all queries and keys
         whole = 2 * elements * self.keys
         slower = 1 + self.softmax_features / self.head_dim
         gradient = self.backward * FLOAT * elements
@@ -163,13 +148,13 @@ class FlashCall(NamedTuple):
             moved_bytes=2 * gradient,
             temporary_bytes=gradient,
             sent=(),
-            timed_flops=PRODUCTS[self.backward] * whole * self.estimate_seen_part() * slower,
+            timed_flops=PRODUCTS[self.backward] * whole * self.compute_seen_part() * slower,
         )
 
-    def estimate_seen_part(self) -> float:
-        """Return the part of all pairs of queries and keys that are computed.
+    def compute_seen_part(self) -> float:
+        """Return the part of all pairs of queries and keys that is computed.
 
-        >>> FlashCall(4, 4, 64, 2, causal=True, window=None, softmax_features=0).estimate_seen_part()
+        >>> FlashCall(4, 4, 64, 2, causal=True, window=None, softmax_features=0).compute_seen_part()
         0.625
         """
         if not self.causal:
@@ -188,21 +173,20 @@ def counts_flash(program: Program) -> bool:
 
 
 PASSES = (4, 10)
-"""How often scores are written to memory or read from it: forward scores and their weights, written and read;
-backward the gradients of both too, and three products read what one of them has written."""
+"""Number of times that scores are written to memory or read from it. Forward, scores and weights are written
+and read; backward, also the gradients of both, and three products read a result of one of them."""
 
 ARRAYS = {True: 2, False: 5}
-"""How many arrays like the scores of a block of keys a loop has at once, by whether programs compute in the
-place of others: weights in that of scores, and their gradients; else the masked scores, and both gradients,
-are apart. As compiled programs for H100 GPUs and by XLA for CPU have them."""
+"""`CallSizes.fuses` -> number of arrays like the scores of a block of keys that a compiled loop has at once:
+weights and gradients on H100; scores, masked scores, weights and both gradients on CPU."""
 
 
-def estimate_moved_part(num: int) -> float:
-    """Return the part of the positions that a causal ring moves to be balanced.
+def compute_moved_part(num: int) -> float:
+    """Return the part of the positions that a causal ring moves to balance its devices.
 
-    Each device exchanges one of its two halves with another device; of an odd number one keeps both.
+    Each device exchanges one of its two halves with another device; with an odd number, one keeps both.
 
-    >>> estimate_moved_part(3), estimate_moved_part(4)
+    >>> compute_moved_part(3), compute_moved_part(4)
     (0.3333333333333333, 0.5)
     """
     return num // 2 / num
@@ -217,12 +201,12 @@ class AttentionCall(NamedTuple):
       kind: "ring" or "all-gather".
       queries, keys: positions of the whole sequences.
       head_dim: features of a head.
-      item_bytes: of an element of queries and keys.
-      causal: whether queries see keys up to their own position alone.
-      window: how many keys a query sees at most; None: any number, or not known.
+      item_bytes: bytes of an element of queries and keys.
+      causal: whether queries see only keys up to their own position.
+      window: largest number of keys that a query sees. None means any number, or unknown.
       backward: whether it is the gradient.
-      keys_are_here: whether the forward is computed in the same program, so that the keys and values that it
-        got from other devices are not sent once more: compilers merge what is there twice.
+      keys_are_here: whether the same program computes the forward, so that compilers do not send the keys and
+        values a second time.
     """
 
     kind: str
@@ -237,13 +221,13 @@ class AttentionCall(NamedTuple):
 
     linear = completes = False
 
-    def after(self, earlier: Iterable[DeviceCall]) -> "AttentionCall":
-        """Return the call in a program in which these come first and read the same arrays."""
+    def merge(self, earlier: Iterable[DeviceCall | None]) -> "AttentionCall":
+        """Return the call in a program where these calls come first and read the same arrays."""
         forward = self._replace(backward=False, keys_are_here=False)
         return self._replace(keys_are_here=self.backward and forward in earlier)
 
     def cost(self, sizes: CallSizes) -> CallCost:
-        """Return what one call costs; see `DeviceCall`."""
+        """Return the costs of one call; see `DeviceCall`."""
         nums, stages = (
             np.broadcast_to(sizes.axis_sizes(axis), np.shape(sizes.reads[0]))
             for axis in (axes.CONTEXT, axes.PIPELINE)
@@ -251,21 +235,21 @@ class AttentionCall(NamedTuple):
         found = np.zeros((5, len(nums)))
         for num, in_pairs in product(np.unique(nums), (False, True)):
             here = (nums == num) & ((stages > 1) == in_pairs)
-            for row, figures in zip(found, self._of(int(num), in_pairs, sizes, here), strict=True):
+            for row, figures in zip(found, self._count(int(num), in_pairs, sizes, here), strict=True):
                 row[here] = figures
         flops, moved, temporary, num_bytes, messages = found
-        # an exchange between two devices takes what a permute does
+        # an exchange between two devices takes the time of a permute
         sent = Sent(PERMUTE, (axes.CONTEXT,), num_bytes, messages)  # pyright: ignore
         return CallCost(flops=flops, moved_bytes=moved, temporary_bytes=temporary, sent=(sent,))
 
-    def _of(self, num: int, in_pairs: bool, sizes: CallSizes, here: Any) -> tuple[Any, ...]:
-        """Return flops, bytes moved and temporary, bytes and messages sent, of so many devices.
+    def _count(self, num: int, in_pairs: bool, sizes: CallSizes, here: Any) -> tuple[Any, ...]:
+        """Return flops, moved bytes, temporary bytes, sent bytes and messages, for some of the shardings.
 
         Args:
-          num: devices of context.
-          in_pairs: whether those of a ring exchange in pairs, as in stages of a pipeline.
+          num: number of devices of context.
+          in_pairs: whether the devices of a ring exchange in pairs, as in stages of a pipeline.
           sizes: the arrays.
-          here: which of the shardings have so many devices.
+          here: which shardings have these devices.
         """
         queries, keys = self.queries // num, self.keys
         q, kv = sizes.reads[0][here], (sizes.reads[1] + sizes.reads[2])[here]
@@ -282,10 +266,10 @@ class AttentionCall(NamedTuple):
             # of blocks of (queries / 2)² scores, as a part of all
             of_four = 2 * num + 1 if reach is None else 2 * (reach + 1)
             part = of_four / (4 * num) if self.causal else 1.0
-            moved = estimate_moved_part(num) * (2 * q + kv) * (self.causal and reach is None)
+            moved = compute_moved_part(num) * (2 * q + kv) * (self.causal and reach is None)
             at_once = keys // num * of_key / (4 if self.causal else 1)
-            # a send waits for the one before it alone, so keys of all steps may be there before their use;
-            # gradients travel in float32
+            # a send waits only for the send before it, so keys of all steps may arrive before their use;
+            # gradients are sent in float32
             visiting, travelling, gradients = steps * kv, kv_float, 3 * kv_float
         products, back = (5, 1) if self.backward else (2, 0)
         of_pair = keys if self.kind == "all-gather" else keys // num // (1 + self.causal)
@@ -294,12 +278,12 @@ class AttentionCall(NamedTuple):
         if self.kind == "ring":
             pairs = of_four if self.causal else steps
             if num_blocks == 1:
-                # without loops the scores of all steps are there at once
+                # without loops, the scores of all steps are alive at once
                 arrays = (2 + back) * pairs
             else:
-                # compilers put what all loops have added to the gradient of the queries together at the end
+                # compilers add up the gradients of the queries of all loops at the end
                 results = back * pairs * q_float / (1 + self.causal)
-        # scores that are not a loop's are computed once for the recomputed forward and the backward
+        # outside of loops, the recomputed forward and the backward share their scores
         products -= self.keys_are_here and num_blocks == 1
         scores = part * keys * of_key
         temporary = (

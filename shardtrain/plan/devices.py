@@ -1,23 +1,20 @@
-"""The table of known devices: peak flops, memory and bandwidth; and MFU, a fraction of that peak.
-
-Keyed by the name that jax gives a device (`device_kind`). No jax.
-"""
+"""The table of known devices with peak flops, memory and bandwidth, by their `device_kind` in jax. No jax."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reached:
-    """What programs are taken to reach of a data sheet's rates; a cluster file may say other rates.
+class ReachedRates:
+    """Fractions of a data sheet's rates that programs are assumed to reach; a cluster file may set rates.
 
-    The default is for devices of which nothing was measured.
+    The defaults are for devices that were not measured.
 
     Args:
-      products: the part of the peak of matrix products; in float32 the default's, for all devices.
-      memory: the part of the bandwidth of the memory, of fused elementwise operations and sums.
-      kernel_seconds: of a kernel that does next to nothing, in a program of many.
-      softmax_features: flash attention takes as long as products of heads with so many features more, as it
-        computes an exponential for each score beside its products.
+      products: fraction of the peak of matrix products; in float32, the default is used for all devices.
+      memory: fraction of the memory bandwidth, for fused elementwise operations and sums.
+      kernel_seconds: seconds of a tiny kernel in a program of many.
+      softmax_features: features that are added to each head for the time of flash attention, as it computes
+        an exponential for each score in addition to its products.
     """
 
     products: float = 0.5
@@ -26,31 +23,32 @@ class Reached:
     softmax_features: float = 128.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Device:
-    """One device by its data sheet; "GB" is read as 10**9 bytes, so memory is a lower bound.
+    """A device by its data sheet; "GB" is read as 10**9 bytes, so memory is a lower bound.
 
     Args:
       kind: the `device_kind` of jax.
-      source: what its figures are from.
-      matrix_flops_per_second: peak of dense matrix products in bfloat16, without sparsity; None: it has none.
+      source: source of the figures.
       memory_bytes: device memory.
       memory_bytes_per_second: peak bandwidth of that memory.
-      float32_flops_per_second: peak in float32 outside matrix units; None: not in this table.
-      float16_flops_per_second: peak of dense matrix products in float16, where there are none in bfloat16.
-      compute_capability: of a GPU, by NVIDIA's table in the CUDA programming guide.
-      reached: what programs reach of these rates.
+      matrix_flops_per_second: peak of dense matrix products in bfloat16, without sparsity. None means that
+        the device has none.
+      float32_flops_per_second: peak in float32 outside matrix units. None means that it is not in this table.
+      float16_flops_per_second: peak of dense matrix products in float16, for devices without bfloat16.
+      compute_capability: compute capability of a GPU, from the CUDA programming guide.
+      reached: fractions of these rates that programs reach.
     """
 
     kind: str
     source: str
-    matrix_flops_per_second: float | None
     memory_bytes: int
     memory_bytes_per_second: float
+    matrix_flops_per_second: float | None
     float32_flops_per_second: float | None = None
     float16_flops_per_second: float | None = None
     compute_capability: str | None = None
-    reached: Reached = Reached()
+    reached: ReachedRates = ReachedRates()
 
     @property
     def platform(self) -> str:
@@ -61,11 +59,10 @@ class Device:
 GB, GIB, TERA = 10**9, 2**30, 10**12
 
 
-HOPPER = Reached(products=0.77, memory=0.8, kernel_seconds=2e-6, softmax_features=128.0)
-"""Of SXM boards of Hopper, by a step of GPT-2 124M on one H200 (docs/benchmarks/gpu.md): products at 730 to
-780 of 989 Tflop/s, the optimizer's update at 0.81 of the bandwidth, cuDNN's attention (heads of 64 features,
-1,024 positions) at a third of the rate of products. The time of a kernel is assumed."""
-UNMEASURED = Reached()
+HOPPER = ReachedRates(products=0.77, memory=0.8, kernel_seconds=2e-6, softmax_features=128.0)
+"""SXM boards of Hopper, measured by a step of GPT-2 124M on one H200 (docs/benchmarks/gpu.md): products at
+730 to 780 of 989 Tflop/s, the optimizer's update at 0.81 of the bandwidth, cuDNN's attention (heads of 64
+features, 1,024 positions) at a third of the rate of products. The time of a kernel is assumed."""
 
 
 def _device(
@@ -78,20 +75,12 @@ def _device(
     compute_capability: str | None = None,
     *,
     float16: float | None = None,
-    reached: Reached = UNMEASURED,
+    reached: ReachedRates = ReachedRates(),
 ) -> Device:
     """Build a device from figures in teraflops, GB and GB per second."""
-    return Device(
-        kind=kind,
-        source=source,
-        matrix_flops_per_second=None if matrix is None else matrix * TERA,
-        memory_bytes=round(memory * GB),
-        memory_bytes_per_second=bandwidth * GB,
-        float32_flops_per_second=None if float32 is None else float32 * TERA,
-        float16_flops_per_second=None if float16 is None else float16 * TERA,
-        compute_capability=compute_capability,
-        reached=reached,
-    )
+    peaks = [None if peak is None else peak * TERA for peak in (matrix, float32, float16)]
+    sizes = round(memory * GB), bandwidth * GB
+    return Device(kind, source, *sizes, *peaks, compute_capability, reached)  # pyright: ignore
 
 
 H100 = "NVIDIA H100 Tensor Core GPU datasheet"
@@ -170,7 +159,7 @@ OTHER_NAMES = {
 
 
 def find_device(device_kind: str) -> Device | None:
-    """Return the device of this name; None if unknown, as a guess would give a wrong MFU.
+    """Return the device of a name; None if it is unknown, as a guess would give a wrong MFU.
 
     >>> find_device("NVIDIA H200").memory_bytes
     141000000000

@@ -1,16 +1,16 @@
 """Fuse traced operations into kernels, as compilers do. No jax.
 
-Elementwise operations become parts of chains: only what a matrix product, a loop or the result needs is
-written to memory. Next: `jaxpr_walk.py`, which finds the operations.
+Elementwise operations are fused into chains: only arrays that a matrix product, a loop or the result needs
+are written to memory. Next: `jaxpr_walk.py`, which finds the operations.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardtrain.plan.named_dims import REDUCTIONS
-from shardtrain.plan.program import Array, DeviceCall, Kernel, Program, Resharded
+from shardtrain.plan.program import Array, DeviceCall, Kernel, Program, Resharding
 
 ALIASES = frozenset(
     (
@@ -18,7 +18,7 @@ ALIASES = frozenset(
         *("sharding_constraint", "squeeze", "stop_gradient"),
     )
 )
-"""Operations that give an array another name or shape, and move nothing."""
+"""Operations that change the name or shape of an array without moving data."""
 
 MATERIAL = frozenset(
     (
@@ -29,7 +29,7 @@ MATERIAL = frozenset(
         *("sort", "threefry2x32", "top_k", "triangular_solve"),
     )
 )
-"""Operations that are kernels of their own: they read arrays from memory and write their results to it."""
+"""Operations that are not fused: they read arrays from memory and write their results to it."""
 
 EXPENSIVE = frozenset(
     (
@@ -37,26 +37,26 @@ EXPENSIVE = frozenset(
         "tanh",
     )
 )
-"""Elementwise operations that compilers do not compute twice, so that a result used twice is written; those
-for GPUs do, as memory takes longer."""
+"""Elementwise operations that XLA for CPU does not compute twice: a result that is used twice is written. XLA
+for GPUs computes it twice, as memory is slower."""
 
 LOOKUP = "gather"
-"""The lookup of rows in a table. A GPU reads these rows alone, or computes them alone where the table is the
-result of elementwise operations."""
+"""The lookup of rows in a table. A GPU reads only these rows, or computes only them if elementwise operations
+make the table."""
 
 
 @dataclass(kw_only=True)
-class Step:
+class Operation:
     """An operation before fusion; its arrays are numbers.
 
     Args:
-      name: of its primitive.
+      name: name of its primitive.
       reads, writes: its arrays.
-      flops: of a matrix product or a convolution.
-      summed: the names of the dims that it sums over.
+      flops: flops of a matrix product or a convolution.
+      summed: names of the dims that it sums over.
       body, trips, unrolled, over: of a loop, as in `Kernel`.
-      call: of a call that is left closed, as in `Kernel`.
-      grouped: the names of dims of its arrays that its work is not over.
+      call: of a call by devices, as in `Kernel`.
+      grouped: names of dims of its arrays that its work does not grow with.
     """
 
     name: str
@@ -72,69 +72,61 @@ class Step:
     grouped: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Unfused:
+@dataclass(kw_only=True)
+class UnfusedProgram:
     """The operations of a computation.
 
     Args:
       arrays: all arrays.
-      steps: the operations, in order.
-      same: number of an array -> that of the array of which it is another view.
-      constants: arrays that are computed from constants alone; compilers make them where they are read.
-      resharded: activations whose sharding may change.
-      for_gpus: whether they are fused as for GPUs.
+      operations: the operations, in order.
+      same: number of an array -> number of the array that it is another view of.
+      constants: numbers of arrays that are computed from constants only; compilers make them where they are
+        read.
+      reshardings: changes of sharding of activations.
+      for_gpus: whether operations are fused as for GPUs.
     """
 
-    arrays: Sequence[Array]
-    steps: Sequence[Step]
-    same: Mapping[int, int]
-    constants: Set[int]
-    resharded: Sequence[Resharded]
+    arrays: list[Array] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    same: dict[int, int] = field(default_factory=dict)
+    constants: set[int] = field(default_factory=set)
+    reshardings: list[Resharding] = field(default_factory=list)
     for_gpus: bool = False
 
-    def root(self, number: int) -> int:
-        """Return the number of the array in memory of which this is a view."""
-        return root(self.same, number)
+    def find_root(self, number: int) -> int:
+        """Return the number of the array in memory that an array is a view of."""
+        while number in self.same:
+            number = self.same[number]
+        return number
 
 
-def root(same: Mapping[int, int], number: int) -> int:
-    """Return the number of the array in memory of which this is a view.
-
-    >>> root({3: 2, 2: 0}, 3)
-    0
-    """
-    while number in same:
-        number = same[number]
-    return number
-
-
-def fuse(given: Unfused, inputs: Sequence[int], outputs: Sequence[int]) -> Program:
-    """Return the program of fused operations.
+def fuse(given: UnfusedProgram, inputs: Sequence[int], outputs: Sequence[int]) -> Program:
+    """Fuse operations into a program.
 
     Args:
       given: the operations.
-      inputs, outputs: numbers of the arrays that are there before, and of the results.
+      inputs, outputs: numbers of its inputs and results.
     """
     return Program(
         arrays=tuple(given.arrays),
         inputs=tuple(inputs),
-        outputs=tuple(given.root(i) for i in outputs),
-        kernels=tuple(_kernels(given, _find_written(given, inputs, outputs))),
-        resharded=tuple(
-            each if each.source is None else replace(each, source=given.root(each.source))
-            for each in given.resharded
+        outputs=tuple(given.find_root(i) for i in outputs),
+        kernels=tuple(_make_kernels(given, _find_written(given, inputs, outputs))),
+        reshardings=tuple(
+            each if each.source is None else replace(each, source=given.find_root(each.source))
+            for each in given.reshardings
         ),
         for_gpus=given.for_gpus,
     )
 
 
-def _kernels(given: Unfused, written: Set[int]) -> Iterator[Kernel]:
+def _make_kernels(given: UnfusedProgram, written: Set[int]) -> Iterator[Kernel]:
     # number of an array inside a chain -> the arrays in memory that it is computed from
     sources: dict[int, tuple[int, ...]] = {}
-    for step in given.steps:
+    for step in given.operations:
         if all(i in given.same for i in step.writes):
             continue
-        roots = [given.root(i) for i in step.reads]
+        roots = [given.find_root(i) for i in step.reads]
         reads = dict.fromkeys(j for i in roots for j in ((i,) if i in written else sources.get(i, ())))
         sources.update((i, tuple(reads)) for i in step.writes if i not in written)
         results = tuple(i for i in step.writes if i in written)
@@ -160,18 +152,18 @@ def _kernels(given: Unfused, written: Set[int]) -> Iterator[Kernel]:
             )
 
 
-def _find_written(given: Unfused, inputs: Sequence[int], outputs: Sequence[int]) -> set[int]:
-    """Return the numbers of the arrays that are in memory; the others are parts of a fused chain."""
-    written = {*inputs, *(given.root(i) for i in outputs)}
-    working = [step for step in given.steps if not all(i in given.same for i in step.writes)]
-    uses = Counter(given.root(i) for step in working for i in step.reads)
-    for each in given.resharded:
+def _find_written(given: UnfusedProgram, inputs: Sequence[int], outputs: Sequence[int]) -> set[int]:
+    """Return the numbers of the arrays in memory; all others stay inside a fused chain."""
+    written = {*inputs, *(given.find_root(i) for i in outputs)}
+    working = [step for step in given.operations if not all(i in given.same for i in step.writes)]
+    uses = Counter(given.find_root(i) for step in working for i in step.reads)
+    for each in given.reshardings:
         if each.source is not None:
-            written.update((each.array, given.root(each.source)))
+            written.update((each.array, given.find_root(each.source)))
     for step in working:
         if step.body is not None or step.name in MATERIAL:
             first = 1 if given.for_gpus and step.name == LOOKUP else 0
-            written.update(given.root(i) for i in step.reads[first:])
+            written.update(given.find_root(i) for i in step.reads[first:])
             written.update(step.writes)
         elif step.name in REDUCTIONS:
             written.update(step.writes)
@@ -181,17 +173,17 @@ def _find_written(given: Unfused, inputs: Sequence[int], outputs: Sequence[int])
 
 
 APART = MATERIAL | {LOOKUP, "sharding_constraint"}
-"""Kernels that are fused with no other."""
+"""Kernels that are never fused with another one."""
 
 
 def share_passes(kernels: Sequence[Kernel], sizes: Sequence[Any]) -> list[Kernel]:
-    """Return the kernels, each sum joined with an earlier pass over the largest array that it reads.
+    """Join each sum, and each chain, with an earlier kernel that reads its largest input; return the kernels.
 
-    A chain is joined with an earlier sum likewise. What waits for the result of a sum is not joined with it.
+    A chain is joined only with a sum. A kernel that needs the result of a sum is not joined with it.
 
     Args:
-      kernels: in order.
-      sizes: of each array, in bytes on one device for each of several shardings.
+      kernels: the kernels, in order.
+      sizes: bytes of each array on one device, for each of several shardings.
     """
     found: list[Kernel] = []
     sums: set[int] = set()
@@ -199,12 +191,12 @@ def share_passes(kernels: Sequence[Kernel], sizes: Sequence[Any]) -> list[Kernel
     made: dict[int, int] = {}
     first = 0
     for kernel in kernels:
-        position = _host(kernel, found, first, made, sums, sizes)
+        position = _find_host(kernel, found, first, made, sums, sizes)
         if position is None:
             position = len(found)
             found.append(kernel)
         else:
-            found[position] = _joined(found[position], kernel)
+            found[position] = _join(found[position], kernel)
         made.update(dict.fromkeys(kernel.writes, position))
         if kernel.name in REDUCTIONS:
             sums.update(kernel.writes)
@@ -213,7 +205,7 @@ def share_passes(kernels: Sequence[Kernel], sizes: Sequence[Any]) -> list[Kernel
     return found
 
 
-def _host(
+def _find_host(
     kernel: Kernel,
     found: Sequence[Kernel],
     first: int,
@@ -221,11 +213,11 @@ def _host(
     sums: set[int],
     sizes: Sequence[Any],
 ) -> int | None:
-    """Return the position of the kernel, from `first` on, that this one is joined with; None: of none."""
+    """Return the position of the kernel, from `first` on, to join this one with; None if there is none."""
     if not _can_join(kernel) or not kernel.reads:
         return None
     largest = max(kernel.reads, key=lambda i: float(sizes[i].max()))
-    # it cannot run before what it reads is there; of a chain its elements are, and of a sum they are not
+    # a joined kernel can read the elements of a chain in the same pass, but not the result of a sum
     ready = max((made.get(i, -1) + (i in sums) for i in kernel.reads), default=-1)
     is_sum = kernel.name in REDUCTIONS
     for position in range(len(found) - 1, max(ready, first) - 1, -1):
@@ -240,7 +232,7 @@ def _can_join(kernel: Kernel) -> bool:
     return kernel.body is None and kernel.call is None and kernel.name not in APART
 
 
-def _joined(host: Kernel, kernel: Kernel) -> Kernel:
+def _join(host: Kernel, kernel: Kernel) -> Kernel:
     reads = dict.fromkeys((*host.reads, *(i for i in kernel.reads if i not in host.writes)))
     return replace(
         host, reads=tuple(reads), writes=(*host.writes, *kernel.writes), dims=host.dims | kernel.dims

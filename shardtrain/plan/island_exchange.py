@@ -1,6 +1,6 @@
-"""What islands send each other to stay replicas, when, and how long a step waits for it.
+"""Compute what islands send to synchronise, and how long a step waits for it.
 
-Bytes are counted by the combiner that merges islands (`combine/messages.py`). Next: `islands.py`, the plan.
+The combiner of the islands counts the bytes (`combine/messages.py`). Next: `islands.py`, the plan.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,13 +31,13 @@ from shardtrain.train_step.replica_state import split_fragments
 
 
 class MergeBytes(NamedTuple):
-    """Bytes that one replica sends, by ring algorithms; without sums of the loss and the model's state.
+    """Bytes that one replica sends, by ring algorithms, without sums of the loss and the model's state.
 
     Args:
-      num_replicas: that are merged.
-      merges: of the merge of each fragment; of gradients, of a step.
-      every: steps from one merge of a fragment to its next.
-      synchronous: of a first step, in which gradients are averaged; 0 where there are none such.
+      num_replicas: number of replicas.
+      merges: bytes of the merge of each fragment, or of the gradients of a step.
+      every: steps between merges of a fragment.
+      synchronous: bytes of one of the first steps, in which gradients are averaged; 0 if there are none.
     """
 
     num_replicas: int
@@ -52,18 +52,18 @@ class MergeBytes(NamedTuple):
 
     @property
     def per_step(self) -> float:
-        """Bytes of a step on average, if no merge is skipped."""
+        """Mean bytes of a step, if no merge is skipped."""
         return sum(self.merges) / self.every
 
 
 class Join(NamedTuple):
-    """What the joining of islands costs, as means over the steps of a round.
+    """Costs of synchronising islands, as means over steps.
 
     Args:
-      steps: from one merge of a parameter to the next.
-      bytes_per_step: that an island sends.
-      hidden_seconds: of a step, in which it sends beside its computation.
-      seconds: of a step, in which it waits.
+      steps: steps between merges of a parameter.
+      bytes_per_step: bytes that an island sends in a step.
+      hidden_seconds: seconds of a step in which it sends while it computes.
+      seconds: seconds of a step in which it waits.
     """
 
     steps: int
@@ -72,24 +72,24 @@ class Join(NamedTuple):
     seconds: float
 
 
-def join(
+def compute_join(
     synchronisation: Synchronisation, merges: MergeBytes, bytes_per_second: float, step_seconds: float
 ) -> Join:
-    """Return what it costs to join islands, if they skip no merge.
+    """Return the costs of synchronising islands, if they skip no merge.
 
-    What is sent beside later steps (`overlap`) costs no time as long as these steps last.
+    Sending during later steps (`overlap`) costs no time while these steps run.
 
     Args:
-      synchronisation: how they are joined.
-      merges: what each sends for it.
-      bytes_per_second: what an island sends; inf: no link is given.
-      step_seconds: of a step of the slowest island alone.
+      synchronisation: how islands are synchronised.
+      merges: bytes that each sends.
+      bytes_per_second: rate at which an island sends. inf means that no link is given.
+      step_seconds: seconds of a step of the slowest island.
 
-    >>> every = join(Synchronisation(), MergeBytes(2, (4000,)), 4e3, 0.1)
+    >>> every = compute_join(Synchronisation(), MergeBytes(2, (4000,)), 4e3, 0.1)
     >>> every.bytes_per_step, every.seconds
     (4000.0, 1.0)
     >>> rare = Synchronisation(on="deltas", every=10, overlap=4)
-    >>> [round(each, 3) for each in join(rare, MergeBytes(2, (4000,), every=10), 4e3, 0.1)]
+    >>> [round(each, 3) for each in compute_join(rare, MergeBytes(2, (4000,), every=10), 4e3, 0.1)]
     [10, 400.0, 0.04, 0.06]
     """
     seconds = [num_bytes / bytes_per_second for num_bytes in merges.merges]
@@ -99,10 +99,10 @@ def join(
 
 
 def own_copies(synchronisation: Synchronisation) -> int:
-    """Return how many float32 arrays like the parameters an island has, because it is joined like this.
+    """Count the float32 copies of the parameters that an island keeps to synchronise with others.
 
-    What it changed since the last merge, what is under way, and the momentum of the outer optimizer; of one
-    that is given in Python nothing is known.
+    They are its changes since the last merge, a merge that is under way, and the momentum of the outer
+    optimizer, unless that is given in Python.
 
     >>> [own_copies(PRESETS[name]) for name in ("every-step", "local-sgd", "diloco")]
     [0, 1, 2]
@@ -114,7 +114,7 @@ def own_copies(synchronisation: Synchronisation) -> int:
 
 
 def candidates(given: Synchronisation) -> Mapping[str, Synchronisation]:
-    """Return the ways of joining islands that a plan compares: that of the run, and the presets."""
+    """Return the synchronisations that a plan compares: the one of the run, and the presets."""
     own = {} if given in PRESETS.values() else {"of the run": given}
     return {**own, **PRESETS}
 
@@ -122,12 +122,12 @@ def candidates(given: Synchronisation) -> Mapping[str, Synchronisation]:
 def island_merges(
     synchronisation: Synchronisation, specs: Specs, num_islands: int, across: Across = Across()
 ) -> MergeBytes:
-    """Return what an island sends to the others.
+    """Return the bytes that an island sends to the others.
 
     Args:
       synchronisation: how islands are synchronised.
-      specs: of the state of an island.
-      num_islands: how many.
+      specs: specs of the state of an island.
+      num_islands: number of islands.
       across: dtype and buckets of what they send.
     """
     buckets = BucketSizes(cap_bytes=across.bucket_bytes, first_bytes=across.first_bucket_bytes)
@@ -143,7 +143,7 @@ def island_merges(
         return MergeBytes(num_islands, (of_gradients(synchronisation),))
     fragments = [each.take(specs.abstract.params) for each in split_fragments(synchronisation, specs)]
     if synchronisation.distance is not None:
-        # pushed to the shards of the others, and its own shard sent to them: what a ring sends
+        # it pushes changes to the shards of others, and sends its own shard: as many bytes as a ring
         size = sum(x.size for each in fragments for x in each.values())
         merges = [_count_by_rings([Message(ALL_REDUCE, GRADIENT_BYTES * size, num_islands)])]
     else:
@@ -153,18 +153,18 @@ def island_merges(
 
 
 def mesh_merges(synchronisation: Synchronisation, specs: Specs, sizes: Mapping[str, int]) -> MergeBytes:
-    """Return what a device sends over `data`, whose indices are the replicas, for its shards of arrays.
+    """Return the bytes that a device sends over the axis data, whose indices are replicas, for its shards.
 
     Args:
-      synchronisation: how they are synchronised; no mean of gradients, which is part of the step's traffic.
-      specs: of the state.
+      synchronisation: how replicas are synchronised; a mean of gradients is part of the step's traffic.
+      specs: specs of the state.
       sizes: axis -> size.
     """
     num_replicas, whole_bytes, merges = sizes[axes.DATA], 0, []
     stacked = find_stacked_paths(specs.arrays, specs.sharded)
     for each in split_fragments(synchronisation, specs):
         shards = shard_shapes(each.take(specs.abstract.params), each.select(specs.sharded), sizes)
-        # gradients and what replicas changed are float32, whatever the parameters are
+        # gradients and changes are float32, whatever the dtype of the parameters
         shards = {path: jax.ShapeDtypeStruct(x.shape, jnp.float32) for path, x in shards.items()}
         whole_bytes += sum(GRADIENT_BYTES * x.size for x in shards.values())
         layers = split_layers(shards, stacked & each.rows.keys())
@@ -173,7 +173,7 @@ def mesh_merges(synchronisation: Synchronisation, specs: Specs, sizes: Mapping[s
         return MergeBytes(num_replicas, tuple(merges))
     synchronous = 0
     if synchronisation.synchronous_steps:
-        # the mean gradient, and the update that the first replica made of it
+        # the mean gradient, and the update that the first replica computes from it
         synchronous = _count_by_rings([Message(ALL_REDUCE, whole_bytes, num_replicas)] * 2)
     return MergeBytes(num_replicas, tuple(merges), synchronisation.every, synchronous)
 
@@ -182,42 +182,42 @@ def _count_by_rings(messages: Iterable[Message]) -> int:
     """Return the bytes that a rank sends for its messages."""
     found = 0.0
     for kind, num_bytes, num_ranks in messages:
-        # a gathered array is as large as those of all ranks
+        # a gathered array has the parts of all ranks
         whole = num_bytes * num_ranks if kind == ALL_GATHER else num_bytes
         found += count_sent_bytes(kind, num_ranks, whole)
     return round(found)
 
 
 NUMS_PROGRAMS = (1, 2, 4)
-"""Numbers of programs that are compared."""
+"""Numbers of programs to compare."""
 
 EXTRA_SHARE = 0.15
-"""What several programs cost of a step, whatever their number: measured with 2, 3 and 4 on CPUs of one host
-(docs/benchmarks/bridge.md). Values between them are written to memory, and less is fused."""
+"""Fraction of a step that several programs cost, as values between them are written to memory and less is
+fused; measured with 2, 3 and 4 programs on CPUs of one host (docs/benchmarks/bridge.md)."""
 
 SAME_SHARE = 0.01
-"""Steps that differ by so little are predicted to be the same."""
+"""Relative difference up to which steps count as equally fast."""
 
 
 class EarlyGradients(NamedTuple):
     """A step with gradients in several programs.
 
     Args:
-      num_programs: how many, at most: there are fewer where few gradients are ready before the end.
-      seconds: of the step, until all have been sent and the update is made.
+      num_programs: largest number of programs; there are fewer if few gradients are ready early.
+      seconds: seconds of the step, with sending and the update.
     """
 
     num_programs: int
     seconds: float
 
 
-class StepOfIsland(NamedTuple):
-    """The step of the slowest island alone, in one program.
+class IslandStepTimes(NamedTuple):
+    """Times of a step of the slowest island in one program, without sending.
 
     Args:
-      gradient_seconds: of loss and gradients of all microbatches.
-      update_seconds: of the optimizer, after the last gradient has been sent.
-      microbatches: how many; only the last one's gradients are final.
+      gradient_seconds: seconds of loss and gradients of all microbatches.
+      update_seconds: seconds of the optimizer, after the last gradient has been sent.
+      microbatches: number of microbatches; the gradients are final in the last one.
     """
 
     gradient_seconds: float
@@ -225,22 +225,22 @@ class StepOfIsland(NamedTuple):
     microbatches: int = 1
 
 
-def early_gradients(
-    step: StepOfIsland, ready: Sequence[float], seconds_of_parts: Sequence[float]
+def time_early_gradients(
+    step: IslandStepTimes, ready: Sequence[float], seconds_of_parts: Sequence[float]
 ) -> EarlyGradients:
-    """Return how long a step takes whose gradients are sent in parts, one after the other.
+    """Compute the seconds of a step whose gradients are sent in parts, one after the other.
 
-    A part is sent when it has been computed and the one before has been sent. The first microbatches are
-    computed before all parts; `EXTRA_SHARE` makes loss and gradients longer if there are several.
+    A part is sent when it has been computed and the part before it has been sent. If there are several,
+    `EXTRA_SHARE` makes loss and gradients longer.
 
     Args:
       step: the step without sending.
-      ready: share of the last microbatch's loss and gradients after which each part is there, 1 for the last.
-      seconds_of_parts: to send each.
+      ready: fraction of the last microbatch's loss and gradients after which each part is ready.
+      seconds_of_parts: seconds to send each part.
 
-    >>> early_gradients(StepOfIsland(0.9, 0.1), [1.0], [0.5])
+    >>> time_early_gradients(IslandStepTimes(0.9, 0.1), [1.0], [0.5])
     EarlyGradients(num_programs=1, seconds=1.5)
-    >>> round(early_gradients(StepOfIsland(0.9, 0.1), [2 / 3, 1.0], [0.25, 0.25]).seconds, 3)
+    >>> round(time_early_gradients(IslandStepTimes(0.9, 0.1), [2 / 3, 1.0], [0.25, 0.25]).seconds, 3)
     1.4
     """
     extra = EXTRA_SHARE * (step.gradient_seconds + step.update_seconds) if len(ready) > 1 else 0.0
@@ -252,10 +252,10 @@ def early_gradients(
     return EarlyGradients(len(ready), end + step.update_seconds)
 
 
-def fastest(found: Sequence[EarlyGradients]) -> EarlyGradients:
-    """Return the one with the fewest programs, which take longer to compile, within 1 % of the fastest.
+def choose_fastest(found: Sequence[EarlyGradients]) -> EarlyGradients:
+    """Return the step with the fewest programs, which take longer to compile, within 1 % of the fastest.
 
-    >>> fastest([EarlyGradients(1, 2.0), EarlyGradients(2, 1.005), EarlyGradients(4, 1.0)]).num_programs
+    >>> choose_fastest([EarlyGradients(1, 2.0), EarlyGradients(2, 1.005), EarlyGradients(4, 1.0)])[0]
     2
     """
     most = (1 + SAME_SHARE) * min(each.seconds for each in found)
@@ -266,29 +266,29 @@ def fastest(found: Sequence[EarlyGradients]) -> EarlyGradients:
 def make_merge_bytes(
     subject: Subject, num_islands: int, across: Across
 ) -> Callable[[Synchronisation], MergeBytes]:
-    """Return what gives the bytes that an island sends by a synchronisation; each is counted once.
+    """Return a cached function synchronisation -> bytes that an island sends.
 
     Args:
       subject: the model.
-      num_islands: how many are joined.
+      num_islands: number of islands.
       across: dtype and buckets of what they send.
     """
     sizes: dict[str, int] = dict.fromkeys(axes.AXES, 1)
-    # what islands send is whole, whatever shards it inside of one
+    # islands send whole arrays, whatever shards them inside an island
     layout = Layout(mesh=sizes, unnamed="replicate")
     specs = state_specs(subject.find_model(None), subject.optimizer, layout, sizes)
     return cache(partial(island_merges, specs=specs, num_islands=num_islands, across=across))
 
 
 def plan_sent(subject: Subject, choice: Choice, num_devices: int, across: Across, most: int) -> PlannedParts:
-    """Return what an island sends of a mean of gradients after each of several programs, and when.
+    """Return the parts of the gradients that an island sends after each of several programs.
 
     Args:
       subject: the model.
-      choice: of island 0, whose parts all islands send.
-      num_devices: of that island.
-      across: dtype of what is sent.
-      most: programs, at most.
+      choice: choice of island 0, whose parts all islands send.
+      num_devices: number of devices of that island.
+      across: dtype of the sent gradients.
+      most: largest number of programs.
     """
     sizes = axis_sizes(choice.layout.mesh, num_devices)
     model = subject.find_model(choice.remat)
@@ -306,22 +306,22 @@ def plan_early(
     choice: Choice,
     num_devices: int,
     across: Across,
-    step: StepOfIsland,
+    step: IslandStepTimes,
     sending_seconds: float,
     nums_programs: Sequence[int] = NUMS_PROGRAMS,
 ) -> tuple[EarlyGradients, ...]:
-    """Return the step with gradients in one program and in several; fewer where few are ready early.
+    """Return the step with gradients in different numbers of programs.
 
     Args:
       subject, choice, num_devices, across: as for `plan_sent`.
-      step: of the slowest island.
-      sending_seconds: to send all gradients.
-      nums_programs: that are compared.
+      step: times of the slowest island.
+      sending_seconds: seconds to send all gradients.
+      nums_programs: numbers of programs to compare.
     """
     found: dict[int, EarlyGradients] = {}
     for most in nums_programs:
         parts = plan_sent(subject, choice, num_devices, across, most)
         seconds = [sending_seconds * size / sum(parts.sizes_bytes) for size in parts.sizes_bytes]
-        each = early_gradients(step, parts.ready, seconds)._replace(num_programs=most)
+        each = time_early_gradients(step, parts.ready, seconds)._replace(num_programs=most)
         found.setdefault(len(seconds), each)
     return tuple(found.values())

@@ -1,8 +1,8 @@
-"""Plan pipelines over islands, each of which is a stage with a mesh of its own, cut by time.
+"""Plan pipelines over islands, each of which is a stage with its own mesh, cut by time.
 
-The cut and the costs of stages are those of a run with `--across pipeline --stages time`; speeds are what the
-planner predicts for the model on each island. The alternative, islands as replicas, is `islands.py`. Several
-pipelines side by side share the batch by their predicted speed, and add up their gradients.
+Stages are cut as in a run with `--across pipeline --stages time`, by the predicted speed of the model on each
+island. Several pipelines split the batch by their speed, and add up their gradients. `islands.py` plans
+islands as replicas instead.
 """
 
 import math
@@ -27,17 +27,17 @@ from shardtrain.sharding.shares import shares
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """A pipeline over islands, each of them a stage.
+    """A pipeline over islands, each of which is a stage.
 
     Args:
-      rows: of the batch.
+      rows: its rows of the batch.
       counts: blocks of each island.
-      compute_seconds: of the slowest stage in a step.
-      bubble_seconds: that it waits.
-      collectives_seconds: over the devices of the island of which that takes longest.
-      update_seconds: likewise of the optimizer.
-      memory_bytes: of a device of each island.
-      gradient_bytes: of the parameters of each island that are trained, in float32.
+      compute_seconds: seconds of the slowest stage in a step.
+      bubble_seconds: seconds that this stage waits.
+      collectives_seconds: longest seconds of the collectives inside an island.
+      update_seconds: longest seconds of the optimizer on an island.
+      memory_bytes: memory of a device of each island.
+      gradient_bytes: bytes of the trained parameters of each island, in float32.
     """
 
     rows: int
@@ -51,19 +51,19 @@ class PipelinePlan:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step, without joining the gradients of several pipelines."""
+        """Seconds of a step, without adding up the gradients of several pipelines."""
         return self.compute_seconds + self.bubble_seconds + self.collectives_seconds + self.update_seconds
 
 
 class IslandPipelines:
-    """Predicts pipelines over the islands of a plan; what several of them share is traced once.
+    """Predicts pipelines over the islands of a plan; models are traced once for all of them.
 
-    Inside an island examples are split over its devices. Parameters of a stage are whole on each of them.
+    Inside an island, examples are split over its devices, and the parameters of a stage are replicated.
 
     Args:
-      subjects: of each kind of islands, as for `plan_cluster`.
-      plan: the plan of islands as replicas; it says the machine of each kind.
-      space: what may be chosen, for its rules and recomputation.
+      subjects: the subject of each kind of islands, as for `plan_cluster`.
+      plan: the plan of islands as replicas, with the machine of each kind.
+      space: its rules and remat policies are used.
     """
 
     def __init__(self, subjects: Sequence[Subject], plan: ClusterPlan, space: Space) -> None:
@@ -80,16 +80,16 @@ class IslandPipelines:
         """Return the flops per second of an island, before anything is predicted."""
         return self.num_devices(kind) * self._plan.kinds[kind].machine.rates.flops_per_second
 
-    def planned(
+    def plan(
         self, pipelines: Sequence[Sequence[int]], rows: Sequence[int], accumulate: int, *, one_cut: bool
     ) -> list[PipelinePlan]:
         """Return the best cut of each pipeline.
 
         Args:
-          pipelines: for each the kind of the island of each stage.
-          rows: of each, a multiple of `accumulate` and of the devices of each of its islands.
+          pipelines: kind of the island of each stage, for each pipeline.
+          rows: rows of each, a multiple of `accumulate` and of the devices of each of its islands.
           accumulate: number of microbatches.
-          one_cut: all have one cut, for the slowest island of each stage.
+          one_cut: whether all have one cut, for the slowest island of each stage.
 
         Raises:
           NoCut: no cut fits the memory.
@@ -149,14 +149,14 @@ class IslandPipelines:
         )
 
     def _model(self, rows: int) -> ModelCosts:
-        """Return the costs of the blocks for a microbatch of so many rows."""
+        """Return the costs of the blocks for a microbatch of `rows` rows."""
         if rows not in self._models:
             subject = self._subjects[0]
             self._models[rows] = model_costs(subject.traced_blocks(rows), subject.optimizer.init)
         return self._models[rows]
 
     def _prediction(self, kind: int, rows: int, accumulate: int) -> Prediction:
-        """Predict the whole model on an island of a kind, in whose proportion a stage of it is as fast."""
+        """Predict the whole model on an island of a kind; a stage takes its share of the time."""
         key = kind, rows, accumulate
         if key not in self._whole:
             subject, devices = self._subjects[kind], self.num_devices(kind)
@@ -171,7 +171,7 @@ class IslandPipelines:
 
 
 def _slowest(costs: Sequence[StageCosts]) -> StageCosts:
-    """Return the costs of a pipeline with the slowest and smallest devices of each stage of several."""
+    """Return the costs of a pipeline with the slowest and smallest devices of each stage of several ones."""
     devices = [
         StageDevices(
             flops_per_second=min(each.flops_per_second for each in stage),
@@ -185,10 +185,10 @@ def _slowest(costs: Sequence[StageCosts]) -> StageCosts:
 
 
 PER_STAGE = (1, 2, 4)
-"""Microbatches for each stage that are tried, rounded down to what divides the batch."""
+"""Numbers of microbatches for each stage to try, rounded down to divide the batch."""
 
 ROUNDS = 3
-"""How often rows are given anew by the speeds that were predicted for those of the last round."""
+"""Number of times that rows are split by the speeds that were predicted for the last split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,9 +196,9 @@ class StagesPlan:
     """Pipelines over islands: island i is stage i % partitions of pipeline i // partitions.
 
     Args:
-      pipelines: all have as many islands.
-      accumulate: number of microbatches, of each.
-      join_seconds: until their gradients are added up.
+      pipelines: the pipelines, with the same number of islands.
+      accumulate: number of microbatches of each.
+      join_seconds: seconds of adding up their gradients.
     """
 
     pipelines: tuple[PipelinePlan, ...]
@@ -227,12 +227,12 @@ class StagesPlan:
 
     @property
     def memory_bytes(self) -> tuple[float, ...]:
-        """Of a device of each island."""
+        """Memory of a device of each island."""
         return tuple(number for each in self.pipelines for number in each.memory_bytes)
 
     @property
     def cuts(self) -> str:
-        """The blocks of each stage as `--stages` takes them: one cut for all pipelines, or one each."""
+        """The blocks of each stage as in `--stages`, one cut for all pipelines or one for each."""
         texts = [",".join(map(str, each.counts)) for each in self.pipelines]
         return ";".join(texts if len(set(texts)) > 1 else texts[:1])
 
@@ -243,26 +243,26 @@ def plan_stages(
     """Return the best pipelines with a stage on each island, in the order of the cluster file.
 
     Args:
-      subjects: of each kind of islands, as for `plan_cluster`.
-      plan: the plan of islands as replicas; it says the machine of each kind.
-      space: what may be chosen, for its rules and recomputation; None: everything.
-      one_cut: whether all pipelines must be cut alike.
+      subjects: the subject of each kind of islands, as for `plan_cluster`.
+      plan: the plan of islands as replicas, with the machine of each kind.
+      space: its rules and remat policies are used. None means the defaults.
+      one_cut: whether all pipelines must have the same cut.
 
     Raises:
-      ValueError: the model does not say its blocks, or there are fewer than islands of any pipeline; the
-        batch cannot be split over the devices and microbatches; or no cut fits the memory.
+      ValueError: the model does not define its blocks, or has fewer blocks than islands in a pipeline; the
+        batch cannot be split over devices and microbatches; or no cut fits the memory.
     """
     num_blocks, num_islands = subjects[0].num_blocks, len(plan.shares)
     sizes = [number for number in divisors(num_islands) if number > 1]
     if not (possible := [number for number in sizes if number <= num_blocks]):
         raise ValueError(
             f"{num_blocks} blocks cannot be cut into {' or '.join(map(str, sizes))} stages, one for"
-            f" each island of a pipeline; use a number of islands that {_several(num_blocks)} divides"
+            f" each island of a pipeline; use a number of islands that {_format_range(num_blocks)} divides"
         )
     pipelines = IslandPipelines(subjects, plan, space or Space())
     found, problems = [], []
     for num_stages in possible:
-        for accumulate in _microbatches(subjects[0].batch_rows, num_stages):
+        for accumulate in _list_microbatches(subjects[0].batch_rows, num_stages):
             try:
                 found += _plan_stages(
                     pipelines, plan, subjects[0].batch_rows, num_stages, accumulate, one_cut
@@ -270,24 +270,24 @@ def plan_stages(
             except ValueError as error:
                 problems.append(error)
     if not found:
-        # what does not fit the memory could be split
+        # a cut that does not fit the memory is nearer to a plan than a batch that cannot be split
         raise next((error for error in problems if isinstance(error, NoCut)), problems[0])
     return min(found, key=lambda each: each.seconds)
 
 
-def _several(most: int) -> str:
-    """Return the possible numbers of stages in words.
+def _format_range(most: int) -> str:
+    """Format the possible numbers of stages.
 
-    >>> _several(2), _several(4)
+    >>> _format_range(2), _format_range(4)
     ('2', 'a number from 2 to 4')
     """
     return "2" if most == 2 else f"a number from 2 to {most}"
 
 
-def _microbatches(rows: int, num_stages: int) -> list[int]:
+def _list_microbatches(rows: int, num_stages: int) -> list[int]:
     """Return the numbers of microbatches to try.
 
-    >>> _microbatches(48, 4)
+    >>> _list_microbatches(48, 4)
     [4, 8, 16]
     """
     return sorted({max(n for n in divisors(rows) if n <= k * num_stages) for k in PER_STAGE})
@@ -301,7 +301,7 @@ def _plan_stages(
     accumulate: int,
     one_cut: bool,
 ) -> Iterator[StagesPlan]:
-    """Return pipelines of so many stages, with rows by the speed that was predicted in the round before.
+    """Yield pipelines of `num_stages` stages, with rows split by the speeds of the round before.
 
     Raises:
       ValueError: the batch cannot be split over them; NoCut: no cut fits the memory.
@@ -324,7 +324,7 @@ def _plan_stages(
         if rows == before:
             return
         before = rows
-        planned = pipelines.planned(pools, rows, accumulate, one_cut=one_cut)
+        planned = pipelines.plan(pools, rows, accumulate, one_cut=one_cut)
         yield StagesPlan(
             pipelines=tuple(planned), accumulate=accumulate, join_seconds=_join_seconds(planned, plan)
         )
@@ -332,6 +332,6 @@ def _plan_stages(
 
 
 def _join_seconds(planned: Sequence[PipelinePlan], plan: ClusterPlan) -> float:
-    """Return the seconds until each block's gradients are added up over its owners, by rings."""
+    """Return the seconds of adding up each block's gradients over its owners by rings."""
     most = max(number for each in planned for number in each.gradient_bytes)
     return count_sent_bytes(ALL_REDUCE, len(planned), most) / plan.link_bytes_per_second

@@ -1,9 +1,11 @@
-"""Plan unequal islands: the rows of each, and the layout that suits its devices. Next: `report/plan.py`."""
+"""Plan unequal islands: the rows of each island, and the best layout for its devices.
+
+Next: `search.py`, the layouts of one kind of islands; `report/plan.py`.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.cluster import Cluster, IslandKind
@@ -13,11 +15,11 @@ from shardtrain.plan.island_exchange import (
     EXTRA_SHARE,
     NUMS_PROGRAMS,
     EarlyGradients,
+    IslandStepTimes,
     Join,
     MergeBytes,
-    StepOfIsland,
-    fastest,
-    join,
+    choose_fastest,
+    compute_join,
     make_merge_bytes,
     own_copies,
     plan_early,
@@ -27,12 +29,12 @@ from shardtrain.plan.predict import steps
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import Plan, Ranked, plan_named_layouts, search
 from shardtrain.plan.space import Space, nearest_text
-from shardtrain.plan.step_times import StepTimes, step_times
+from shardtrain.plan.step_times import StepTimes, compute_step_times
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.shares import shares
 
 ROUNDS = 4
-"""How often rows are given anew by the speeds that were predicted for those of the last round."""
+"""Number of times that rows are split by the speeds that were predicted for the last split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +44,9 @@ class KindPlan:
     Args:
       kind: the kind.
       machine: its devices.
-      rows: of the batch, for each of its islands.
-      plan: the ways to run a step on one of them.
-      named: name -> the layout that others would take there; None: it cannot run.
+      rows: rows of the batch for each of its islands.
+      plan: the ranked choices for one island.
+      named: name of a published method -> its choice, or None if it cannot run.
     """
 
     kind: IslandKind
@@ -59,15 +61,15 @@ class ClusterPlan:
     """The plan of a cluster.
 
     Args:
-      kinds: of each kind of islands.
+      kinds: the plan of each kind of islands.
       shares: rows of each island.
-      join_seconds: that a step waits, on average, until islands are joined.
-      synchronisation: how they are joined.
-      link_bytes_per_second: that an island sends to others; inf: no link is given.
-      merges: synchronisation -> what an island sends by it; None: there is one island.
-      early: of a mean of gradients over a link, the step with them in one program and in several; () where
-        sending takes less than several programs cost, or there is no link.
-      given_programs: the number of these programs that the run gives, which stands; None: it is chosen.
+      join_seconds: mean seconds that a step waits until islands are synchronised.
+      synchronisation: how islands are synchronised.
+      link_bytes_per_second: rate at which an island sends to others. inf means that no link is given.
+      merges: synchronisation -> bytes that an island sends. None means that there is one island.
+      early: steps with gradients in one program and in several, for a mean of gradients over a link; () if
+        several programs cost more than sending, or if there is no link.
+      given_programs: number of these programs that the run sets. None means that it is chosen.
     """
 
     kinds: tuple[KindPlan, ...]
@@ -81,45 +83,45 @@ class ClusterPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether something runs on every kind, and the best fits its devices."""
+        """Whether the best choice fits on every kind of islands."""
         return all(each.plan.ranked and each.plan.ranked[0].fits for each in self.kinds)
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step: of the slowest island, and until islands are joined."""
+        """Seconds of a step: of the slowest island, and until islands are synchronised."""
         return self.island_seconds + self.join_seconds
 
     @property
     def island_seconds(self) -> float:
-        """Seconds of a step of the slowest island alone."""
-        return max(each.plan.ranked[0].prediction.seconds.total for each in self.kinds if each.rows)
+        """Seconds of a step of the slowest island, without synchronisation."""
+        return self.slowest.plan.ranked[0].prediction.seconds.total
 
     @property
     def slowest(self) -> KindPlan:
-        """The kind of the islands for which the others wait."""
+        """The slowest kind of islands, for which the others wait."""
         with_rows = (each for each in self.kinds if each.rows)
         return max(with_rows, key=lambda each: each.plan.ranked[0].prediction.seconds.total)
 
     @property
     def num_programs(self) -> int:
-        """Programs in which islands compute their gradients, at most."""
-        return fastest(self.early).num_programs if self.early else self.given_programs or 1
+        """Largest number of programs in which islands compute their gradients."""
+        return choose_fastest(self.early).num_programs if self.early else self.given_programs or 1
 
     def planned(self, subjects: Sequence[Subject]) -> list[tuple[KindPlan, Subject]]:
-        """Return each kind with what was planned for it: the subject with the rows of one of its islands."""
+        """Return each kind with its subject, which has the rows of one of its islands."""
         several = len(self.shares) > 1
         kinds = zip(self.kinds, subjects, strict=True)
         return [(each, subject.share(each.rows) if several else subject) for each, subject in kinds]
 
     def estimate_join(self, synchronisation: Synchronisation) -> Join:
-        """Return what another way of joining the islands would cost; layouts stay."""
+        """Return the costs of another synchronisation, with the same layouts."""
         assert self.merges is not None
         merges, rate = self.merges(synchronisation), self.link_bytes_per_second
-        found = join(synchronisation, merges, rate, self.island_seconds)
+        found = compute_join(synchronisation, merges, rate, self.island_seconds)
         if not (self.early and synchronisation.is_mean):
             return found
-        # what is sent while later programs compute, less what these programs cost
-        waited = fastest(self.early).seconds - self.island_seconds
+        # sending while later programs compute, minus the costs of several programs
+        waited = choose_fastest(self.early).seconds - self.island_seconds
         return found._replace(seconds=waited, hidden_seconds=found.seconds - waited)
 
 
@@ -134,18 +136,19 @@ def plan_cluster(
     """Plan the islands of a cluster, each a replica with its share of the batch.
 
     Args:
-      subjects: of each kind of islands the model, its loss, optimizer and batch.
-      cluster: the islands; each kind says its devices.
-      space: what may be chosen; None: everything.
-      most: how many ways of each kind to return.
-      synchronisation: how islands are joined.
+      subjects: the model, its loss, optimizer and batch, for each kind of islands.
+      cluster: the islands; each kind names its devices.
+      space: the choices to search. None means all.
+      most: number of choices to return for each kind.
+      synchronisation: how islands are synchronised.
       across: dtype and buckets of what they send.
 
     Raises:
-      ValueError: a kind does not say its devices, they are not known, or nothing can run on one.
+      ValueError: a kind names no devices or unknown ones, or nothing can run on it.
     """
     machines = [
-        _machine(kind, subject.in_float32) for kind, subject in zip(cluster.islands, subjects, strict=True)
+        _make_machine(kind, subject.in_float32)
+        for kind, subject in zip(cluster.islands, subjects, strict=True)
     ]
     space = space or Space()
     if len(cluster.of_islands) > 1:
@@ -164,26 +167,27 @@ def plan_cluster(
         machine.rates.flops_per_second * (kind.devices or 1)
         for kind, machine in zip(cluster.islands, machines, strict=True)
     ]
-    best: ClusterPlan | None = None
-    joined = _Joined(synchronisation, make_merge_bytes(subject, len(islands), across))
+    link, merges = cluster.link_gb_per_second, make_merge_bytes(subject, len(islands), across)
+    link_bytes_per_second = math.inf if link is None else link * GB
+    plans: list[ClusterPlan] = []
     for _ in range(ROUNDS):
-        found = _apply_speeds(subjects, cluster, machines, speeds, space, most, joined)
-        if best is None or (not found.fits, found.seconds) < (not best.fits, best.seconds):
-            best = found
-        speeds = _speeds(found, speeds)
-    assert best is not None
+        kinds, rows = _apply_speeds(subjects, cluster, machines, speeds, space, most)
+        found = ClusterPlan(
+            kinds=kinds,
+            shares=rows,
+            join_seconds=0.0,
+            synchronisation=synchronisation,
+            link_bytes_per_second=link_bytes_per_second,
+            merges=merges,
+        )
+        plans.append(replace(found, join_seconds=found.estimate_join(synchronisation).seconds))
+        speeds = _update_speeds(kinds, speeds)
+    best = min(plans, key=lambda each: (not each.fits, each.seconds))
     return _add_named(_add_early(best, subject, across), subjects, space)
 
 
-class _Joined(NamedTuple):
-    """How islands are joined, and what they send by each way."""
-
-    by: Synchronisation
-    merges: Callable[[Synchronisation], MergeBytes]
-
-
 def _add_early(plan: ClusterPlan, subject: Subject, across: Across) -> ClusterPlan:
-    """Add the step with gradients in the given number of programs, or in several, and take the fastest."""
+    """Add steps with gradients in several programs, or in the given number of them, and use the fastest."""
     sending, alone, given = plan.join_seconds, plan.island_seconds, across.gradient_parts
     plan = replace(plan, given_programs=given)
     if not plan.synchronisation.is_mean or math.isinf(plan.link_bytes_per_second):
@@ -192,15 +196,15 @@ def _add_early(plan: ClusterPlan, subject: Subject, across: Across) -> ClusterPl
         return plan
     first, slowest = plan.kinds[0], plan.slowest.plan.ranked[0]
     update = slowest.prediction.seconds.update
-    step = StepOfIsland(alone - update, update, slowest.choice.accumulate)
+    step = IslandStepTimes(alone - update, update, slowest.choice.accumulate)
     choice = first.plan.ranked[0].choice
     nums = NUMS_PROGRAMS if given is None else (given,)
     early = plan_early(subject, choice, first.kind.devices or 1, across, step, sending, nums)
-    return replace(plan, early=early, join_seconds=fastest(early).seconds - alone)
+    return replace(plan, early=early, join_seconds=choose_fastest(early).seconds - alone)
 
 
 def _add_named(plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> ClusterPlan:
-    """Add the layouts of others for the rows of each kind."""
+    """Add the choices of published methods for each kind."""
     kinds = []
     for each, subject in plan.planned(subjects):
         named = plan_named_layouts(subject, each.machine, each.kind.devices or 1, space)
@@ -211,12 +215,12 @@ def _add_named(plan: ClusterPlan, subjects: Sequence[Subject], space: Space) -> 
 def estimate_times(
     plan: ClusterPlan, subjects: Sequence[Subject], choices: Sequence[Choice] | None = None
 ) -> list[StepTimes]:
-    """Return the durations of the parts of a step, for each kind of islands that has rows.
+    """Return the durations of the parts of a step, for each kind of islands with rows.
 
     Args:
       plan: the plan.
-      subjects: those that it was made of.
-      choices: of each kind; None: the best ones.
+      subjects: the subjects of the plan.
+      choices: the choice for each kind. None means the best ones.
 
     Raises:
       ValueError: a choice does not fit the model or the devices.
@@ -228,21 +232,21 @@ def estimate_times(
         if not each.rows:
             continue
         (step,) = steps(subject, each.machine, each.kind.devices or 1, [choice])
-        found.append(step_times(step, each.machine))
+        found.append(compute_step_times(step, each.machine))
     return found
 
 
-def _speeds(found: ClusterPlan, before: Sequence[float]) -> list[float]:
-    """Return rows a second of each kind; those without rows keep their ratio to the others."""
-    new = [each.rows / each.plan.ranked[0].prediction.seconds.total for each in found.kinds]
-    ratio = sum(new) / sum(speed for speed, each in zip(before, found.kinds, strict=True) if each.rows)
+def _update_speeds(kinds: Sequence[KindPlan], before: Sequence[float]) -> list[float]:
+    """Return rows per second of each kind; kinds without rows keep their ratio to the others."""
+    new = [each.rows / each.plan.ranked[0].prediction.seconds.total for each in kinds]
+    ratio = sum(new) / sum(speed for speed, each in zip(before, kinds, strict=True) if each.rows)
     return [rows or ratio * speed for rows, speed in zip(new, before, strict=True)]
 
 
-def _machine(kind: IslandKind, in_float32: bool) -> Machine:
+def _make_machine(kind: IslandKind, in_float32: bool) -> Machine:
     if kind.device is None or kind.devices is None:
         raise ValueError(
-            f"islands of kind {kind.kind!r} do not say their devices; give devices = NUMBER and"
+            f"islands of kind {kind.kind!r} do not name their devices; give devices = NUMBER and"
             ' device = { name = "NVIDIA A100-SXM4-80GB" }, or measured rates (shardtrain calibrate)'
         )
     return make_machine(kind.device, kind.devices, in_float32=in_float32, nodes=kind.nodes)
@@ -255,31 +259,20 @@ def _apply_speeds(
     speeds: Sequence[float],
     space: Space,
     most: int,
-    joined: _Joined,
-) -> ClusterPlan:
-    """Give rows in proportion to speeds, and plan each kind for its rows."""
+) -> tuple[tuple[KindPlan, ...], tuple[int, ...]]:
+    """Split rows in proportion to speeds; return the plan of each kind, and the rows of each island."""
     weights = [speed for kind, speed in zip(cluster.islands, speeds, strict=True) for _ in range(kind.count)]
     rows = shares(subjects[0].batch_rows, weights)
-    # islands of a kind may differ by one row: the plan is for the most
+    # islands of a kind may differ by one row; the plan is for the most rows
     firsts = [sum(kind.count for kind in cluster.islands[:i]) for i in range(len(cluster.islands))]
     kinds = []
     for first, kind, machine, subject in zip(firsts, cluster.islands, machines, subjects, strict=True):
         most_rows = max(rows[first : first + kind.count])
         plan = search(subject.share(most_rows), machine, kind.devices or 1, space, most)
         if not plan.ranked:
-            # what the run's own checks say of the first layout
             raise ValueError(
                 f"nothing runs on islands of kind {kind.kind!r}: {next(iter(plan.refused.values()))}\n"
                 + nearest_text(subject.share(most_rows), kind.devices or 1, space)
             )
         kinds.append(KindPlan(kind=kind, machine=machine, rows=most_rows, plan=plan))
-    link = cluster.link_gb_per_second
-    found = ClusterPlan(
-        kinds=tuple(kinds),
-        shares=tuple(rows),
-        join_seconds=0.0,
-        synchronisation=joined.by,
-        link_bytes_per_second=math.inf if link is None else link * GB,
-        merges=joined.merges,
-    )
-    return replace(found, join_seconds=found.estimate_join(joined.by).seconds)
+    return tuple(kinds), tuple(rows)

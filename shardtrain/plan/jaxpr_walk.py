@@ -1,4 +1,4 @@
-"""Walk the operations of a traced computation: arrays with named dims, kernels, sums to complete.
+"""Walk a traced computation, and list its operations on arrays with named dims and its incomplete sums.
 
 Next: `trace.py`, which traces the loss of a model; `named_dims.py`, `fusion.py`.
 """
@@ -11,25 +11,25 @@ import jax
 
 from shardtrain import axes
 from shardtrain.functional.jaxprs import scan_counts
-from shardtrain.plan.device_calls import NAME
-from shardtrain.plan.fusion import ALIASES, MATERIAL, Step, Unfused, fuse, root
-from shardtrain.plan.named_dims import CUMULATIVE, Operands, apply_delta, find_names
-from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, Array, Dims, Program, Resharded
+from shardtrain.plan.device_calls import NAME, AttentionCall
+from shardtrain.plan.fusion import ALIASES, MATERIAL, Operation, UnfusedProgram, fuse
+from shardtrain.plan.named_dims import CUMULATIVE, Operands, find_names, merge_names
+from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, Array, Dims, Program, Resharding
 
 LINEAR = ("add", "add_any", "neg", "convert_element_type", "transpose")
-"""Operations by which the parts of a sum may stay apart: those of sums are added once, not one by one."""
+"""Operations that partial sums pass unadded, so that the sum of several is completed once."""
 
 LOOKUPS = {"gather": 0, "scatter-add": 2}
-"""Operation -> which of its operands has the rows that it looks up or adds."""
+"""Operation -> number of its operand with the rows that it looks up or adds."""
 
 
-class Partial(NamedTuple):
-    """A sum that is not complete.
+class PartialSum(NamedTuple):
+    """A partial sum on each device.
 
     Args:
-      summed: names of the dims over which devices have parts of it.
-      dims: the names of its own dims when it was made.
-      rows: of a lookup the number of its table, of the sum of rows into a table that of the rows.
+      summed: names of the dims that are split over these devices.
+      dims: names of the dims of the sum where it is made.
+      rows: number of the table of a lookup, or of the rows that are summed into a table.
     """
 
     summed: tuple[str, ...]
@@ -37,61 +37,59 @@ class Partial(NamedTuple):
     rows: int | None = None
 
 
-def num_terms(number: int, makers: Mapping[int, Step], constants: Set[int]) -> int:
-    """Return the number of arrays of which one is the sum, as jax adds up gradients.
+def count_terms(number: int, makers: Mapping[int, Operation], constants: Set[int]) -> int:
+    """Count the arrays that jax adds up to an array, such as the gradients of a table that is used twice.
 
     Args:
-      number: of the array.
+      number: number of the array.
       makers: number of an array -> the operation that writes it.
-      constants: numbers of arrays that are computed from constants alone.
+      constants: numbers of arrays that are computed from constants only.
     """
-    step = makers.get(number)
+    maker = makers.get(number)
     if number in constants:
         return 0
-    if step is not None and step.name == "add_any":
-        return sum(num_terms(each, makers, constants) for each in step.reads)
-    if step is not None and step.name in (*ALIASES, "convert_element_type", "transpose"):
-        return num_terms(step.reads[0], makers, constants)
+    if maker is not None and maker.name == "add_any":
+        return sum(count_terms(each, makers, constants) for each in maker.reads)
+    if maker is not None and maker.name in (*ALIASES, "convert_element_type", "transpose"):
+        return count_terms(maker.reads[0], makers, constants)
     return 1
 
 
-CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
-"""Parameters that hold the computation that an operation stands for."""
-
-OF_EXAMPLES = (axes.BATCH, ARRIVED)
-"""Dims of examples: sums over them are gradients of parameters, whose collectives are those of theory."""
+CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "body_jaxpr")
+"""Parameters of an operation that hold a computation."""
 
 OPAQUE = ("pallas_call", "reduce", "reduce_window", "custom_linear_solve")
-"""Operations that hold a computation of single elements or of a kernel instead."""
+"""Operations whose computation is of single elements or a kernel."""
+
+OF_EXAMPLES = (axes.BATCH, ARRIVED)
+"""Dims of examples. Sums over them are gradients of parameters, whose collectives `traffic.py` counts."""
+
+
+def find_inner(equation: Any) -> Any:
+    """Return the jaxpr that an operation runs, whose inputs are its last ones; None if it runs none."""
+    if equation.primitive.name == "cond":
+        # the branch with the most operations stands for all
+        found = max(equation.params["branches"], key=lambda each: len(each.jaxpr.eqns))
+    else:
+        found = next((equation.params[key] for key in CALLED if key in equation.params), None)
+    return None if equation.primitive.name in OPAQUE else getattr(found, "jaxpr", found)
 
 
 @dataclass(kw_only=True)
-class Walk:
-    """The operations of a computation, found one after the other.
+class Walk(UnfusedProgram):
+    """The operations that a walk has found so far.
 
     Args:
-      arrays: those found so far.
-      steps: the operations found so far.
-      same: number of an array -> that of the array in memory of which it is another view.
-      partial: number of an array -> what is not complete of its sum.
-      constrained: numbers of the arrays whose names are those of a constraint.
-      constants: numbers of the arrays that are computed from constants alone.
-      moves: number of an array -> the change of sharding that made it.
-      resharded: sums that were completed.
-      of: variable of jax -> number of its array.
-      for_gpus: whether they are fused as for GPUs.
+      partial: number of an array -> the partial sum that it is.
+      constrained: numbers of arrays that are named by a constraint.
+      moves: number of an array -> the resharding that made it.
+      numbers: variable of jax -> number of its array.
     """
 
-    arrays: list[Array] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    same: dict[int, int] = field(default_factory=dict)
-    partial: dict[int, Partial] = field(default_factory=dict)
+    partial: dict[int, PartialSum] = field(default_factory=dict)
     constrained: set[int] = field(default_factory=set)
-    constants: set[int] = field(default_factory=set)
-    moves: dict[int, Resharded] = field(default_factory=dict)
-    resharded: list[Resharded] = field(default_factory=list)
-    of: dict[Any, int] = field(default_factory=dict)
-    for_gpus: bool = False
+    moves: dict[int, Resharding] = field(default_factory=dict)
+    numbers: dict[Any, int] = field(default_factory=dict)
 
     def add(self, aval: Any, dims: Dims | None = None) -> int:
         """Add an array; return its number."""
@@ -100,79 +98,65 @@ class Walk:
         self.arrays.append(Array(shape=shape, item_bytes=item_bytes, dims=dims or (None,) * len(shape)))
         return len(self.arrays) - 1
 
-    def bind(self, variables: Sequence[Any], numbers: Sequence[int]) -> None:
-        self.of.update(zip(variables, numbers, strict=True))
+    def add_inputs(self, jaxpr: Any, dims: Sequence[Dims | None]) -> list[int]:
+        """Add the inputs of a jaxpr as arrays with names of their dims; return their numbers."""
+        return [self.add(variable.aval, each) for variable, each in zip(jaxpr.invars, dims, strict=True)]
 
-    def name(self, number: int, dims: Dims) -> None:
-        """Give an array the names that it does not have yet."""
-        array = self.arrays[number]
-        self.arrays[number] = replace(array, dims=apply_delta(array.dims, dims))
+    def name_result(self, number: int, dims: Dims | None, of_parameter: bool) -> None:
+        """Name the dims of a result, and of the array in memory that it is a view of if the shapes agree."""
+        for i in (number, self.find_root(number)):
+            array = replace(self.arrays[i], of_parameter=of_parameter)
+            if dims is not None and len(dims) == len(array.shape):
+                array = replace(array, dims=merge_names(array.dims, dims))
+            self.arrays[i] = array
 
-    def result(self, number: int, dims: Dims | None, of_parameter: bool) -> None:
-        """Name a result, and the array in memory that it is a view of if that has the same shape."""
-        for i in (number, self.root(number)):
-            if dims is not None and len(dims) == len(self.arrays[i].shape):
-                self.name(i, dims)
-            self.arrays[i] = replace(self.arrays[i], of_parameter=of_parameter)
-
-    def number(self, atom: Any) -> int:
+    def _find_number(self, atom: Any) -> int:
         if hasattr(atom, "val"):
             number = self.add(atom.aval)
             self.constants.add(number)
             return number
-        return self.of[atom]
+        return self.numbers[atom]
 
-    def run(self, jaxpr: Any) -> list[int]:
-        """Add the operations of a jaxpr whose inputs are bound; return its outputs."""
+    def run(self, jaxpr: Any, inputs: Sequence[int]) -> list[int]:
+        """Add the operations of a jaxpr; return the numbers of its outputs."""
+        self.numbers.update(zip(jaxpr.invars, inputs, strict=True))
         for variable in jaxpr.constvars:
-            self.of.setdefault(variable, self.add(variable.aval))
+            self.numbers.setdefault(variable, self.add(variable.aval))
         for equation in jaxpr.eqns:
-            reads = [self.number(atom) for atom in equation.invars]
-            self.bind(equation.outvars, self._equation(equation, reads))
-        return [self.number(atom) for atom in jaxpr.outvars]
+            reads = [self._find_number(atom) for atom in equation.invars]
+            self.numbers.update(zip(equation.outvars, self._add_equation(equation, reads), strict=True))
+        return [self._find_number(atom) for atom in jaxpr.outvars]
 
-    def _equation(self, equation: Any, reads: list[int]) -> list[int]:
-        primitive, params = equation.primitive.name, equation.params
-        if primitive == "scan":
-            return self._scan(equation, reads)
-        if primitive == "while":
-            return self._while(equation, reads)
-        if primitive == NAME:
-            return self._close(params, reads)
-        if primitive == "cond":
-            # the branch with the most operations stands for all
-            branch = max(params["branches"], key=lambda each: len(each.jaxpr.eqns))
-            return self._inline(branch, reads[1:])
-        inner = next((params[key] for key in CALLED if key in params), None)
-        if inner is not None and primitive not in OPAQUE:
-            return self._inline(inner, reads)
-        return self._operation(equation, reads)
+    def _add_equation(self, equation: Any, reads: list[int]) -> list[int]:
+        add_loop = {"scan": self._add_scan, "while": self._add_while}.get(equation.primitive.name)
+        if add_loop is not None:
+            return add_loop(equation, reads)
+        if equation.primitive.name == NAME:
+            return self._add_call(equation.params, reads)
+        if (inner := find_inner(equation)) is not None:
+            return self.run(inner, reads[len(reads) - len(inner.invars) :])
+        return self._add_operation(equation, reads)
 
-    def _close(self, params: Any, reads: list[int]) -> list[int]:
-        """Add a call that devices compute by hand, whose results have names of their own."""
-        found, results = params["call"], params["results"]
-        roots = set(map(self.root, reads))
-        call = found.after(
-            step.call for step in self.steps if step.call and roots.issuperset(map(self.root, step.reads))
-        )
+    def _add_call(self, params: Any, reads: list[int]) -> list[int]:
+        """Add a call that devices compute by their own code, whose results name their dims."""
+        call, results = params["call"], params["results"]
+        if isinstance(call, AttentionCall):
+            roots = set(map(self.find_root, reads))
+            of_same = (each for each in self.operations if roots.issuperset(map(self.find_root, each.reads)))
+            call = call.merge(each.call for each in of_same)
         writes = [self.add(jax.ShapeDtypeStruct(shape, dtype), dims) for shape, dtype, dims in results]
         waiting = self.partial.pop(reads[0], None) if call.linear else None
-        self._sums(NAME, reads, writes, ())
+        self._note_sums(NAME, reads, writes, ())
         if waiting is not None:
             passed = waiting._replace(dims=self.arrays[writes[0]].dims, rows=None)
             if call.completes:
                 self._complete(writes[0], passed)
             else:
                 self.partial[writes[0]] = passed
-        self.steps.append(Step(name=NAME, reads=reads, writes=writes, call=call))
+        self.operations.append(Operation(name=NAME, reads=reads, writes=writes, call=call))
         return writes
 
-    def _inline(self, inner: Any, reads: list[int]) -> list[int]:
-        jaxpr = getattr(inner, "jaxpr", inner)
-        self.bind(jaxpr.invars, reads[len(reads) - len(jaxpr.invars) :])
-        return self.run(jaxpr)
-
-    def _operation(self, equation: Any, reads: list[int]) -> list[int]:
+    def _add_operation(self, equation: Any, reads: list[int]) -> list[int]:
         primitive = equation.primitive.name
         if primitive in CUMULATIVE:
             reads = [self._gather(reads[0], equation.params["axis"])]
@@ -194,29 +178,29 @@ class Walk:
                 before = self.partial.pop(reads[0])
                 self.partial[writes[0]] = before._replace(dims=self.arrays[writes[0]].dims)
         else:
-            self._sums(primitive, reads, writes, found.summed)
-            if primitive not in MATERIAL and all(self.root(i) in self.constants for i in reads):
+            self._note_sums(primitive, reads, writes, found.summed)
+            if primitive not in MATERIAL and all(self.find_root(i) in self.constants for i in reads):
                 self.constants.update(writes)
-        step = Step(name=primitive, reads=reads, writes=writes, flops=found.flops, summed=found.summed)
-        self.steps.append(replace(step, grouped=found.grouped))
+        one = Operation(name=primitive, reads=reads, writes=writes, flops=found.flops, summed=found.summed)
+        self.operations.append(replace(one, grouped=found.grouped))
         return writes
 
     def _gather(self, number: int, axis: int) -> int:
-        """Return an array with one dim whole on each device."""
+        """Return the number of an array whose dim `axis` is whole on each device."""
         before = self.arrays[number]
         if before.dims[axis] is not None:
             dims = (*before.dims[:axis], None, *before.dims[axis + 1 :])
             found = len(self.arrays)
             self.arrays.append(replace(before, dims=dims))
-            self.moves[found] = Resharded(array=found, before=before.dims, source=number)
+            self.moves[found] = Resharding(array=found, before=before.dims, source=number)
             number = found
         return number
 
-    def _sums(
+    def _note_sums(
         self, primitive: str, reads: Sequence[int], writes: Sequence[int], summed: Sequence[str]
     ) -> None:
-        """Note which arrays are parts of a sum until all devices have added theirs."""
-        # what arrived is of examples and of positions
+        """Note the partial sums that an operation makes, and those that it needs complete."""
+        # arrived tokens are of examples and of positions
         summed = tuple(axes.SEQ if name in (ARRIVED, ARRIVED_TOKENS) else name for name in summed)
         summed = tuple(name for name in summed if name not in OF_EXAMPLES)
         waiting = {self.partial[i].summed for i in reads if i in self.partial}
@@ -228,30 +212,30 @@ class Walk:
                 if kept and len(reads) == 1:
                     rows = before.rows
                 elif not kept:
-                    # an operation on its elements gets it as its own result is sharded
+                    # the input of an elementwise operation is sharded as its result is
                     alike = writes and self.arrays[writes[0]].shape == self.arrays[i].shape
                     self._complete(writes[0] if alike and i not in self.moves else i, before)
         if kept:
             summed = waiting.pop()
         if summed:
-            self.partial.update((i, Partial(summed, self.arrays[i].dims, rows)) for i in writes)
+            self.partial.update((i, PartialSum(summed, self.arrays[i].dims, rows)) for i in writes)
 
-    def _complete(self, number: int, before: Partial) -> None:
-        """Note that a sum over sharded dims is complete from here on."""
+    def _complete(self, number: int, before: PartialSum) -> None:
+        """Note that a sum over sharded dims is complete from this array on."""
         move = self.moves.pop(number, None)
         source = None if move is None else move.source
-        rows = None if before.rows is None else self.root(before.rows)
-        change = Resharded(array=number, before=before.dims, summed=before.summed, source=source, rows=rows)
-        self.resharded.append(change)
+        rows = None if before.rows is None else self.find_root(before.rows)
+        change = Resharding(array=number, before=before.dims, summed=before.summed, source=source, rows=rows)
+        self.reshardings.append(change)
 
     def _constrain(self, spec: Sequence[Any], before: int, after: int) -> None:
-        """Take the names of a constraint; dims without one are not sharded from here on."""
+        """Name the dims of an array by a constraint; dims that it does not name become unsharded."""
         shape = self.arrays[after].shape
         dims = tuple(
             (entry[0] if entry else None) if isinstance(entry, tuple) else entry
             for entry in (*spec, *(None,) * (len(shape) - len(spec)))
         )
-        first = self.root(before)
+        first = self.find_root(before)
         waiting = self.partial.pop(before, None)
         if first not in self.constrained and len(self.arrays[first].shape) == len(dims):
             # the operation that makes an array makes it as its first constraint says
@@ -264,48 +248,39 @@ class Walk:
             self.arrays[after] = replace(self.arrays[after], dims=dims)
             self.same[after] = before
         else:
-            change = Resharded(array=after, before=self.arrays[before].dims, source=before)
+            change = Resharding(array=after, before=self.arrays[before].dims, source=before)
             self.arrays[after] = replace(self.arrays[after], dims=dims)
             self.moves[after] = change
         if waiting is not None:
             self.partial[after] = waiting
 
-    def _scan(self, equation: Any, reads: list[int]) -> list[int]:
-        params = equation.params
-        jaxpr = params["jaxpr"].jaxpr
+    def _add_scan(self, equation: Any, reads: list[int]) -> list[int]:
+        jaxpr = equation.params["jaxpr"].jaxpr
         consts, carried = scan_counts(equation)
         given = [self.arrays[i].dims for i in reads]
         given[consts + carried :] = [dims[1:] for dims in given[consts + carried :]]
-        # the names of what is carried may be known only from what the body makes of it
+        # the body may be what names the dims of carried arrays
         for _ in range(2):
             body = Walk(for_gpus=self.for_gpus)
-            numbers = [body.add(v.aval, dims) for v, dims in zip(jaxpr.invars, given, strict=True)]
-            body.bind(jaxpr.invars, numbers)
-            body.constants.update(
-                of_body
-                for of_body, i in zip(numbers[:consts], reads[:consts], strict=True)
-                if self.root(i) in self.constants
-            )
-            outputs = body.run(jaxpr)
+            inputs = body.add_inputs(jaxpr, given)
+            pairs = zip(inputs[:consts], reads[:consts], strict=True)
+            body.constants.update(inner for inner, i in pairs if self.find_root(i) in self.constants)
+            outputs = body.run(jaxpr, inputs)
             for i in range(carried):
-                given[consts + i] = apply_delta(given[consts + i], body.arrays[outputs[i]].dims)
-        program = body.program(numbers, outputs)
-        first = next(
-            (self.arrays[i].dims[0] for i in reads[consts + carried :] if self.arrays[i].dims[0]), None
-        )
+                given[consts + i] = merge_names(given[consts + i], body.arrays[outputs[i]].dims)
+        program = body.finish(inputs, outputs)
+        over = next(filter(None, (self.arrays[i].dims[0] for i in reads[consts + carried :])), None)
         dims = [program.arrays[i].dims for i in outputs]
-        dims[carried:] = [(first, *each) for each in dims[carried:]]
-        return self._add_loop(equation, reads, dims, program, params["length"], first)
+        dims[carried:] = [(over, *each) for each in dims[carried:]]
+        return self._add_loop(equation, reads, dims, program, equation.params["length"], over)
 
-    def _while(self, equation: Any, reads: list[int]) -> list[int]:
-        """A loop whose number of trips nobody knows before it runs: counted once."""
+    def _add_while(self, equation: Any, reads: list[int]) -> list[int]:
+        """Add a loop whose number of trips is unknown before it runs: its body counts once."""
         jaxpr = equation.params["body_jaxpr"].jaxpr
         body = Walk(for_gpus=self.for_gpus)
-        given = reads[equation.params["cond_nconsts"] :]
-        numbers = [body.add(v.aval, self.arrays[i].dims) for v, i in zip(jaxpr.invars, given, strict=True)]
-        body.bind(jaxpr.invars, numbers)
-        outputs = body.run(jaxpr)
-        program = body.program(numbers, outputs)
+        inputs = body.add_inputs(jaxpr, [self.arrays[i].dims for i in reads[-len(jaxpr.invars) :]])
+        outputs = body.run(jaxpr, inputs)
+        program = body.finish(inputs, outputs)
         return self._add_loop(equation, reads, [program.arrays[i].dims for i in outputs], program, 1)
 
     def _add_loop(
@@ -318,21 +293,22 @@ class Walk:
         over: str | None = None,
     ) -> list[int]:
         writes = [self.add(out.aval, each) for out, each in zip(equation.outvars, dims, strict=True)]
-        self._sums("scan", reads, writes, ())
-        name = equation.primitive.name
-        unrolled = equation.params.get("unroll", 1) >= max(trips, 2)
-        step = Step(name=name, reads=reads, writes=writes, body=program, trips=trips, over=over)
-        self.steps.append(replace(step, unrolled=unrolled))
+        self._note_sums("scan", reads, writes, ())
+        loop = Operation(
+            name=equation.primitive.name,
+            reads=reads,
+            writes=writes,
+            body=program,
+            trips=trips,
+            unrolled=equation.params.get("unroll", 1) >= max(trips, 2),
+            over=over,
+        )
+        self.operations.append(loop)
         return writes
 
-    def root(self, number: int) -> int:
-        """Return the number of the array in memory of which this is a view."""
-        return root(self.same, number)
-
-    def program(self, inputs: Sequence[int], outputs: Sequence[int]) -> Program:
-        """Complete the sums that nothing has read, and fuse the operations."""
+    def finish(self, inputs: Sequence[int], outputs: Sequence[int]) -> Program:
+        """Complete the sums that nothing has read, and fuse the operations into a program."""
         for i in list(self.partial):
             self._complete(i, self.partial.pop(i))
-        changes = [*self.resharded, *self.moves.values()]
-        found = Unfused(self.arrays, self.steps, self.same, self.constants, changes, self.for_gpus)
-        return fuse(found, inputs, outputs)
+        self.reshardings += self.moves.values()
+        return fuse(self, inputs, outputs)

@@ -1,7 +1,6 @@
-"""Find the most bytes of arrays that are alive at any time in a program. No jax.
+"""Compute the peak bytes of the arrays that are alive in a program. No jax.
 
-Programs for GPUs run kernels in another order than they are traced, and copy parts of stacked and of sharded
-arrays. Next: `program_cost.py`, which costs the kernels.
+Programs for GPUs reorder kernels, and copy parts of stacked and sharded arrays. Next: `program_cost.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +15,12 @@ from shardtrain.plan.program import Dims, Kernel, Program, Splits
 
 
 class Trip(NamedTuple):
-    """A trip of a loop: what the next trip needs, and which inputs are parts of stacked arrays.
+    """A trip of a loop.
 
     Args:
-      carried: the numbers of the results that the next trip needs; all others are stacked.
-      parts: the numbers of the inputs that are parts of stacked arrays.
-      is_loop: whether there are several trips in a loop and not in plain code, for each of several shardings.
+      carried: numbers of the results that the next trip needs; all others are stacked.
+      parts: numbers of the inputs that are parts of stacked arrays.
+      is_loop: whether several trips run in a loop, and not as plain code, for each of several shardings.
     """
 
     carried: Sequence[int]
@@ -29,20 +28,20 @@ class Trip(NamedTuple):
     is_loop: Any
 
 
-def peak_bytes(
+def compute_peak_bytes(
     program: Program,
     kernels: Sequence[Kernel],
     sizes: Sequence[Any],
     inside: Sequence[Any],
     copies: Mapping[int, Any],
 ) -> Any:
-    """Return the most bytes of arrays that are alive at any time, for each of several shardings.
+    """Return the peak bytes of live arrays, for each of several shardings.
 
     Args:
-      program: the program; its inputs are left out.
+      program: the program; its inputs are not counted.
       kernels: its kernels, in the order in which they run.
       sizes: bytes of each array.
-      inside: for each kernel, the bytes that it has beside its arrays.
+      inside: temporary bytes of each kernel.
       copies: input -> bytes of a copy of it, which is made for the first kernel that reads it.
     """
     last = {number: at for at, kernel in enumerate(kernels) for number in kernel.reads}
@@ -64,16 +63,16 @@ def peak_bytes(
     return peak
 
 
-def order_on_gpus(kernels: Sequence[Kernel], trip: Trip | None) -> list[int]:
+def sort_for_gpus(kernels: Sequence[Kernel], trip: Trip | None) -> list[int]:
     """Return the positions of kernels in the order in which XLA's scheduler for GPUs runs them.
 
-    In a trip of a loop what the next trip needs comes first, each kernel as late as another one needs it, and
-    what is only stacked last, such as the gradients of weights: the arrays that these read are alive until
-    then. Outside of loops so do sums that no other kernel needs, such as the gradients of the last norm.
+    In a trip of a loop, kernels that the next trip needs run first, each as late as another kernel needs it.
+    Kernels whose results are only stacked, such as gradients of weights, run last, so that their inputs stay
+    alive. Outside of loops, sums that no kernel needs run last, such as the gradients of the last norm.
 
     Args:
-      kernels: as traced.
-      trip: of a loop's body; None outside of loops.
+      kernels: the kernels in traced order.
+      trip: the trip of a loop's body; None outside of loops.
     """
     makers = {number: at for at, kernel in enumerate(kernels) for number in kernel.writes}
     if trip is None:
@@ -83,7 +82,7 @@ def order_on_gpus(kernels: Sequence[Kernel], trip: Trip | None) -> list[int]:
         first += [makers[number] for number in trip.carried if number in makers]
     found: dict[int, None] = {}
     for root in (*first, *range(len(kernels))):
-        # in depth: what a kernel reads is made just before it
+        # depth first: the inputs of a kernel are made just before it
         path = [root]
         while path:
             reads = kernels[path[-1]].reads
@@ -96,21 +95,21 @@ def order_on_gpus(kernels: Sequence[Kernel], trip: Trip | None) -> list[int]:
     return list(found)
 
 
-def copies_on_gpus(
+def count_copies_on_gpus(
     program: Program, kernels: Sequence[Kernel], sizes: Sequence[Any], splits: Splits, trip: Trip | None
 ) -> dict[int, Any]:
-    """Return the bytes of the copies that a program for GPUs has of its inputs.
+    """Return the bytes of the copies that a program for GPUs makes of its inputs.
 
-    A trip of a loop copies its part of a stacked array, or gathers it, and has it while it is read. Outside
-    of loops weights that are sharded where they are stored are gathered whole; stacked weights are not, but
-    they are transposed where blocks are gathered along another dim than their first one, as XLA gathers along
-    the first.
+    A trip of a loop copies or gathers its part of a stacked array. Outside of loops, sharded weights are
+    gathered whole. Stacked weights are not gathered, but transposed if their blocks are gathered along
+    another dim than the first, as XLA gathers along the first.
 
     Args:
       program: the program.
+      kernels: its kernels.
       sizes: bytes of each array.
       splits: how it is sharded.
-      trip: of a loop's body; None outside of loops.
+      trip: the trip of a loop's body; None outside of loops.
 
     Returns:
       Input -> bytes, for each of several shardings.

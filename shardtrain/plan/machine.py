@@ -1,6 +1,6 @@
-"""The machine that a plan is for: rates of its devices, and links between them. No jax.
+"""The machine of a plan: rates of its devices, and links between them. No jax.
 
-Rates of known devices are in `devices.py`; a cluster file may say others (`islands/cluster_device.py`).
+`devices.py` has the rates of known devices; a cluster file may set others (`islands/cluster_device.py`).
 Next: `predict.py`.
 """
 
@@ -13,10 +13,13 @@ import numpy as np
 
 from shardtrain.errors.messages import near
 from shardtrain.islands.cluster_device import ClusterDevice
-from shardtrain.plan.devices import DEVICES, GB, TERA, Reached, find_device
+from shardtrain.plan.devices import DEVICES, GB, TERA, ReachedRates, find_device
 from shardtrain.plan.hlo.collectives import ALL_REDUCE, PERMUTE
 from shardtrain.plan.traffic import count_sent_bytes
 from shardtrain.sharding.axis_sizes import MOST_DEVICES
+
+INSIDE, BETWEEN = "link inside nodes", "link between nodes"
+"""Names of the links of a machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +27,8 @@ class Link:
     """A link of one device to others.
 
     Args:
-      bytes_per_second: what a device sends, in one direction.
-      latency_seconds: of each message.
+      bytes_per_second: bytes that a device sends per second, in one direction.
+      latency_seconds: latency of each message.
     """
 
     bytes_per_second: float = math.inf
@@ -34,16 +37,15 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What one device does by itself, as a program gets it, not as a data sheet says.
+    """Rates of one device as programs reach them.
 
     Args:
-      flops_per_second: of matrix products, in the dtype of the run.
-      memory_bytes_per_second: read and written by kernels.
-      kernel_seconds: of a kernel that does next to nothing.
-      memory_bytes: device memory; inf: not known.
-      copies_stacked: whether loops copy what their trips read from stacked arrays and write to them, as
-        programs of XLA for CPU do; they also have more arrays at once (`CallSizes.fuses`)
-        and copy the optimizer's state before a step that may be skipped.
+      flops_per_second: flops of matrix products per second, in the dtype of the run.
+      memory_bytes_per_second: bytes that kernels read and write per second.
+      kernel_seconds: seconds of a tiny kernel.
+      memory_bytes: device memory. inf means unknown.
+      copies_stacked: whether XLA for CPU compiles the programs: loops copy parts of stacked arrays, more
+        arrays are alive at once (`CallSizes.fuses`), and the optimizer's state is copied before its update.
     """
 
     flops_per_second: float
@@ -53,7 +55,7 @@ class Rates:
     copies_stacked: bool = False
 
     def seconds(self, flops: Any, moved_bytes: Any) -> Any:
-        """Return the seconds of a kernel, or of each of several: the roofline (Williams et al. 2009).
+        """Return the seconds of a kernel by the roofline model (Williams et al. 2009).
 
         >>> float(Rates(flops_per_second=100.0, memory_bytes_per_second=10.0).seconds(200.0, 10.0))
         2.0
@@ -65,8 +67,8 @@ class Rates:
     def stacking_seconds(self, written_bytes: Any, read_bytes: Any) -> Any:
         """Return the seconds in which a loop writes and reads stacked arrays, one part in each trip.
 
-        A stacked result is filled with zeros before the loop, then each trip copies its part into it; what a
-        trip reads is copied out of the stack. A copy reads and writes.
+        A stacked result is filled with zeros before the loop, and each trip copies its part into it. A trip
+        also copies the parts that it reads. A copy reads and writes.
 
         >>> rates = Rates(flops_per_second=1.0, memory_bytes_per_second=10.0, copies_stacked=True)
         >>> rates.stacking_seconds(10.0, 0.0), rates.stacking_seconds(0.0, 10.0)
@@ -82,14 +84,14 @@ class Machine:
     """Equal devices of one island, on nodes.
 
     Args:
-      rates: of one device.
-      devices_per_node: number of devices that have the faster link to each other.
-      device_link: between devices of a node.
-      node_link: of a node to others, which its devices share.
-      peak_flops_per_second: of a device by its data sheet, in the dtype of the run; where that is not known,
-        what it really reaches.
-      simulated: whether the devices share the cores of one host, with rates that are the share of one: what a
-        device waits for others then costs nothing, as they compute meanwhile on its cores.
+      rates: rates of one device.
+      devices_per_node: number of devices that the faster link connects.
+      device_link: link between devices of a node.
+      node_link: link of a node to others, which its devices share.
+      peak_flops_per_second: peak of a device by its data sheet, in the dtype of the run; the rate that
+        programs reach if the peak is unknown.
+      simulated: whether the devices share the cores of one host. Waiting for other devices then costs
+        nothing, as they compute on these cores.
     """
 
     rates: Rates
@@ -100,9 +102,9 @@ class Machine:
     simulated: bool = False
 
     def link(self, over: Sequence[str], sizes: Mapping[str, int]) -> Link:
-        """Return the link by which a ring over these axes is limited.
+        """Return the link that limits a ring over some axes.
 
-        Devices are numbered with the last axis of the mesh fastest, and nodes have consecutive ones. The
+        Devices are numbered with the last axis of the mesh fastest, and a node has consecutive devices. The
         rings of a node's devices share its link.
 
         Args:
@@ -117,13 +119,17 @@ class Machine:
         everything = math.prod(sizes[axis] for axis in order)
         if everything <= self.devices_per_node or self.devices_per_node % reach == 0:
             return self.device_link
-        # a ring has members at a distance of as many devices as the faster axes have; the devices between
-        # them belong to other rings, all of which leave the node by its link
+        # members of a ring are as far apart as the faster axes have devices; the devices between them belong
+        # to other rings, which use the link of the node too
         distance = math.prod(sizes[axis] for axis in order[order.index(members[-1]) + 1 :])
         of_ring = max(self.devices_per_node // distance, 1)
         share = self.node_link.bytes_per_second * of_ring / self.devices_per_node
         inside = self.device_link.bytes_per_second if of_ring > 1 else math.inf
         return Link(bytes_per_second=min(share, inside), latency_seconds=self.node_link.latency_seconds)
+
+    def find_link_name(self, over: Sequence[str], sizes: Mapping[str, int]) -> str:
+        """Return the name of the link that limits a ring over some axes, `INSIDE` or `BETWEEN`."""
+        return INSIDE if self.link(over, sizes) == self.device_link else BETWEEN
 
     def collective_seconds(
         self, kind: str, over: Sequence[str], sizes: Mapping[str, int], payload_bytes: float, times: float = 1
@@ -134,8 +140,8 @@ class Machine:
           kind: as in `plan.hlo.collectives`.
           over: mesh axes.
           sizes: axis -> size.
-          payload_bytes: of the whole array on the devices of one ring, over all times.
-          times: how often it runs.
+          payload_bytes: bytes of the whole array on the devices of one ring, over all runs.
+          times: number of runs.
         """
         members = math.prod(sizes.get(axis, 1) for axis in over)
         if members == 1:
@@ -149,14 +155,14 @@ class Machine:
 
 
 def make_simulated_machine(host: Machine, num_devices: int, num_cores: int) -> Machine:
-    """Return one of several simulated devices, from what a host does with all of its cores.
+    """Return the machine of simulated devices, which share the rates of a host.
 
-    All devices together do what the host does. A small kernel and a message are the work of one core.
+    A small kernel and a message are the work of one core.
 
     Args:
-      host: rates of a single device that has the host to itself.
-      num_devices: simulated devices.
-      num_cores: of the host.
+      host: rates of a single device that uses the whole host.
+      num_devices: number of simulated devices.
+      num_cores: number of cores of the host.
 
     >>> host = Machine(rates=Rates(flops_per_second=80.0, kernel_seconds=1.0))
     >>> one = make_simulated_machine(host, 8, 2).rates
@@ -179,7 +185,7 @@ def make_simulated_machine(host: Machine, num_devices: int, num_cores: int) -> M
 
 
 OF_MEMORY = 0.85
-"""The part of a device's memory that a plan fills: the rest is for the runtime and for wrong predictions."""
+"""Fraction of a device's memory that a plan uses; the rest is for the runtime and for prediction errors."""
 
 
 def make_machine(device: ClusterDevice, devices: int, *, in_float32: bool, nodes: int = 1) -> Machine:
@@ -187,12 +193,12 @@ def make_machine(device: ClusterDevice, devices: int, *, in_float32: bool, nodes
 
     Args:
       device: one device and its links.
-      devices: of an island.
+      devices: number of devices of an island.
       in_float32: whether the model computes in float32.
-      nodes: of an island, which has as many devices on each.
+      nodes: number of nodes of an island, over which its devices are spread evenly.
 
     Raises:
-      ValueError: the device is not in the table, or has no rate for this dtype, and none is given.
+      ValueError: the device is not in the table, or has no rate in this dtype, and the file sets none.
     """
     known = None if device.name is None else find_device(device.name)
     if device.name is not None and known is None and device.teraflops is None:
@@ -200,40 +206,41 @@ def make_machine(device: ClusterDevice, devices: int, *, in_float32: bool, nodes
         raise ValueError(
             f"device {near(device.name, names)}; or give its teraflops, memory_gb and memory_gb_per_second"
         )
-    flops, peak = None if device.teraflops is None else device.teraflops * TERA, None
+    flops, peak, reached = None if device.teraflops is None else device.teraflops * TERA, None, ReachedRates()
+    moved, memory = _count_bytes(device.memory_gb_per_second), _count_bytes(device.memory_gb)
     if known is not None:
         in_16_bits = known.matrix_flops_per_second or known.float16_flops_per_second
         peak = known.float32_flops_per_second if in_float32 else in_16_bits
         if flops is None and peak is None:
             dtype = "float32" if in_float32 else "16 bits"
             raise ValueError(f"the table has no rate of {known.kind} in {dtype}; give its teraflops")
-        # in float32 nothing was measured
-        reached = Reached() if in_float32 else known.reached
-        flops = reached.products * (peak or 0.0) if flops is None else flops
+        # no device was measured in float32
+        products = reached.products if in_float32 else known.reached.products
+        flops, reached = products * (peak or 0.0) if flops is None else flops, known.reached
+        if device.memory_gb_per_second is None:
+            moved = reached.memory * known.memory_bytes_per_second
+        if device.memory_gb is None:
+            memory = known.memory_bytes
     assert flops is not None
-    moved, memory = device.memory_gb_per_second, device.memory_gb
-    kernel = None if device.kernel_us is None else device.kernel_us * 1e-6
-    if known is not None:
-        moved = known.reached.memory * known.memory_bytes_per_second / GB if moved is None else moved
-        memory = known.memory_bytes / GB if memory is None else memory
-        kernel = known.reached.kernel_seconds if kernel is None else kernel
     rates = Rates(
         flops_per_second=flops,
-        memory_bytes_per_second=_bytes(moved),
-        kernel_seconds=Reached().kernel_seconds if kernel is None else kernel,
-        memory_bytes=OF_MEMORY * _bytes(memory),
+        memory_bytes_per_second=moved,
+        kernel_seconds=reached.kernel_seconds if device.kernel_us is None else device.kernel_us * 1e-6,
+        memory_bytes=OF_MEMORY * memory,
         copies_stacked=device.simulated,
     )
     latency = device.latency_us * 1e-6
     return Machine(
         rates=rates,
         devices_per_node=device.per_node or max(devices // nodes, 1),
-        device_link=Link(bytes_per_second=_bytes(device.link_gb_per_second), latency_seconds=latency),
-        node_link=Link(bytes_per_second=_bytes(device.node_link_gb_per_second), latency_seconds=latency),
+        device_link=Link(bytes_per_second=_count_bytes(device.link_gb_per_second), latency_seconds=latency),
+        node_link=Link(
+            bytes_per_second=_count_bytes(device.node_link_gb_per_second), latency_seconds=latency
+        ),
         peak_flops_per_second=peak or flops,
         simulated=device.simulated,
     )
 
 
-def _bytes(gigabytes: float | None) -> float:
+def _count_bytes(gigabytes: float | None) -> float:
     return math.inf if gigabytes is None else gigabytes * GB

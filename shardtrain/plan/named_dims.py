@@ -1,7 +1,6 @@
-"""The names of dims through the operations of a traced computation. No jax.
+"""Rules that derive the dim names of an operation's outputs from the dim names of its inputs. No jax.
 
-Each rule takes the names and shapes of an operation's inputs, and returns the names of its outputs and those
-that it sums over. Next: `trace.py`, which walks a computation by them.
+Each rule also returns the names of the dims that the operation sums over. Next: `jaxpr_walk.py`.
 """
 
 import math
@@ -12,20 +11,20 @@ from shardtrain.axes import EXPERTS
 from shardtrain.plan.program import ARRIVED, EXPERT_SLOTS, Dims
 
 CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-"""Operations along a dim for which each device needs all of it."""
+"""Operations along a dim that each device needs as a whole."""
 
 SLOTS = (EXPERTS, ARRIVED)
-"""The dims that `EXPERT_SLOTS` is of."""
+"""The dims that `EXPERT_SLOTS` joins."""
 
 
 class Operands(NamedTuple):
     """The inputs of one operation.
 
     Args:
-      dims: names of each input's dims.
-      shapes: of each input.
-      params: of the operation, as jax has them.
-      out_shapes: of each output.
+      dims: names of the dims of each input.
+      shapes: shape of each input.
+      params: parameters of the operation in jax.
+      out_shapes: shape of each output.
     """
 
     dims: Sequence[Dims]
@@ -34,14 +33,14 @@ class Operands(NamedTuple):
     out_shapes: Sequence[tuple[int, ...]]
 
 
-class Found(NamedTuple):
+class OutputNames(NamedTuple):
     """The names of an operation's outputs.
 
     Args:
-      outputs: names of each output's dims.
-      summed: the names that it sums over.
-      flops: of a matrix product or a convolution.
-      grouped: names of dims that its work is not over, as each row is of one group alone.
+      outputs: names of the dims of each output.
+      summed: names of the dims that it sums over.
+      flops: flops of a matrix product or a convolution.
+      grouped: names of dims that its work does not grow with, as each row belongs to one group.
     """
 
     outputs: tuple[Dims, ...]
@@ -59,29 +58,29 @@ REDUCTIONS = frozenset(
 """Operations that reduce over the dims of their parameter `axes`."""
 
 
-def find_names(primitive: str, operands: Operands) -> Found:
-    """Return the names of an operation's outputs; None where nothing says one.
+def find_names(primitive: str, operands: Operands) -> OutputNames:
+    """Return the dim names of an operation's outputs; a dim is None if no input names it.
 
     >>> of_dot = Operands([("batch", "embed"), ("embed", "mlp")], [(8, 4), (4, 16)],
     ...                   {"dimension_numbers": (((1,), (0,)), ((), ()))}, [(8, 16)])
     >>> find_names("dot_general", of_dot)
-    Found(outputs=(('batch', 'mlp'),), summed=('embed',), flops=1024, grouped=())
+    OutputNames(outputs=(('batch', 'mlp'),), summed=('embed',), flops=1024, grouped=())
     """
     rule = _reduce if primitive in REDUCTIONS else RULES.get(primitive, _name_like_inputs)
     return rule(operands)
 
 
-def apply_delta(*several: Dims) -> Dims:
-    """Return, for each dim, the first name that any of them has.
+def merge_names(*several: Dims) -> Dims:
+    """Return the first name of each dim among several arrays.
 
-    >>> apply_delta((None, "seq"), ("batch", "embed"))
+    >>> merge_names((None, "seq"), ("batch", "embed"))
     ('batch', 'seq')
     """
     return tuple(next((name for name in names if name), None) for names in zip(*several, strict=True))
 
 
-def _name_like_inputs(operands: Operands) -> Found:
-    """Elementwise and the like: an output is named as the inputs of its rank and size."""
+def _name_like_inputs(operands: Operands) -> OutputNames:
+    """Name the outputs of elementwise operations as the inputs of the same rank and size."""
     found = []
     for shape in operands.out_shapes:
         alike = [
@@ -89,53 +88,53 @@ def _name_like_inputs(operands: Operands) -> Found:
             for dims, given in zip(operands.dims, operands.shapes, strict=True)
             if len(given) == len(shape)
         ]
-        found.append(apply_delta(*alike) if alike else (None,) * len(shape))
-    return Found(tuple(found))
+        found.append(merge_names(*alike) if alike else (None,) * len(shape))
+    return OutputNames(tuple(found))
 
 
-def _name_like_first(operands: Operands) -> Found:
-    """Slices, padding, sorting: dims keep their names though their sizes may change."""
+def _name_like_first(operands: Operands) -> OutputNames:
+    """Name the outputs of slices, padding and sorting as the first input; sizes may change."""
     first = operands.dims[0]
-    return Found(
+    return OutputNames(
         tuple(first if len(first) == len(shape) else (None,) * len(shape) for shape in operands.out_shapes)
     )
 
 
-def _name_like_last(operands: Operands) -> Found:
-    """The gradient of a pooling: named as the array that was pooled."""
-    return Found((operands.dims[-1],))
+def _name_like_last(operands: Operands) -> OutputNames:
+    """Name the gradient of a pooling as the pooled array."""
+    return OutputNames((operands.dims[-1],))
 
 
-def _join(operands: Operands) -> Found:
-    return Found((apply_delta(*operands.dims),))
+def _join(operands: Operands) -> OutputNames:
+    return OutputNames((merge_names(*operands.dims),))
 
 
-def _update(operands: Operands) -> Found:
-    """A part of an array is written: the array and the part name the same dims."""
+def _update(operands: Operands) -> OutputNames:
+    """Name an array into which a part is written by the names of both."""
     array, part = operands.dims[0], operands.dims[1]
-    return Found((apply_delta(array, part) if len(array) == len(part) else array,))
+    return OutputNames((merge_names(array, part) if len(array) == len(part) else array,))
 
 
-def _broadcast(operands: Operands) -> Found:
+def _broadcast(operands: Operands) -> OutputNames:
     (shape,) = operands.out_shapes
     names: list[str | None] = [None] * len(shape)
     for i, to in enumerate(operands.params["broadcast_dimensions"]):
         if operands.shapes[0][i] == shape[to]:
             names[to] = operands.dims[0][i]
-    return Found((tuple(names),))
+    return OutputNames((tuple(names),))
 
 
-def _transpose(operands: Operands) -> Found:
-    return Found((tuple(operands.dims[0][i] for i in operands.params["permutation"]),))
+def _transpose(operands: Operands) -> OutputNames:
+    return OutputNames((tuple(operands.dims[0][i] for i in operands.params["permutation"]),))
 
 
-def _squeeze(operands: Operands) -> Found:
+def _squeeze(operands: Operands) -> OutputNames:
     gone = {i % len(operands.dims[0]) for i in operands.params["dimensions"]}
-    return Found((tuple(name for i, name in enumerate(operands.dims[0]) if i not in gone),))
+    return OutputNames((tuple(name for i, name in enumerate(operands.dims[0]) if i not in gone),))
 
 
-def _reshape(operands: Operands) -> Found:
-    """Dims that are merged or split together form a group, whose first name the result's first dim takes."""
+def _reshape(operands: Operands) -> OutputNames:
+    """Name the first dim of each group of merged or split dims by the first name of the group."""
     given, shape, names = operands.shapes[0], operands.out_shapes[0], operands.dims[0]
     found: list[str | None] = [None] * len(shape)
     i = j = 0
@@ -159,17 +158,17 @@ def _reshape(operands: Operands) -> Found:
         name = next((names[k] for k in inside if names[k]), None)
         to = next((k for k in range(first_out, j) if shape[k] > 1), first_out)
         found[to] = name
-    return Found((tuple(found),))
+    return OutputNames((tuple(found),))
 
 
-def _reduce(operands: Operands) -> Found:
+def _reduce(operands: Operands) -> OutputNames:
     over = set(operands.params["axes"])
     kept = tuple(name for i, name in enumerate(operands.dims[0]) if i not in over)
     summed = tuple(name for i, name in enumerate(operands.dims[0]) if i in over and name)
-    return Found((kept,) * len(operands.out_shapes), summed)
+    return OutputNames((kept,) * len(operands.out_shapes), summed)
 
 
-def _dot(operands: Operands) -> Found:
+def _dot(operands: Operands) -> OutputNames:
     left, right = operands.dims
     (contract_left, contract_right), (batch_left, batch_right) = operands.params["dimension_numbers"]
     batch = [left[i] or right[j] for i, j in zip(batch_left, batch_right, strict=True)]
@@ -177,15 +176,15 @@ def _dot(operands: Operands) -> Found:
     free += [right[j] for j in range(len(right)) if j not in (*contract_right, *batch_right)]
     summed = [left[i] or right[j] for i, j in zip(contract_left, contract_right, strict=True)]
     size = math.prod(operands.shapes[0][i] for i in contract_left)
-    return Found(
+    return OutputNames(
         ((*batch, *free),),
         tuple(name for name in summed if name),
         2 * math.prod(operands.out_shapes[0]) * size,
     )
 
 
-def _name_ragged(operands: Operands) -> Found:
-    """Rows sorted by group times the kernel of their group; or, for its gradient, times other rows."""
+def _name_ragged(operands: Operands) -> OutputNames:
+    """Name the product of sorted rows with the kernel of their group; for its gradient, with other rows."""
     left, right = operands.dims[:2]
     rows, features = operands.shapes[0]
     flops = 2 * rows * features * operands.out_shapes[0][-1]
@@ -193,14 +192,15 @@ def _name_ragged(operands: Operands) -> Found:
         # the rows' features are the kernel's second dim; or its third, for the gradient of the rows
         ((_, (contracted,)), _) = operands.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
         free = right[3 - contracted]
-        groups = tuple(name for name in right[:1] if name)
-        return Found(((left[0], free),), tuple(name for name in (left[1],) if name), flops, groups)
+        return OutputNames(
+            ((left[0], free),), tuple(filter(None, left[1:2])), flops, tuple(filter(None, right[:1]))
+        )
     of_groups = operands.dims[2][0]
-    summed, groups = (tuple(name for name in (each,) if name) for each in (left[0], of_groups))
-    return Found(((of_groups, left[1], right[1]),), summed, flops, groups)
+    summed, groups = (tuple(filter(None, (each,))) for each in (left[0], of_groups))
+    return OutputNames(((of_groups, left[1], right[1]),), summed, flops, groups)
 
 
-def _convolution(operands: Operands) -> Found:
+def _convolution(operands: Operands) -> OutputNames:
     left, right = operands.dims
     numbers = operands.params["dimension_numbers"]
     # (batch, features, spatial...), (output features, input features, spatial...), as the input
@@ -214,11 +214,11 @@ def _convolution(operands: Operands) -> Found:
     summed = left[of_left[1]] or right[of_right[1]]
     # zeros between the elements of the input, in the gradient of a strided convolution, are no work
     flops = 2 * math.prod(operands.out_shapes[0]) * window / math.prod(operands.params["lhs_dilation"])
-    return Found((tuple(names),), (summed,) if summed else (), flops)
+    return OutputNames((tuple(names),), (summed,) if summed else (), flops)
 
 
-def _gather(operands: Operands) -> Found:
-    """Rows of an array by indices: dims of the rows, and those of the indices."""
+def _gather(operands: Operands) -> OutputNames:
+    """Name looked up rows by the dims of the rows and of the indices."""
     array, indices = operands.dims[:2]
     numbers = operands.params["dimension_numbers"]
     gone = {*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ())}
@@ -229,10 +229,10 @@ def _gather(operands: Operands) -> Found:
         found[at] = name
     for at, name in zip(others, indices[:-1], strict=False):
         found[at] = name
-    return Found((tuple(found),), tuple(array[i] for i in numbers.collapsed_slice_dims if array[i]))
+    return OutputNames((tuple(found),), tuple(array[i] for i in numbers.collapsed_slice_dims if array[i]))
 
 
-def _scatter(operands: Operands) -> Found:
+def _scatter(operands: Operands) -> OutputNames:
     array, _, updates = operands.dims
     numbers = operands.params["dimension_numbers"]
     kept = [i for i in range(len(array)) if i not in numbers.inserted_window_dims]
@@ -240,33 +240,29 @@ def _scatter(operands: Operands) -> Found:
     for at, window in zip(kept, numbers.update_window_dims, strict=False):
         found[at] = found[at] or updates[window]
     others = [name for i, name in enumerate(updates) if i not in numbers.update_window_dims and name]
-    return Found((tuple(found),), tuple(others))
+    return OutputNames((tuple(found),), tuple(others))
 
 
-RULES: Mapping[str, Callable[[Operands], Found]] = {
+RULES: Mapping[str, Callable[[Operands], OutputNames]] = {
+    **dict.fromkeys(
+        (
+            *("cumsum", "dynamic_slice", "pad", "reduce_window", "reduce_window_max", "reduce_window_min"),
+            *("reduce_window_sum", "rev", "slice", "sort", "select_and_gather_add", "split"),
+        ),
+        _name_like_first,
+    ),
     "broadcast_in_dim": _broadcast,
     "concatenate": _join,
     "conv_general_dilated": _convolution,
-    "cumsum": _name_like_first,
     "dot_general": _dot,
-    "dynamic_slice": _name_like_first,
     "dynamic_update_slice": _update,
     "gather": _gather,
-    "pad": _name_like_first,
     "ragged_dot_general": _name_ragged,
-    "reduce_window": _name_like_first,
-    "reduce_window_max": _name_like_first,
-    "reduce_window_min": _name_like_first,
-    "reduce_window_sum": _name_like_first,
     "reshape": _reshape,
-    "rev": _name_like_first,
     "scatter-add": _scatter,
     "scatter": _scatter,
-    "slice": _name_like_first,
-    "sort": _name_like_first,
-    "select_and_gather_add": _name_like_first,
     "select_and_scatter_add": _name_like_last,
-    "split": _name_like_first,
     "squeeze": _squeeze,
     "transpose": _transpose,
 }
+"""Operation -> its rule; `_name_like_inputs` is the rule of any other operation."""

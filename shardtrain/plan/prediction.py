@@ -1,4 +1,4 @@
-"""A way to run a step, what it is predicted from, and what is predicted: memory, seconds. Values only."""
+"""Types of a prediction: the choice, the costs it is made from, memory and seconds. Values only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from shardtrain.sharding.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One way to run a step.
+    """A choice of layout, microbatches, remat policy and pipeline schedule for a step.
 
     Args:
       layout: axis sizes and rules.
       accumulate: number of microbatches.
-      remat: what the backward computes again; None: what the model says.
-      schedule: of a pipeline.
+      remat: remat policy. None means the model's own.
+      schedule: schedule of a pipeline.
       virtual_stages: parts of the model on each stage.
-      own_copies: float32 arrays like the parameters that an island has because of how islands are joined.
+      own_copies: number of float32 copies of the parameters that an island keeps to synchronise with others.
     """
 
     layout: Layout
@@ -32,7 +32,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class StateFigures:
-    """What follows from the specs of a state alone.
+    """Figures of a state, which follow from its specs.
 
     Args:
       parameters: bytes of a device's parameters as they are stored.
@@ -40,11 +40,11 @@ class StateFigures:
       gradients: bytes of its sums of gradients over microbatches, float32.
       updated: bytes of the parameters that it updates.
       updated_float32: the same in float32.
-      gathered: bytes of weights that fsdp shards and a device has gathered: one block, and all others; 0
-        where the costs of the program have them, as for GPUs.
-      weights: the parameters, for the theory of their traffic.
+      gathered: bytes of the weights that a device has gathered over fsdp: one block, and everything outside
+        the blocks; 0 if the costs of the program count them, as for GPUs.
+      weights: the parameters, for their traffic.
       num_blocks: number of blocks.
-      item_bytes: of an element in computations.
+      item_bytes: bytes of an element in computations.
     """
 
     parameters: float
@@ -66,10 +66,10 @@ class Memory:
       parameters: as they are stored.
       optimizer: the optimizer's state.
       gradients: sums over microbatches.
-      activations: what lies between, at the worst moment: kept and temporary arrays, gathered weights.
+      activations: kept and temporary arrays and gathered weights, at their peak.
       pipeline: activations and cotangents of the microbatches in flight.
       batch: this device's rows.
-      local: what an island changed since it was joined with others, and the outer optimizer's state.
+      local: changes of an island since it was synchronised, and the outer optimizer's state.
     """
 
     parameters: float
@@ -94,7 +94,7 @@ class Seconds:
     Args:
       compute: kernels of loss and gradient.
       bubble: waiting for other stages of the pipeline.
-      collectives: mesh axes -> seconds of their collectives; "pipeline" has what stages send.
+      collectives: mesh axes -> seconds of their collectives; "pipeline" counts what stages send.
       update: the optimizer.
     """
 
@@ -111,12 +111,12 @@ class Seconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a step needs on each device.
+    """Predicted memory, seconds and flops of a step on each device.
 
     Args:
-      memory: bytes.
-      seconds: seconds.
-      flops: of a device in a step, recomputation included.
+      memory: bytes by component.
+      seconds: seconds by part.
+      flops: flops of a device in a step, with recomputation.
     """
 
     memory: Memory
@@ -130,7 +130,7 @@ class Sent(NamedTuple):
     Args:
       kind: as in `plan.hlo.collectives`.
       axes: mesh axes that they run over.
-      num_bytes: of the arrays of all of them together, on one device.
+      num_bytes: bytes of all their arrays on one device.
       times: number of collectives.
     """
 
@@ -145,9 +145,9 @@ class Loop(NamedTuple):
 
     Args:
       over: the dim.
-      seconds: of all its trips, without `stacking_seconds`.
-      carried_bytes: what one trip hands to the next.
-      stacking_seconds: to copy what its trips write to stacked arrays and read from them.
+      seconds: seconds of all its trips, without `stacking_seconds`.
+      carried_bytes: bytes that a trip passes to the next.
+      stacking_seconds: seconds of copying parts of stacked arrays.
     """
 
     over: str
@@ -157,11 +157,11 @@ class Loop(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A part of a program: a loop over the blocks of a model, or what is before, between or behind them.
+    """A part of a program: a loop over the blocks of a model, or a part before, between or after such loops.
 
     Args:
-      flops: of matrix products and convolutions.
-      seconds: of its kernels, with what a loop stacks.
+      flops: flops of matrix products and convolutions.
+      seconds: seconds of its kernels, with stacking.
       sent: its collectives of activations.
     """
 
@@ -171,15 +171,15 @@ class Segment(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What one run of a program costs a device.
+    """Costs of one run of a program on a device.
 
     Args:
-      flops: of matrix products and convolutions.
-      seconds: by the durations that it was found with.
-      peak_bytes: the most memory for results and temporary arrays at any time, without inputs.
+      flops: flops of matrix products and convolutions.
+      seconds: seconds of its kernels.
+      peak_bytes: peak memory of results and temporary arrays, without inputs.
       sent: collectives of activations.
-      loops: those over a named dim, in order.
-      segments: of which the program consists; the loops over blocks are every second one.
+      loops: loops over a named dim, in order.
+      segments: segments of the program; every second one is a loop over blocks.
     """
 
     flops: float
@@ -191,16 +191,16 @@ class Cost(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a choice is predicted from.
+    """Inputs of the prediction of a choice.
 
     Args:
-      cost: of one microbatch of one chunk.
-      layout: completed for the model.
-      state: what follows from its specs.
+      cost: costs of loss and gradient of one microbatch of one chunk.
+      layout: the layout, completed for the model.
+      state: figures of its state.
       sizes: axis -> size.
       choice: the choice.
-      batch_bytes: of this island's rows.
-      forward: of a pipeline, the cost of the loss alone of one microbatch of one chunk.
+      batch_bytes: bytes of this island's rows.
+      forward: in a pipeline, the costs of only the loss of one microbatch of one chunk.
     """
 
     cost: Cost
@@ -213,15 +213,15 @@ class Step(NamedTuple):
 
     @property
     def num_stages(self) -> int:
-        """Stages of its pipeline; 1: there is none."""
+        """Number of stages of its pipeline; 1 without a pipeline."""
         return self.sizes[axes.PIPELINE]
 
     @property
     def num_parts(self) -> int:
-        """Parts of the model on all stages."""
+        """Number of parts of the model on all stages."""
         return self.num_stages * self.choice.virtual_stages
 
     @property
     def stream_bytes(self) -> float:
-        """Bytes that one block hands to the next, of one microbatch on one device."""
+        """Bytes that a block passes to the next, for one microbatch on one device."""
         return next((loop.carried_bytes for loop in self.cost.loops if loop.over == axes.LAYERS), 0.0)

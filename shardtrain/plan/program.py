@@ -1,6 +1,6 @@
-"""A traced computation as kernels over arrays with named dims, and how often layouts split these. No jax.
+"""Types of a traced computation: kernels over arrays with named dims, and how layouts split the dims. No jax.
 
-`trace.py` makes programs of models. Next: `program_cost.py`, what they cost on a mesh.
+`trace.py` makes programs of models. Next: `program_cost.py`, which computes their costs on a mesh.
 """
 
 import math
@@ -15,13 +15,13 @@ Dims = tuple[str | None, ...]
 
 
 ARRIVED = "arrived"
-"""A dim of rows as they are on the devices of their experts, from all devices of the axis expert."""
+"""Name of the dim of rows that the devices of their experts received from all devices of the axis expert."""
 
 ARRIVED_TOKENS = "arrived_tokens"
-"""A dim of the tokens of such rows: of rows and of positions, in one."""
+"""Name of the dim of the tokens of such rows: it joins rows and positions."""
 
 EXPERT_SLOTS = "expert_slots"
-"""A dim of experts and of the rows that arrived for each, in one."""
+"""Name of the dim that joins experts and the rows that arrived for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Array:
       shape: in elements.
       item_bytes: bytes of an element.
       dims: the name of each dim.
-      of_parameter: whether it is the gradient of a parameter, which is sharded as parameters are.
+      of_parameter: whether it is the gradient of a parameter, which is sharded as the parameters.
     """
 
     shape: tuple[int, ...]
@@ -47,18 +47,16 @@ class Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resharded:
-    """An activation whose sharding may change: by a constraint, or as a sum over a sharded dim is complete.
+class Resharding:
+    """A change of sharding of an activation, by a constraint or by completing a sum over a sharded dim.
 
     Args:
-      array: the number of the array, as it is afterwards.
-      before: the names of its dims before.
-      summed: the names of the dims over which it was summed; each device that has a part of them has a part
-        of the sum.
-      source: the number of the array before; None if it is the same memory, as it is too where the sharding
-        does not change.
-      rows: the number of the array of which each device looks up or adds rows. Where all devices gather it,
-        a sum that is scattered need not be sent: compilers do what sends less.
+      array: number of the array after the change.
+      before: names of its dims before the change.
+      summed: names of the dims that it was summed over; devices that share them have partial sums.
+      source: number of the array before the change; None if it has the same memory.
+      rows: number of the array whose rows each device looks up or adds. If all devices gather this array, a
+        scattered sum need not be sent; compilers choose what sends fewer bytes.
     """
 
     array: int
@@ -70,22 +68,22 @@ class Resharded:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What a device does at once: a matrix product, a convolution, a fused chain of elementwise operations.
+    """A kernel of a device: a matrix product, a convolution, a chain of elementwise operations, a loop.
 
     Args:
-      name: of its primitive.
-      reads: the numbers of the arrays that it reads.
-      writes: the numbers of the arrays that it writes.
-      flops: of the unsharded operation.
-      dims: the names of all dims that its work is over.
-      body: the program of a loop; then reads and writes are those of the whole loop.
-      trips: how often the loop runs.
-      unrolled: whether the loop is compiled as plain code, one trip after the other.
-      over: the name of the dim that the loop runs over, such as `layers`; None: it has none.
-      operands: of a loop, for each input of its body the number of the array that it is a part of; of a
-        call, the number of each input.
-      call: of a call that is left closed, what it costs.
-      looked_up: arrays of which it reads a part alone, as many elements as it writes.
+      name: name of its primitive.
+      reads: numbers of the arrays that it reads.
+      writes: numbers of the arrays that it writes.
+      flops: flops of the unsharded operation.
+      dims: names of all dims that its work grows with.
+      body: the program of a loop; reads and writes are then the ones of the whole loop.
+      trips: number of trips of the loop.
+      unrolled: whether the loop is compiled as plain code.
+      over: name of the dim that the loop runs over, such as `layers`.
+      operands: for each input of a loop's body, the number of the array that it is a part of; for a call, the
+        number of each input.
+      call: costs of a call by devices.
+      looked_up: numbers of arrays from which it reads only as many elements as it writes.
     """
 
     name: str
@@ -103,12 +101,12 @@ class Kernel:
 
 
 class CallSizes(NamedTuple):
-    """The arrays of a call on a device, with a number for each of several shardings.
+    """Sizes of the arrays of a call on a device, for each of several shardings.
 
     Args:
-      reads, writes: bytes of each on one device.
-      axis_sizes: mesh axis -> its size; of an axis that is not there 1.
-      fuses: whether programs compute arrays elementwise in the place of others, as on GPUs.
+      reads, writes: bytes of each array on one device.
+      axis_sizes: mesh axis -> size; 1 for an axis that the mesh lacks.
+      fuses: whether elementwise operations reuse the memory of their inputs, as on GPUs.
     """
 
     reads: Sequence[Any]
@@ -118,14 +116,14 @@ class CallSizes(NamedTuple):
 
 
 class CallCost(NamedTuple):
-    """What a call costs a device, with a number for each of several shardings.
+    """Costs of a call on a device, for each of several shardings.
 
     Args:
-      flops: of matrix products.
-      moved_bytes: to memory and from it, beside what is read and written once.
-      temporary_bytes: the most that it has at once beside its inputs and results.
-      sent: its collectives, as values of `cost.Sent`.
-      timed_flops: as many flops of matrix products as it takes the time of; None: its own.
+      flops: flops of matrix products.
+      moved_bytes: bytes read from and written to memory, in addition to reading inputs and writing results.
+      temporary_bytes: largest memory at any time, in addition to inputs and results.
+      sent: its collectives, as values of `prediction.Sent`.
+      timed_flops: flops of matrix products that take the same time. None means `flops`.
     """
 
     flops: Any
@@ -136,24 +134,20 @@ class CallCost(NamedTuple):
 
 
 class DeviceCall(Protocol):
-    """What devices compute by hand in a call that a trace leaves closed; a hashable value."""
+    """A call that devices compute by their own code and a trace does not enter; a hashable value."""
 
     @property
     def linear(self) -> bool:
-        """Whether parts of a sum may pass it before they are added; of its first input alone."""
+        """Whether partial sums may be its first input and then be its results."""
         ...
 
     @property
     def completes(self) -> bool:
-        """Whether such parts are added in its result."""
-        ...
-
-    def after(self, earlier: Iterable["DeviceCall"]) -> "DeviceCall":
-        """Return the call in a program in which these come first and read the same arrays."""
+        """Whether it completes such sums."""
         ...
 
     def cost(self, sizes: CallSizes) -> CallCost:
-        """Return what one call costs."""
+        """Return the costs of one call."""
         ...
 
 
@@ -163,31 +157,31 @@ class Program:
 
     Args:
       arrays: all arrays.
-      inputs: the numbers of those that are there before.
-      outputs: the numbers of its results.
-      kernels: in the order of the program.
-      resharded: activations that may be sent between devices.
-      num_terms: of each result how many others it is the sum of; of the gradient of a parameter that is used
-        twice 2.
-      for_gpus: whether its kernels are those of compilers for GPUs, see `shared_passes.py`.
+      inputs: numbers of its inputs.
+      outputs: numbers of its results.
+      kernels: the kernels, in order.
+      reshardings: changes of sharding of activations.
+      num_terms: number of arrays that are added up to each result, such as 2 for the gradient of a parameter
+        that is used twice.
+      for_gpus: whether its kernels are fused as by compilers for GPUs.
     """
 
     arrays: tuple[Array, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     kernels: tuple[Kernel, ...]
-    resharded: tuple[Resharded, ...] = ()
+    reshardings: tuple[Resharding, ...] = ()
     num_terms: tuple[int, ...] = ()
     for_gpus: bool = False
 
 
 class Sharding(NamedTuple):
-    """How often the dims of a program are split.
+    """How the dims of a program are split.
 
     Args:
-      axes: (name of a dim, the axes of size 2 or more that shard it), for each dim that is sharded.
+      axes: (name of a dim, axes of size 2 or more that shard it) of each sharded dim.
       of_parameters: the same for gradients of parameters.
-      sizes: (axis, size) of these axes; a size need not be whole where an island has a part of a batch.
+      sizes: (axis, size) of these axes; a size may be fractional, as an island has a part of a batch.
     """
 
     axes: tuple[tuple[str, tuple[str, ...]], ...]
@@ -196,12 +190,12 @@ class Sharding(NamedTuple):
 
 
 class Splits:
-    """Which axes split the dims of a program, for several shardings; each set of dims is looked up once.
+    """Which axes split the dims of a program, for each of several shardings.
 
     Args:
       names: all axes, sorted.
-      sizes: (shardings, axes): the size of each axis; 1 where it splits nothing.
-      rules: whether of parameters, dim -> (shardings, axes): whether the axis shards the dim.
+      sizes: (shardings, axes) size of each axis; 1 if it splits nothing.
+      rules: (whether of parameters, dim) -> (shardings, axes) whether the axis shards the dim.
     """
 
     def __init__(
@@ -244,7 +238,7 @@ class Splits:
         return self._masks[key]
 
     def parts(self, dims: Iterable[str | None], of_parameter: bool = False) -> np.ndarray:
-        """Return, for each sharding, the number of parts into which something with these dims is split."""
+        """Return, for each sharding, the number of parts into which an array with these dims is split."""
         key = frozenset(dims), of_parameter
         if key not in self._parts:
             self._parts[key] = self.product(self.mask(*key))

@@ -1,7 +1,6 @@
-"""What a traced program costs a device, for many shardings at once: time, memory, collectives. No jax.
+"""Compute time, memory and collectives of a traced program on a device, for many shardings at once. No jax.
 
-The same program is costed for every layout: a layout says which dims are sharded, and how often. Next:
-`predict.py`, the costs of a whole step.
+Next: `live_arrays.py`, the memory; `predict.py`, the costs of a whole step.
 """
 
 from bisect import bisect
@@ -15,21 +14,21 @@ import numpy as np
 from shardtrain import axes
 from shardtrain.plan.fusion import share_passes
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from shardtrain.plan.live_arrays import Trip, copies_on_gpus, order_on_gpus, peak_bytes
+from shardtrain.plan.live_arrays import Trip, compute_peak_bytes, count_copies_on_gpus, sort_for_gpus
 from shardtrain.plan.prediction import Cost, Loop, Segment, Sent
-from shardtrain.plan.program import Array, CallSizes, Kernel, Program, Resharded, Sharding, Splits
+from shardtrain.plan.program import Array, CallSizes, Kernel, Program, Resharding, Sharding, Splits
 
 Seconds = Callable[[Any, Any], Any]
-"""(flops, bytes moved) -> seconds of a kernel, or (bytes written, bytes read) -> seconds of stacking; of
-arrays with a number for each sharding."""
+"""(flops, bytes moved) -> seconds of a kernel, or (bytes written, bytes read) -> seconds of stacking; all are
+arrays over shardings."""
 
 
 class Durations(NamedTuple):
-    """What the parts of a program take.
+    """Durations of the parts of a program on a device.
 
     Args:
-      kernel: of one kernel on a device.
-      stacking: of what a loop writes to stacked arrays and reads from them.
+      kernel: duration of a kernel.
+      stacking: duration of writing stacked arrays in a loop, and reading from them.
       fuses: see `CallSizes`.
     """
 
@@ -38,54 +37,54 @@ class Durations(NamedTuple):
     fuses: bool = True
 
 
-def costs(program: Program, shardings: Sequence[Sharding], seconds: Durations) -> list[Cost]:
-    """Return what one run of a program costs a device, for each of several shardings.
+def compute_costs(program: Program, shardings: Sequence[Sharding], seconds: Durations) -> list[Cost]:
+    """Return the costs of one run of a program on a device, for each of several shardings.
 
-    All shardings are costed at once, so that thousands take a second.
+    All shardings are computed at once; thousands take a second.
 
     Args:
       program: the program.
       shardings: how its dims are split.
-      seconds: of kernels and stacking on a device.
+      seconds: durations of kernels and stacking on a device.
     """
     splits = Splits.of(shardings)
     # shardings that change at the same places run the same kernels
-    changes = np.stack([np.zeros(len(shardings), bool), *_changes(program, splits)], axis=1)
+    changes = np.stack([np.zeros(len(shardings), bool), *_find_changes(program, splits)], axis=1)
     group_of = np.unique(changes, axis=0, return_inverse=True)[1].reshape(-1)
     found: dict[int, Cost] = {}
     for group in range(group_of.max(initial=-1) + 1):
         numbers = np.flatnonzero(group_of == group)
-        total = _total(program, splits.take(numbers), seconds)
-        found |= {int(number): _cost(total, at) for at, number in enumerate(numbers)}
+        total = _sum_costs(program, splits.take(numbers), seconds)
+        found |= {int(number): _select_cost(total, at) for at, number in enumerate(numbers)}
     return [found[number] for number in range(len(shardings))]
 
 
-def _changes(program: Program, splits: Splits) -> Iterator[np.ndarray]:
-    """Return, for each possible change of a sharding, where it is one; in the bodies of loops too."""
-    for each in program.resharded:
+def _find_changes(program: Program, splits: Splits) -> Iterator[np.ndarray]:
+    """Yield, for each resharding of a program and its loops, in which shardings it changes something."""
+    for each in program.reshardings:
         if each.source is not None:
             yield splits.differ(each.before, program.arrays[each.array].dims)
     for kernel in program.kernels:
         if kernel.body is not None:
-            yield from _changes(kernel.body, splits)
+            yield from _find_changes(kernel.body, splits)
 
 
-def _cost(total: "_Total", at: int) -> Cost:
+def _select_cost(total: "_Total", at: int) -> Cost:
     """Return the costs of one of the shardings."""
     return Cost(
         flops=float(total.flops[at]),
         seconds=float(total.seconds[at]),
         peak_bytes=float(total.peak_bytes[at]),
-        sent=_count_sent(total.sent, at),
+        sent=_select_sent(total.sent, at),
         loops=tuple(Loop(over, *(float(each[at]) for each in figures)) for over, *figures in total.loops),
         segments=tuple(
-            Segment(float(each.flops[at]), float(each.seconds[at]), _count_sent(each.sent, at))
+            Segment(float(each.flops[at]), float(each.seconds[at]), _select_sent(each.sent, at))
             for each in total.segments
         ),
     )
 
 
-def _count_sent(sent: "_AllSent", at: int) -> tuple[Sent, ...]:
+def _select_sent(sent: "_AllSent", at: int) -> tuple[Sent, ...]:
     return tuple(
         Sent(kind, over, float(num_bytes[at]), float(times[at]))
         for (kind, over), (num_bytes, times) in sent.items()
@@ -95,7 +94,7 @@ def _count_sent(sent: "_AllSent", at: int) -> tuple[Sent, ...]:
 
 @dataclass
 class _Segment:
-    """A part of a program, with a number for each sharding."""
+    """A part of a program, for each sharding."""
 
     flops: np.ndarray
     seconds: np.ndarray
@@ -104,7 +103,7 @@ class _Segment:
 
 @dataclass(kw_only=True)
 class _Total:
-    """Costs, with a number for each sharding."""
+    """Costs of a program, for each sharding."""
 
     peak_bytes: np.ndarray
     segments: list[_Segment]
@@ -128,13 +127,13 @@ class _Total:
 
 
 _AllSent = dict[tuple[str, tuple[str, ...]], tuple[np.ndarray, np.ndarray]]
-"""(collective, axes) -> bytes and number of collectives, with a number for each sharding."""
+"""(collective, axes) -> bytes and number of collectives, for each sharding."""
 
 
-def _total(program: Program, splits: Splits, seconds: Durations, trip: Trip | None = None) -> _Total:
-    """Return the costs of a program; of the body of a loop those of one trip."""
+def _sum_costs(program: Program, splits: Splits, seconds: Durations, trip: Trip | None = None) -> _Total:
+    """Return the costs of a program, or of one trip of a loop's body."""
     sizes = [array.num_bytes / splits.parts(array.dims, array.of_parameter) for array in program.arrays]
-    kernels = _place(program, splits)
+    kernels = _drop_unchanged(program, splits)
     if program.for_gpus:
         kernels = share_passes(kernels, sizes)
     zeros = np.zeros(len(splits.sizes))
@@ -154,11 +153,11 @@ def _total(program: Program, splits: Splits, seconds: Durations, trip: Trip | No
             segment.seconds = segment.seconds + seconds.kernel(flops, moved)
             inside.append(zeros)
             continue
-        stacked = _stack(program, kernel)
-        # a stage of a pipeline runs its own blocks alone
+        stacked = _find_stacked(program, kernel)
+        # a stage of a pipeline runs only its own blocks
         trips = kernel.trips / splits.parts((kernel.over,))
-        each_trip = _trip(kernel, stacked, (trips > 1) & (not kernel.unrolled))
-        body = _total(kernel.body, splits, seconds, each_trip)
+        each_trip = _make_trip(kernel, stacked, (trips > 1) & (not kernel.unrolled))
+        body = _sum_costs(kernel.body, splits, seconds, each_trip)
         if kernel.over == axes.LAYERS:
             segment = _Segment(zeros, zeros)
             total.segments += [segment, _Segment(zeros, zeros)]
@@ -169,22 +168,22 @@ def _total(program: Program, splits: Splits, seconds: Durations, trip: Trip | No
             carried = sum((sizes[i] for i in kernel.writes if i not in stacked), zeros)
             written = sum((sizes[i] for i in kernel.writes if i in stacked), zeros)
             read = sum((sizes[i] for i in kernel.operands if i in stacked), zeros)
-            # a loop of one trip is none: its arrays are used where they are
+            # a loop of one trip copies nothing
             stacking = np.where(trips > 1, seconds.stacking(written, read), 0.0)
             segment.seconds = segment.seconds + stacking
             total.loops.append((kernel.over, trips * body.seconds, carried, stacking))
         for key, (num_bytes, times) in body.sent.items():
             _add(segment.sent, key, trips * num_bytes, trips * times)
-        # what one trip makes is its part of what the loop makes, and is there once
+        # the results of a single trip are the results of the loop, in the same memory
         made = np.where(trips <= 1, sum((sizes[i] for i in kernel.writes), zeros), 0.0)
         inside.append(np.maximum(body.peak_bytes - made, 0.0))
     copies: dict[int, Any] = {}
     if program.for_gpus:
-        order = order_on_gpus(kernels, trip)
+        order = sort_for_gpus(kernels, trip)
         kernels, inside = [kernels[at] for at in order], [inside[at] for at in order]
-        copies = copies_on_gpus(program, kernels, sizes, splits, trip)
-    total.peak_bytes = peak_bytes(program, kernels, sizes, inside, copies)
-    for each in program.resharded:
+        copies = count_copies_on_gpus(program, kernels, sizes, splits, trip)
+    total.peak_bytes = compute_peak_bytes(program, kernels, sizes, inside, copies)
+    for each in program.reshardings:
         rows = None if each.rows is None else program.arrays[each.rows]
         # arrays are numbered in the order of the program
         segment = total.segments[2 * bisect(behind, each.array)]
@@ -192,15 +191,14 @@ def _total(program: Program, splits: Splits, seconds: Durations, trip: Trip | No
     return total
 
 
-def _stack(program: Program, kernel: Kernel) -> set[int]:
-    """Return the arrays of a loop that are stacked over its trips; others go from one trip to the next."""
+def _find_stacked(program: Program, kernel: Kernel) -> set[int]:
+    """Return the arrays of a loop that are stacked over its trips; the others are carried."""
     if kernel.over is None:
         return set()
     return {i for i in kernel.writes + kernel.operands if program.arrays[i].dims[:1] == (kernel.over,)}
 
 
-def _trip(kernel: Kernel, stacked: Set[int], is_loop: np.ndarray) -> Trip:
-    """Return the trip of a loop: what the next one needs, and which inputs are parts of stacked arrays."""
+def _make_trip(kernel: Kernel, stacked: Set[int], is_loop: np.ndarray) -> Trip:
     assert kernel.body is not None
     return Trip(
         carried=[of for of, i in zip(kernel.body.outputs, kernel.writes, strict=True) if i not in stacked],
@@ -216,7 +214,7 @@ def _add_call(
     splits: Splits,
     seconds: Durations,
 ) -> np.ndarray:
-    """Add what a call costs that a trace left closed; return the bytes that it has beside its arrays."""
+    """Add the costs of a call by devices; return its temporary bytes."""
     assert kernel.call is not None
     reads, writes = ([sizes[i] for i in each] for each in (kernel.operands, kernel.writes))
     found = kernel.call.cost(CallSizes(reads, writes, splits.axis_sizes, seconds.fuses))
@@ -228,11 +226,11 @@ def _add_call(
     return found.temporary_bytes
 
 
-def _place(program: Program, splits: Splits) -> list[Kernel]:
-    """Return the kernels without changes of sharding that change nothing in these shardings."""
+def _drop_unchanged(program: Program, splits: Splits) -> list[Kernel]:
+    """Return the kernels without the reshardings that change nothing in these shardings."""
     same = {
         each.array: each.source
-        for each in program.resharded
+        for each in program.reshardings
         if each.source is not None
         and not splits.differ(each.before, program.arrays[each.array].dims)[:1].any()
     }
@@ -255,8 +253,8 @@ def _place(program: Program, splits: Splits) -> list[Kernel]:
     ]
 
 
-def _add_sent(sent: _AllSent, each: Resharded, array: Array, rows: Array | None, splits: Splits) -> None:
-    """Add the collectives by which an activation gets its sharding."""
+def _add_sent(sent: _AllSent, each: Resharding, array: Array, rows: Array | None, splits: Splits) -> None:
+    """Add the collectives of a resharding."""
     after, before = splits.mask(array.dims), splits.mask(each.before)
     summed = splits.mask(each.summed) & ~before
     whole = array.num_bytes / splits.parts(array.dims)

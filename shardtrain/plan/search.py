@@ -1,7 +1,7 @@
-"""Search the layouts of a number of devices: which fit the model and the memory, and how fast each is.
+"""Search the layouts of a number of devices, and rank them by predicted step time and memory.
 
-Every combination of axis sizes, ZeRO stage, microbatches, schedule and recomputation is judged by the checks
-that a run makes itself, and predicted by `predict.py`.
+The checks of a run accept or refuse each combination of axis sizes, ZeRO stage, microbatches, schedule and
+remat policy; `predict.py` predicts it.
 """
 
 import math
@@ -20,17 +20,28 @@ from shardtrain.sharding.axis_sizes import MOST_DEVICES, divisors
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
-    """A choice that a run would accept.
+    """A choice that a run accepts, with its prediction.
 
     Args:
       choice: the choice.
-      prediction: what it needs.
-      fits: whether its memory is within that of a device.
+      prediction: its prediction.
+      fits: whether it fits the memory of a device.
     """
 
     choice: Choice
     prediction: Prediction
     fits: bool
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the mesh has several stages."""
+        return self.choice.layout.mesh.get(axes.PIPELINE, 1) > 1
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """What choices are sorted by: the fastest that fit first, then the smallest of the others."""
+        needed = self.prediction
+        return not self.fits, needed.seconds.total if self.fits else needed.memory.total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +49,10 @@ class Plan:
     """The result of a search.
 
     Args:
-      ranked: those that fit, the fastest first; then the others, the smallest first.
-      refused: mesh -> why the run's own checks refuse it.
-      num_choices: how many choices were compared, recomputations not counted.
-      nearest: where nothing runs, a batch or a number of devices that would.
+      ranked: choices that fit, the fastest first; then all others, the smallest first.
+      refused: mesh -> why the checks of a run refuse it.
+      num_choices: number of compared choices, without their remat policies.
+      nearest: if nothing runs, a batch or a number of devices that would run.
     """
 
     ranked: tuple[Ranked, ...]
@@ -53,17 +64,17 @@ class Plan:
 def search(
     subject: Subject, machine: Machine, num_devices: int, space: Space | None = None, most: int = 20
 ) -> Plan:
-    """Rank the ways to run a step on equal devices.
+    """Rank the choices for a step on equal devices.
 
-    Of each mesh, number of microbatches and schedule, that recomputation is taken which computes the least
-    again and fits; if none fits, the one that needs the least memory.
+    For each mesh, number of microbatches and schedule, the remat policy is the one that recomputes the least
+    and fits; if none fits, the one that needs the least memory.
 
     Args:
       subject: the model, its loss, optimizer and batch.
       machine: the devices.
-      num_devices: how many.
-      space: what may be chosen; None: everything.
-      most: how many of the best to return.
+      num_devices: number of devices.
+      space: the choices to search. None means all.
+      most: number of the best choices to return.
     """
     space = space or Space()
     if not 1 <= num_devices <= MOST_DEVICES:
@@ -72,20 +83,32 @@ def search(
     remats = list_allowed_remats(subject, space)
     bounds = _select_least_recomputed(subject, machine, num_devices, choices, remats)
     ranked: list[Ranked] = []
-    # what a pipeline waits is simulated for those alone that may be among the best
-    for bound in sorted(bounds, key=_rank):
-        if len(ranked) >= most and _rank(bound) > _rank(ranked[most - 1]):
+    # pipelines are simulated only if they may be among the best
+    for bound in sorted(bounds, key=lambda each: each.order):
+        if len(ranked) >= most and bound.order > ranked[most - 1].order:
             break
-        if bound.choice.layout.mesh.get(axes.PIPELINE, 1) > 1:
-            (exact,) = predictions(subject, machine, num_devices, [bound.choice])
-            bound = replace(bound, prediction=exact)
-        insort(ranked, bound, key=_rank)
+        insort(ranked, _simulate(bound, subject, machine, num_devices), key=lambda each: each.order)
     return Plan(ranked=tuple(ranked[:most]), refused=refused, num_choices=len(choices))
 
 
-def _rank(each: Ranked) -> tuple[bool, float]:
-    needed = each.prediction
-    return not each.fits, needed.seconds.total if each.fits else needed.memory.total
+def _simulate(bound: Ranked, subject: Subject, machine: Machine, num_devices: int) -> Ranked:
+    """Predict a pipeline again, with the time that its stages wait."""
+    if not bound.is_pipeline:
+        return bound
+    (exact,) = predictions(subject, machine, num_devices, [bound.choice])
+    return replace(bound, prediction=exact)
+
+
+def _bound_choices(
+    subject: Subject, machine: Machine, num_devices: int, choices: Sequence[Choice]
+) -> list[Ranked]:
+    """Predict choices, without the time that the stages of pipelines wait."""
+    found = predictions(subject, machine, num_devices, choices, waits=False)
+    most = machine.rates.memory_bytes
+    return [
+        Ranked(choice=choice, prediction=each, fits=each.memory.total <= most)
+        for choice, each in zip(choices, found, strict=True)
+    ]
 
 
 def _select_least_recomputed(
@@ -95,91 +118,67 @@ def _select_least_recomputed(
     choices: Sequence[Choice],
     remats: Sequence[str | None],
 ) -> list[Ranked]:
-    """Return each choice with the least recomputation that fits, or the smallest, and bounds of its time."""
+    """Return each choice with the remat policy that recomputes least and fits, or that needs least memory."""
     best: dict[int, Ranked] = {}
     for remat in remats:
         open_numbers = [i for i in range(len(choices)) if i not in best or not best[i].fits]
         tried = [replace(choices[i], remat=remat) for i in open_numbers]
-        found = predictions(subject, machine, num_devices, tried, waits=False)
-        for i, choice, prediction in zip(open_numbers, tried, found, strict=True):
-            fits = prediction.memory.total <= machine.rates.memory_bytes
-            one = Ranked(choice=choice, prediction=prediction, fits=fits)
-            if i not in best or _rank(one) < _rank(best[i]):
+        for i, one in zip(open_numbers, _bound_choices(subject, machine, num_devices, tried), strict=True):
+            if i not in best or one.order < best[i].order:
                 best[i] = one
     return list(best.values())
 
 
-def frontier(
+def find_frontier(
     subject: Subject, machine: Machine, num_devices: int, space: Space
 ) -> tuple[tuple[Ranked, ...], tuple[tuple[float, float], ...]]:
-    """Return the ways that need less memory than every faster one, and all that were compared.
+    """Return the choices that need less memory than every faster one, and the points of all choices.
 
     Args:
       subject: the model, its loss, optimizer and batch.
       machine: the devices.
-      num_devices: how many.
-      space: what may be chosen; all its recomputations are compared.
+      num_devices: number of devices.
+      space: the choices to compare, with all their remat policies.
 
     Returns:
-      The frontier, the smallest first; and (bytes, seconds) of each way that was compared and is no pipeline:
-      of those, what stages wait is simulated only where it decides.
+      The frontier, the smallest choice first; and (bytes, seconds) of each choice without a pipeline, as
+      pipelines are simulated only if they may be on the frontier.
     """
     choices, _ = list_allowed_choices(subject, num_devices, space)
     remats = list_allowed_remats(subject, space)
     tried = [replace(choice, remat=remat) for remat in remats for choice in choices]
-    found = [
-        Ranked(
-            choice=choice,
-            prediction=prediction,
-            fits=prediction.memory.total <= machine.rates.memory_bytes,
-        )
-        for choice, prediction in zip(
-            tried, predictions(subject, machine, num_devices, tried, waits=False), strict=True
-        )
-    ]
-    points = tuple(
-        (each.prediction.memory.total, each.prediction.seconds.total)
-        for each in found
-        if not _is_pipeline(each)
-    )
-    return tuple(_unbeaten(found, subject, machine, num_devices)), points
-
-
-def _unbeaten(found: Sequence[Ranked], subject: Subject, machine: Machine, num_devices: int) -> list[Ranked]:
-    """Return the ways that are faster than all that need as little memory."""
+    found = _bound_choices(subject, machine, num_devices, tried)
+    points = tuple(_locate(each) for each in found if not each.is_pipeline)
     best: list[Ranked] = []
-    for each in sorted(found, key=lambda one: (one.prediction.memory.total, one.prediction.seconds.total)):
+    for each in sorted(found, key=_locate):
         # seconds without waiting are a lower bound
         if best and each.prediction.seconds.total >= best[-1].prediction.seconds.total:
             continue
-        exact = each
-        if _is_pipeline(each):
-            (prediction,) = predictions(subject, machine, num_devices, [each.choice])
-            exact = replace(each, prediction=prediction)
+        exact = _simulate(each, subject, machine, num_devices)
         if not best or exact.prediction.seconds.total < best[-1].prediction.seconds.total:
             best.append(exact)
-    return best
+    return tuple(best), points
 
 
-def _is_pipeline(each: Ranked) -> bool:
-    return each.choice.layout.mesh.get(axes.PIPELINE, 1) > 1
+def _locate(each: Ranked) -> tuple[float, float]:
+    return each.prediction.memory.total, each.prediction.seconds.total
 
 
 Find = Callable[[Subject, Machine, int, Space], Ranked | None]
-"""Model, devices, their number and what may be chosen -> the layout; None: it cannot run."""
+"""Subject, machine, number of devices and space -> the choice; None if it cannot run."""
 
 
 def data_parallel(subject: Subject, machine: Machine, devices: int, space: Space) -> Ranked | None:
-    """Return the fastest way with a copy of the model on each device."""
+    """Return the fastest choice with a copy of the model on each device."""
     return _fix(subject, machine, devices, space, {axes.DATA: devices})
 
 
 def megatron(subject: Subject, machine: Machine, devices: int, space: Space) -> Ranked | None:
-    """Return the way of Megatron's rules: the smallest number of devices for a copy of the model that fits.
+    """Return the choice of Megatron's rules: a copy of the model on the smallest number of devices that fits.
 
-    These devices are tensor parallel inside a node, a pipeline across nodes; copies are data parallel
-    (Narayanan et al. 2021, SC, sections 3.2 and 3.3, takeaways 1 and 2). If nothing fits, the one that needs
-    the least memory.
+    These devices are tensor parallel inside a node and a pipeline across nodes; copies are data parallel
+    (Narayanan et al. 2021, SC, sections 3.2 and 3.3, takeaways 1 and 2). If nothing fits, it is the choice
+    that needs the least memory.
     """
     smallest = None
     for model_size in divisors(devices):
@@ -197,19 +196,19 @@ def megatron(subject: Subject, machine: Machine, devices: int, space: Space) -> 
 
 
 NAMED: Mapping[str, Find] = {"data parallel": data_parallel, "megatron": megatron}
-"""Name -> the layout."""
+"""Name -> the function that finds the choice."""
 
 
 def plan_named_layouts(
     subject: Subject, machine: Machine, devices: int, space: Space
 ) -> dict[str, Ranked | None]:
-    """Return the layout of each name.
+    """Return the choice of each of `NAMED`.
 
     Args:
       subject: the model, its loss, optimizer and batch.
       machine: the devices.
-      devices: how many.
-      space: what may be chosen; sizes of axes are those of the name.
+      devices: number of devices.
+      space: the choices to search; the name sets the sizes of axes.
     """
     return {name: find(subject, machine, devices, space) for name, find in NAMED.items()}
 

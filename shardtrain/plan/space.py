@@ -1,4 +1,4 @@
-"""What a search may choose: layouts, microbatches, recomputation, schedules; and what a run accepts of it.
+"""The space of a search: layouts, microbatches, remat policies and schedules, and those that a run accepts.
 
 Next: `search.py`, which compares the choices.
 """
@@ -19,36 +19,36 @@ from shardtrain.sharding.axis_sizes import MOST_DEVICES, axis_sizes, divisors
 from shardtrain.sharding.layout import ContextAttentions, Layout
 
 REMATS = ("none", *(policy for policy in REMAT_POLICIES if policy != OFFLOAD))
-"""From no recomputation to all of it. What a device exchanges with its host is not predicted."""
+"""Remat policies, from no recomputation to full. Offloading to the host is not predicted."""
 
 MOST_MICROBATCHES = 64
-"""The largest number of microbatches that is tried by itself, or 4 for each stage of a pipeline."""
+"""Largest number of microbatches to search, or 4 for each stage of a pipeline if that is more."""
 
 MESH_AXES: tuple[str, ...] = (axes.PIPELINE, axes.DATA, axes.FSDP, axes.TENSOR)
-"""Axes whose sizes are always searched; of the others see `list_searched_axes`."""
+"""Axes whose sizes are always searched; for other axes see `list_searched_axes`."""
 
 LONG_SEQUENCE = 8192
-"""Positions of a sequence from which on context is searched without being named."""
+"""Positions of a sequence from which the axis context is searched without being named."""
 
 PART_OF_SEQUENCE = 1024
-"""The least positions that a device has of a sequence where context is not named."""
+"""Least positions of a sequence on a device, unless context is named."""
 
 CONTEXT_ATTENTIONS: tuple[ContextAttentions, ...] = ("ring", "all-gather", "all-to-all")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What a search may choose.
+    """The choices of a search.
 
     Args:
-      layout: what layouts have in common: rules, and sizes of axes that are fixed; others are searched.
-      accumulates: numbers of microbatches; (): every power of 2 that the batch allows.
-      remats: ways to recompute, from the least to the most; (): all that the model has.
-      schedules: of pipelines.
+      layout: rules and fixed axis sizes of all layouts; other sizes are searched.
+      accumulates: numbers of microbatches. () means every power of 2 that the batch allows.
+      remats: remat policies, in the order of increasing recomputation.
+      schedules: schedules of pipelines.
       own_copies: see `Choice`.
 
     Raises:
-      ValueError: an unknown schedule or way to recompute.
+      ValueError: an unknown schedule or remat policy.
     """
 
     layout: Layout = Layout(mesh={})
@@ -67,12 +67,12 @@ class Space:
 def list_allowed_choices(
     subject: Subject, num_devices: int, space: Space
 ) -> tuple[list[Choice], dict[str, str]]:
-    """Return what a run would accept, recomputation left open; and mesh -> why it is refused.
+    """Return the choices that a run accepts, without remat policies; and mesh -> why it is refused.
 
     Args:
       subject: the model, its loss, optimizer and batch.
-      num_devices: how many.
-      space: what may be chosen.
+      num_devices: number of devices.
+      space: the choices.
 
     Raises:
       ValueError: sizes that are fixed do not divide the number of devices.
@@ -88,7 +88,7 @@ def list_allowed_choices(
         if axes.CONTEXT in searched
         else 1
     )
-    for layout in layouts(num_devices, space.layout, searched):
+    for layout in list_layouts(num_devices, space.layout, searched):
         if layout.mesh.get(axes.CONTEXT, 1) > most_context:
             continue
         sizes = axis_sizes(layout.mesh, num_devices)
@@ -97,24 +97,16 @@ def list_allowed_choices(
         except ValueError as error:
             refused[mesh_text(layout)] = str(error)
             continue
-        found = list(choices_of_layout(subject, layout, sizes, space))
+        found = list(list_layout_choices(subject, layout, sizes, space))
         choices += found
         if not found:
-            refused[mesh_text(layout)] = _no_microbatches(subject, layout, sizes, space)
+            refused[mesh_text(layout)] = _explain_refusal(subject, layout, sizes, space)
     return choices, refused
 
 
 def list_allowed_remats(subject: Subject, space: Space) -> list[str | None]:
-    """Return the ways to recompute that the model has, from the least to the most."""
-    return [remat for remat in space.remats if _has(subject, remat)]
-
-
-def _has(subject: Subject, remat: str | None) -> bool:
-    try:
-        subject.find_model(remat)
-    except ValueError:
-        return False
-    return True
+    """Return the remat policies that the model has."""
+    return list(filter(subject.has_remat, space.remats))
 
 
 def _check_fixed(layout: Layout, num_devices: int) -> None:
@@ -132,8 +124,8 @@ def _check_fixed(layout: Layout, num_devices: int) -> None:
 def list_searched_axes(subject: Subject, given: Layout) -> tuple[str, ...]:
     """Return the axes whose sizes are searched.
 
-    Those of `MESH_AXES`, those that the mesh names, expert for a model with experts, and context for one
-    whose attention the run may compute, of `LONG_SEQUENCE` positions or more.
+    They are `MESH_AXES`, axes that the mesh names, expert for models with experts, and context for models of
+    at least `LONG_SEQUENCE` positions that let the run compute attention.
     """
     used = set(MESH_AXES) | set(given.mesh)
     if subject.num_experts:
@@ -143,14 +135,14 @@ def list_searched_axes(subject: Subject, given: Layout) -> tuple[str, ...]:
     return tuple(axis for axis in axes.AXES if axis in used)
 
 
-def layouts(num_devices: int, given: Layout, searched: Sequence[str] = MESH_AXES) -> Iterator[Layout]:
+def list_layouts(num_devices: int, given: Layout, searched: Sequence[str] = MESH_AXES) -> Iterator[Layout]:
     """Return every layout whose axis sizes multiply to the number of devices.
 
     Args:
-      num_devices: how many.
-      given: rules, and sizes that are fixed. Where it has ring attention over context, which is what a run
-        has unless it says otherwise, the other kinds are tried too.
-      searched: the axes whose sizes may be more than 1, beside those that the mesh names.
+      num_devices: number of devices.
+      given: rules and fixed axis sizes. If it has ring attention over context, which is the default of a run,
+        the other kinds are tried too.
+      searched: axes whose sizes may be more than 1, in addition to axes that the mesh names.
     """
     fixed = {axis: size for axis, size in given.mesh.items() if size != -1}
     searched = [axis for axis in axes.AXES if axis in searched or axis in given.mesh]
@@ -171,7 +163,7 @@ def layouts(num_devices: int, given: Layout, searched: Sequence[str] = MESH_AXES
 
 
 def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Return all ways to write a number as a product of so many factors, in order."""
+    """Yield all ways to write a number as a product of `count` factors, in order."""
     if count == 1:
         yield (number,)
         return
@@ -179,10 +171,10 @@ def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
         yield from ((first, *rest) for rest in _factors(number // first, count - 1))
 
 
-def choices_of_layout(
+def list_layout_choices(
     subject: Subject, layout: Layout, sizes: Mapping[str, int], space: Space
 ) -> Iterator[Choice]:
-    """Return the choices of one layout: numbers of microbatches that the batch allows, and schedules."""
+    """Yield the choices of one layout: numbers of microbatches that the batch allows, and schedules."""
     stages = sizes[axes.PIPELINE]
     most = max(MOST_MICROBATCHES, 4 * stages)
     for accumulate in space.accumulates or [1 << i for i in range(most.bit_length())]:
@@ -194,7 +186,7 @@ def choices_of_layout(
             yield Choice(layout=layout, accumulate=accumulate, schedule=schedule, own_copies=space.own_copies)
 
 
-def _no_microbatches(subject: Subject, layout: Layout, sizes: Mapping[str, int], space: Space) -> str:
+def _explain_refusal(subject: Subject, layout: Layout, sizes: Mapping[str, int], space: Space) -> str:
     try:
         subject.rows_of(RowSplit.of(sizes, layout.batch_axes, 1))
     except ValueError as error:
@@ -207,7 +199,7 @@ def _no_microbatches(subject: Subject, layout: Layout, sizes: Mapping[str, int],
 
 
 def mesh_text(layout: Layout) -> str:
-    """Format a layout's axis sizes and options, as the command line takes them.
+    """Format the axis sizes and options of a layout for the command line.
 
     >>> mesh_text(Layout(mesh={"data": 2, "fsdp": 4}, zero=1))
     '--mesh data=2,fsdp=4 --zero 1'
@@ -222,35 +214,33 @@ def mesh_text(layout: Layout) -> str:
 
 
 TRIED = 64
-"""Numbers of devices that are tried below the one that was asked for, and as many above."""
+"""Largest distance from the asked number of devices to a number that is tried instead."""
 
 
 def nearest_text(subject: Subject, num_devices: int, space: Space) -> str:
-    """Say which batch, or which number of devices, would run; arguments are those of `nearest_batch`."""
-    batch = nearest_batch(subject, num_devices, space)
-    devices = nearest_devices(subject, num_devices, space)
+    """Format which batch or number of devices would run; for the arguments see `find_nearest_batch`."""
+    batch = find_nearest_batch(subject, num_devices, space)
+    devices = find_nearest_devices(subject, num_devices, space)
     ways = [] if batch is None else [f"a batch of {batch} rows"]
     ways += [] if devices is None else [f"{devices} device{'s' * (devices > 1)}"]
     if not ways:
-        return (
-            "no batch helps, and no number of devices near; fix fewer sizes (--fixed), or give rules for dims"
-        )
+        return "no other batch and no near number of devices runs; fix fewer sizes (--fixed), or add rules"
     return f"nearest that runs: {' or '.join(ways)}"
 
 
-def nearest_batch(subject: Subject, num_devices: int, space: Space) -> int | None:
-    """Return the number of rows nearest to the batch that some layout of these devices takes.
+def find_nearest_batch(subject: Subject, num_devices: int, space: Space) -> int | None:
+    """Return the number of rows, nearest to the batch, that some layout of these devices accepts.
 
     Args:
       subject: the model, its loss, optimizer and batch.
-      num_devices: how many.
-      space: what may be chosen.
+      num_devices: number of devices.
+      space: the choices.
 
     Returns:
-      The nearest, the larger one of two as near; None if no batch helps.
+      The nearest number, and the larger of two at the same distance; None if no batch runs.
     """
     found = set()
-    for layout in _placed(subject, num_devices, space):
+    for layout in _list_fitting_layouts(subject, num_devices, space):
         sizes = axis_sizes(layout.mesh, num_devices)
         for accumulate in space.accumulates or (1,):
             multiple = RowSplit.of(sizes, layout.batch_axes, accumulate).multiple
@@ -259,31 +249,31 @@ def nearest_batch(subject: Subject, num_devices: int, space: Space) -> int | Non
     return min(found, key=lambda rows: (abs(rows - subject.batch_rows), -rows), default=None)
 
 
-def nearest_devices(subject: Subject, num_devices: int, space: Space) -> int | None:
-    """Return the number of devices nearest to the given one on which this batch runs; None: none was found.
+def find_nearest_devices(subject: Subject, num_devices: int, space: Space) -> int | None:
+    """Return the nearest number of devices on which this batch runs; None if there is none near.
 
     Args:
       subject: the model, its loss, optimizer and batch.
-      num_devices: how many were asked for.
-      space: what may be chosen.
+      num_devices: the asked number of devices.
+      space: the choices.
     """
     for distance in range(1, TRIED + 1):
         for number in (num_devices - distance, num_devices + distance):
-            if 1 <= number <= MOST_DEVICES and _runs(subject, number, space):
+            if 1 <= number <= MOST_DEVICES and _has_choice(subject, number, space):
                 return number
     return None
 
 
-def _runs(subject: Subject, num_devices: int, space: Space) -> bool:
+def _has_choice(subject: Subject, num_devices: int, space: Space) -> bool:
     return any(
-        next(choices_of_layout(subject, layout, axis_sizes(layout.mesh, num_devices), space), None)
-        for layout in _placed(subject, num_devices, space)
+        next(list_layout_choices(subject, layout, axis_sizes(layout.mesh, num_devices), space), None)
+        for layout in _list_fitting_layouts(subject, num_devices, space)
     )
 
 
-def _placed(subject: Subject, num_devices: int, space: Space) -> Iterator[Layout]:
-    """Return the layouts of so many devices that fit the model."""
-    for layout in layouts(num_devices, space.layout):
+def _list_fitting_layouts(subject: Subject, num_devices: int, space: Space) -> Iterator[Layout]:
+    """Yield the layouts of a number of devices that fit the model."""
+    for layout in list_layouts(num_devices, space.layout):
         try:
             subject.state(Choice(layout=layout), num_devices)
         except ValueError:

@@ -1,11 +1,10 @@
-"""The collectives of a step and how long they take: of parameters, gradients and activations. No jax.
+"""List the collectives of a step with their seconds: of parameters, gradients and activations. No jax.
 
-A stage of a pipeline runs the segments of a traced program as its schedule says; without one each microbatch
-runs all of them once. Next: `step_times.py`, the durations of everything else.
+Next: `step_times.py`, the durations of all other parts of a step.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -19,66 +18,66 @@ from shardtrain.plan.traffic import StepSizes, Traffic, parameter_traffic
 
 
 @cache
-def lockstep_table(schedule: str, stages: int, microbatches: int, chunks: int) -> Table:
-    """Return the table that a mesh runs."""
+def make_lockstep_table(schedule: str, stages: int, microbatches: int, chunks: int) -> Table:
+    """Return the table of a schedule as a mesh runs it."""
     return make_table(schedule, stages, microbatches, chunks, lockstep=True)
 
 
-def stage_runs(step: Step) -> list[tuple[float, Segment]]:
-    """Return how often each segment is run in a step, by a stage on average."""
+def list_stage_runs(step: Step) -> list[tuple[float, Segment]]:
+    """Return (runs in a step, segment) for each segment of the traced program, averaged over stages."""
     runs, parts = step.choice.accumulate * step.choice.virtual_stages, step.num_parts
     if step.forward is None or step.num_stages == 1:
         return [(runs, each) for each in step.cost.segments]
     _, again, loss, backward, behind = step.cost.segments
     first, forward = step.forward.segments[:2]
-    # the last part has no forward of its own; each kind of backward computes the forward again; what is
-    # outside the blocks is run by the first part, or by the last. A lookup is not repeated for its gradient
+    # the last part has no separate forward; each kind of backward recomputes the forward; segments outside
+    # the blocks run in the first or the last part. A lookup is not recomputed for its gradient
     return [
         (runs * (parts - 1) / parts, forward),
-        (runs * num_backwards(step.choice), again),
+        (runs * count_backwards(step.choice), again),
         (runs, backward),
         *((runs / parts, each) for each in (first, loss, behind)),
     ]
 
 
 def list_sent_activations(step: Step) -> tuple[Sent, ...]:
-    """Return the collectives of activations of a step."""
+    """List the collectives of activations of a step."""
     return tuple(
         each._replace(num_bytes=times * each.num_bytes, times=times * each.times)
-        for times, segment in stage_runs(step)
+        for times, segment in list_stage_runs(step)
         for each in segment.sent
     )
 
 
-def sent_parameters(step: Step, *, sums_apart: bool, only_blocks: bool = False) -> Traffic:
+def count_sent_parameters(step: Step, *, sums_apart: bool, only_blocks: bool = False) -> Traffic:
     """Return the bytes that a device sends for parameters and gradients, see `parameter_traffic`."""
     weights = tuple(each for each in step.state.weights if each.in_blocks or not only_blocks)
     work = StepSizes(
         weights=weights,
         microbatches=step.choice.accumulate,
         compute_bytes=step.state.item_bytes,
-        block_gathers=block_gathers(step),
+        block_gathers=count_block_gathers(step),
         sums_apart=sums_apart,
     )
     found = parameter_traffic(work, step.layout.zero, step.sizes)
-    # the traced program completes sums over positions itself
+    # the traced program contains the sums over positions
     return {key: sent for key, sent in found.items() if axes.CONTEXT not in key.axes}
 
 
-def num_backwards(choice: Choice) -> int:
+def count_backwards(choice: Choice) -> int:
     """Return the number of kinds of backward tasks of a pipeline's schedule."""
-    table = lockstep_table(choice.schedule, 2, 2 * choice.virtual_stages, choice.virtual_stages)
+    table = make_lockstep_table(choice.schedule, 2, 2 * choice.virtual_stages, choice.virtual_stages)
     return len(table.kinds) - 1
 
 
-def block_gathers(step: Step) -> float:
-    """Return how often a microbatch gathers the weights of a block, of a stage on average."""
+def count_block_gathers(step: Step) -> float:
+    """Return how often a microbatch gathers the weights of a block, averaged over stages."""
     of_backward = 0 if step.choice.remat == "none" else 1
     if step.num_stages == 1:
         return 1 + of_backward
-    # forward tasks but those of the last part, and each backward that computes its forward again
+    # forward tasks except in the last part, and each backward, which recomputes its forward
     parts = step.num_parts
-    return (parts - 1) / parts + num_backwards(step.choice) * (1 + of_backward)
+    return (parts - 1) / parts + count_backwards(step.choice) * (1 + of_backward)
 
 
 START = "start"
@@ -93,10 +92,6 @@ UPDATED = "updated"
 """Phase of collectives after the optimizer: updated parameters are gathered."""
 
 
-INSIDE, BETWEEN = "link inside nodes", "link between nodes"
-"""The links of a machine."""
-
-
 class Collective(NamedTuple):
     """Collectives of one kind in a step of one device.
 
@@ -104,10 +99,10 @@ class Collective(NamedTuple):
       kind: as in `plan.hlo.collectives`.
       axes: the mesh axes that they run over.
       phase: when they run, one of the phases of this module.
-      sent_seconds: in which bytes are sent, all together.
-      latency_seconds: of all messages.
-      link: the link that limits them, `INSIDE` or `BETWEEN` nodes.
-      of_blocks: the part of the bytes that is of parameters in the blocks, 0 to 1.
+      sent_seconds: seconds of sending their bytes.
+      latency_seconds: latency of all messages.
+      link: the link that limits them, `machine.INSIDE` or `machine.BETWEEN`.
+      of_blocks: fraction of the bytes that belongs to parameters in the blocks.
     """
 
     kind: str
@@ -120,17 +115,17 @@ class Collective(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds of all together."""
+        """Seconds of sending and latency."""
         return self.sent_seconds + self.latency_seconds
 
 
 def list_parameter_collectives(step: Step, machine: Machine) -> Iterator[Collective]:
     """Yield the collectives of parameters and gradients."""
     sizes, apart = step.sizes, machine.simulated
-    in_blocks = sent_parameters(step, sums_apart=apart, only_blocks=True)
-    for key, sent in sent_parameters(step, sums_apart=apart).items():
+    in_blocks = count_sent_parameters(step, sums_apart=apart, only_blocks=True)
+    for key, sent in count_sent_parameters(step, sums_apart=apart).items():
         link, members = machine.link(key.axes, sizes), math.prod(sizes[axis] for axis in key.axes)
-        # what is gathered in a block is sent block by block, everything else at once
+        # collectives in blocks send one message for each block
         times = step.choice.accumulate * step.state.num_blocks if key.in_blocks else 1
         if key.in_blocks:
             phase = MICROBATCH if key.kind == ALL_GATHER else MICROBATCH_GRADIENT
@@ -144,7 +139,7 @@ def list_parameter_collectives(step: Step, machine: Machine) -> Iterator[Collect
             phase=phase,
             sent_seconds=sent / link.bytes_per_second,
             latency_seconds=times * (members - 1) * link.latency_seconds,
-            link=_link(key.axes, sizes, machine),
+            link=machine.find_link_name(key.axes, sizes),
             of_blocks=in_blocks.get(key, 0.0) / sent,
         )
 
@@ -161,8 +156,4 @@ def list_activation_collectives(step: Step, machine: Machine) -> Iterator[Collec
         sums[each.kind, over] = (before[0] + seconds - latency, before[1] + latency)
     for (kind, over), (sent, latency) in sums.items():
         if sent + latency:
-            yield Collective(kind, over, MICROBATCH, sent, latency, _link(over, sizes, machine))
-
-
-def _link(over: tuple[str, ...], sizes: Mapping[str, int], machine: Machine) -> str:
-    return INSIDE if machine.link(over, sizes) == machine.device_link else BETWEEN
+            yield Collective(kind, over, MICROBATCH, sent, latency, machine.find_link_name(over, sizes))

@@ -1,4 +1,4 @@
-"""The durations of a step's parts: tasks of its schedule, collectives, update. No jax.
+"""Compute the durations of the parts of a step: tasks of its schedule, collectives, update. No jax.
 
 `predict.py` adds them up; `simulator/step_graph.py` makes a task of each.
 """
@@ -18,13 +18,13 @@ from shardtrain.plan.step_collectives import (
     Collective,
     list_activation_collectives,
     list_parameter_collectives,
-    lockstep_table,
+    make_lockstep_table,
 )
 from shardtrain.plan.traffic import GRADIENT_BYTES
 
 TICK_COPIES = 5
-"""Copies of a stage's activations or cotangents in every tick of a pipeline: what arrives is put into a slot,
-both ways; the task's input is read from its slot, or kept in one; what a task returns is handed on."""
+"""Copies of a stage's activations or cotangents in every tick of a pipeline: arrivals from both directions go
+into slots, the task's input is read from a slot and kept in one, and its result is copied to be sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +32,18 @@ class StepTimes:
     """Seconds of the parts of a step on one device.
 
     Args:
-      num_stages: stages of the pipeline; 1: there is none.
-      choice: the layout and the rest.
-      num_blocks: blocks of the model.
+      num_stages: number of stages of the pipeline; 1 without a pipeline.
+      choice: the choice of the step.
+      num_blocks: number of blocks of the model.
       forward, backward: of the blocks of one part of the model, for one microbatch.
-      ends: of what comes before and behind the blocks, forward and backward; in a pipeline only of the last
-        part, for its loss.
-      hop: to send activations to the next stage.
-      collectives: all of a step, without what stages send.
+      ends: of the operations before and after the blocks, forward and backward; in a pipeline, only of the
+        loss in the last part.
+      hop: of sending activations to the next stage.
+      collectives: all collectives of a step, without what stages send.
       update: of the optimizer.
-      again: of a pipeline, the forward of the blocks that each kind of backward computes again.
-      first, first_backward: of a pipeline, of what comes before the blocks, in tasks of the first part.
-      tick: of what every stage copies in each tick of a pipeline, whatever its tasks are.
+      again: in a pipeline, of the forward of the blocks that each kind of backward recomputes.
+      first, first_backward: in a pipeline, of the operations before the blocks, in tasks of the first part.
+      tick: in a pipeline, of the copies of every stage in each tick.
     """
 
     num_stages: int
@@ -62,14 +62,14 @@ class StepTimes:
 
     @property
     def table(self) -> Table:
-        """The schedule; a single stage has one too."""
+        """The schedule, also of a single stage."""
         choice = self.choice
         schedule = choice.schedule if self.num_stages > 1 else "1f1b"
-        return lockstep_table(schedule, self.num_stages, choice.accumulate, choice.virtual_stages)
+        return make_lockstep_table(schedule, self.num_stages, choice.accumulate, choice.virtual_stages)
 
     @property
     def compute(self) -> float:
-        """Seconds of computation of a step, of a stage on average."""
+        """Seconds of computation of a step, averaged over stages."""
         if self.num_stages == 1:
             return self.choice.accumulate * (self.forward + self.backward + self.ends)
         table = self.table
@@ -79,24 +79,24 @@ class StepTimes:
 
     @property
     def of_ticks(self) -> float:
-        """Seconds of what a stage copies in all ticks."""
+        """Seconds of the copies of a stage in all ticks."""
         return self.table.num_ticks * self.tick if self.num_stages > 1 else 0.0
 
     @property
     def hops(self) -> float:
-        """Seconds of what stages send in a tick: activations and cotangents over each of its distances."""
+        """Seconds of sending activations and cotangents in a tick, over each of its distances."""
         distances = [distance for distance in self.table.part_placement.hops if distance]
         return 2 * len(distances) * self.hop
 
     @cached_property
     def per_compute(self) -> float:
-        """1 / seconds of the tasks of a step, of a stage on average; 0 if nothing is computed."""
+        """1 / seconds of the tasks of a step, averaged over stages; 0 if nothing is computed."""
         seconds = self.compute - self.of_ticks
         return 1 / seconds if seconds else 0.0
 
     @property
     def in_microbatches(self) -> float:
-        """Seconds of the collectives that are part of a microbatch."""
+        """Seconds of the collectives that run in microbatches."""
         return sum(
             each.seconds for each in self.collectives if each.phase in (MICROBATCH, MICROBATCH_GRADIENT)
         )
@@ -111,9 +111,9 @@ class StepTimes:
     def task(self, stage: int, chunk: int, kind: str) -> float:
         """Return the seconds of a task of the table.
 
-        In a pipeline each kind of backward computes the forward of its part again, so the forward of the last
-        part, whose output only its own backward needs, is not run. What comes before the blocks is part of
-        tasks of the first part, twice forward; the loss of the backward of the last.
+        In a pipeline, each kind of backward recomputes the forward of its part, so the last part has no
+        forward task. Tasks of the first part include the operations before the blocks; the backward of the
+        last part includes the loss.
         """
         if self.num_stages == 1:
             return self.forward if kind == "forward" else self.backward + self.ends
@@ -127,7 +127,7 @@ class StepTimes:
         return of_blocks + self.outside(part, kind)
 
 
-def step_times(step: Step, machine: Machine) -> StepTimes:
+def compute_step_times(step: Step, machine: Machine) -> StepTimes:
     """Return the durations of a step's parts on a machine."""
     link, state = machine.link((axes.PIPELINE,), step.sizes), step.state
     computed = _time_whole if step.forward is None or step.num_stages == 1 else _time_parts
@@ -143,17 +143,17 @@ def step_times(step: Step, machine: Machine) -> StepTimes:
 
 
 def _time_whole(step: Step, machine: Machine) -> dict[str, float]:
-    """Return the seconds of a microbatch that passes the whole model."""
+    """Return the seconds of a microbatch without a pipeline."""
     found = step.cost
     inside = [loop.seconds for loop in found.loops if loop.over == axes.LAYERS]
-    # a model that is not one loop over its blocks and one back is not told apart
+    # a model that is not one loop over its blocks, forward and backward, counts as ends
     forward, backward = inside if len(inside) == 2 else (0.0, 0.0)
     if len(inside) == 2:
-        # what the forward stacks is for the backward
+        # the forward stacks arrays for the backward
         backward += sum(loop.stacking_seconds for loop in found.loops if loop.over == axes.LAYERS)
     ends = found.seconds - forward - backward
     if step.choice.accumulate > 1:
-        ends += sum(_adding_seconds(step, machine, each) for each in (True, False))
+        ends += sum(_time_additions(step, machine, each) for each in (True, False))
     return {"forward": forward, "backward": backward, "ends": ends}
 
 
@@ -161,7 +161,7 @@ def _time_parts(step: Step, machine: Machine) -> dict[str, float]:
     """Return the seconds of a microbatch in the tasks of a pipeline."""
     assert step.forward is not None
     _, again, loss, backward, behind = (each.seconds for each in step.cost.segments)
-    of_blocks, of_rest = (_adding_seconds(step, machine, each) for each in (True, False))
+    of_blocks, of_rest = (_time_additions(step, machine, each) for each in (True, False))
     moved = 2 * TICK_COPIES * step.stream_bytes
     return {
         "forward": step.forward.segments[1].seconds,
@@ -174,8 +174,8 @@ def _time_parts(step: Step, machine: Machine) -> dict[str, float]:
     }
 
 
-def _adding_seconds(step: Step, machine: Machine, in_blocks: bool) -> float:
-    """Return the seconds in which gradients of a microbatch are added to sums: two are read, one written."""
+def _time_additions(step: Step, machine: Machine, in_blocks: bool) -> float:
+    """Return the seconds of adding the gradients of a microbatch to sums: two reads and one write."""
     kept = {axes.FSDP} if step.layout.zero != 3 else set[str]()
     num_bytes = sum(
         GRADIENT_BYTES * each.num_elements / math.prod(step.sizes.get(axis, 1) for axis in each.axes - kept)

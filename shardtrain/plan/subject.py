@@ -1,4 +1,4 @@
-"""What is planned: a model with its loss, optimizer and batch, traced once for each way to recompute.
+"""The subject of a plan: a model with its loss, optimizer and batch, traced once for each remat policy.
 
 Next: `predict.py`.
 """
@@ -29,18 +29,17 @@ from shardtrain.pipeline.stacking import Partition
 from shardtrain.plan.machine import Rates
 from shardtrain.plan.prediction import Choice, Cost, StateFigures
 from shardtrain.plan.program import Program, Sharding
-from shardtrain.plan.program_cost import Durations, costs
+from shardtrain.plan.program_cost import Durations, compute_costs
 from shardtrain.plan.trace import (
     ANY_TARGET,
     NO_EXCHANGE,
     Exchange,
     Target,
-    exchange_of,
-    flops_by_item_bytes,
+    count_flops_by_item_bytes,
     is_dims,
-    loss_program,
+    trace_loss,
 )
-from shardtrain.plan.traced_attention import Attended, TracedAttention
+from shardtrain.plan.traced_attention import AttentionShapes, TracedAttention
 from shardtrain.plan.traced_experts import TracedExperts
 from shardtrain.plan.traffic import Weight, weights
 from shardtrain.sharding.axis_sizes import axis_sizes, divisors
@@ -51,17 +50,17 @@ from shardtrain.train_step.placement_checks import check_stages
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Subject:
-    """A model, its loss, optimizer and batch.
+    """A model with its loss, optimizer and batch.
 
     Args:
-      model: remat -> the model that recomputes like that; it raises ValueError where it cannot.
+      model: remat policy -> the model with this policy; raises ValueError if it has no such policy.
       loss: returns (sum, count), see `loss.Loss`.
       optimizer: any optax transformation.
       batch: name -> shape (B, ...) and dtype of each array of the global batch.
-      rows: of an island, its share of the batch, which it fills up with padding; None: the whole batch.
-      unit: the name of what the loss counts.
-      row_units: what the loss counts in a row; None: not known before the model has run.
-      target: the devices in whose form the model is traced.
+      rows: rows of the batch for an island, which it pads. None means the whole batch.
+      unit: name of the unit that the loss counts.
+      row_units: units in a row. None means that they are unknown before the model runs.
+      target: the devices for which the model is traced.
     """
 
     model: Callable[[str | None], Model]
@@ -87,12 +86,7 @@ class Subject:
     @cached_property
     def row_flops(self) -> float:
         """Flops of one row, forward and backward, without recomputation."""
-        try:
-            self.find_model("none")
-        except ValueError:
-            remat = None
-        else:
-            remat = "none"
+        remat = "none" if self.has_remat("none") else None
         (whole,) = self.costs(remat, [Sharding((), (), ())], Rates(flops_per_second=math.inf))
         return whole.flops / self.batch_rows
 
@@ -123,7 +117,7 @@ class Subject:
 
     @cached_property
     def num_experts(self) -> int:
-        """Experts of a block; 0: the model has no parameters with the dim experts."""
+        """Number of experts of a block; 0 if no parameter has the dim experts."""
         dims = jax.tree.leaves(self.find_model(None).dims, is_leaf=is_dims)
         return max(
             (
@@ -136,35 +130,35 @@ class Subject:
 
     @cached_property
     def sequence(self) -> int:
-        """The most positions that the model asks the run's attention for; 0: it computes its own."""
+        """The most positions for which the model asks the run for attention; 0 if it computes its own."""
         try:
-            # the kind that has relative positions too
+            # the kind that allows relative positions
             found = self.attentions(Exchange(attention="all-to-all"))
         except (ValueError, UserCodeFailed):
-            # what attention over a mesh does not have
+            # the model needs more than attention over a mesh has
             return 0
         return max((q[1] for q, *_ in found), default=0)
 
     @cached_property
     def in_float32(self) -> bool:
         """Whether most of the flops of the model are in float32."""
-        flops = flops_by_item_bytes(self.program(None))
+        flops = count_flops_by_item_bytes(self.program(None))
         return not flops or flops.most_common(1)[0][0] >= 4
 
     def share(self, rows: int) -> "Subject":
-        """Return the same for an island with so many rows of the batch; traced programs are shared."""
+        """Return the subject for an island with some rows of the batch; both share their traced programs."""
         found = replace(self, rows=rows)
         object.__setattr__(found, "_known", self._known)
         return found
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what was made for a key, made once for all shares."""
+        """Return the value of a key, which is made once for all shares."""
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
 
     def rows_of(self, split: RowSplit) -> int:
-        """Return how many rows are computed, with padding.
+        """Return the number of rows that are computed, with padding.
 
         Raises:
           ValueError: the batch cannot be split like this, or an island has fewer rows than microbatches.
@@ -172,41 +166,50 @@ class Subject:
         if self.rows is None:
             split.check(self.batch_rows)
             return self.batch_rows
-        # padding fills up an island's rows, but microbatches of padding alone have no use
+        # microbatches of nothing but padding have no use
         if split.microbatches > max(self.rows, 1):
             raise ValueError(f"{self.rows} rows are fewer than {split.microbatches} microbatches; use fewer")
         return split.pad_rows(self.rows)
 
     def find_model(self, remat: str | None) -> Model:
-        """Return the model that recomputes like this, made once."""
+        """Return the model with a remat policy, which is made once."""
         return self._once(("model", remat), lambda: self.model(remat))
+
+    def has_remat(self, remat: str | None) -> bool:
+        """Return whether the model has a remat policy."""
+        try:
+            self.find_model(remat)
+        except ValueError:
+            return False
+        return True
 
     def program(
         self, remat: str | None, *, gradient: bool = True, exchange: Exchange = NO_EXCHANGE
     ) -> Program:
-        """Return the program of loss and gradient, or of the loss alone, of the whole batch, traced once."""
+        """Return the program of loss and gradient, or only of the loss, for the whole batch; traced once."""
         return self._traced(remat, gradient, exchange)[0]
 
-    def attentions(self, exchange: Exchange) -> Sequence[Attended]:
-        """Return what the model asks the run's attention for; () if it computes its own."""
+    def attentions(self, exchange: Exchange) -> Sequence[AttentionShapes]:
+        """Return the shapes for which the model asks the run for attention; () if it computes its own."""
         return self._traced(None, False, exchange)[1]
 
     def _traced(
         self, remat: str | None, gradient: bool, exchange: Exchange
-    ) -> tuple[Program, Sequence[Attended]]:
-        def make() -> tuple[Program, Sequence[Attended]]:
+    ) -> tuple[Program, Sequence[AttentionShapes]]:
+        def make() -> tuple[Program, Sequence[AttentionShapes]]:
             attention = None if exchange.attention is None else TracedAttention(exchange.attention)
             experts = TracedExperts(exchange.experts, exchange.context)
             model = self.find_model(remat)
-            found = loss_program(model, self.loss, self.batch, gradient, attention, experts, self.target)
+            found = trace_loss(model, self.loss, self.batch, gradient, attention, experts, self.target)
             return found, () if attention is None else tuple(dict.fromkeys(attention.found))
 
         return self._once((remat, gradient, exchange), make)
 
     def exchange(self, layout: Layout, sizes: Mapping[str, int]) -> Exchange:
-        """Return what devices compute by hand in a layout; what differs is another program."""
-        found = exchange_of(layout, sizes)
-        return found if self.num_experts else found._replace(context=1)
+        """Return the options of a layout that change the traced program."""
+        context = sizes.get(axes.CONTEXT, 1)
+        attention = layout.context_attention if context > 1 else None
+        return Exchange(attention, sizes.get(axes.EXPERT, 1), context if self.num_experts else 1)
 
     def costs(
         self,
@@ -217,25 +220,25 @@ class Subject:
         gradient: bool = True,
         exchange: Exchange = NO_EXCHANGE,
     ) -> list[Cost]:
-        """Return what one run of a program costs a device, for each of several shardings, found once."""
+        """Return the costs of one run of a program, for each of several shardings; computed once."""
         keys = [(remat, each, rates, gradient, exchange) for each in shardings]
         missing = list(dict.fromkeys(key for key in keys if key not in self._known))
         if missing:
             durations = Durations(rates.seconds, rates.stacking_seconds, not rates.copies_stacked)
             program = self.program(remat, gradient=gradient, exchange=exchange)
-            found = costs(program, [each for _, each, *_ in missing], durations)
+            found = compute_costs(program, [each for _, each, *_ in missing], durations)
             self._known.update(zip(missing, found, strict=True))
         return [self._known[key] for key in keys]
 
-    def state(self, choice: Choice, num_devices: int) -> "StateOf":
-        """Return what follows from the specs of the state, and the layout completed for the model.
+    def state(self, choice: Choice, num_devices: int) -> "LayoutState":
+        """Return the figures of a layout's state, and the layout completed for the model.
 
         Raises:
           ValueError: the layout does not fit the model, or its blocks cannot be cut like this.
         """
         layout, model = choice.layout, self.find_model(None)
         sizes = axis_sizes(layout.mesh, num_devices)
-        # by default `data` shards no parameter, so layouts that differ in its size alone have the same specs
+        # by default `data` shards no parameter, so its size does not change the specs
         rules = repr((layout.parameters, layout.activations))
         known = {**sizes, axes.DATA: min(sizes[axes.DATA], 2)} if axes.DATA not in rules else sizes
         key = (tuple(known.values()), rules, layout.unnamed, layout.zero, choice.virtual_stages)
@@ -243,24 +246,24 @@ class Subject:
             stages = self.stages(sizes[axes.PIPELINE], choice.virtual_stages)
             specs = state_specs(model, self.optimizer, layout, sizes, stages=stages)
             program, item_bytes = self.program(None), 4 if self.in_float32 else 2
-            figures = state_figures(specs, sizes, item_bytes, program.num_terms[-len(specs.arrays) :])
-            # for GPUs gathered weights are counted where they are read
+            figures = compute_state_figures(specs, sizes, item_bytes, program.num_terms[-len(specs.arrays) :])
+            # programs for GPUs count gathered weights themselves
             figures = replace(figures, gathered=0.0) if program.for_gpus else figures
-            self._known[key] = StateOf(specs.layout, figures)
+            self._known[key] = LayoutState(specs.layout, figures)
         found = self._known[key]
         has_context = sizes.get(axes.CONTEXT, 1) > 1
         if sizes[axes.PIPELINE] > 1 and (has_context or layout.collective_matmul):
             check_stages(model, layout, sizes, Synchronisation(), self.stages(sizes[axes.PIPELINE], 1))
         if has_context:
             self._check_context(layout, found.layout.activation_rules, sizes)
-        # how activations are sharded changes no parameter
+        # these options change no parameter
         of_activations = {name: getattr(layout, name) for name in ("sequence_sharded", "collective_matmul")}
         return found._replace(layout=replace(found.layout, **of_activations))
 
     def _check_context(
         self, layout: Layout, rules: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]
     ) -> None:
-        """Refuse what a run refuses of attention over context."""
+        """Refuse attention over context that a run would refuse."""
         found = self.attentions(self.exchange(layout, sizes))
         if not found:
             raise ValueError(
@@ -275,25 +278,25 @@ class Subject:
         """The number of the model's blocks.
 
         Raises:
-          ValueError: it does not say what they are.
+          ValueError: it does not define them.
         """
         chain = self.find_model(None).chain
         if chain is None:
             raise ValueError(
-                "the model does not say what its blocks are; give it `blocks` (docs/pipeline.md), or let"
+                "the model does not define its blocks; give it `blocks` (docs/pipeline.md), or let"
                 " --across pipeline cut it by tracing"
             )
         return chain.num_blocks
 
     def traced_blocks(self, rows: int) -> Traced:
-        """Return the trace of the model's blocks, for a microbatch of so many rows."""
+        """Return the trace of the model's blocks, for a microbatch of `rows` rows."""
         microbatch = {
             name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in self.batch.items()
         }
         return Traced(self.find_model(None), self.loss, microbatch)
 
     def stages(self, num_stages: int, chunks: int) -> Partition | None:
-        """Return the equal cut of the blocks into stages of a mesh; None for one stage.
+        """Return the equal partition of the blocks into stages of a mesh; None for one stage.
 
         Raises:
           ValueError: the model has no stacked blocks, or too few.
@@ -321,47 +324,47 @@ class Subject:
         )
 
 
-class StateOf(NamedTuple):
-    """The state of a layout.
+class LayoutState(NamedTuple):
+    """The figures of the state in a layout.
 
     Args:
-      layout: completed for the model; its sizes are those of another layout that shards parameters alike.
-      figures: what follows from the specs.
+      layout: the layout, completed for the model; the size of its axis data may differ.
+      figures: the figures.
     """
 
     layout: Layout
     figures: StateFigures
 
 
-def state_figures(
+def compute_state_figures(
     specs: Specs, sizes: Mapping[str, int], item_bytes: int = 4, num_gradients: Sequence[int] = ()
 ) -> StateFigures:
-    """Return what follows from the specs of a state.
+    """Compute the figures of a state from its specs.
 
     Args:
       specs: the specs.
       sizes: axis -> size.
-      item_bytes: of an element in computations.
+      item_bytes: bytes of an element in computations.
       num_gradients: see `traffic.weights`.
     """
     blocks = [named.shape[0] for named in specs.arrays.values() if axes.LAYERS in (named.dims or ())[:1]]
     params = specs.abstract.params
     in_float32 = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), params)
     return StateFigures(
-        parameters=tree_bytes(params, specs.params, sizes),
-        optimizer=tree_bytes(specs.abstract.opt_state, specs.state.opt_state, sizes),
-        gradients=tree_bytes(in_float32, specs.params, sizes),
-        updated=tree_bytes(params, specs.sharded, sizes),
-        updated_float32=tree_bytes(in_float32, specs.sharded, sizes),
+        parameters=count_tree_bytes(params, specs.params, sizes),
+        optimizer=count_tree_bytes(specs.abstract.opt_state, specs.state.opt_state, sizes),
+        gradients=count_tree_bytes(in_float32, specs.params, sizes),
+        updated=count_tree_bytes(params, specs.sharded, sizes),
+        updated_float32=count_tree_bytes(in_float32, specs.sharded, sizes),
         gathered=_count_gathered_bytes(specs, sizes, item_bytes),
-        weights=_joined(weights(specs.arrays, specs.layout.sharded_rules, num_gradients)),
+        weights=_merge_weights(weights(specs.arrays, specs.layout.sharded_rules, num_gradients)),
         num_blocks=max(blocks, default=1),
         item_bytes=item_bytes,
     )
 
 
-def _joined(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
-    """Return one weight for all that are sharded alike: their traffic is that of one as large as all."""
+def _merge_weights(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
+    """Merge weights that are sharded alike, as their traffic adds up."""
     elements: dict[tuple[frozenset[str], bool, int], int] = {}
     for each in weights:
         key = each.axes, each.in_blocks, each.num_gradients
@@ -386,21 +389,21 @@ def _count_gathered_bytes(specs: Specs, sizes: Mapping[str, int], item_bytes: in
     return found
 
 
-def tree_bytes(tree: Any, specs: Any, sizes: Mapping[str, int]) -> float:
-    """Return the bytes of a device's part of some arrays.
+def count_tree_bytes(tree: Any, specs: Any, sizes: Mapping[str, int]) -> float:
+    """Return the bytes of a device's shards of a tree of arrays.
 
     Args:
       tree: shapes and dtypes.
-      specs: like tree, a PartitionSpec each.
+      specs: the PartitionSpec of each.
       sizes: axis -> size.
     """
     leaves = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
     return sum(
-        math.prod(x.shape) * x.dtype.itemsize / _parts(spec, sizes)
+        math.prod(x.shape) * x.dtype.itemsize / _count_parts(spec, sizes)
         for x, spec in zip(jax.tree.leaves(tree), leaves, strict=True)
     )
 
 
-def _parts(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
+def _count_parts(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry]
     return math.prod(sizes[axis] for entry in entries for axis in entry)

@@ -1,7 +1,7 @@
-"""Trace the loss and the gradient of any Flax model into a program with named dims, without devices.
+"""Trace the loss and gradient of any Flax model into a program with named dims, without devices.
 
-The constraints of the model name the dims of its activations, the model's own names those of its parameters;
-`named_dims.py` carries them through all other operations, and `fusion.py` makes kernels of these.
+The constraints of the model name the dims of activations, the model names the dims of its parameters.
+`named_dims.py` derives the names of all other dims, and `fusion.py` makes kernels.
 """
 
 from collections import Counter
@@ -20,21 +20,20 @@ from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key, row_key
 from shardtrain.plan.devices import find_device
-from shardtrain.plan.jaxpr_walk import Walk, num_terms
+from shardtrain.plan.jaxpr_walk import Walk, count_terms
 from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS, Dims, Program
 from shardtrain.plan.traced_attention import TracedAttention, make_planned_flash
 from shardtrain.plan.traced_experts import TracedExperts
-from shardtrain.sharding.layout import Layout
 from shardtrain.train_step.replica_sums import BoundModel
 
 
 class Exchange(NamedTuple):
-    """What devices compute by hand in a layout, so that it is another program.
+    """Layout options that replace model operations by per-device code, and so change the traced program.
 
     Args:
-      attention: over context, as `Layout.context_attention`; None: sequences are whole.
+      attention: attention over context, as `Layout.context_attention`; None for whole sequences.
       experts: size of the axis expert.
-      context: of the axis context, into whose parts of sequences experts take their tokens.
+      context: size of the axis context, over which experts split their tokens.
     """
 
     attention: str | None = None
@@ -45,25 +44,18 @@ class Exchange(NamedTuple):
 NO_EXCHANGE = Exchange()
 
 
-def exchange_of(layout: Layout, sizes: Mapping[str, int]) -> Exchange:
-    """Return what devices compute by hand in a layout."""
-    context = sizes.get(axes.CONTEXT, 1)
-    attention = layout.context_attention if context > 1 else None
-    return Exchange(attention, sizes.get(axes.EXPERT, 1), context)
-
-
 ANY_DEVICE = "any"
-"""The kind of a device whose program is not fitted to it."""
+"""Kind of a device that no known device matches."""
 
 
 class Target(NamedTuple):
-    """The devices in whose form models are traced.
+    """The devices for which models are traced.
 
-    Attributes:
-      device_kind: their name by jax.
-      one_device: whether the program is for one of them alone.
-      has_flash: whether flash attention of known NVIDIA GPUs is counted where models choose it, as in a run;
-        False for a program that is compiled without such a GPU.
+    Args:
+      device_kind: their name in jax.
+      one_device: whether the program is for a single device.
+      has_flash: whether models may choose flash attention on known NVIDIA GPUs, as in a run. False is for
+        programs that are compiled without such a GPU.
     """
 
     device_kind: str = ANY_DEVICE
@@ -88,19 +80,19 @@ def trace(
     """Trace a function into a program.
 
     Args:
-      function: its arrays are the leaves of its arguments and results.
+      function: the function.
       inputs: its arguments, trees of shapes.
-      names: for each array of its arguments the names of its dims; None if it has none.
-      results: the same for each array of its results.
-      of_parameters: for each array of its results whether it is the gradient of a parameter.
-      attention: what models get as attention, see `TracedAttention`; None: each computes its own.
-      experts: what mixtures of experts get as their exchange, see `TracedExperts`; likewise.
-      target: the devices in whose form models are traced.
+      names: dim names of each array of its arguments; None for no names.
+      results: dim names of each array of its results.
+      of_parameters: whether each array of its results is the gradient of a parameter.
+      attention: replaces the attention of models, see `TracedAttention`. None replaces nothing.
+      experts: replaces the exchange of mixtures of experts, see `TracedExperts`. None replaces nothing.
+      target: the devices for which models are traced.
 
     Returns:
       The program of unsharded arrays.
     """
-    # a mesh with an axis for each dim, all of size 1: then a constraint's spec is the names of the dims
+    # the mesh has an axis of size 1 for each dim, so that the spec of a constraint names dims
     known = {name for dims in (*names, *results) for name in dims or () if name}
     every = sorted(known | set(axes.DIMS) | {ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS})
     kind = target.device_kind
@@ -114,24 +106,21 @@ def trace(
     with activation_rules(rules, mesh, "replicate", **of_plan, any_mesh=not target.one_device):
         traced = jax.make_jaxpr(function)(*inputs)
     walk = Walk(for_gpus=platform == "gpu")
-    of_inputs = [
-        walk.add(variable.aval, dims) for variable, dims in zip(traced.jaxpr.invars, names, strict=True)
-    ]
-    walk.bind(traced.jaxpr.invars, of_inputs)
-    outputs = walk.run(traced.jaxpr)
+    numbers = walk.add_inputs(traced.jaxpr, names)
+    outputs = walk.run(traced.jaxpr, numbers)
     for number, dims, of_parameter in zip(outputs, results, of_parameters, strict=True):
-        walk.result(number, dims, of_parameter)
-    makers = {number: step for step in walk.steps for number in step.writes}
-    terms = tuple(num_terms(number, makers, walk.constants) for number in outputs)
-    return replace(walk.program(of_inputs, outputs), num_terms=terms)
+        walk.name_result(number, dims, of_parameter)
+    makers = {number: each for each in walk.operations for number in each.writes}
+    terms = tuple(count_terms(number, makers, walk.constants) for number in outputs)
+    return replace(walk.finish(numbers, outputs), num_terms=terms)
 
 
-def flops_by_item_bytes(program: Program) -> Counter[int]:
-    """Return bytes of an element -> the flops of a program that are computed from such elements."""
+def count_flops_by_item_bytes(program: Program) -> Counter[int]:
+    """Return bytes of an element -> flops that a program computes from such elements."""
     flops: Counter[int] = Counter()
     for kernel in program.kernels:
         if kernel.body is not None:
-            inside = flops_by_item_bytes(kernel.body)
+            inside = count_flops_by_item_bytes(kernel.body)
             flops.update({size: kernel.trips * number for size, number in inside.items()})
         elif kernel.flops:
             flops[max(program.arrays[number].item_bytes for number in kernel.reads)] += round(kernel.flops)
@@ -149,7 +138,7 @@ def make_loss(model: Model, loss: Loss, rows: int) -> Callable[..., Any]:
     return loss_sum
 
 
-def loss_program(
+def trace_loss(
     model: Model,
     loss: Loss,
     batch: Mapping[str, jax.ShapeDtypeStruct],
@@ -158,16 +147,14 @@ def loss_program(
     experts: TracedExperts,
     target: Target,
 ) -> Program:
-    """Trace the program of a loss.
+    """Trace the loss of a model, and its gradient if asked for, into a program.
 
     Args:
-      model: with the recomputation that it is planned for.
+      model: the model, with the remat policy to plan for.
       loss: returns (sum, count), see `loss.Loss`.
       batch: name -> shape (B, ...) and dtype.
-      gradient: whether the gradient of the parameters is computed too.
-      attention: what the model gets as the attention of the run; None: it computes its own.
-      experts: likewise for the exchange of experts.
-      target: the devices in whose form the model is traced.
+      gradient: whether to trace the gradient of the parameters.
+      attention, experts, target: see `trace`.
     """
     params, model_state = jax.eval_shape(model.init, new_key(0))
     loss_sum = make_loss(model, loss, next(iter(batch.values())).shape[0])
@@ -189,5 +176,5 @@ def loss_program(
 
 
 def is_dims(leaf: object) -> bool:
-    """Return whether a leaf of a model's dims names the dims of an array; None: it has none."""
+    """Return whether an object names the dims of an array, or is None for an array without names."""
     return leaf is None or isinstance(leaf, tuple)

@@ -1,6 +1,6 @@
-"""Attention over the mesh axis context in a traced program, in calls that the devices of a mesh compute.
+"""Replace the attention of models, while they are traced, by calls that devices compute.
 
-Models ask Flax's rules for their attention (`models/attention.py`). Next: `context_costs.py`, what it costs.
+Models ask Flax's rules for their attention (`models/attention.py`). Next: `device_calls.py`, the costs.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from shardtrain import axes
 from shardtrain.functional.context_attention import BIAS
-from shardtrain.plan.device_calls import AttentionCall, FlashCall, Moved, device_call, linear_call
+from shardtrain.plan.device_calls import AttentionCall, FlashCall, MoveCall, bind_call, bind_linear_call
 from shardtrain.plan.devices import find_device
 from shardtrain.plan.hlo.collectives import ALL_TO_ALL
 
@@ -19,12 +19,12 @@ QUERIES = (axes.BATCH, axes.SEQ, axes.HEADS, axes.HEAD_DIM)
 KEYS = (axes.BATCH, axes.SEQ, axes.KV_HEADS, axes.HEAD_DIM)
 
 
-Attended = tuple[tuple[int, ...], tuple[int, ...], bool]
-"""Shapes of queries and keys of a call of attention, and whether it is causal."""
+AttentionShapes = tuple[tuple[int, ...], tuple[int, ...], bool]
+"""Shapes of the queries and keys of an attention, and whether it is causal."""
 
 
 class TracedAttention:
-    """What models get as attention while they are traced; it keeps the shapes of all calls.
+    """Attention over the mesh axis context for models that are traced; it records the shapes of all calls.
 
     Args:
       kind: as `Layout.context_attention`.
@@ -32,7 +32,7 @@ class TracedAttention:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.found: list[Attended] = []
+        self.found: list[AttentionShapes] = []
 
     def __call__(
         self,
@@ -44,7 +44,7 @@ class TracedAttention:
         causal: bool,
         **seen: Any,
     ) -> jax.Array:
-        """Return attention; the arguments are those of `ContextAttention`.
+        """Return attention; for the arguments see `ContextAttention`.
 
         Raises:
           ValueError: another kind than "all-to-all" has a bias, which a run refuses too.
@@ -73,14 +73,15 @@ class TracedAttention:
 
 
 class PlannedFlash(NamedTuple):
-    """A device that need not be here, for the choice of a model's attention, and its flash attention.
+    """Flash attention of a GPU that this machine need not have.
 
-    Models read the first two fields as those of a device of jax (`models/attention.py`).
+    Models choose their attention by the first two fields, as if this were a device of jax
+    (`models/attention.py`).
 
-    Attributes:
-      device_kind: its name by jax.
-      compute_capability: by NVIDIA, such as "9.0".
-      softmax_features: see `data_sheet.Reached`.
+    Args:
+      device_kind: name of the GPU in jax.
+      compute_capability: its compute capability by NVIDIA, such as "9.0".
+      softmax_features: see `devices.ReachedRates`.
     """
 
     device_kind: str
@@ -90,7 +91,7 @@ class PlannedFlash(NamedTuple):
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, window: Any = None
     ) -> jax.Array:
-        """Return attention in one call, whose arguments are those of `attend_whole`."""
+        """Return attention in one call; for the arguments see `attend_whole`."""
         call = FlashCall(
             queries=q.shape[1],
             keys=k.shape[1],
@@ -104,11 +105,11 @@ class PlannedFlash(NamedTuple):
 
 
 def make_planned_flash(device_kind: str, *, has_flash: bool) -> PlannedFlash | None:
-    """Return the device and flash attention of a plan; None if it is no known NVIDIA GPU.
+    """Return flash attention for the devices of a plan; None if they are not known NVIDIA GPUs.
 
     Args:
-      device_kind: the name of the devices by jax.
-      has_flash: see `trace.Target`; without it models ask jax for its devices.
+      device_kind: name of the devices in jax.
+      has_flash: see `trace.Target`.
     """
     known = find_device(device_kind)
     if known is None or known.compute_capability is None or not has_flash:
@@ -117,9 +118,9 @@ def make_planned_flash(device_kind: str, *, has_flash: bool) -> PlannedFlash | N
 
 
 def _exchange(x: jax.Array, named: tuple[str, ...]) -> jax.Array:
-    """Exchange sequences for heads, or back: a device has as many bytes as before."""
-    moved = Moved(kind=ALL_TO_ALL, axis=axes.CONTEXT)
-    return linear_call(moved, moved, [x], named, (x.shape, x.dtype, named))
+    """Exchange sharded sequences for sharded heads, or back."""
+    move = MoveCall(kind=ALL_TO_ALL, axis=axes.CONTEXT)
+    return bind_linear_call(move, move, [x], named, (x.shape, x.dtype, named))
 
 
 def compute_on_devices(
@@ -134,11 +135,11 @@ def compute_on_devices(
         return forward(q, k, v)[0]
 
     def forward(q: Any, k: Any, v: Any) -> Any:
-        out, sums = device_call(call, (q, k, v), [of_q, of_sums])
+        out, sums = bind_call(call, (q, k, v), [of_q, of_sums])
         return out, (q, k, v, out, sums)
 
     def backward(kept: Any, cotangent: Any) -> Any:
-        return tuple(device_call(call._replace(backward=True), (*kept, cotangent), [of_q, of_k, of_k]))
+        return tuple(bind_call(call._replace(backward=True), (*kept, cotangent), [of_q, of_k, of_k]))
 
     attention.defvjp(forward, backward)
     return attention(q, k, v)

@@ -1,8 +1,8 @@
-"""Communication of a training step by theory: bytes by collective and axes, from sizes alone. No jax.
+"""Compute in theory the bytes that a step sends, by collective and mesh axes, from sizes. No jax.
 
-For decoder-like models; the formulas are those of data parallelism, ZeRO (Rajbhandari et al. 2020),
-Megatron's tensor split (Shoeybi et al. 2019) and sequence sharding (Korthikanti et al. 2022). Of a compiled
-program: `plan/hlo/collectives.py`.
+The formulas are for decoder-like models: data parallelism, ZeRO (Rajbhandari et al. 2020), Megatron's tensor
+split (Shoeybi et al. 2019) and sequence sharding (Korthikanti et al. 2022). `plan/hlo/collectives.py` reads
+the bytes of a compiled program.
 """
 
 import math
@@ -31,7 +31,8 @@ class Weight:
       num_elements: number of elements of the unsharded array, with all stacked blocks.
       axes: the axes that shard it when fully sharded (`Layout.sharded_rules`).
       in_blocks: whether it is stacked over the blocks.
-      num_gradients: how many are added to that of a microbatch; of an embedding that is the head too 2.
+      num_gradients: number of gradients that are added up in a microbatch: 2 for an embedding that is also
+        the head.
     """
 
     num_elements: int
@@ -46,9 +47,9 @@ def weights(
     """Return size and sharding of the parameters of a model.
 
     Args:
-      arrays: path -> dims and shape; those with the dim `layers` are in the blocks.
+      arrays: path -> dims and shape; arrays with the dim `layers` are in the blocks.
       rules: dim -> axes, `Layout.sharded_rules`. Dims without a name are not sharded.
-      num_gradients: of each parameter, in their order; (): 1 of each.
+      num_gradients: see `Weight`, for each parameter; () means 1 for all.
 
     >>> weights({"up": Named(dims=("layers", "embed"), shape=(2, 8))}, {"layers": (), "embed": ("fsdp",)})
     (Weight(num_elements=16, axes=frozenset({'fsdp'}), in_blocks=True, num_gradients=1),)
@@ -69,7 +70,7 @@ LOSS_SUMS = 3
 
 
 Flows = Iterator[tuple[str, tuple[str, ...], bool, float]]
-"""Collective, axes, whether in the blocks, and bytes of the unsharded array over all runs."""
+"""Collective, axes, whether it is in the blocks, and bytes of the unsharded array over all runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ class StepSizes:
     """Sizes of a training step.
 
     Args:
-      weights: the parameters. One outside the blocks that tensor shards is a vocabulary.
+      weights: the parameters. A parameter outside the blocks that tensor shards is a vocabulary.
       num_tokens: number of tokens of the global batch, over all microbatches: B T.
       embed: features of the residual stream: D.
       num_blocks: number of blocks, each with two tensor-parallel halves (attention and feed-forward).
@@ -85,8 +86,8 @@ class StepSizes:
       compute_bytes: bytes of an element in computations: 4, or 2 for bfloat16.
       block_gathers: all-gathers of a block's weight per microbatch: 2 (forward and backward), or 1 if it is
         stored in between (remat "none").
-      sums_apart: whether gradients that are added to one over fsdp or expert are all-reduced one by one (and
-        then cut), as programs of XLA for CPU do; others reduce their sum.
+      sums_apart: whether several gradients of a weight are all-reduced separately over fsdp or expert, as by
+        XLA for CPU, and not their sum.
     """
 
     weights: tuple[Weight, ...]
@@ -99,7 +100,7 @@ class StepSizes:
     sums_apart: bool = False
 
 
-def of_parameters(work: StepSizes, zero: int, sizes: Mapping[str, int]) -> Flows:
+def list_parameter_flows(work: StepSizes, zero: int, sizes: Mapping[str, int]) -> Flows:
     """Yield the flows of parameters and their gradients.
 
     Args:
@@ -109,25 +110,25 @@ def of_parameters(work: StepSizes, zero: int, sizes: Mapping[str, int]) -> Flows
     """
     for weight in work.weights:
         yield from (_gather_weight(weight, work, sizes) if zero == 3 else _replicate_weight(weight, sizes))
-        # each device of context has gradients from its part of the sequences, in every microbatch
-        used = weight.num_elements / _total(sizes, weight.axes - {axes.FSDP})
+        # each device of context has gradients of its part of the sequences, in every microbatch
+        used = weight.num_elements / _multiply_sizes(sizes, weight.axes - {axes.FSDP})
         used_bytes = work.microbatches * used * work.compute_bytes
         yield ALL_REDUCE, (axes.CONTEXT,), weight.in_blocks, used_bytes
-        # and each device of expert from examples of its own, but of experts, which it has for all; where fsdp
-        # has examples too, one collective is over both
+        # and each device of expert has gradients of its own examples, except for weights of experts; if fsdp
+        # also splits examples, one collective is over both
         if axes.EXPERT not in weight.axes and not _is_with_expert(weight, zero, sizes):
             yield ALL_REDUCE, (axes.EXPERT,), weight.in_blocks, _count_apart(weight, work, sizes) * used_bytes
         if not weight.in_blocks:  # replicated over pipeline stages, each of which adds to its gradient
-            stored = weight.num_elements / _total(sizes, weight.axes)
+            stored = weight.num_elements / _multiply_sizes(sizes, weight.axes)
             yield ALL_REDUCE, (axes.PIPELINE,), False, stored * GRADIENT_BYTES
 
 
 def _gather_weight(weight: Weight, work: StepSizes, sizes: Mapping[str, int]) -> Flows:
     """ZeRO-3: all-gather over fsdp at each use, reduce-scatter of gradients, all-reduce over data."""
-    # what a device has while it computes: gathered over fsdp, still split over tensor
-    local = weight.num_elements / _total(sizes, weight.axes - {axes.FSDP})
+    # for computation a weight is gathered over fsdp, and still split over tensor
+    local = weight.num_elements / _multiply_sizes(sizes, weight.axes - {axes.FSDP})
     used_bytes = work.microbatches * local * work.compute_bytes
-    # every microbatch gathers the weight and scatters its gradient; one that fsdp does not shard is only
+    # every microbatch gathers the weight and scatters its gradient; a weight that fsdp does not shard is only
     # reduced
     if axes.FSDP in weight.axes:
         gathers = work.block_gathers if weight.in_blocks else 1
@@ -143,25 +144,25 @@ def _gather_weight(weight: Weight, work: StepSizes, sizes: Mapping[str, int]) ->
         over = (axes.FSDP, axes.EXPERT) if _is_with_expert(weight, 3, sizes) else (axes.FSDP,)
         yield ALL_REDUCE, over, weight.in_blocks, used_bytes
     # once a step the shards of the gradient are summed over data
-    stored = weight.num_elements / _total(sizes, weight.axes)
+    stored = weight.num_elements / _multiply_sizes(sizes, weight.axes)
     yield ALL_REDUCE, (axes.DATA,), False, stored * GRADIENT_BYTES
 
 
 def _is_with_expert(weight: Weight, zero: int, sizes: Mapping[str, int]) -> bool:
-    """Whether one collective sums a gradient over the examples of fsdp and expert: it does at ZeRO-3."""
+    """Return whether one collective sums a gradient over the examples of fsdp and expert, as at ZeRO-3."""
     is_both = sizes.get(axes.FSDP, 1) > 1 and sizes.get(axes.EXPERT, 1) > 1
     return zero == 3 and is_both and axes.EXPERT not in weight.axes
 
 
 def _count_apart(weight: Weight, work: StepSizes, sizes: Mapping[str, int]) -> int:
-    """Return how many gradients of a weight are reduced one by one."""
+    """Return how many gradients of a weight are reduced separately."""
     apart = work.sums_apart and sizes.get(axes.PIPELINE, 1) == 1
     return weight.num_gradients if apart else 1
 
 
 def _replicate_weight(weight: Weight, sizes: Mapping[str, int]) -> Flows:
     """ZeRO-1 and 2: reduce-scatter of the gradient and all-gather of the parameter over fsdp in each step."""
-    stored_bytes = GRADIENT_BYTES * weight.num_elements / _total(sizes, weight.axes - {axes.FSDP})
+    stored_bytes = GRADIENT_BYTES * weight.num_elements / _multiply_sizes(sizes, weight.axes - {axes.FSDP})
     # a weight that fsdp does not shard has its whole gradient reduced over both axes
     if axes.FSDP not in weight.axes:
         yield ALL_REDUCE, (axes.FSDP,), False, stored_bytes
@@ -173,22 +174,22 @@ def _replicate_weight(weight: Weight, sizes: Mapping[str, int]) -> Flows:
     yield ALL_GATHER, (axes.FSDP,), False, stored_bytes
 
 
-def find_sequence_flows(weight: Weight, work: StepSizes) -> Flows:
-    """A weight replicated over tensor, each device of which has gradients from its part of the sequence."""
+def list_sequence_flows(weight: Weight, work: StepSizes) -> Flows:
+    """Yield the flow of a weight that is replicated over tensor, for a sharded sequence."""
     used_bytes = work.microbatches * weight.num_elements * work.compute_bytes
     yield ALL_REDUCE, (axes.TENSOR,), weight.in_blocks, used_bytes
 
 
-def of_activations(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> Flows:
-    """Tensor: each half of a block, and a vocabulary, reduces a residual stream forward and backward."""
-    # the residual stream of this device: its rows, and its part of their positions
-    tokens = work.num_tokens / _total(sizes, (*layout.batch_axes, axes.CONTEXT))
+def list_activation_flows(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> Flows:
+    """Yield the flows of activations over tensor: blocks and vocabulary reduce the residual stream."""
+    # the residual stream of this device has its rows, and its part of their positions
+    tokens = work.num_tokens / _multiply_sizes(sizes, (*layout.batch_axes, axes.CONTEXT))
     stream_bytes = tokens * work.embed * work.compute_bytes
     has_vocab = any(axes.TENSOR in weight.axes and not weight.in_blocks for weight in work.weights)
     # with a sharded sequence an all-reduce becomes a reduce-scatter and, before the next matrix product, an
     # all-gather
     kinds = (ALL_GATHER, REDUCE_SCATTER) if layout.sequence_sharded else (ALL_REDUCE,)
-    # two halves of a block, forward and backward: 4; outside the blocks the vocabulary alone: 2
+    # 4 for two halves of a block, forward and backward; 2 for the vocabulary
     in_blocks = 4 * work.num_blocks * stream_bytes
     for kind in kinds:
         if not layout.collective_matmul:
@@ -201,7 +202,7 @@ def of_activations(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) ->
     yield ALL_REDUCE, (axes.TENSOR,), False, LOSS_SUMS * has_vocab * tokens * 4
 
 
-def _total(sizes: Mapping[str, int], over: frozenset[str] | tuple[str, ...]) -> int:
+def _multiply_sizes(sizes: Mapping[str, int], over: frozenset[str] | tuple[str, ...]) -> int:
     return math.prod(sizes.get(axis, 1) for axis in over)
 
 
@@ -221,7 +222,7 @@ Traffic = Mapping[Key, float]
 
 
 def count_sent_bytes(kind: str, num_devices: int, payload_bytes: float) -> float:
-    """Return the bytes that each of n devices sends: in a ring (n - 1) / n of the array, or twice that.
+    """Return the bytes that each of n devices sends: (n - 1) / n of the array in a ring, or twice as much.
 
     >>> count_sent_bytes("all-gather", 8, 800), count_sent_bytes("all-reduce", 8, 800)
     (700.0, 1400.0)
@@ -235,10 +236,10 @@ def count_sent_bytes(kind: str, num_devices: int, payload_bytes: float) -> float
 def step_traffic(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> Traffic:
     """Return the bytes that each device has to send in one step.
 
-    Ignores scalars (loss, gradient norm) and that norms are computed in float32. The gradient of an embedding
-    that is also the head counts once, as if its two parts were added before the reduction. Gathers outside
-    the blocks count for each microbatch, though a compiler may keep the result. Recomputation repeats no
-    reduction, as with remat "none", "weights" or "outputs".
+    It ignores scalars (loss, gradient norm), and that norms are computed in float32. The gradient of an
+    embedding that is also the head counts once. Gathers outside the blocks count for each microbatch, though
+    a compiler may keep the result. Recomputation repeats no reduction, as with remat "none", "weights" or
+    "outputs".
 
     Args:
       work: sizes of the step.
@@ -246,22 +247,18 @@ def step_traffic(work: StepSizes, layout: Layout, sizes: Mapping[str, int]) -> T
       sizes: axis -> size, see `axis_sizes`.
 
     Returns:
-      Bytes per device by collective, axes and whether in the blocks; entries of 0 are left out.
+      Bytes per device by collective, axes and whether in the blocks, without entries of 0.
 
     >>> work = StepSizes(weights=(Weight(num_elements=100, axes=frozenset(), in_blocks=True),),
     ...             num_tokens=1, embed=1, num_blocks=1)
     >>> step_traffic(work, Layout(mesh={"data": 2}), {"data": 2, "fsdp": 1, "tensor": 1})
     {Key(kind='all-reduce', axes=('data',), in_blocks=False): 400.0}
     """
-    # three sources: parameters and their gradients, activations of tensor parallelism, and, with a sharded
-    # sequence, one more
-    parameters = of_parameters(work, layout.zero, sizes)
-    # with a sharded sequence, weights that tensor does not shard get partial gradients
-    sequence = [
-        find_sequence_flows(weight, work) for weight in work.weights if axes.TENSOR not in weight.axes
-    ]
-    parts = [of_activations(work, layout, sizes), parameters, *(sequence if layout.sequence_sharded else [])]
-    return _sum((flow for part in parts for flow in part), sizes)
+    parts = [list_activation_flows(work, layout, sizes), list_parameter_flows(work, layout.zero, sizes)]
+    if layout.sequence_sharded:
+        # weights that tensor does not shard get partial gradients
+        parts += [list_sequence_flows(each, work) for each in work.weights if axes.TENSOR not in each.axes]
+    return _sum_flows((flow for part in parts for flow in part), sizes)
 
 
 def parameter_traffic(work: StepSizes, zero: int, sizes: Mapping[str, int]) -> Traffic:
@@ -270,12 +267,12 @@ def parameter_traffic(work: StepSizes, zero: int, sizes: Mapping[str, int]) -> T
     They depend on the layout only, not on the model's computation.
 
     Args:
-      work: sizes of the step; those of activations are not looked at.
+      work: sizes of the step; the sizes of activations are ignored.
       zero: as `Layout.zero`.
       sizes: axis -> size.
 
     Returns:
-      Bytes per device by collective, axes and whether in the blocks; entries of 0 are left out.
+      Bytes per device by collective, axes and whether in the blocks, without entries of 0.
 
     >>> work = StepSizes(weights=(Weight(num_elements=100, axes=frozenset({"fsdp"}), in_blocks=False),))
     >>> for key, num_bytes in parameter_traffic(work, 3, {"fsdp": 2}).items():
@@ -288,11 +285,10 @@ def parameter_traffic(work: StepSizes, zero: int, sizes: Mapping[str, int]) -> T
 
 @lru_cache(maxsize=4096)
 def _parameter_traffic(work: StepSizes, zero: int, sizes: tuple[tuple[str, int], ...]) -> Traffic:
-    """Return the same, kept: a search asks for each schedule and each way to recompute."""
-    return MappingProxyType(_sum(of_parameters(work, zero, dict(sizes)), dict(sizes)))
+    return MappingProxyType(_sum_flows(list_parameter_flows(work, zero, dict(sizes)), dict(sizes)))
 
 
-def _sum(flows: Flows, sizes: Mapping[str, int]) -> dict[Key, float]:
+def _sum_flows(flows: Flows, sizes: Mapping[str, int]) -> dict[Key, float]:
     """Return the sent bytes of all flows by key, without axes of size 1."""
     sums: dict[Key, float] = defaultdict(float)
     for kind, over, in_blocks, payload_bytes in flows:

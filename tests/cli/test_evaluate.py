@@ -187,11 +187,11 @@ def test_tokens_that_the_model_does_not_have_are_refused(command, folder):
     save(folder / "small", dataclasses.replace(CONFIG, vocab=100), **{"data.tokenizer": "bytes"})
     code, _, err = command("small", "--data", "prose.txt")
     assert code == 2
-    assert "is 104, and the model has tokens 0 to 99; the tokenizer of this data has 256 tokens: make" in err
+    assert "is 104, and the model has tokens 0 to 99; the tokenizer of this data has 256 tokens: use" in err
     code, _, err = command("small", "--choices", "sky.jsonl")
     assert code == 2
     assert (
-        "sky has token 195, and the model has tokens 0 to 99; the tokenizer has 256 tokens: give that" in err
+        "sky has token 195, and the model has tokens 0 to 99; the tokenizer has 256 tokens: give the" in err
     )
 
 
@@ -201,9 +201,9 @@ def test_an_encoder_decoder_needs_the_pairs_of_its_run(command, folder):
     code, _, err = command("pairs", "--data", "prose.txt")
     assert code == 2
     assert (
-        "the model of pairs is an encoder-decoder, which is evaluated on pairs that its run holds out" in err
+        "the model of pairs is an encoder-decoder, which is evaluated on the held-out pairs of its run" in err
     )
-    assert "give its run file alone: --run-file my_run.py" in err
+    assert "give only its run file: --run-file my_run.py" in err
 
 
 def test_only_tokens_with_weight_are_counted():

@@ -13,7 +13,7 @@ from saved_decoder import save
 from shardtrain import cli
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.policy import CheckpointPolicy
-from shardtrain.cli.generate import _ends
+from shardtrain.cli.generate import _find_ends
 from shardtrain.data.huggingface_tokenizer import train_tokenizer
 from shardtrain.data.tokenizer import open_tokenizer
 from shardtrain.functional.nnx_model import convert_model
@@ -154,7 +154,7 @@ def test_an_import_ends_as_its_files_say_and_a_run_by_the_separator_too():
 
     def ends(**extra):
         saved: Any = SimpleNamespace(reader=SimpleNamespace(extra=extra, step=3), folder="run")
-        return _ends(saved, tokenizer, None)
+        return _find_ends(saved, tokenizer, None)
 
     tokens = {"eos_token_id": [5, 7]}
     assert (ends(imported={}, tokens=tokens), ends(imported={})) == ((5, 7), (4,))

@@ -58,7 +58,9 @@ def test_an_island_is_shown_with_its_sections(inspected, tmp_path):
     path.write_text("[islands.1-2]\nlayout.mesh = { fsdp = 2 }\n[islands.'*V100*']\naccumulate = 2\n")
     words = ("--strategy", str(path), "--mesh", "data=2", *TINY)
     whole = inspected(*words)
-    assert "sections of islands ('1-2', '*V100*') are not shown; --island NUMBER shows one island's" in whole
+    assert (
+        "sections of islands ('1-2', '*V100*') are not applied; --island NUMBER applies those of one" in whole
+    )
     assert inspected(*words, "--island", "0") == whole.partition("\n")[2]
     assert "fsdp" in inspected(*words, "--island", "2")
     assert "--island is -1; islands are numbered from 0" in inspected(*words, "--island", "-1")

@@ -131,12 +131,12 @@ def test_a_step_is_written_as_a_trace(planned, tmp_path):
         *machine, "--strategy", str(strategy), "--trace", str(trace), code=2
     )
     three = ["--devices", "3", "--device", "NVIDIA L4", "--remat", "none", "--trace", str(trace)]
-    assert "trace: none is written, as nothing runs" in planned(*three, code=1)
+    assert "trace: not written, as nothing runs" in planned(*three, code=1)
     strategy.write_text("[layout.mesh]\ntensor = 3\n")
     assert "cannot be split over axes ['tensor'] of total size 3" in planned(
         *three, "--strategy", str(strategy), code=2
     )
-    assert "which is there and is no trace; give another name" in planned(
+    assert "which exists and is not a trace; give another name" in planned(
         *machine, "--trace", str(strategy), code=2
     )
 
@@ -180,7 +180,7 @@ def test_a_trace_has_the_shares_of_its_strategy(planned, tmp_path):
 def test_layers_are_split_and_the_best_is_compared(planned, tmp_path):
     links = ["--link", "300", "--node-link", "25", "--per-node", "2", "--most", "1"]
     text = planned("--devices", "4", "--device", "NVIDIA A100-SXM4-80GB", *links, "--layers")
-    (beside,) = [line for line in text.splitlines() if line.startswith("beside: ")]
+    (beside,) = [line for line in text.splitlines() if line.startswith("compared with: ")]
     assert "data parallel (--mesh data=4) " in beside
     assert "; megatron (--mesh data=4) " in beside
     assert beside.endswith(" times the best")
@@ -210,7 +210,7 @@ def test_a_file_that_is_no_strategy_is_not_replaced(planned, tmp_path):
     mine.write_text("do not lose me")
     machine = ["--devices", "1", "--device", "NVIDIA L4"]
     text = planned(*machine, "--output", str(mine), code=2)
-    assert "which is there and is no strategy file; give another name" in text
+    assert "which exists and is not a strategy file; give another name" in text
     assert mine.read_text() == "do not lose me"
     assert "there is no folder" in planned(*machine, "--output", str(tmp_path / "no" / "a.toml"), code=2)
     again = str(tmp_path / "strategy.toml")
@@ -221,7 +221,7 @@ def test_a_file_that_is_no_strategy_is_not_replaced(planned, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "nothing says what the machine is; give --cluster FILE, or --devices 64"),
+        ([], "nothing describes the machine; give --cluster FILE, or --devices 64"),
         (["--devices", "0", "--device", "NVIDIA L4"], "--devices is 0; use 1 or more"),
         (
             ["--devices", "1000000007", "--device", "NVIDIA L4"],

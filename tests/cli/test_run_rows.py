@@ -98,6 +98,6 @@ def test_what_a_folder_lacks_is_said(runs, tmp_path, capsys):
     empty.mkdir()
     assert cli.main(["advise", "predict", str(bare), str(empty)]) == 2
     problem = capsys.readouterr().err
-    assert "environment.jsonl does not say on which devices the run ran" in problem
+    assert "environment.jsonl does not name the devices of the run" in problem
     assert f"there is no {empty / 'metrics.jsonl'}; give the folder of a run" in problem
     assert cli.main(["advise", "predict"]) == 2

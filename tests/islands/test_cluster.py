@@ -40,7 +40,7 @@ def test_launch_starts_the_processes_of_a_cluster_and_passes_its_strategy_on(cap
     assert f" train run.py --cluster {FILE}\n" in text
     assert main(["slurm", "--cluster", str(FILE), "--dry-run", "--", "doctor"]) == 0
     assert capsys.readouterr().out.count("--cluster") == 0
-    with pytest.raises(ValueError, match="--islands and --cluster are given; the cluster file says it"):
+    with pytest.raises(ValueError, match="--islands and --cluster are given; the cluster file sets both"):
         main(["slurm", "--cluster", str(FILE), "--islands", "4", "--dry-run", "--", "train", "run.py"])
 
 
@@ -58,7 +58,8 @@ def test_options_for_a_launcher_that_takes_none_are_refused(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("[[islands]]\nkind = 'a'\nlaunch.flux = { queue = 'x' }\n")
     text = (
-        "kind a: launch.flux is for no launcher that takes options from a cluster file: 'flux' (known: slurm)"
+        "kind a: launch.flux does not name a launcher that takes options from a cluster file: 'flux' (known:"
+        " slurm)"
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         main(["slurm", "--cluster", str(path), "--dry-run", "--", "train", "run.py"])

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from unordered_collectives import find_unordered
 
 from shardtrain.data import Batches, Chat
 from shardtrain.functional.linen_model import from_linen
@@ -19,7 +20,7 @@ from shardtrain.functional.rng import step_key
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.plan.hlo.rendezvous import find_unordered, permutes_in_branches
+from shardtrain.plan.hlo.rendezvous import permutes_in_branches
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state

@@ -13,7 +13,7 @@ from tiny_language_model import TinyConfig
 
 from shardtrain import cli
 from shardtrain.islands.cluster import IslandKind
-from shardtrain.plan.calibration import fit_rates, spread
+from shardtrain.plan.calibration import choose_spread, fit_rates
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.predict import predictions
 from shardtrain.plan.space import Space, list_allowed_choices
@@ -39,7 +39,7 @@ def test_a_fit_finds_the_times_of_another_machine(subject):
     rates = Rates(flops_per_second=3e9, memory_bytes_per_second=5e8, kernel_seconds=3e-5)
     true = replace(START, rates=rates, device_link=link)
     every, _ = list_allowed_choices(subject, DEVICES, SPACE)
-    probes = [every[i] for i in spread(predictions(subject, START, DEVICES, every), 4)]
+    probes = [every[i] for i in choose_spread(predictions(subject, START, DEVICES, every), 4)]
 
     def seconds(machine, choices=probes):
         return [each.seconds.total for each in predictions(subject, machine, DEVICES, choices)]
@@ -58,14 +58,14 @@ def test_a_fit_finds_the_times_of_another_machine(subject):
 def test_probes_differ_and_are_no_slow_ones(subject):
     every, _ = list_allowed_choices(subject, DEVICES, SPACE)
     predicted = predictions(subject, START, DEVICES, every)
-    chosen = spread(predicted, 6)
+    chosen = choose_spread(predicted, 6)
     totals = [each.seconds.total for each in predicted]
     assert len(set(chosen)) == 6
     assert totals[chosen[0]] == min(totals)
     assert max(totals[i] for i in chosen) <= 4 * min(totals)
     axes = {axis for i in chosen for axis, size in every[i].layout.mesh.items() if size > 1}
     assert len(axes) >= 3
-    assert len(spread(predicted, 10_000)) <= len(every)
+    assert len(choose_spread(predicted, 10_000)) <= len(every)
 
 
 def test_a_fit_needs_two_steps():
@@ -128,8 +128,8 @@ def test_calibrate_takes_the_steps_of_past_runs(tmp_path, capsys):
     others = [str(tmp_path / name) for name in ("other", "wide", "narrow", "odd")]
     assert cli.main([*command, *others, str(tmp_path)]) == 2
     err = capsys.readouterr().err
-    assert "it ran on 4 devices of kind cpu, and here are 8 of kind cpu" in err
+    assert "it ran on 4 devices of kind cpu, and this machine has 8 of kind cpu" in err
     assert "model.embed was 16, and is 8; give runs of this model and batch" in err
     assert "strategy.compute_dtype was 'bfloat16', and is None; give runs of this model and batch" in err
     assert "its checkpoint has no whole numbers: strategy.layout.mesh.data is '8'" in err
-    assert "there is no metrics.jsonl" in err
+    assert "metrics.jsonl; give the folder of a run" in err

@@ -18,8 +18,14 @@ from shardtrain.models.decoder_flops import flops_per_token
 from shardtrain.plan.islands import plan_cluster
 from shardtrain.plan.machine import Link, Machine, Rates
 from shardtrain.plan.predict import predictions
-from shardtrain.plan.search import frontier
-from shardtrain.plan.space import Space, list_allowed_choices, nearest_batch, nearest_devices, nearest_text
+from shardtrain.plan.search import find_frontier
+from shardtrain.plan.space import (
+    Space,
+    find_nearest_batch,
+    find_nearest_devices,
+    list_allowed_choices,
+    nearest_text,
+)
 from shardtrain.report.plan import plan_text
 from shardtrain.report.plots.frontier import check_frontier, frontier_plot
 from shardtrain.sharding.layout import Layout
@@ -39,7 +45,7 @@ def subject():
 
 
 def test_no_way_beats_the_frontier_in_memory_and_time(subject):
-    found, points = frontier(subject, MACHINE, 4, SPACE)
+    found, points = find_frontier(subject, MACHINE, 4, SPACE)
     tried = [
         replace(choice, remat=remat)
         for choice, remat in product(list_allowed_choices(subject, 4, SPACE)[0], SPACE.remats)
@@ -52,7 +58,7 @@ def test_no_way_beats_the_frontier_in_memory_and_time(subject):
 
 
 def test_the_frontier_is_drawn(subject, tmp_path):
-    found, points = frontier(subject, MACHINE, 2, SPACE)
+    found, points = find_frontier(subject, MACHINE, 2, SPACE)
     path = tmp_path / "frontier.png"
     check_frontier(path)
     frontier_plot(found, points, 1e9, path, title="2 devices")
@@ -66,11 +72,11 @@ def test_the_frontier_is_drawn(subject, tmp_path):
 def test_the_nearest_batch_and_number_of_devices_run(subject):
     # 7 devices divide neither 16 rows nor any dim of the model
     assert not list_allowed_choices(subject, 7, SPACE)[0]
-    assert nearest_batch(subject, 7, SPACE) == 14
-    assert nearest_devices(subject, 7, SPACE) == 8
+    assert find_nearest_batch(subject, 7, SPACE) == 14
+    assert find_nearest_devices(subject, 7, SPACE) == 8
     assert nearest_text(subject, 7, SPACE) == "nearest that runs: a batch of 14 rows or 8 devices"
     fixed = Space(layout=Layout(mesh={"tensor": 3}), accumulates=(1,))
-    assert nearest_text(subject, 3, fixed).startswith("no batch helps, and no number of devices near")
+    assert nearest_text(subject, 3, fixed).startswith("no other batch and no near number of devices runs")
 
 
 def test_a_loss_counts_its_rows_without_the_model():

@@ -21,11 +21,11 @@ from shardtrain.models import attention
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.device_calls import FlashCall, counts_flash
 from shardtrain.plan.devices import find_device
-from shardtrain.plan.live_arrays import Trip, order_on_gpus
+from shardtrain.plan.live_arrays import Trip, sort_for_gpus
 from shardtrain.plan.machine import make_machine
 from shardtrain.plan.predict import find_sharding, predictions
 from shardtrain.plan.program import CallSizes, Kernel, Sharding
-from shardtrain.plan.program_cost import Durations, costs
+from shardtrain.plan.program_cost import Durations, compute_costs
 from shardtrain.plan.simulator.operator_search import trace_whole_step
 from shardtrain.plan.space import Choice
 from shardtrain.plan.trace import Target, trace
@@ -114,7 +114,7 @@ def test_devices_that_split_heads_split_flash_attention():
         layout, sizes = Layout(mesh={"tensor": tensor}), axis_sizes({"tensor": tensor}, tensor)
         completed = subject.state(Choice(layout=layout), tensor).layout
         sharding = find_sharding(completed, sizes, 1)
-        return costs(program, [sharding], Durations(lambda flops, moved: flops))[0]
+        return compute_costs(program, [sharding], Durations(lambda flops, moved: flops))[0]
 
     assert found(2).seconds == pytest.approx(found(1).seconds / 2)
 
@@ -157,7 +157,7 @@ def passes(function, shapes, kind=H100):
     names = [None] * len(inputs)
     results = len(jax.tree.leaves(jax.eval_shape(function, *inputs)))
     program = trace(function, inputs, names, [None] * results, [False] * results, target=Target(kind))
-    return costs(program, [WHOLE], Durations(lambda flops, moved: moved))[0].seconds
+    return compute_costs(program, [WHOLE], Durations(lambda flops, moved: moved))[0].seconds
 
 
 X = ((64, 64), jnp.float32)
@@ -228,17 +228,17 @@ def test_on_gpus_a_trip_runs_what_the_next_one_needs_first_and_each_product_when
     gradient, early, late = kernel((0,), (1,)), kernel((0,), (2,)), kernel((0,), (3,))
     carried = kernel((3, 2), (4,))
     trip = Trip(carried=[4], parts=[], is_loop=np.array([True]))
-    assert order_on_gpus([gradient, early, late, carried], trip) == [2, 1, 3, 0]
+    assert sort_for_gpus([gradient, early, late, carried], trip) == [2, 1, 3, 0]
     # what devices compute by hand, such as what they send, keeps its place
     called = kernel((2,), (5,), "device_call", call)
-    assert order_on_gpus([gradient, early, called, late, carried], trip) == [1, 2, 3, 4, 0]
+    assert sort_for_gpus([gradient, early, called, late, carried], trip) == [1, 2, 3, 4, 0]
     # a result that is carried as it came needs no kernel
-    assert order_on_gpus([gradient], trip._replace(carried=[0])) == [0]
+    assert sort_for_gpus([gradient], trip._replace(carried=[0])) == [0]
 
 
 def test_on_gpus_sums_that_nothing_needs_come_last_outside_of_loops():
     kernels = [kernel((0,), (1,)), kernel((0,), (2,), "reduce_sum"), kernel((0,), (3,), "reduce_sum")]
-    assert order_on_gpus([*kernels, kernel((3,), (4,))], None) == [0, 2, 3, 1]
+    assert sort_for_gpus([*kernels, kernel((3,), (4,))], None) == [0, 2, 3, 1]
 
 
 def peak(function, shapes, names, kind=H100, stored=()):
@@ -246,7 +246,7 @@ def peak(function, shapes, names, kind=H100, stored=()):
     inputs = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     program = trace(function, inputs, names, [None], [False], target=Target(kind))
     sharding = Sharding((), tuple((dim, ("fsdp",)) for dim in stored), (("fsdp", 2),))
-    return costs(program, [sharding], Durations(lambda flops, moved: flops))[0].peak_bytes
+    return compute_costs(program, [sharding], Durations(lambda flops, moved: flops))[0].peak_bytes
 
 
 BLOCKS = [(64, 64), (4, 64, 64)]

@@ -94,9 +94,9 @@ def test_pipelines_are_cut_differently_unless_they_must_not(subject):
     plan, _ = planned(subject, link=10.0, count=2)
     pipelines = IslandPipelines([subject, subject], plan, SPACE)
     pools = [(0, 1), (1, 0)]
-    own = pipelines.planned(pools, (8, 8), 4, one_cut=False)
+    own = pipelines.plan(pools, (8, 8), 4, one_cut=False)
     assert [each.counts for each in own] == [(3, 1), (1, 3)]
-    alike = pipelines.planned(pools, (8, 8), 4, one_cut=True)
+    alike = pipelines.plan(pools, (8, 8), 4, one_cut=True)
     assert [each.counts for each in alike] == [(2, 2), (2, 2)]
     assert max(each.seconds for each in own) < max(each.seconds for each in alike)
 

@@ -16,18 +16,19 @@ from shardtrain.functional.linen_model import from_linen
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.resnet import ResNetConfig
-from shardtrain.plan.layers.assignment import Hierarchy, exact, least_sum, step_seconds
-from shardtrain.plan.layers.baselines import BASELINES, data_parallel, hypar, mesh_levels, split_by_dims
+from shardtrain.plan.layers.assignment import choose_best, estimate_exchange, least_sum, partition_layers
+from shardtrain.plan.layers.baselines import BASELINES, data_parallel, hypar, mesh_levels
 from shardtrain.plan.layers.compare import TENSOR_DIMS, AsMesh, NoMesh, find_mesh, plan_layers
 from shardtrain.plan.layers.layer_graph import Layer, Source
 from shardtrain.plan.layers.partition import (
     Side,
     Split,
+    count_flops,
     exchange_seconds,
-    group_of,
+    find_missing,
     join_groups,
-    missing,
-    splits,
+    list_splits,
+    make_group,
 )
 from shardtrain.plan.layers.trace_layers import trace_layers
 from shardtrain.plan.machine import Link, Machine, Rates
@@ -118,10 +119,16 @@ def test_what_is_missing_is_what_arrays_lack():
     for before, after in product(("rows", "features", "whole"), repeat=2):
         for have, need in product((0.25, 0.5, 0.75), repeat=2):
             lacks = [(owned(after, need, g) & ~owned(before, have, g)).mean() for g in (0, 1)]
-            assert missing(before, after, have, need) == pytest.approx(lacks)
+            assert find_missing(before, after, have, need) == pytest.approx(lacks)
 
 
-costs = st.floats(0, 10)
+def step_seconds(layers, chosen, sides):
+    """What the search minimises."""
+    compute = (
+        max(flops / side.flops_per_second for side, flops in zip(sides, count_flops(*each), strict=True))
+        for each in zip(layers, chosen, strict=True)
+    )
+    return estimate_exchange(layers, chosen, sides) + sum(compute)
 
 
 @settings(max_examples=20)
@@ -178,8 +185,8 @@ def test_the_search_finds_the_shortest_step(seed, number, equal):
     first = Side(flops_per_second=1.0, bytes_per_second=2.0, latency_seconds=0.01)
     speeds = random.uniform(0.2, 2, 2)
     sides = (first, first if equal else Side(flops_per_second=speeds[0], bytes_per_second=speeds[1]))
-    chosen = exact(layers, sides)
-    every = product(*(splits(layer, sides) for layer in layers))
+    chosen = choose_best(layers, sides)
+    every = product(*(list_splits(layer, sides) for layer in layers))
     assert step_seconds(layers, chosen, sides) == pytest.approx(
         min(step_seconds(layers, each, sides) for each in every)
     )
@@ -190,19 +197,19 @@ def test_the_search_finds_the_shortest_step(seed, number, equal):
 
 
 def test_wide_layers_take_features_and_narrow_ones_rows():
-    (pair,) = {group_of(NODES, 2).sides}
+    (pair,) = {make_group(NODES, 2).sides}
     # alternating II and III: partial sums alone are exchanged
-    wide = [split.way for split in exact(chain(4096, 4096, 4096, 4096, rows=4), pair)]
+    wide = [split.way for split in choose_best(chain(4096, 4096, 4096, 4096, rows=4), pair)]
     assert "I" not in wide
     assert all(before != after for before, after in pairwise(wide))
-    assert {split.way for split in exact(chain(8, 8, 8, rows=4096), pair)} == {"I"}
+    assert {split.way for split in choose_best(chain(8, 8, 8, rows=4096), pair)} == {"I"}
     # a dim of one element cannot be split
-    assert {split.way for split in exact(chain(8, 8, 1, rows=1), pair)} <= {"II", "III"}
+    assert {split.way for split in choose_best(chain(8, 8, 1, rows=1), pair)} <= {"II", "III"}
 
 
 def test_data_parallelism_costs_its_gradients_on_each_level():
     layers = chain(64, 64, 64)
-    found = Hierarchy(choose=data_parallel).partition(layers, group_of(NODES, 8))
+    found = partition_layers(layers, make_group(NODES, 8), data_parallel)
     num_bytes = 2 * 4 * 64 * 64
     # 2 nodes by one link; then 2 and 1 links of devices
     expected = num_bytes / 1e7 + num_bytes / 8e7 + num_bytes / 4e7
@@ -215,7 +222,7 @@ def test_data_parallelism_costs_its_gradients_on_each_level():
 @pytest.mark.parametrize("devices", [1, 3, 5, 7, 12])
 def test_any_number_of_devices_computes_everything_once(devices):
     layers = chain(64, 96, 64)
-    found = Hierarchy().partition(layers, group_of(NODES, devices))
+    found = partition_layers(layers, make_group(NODES, devices))
     total = sum(layer.step_flops for layer in layers)
     assert found.compute_seconds == pytest.approx(total / (devices * 1e9))
 
@@ -227,13 +234,13 @@ def test_any_number_of_devices_computes_everything_once(devices):
 
 def test_unequal_groups_get_unequal_parts():
     slow = Machine(rates=Rates(flops_per_second=2.5e8))
-    both = join_groups([group_of(NODES, 2, "new"), group_of(slow, 2, "old")], Link(bytes_per_second=1e7))
+    both = join_groups([make_group(NODES, 2, "new"), make_group(slow, 2, "old")], Link(bytes_per_second=1e7))
     layers = chain(64, 64, 64, rows=512)
-    found = Hierarchy().partition(layers, both)
+    found = partition_layers(layers, both)
     assert [half.name for half in both.halves] == ["new", "old"]
     assert {round(split.ratio, 2) for split in found.chosen} == {0.8}
     # halves of a published way wait for the slow group
-    in_halves = Hierarchy(choose=hypar).partition(layers, both)
+    in_halves = partition_layers(layers, both, hypar)
     assert in_halves.compute_seconds == pytest.approx(2.5 * found.compute_seconds)
     with pytest.raises(NoMesh, match="islands run it, which take rows by --shares"):
         find_mesh(layers, found)
@@ -285,23 +292,23 @@ def test_layers_of_images_and_of_linen():
 
 def test_types_that_a_mesh_runs(decoder):
     layers = trace_layers(decoder)
-    megatron = Hierarchy(choose=mesh_levels(1, TENSOR_DIMS)).partition(layers, group_of(NODES, 8))
+    megatron = partition_layers(layers, make_group(NODES, 8), mesh_levels(1, TENSOR_DIMS))
     assert find_mesh(layers, megatron) == AsMesh(data=2, tensor=4, dims=TENSOR_DIMS)
     types = {layer.name: split.way for layer, split in zip(layers, megatron.levels[1].chosen, strict=True)}
     assert types["blocks/mlp/up/kernel[0]"] == "III"
     assert types["blocks/mlp/down/kernel[0]"] == "II"
 
     def mixed(layers, sides, level):
-        one, other = data_parallel(layers, sides), split_by_dims(layers, sides, dims=TENSOR_DIMS)
+        one, other = data_parallel(layers, sides), mesh_levels(0, TENSOR_DIMS)(layers, sides, 0)
         return (*one[:5], *other[5:])
 
-    found = Hierarchy(choose=mixed).partition(layers, group_of(NODES, 2))
+    found = partition_layers(layers, make_group(NODES, 2), mixed)
     with pytest.raises(NoMesh, match="an axis of a mesh does one of both for all layers"):
         find_mesh(layers, found)
 
 
 def test_ways_are_compared_by_name(decoder):
-    plan = plan_layers(trace_layers(decoder), group_of(NODES, 8), 4)
+    plan = plan_layers(trace_layers(decoder), make_group(NODES, 8), 4)
     assert set(plan.ways) == {*BASELINES, "megatron"}
     assert plan.ways[plan.best].seconds == min(way.seconds for way in plan.ways.values())
     top = plan.ways["megatron"].levels
@@ -313,7 +320,7 @@ def test_devices_that_gain_nothing_compute_copies():
     # messages cost more than the work: a search level by level of types alone splits all the same
     slow = Machine(rates=Rates(flops_per_second=1e12), device_link=Link(latency_seconds=1.0))
     layers = chain(8, 8, 8, rows=4)
-    plan = plan_layers(layers, group_of(slow, 8), 8)
+    plan = plan_layers(layers, make_group(slow, 8), 8)
     assert plan.best == "accpar with copies"
     best = plan.ways[plan.best]
     assert best.exchange_seconds == 0

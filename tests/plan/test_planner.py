@@ -24,14 +24,14 @@ from shardtrain.islands.options import Across
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.plan.advice.efficiency import scaling
-from shardtrain.plan.island_exchange import StepOfIsland, early_gradients
+from shardtrain.plan.island_exchange import IslandStepTimes, time_early_gradients
 from shardtrain.plan.islands import ClusterPlan, KindPlan, estimate_times, plan_cluster
 from shardtrain.plan.layers.replicated_costs import pipeline_costs
 from shardtrain.plan.machine import Link, Machine, Rates, make_machine, make_simulated_machine
 from shardtrain.plan.predict import find_sharding, predictions, steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.program import Sharding
-from shardtrain.plan.program_cost import Durations, costs
+from shardtrain.plan.program_cost import Durations, compute_costs
 from shardtrain.plan.search import Plan, Ranked, search
 from shardtrain.plan.space import Space
 from shardtrain.plan.trace import Target, trace
@@ -53,7 +53,9 @@ MACHINE = Machine(rates=RATES, devices_per_node=4, device_link=Link(bytes_per_se
 
 
 def one(program, axes=(), sizes=(), stacking=RATES.stacking_seconds):
-    (found,) = costs(program, [Sharding(axes, (), sizes)], Durations(lambda flops, moved: flops, stacking))
+    (found,) = compute_costs(
+        program, [Sharding(axes, (), sizes)], Durations(lambda flops, moved: flops, stacking)
+    )
     return found
 
 
@@ -122,7 +124,7 @@ def test_of_rows_and_their_table_what_is_smaller_is_sent(vocab, table_is_sent):
     inputs = (jax.ShapeDtypeStruct((vocab, 4), jnp.float32), jax.ShapeDtypeStruct((2, 16), jnp.int32))
     program = trace(jax.grad(looked_up), inputs, [table, ("batch", None)], [table], [True])
     over = (("residual_seq", ("tensor",)), ("vocab", ("tensor",)))
-    (found,) = costs(program, [Sharding(over, over[1:], (("tensor", 2),))], Durations(RATES.seconds))
+    (found,) = compute_costs(program, [Sharding(over, over[1:], (("tensor", 2),))], Durations(RATES.seconds))
     large = {each.kind: each.num_bytes for each in found.sent if each.kind != "all-reduce"}
     # the rows of all tokens, or the table, forward and backward
     assert large == dict.fromkeys(
@@ -187,8 +189,8 @@ def test_many_shardings_cost_what_each_costs_alone(subject):
             Choice(layout=Layout(mesh=mesh, sequence_sharded=sequence)), math.prod(mesh.values())
         )
         shardings.append(find_sharding(state.layout, sizes, 2))
-    together = costs(program, shardings, durations)
-    assert together == [costs(program, [each], durations)[0] for each in shardings]
+    together = compute_costs(program, shardings, durations)
+    assert together == [compute_costs(program, [each], durations)[0] for each in shardings]
     blocks = [sent for each in together for sent in each.sent if sent.times >= 2 * CONFIG.num_layers]
     # every block sends over tensor, with a sharded sequence by two kinds of collectives
     assert {sent.kind for sent in blocks} == {"all-reduce", "reduce-scatter", "all-gather"}
@@ -397,7 +399,7 @@ def test_unequal_islands_get_rows_by_their_speed(tiny):
     asked = replace(run, strategy=replace(run.strategy, across=own))
     assert make_planned_strategy(asked, plan).across.gradient_parts == 2
     assert "gradients in 2 programs at most, as --gradient-parts says: " in plan_text(plan, [tiny, tiny], 1)
-    with pytest.raises(ValueError, match="islands of kind 'b' do not say their devices"):
+    with pytest.raises(ValueError, match="islands of kind 'b' do not name their devices"):
         plan_cluster([tiny], Cluster(islands=(IslandKind(kind="b"),)))
 
 
@@ -412,11 +414,11 @@ PARTS_OF_GPT = {
 
 
 def test_gradients_in_parts_are_predicted_as_they_were_measured():
-    step = StepOfIsland(0.242, 0.0)
+    step = IslandStepTimes(0.242, 0.0)
 
     def predicted(bytes_per_second):
         return {
-            number: early_gradients(step, ready, [size / bytes_per_second for size in sizes]).seconds
+            number: time_early_gradients(step, ready, [size / bytes_per_second for size in sizes]).seconds
             for number, (ready, sizes) in PARTS_OF_GPT.items()
         }
 
@@ -426,11 +428,11 @@ def test_gradients_in_parts_are_predicted_as_they_were_measured():
         # compared with one program
         assert found[number] / found[1] == pytest.approx(seconds / MEASURED[1], abs=0.1)
     # 3 programs of 1 and 2 s of computation after 1 s, sent in 2 s each: the link is the last
-    step = StepOfIsland(3.0 / 1.15, 0.0)
-    assert early_gradients(step, [1 / 3, 2 / 3, 1.0], [2.0, 2.0, 2.0]).seconds == pytest.approx(7.0)
+    step = IslandStepTimes(3.0 / 1.15, 0.0)
+    assert time_early_gradients(step, [1 / 3, 2 / 3, 1.0], [2.0, 2.0, 2.0]).seconds == pytest.approx(7.0)
     # of 3 microbatches only the last one's are sent early
-    step = StepOfIsland(9.0 / 1.15, 0.0, microbatches=3)
-    assert early_gradients(step, [1 / 3, 2 / 3, 1.0], [2.0, 2.0, 2.0]).seconds == pytest.approx(13.0)
+    step = IslandStepTimes(9.0 / 1.15, 0.0, microbatches=3)
+    assert time_early_gradients(step, [1 / 3, 2 / 3, 1.0], [2.0, 2.0, 2.0]).seconds == pytest.approx(13.0)
     # between two ranks of one host several programs cost more than they hide
     shared_memory = predicted(3369984 / 0.003)
     assert min(shared_memory, key=shared_memory.__getitem__) == 1

@@ -56,7 +56,7 @@ def test_each_number_of_stages_has_the_least_slowest_one(seed, blocks, devices, 
     least = {}
     for stages in range(1, min(blocks, devices) + 1):
         every = [
-            costs.judged(counts, groups).slowest_seconds
+            costs.evaluate(counts, groups).slowest_seconds
             for counts in compositions(blocks, stages)
             for groups in compositions(devices, stages)
         ]

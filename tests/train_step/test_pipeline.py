@@ -13,6 +13,7 @@ import pytest
 from allowed_chunks import list_allowed_chunks
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
+from unordered_collectives import find_unordered
 
 from shardtrain.functional.cross_entropy import cross_entropy
 from shardtrain.functional.model import BLOCKS
@@ -29,7 +30,7 @@ from shardtrain.pipeline.schedule import (
     write_table,
 )
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.plan.hlo.rendezvous import find_unordered, permutes_in_branches
+from shardtrain.plan.hlo.rendezvous import permutes_in_branches
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state

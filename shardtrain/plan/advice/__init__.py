@@ -1,4 +1,4 @@
-"""Answers to questions before and during a run, as pure functions of numbers: no jax, no devices.
+"""Formulas that answer questions about a run, as pure functions of numbers. Each cites its source.
 
-Each function cites its source. Next: `report/advice.py`, which formats them for `shardtrain advise`.
+Next: `report/advice.py`, which formats the answers for `shardtrain advise`.
 """

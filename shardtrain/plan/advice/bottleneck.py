@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 PARTS = ("compute_seconds", "bubble_seconds", "collectives_seconds", "update_seconds", "islands_seconds")
-"""What a plan predicts of a step, as a strategy file has it."""
+"""The predicted parts of a step, by their names in a strategy file."""
 
 PHASE_OF_PART = {name: "islands" if name == "islands_seconds" else "step" for name in PARTS}
-"""Part -> the phase in which it is measured: all that the compiled step does is one phase."""
+"""Part -> the phase in which it is measured; the whole compiled step is one phase."""
 
 PHASES = {
     "input": "waiting for batches",
@@ -22,10 +22,10 @@ PHASES = {
     "save": "saves",
     "other": "the host's own work",
 }
-"""Phase of a step -> what it is. Evaluations are left out: a plan knows no evaluation."""
+"""Phase of a step -> its description. Evaluations are not part of a plan."""
 
 SLOW = 1.2
-"""A rank whose own work takes this many times that of the median rank is named."""
+"""A rank is a straggler if its own work takes this many times as long as the median rank's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class StepPhases:
     """Measured seconds of a step.
 
     Args:
-      seconds: phase -> seconds of a step, of rank 0.
-      own_seconds: rank -> seconds of its own work in a step, where several islands measured it.
+      seconds: phase -> seconds of a step on rank 0.
+      own_seconds: rank -> seconds of its own work in a step, if several islands measured it.
     """
 
     seconds: Mapping[str, float]
@@ -47,7 +47,7 @@ class StepPhases:
 
     @property
     def straggler(self) -> str | None:
-        """The rank that works longest, if it works much longer than the others."""
+        """The rank that works much longer than the median rank; None if there is none."""
         if len(self.own_seconds) < 2:
             return None
         rank = max(self.own_seconds, key=lambda each: self.own_seconds[each])
@@ -56,13 +56,13 @@ class StepPhases:
 
 
 def step_phases(lines: Sequence[Mapping[str, float]]) -> StepPhases | None:
-    """Return the phases of a step from lines of metrics; None where there are too few lines.
+    """Return the phases of a step from lines of metrics; None if there are too few lines.
 
-    The first line is left out, and of the phase "step" the median of all lines is taken: compilations are in
-    a few of them. Other phases are means, since saves are in few lines too.
+    The first line is ignored. The phase "step" is a median, as a few lines include compilations; other phases
+    are means, as a few lines include saves.
 
     Args:
-      lines: of `metrics.jsonl`, in order, with "step" and the metrics `seconds/KIND` since the line before.
+      lines: lines of `metrics.jsonl`, in order, with "step" and `seconds/KIND` since the line before.
 
     >>> lines = [{"step": n, "seconds/step": s, "seconds/input": 1.0} for n, s in ((2, 9), (4, 2), (6, 2))]
     >>> step_phases(lines).seconds
@@ -93,7 +93,7 @@ def differences(measured: StepPhases, predicted: Mapping[str, float]) -> dict[st
 
     Args:
       measured: the phases of a step.
-      predicted: seconds of `PARTS`; {}: nothing was predicted, and every phase but "step" counts whole.
+      predicted: seconds of `PARTS`. {} means that nothing was predicted: only "step" has no difference.
 
     >>> phases = StepPhases(seconds={"input": 0.5, "step": 1.0}, own_seconds={})
     >>> differences(phases, {"compute_seconds": 0.75, "update_seconds": 0.125})

@@ -1,4 +1,4 @@
-"""How often to save, from what a save costs and how often a run fails.
+"""Compute how often to save, from the time of a save and the time between failures.
 
 Sources: Young 1974, "A first order approximation to the optimum checkpoint interval", CACM 17(9); Daly 2006,
 "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3).
@@ -11,7 +11,7 @@ def young_interval(save_seconds: float, failure_seconds: float) -> float:
     """Return the best seconds of work between saves, to first order: sqrt(2 d M) (Young 1974).
 
     Args:
-      save_seconds: d, how long a save keeps the run waiting.
+      save_seconds: d, seconds for which a save stops the training.
       failure_seconds: M, mean seconds between failures of the whole run.
 
     >>> round(young_interval(300, 24 * 3600) / 60)
@@ -49,17 +49,17 @@ def estimate_seconds(
     failure_seconds: float,
     restart_seconds: float = 0.0,
 ) -> float:
-    """Return the mean seconds of a run that fails, restarts from its last save and works again (Daly 2006).
+    """Return the mean seconds of a run that fails and restarts from its last save (Daly 2006).
 
-    M e^(R / M) (e^((t + d) / M) - 1) T / t: exact where failures are exponential, may fall into saves and
-    restarts too, and the last piece of work is saved as the others are.
+    M e^(R / M) (e^((t + d) / M) - 1) T / t is exact if failures are exponential, may happen during saves and
+    restarts, and the last piece of work is saved too.
 
     Args:
       work_seconds: T, of the run without failures and saves.
       interval_seconds: t, of work between saves; at most T.
       save_seconds: d.
-      failure_seconds: M, mean seconds between failures; inf: it never fails.
-      restart_seconds: R, from a failure until the run works again.
+      failure_seconds: M, mean seconds between failures. inf means that it never fails.
+      restart_seconds: R, seconds from a failure until the run trains again.
 
     >>> round(estimate_seconds(500 * 3600, 117 * 60, 300, 24 * 3600, 600) / 3600)
     548

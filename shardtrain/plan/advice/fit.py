@@ -1,7 +1,7 @@
-"""Fit times of steps, saves and starts to measured rows, with few terms, and judge the fit on unseen models.
+"""Fit times of steps, saves and starts to measured rows, and estimate the error on unseen models. No jax.
 
 Source: Li, Walls and Guo 2020 (CM-DARE), https://arxiv.org/abs/2004.03072: a regression for each kind of
-device, speed of a cluster that grows until servers or links are full. No jax.
+device, and a cluster whose speed grows until servers or links are saturated.
 """
 
 import csv
@@ -9,11 +9,11 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.optimize import nnls
 
 from shardtrain.errors.messages import near, problems_error
 from shardtrain.system.plain_text import read_csv
@@ -25,18 +25,18 @@ TEXTS = ("model", "device")
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRow:
-    """What was measured of one run; the fields are the columns of a file of rows.
+    """Measurements of one run; the fields are the columns of a file of rows.
 
     Args:
-      model: a name; rows of the same name are left out together when a fit is judged.
-      device: the kind of its devices, a name.
+      model: name of the model; its rows are left out together to estimate an error.
+      device: kind of its devices.
       devices: number of devices.
-      teraflops: 10**12 floating point operations of a step, of all devices, with recomputation.
+      teraflops: 10**12 floating point operations of a step on all devices, with recomputation.
       parameter_mb: 10**6 bytes of gradients as they are sent.
-      step_seconds: of a step.
+      step_seconds: seconds of a step.
       checkpoint_mb: 10**6 bytes of a checkpoint.
-      checkpoint_seconds: for which a save keeps the run waiting.
-      startup_seconds: from the start of the program to the end of the first step, or of a restart.
+      checkpoint_seconds: seconds for which a save stops the training.
+      startup_seconds: seconds from a start or restart of the program to the end of its first step.
     """
 
     model: str
@@ -54,10 +54,10 @@ COLUMNS = tuple(each.name for each in fields(MeasuredRow))
 
 
 def read_rows(path: Path) -> list[MeasuredRow]:
-    """Read rows from a CSV file whose first line names columns, those of `MeasuredRow`; empty: not measured.
+    """Read rows from a CSV file whose first line names fields of `MeasuredRow`; an empty cell is None.
 
     Raises:
-      ValueError: it cannot be read; lists unknown columns, and values that are no numbers above 0.
+      ValueError: it cannot be read; lists unknown columns, and values that are not numbers above 0.
     """
     try:
         names, table = read_csv(read_text(path, MOST_FILE_BYTES))
@@ -71,7 +71,7 @@ def read_rows(path: Path) -> list[MeasuredRow]:
         raise problems_error(f"{path} has no rows of measurements", problems)
     rows = []
     for number, line in table:
-        values = {name: _value(name, line[name], problems, number) for name in names}
+        values = {name: _read_value(name, line[name], problems, number) for name in names}
         if None in line:
             problems.append(f"line {number} has more than {len(names)} cells")
         if not problems:
@@ -81,7 +81,7 @@ def read_rows(path: Path) -> list[MeasuredRow]:
     return rows
 
 
-def _value(name: str, text: str | None, problems: list[str], line: int) -> Any:
+def _read_value(name: str, text: str | None, problems: list[str], line: int) -> Any:
     text = (text or "").strip()
     if name in TEXTS:
         if not text:
@@ -105,8 +105,8 @@ class Fit(NamedTuple):
     """A sum of terms with coefficients that are not negative.
 
     Args:
-      coefficients: of each term, in the unit of the result over that of the term.
-      error: mean absolute error of the rows that were fitted, relative.
+      coefficients: coefficient of each term.
+      error: mean relative error of the fitted rows.
     """
 
     coefficients: tuple[float, ...]
@@ -120,8 +120,6 @@ class Fit(NamedTuple):
 def fit(terms: Sequence[Sequence[float]], results: Sequence[float]) -> Fit:
     """Fit results as a sum of terms with coefficients that are not negative, by least relative squares.
 
-    All sets of terms are tried; the best one whose free solution is not negative is the constrained optimum.
-
     Args:
       terms: (rows, terms), at most a few terms.
       results: (rows,), above 0.
@@ -130,29 +128,24 @@ def fit(terms: Sequence[Sequence[float]], results: Sequence[float]) -> Fit:
     (1.0, 2.0)
     """
     matrix, target = np.asarray(terms, float), np.asarray(results, float)
-    scaled, number = matrix / target[:, None], matrix.shape[1]
-    best, least = np.zeros(number), np.inf
-    for size in range(1, number + 1):
-        for chosen in combinations(range(number), size):
-            found, *_ = np.linalg.lstsq(scaled[:, list(chosen)], np.ones(len(target)), rcond=None)
-            residual = float(((scaled[:, list(chosen)] @ found - 1) ** 2).sum())
-            # more terms must bring more than rounding
-            if (found >= 0).all() and residual < least * (1 - 1e-9) - 1e-18:
-                best, least = np.zeros(number), residual
-                best[list(chosen)] = found
+    scaled = matrix / target[:, None]
+    # columns of one size, so that rounding is the same for all
+    sizes = np.linalg.norm(scaled, axis=0)
+    sizes[sizes == 0] = 1.0
+    best = nnls(scaled / sizes, np.ones(len(target)))[0] / sizes
     error = float(np.abs(scaled @ best - 1).mean())
     return Fit(tuple(float(f"{each:.12g}") for each in best), error)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """Something that is predicted from rows.
+    """A quantity that is predicted from rows.
 
     Args:
-      name: of the column with its seconds.
-      terms: row -> the terms of its sum; None: the row lacks a column.
-      names: of the terms, with units.
-      by_device: whether each kind of device has a fit of its own.
+      name: name of the column with its seconds.
+      terms: row -> terms of its sum; None if the row lacks a column.
+      names: names of the terms, with units.
+      by_device: whether each kind of device is fitted separately.
     """
 
     name: str
@@ -164,7 +157,7 @@ class Quantity:
 def _step_terms(row: MeasuredRow) -> tuple[float, ...] | None:
     if row.teraflops is None:
         return None
-    # each device has its part of the work; in a ring it sends 2 (n - 1) / n of the gradients
+    # each device has its share of the work, and sends 2 (n - 1) / n of the gradients in a ring
     sent = 2 * (row.parameter_mb or 0.0) * (row.devices - 1) / row.devices
     return 1.0, row.teraflops / row.devices, sent
 
@@ -186,7 +179,7 @@ QUANTITIES = (
 
 
 def fits(quantity: Quantity, rows: Sequence[MeasuredRow]) -> dict[str, Fit]:
-    """Return the fit of each kind of device, or of all under the name ""; those without rows are left out."""
+    """Return the fit of each kind of device with rows, or of all devices with the name ""."""
     kinds: dict[str, list[tuple[tuple[float, ...], float]]] = {}
     for row in rows:
         terms, result = quantity.terms(row), getattr(row, quantity.name)
@@ -196,14 +189,14 @@ def fits(quantity: Quantity, rows: Sequence[MeasuredRow]) -> dict[str, Fit]:
 
 
 def predict(quantity: Quantity, found: Mapping[str, Fit], row: MeasuredRow) -> float | None:
-    """Return the predicted seconds of a row; None where there is no fit for it, or a column is missing."""
+    """Return the predicted seconds of a row; None if there is no fit for it, or it lacks a column."""
     of_kind = found.get(row.device if quantity.by_device else "")
     terms = quantity.terms(row)
     return None if of_kind is None or terms is None else of_kind(terms)
 
 
 def error_by_model(quantity: Quantity, rows: Sequence[MeasuredRow]) -> dict[str, float]:
-    """Return model -> mean relative error of its rows, predicted from the rows of all other models."""
+    """Return model -> mean relative error of its rows, if predicted from the rows of all other models."""
     errors = {}
     for model in dict.fromkeys(row.model for row in rows):
         found = fits(quantity, [row for row in rows if row.model != model])
@@ -217,41 +210,41 @@ def error_by_model(quantity: Quantity, rows: Sequence[MeasuredRow]) -> dict[str,
 
 
 class Saturation(NamedTuple):
-    """Speed of a cluster that grows with its devices until something is full: min(n s, cap).
+    """Speed of a cluster that grows with its devices until it is saturated: min(n s, cap).
 
     Args:
-      per_device: s, what each device adds, such as teraflop/s.
-      cap: what all together never exceed; inf if the rows show no such end.
+      per_device: s, the speed that each device adds, such as teraflop/s.
+      cap: the largest speed of all devices together; inf if the rows show none.
     """
 
     per_device: float
     cap: float
 
     def speed(self, devices: float) -> float:
-        """Return the speed of so many devices."""
+        """Return the speed of a number of devices."""
         return min(devices * self.per_device, self.cap)
 
     @property
     def full_at(self) -> float:
-        """The number of devices from which more bring nothing."""
+        """The number of devices from which more add no speed."""
         return self.cap / self.per_device
 
 
 def saturation(devices: Sequence[int], speeds: Sequence[float]) -> Saturation:
     """Fit min(n s, cap) to speeds of one model on clusters of one kind, by least relative squares.
 
-    Every split of the sorted rows into growing and full ones is tried.
+    Every split of the sorted rows into growing and saturated ones is tried.
 
     Args:
       devices: numbers of devices.
-      speeds: of all of them together.
+      speeds: speeds of all devices together.
 
     >>> saturation([1, 2, 4, 8], [10.0, 20.0, 30.0, 30.0])
     Saturation(per_device=10.0, cap=30.0)
     """
     rows = sorted(zip(devices, speeds, strict=True))
     best, least = Saturation(rows[0][1] / rows[0][0], np.inf), np.inf
-    # growth to the end comes first, and a single row says nothing of an end
+    # growth to the end comes first, and a single row shows no saturation
     for split in (len(rows), *range(len(rows) - 2, 0, -1)):
         growing, full = rows[:split], rows[split:]
         rate = fit([(n,) for n, _ in growing], [x for _, x in growing])

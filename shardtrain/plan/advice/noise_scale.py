@@ -1,4 +1,4 @@
-"""Batch size and learning rate from the gradient noise scale.
+"""Estimate the gradient noise scale, and the batch size and learning rate that it suggests.
 
 Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", https://arxiv.org/abs/1812.06162:
 section 2 (steps, examples and learning rate by batch) and appendix A.1 (the estimate from two batch sizes).
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 DECAY = 0.99
-"""Of the moving averages over steps: they are over about the last 1 / (1 - DECAY) = 100."""
+"""Decay of the moving averages, which are over about the last 1 / (1 - DECAY) = 100 steps."""
 
 
 class GradientNoise(NamedTuple):
@@ -32,9 +32,9 @@ class GradientNoise(NamedTuple):
         return self.trace / self.gradient_square if self.gradient_square > 0 else math.inf
 
     def smooth(self, newer: "GradientNoise") -> "GradientNoise":
-        """Return the moving averages with the estimate of one more step; `NO_NOISE` begins them.
+        """Add the estimate of one more step to the moving averages, which begin with `NO_NOISE`.
 
-        Both begin at zero, which cancels in their ratio.
+        Both averages begin at zero, which cancels in their ratio.
 
         >>> NO_NOISE.smooth(GradientNoise(2.0, 600.0)).smooth(GradientNoise(1.0, 300.0)).scale
         300.0
@@ -77,17 +77,17 @@ def gradient_noise(
 
 
 def read_logged_noise(lines: Sequence[Mapping[str, float]], name: str) -> tuple[GradientNoise, float]:
-    """Average what a run with `gradient_noise_scale` logged, over the newer half of its steps.
+    """Average the logged noise of a run with `gradient_noise_scale` over the newer half of its steps.
 
     Args:
-      lines: its lines of metrics.
-      name: of the run, for the message.
+      lines: lines of metrics of the run.
+      name: name of the run, for the message.
 
     Returns:
       (the estimates of gradient and noise, the last batch in examples or tokens).
 
     Raises:
-      ValueError: no line has them.
+      ValueError: no line has the noise.
     """
     names = [f"train/gradient_{each}" for each in ("square", "trace", "batch")]
     before, found = 0.0, []
@@ -98,7 +98,7 @@ def read_logged_noise(lines: Sequence[Mapping[str, float]], name: str) -> tuple[
         before = line["step"]
     if not found:
         raise ValueError(
-            f"no line of metrics of {name} has what the gradient noise scale is estimated from; train with"
+            f"no line of metrics of {name} has the gradients' noise; train with"
             " --gradient-noise-scale, at least until the first line of metrics"
         )
     newer = [(steps, values) for step, steps, values in found if step > found[-1][0] / 2]
@@ -108,7 +108,7 @@ def read_logged_noise(lines: Sequence[Mapping[str, float]], name: str) -> tuple[
 
 
 def steps_factor(batch: float, noise_scale: float) -> float:
-    """Return the steps to a loss over the fewest that any batch needs: 1 + B_noise / B.
+    """Return the steps to a loss, relative to the fewest steps of any batch: 1 + B_noise / B.
 
     >>> steps_factor(800, 800)
     2.0
@@ -117,7 +117,7 @@ def steps_factor(batch: float, noise_scale: float) -> float:
 
 
 def examples_factor(batch: float, noise_scale: float) -> float:
-    """Return the examples to a loss over the fewest that any batch needs: 1 + B / B_noise.
+    """Return the examples to a loss, relative to the fewest examples of any batch: 1 + B / B_noise.
 
     At the critical batch B = B_noise both factors are 2: (S / S_min - 1) (E / E_min - 1) = 1.
 
@@ -128,12 +128,12 @@ def examples_factor(batch: float, noise_scale: float) -> float:
 
 
 def rate_factor(batch: float, new_batch: float, noise_scale: float, exponent: float = 1.0) -> float:
-    """Return what to multiply a well tuned learning rate by if the batch changes.
+    """Return the factor for a well tuned learning rate if the batch changes.
 
     The best rate is e_max / (1 + B_noise / B): linear in small batches, constant above the noise scale.
 
     Args:
-      batch: for which the rate was tuned.
+      batch: the batch that the rate was tuned for.
       new_batch: the other batch.
       noise_scale: B_noise, in the same unit.
       exponent: 1 for SGD; for Adam the source found 0.5 to 1 (appendix E.2), 0.5 is the square root rule.

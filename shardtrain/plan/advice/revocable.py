@@ -1,7 +1,7 @@
-"""Expected time and cost of a run on hosts that may be revoked, and a simulation that checks the formulas.
+"""Compute the expected time and cost of a run on hosts that may be revoked, by formulas and by simulation.
 
 Source: Li, Walls and Guo 2020 (CM-DARE), https://arxiv.org/abs/2004.03072: time = steps / speed + saves +
-revocations x (replacement and start-up), with the speed of those hosts that are there.
+revocations x (replacement and start-up), at the speed of the present hosts.
 """
 
 import heapq
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from shardtrain.plan.advice.checkpoint_interval import estimate_seconds
 
 MOST_EVENTS = 2_000_000
-"""Most revocations that are simulated, in all runs: a second or two."""
+"""Largest number of revocations to simulate in all runs, which takes a second or two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +22,15 @@ class RevocableRun:
 
     Args:
       hosts: number of hosts.
-      work_seconds: of the run on all hosts, without saves and revocations: steps x seconds of a step.
-      interval_seconds: of work between saves.
-      save_seconds: how long a save keeps the run waiting.
+      work_seconds: seconds of the run on all hosts, without saves and revocations.
+      interval_seconds: seconds of work between saves.
+      save_seconds: seconds for which a save stops the training.
       host_life_seconds: mean seconds until a host is revoked, exponential.
-      replace_seconds: from a revocation until the new host works: request, start of the machine and of the
-        program, compilation.
-      others: what the other hosts do meanwhile. "wait": the run ends, and continues from its last save with
-        the new host, as synchronous islands do. "continue": they lose nothing and go on without it.
-      price_per_hour: of a host; hosts that wait are paid, a host that is not there is not.
+      replace_seconds: seconds from a revocation until the new host trains: request, start of the machine and
+        of the program, compilation.
+      others: what the other hosts do in this time. "wait": the run restarts from its last save with the new
+        host, as synchronous islands do. "continue": they train without it and lose no work.
+      price_per_hour: price of a host; waiting hosts are paid, a revoked host is not.
     """
 
     hosts: int
@@ -44,17 +44,17 @@ class RevocableRun:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds with all hosts, saves included, the last one too, as in Daly's formula."""
+        """Seconds with all hosts, including saves, also the last one, as in Daly's formula."""
         return self.work_seconds * (1 + self.save_seconds / min(self.interval_seconds, self.work_seconds))
 
 
 class Outcome(NamedTuple):
-    """What a run takes.
+    """Time and cost of a run.
 
     Args:
-      seconds: from its start to its end.
-      revocations: number of hosts that were lost.
-      cost: in the unit of the price.
+      seconds: seconds from its start to its end.
+      revocations: number of revoked hosts.
+      cost: cost in the unit of the price.
     """
 
     seconds: float
@@ -65,10 +65,9 @@ class Outcome(NamedTuple):
 def compute_outcome(run: RevocableRun) -> Outcome:
     """Return the mean time, revocations and cost.
 
-    Where the others wait, the run is one machine that fails as often as any of its hosts (Daly 2006). Where
-    they continue, each host is there for life / (life + replacement) of the time; it begins with all hosts,
-    which a long run forgets. Where they wait, one host is not there, and not paid, until the run works again:
-    one more that is lost meanwhile begins the restart again, so an outage may be longer than a replacement.
+    If the other hosts wait, the run is one machine that fails as often as any of its hosts (Daly 2006); the
+    revoked host is not paid until the run trains again, and another revocation restarts the replacement. If
+    they continue, each host is present for life / (life + replacement) of the time, in a long run.
 
     >>> run = RevocableRun(hosts=8, work_seconds=36000, interval_seconds=1800, save_seconds=30,
     ...     host_life_seconds=86400, replace_seconds=300, price_per_hour=1.0)
@@ -94,12 +93,12 @@ def compute_outcome(run: RevocableRun) -> Outcome:
 
 
 def simulate_outcome(run: RevocableRun, runs: int = 200, seed: int = 0) -> Outcome:
-    """Return the same as a mean over simulated runs, from the events themselves.
+    """Return the mean time, revocations and cost of simulated runs.
 
     Args:
       run: the run.
-      runs: how many to simulate.
-      seed: of the random times; the same seed gives the same result.
+      runs: number of runs to simulate.
+      seed: seed of the random times.
 
     Raises:
       ValueError: too many revocations are expected.
@@ -117,20 +116,20 @@ def simulate_outcome(run: RevocableRun, runs: int = 200, seed: int = 0) -> Outco
 
 
 def _simulate_waiting(run: RevocableRun, draw: random.Random) -> Outcome:
-    """Simulate hosts of which every one must be there: a loss costs the work since the last save."""
+    """Simulate hosts that all must be present: a revocation costs the work since the last save."""
     rate = run.hosts / run.host_life_seconds
     now, revocations, left, outages = 0.0, 0, run.work_seconds, 0.0
     fails_at = draw.expovariate(rate)
     while left > 1e-9 * run.work_seconds:
         piece = min(run.interval_seconds, left)
-        # a last piece that is shorter is saved for its part, as in the formula
+        # a shorter last piece has a shorter save, as in the formula
         ends_at = now + piece + run.save_seconds * piece / min(run.interval_seconds, run.work_seconds)
         if fails_at >= ends_at:
             now, left = ends_at, left - piece
             continue
         outages -= fails_at
         while fails_at < now or fails_at < ends_at:
-            # a host that is lost during a restart begins it again
+            # a host that is lost during a restart begins the restart again
             revocations += 1
             restarts_at = fails_at + run.replace_seconds
             fails_at += draw.expovariate(rate)
@@ -144,7 +143,7 @@ def _simulate_waiting(run: RevocableRun, draw: random.Random) -> Outcome:
 
 
 def _simulate_continuing(run: RevocableRun, draw: random.Random) -> Outcome:
-    """Simulate hosts that come and go: the speed is that of the hosts that are there."""
+    """Simulate hosts that are revoked and replaced: the speed is proportional to the present hosts."""
     events = [(draw.expovariate(1 / run.host_life_seconds), True) for _ in range(run.hosts)]
     heapq.heapify(events)
     now, revocations, left, there, paid = 0.0, 0, run.busy_seconds, run.hosts, 0.0
@@ -163,10 +162,10 @@ def _simulate_continuing(run: RevocableRun, draw: random.Random) -> Outcome:
 
 
 def best_hosts(run: RevocableRun, counts: list[int]) -> list[tuple[int, Outcome]]:
-    """Return the outcome for each number of hosts, the same work divided evenly among them.
+    """Return the outcome for each number of hosts, for the same total work.
 
     Args:
-      run: its work is that of its own number of hosts.
+      run: the run; its work is for its own number of hosts.
       counts: numbers of hosts.
     """
     host_seconds = run.work_seconds * run.hosts

@@ -1,1 +1,1 @@
-"""Read the text of a compiled XLA program: collectives, their axes, counts and bytes. No jax."""
+"""Read collectives and flops from the text of a compiled XLA program. No jax."""

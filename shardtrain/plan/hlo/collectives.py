@@ -1,7 +1,6 @@
-"""The collectives of a compiled program: each with its axes, count and bytes.
+"""Read the collectives of a compiled program from its text, with their axes, counts and bytes.
 
-Read from the text of the program, so they are what XLA made of a layout, not what was intended.
-Syntax is in `text.py`, loops and values in `dataflow.py`, groups of devices in `replica_groups.py`.
+`text.py` parses the syntax, `dataflow.py` follows loops and values, `replica_groups.py` reads device groups.
 """
 
 import math
@@ -10,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from shardtrain.plan.hlo.dataflow import COPIES, Frame, trip_count, values
-from shardtrain.plan.hlo.replica_groups import Groups, device_groups, find_axes, parse_list
+from shardtrain.plan.hlo.dataflow import COPIES, Frame, find_trip_count, find_values
+from shardtrain.plan.hlo.replica_groups import Groups, find_axes, find_device_groups, parse_list
 from shardtrain.plan.hlo.text import Array, Instruction, parse
 
 ALL_REDUCE = "all-reduce"
@@ -41,7 +40,7 @@ class Collective:
     """One collective operation of a compiled program."""
 
     kind: str
-    """One of `KINDS`. An all-reduce of which each device keeps only its own slice is a reduce-scatter."""
+    """One of `KINDS`. An all-reduce is a reduce-scatter if each device keeps only its own slice."""
     axes: tuple[str, ...]
     """Mesh axes along which data moves, in the order of the mesh."""
     group_size: int
@@ -69,8 +68,8 @@ class Collective:
 def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collective, ...]:
     """Return the collectives of a compiled program.
 
-    Combined operations are split by kind and dtype. Of the branches of a conditional the most expensive one
-    counts, for each kind and axes, so there the result is an upper bound. Axes of size 1 never appear.
+    Combined operations are split by kind and dtype. For each kind and axes, the most expensive branch of a
+    conditional counts, as an upper bound. Axes of size 1 never appear.
 
     Args:
         hlo_text: what `jax.jit(f).lower(...).compile().as_text()` returns.
@@ -86,7 +85,11 @@ def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collectiv
     module = parse(hlo_text)
     num_devices = math.prod(axis_sizes.values())
     if module.num_devices != num_devices:
-        raise ValueError(_wrong_devices(axis_sizes, module.num_devices))
+        listed = ", ".join(f"{name}={size}" for name, size in axis_sizes.items() if size > 1) or "all 1"
+        raise ValueError(
+            f"axis sizes {listed} make {num_devices} devices, but the program was compiled for"
+            f" {module.num_devices}. Pass dict(mesh.shape) of the mesh that it was compiled for."
+        )
     # walk from the entry into every called computation, as a run of the program does
     frame = Frame(module=module, computation=module.entry)
     return tuple(_Reader(axis_sizes=axis_sizes).read(frame))
@@ -130,16 +133,23 @@ class _Reader:
                 yield from self._most_expensive(frame, instruction)
             elif inner is not None:
                 yield from self.read(inner)
-            elif instruction.opcode == "send" and _leaves_the_host(instruction):
-                raise ValueError(_unreadable_send(instruction))
+            elif instruction.opcode == "send" and (
+                # to another device or slice, not to its own host
+                "megascale" in instruction.attributes or "is_host_transfer=true" not in instruction.attributes
+            ):
+                raise ValueError(
+                    f"instruction {instruction.name} sends data by a transfer of its own, whose receivers the"
+                    " text does not name. Counted are collectives inside one slice: compile for a topology"
+                    " with num_slices=1."
+                )
 
     def _continues(self, instruction: Instruction) -> bool:
         """Return whether a collective in a fusion continues one that has been read."""
         channel = instruction.attribute("channel_id")
-        if channel is None or channel in self.fused_channels:
-            return channel is not None
-        self.fused_channels.add(channel)
-        return False
+        continues = channel in self.fused_channels
+        if channel is not None:
+            self.fused_channels.add(channel)
+        return continues
 
     def _repeat(self, frame: Frame, loop: Instruction) -> Iterator[Collective]:
         """Yield the collectives of a loop, multiplied by its trip count."""
@@ -148,9 +158,15 @@ class _Reader:
         condition = tuple(self.read(frame.condition(loop)))
         if not body and not condition:
             return
-        rounds = trip_count(frame, loop)
+        rounds = find_trip_count(frame, loop)
         if rounds is None:
-            raise ValueError(_unknown_trip_count(loop, body + condition))
+            inside = {f"{found.kind} over {'+'.join(found.axes)}" for found in body + condition}
+            raise ValueError(
+                f"loop {loop.name} ({loop.source or 'no source noted'}) contains {', '.join(sorted(inside))},"
+                " and the text does not tell how often it runs. Counted are loops with a fixed number of"
+                " iterations: use lax.scan, or lax.fori_loop with Python integers as bounds, in place of"
+                " lax.while_loop."
+            )
         # the condition is evaluated once more than the body
         around = Loop(name=loop.name, trip_count=rounds, source=loop.source)
         for times, part in ((rounds, body), (rounds + 1, condition)):
@@ -175,14 +191,14 @@ class _Reader:
         """Yield the parts of one collective instruction, by kind (all-reduce or reduce-scatter) and dtype."""
         kind = instruction.opcode.removesuffix("-start")
         # which devices communicate, as mesh axes; a group of one device sends nothing
-        groups = device_groups(instruction, frame.module.num_devices)
+        groups = find_device_groups(instruction, frame.module.num_devices)
         axes = find_axes(groups, self.axis_sizes)
         if not axes:
             return
         group_size = max(len(group) for group in groups)
         # of a permute not every device sends
         senders = sum(len(set(group)) > 1 for group in groups) / frame.module.num_devices
-        # operands of a combined all-reduce of which each device keeps a slice count as reduce-scatter
+        # operands of a combined all-reduce count as reduce-scatter if each device keeps only its slice
         parts: dict[tuple[str, str], int] = {}
         for part, array in enumerate(_operand_arrays(frame, instruction)):
             scattered = kind == ALL_REDUCE and is_scattered(frame, instruction, part, array, groups)
@@ -226,35 +242,6 @@ def _operand_arrays(frame: Frame, instruction: Instruction) -> list[Array]:
     return [array for operand in instruction.operands for array in instructions[operand].arrays]
 
 
-def _leaves_the_host(instruction: Instruction) -> bool:
-    """Return whether a send goes to another device or slice, not to its own host."""
-    return "megascale" in instruction.attributes or "is_host_transfer=true" not in instruction.attributes
-
-
-def _wrong_devices(axis_sizes: Mapping[str, int], num_devices: int) -> str:
-    sizes = ", ".join(f"{name}={size}" for name, size in axis_sizes.items() if size > 1) or "all 1"
-    return (
-        f"axis sizes {sizes} make {math.prod(axis_sizes.values())} devices, but the program was compiled "
-        f"for {num_devices}. Pass dict(mesh.shape) of the mesh that it was compiled for."
-    )
-
-
-def _unknown_trip_count(loop: Instruction, inside: tuple[Collective, ...]) -> str:
-    contained = ", ".join(sorted({f"{found.kind} over {'+'.join(found.axes)}" for found in inside}))
-    return (
-        f"loop {loop.name} ({loop.source or 'no source noted'}) contains {contained}, and the text does "
-        "not tell how often it runs. Counted are loops with a fixed number of iterations: use lax.scan, or "
-        "lax.fori_loop with Python integers as bounds, in place of lax.while_loop."
-    )
-
-
-def _unreadable_send(instruction: Instruction) -> str:
-    return (
-        f"instruction {instruction.name} sends data by a transfer of its own, whose receivers the text does "
-        "not name. Counted are collectives inside one slice: compile for a topology with num_slices=1."
-    )
-
-
 _PASS_ON = COPIES | {"all-reduce-done", "convert", "transpose"}
 
 
@@ -278,28 +265,24 @@ def is_scattered(frame: Frame, all_reduce: Instruction, part: int, array: Array,
 
 def _is_only_sliced(frame: Frame, name: str, element: int | None, array: Array, groups: Groups) -> bool:
     """Return whether all uses of a value are such slices; `element` is None unless the value is a tuple."""
-    # every use must be such a slice, and the value may not leave the computation otherwise
     uses = [
         _slices(frame, user, name, element, array, groups)
         for user in frame.computation.users.get(name, ())
         if element is None or user.opcode != "get-tuple-element" or user.index == element
     ]
     if frame.computation.root.name == name:
-        uses.append(_only_sliced_outside(frame, element, array, groups))
+        # follow the result of a fusion or call; a result of a loop or branch may have any use
+        caller, parent = frame.caller, frame.parent
+        if caller is None or parent is None or parent.callee(caller) is None:
+            return False
+        uses.append(_is_only_sliced(parent, caller.name, element, array, groups))
     return bool(uses) and all(uses)
-
-
-def _only_sliced_outside(frame: Frame, element: int | None, array: Array, groups: Groups) -> bool:
-    """Return the same for the result of a fusion or call; False for results of loops and branches."""
-    if frame.parent is None or frame.caller is None or frame.parent.callee(frame.caller) is None:
-        return False
-    return _is_only_sliced(frame.parent, frame.caller.name, element, array, groups)
 
 
 def _slices(
     frame: Frame, user: Instruction, name: str, element: int | None, array: Array, groups: Groups
 ) -> bool:
-    """Return whether one use takes such a slice, directly or after passing the value on."""
+    """Return whether a use takes such a slice, directly or after passing the value on."""
     if user.opcode == "get-tuple-element":
         return _is_only_sliced(frame, user.name, None, array, groups)
     if user.opcode in _PASS_ON:
@@ -323,7 +306,7 @@ def _slices_differ(frame: Frame, user: Instruction, array: Array, groups: Groups
     # the slices of a group must have 1/n each, and start at different places
     if any(user.arrays[0].num_elements * len(group) != array.num_elements for group in groups):
         return False
-    starts = values(frame, user.operands[1:])
+    starts = find_values(frame, user.operands[1:])
     if starts is None:
         return False
     start_of = np.stack(starts, axis=1)

@@ -1,7 +1,7 @@
-"""Data flow of a compiled program: the origin of a value, the integer of a scalar, the trip count of a loop.
+"""Find origins of values, integers of scalars and trip counts of loops in a compiled program.
 
-Follows values through copies, fusions, calls and loops that pass them on unchanged. XLA prints trip counts
-for CPU and GPU; for TPU they follow from the loop counter: start, step and limit.
+Values are followed through copies, fusions, calls and loops that pass them on unchanged. XLA prints trip
+counts for CPU and GPU; for TPU they follow from the start, step and limit of the loop counter.
 """
 
 import re
@@ -13,7 +13,7 @@ import numpy as np
 from shardtrain.plan.hlo.text import Computation, Instruction, Module
 
 COPIES = frozenset({"bitcast", "copy", "copy-done", "copy-start", "optimization-barrier", "reshape"})
-"""Operations whose value is that of their first operand."""
+"""Operations whose value is the value of their first operand."""
 
 _CALLEES = {"fusion": "calls", "call": "to_apply", "async-start": "calls"}
 _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
@@ -66,7 +66,7 @@ class Frame:
         return self._loop(loop, "condition")
 
     def branches(self, conditional: Instruction) -> tuple["Frame", ...]:
-        """Return the frames of the branches of a conditional, of which a device runs one."""
+        """Return the frames of the branches of a conditional."""
         listed = conditional.find_braced("branch_computations")
         if listed is None:
             names = [conditional.attribute(f"{side}_computation") for side in ("true", "false")]
@@ -106,7 +106,7 @@ class Origin:
     elements: tuple[int, ...]
 
 
-def origin(frame: Frame, name: str, elements: tuple[int, ...] = ()) -> Origin:
+def find_origin(frame: Frame, name: str, elements: tuple[int, ...] = ()) -> Origin:
     """Follow a value back through copies, tuples, parameters and calls to the instruction that computes it.
 
     Args:
@@ -147,11 +147,11 @@ def _is_loop_invariant(frame: Frame, elements: tuple[int, ...]) -> bool:
         return False
     # the value is invariant if the body returns the element that it was given, in the same place
     alone = Frame(module=frame.module, computation=frame.carry)
-    made = origin(alone, frame.carry.root.name, elements[-1:])
+    made = find_origin(alone, frame.carry.root.name, elements[-1:])
     return made.instruction.opcode == "parameter" and made.elements == elements[-1:]
 
 
-def value(frame: Frame, name: str, elements: tuple[int, ...] = ()) -> np.ndarray | None:
+def find_value(frame: Frame, name: str, elements: tuple[int, ...] = ()) -> np.ndarray | None:
     """Return the integer that each device has in a scalar.
 
     Args:
@@ -163,7 +163,7 @@ def value(frame: Frame, name: str, elements: tuple[int, ...] = ()) -> np.ndarray
         int64 array of shape (num_devices,), or None if the text does not determine it.
     """
     # first find where the value is computed, then compute it for all devices at once
-    made = origin(frame, name, elements)
+    made = find_origin(frame, name, elements)
     if made.elements:
         return None
     num_devices = frame.module.num_devices
@@ -177,13 +177,13 @@ def value(frame: Frame, name: str, elements: tuple[int, ...] = ()) -> np.ndarray
         return _look_up(made)
     direction = made.instruction.attribute("direction") or ""
     function = _COMPARISONS.get(direction) if opcode == "compare" else _ARITHMETIC.get(opcode)
-    inputs = values(made.frame, operands) if function is not None else None
+    inputs = find_values(made.frame, operands) if function is not None else None
     return function(*inputs) if function is not None and inputs is not None else None
 
 
-def values(frame: Frame, names: Sequence[str]) -> list[np.ndarray] | None:
+def find_values(frame: Frame, names: Sequence[str]) -> list[np.ndarray] | None:
     """Return the integers of several scalars as `value` does, None unless all are known."""
-    found = [value(frame, name) for name in names]
+    found = [find_value(frame, name) for name in names]
     known = [array for array in found if array is not None]
     return known if len(known) == len(found) else None
 
@@ -191,10 +191,10 @@ def values(frame: Frame, names: Sequence[str]) -> list[np.ndarray] | None:
 def _look_up(made: Origin) -> np.ndarray | None:
     """Return one number of a constant table per device, at an index that may differ between devices."""
     of_table, *indices = made.instruction.operands
-    source = origin(made.frame, of_table).instruction
+    source = find_origin(made.frame, of_table).instruction
     if source.opcode != "constant" or made.instruction.arrays[0].num_elements != 1 or len(indices) != 1:
         return None
-    table, index = _table(source, made.frame.module.num_devices), value(made.frame, indices[0])
+    table, index = _table(source, made.frame.module.num_devices), find_value(made.frame, indices[0])
     if table is None or index is None:
         return None
     return table[np.clip(index, 0, len(table) - 1)]
@@ -218,7 +218,7 @@ def _table(constant: Instruction, num_devices: int) -> np.ndarray | None:
 _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
 
 
-def trip_count(frame: Frame, loop: Instruction) -> int | None:
+def find_trip_count(frame: Frame, loop: Instruction) -> int | None:
     """Return the number of iterations of a while loop.
 
     Args:
@@ -226,14 +226,14 @@ def trip_count(frame: Frame, loop: Instruction) -> int | None:
         loop: the `while` instruction.
 
     Returns:
-        The count that XLA prints, else from the loop counter (start, step, limit); None if neither is known.
+        The count that XLA prints, or that follows from the loop counter; None if neither is known.
     """
     printed = re.search(r"known_trip_count\D*(\d+)", loop.attributes)
     if printed:
         return int(printed.group(1))
     # the condition must compare a carried counter with a limit
     condition, body = frame.condition(loop), frame.body(loop)
-    test = origin(condition, condition.computation.root.name)
+    test = find_origin(condition, condition.computation.root.name)
     direction = test.instruction.attribute("direction")
     if test.instruction.opcode != "compare" or direction not in _MIRRORED:
         return None
@@ -246,7 +246,10 @@ def trip_count(frame: Frame, loop: Instruction) -> int | None:
     if counter is None:
         return None
     # the counter starts before the loop, and the body adds a constant step
-    start, limit = _same(value(frame, loop.operands[0], (counter,))), _same(value(test.frame, right))
+    start, limit = (
+        _same(find_value(frame, loop.operands[0], (counter,))),
+        _same(find_value(test.frame, right)),
+    )
     step = _step(body, counter)
     if start is None or limit is None or not step:
         return None
@@ -255,14 +258,14 @@ def trip_count(frame: Frame, loop: Instruction) -> int | None:
 
 def _counter(frame: Frame, name: str, condition: Frame) -> int | None:
     """Return the index of `name` in the tuple that the loop carries, None if it is not an element of it."""
-    made = origin(frame, name)
+    made = find_origin(frame, name)
     is_carried = made.instruction.opcode == "parameter" and made.frame.computation is condition.computation
     return made.elements[0] if is_carried and len(made.elements) == 1 else None
 
 
 def _step(body: Frame, counter: int) -> int | None:
     """Return the number that an iteration adds to the counter."""
-    update = origin(body, body.computation.root.name, (counter,))
+    update = find_origin(body, body.computation.root.name, (counter,))
     if update.instruction.opcode != "add":
         return None
     left, right = update.instruction.operands
@@ -270,7 +273,7 @@ def _step(body: Frame, counter: int) -> int | None:
         left, right = right, left
     if _counter(update.frame, left, body) != counter:
         return None
-    return _same(value(update.frame, right))
+    return _same(find_value(update.frame, right))
 
 
 def _same(per_device: np.ndarray | None) -> int | None:

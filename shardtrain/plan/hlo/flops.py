@@ -1,4 +1,4 @@
-"""The flops of a compiled program: its matrix products and convolutions, each as often as its loops run.
+"""Count the flops of the matrix products and convolutions of a compiled program, in all trips of its loops.
 
 XLA's own `cost_analysis` counts the body of a loop once.
 """
@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 
-from shardtrain.plan.hlo.dataflow import Frame, trip_count
+from shardtrain.plan.hlo.dataflow import Frame, find_trip_count
 from shardtrain.plan.hlo.text import Instruction, parse
 
 _GEMM_DIMS = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
@@ -17,7 +17,7 @@ _GEMM_DIMS = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 def matrix_flops(hlo_text: str) -> float:
     """Return the flops of one device in one call of a compiled program.
 
-    Of a conditional the most expensive branch counts; a loop whose trips the text does not tell counts once.
+    The most expensive branch of a conditional counts. A loop with an unknown number of trips counts once.
 
     Args:
         hlo_text: what `jax.jit(f).lower(...).compile().as_text()` returns.
@@ -36,7 +36,7 @@ def _flops(frame: Frame) -> float:
             total += _count_convolution(frame, instruction)
         elif instruction.opcode == "while":
             body = _flops(frame.body(instruction))
-            total += body * (trip_count(frame, instruction) or 1) if body else 0.0
+            total += body * (find_trip_count(frame, instruction) or 1) if body else 0.0
         elif instruction.opcode == "conditional":
             total += max(map(_flops, frame.branches(instruction)), default=0.0)
         elif inner is not None:
@@ -60,7 +60,7 @@ def _count_dot(frame: Frame, instruction: Instruction) -> float:
 
 
 def _count_convolution(frame: Frame, instruction: Instruction) -> float:
-    """Count the products of real elements: those with padding, or between dilated elements, are none.
+    """Count the products of real elements, without padding and the zeros between dilated elements.
 
     The compiler of TPUs writes batched matrix products as convolutions that are mostly padding.
     """
@@ -79,7 +79,7 @@ def _count_convolution(frame: Frame, instruction: Instruction) -> float:
 
 
 def _num_products(left: int, kernel: int, out: int, window: dict[str, str]) -> int:
-    """Count the pairs of an output and a kernel element, along one dim, whose input element is a real one."""
+    """Count the pairs of an output and a kernel element along one dim whose input element is real."""
     stride, spread, kernel_spread = (
         int(window.get(key, 1)) for key in ("stride", "lhs_dilate", "rhs_dilate")
     )

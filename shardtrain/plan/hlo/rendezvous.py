@@ -1,13 +1,12 @@
-"""Deadlocks of a compiled program: collectives that not all of their devices reach, or not in one order.
+"""Find collectives of a compiled program that not all of their devices reach, which deadlock.
 
-All devices take part in a collective-permute, whoever sends; other collectives are within groups. So in a
-branch that only some devices take, as pipeline stages do, a permute never ends, while a reduction within the
-devices of that branch does.
+All devices take part in a collective-permute; other collectives are within groups. A permute in a branch that
+only some devices take, as pipeline stages do, never ends, while a reduction among these devices does.
 """
 
 from collections.abc import Iterator
 
-from shardtrain.plan.hlo.collectives import KINDS, PERMUTE
+from shardtrain.plan.hlo.collectives import PERMUTE
 from shardtrain.plan.hlo.dataflow import Frame
 from shardtrain.plan.hlo.text import Instruction, parse
 
@@ -19,24 +18,24 @@ def permutes_in_branches(hlo_text: str) -> list[str]:
       hlo_text: what `jax.jit(f).lower(...).compile().as_text()` returns.
 
     Returns:
-      Name and traced operation of each; empty if none can deadlock.
+      Name and traced operation of each; empty if there are none.
 
     Raises:
       ValueError: the text is not HLO.
     """
     module = parse(hlo_text)
-    return list(_found(Frame(module=module, computation=module.entry), in_branch=False))
+    return list(_find_permutes(Frame(module=module, computation=module.entry), in_branch=False))
 
 
-def _found(frame: Frame, in_branch: bool) -> Iterator[str]:
+def _find_permutes(frame: Frame, in_branch: bool) -> Iterator[str]:
     for instruction in frame.computation.instructions.values():
         if in_branch and instruction.opcode.removesuffix("-start") == PERMUTE:
             yield f"{instruction.name} ({instruction.source or 'no source noted'})"
-        for inner in _inner(frame, instruction):
-            yield from _found(inner, in_branch or instruction.opcode == "conditional")
+        for inner in list_inner(frame, instruction):
+            yield from _find_permutes(inner, in_branch or instruction.opcode == "conditional")
 
 
-def _inner(frame: Frame, instruction: Instruction) -> tuple[Frame, ...]:
+def list_inner(frame: Frame, instruction: Instruction) -> tuple[Frame, ...]:
     """Return the frames that an instruction runs: body and condition, branches, or callee."""
     if instruction.opcode == "while":
         return frame.body(instruction), frame.condition(instruction)
@@ -44,52 +43,3 @@ def _inner(frame: Frame, instruction: Instruction) -> tuple[Frame, ...]:
         return frame.branches(instruction)
     called = frame.callee(instruction)
     return () if called is None else (called,)
-
-
-def find_unordered(hlo_text: str) -> list[tuple[str, str]]:
-    """Return pairs of communicating operations of which the second does not depend on the first.
-
-    XLA's runtime for CPUs starts collectives in program order. But a loop or conditional starts before the
-    collectives inside it do, so one device may reach the second operation before them and another device
-    after them: both wait, forever once no thread is free.
-
-    Args:
-      hlo_text: what `jax.jit(f).lower(...).compile().as_text()` returns.
-
-    Returns:
-      (name, name) of each pair, the first being a loop or conditional; empty if all are ordered.
-
-    Raises:
-      ValueError: the text is not HLO.
-    """
-    module = parse(hlo_text)
-    return list(dict.fromkeys(_find_unordered(Frame(module=module, computation=module.entry))))
-
-
-def _find_unordered(frame: Frame) -> Iterator[tuple[str, str]]:
-    instructions = frame.computation.instructions
-    # name -> all names that its value depends on
-    needed: dict[str, set[str]] = {}
-    started: list[str] = []
-    for name, instruction in instructions.items():
-        # instructions are listed after their operands, so their dependencies are known already
-        operands = [operand for operand in instruction.operands if operand in instructions]
-        needed[name] = {*operands}.union(*(needed[operand] for operand in operands))
-        inner = _inner(frame, instruction)
-        for child in inner:
-            yield from _find_unordered(child)
-        # a loop or conditional with collectives inside must be a dependency of every collective after it
-        communicates = any(map(_communicates, inner))
-        if communicates or instruction.opcode.removesuffix("-start") in KINDS:
-            yield from ((earlier, name) for earlier in started if earlier not in needed[name])
-        if communicates:
-            started.append(name)
-
-
-def _communicates(frame: Frame) -> bool:
-    """Return whether any instruction of a frame is a collective."""
-    return any(
-        instruction.opcode.removesuffix("-start") in KINDS
-        or any(map(_communicates, _inner(frame, instruction)))
-        for instruction in frame.computation.instructions.values()
-    )

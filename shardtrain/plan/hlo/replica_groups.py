@@ -1,7 +1,7 @@
-"""The groups of devices of a collective, and the mesh axes along which they differ.
+"""Read the groups of devices of a collective, and find the mesh axes along which they differ.
 
-Reads XLA's three spellings of replica groups and the pairs of a permutation.
-Devices count in C order of the axis sizes: device = np.ravel_multi_index(position, sizes).
+XLA has three spellings of replica groups, and pairs for a permutation. Devices count in C order of the axis
+sizes: device = np.ravel_multi_index(position, sizes).
 """
 
 import math
@@ -22,7 +22,7 @@ _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
 _SUB_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
-def device_groups(instruction: Instruction, num_devices: int) -> Groups:
+def find_device_groups(instruction: Instruction, num_devices: int) -> Groups:
     """Return the groups of devices within which a collective moves data.
 
     Args:
@@ -50,7 +50,11 @@ def device_groups(instruction: Instruction, num_devices: int) -> Groups:
         return _make_groups(_arrange(arranged))
     if mesh:
         return _make_groups(_parse_over_mesh(mesh))
-    raise ValueError(_unknown_spelling(instruction.name, text))
+    raise ValueError(
+        f"collective {instruction.name} has replica groups that are spelled in an unknown way: {text[:60]!r}."
+        " Known are {{0,1},{2,3}}, [2,2]<=[4], mesh['a'=2,'b'=2] {'a'} and source_target_pairs; add the new"
+        " spelling to shardtrain/plan/hlo/replica_groups.py."
+    )
 
 
 def find_axes(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -135,11 +139,3 @@ def _make_groups(devices: np.ndarray) -> Groups:
 
 def _integers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
-
-
-def _unknown_spelling(name: str, text: str) -> str:
-    return (
-        f"collective {name} has replica groups that are spelled in an unknown way: {text[:60]!r}. "
-        "Known are {{0,1},{2,3}}, [2,2]<=[4], mesh['a'=2,'b'=2] {'a'} and source_target_pairs; "
-        "add the new spelling to shardtrain/plan/hlo/replica_groups.py."
-    )

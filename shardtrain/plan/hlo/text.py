@@ -150,7 +150,10 @@ def parse(hlo_text: str) -> Module:
             if instruction:
                 instructions[instruction.name] = instruction
     if entry is None:
-        raise ValueError(_not_hlo(hlo_text))
+        raise ValueError(
+            f"no entry computation in the program text, which starts with {hlo_text.lstrip()[:40]!r}. Pass"
+            " the text of a compiled program: jax.jit(f).lower(...).compile().as_text()."
+        )
     return Module(computations=computations, entry=entry, num_devices=_num_devices(hlo_text))
 
 
@@ -184,11 +187,3 @@ def _num_devices(hlo_text: str) -> int:
     header = _MODULE.search(hlo_text)
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header.group()) if header else []
     return math.prod(int(count) for count in counts)
-
-
-def _not_hlo(hlo_text: str) -> str:
-    start = hlo_text.lstrip()[:40]
-    return (
-        f"no entry computation in the program text, which starts with {start!r}. "
-        "Pass the text of a compiled program: jax.jit(f).lower(...).compile().as_text()."
-    )

@@ -1,3 +1,3 @@
-"""Exact searches over the layers of a model: how each is partitioned, and where a pipeline is cut.
+"""Exact searches over the layers of a model, for the split of each layer and the cut of a pipeline.
 
-No jax but in `trace_layers.py`."""
+Only `trace_layers.py` imports jax."""

@@ -1,13 +1,13 @@
-"""Partition all layers between two groups of devices, and a tree of groups level by level. No jax.
+"""Partition all layers between two groups of devices, or over a tree of groups level by level. No jax.
 
 Source: Song et al. 2020, AccPar (HPCA), section 5: dynamic programming over the layers, with joins, and
-hierarchical partitioning. Next: `baselines.py`, the ways to compare with.
+hierarchical partitioning. Next: `baselines.py`, other methods to compare with.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -19,13 +19,13 @@ from shardtrain.plan.layers.partition import (
     Split,
     count_flops,
     exchange_seconds,
+    list_splits,
     own_seconds,
-    parts,
-    splits,
+    take_parts,
 )
 
 MOST_ENTRIES = 10_000_000
-"""So many combinations of values that belong together are held in memory."""
+"""Largest number of combinations of values in one table."""
 
 
 def least_sum(
@@ -34,8 +34,8 @@ def least_sum(
     """Return the least sum and a value of each variable that gives it.
 
     Args:
-      single: of each variable the cost of each of its values, float64 (V,).
-      pairs: (variable, other variable) -> float64 (V, W), the cost of each two of their values.
+      single: cost of each value of each variable, float64 (V,).
+      pairs: (variable, other variable) -> cost of each pair of their values, float64 (V, W).
 
     Raises:
       ValueError: too many variables depend on each other.
@@ -55,11 +55,11 @@ def least_sum(
     best: list[tuple[int, tuple[int, ...], np.ndarray]] = []
     least = 0.0
     while width:
-        # the variable on which the fewest others depend
+        # eliminate the variable that the fewest others depend on
         i = min(width, key=width.__getitem__)
         del width[i]
         over = (*sorted(near[i]), i)
-        total = _total([tables[n] for n in of_variable[i]], over, size)
+        total = _add_tables([tables[n] for n in of_variable[i]], over, size)
         best.append((i, over[:-1], total.argmin(axis=-1)))
         rest = total.min(axis=-1)
         for j in over[:-1]:
@@ -78,14 +78,14 @@ def least_sum(
     return least, tuple(chosen)
 
 
-def _total(
+def _add_tables(
     tables: Sequence[tuple[tuple[int, ...], np.ndarray]], over: tuple[int, ...], size: Sequence[int]
 ) -> np.ndarray:
-    """Return the sum of tables as one over all their variables."""
+    """Return the sum of tables as a table over all their variables."""
     shape = [size[j] for j in over]
     if math.prod(shape) > MOST_ENTRIES:
         raise ValueError(
-            f"{len(over)} layers depend on each other, which have {math.prod(shape):,} partitions together;"
+            f"{len(over)} layers depend on each other and have {math.prod(shape):,} partitions together;"
             f" at most {MOST_ENTRIES:,} can be compared: use devices of equal speed, or fewer paths between"
             " layers"
         )
@@ -100,25 +100,25 @@ def _total(
 Layers = tuple[Layer, ...]
 
 Chooser = Callable[[Layers, Sides, int], tuple[Split, ...]]
-"""Layers, the two groups and the number of the level -> how each layer is partitioned."""
+"""Layers, the two groups and the number of the level -> the split of each layer."""
 
 
-def exact(
+def choose_best(
     layers: Layers, sides: Sides, level: int = 0, *, ways: tuple[str, ...] = WEIGHTED
 ) -> tuple[Split, ...]:
-    """Partition layers so that a step is as short as can be, of all types and ratios (`partition.splits`).
+    """Choose the splits with the shortest step, of all types and ratios (`partition.list_splits`).
 
     Args:
-      layers: in order.
+      layers: the layers, in order.
       sides: the two groups.
       level: not used.
-      ways: the types that may be used.
+      ways: the types to choose from.
     """
-    return least(layers, sides, [splits(layer, sides, ways) for layer in layers])
+    return choose_least(layers, sides, [list_splits(layer, sides, ways) for layer in layers])
 
 
-def least(layers: Layers, sides: Sides, choices: Sequence[Sequence[Split]]) -> tuple[Split, ...]:
-    """Return the splits of the shortest step, of those that are given for each layer."""
+def choose_least(layers: Layers, sides: Sides, choices: Sequence[Sequence[Split]]) -> tuple[Split, ...]:
+    """Choose the splits with the shortest step, of the given ones for each layer."""
     single = [
         np.array([own_seconds(layer, split, sides) for split in of_layer])
         for layer, of_layer in zip(layers, choices, strict=True)
@@ -138,40 +138,28 @@ def least(layers: Layers, sides: Sides, choices: Sequence[Sequence[Split]]) -> t
 
 
 def estimate_exchange(layers: Layers, chosen: Sequence[Split], sides: Sides) -> float:
-    """Return the seconds of all that two groups exchange in a step."""
+    """Return the seconds in which two groups exchange data in a step."""
     between = sum(
         exchange_seconds(source.num_bytes, chosen[source.layer], split, sides)
         for layer, split in zip(layers, chosen, strict=True)
         for source in layer.sources
     )
-    return between + sum(
-        own_seconds(layer, split, sides) - _compute_seconds(layer, split, sides)
-        for layer, split in zip(layers, chosen, strict=True)
-    )
-
-
-def step_seconds(layers: Layers, chosen: Sequence[Split], sides: Sides) -> float:
-    """Return the seconds of a step on two groups: what the search minimises."""
-    return estimate_exchange(layers, chosen, sides) + sum(
-        _compute_seconds(layer, split, sides) for layer, split in zip(layers, chosen, strict=True)
-    )
-
-
-def _compute_seconds(layer: Layer, split: Split, sides: Sides) -> float:
-    return max(
-        flops / side.flops_per_second for side, flops in zip(sides, count_flops(layer, split), strict=True)
-    )
+    for layer, split in zip(layers, chosen, strict=True):
+        flops = zip(sides, count_flops(layer, split), strict=True)
+        compute = max(number / side.flops_per_second for side, number in flops)
+        between += own_seconds(layer, split, sides) - compute
+    return between
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partitioned:
-    """Layers on a tree of groups.
+    """A partition of layers over a tree of groups.
 
     Args:
       group: the devices.
-      chosen: how the layers are partitioned between its two halves; () for a single device.
-      halves: the halves with their layers.
-      exchange: seconds that the two halves exchange in a step.
+      chosen: the split of each layer between its two halves; () for a single device.
+      halves: the partitions of the halves.
+      exchange: seconds in which the two halves exchange data in a step.
       compute: seconds of each layer on its slowest device.
     """
 
@@ -183,7 +171,7 @@ class Partitioned:
 
     @cached_property
     def exchange_seconds(self) -> float:
-        """Seconds of what all levels exchange, one level after the other."""
+        """Seconds in which all levels exchange data, one level after the other."""
         return self.exchange + max((half.exchange_seconds for half in self.halves), default=0.0)
 
     @property
@@ -198,44 +186,30 @@ class Partitioned:
 
     @cached_property
     def levels(self) -> "tuple[Partitioned, ...]":
-        """One group of each level, from the top: where halves differ, the first."""
+        """The first group of each level, from the top."""
         return (self, *self.halves[0].levels) if self.halves else ()
 
 
-@dataclass(kw_only=True)
-class Hierarchy:
-    """Partitions layers on a tree of groups, level by level from the top; equal groups once.
+def partition_layers(layers: Sequence[Layer], group: Group, choose: Chooser = choose_best) -> Partitioned:
+    """Partition layers over a tree of groups, level by level from the top.
 
     Args:
-      choose: how the layers of a level are partitioned.
+      layers: the layers, in order.
+      group: the devices.
+      choose: chooses the splits of a level.
+
+    Raises:
+      ValueError: too many layers depend on each other.
     """
 
-    choose: Chooser = exact
-    _found: dict[tuple[Group, Layers], Partitioned] = field(default_factory=dict, init=False, repr=False)
-
-    def partition(self, layers: Sequence[Layer], group: Group, level: int = 0) -> Partitioned:
-        """Partition layers.
-
-        Args:
-          layers: in order.
-          group: the devices.
-          level: of the group in the tree.
-
-        Raises:
-          ValueError: too many layers depend on each other.
-        """
-        key = group, tuple(layers)
-        if key not in self._found:
-            self._found[key] = self._partition(key[1], group, level)
-        return self._found[key]
-
-    def _partition(self, layers: Layers, group: Group, level: int) -> Partitioned:
+    @cache
+    def partition(layers: Layers, group: Group, level: int) -> Partitioned:
         if not group.halves:
             compute = tuple(layer.step_flops / group.flops_per_second for layer in layers)
             return Partitioned(group=group, compute=compute)
-        chosen = self.choose(layers, group.sides, level)
+        chosen = choose(layers, group.sides, level)
         halves = tuple(
-            self.partition(parts(layers, chosen, side), half, level + 1)
+            partition(take_parts(layers, chosen, side), half, level + 1)
             for side, half in enumerate(group.halves)
         )
         return Partitioned(
@@ -245,3 +219,5 @@ class Hierarchy:
             exchange=estimate_exchange(layers, chosen, group.sides),
             compute=tuple(map(max, zip(*(half.compute for half in halves), strict=True))),
         )
+
+    return partition(tuple(layers), group, 0)

@@ -1,9 +1,9 @@
-"""Ways to partition layers that others use, by name: what a search is compared with. No jax."""
+"""Published methods to partition layers, by name, which a search is compared with. No jax."""
 
 from collections.abc import Mapping
 from functools import partial
 
-from shardtrain.plan.layers.assignment import Chooser, Layers, exact, least
+from shardtrain.plan.layers.assignment import Chooser, Layers, choose_best, choose_least
 from shardtrain.plan.layers.layer_graph import JOIN, PRODUCT, Layer
 from shardtrain.plan.layers.partition import (
     FEATURES,
@@ -15,58 +15,40 @@ from shardtrain.plan.layers.partition import (
     WHOLE,
     Sides,
     Split,
-    splits,
+    find_speed_ratio,
+    list_splits,
 )
 
 
-def find_speed_part(sides: Sides) -> float:
-    """Return the first group's part of the flops per second."""
-    first, second = (side.flops_per_second for side in sides)
-    return first / (first + second)
-
-
 def data_parallel(layers: Layers, sides: Sides, level: int = 0) -> tuple[Split, ...]:
-    """Every layer by the batch, in proportion to speed; see `Chooser`."""
+    """Split every layer by the batch, in proportion to speed; see `Chooser`."""
     ways = [TYPE_I if layer.has_weights else ROWS for layer in layers]
-    return _fitting(layers, sides, ways, find_speed_part(sides))
+    return _use_allowed(layers, sides, ways, find_speed_ratio(sides))
 
 
 def one_weird_trick(layers: Layers, sides: Sides, level: int = 0) -> tuple[Split, ...]:
-    """Convolutions by the batch, matrix products by features (Krizhevsky 2014); in halves, as published.
+    """Split convolutions by the batch and matrix products by features, in halves (Krizhevsky 2014).
 
     Matrix products are split by input features, as AccPar's authors count it.
     """
     ways = [TYPE_II if layer.kind == PRODUCT else TYPE_I if layer.has_weights else ROWS for layer in layers]
-    return _fitting(layers, sides, ways, 0.5)
+    return _use_allowed(layers, sides, ways, 0.5)
 
 
 def hypar(layers: Layers, sides: Sides, level: int = 0) -> tuple[Split, ...]:
-    """Types I and II alone, in halves, with the least communication (Song et al. 2019, HyPar).
-
-    The time to compute is left out, as both halves have as much.
-    """
+    """Split by types I and II, in halves, with the least communication (Song et al. 2019, HyPar)."""
     choices = [
-        tuple(dict.fromkeys(Split(split.way, 0.5) for split in splits(layer, sides, (TYPE_I, TYPE_II))))
+        tuple(dict.fromkeys(Split(split.way, 0.5) for split in list_splits(layer, sides, (TYPE_I, TYPE_II))))
         for layer in layers
     ]
-    return least(layers, sides, choices)
+    return choose_least(layers, sides, choices)
 
 
-def split_by_dims(layers: Layers, sides: Sides, level: int = 0, *, dims: frozenset[str]) -> tuple[Split, ...]:
-    """The types that rules for dims give, if one mesh axis shards these: what a tensor axis runs.
+def find_tensor_type(layer: Layer, dims: frozenset[str]) -> str:
+    """Return the type by which rules that shard some dims over one mesh axis split a layer.
 
-    Args:
-      layers, sides, level: as `Chooser`.
-      dims: the names of the dims.
-    """
-    return _fitting(layers, sides, [tensor_way(layer, dims) for layer in layers], find_speed_part(sides))
-
-
-def tensor_way(layer: Layer, dims: frozenset[str]) -> str:
-    """Return how rules for dims partition a layer over one mesh axis.
-
-    By input features if these have such a dim, else by output features if those have one; else it is computed
-    by all devices, as are residual sums. Products of activations are split by heads.
+    A layer with such a dim is split by its input features, or else by its output features. All devices
+    compute any other layer, and residual sums. Products of activations are split by heads.
     """
     if not layer.has_weights:
         return WHOLE if layer.kind == JOIN else FEATURES
@@ -75,24 +57,25 @@ def tensor_way(layer: Layer, dims: frozenset[str]) -> str:
 
 
 def mesh_levels(data_levels: int, dims: frozenset[str]) -> Chooser:
-    """Return the ways of a mesh with data outermost and tensor inside: Megatron's, without a pipeline.
+    """Return the method of Megatron: a mesh with data outermost and tensor inside, without a pipeline.
 
     Args:
-      data_levels: how many levels, from the top, are split by the batch; the others by dims.
-      dims: that the axis tensor shards.
+      data_levels: number of levels, from the top, that are split by the batch; all others are split by dims.
+      dims: names of the dims that the axis tensor shards.
     """
 
     def choose(layers: Layers, sides: Sides, level: int) -> tuple[Split, ...]:
         if level < data_levels:
             return data_parallel(layers, sides, level)
-        return split_by_dims(layers, sides, level, dims=dims)
+        ways = [find_tensor_type(layer, dims) for layer in layers]
+        return _use_allowed(layers, sides, ways, find_speed_ratio(sides))
 
     return choose
 
 
-def _fitting(layers: Layers, sides: Sides, ways: list[str], ratio: float) -> tuple[Split, ...]:
-    """Return these ways; where the sizes of a layer do not allow its own, both groups compute all of it."""
-    allowed = [{split.way for split in splits(layer, sides)} for layer in layers]
+def _use_allowed(layers: Layers, sides: Sides, ways: list[str], ratio: float) -> tuple[Split, ...]:
+    """Return the splits of these types; both groups compute a layer whose sizes do not allow its type."""
+    allowed = [{split.way for split in list_splits(layer, sides)} for layer in layers]
     return tuple(
         Split(way if way in of_layer else WHOLE, ratio) for way, of_layer in zip(ways, allowed, strict=True)
     )
@@ -102,7 +85,7 @@ BASELINES: Mapping[str, Chooser] = {
     "data parallel": data_parallel,
     "one weird trick": one_weird_trick,
     "hypar": hypar,
-    "accpar": exact,
-    "accpar with copies": partial(exact, ways=(*WEIGHTED, WHOLE)),
+    "accpar": choose_best,
+    "accpar with copies": partial(choose_best, ways=(*WEIGHTED, WHOLE)),
 }
-"""Name -> how layers are partitioned; with copies, both groups may compute all of a layer."""
+"""Name -> method; with copies, both groups may compute all of a layer."""

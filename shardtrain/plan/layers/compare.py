@@ -1,4 +1,4 @@
-"""The best partition of a run's layers on a cluster, beside others' ways, and the mesh that runs it.
+"""Compare methods to partition a run's layers on a cluster, and find the mesh that runs a partition.
 
 Next: `report/plan_layers.py`.
 """
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from shardtrain import axes
 from shardtrain.plan.devices import GB
 from shardtrain.plan.islands import ClusterPlan
-from shardtrain.plan.layers.assignment import Hierarchy, Layers, Partitioned
-from shardtrain.plan.layers.baselines import BASELINES, mesh_levels, tensor_way
+from shardtrain.plan.layers.assignment import Layers, Partitioned, partition_layers
+from shardtrain.plan.layers.baselines import BASELINES, find_tensor_type, mesh_levels
 from shardtrain.plan.layers.layer_graph import Layer
 from shardtrain.plan.layers.partition import (
     TYPE_I,
@@ -20,8 +20,8 @@ from shardtrain.plan.layers.partition import (
     WHOLE,
     Group,
     Split,
-    group_of,
     join_groups,
+    make_group,
 )
 from shardtrain.plan.machine import Link
 from shardtrain.sharding.rules import PARAMETER_RULES
@@ -31,7 +31,7 @@ TENSOR_DIMS = frozenset(dim for dim, over in PARAMETER_RULES.items() if axes.TEN
 
 
 class NoMesh(ValueError):
-    """No mesh runs a partition; the text says why."""
+    """No mesh runs a partition; the message explains why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class AsMesh:
     Args:
       data: size of the axis data.
       tensor: size of the axis tensor.
-      dims: that the axis tensor shards.
+      dims: names of the dims that the axis tensor shards.
     """
 
     data: int
@@ -50,22 +50,22 @@ class AsMesh:
 
     @property
     def by_default(self) -> bool:
-        """Whether the default rules do."""
+        """Whether the default rules shard these dims."""
         return self.tensor == 1 or self.dims == TENSOR_DIMS
 
 
 def find_mesh(layers: Layers, found: Partitioned) -> AsMesh:
     """Return the mesh that runs a partition.
 
-    A mesh axis shards the batch, or dims by their names; so each level has to be one of both for all layers,
-    in equal parts, with the batch in the outer levels.
+    A mesh axis shards either the batch or dims by their names, for all layers and in equal parts, with the
+    batch in the outer levels.
 
     Args:
-      layers: of the model.
+      layers: the layers of the model.
       found: their partition.
 
     Raises:
-      NoMesh: none does.
+      NoMesh: no mesh does.
     """
     levels = [level.chosen for level in found.levels]
     if not _is_even(found):
@@ -93,10 +93,14 @@ def find_mesh(layers: Layers, found: Partitioned) -> AsMesh:
                 " by features: an axis of a mesh does one of both for all layers"
             )
     of_levels = [(layer, split) for chosen in tensor_levels for layer, split in _weighted(layers, chosen)]
-    # the default rules if they give these types, else the dims that these types split
-    split_dims = {dim for layer, split in of_levels for dim in _dims(layer.dims_in, layer.dims_out, split)}
+    # use the default rules if they give these types, else the dims that these types split
+    split_dims = {
+        dim
+        for layer, split in of_levels
+        for dim in {TYPE_II: layer.dims_in, TYPE_III: layer.dims_out}.get(split.way, ())
+    }
     for dims in (TENSOR_DIMS, frozenset(split_dims)):
-        if all(tensor_way(layer, dims) == split.way for layer, split in of_levels):
+        if all(find_tensor_type(layer, dims) == split.way for layer, split in of_levels):
             return AsMesh(data=2**data_levels, tensor=2 ** len(tensor_levels), dims=dims)
     raise NoMesh("layers with the same dims are split differently, and rules for dims treat them alike")
 
@@ -105,28 +109,24 @@ def _weighted(layers: Layers, chosen: Sequence[Split]) -> list[tuple[Layer, Spli
     return [(layer, split) for layer, split in zip(layers, chosen, strict=True) if layer.has_weights]
 
 
-def _dims(dims_in: tuple[str, ...], dims_out: tuple[str, ...], split: Split) -> tuple[str, ...]:
-    return {TYPE_II: dims_in, TYPE_III: dims_out}.get(split.way, ())
-
-
 def _is_even(found: Partitioned) -> bool:
-    """Whether all halves are equal, on all levels."""
+    """Return whether the halves are equal on all levels."""
     even = all(math.isclose(split.ratio, 0.5) for split in found.chosen)
     alike = not found.halves or found.halves[0] == found.halves[1]
     return even and alike and all(map(_is_even, found.halves[:1]))
 
 
 MEGATRON = "megatron"
-"""Name of the way with tensor inside a node and data between nodes."""
+"""Name of the method with tensor inside a node and data between nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """Layers on the devices of a cluster.
+    """Partitions of a model's layers on a cluster.
 
     Args:
-      layers: of the model, for the whole batch.
-      ways: name -> the partition.
+      layers: the layers of the model, for the whole batch.
+      ways: name of a method -> its partition.
     """
 
     layers: Layers
@@ -134,20 +134,20 @@ class LayerPlan:
 
     @property
     def best(self) -> str:
-        """The name of the fastest way; a search decides level by level, so it may be one of the others."""
+        """The name of the fastest method, which need not be a search, as a search decides level by level."""
         return min(self.ways, key=lambda name: self.ways[name].seconds)
 
 
 def cluster_group(plan: ClusterPlan, link_gb_per_second: float | None) -> Group:
-    """Return the devices of a planned cluster as a tree: kinds of islands, islands, nodes, devices.
+    """Return the devices of a planned cluster as a tree of kinds of islands, islands, nodes and devices.
 
     Args:
-      plan: what says each kind's devices and machine.
-      link_gb_per_second: what an island sends to others; None: at once.
+      plan: the plan, with the devices and machine of each kind.
+      link_gb_per_second: rate between islands. None means that sending takes no time.
     """
     link = Link() if link_gb_per_second is None else Link(bytes_per_second=link_gb_per_second * GB)
     islands = [
-        group_of(each.machine, each.kind.devices or 1, each.kind.kind)
+        make_group(each.machine, each.kind.devices or 1, each.kind.kind)
         for each in plan.kinds
         for _ in range(each.kind.count)
     ]
@@ -155,23 +155,23 @@ def cluster_group(plan: ClusterPlan, link_gb_per_second: float | None) -> Group:
 
 
 def plan_layers(layers: Sequence[Layer], group: Group, devices_per_node: int) -> LayerPlan:
-    """Partition layers by each way.
+    """Partition layers by each method.
 
     Args:
-      layers: of the model.
+      layers: the layers of the model.
       group: the devices.
-      devices_per_node: devices that Megatron's way gives to the axis tensor.
+      devices_per_node: number of devices that Megatron's method gives to the axis tensor.
     """
     fixed = tuple(layers)
     choosers = dict(BASELINES)
     if any(TENSOR_DIMS & {*layer.dims_in, *layer.dims_out} for layer in fixed):
-        choosers[MEGATRON] = mesh_levels(levels_above(group, devices_per_node), TENSOR_DIMS)
-    ways = {name: Hierarchy(choose=choose).partition(fixed, group) for name, choose in choosers.items()}
+        choosers[MEGATRON] = mesh_levels(count_levels_above(group, devices_per_node), TENSOR_DIMS)
+    ways = {name: partition_layers(fixed, group, choose) for name, choose in choosers.items()}
     return LayerPlan(layers=fixed, ways=ways)
 
 
-def levels_above(group: Group, devices: int) -> int:
-    """Return how many levels, from the top, have groups of more than so many devices."""
+def count_levels_above(group: Group, devices: int) -> int:
+    """Count the levels, from the top, whose groups have more than a number of devices."""
     if not group.halves or group.devices <= devices:
         return 0
-    return 1 + max(levels_above(half, devices) for half in group.halves)
+    return 1 + max(count_levels_above(half, devices) for half in group.halves)

@@ -1,6 +1,6 @@
-"""The layers of a model and the tensors between them, as values. No jax.
+"""Types of a graph of layers and the tensors between them. No jax.
 
-`trace_layers.py` makes graphs of models. Next: `partition.py`, the ways to partition a layer.
+`trace_layers.py` makes graphs of models. Next: `partition.py`, which splits a layer.
 """
 
 import math
@@ -18,8 +18,8 @@ class Source:
     """A tensor that a layer reads from another layer.
 
     Args:
-      layer: the number of the layer that computes it.
-      num_bytes: of the tensor as it is read; its gradient, which goes the other way, has as many.
+      layer: number of the layer that computes it.
+      num_bytes: bytes of the tensor as it is read, and of its gradient.
     """
 
     layer: int
@@ -31,18 +31,18 @@ class Layer:
     """One layer, for the whole batch.
 
     Args:
-      name: the path of its weights, or of what joins.
+      name: path of its weights, or of the tensors that it joins.
       kind: one of the above.
-      sources: the tensors that it reads from layers before it, each of another; none if it reads the batch.
-      flops: of the forward.
-      weight_bytes: of its weights, and of their gradient.
-      output_bytes: of its result, and of that one's gradient.
-      rows: of the batch.
-      size_in: sum over the input features, the second dim of its input; 1: it cannot be split.
-      size_out: output features, the second dim of its result; of a layer without weights the size of the dim
-        that its input and its result have in common.
-      dims_in: the names of the input features' dims, as the weights have them.
-      dims_out: the names of the output features' dims.
+      sources: tensors that it reads from earlier layers; none if it reads the batch.
+      flops: flops of the forward.
+      weight_bytes: bytes of its weights, and of their gradient.
+      output_bytes: bytes of its result, and of the result's gradient.
+      rows: rows of the batch.
+      size_in: number of input features; 1 if they cannot be split.
+      size_out: number of output features; for a layer without weights, the size of the dim that input and
+        result share.
+      dims_in: dim names of the input features in the weights.
+      dims_out: dim names of the output features.
     """
 
     name: str
@@ -59,15 +59,15 @@ class Layer:
 
     @property
     def has_weights(self) -> bool:
-        """Whether it has weights, and so the three partition types."""
+        """Whether it has weights, and therefore the three types of splits."""
         return self.kind not in (JOIN, UNWEIGHTED_PRODUCT)
 
     @property
     def input_bytes(self) -> float:
-        """Bytes of what it reads from other layers; their gradient has as many."""
+        """Bytes of the tensors that it reads from other layers, and of their gradients."""
         return sum(source.num_bytes for source in self.sources)
 
     @property
     def step_flops(self) -> float:
-        """Flops of forward and backward: each of two gradients costs a forward; the batch needs none."""
+        """Flops of forward and backward: each gradient costs a forward, and the batch needs no gradient."""
         return self.flops * (2 + bool(self.sources))

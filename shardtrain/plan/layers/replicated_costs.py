@@ -1,6 +1,6 @@
-"""What the stages of a pipeline cost whose stages may have several devices each, for a run on a cluster.
+"""Compute the costs of pipeline stages that may have several devices each, for a run on a cluster.
 
-Next: `replicated_stages.py`, which cuts by these costs.
+Next: `replicated_stages.py`, which cuts a pipeline by these costs.
 """
 
 import math
@@ -20,13 +20,13 @@ from shardtrain.sharding.axis_sizes import divisors
 
 @dataclass(frozen=True, kw_only=True)
 class StageDevice:
-    """A device of a pipeline, or several equal ones that are not divided among stages.
+    """A device of a pipeline, or several equal devices that stay in one stage.
 
     Args:
-      flops_per_second: of one device.
-      memory_bytes: that one device can fill.
-      node: the number of its node.
-      number: of devices.
+      flops_per_second: rate of one device.
+      memory_bytes: usable memory of one device.
+      node: number of its node.
+      number: number of devices.
     """
 
     flops_per_second: float
@@ -40,10 +40,9 @@ class PipelineDevices:
     """The devices of a pipeline and their links.
 
     Args:
-      devices: in the order of the stages, those of a node side by side.
-      device_bytes_per_second: what a device sends to another of its node.
-      node_bytes_per_second: what a node sends to another.
-
+      devices: devices in the order of the stages, node by node.
+      device_bytes_per_second: rate between devices of a node.
+      node_bytes_per_second: rate between nodes.
     """
 
     devices: tuple[StageDevice, ...]
@@ -56,14 +55,13 @@ class PipelineDevices:
         return self.device_bytes_per_second if same else self.node_bytes_per_second
 
     def stage(self, first: int, end: int, rows: int) -> StageDevices:
-        """Return the devices from `first` to before `end` as one stage: replicas with equal rows.
+        """Return the devices from `first` to before `end` as one stage of replicas with equal rows.
 
-        Rows are filled up to a multiple of the devices, so that devices beyond the rows of a microbatch do
-        nothing.
+        Rows are padded to a multiple of the devices; devices beyond the rows of a microbatch do nothing.
 
         Args:
           first, end: numbers of devices.
-          rows: of a microbatch.
+          rows: rows of a microbatch.
         """
         members = self.devices[first:end]
         of_each = math.ceil(rows / self.number(first, end))
@@ -74,24 +72,21 @@ class PipelineDevices:
         )
 
     def number(self, first: int, end: int) -> int:
-        """Return the number of devices, where several stand as one."""
+        """Count devices, where several may count as one entry."""
         return sum(device.number for device in self.devices[first:end])
 
     def numbers(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """Return the number of devices of each stage, where several stand as one."""
+        """Count the devices of each stage."""
         return tuple(self.number(*group) for group in pairwise(accumulate(devices, initial=0)))
 
     def list_mixed_stages(self, devices: Sequence[int]) -> list[int]:
-        """Return the stages that have devices of different speed or memory."""
+        """Return the stages with devices of different speed or memory."""
         groups = pairwise(accumulate(devices, initial=0))
         kinds = [{(d.flops_per_second, d.memory_bytes) for d in self.devices[a:b]} for a, b in groups]
         return [stage for stage, found in enumerate(kinds) if len(found) > 1]
 
     def all_reduce_seconds(self, first: int, end: int, num_bytes: float) -> float:
-        """Return the seconds to add up gradients of the replicas: in each node, then between nodes.
-
-        A ring of n members sends 2 (n - 1) / n of the bytes from each.
-        """
+        """Return the seconds of all-reducing gradients over replicas, in each node and then between nodes."""
         numbers: dict[int, int] = {}
         for device in self.devices[first:end]:
             numbers[device.node] = numbers.get(device.node, 0) + device.number
@@ -108,9 +103,9 @@ class ReplicatedCut:
 
     Args:
       counts: blocks of each stage.
-      devices: number of devices of each stage, in their order; see `StageDevice.number`.
-      step_seconds: the simulated schedule, then the longest all-reduce of a stage.
-      slowest_seconds: of a microbatch, the slowest stage or link: what the cut minimises.
+      devices: devices of each stage, in their order; see `StageDevice.number`.
+      step_seconds: seconds of the simulated schedule and the longest all-reduce of a stage.
+      slowest_seconds: seconds of a microbatch in the slowest stage or link, which the cut minimises.
     """
 
     counts: tuple[int, ...]
@@ -121,14 +116,14 @@ class ReplicatedCut:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicatedCosts:
-    """What stages of a model cost, on any blocks and devices.
+    """Costs of the stages of a model, for any blocks and devices.
 
     Args:
       model: costs of the blocks, for a microbatch.
-      gradient_bytes: of the blocks and of the model's ends.
+      gradient_bytes: bytes of the gradients of the blocks and of the model's ends.
       pipeline: the devices.
-      num_microbatches: of a step.
-      rows: of a microbatch.
+      num_microbatches: number of microbatches of a step.
+      rows: rows of a microbatch.
     """
 
     model: ModelCosts
@@ -143,26 +138,27 @@ class ReplicatedCosts:
         return len(self.model.blocks)
 
     def gradients(self, begin: int, end: int) -> float:
-        """Return the bytes of the gradients of the blocks from begin to before end."""
+        """Return the bytes of the gradients of the blocks from `begin` to before `end`."""
         found = self.gradient_bytes
         ends = (begin == 0) * found.first + (end == self.num_blocks) * found.last
         return sum(found.blocks[begin:end]) + ends
 
-    def stage_costs(self, counts: Sequence[int], devices: Sequence[int]) -> StageCosts:
-        """Return the costs of stages with so many blocks and devices each."""
-        groups = list(pairwise(accumulate(devices, initial=0)))
-        return StageCosts(
+    def list_block_costs(self, name: str) -> tuple[list[float], float, float]:
+        """Return one cost of each block, of what comes before the blocks, and of what comes after them."""
+        model = self.model
+        return [getattr(block, name) for block in model.blocks], *(
+            getattr(each, name) for each in (model.first, model.last)
+        )
+
+    def evaluate(self, counts: Sequence[int], devices: Sequence[int]) -> ReplicatedCut:
+        """Predict the step of a cut; the slowest stage is infinite if the cut does not fit the memory."""
+        blocks, groups = (list(pairwise(accumulate(each, initial=0))) for each in (counts, devices))
+        costs = StageCosts(
             model=self.model,
             devices=[self.pipeline.stage(*group, self.rows) for group in groups],
             table=make_table("1f1b", len(groups), self.num_microbatches),
             link_bytes_per_second=[self.pipeline.link(end - 1, end) for _, end in groups[:-1]],
         )
-
-    def judged(self, counts: Sequence[int], devices: Sequence[int]) -> ReplicatedCut:
-        """Return a cut with its predicted step; one that does not fit has an infinite slowest stage."""
-        costs = self.stage_costs(counts, devices)
-        blocks = list(pairwise(accumulate(counts, initial=0)))
-        groups = list(pairwise(accumulate(devices, initial=0)))
         slowest = longest = 0.0
         for stage, (part, group) in enumerate(zip(blocks, groups, strict=True)):
             joined = self.pipeline.all_reduce_seconds(*group, self.gradients(*part))
@@ -179,21 +175,23 @@ class ReplicatedCosts:
 
 
 MOST_ENTRIES = 4_000_000
-"""So many stages, of blocks and devices, are compared."""
+"""Largest number of stages to compare, over all blocks and devices."""
 
 MICROBATCHES = 4
-"""Most microbatches for each stage that there can be."""
+"""Largest number of microbatches for each possible stage."""
 
 
-def pipeline_devices(plan: ClusterPlan, link_gb_per_second: float | None, num_blocks: int) -> PipelineDevices:
-    """Return the devices of a planned cluster in order, kind by kind; of many, several of a node as one.
+def list_pipeline_devices(
+    plan: ClusterPlan, link_gb_per_second: float | None, num_blocks: int
+) -> PipelineDevices:
+    """Return the devices of a planned cluster, kind by kind; of many, several of a node count as one.
 
-    The links are the slowest inside a node and between nodes or islands.
+    The links are the slowest ones inside a node and between nodes or islands.
 
     Args:
-      plan: what says each kind's devices and machine.
-      link_gb_per_second: what an island sends to others; None: at once.
-      num_blocks: of the model.
+      plan: the plan, with the devices and machine of each kind.
+      link_gb_per_second: rate between islands. None means that sending takes no time.
+      num_blocks: number of blocks of the model.
     """
     total = sum((each.kind.devices or 1) * each.kind.count for each in plan.kinds)
     most = max(math.isqrt(MOST_ENTRIES) // num_blocks, 1)
@@ -202,7 +200,7 @@ def pipeline_devices(plan: ClusterPlan, link_gb_per_second: float | None, num_bl
     for each in plan.kinds:
         rates, of_island = each.machine.rates, each.kind.devices or 1
         per_node = min(each.machine.devices_per_node, of_island)
-        # as few devices as one as leave few enough, or all that divide a node
+        # the smallest number that leaves few enough entries, or else the largest that divides a node
         together = divisors(math.gcd(per_node, of_island))
         number = next((n for n in together if total <= n * most), together[-1])
         for _ in range(each.kind.count):
@@ -227,18 +225,18 @@ def pipeline_devices(plan: ClusterPlan, link_gb_per_second: float | None, num_bl
 
 
 def pipeline_costs(subject: Subject, plan: ClusterPlan, link_gb_per_second: float | None) -> ReplicatedCosts:
-    """Return what stages of a run's model cost on a planned cluster, in microbatches of equal rows.
+    """Return the costs of the stages of a run's model on a planned cluster, with microbatches of equal rows.
 
     Args:
       subject: the model, its loss, optimizer and batch.
-      plan, link_gb_per_second: see `pipeline_devices`.
+      plan, link_gb_per_second: see `list_pipeline_devices`.
 
     Raises:
-      ValueError: the model does not say what its blocks are.
+      ValueError: the model does not define its blocks.
     """
-    devices = pipeline_devices(plan, link_gb_per_second, subject.num_blocks)
+    devices = list_pipeline_devices(plan, link_gb_per_second, subject.num_blocks)
     stages = min(len(devices.devices), subject.num_blocks)
-    # microbatches of equal rows, so that the costs are those of this batch and not of a padded one
+    # equal rows, so that no batch is padded
     microbatches = max(n for n in divisors(subject.batch_rows) if n <= MICROBATCHES * stages)
     rows = subject.batch_rows // microbatches
     traced = subject.traced_blocks(rows)

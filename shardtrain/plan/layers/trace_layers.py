@@ -1,7 +1,7 @@
-"""Trace the loss of any Flax model into its layers and the tensors between them, without devices.
+"""Trace the loss of any Flax model into a graph of layers, without devices.
 
-A layer is a convolution, matrix product or lookup with weights, a product of activations, or a join of paths;
-everything between, such as norms and activation functions, belongs to the layer that it follows.
+A layer is a convolution, matrix product or lookup with weights, a product of activations, or a join of paths.
+Other operations, such as norms and activation functions, belong to the layer before them.
 """
 
 import math
@@ -15,7 +15,7 @@ from shardtrain.functional.jaxprs import scan_counts
 from shardtrain.functional.model import path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.plan.fusion import ALIASES
-from shardtrain.plan.jaxpr_walk import CALLED, OPAQUE
+from shardtrain.plan.jaxpr_walk import find_inner
 from shardtrain.plan.layers.layer_graph import (
     CONVOLUTION,
     JOIN,
@@ -25,26 +25,26 @@ from shardtrain.plan.layers.layer_graph import (
     Layer,
     Source,
 )
-from shardtrain.plan.named_dims import Operands, find_names
+from shardtrain.plan.named_dims import Operands, OutputNames, find_names
 from shardtrain.plan.program import Dims
 from shardtrain.plan.subject import Subject
-from shardtrain.plan.trace import make_loss
+from shardtrain.plan.trace import is_dims, make_loss
 
 MULTIPLIES = {"dot_general": PRODUCT, "ragged_dot_general": PRODUCT, "conv_general_dilated": CONVOLUTION}
 SAME_TENSOR = ALIASES | {"convert_element_type", "transpose"}
-"""Operations whose result is the same tensor, in another form."""
+"""Operations whose result is the same tensor in another form."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Value:
-    """What is known of an array of the traced loss.
+    """An array of the traced loss.
 
     Args:
       active: whether it depends on the batch.
-      layer: the layer that computed it; None: no layer did.
-      path: of the parameter that it is a form of; None: it is none.
-      dims: the names of its dims, if it is a form of a parameter.
-      item_bytes: of an element of that parameter.
+      layer: number of the layer that computed it, if one did.
+      path: path of the parameter that it is a form of, if it is one.
+      dims: its dim names, if it is a form of a parameter.
+      item_bytes: bytes of an element of that parameter.
       first: the value that it is another form of.
     """
 
@@ -57,15 +57,15 @@ class Value:
 
     @property
     def root(self) -> "Value":
-        """The value that this is a form of."""
+        """The value that this is a form of, or itself."""
         return self.first or self
 
 
 def trace_layers(subject: Subject) -> tuple[Layer, ...]:
     """Return the layers of a model in training, for the whole batch, in order.
 
-    Stacked blocks are taken one by one; matrix products that read one tensor, such as the query, key and
-    value of an attention, are one layer.
+    Stacked blocks are separate layers. Matrix products that read one tensor, such as the query, key and value
+    of an attention, are one layer.
 
     Args:
       subject: the model, its loss and its batch.
@@ -76,7 +76,7 @@ def trace_layers(subject: Subject) -> tuple[Layer, ...]:
     traced = jax.make_jaxpr(make_loss(model, subject.loss, rows))(
         params, model_state, key, dict(subject.batch)
     )
-    names = jax.tree.leaves(model.dims, is_leaf=lambda leaf: leaf is None or isinstance(leaf, tuple))
+    names = jax.tree.leaves(model.dims, is_leaf=is_dims)
     inputs = [
         Value(path=path_text(path), dims=dims or (None,) * len(leaf.shape), item_bytes=leaf.dtype.itemsize)
         for (path, leaf), dims in zip(jax.tree.leaves_with_path(params), names, strict=True)
@@ -90,13 +90,13 @@ def trace_layers(subject: Subject) -> tuple[Layer, ...]:
 
 @dataclass(kw_only=True)
 class _Walk:
-    """The layers of a computation, found one after the other.
+    """The layers that a walk has found so far.
 
     Args:
-      rows: of the batch.
-      layers: those found so far.
-      reads: for each layer of matrix products the tensor that it reads, else None.
-      trips: how often the present loop runs.
+      rows: rows of the batch.
+      layers: the layers.
+      reads: the tensor that each layer of matrix products reads; None for other layers.
+      trips: number of trips of the loops around.
     """
 
     rows: int
@@ -105,49 +105,36 @@ class _Walk:
     trips: int = 1
 
     def run(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
-        """Add the layers of a jaxpr; return what is known of its results."""
+        """Add the layers of a jaxpr; return its results."""
         known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def value(atom: Any) -> Value:
             return Value() if hasattr(atom, "val") else known.get(atom, Value())
 
         for equation in jaxpr.eqns:
-            found = self._equation(equation, [value(atom) for atom in equation.invars])
+            reads = [value(atom) for atom in equation.invars]
+            if equation.primitive.name == "scan":
+                found = self._scan(equation, reads)
+            elif (inner := find_inner(equation)) is not None:
+                found = self.run(inner, reads[len(reads) - len(inner.invars) :])
+            else:
+                found = self._operation(equation, reads)
             known.update(zip(equation.outvars, found, strict=True))
         return [value(atom) for atom in jaxpr.outvars]
 
-    def _equation(self, equation: Any, reads: list[Value]) -> list[Value]:
-        primitive, params = equation.primitive.name, equation.params
-        if primitive == "scan":
-            return self._scan(equation, reads)
-        if primitive == "while":
-            # nobody knows how often it runs: counted once
-            return self._inline(params["body_jaxpr"], reads[params["cond_nconsts"] :])
-        if primitive == "cond":
-            # the branch with the most operations stands for all
-            return self._inline(max(params["branches"], key=lambda each: len(each.jaxpr.eqns)), reads[1:])
-        inner = next((params[key] for key in CALLED if key in params), None)
-        if inner is not None and primitive not in OPAQUE:
-            return self._inline(inner, reads)
-        return self._operation(equation, reads)
-
-    def _inline(self, inner: Any, reads: Sequence[Value]) -> list[Value]:
-        jaxpr = getattr(inner, "jaxpr", inner)
-        return self.run(jaxpr, reads[len(reads) - len(jaxpr.invars) :])
-
     def _scan(self, equation: Any, reads: list[Value]) -> list[Value]:
-        """A loop over stacked parameters is its blocks one by one; of another the body runs several times."""
+        """Add each block of a loop over stacked parameters, or the body of any other loop once."""
         jaxpr, length = equation.params["jaxpr"].jaxpr, equation.params["length"]
         consts, carried = scan_counts(equation)
         fixed, carry, stacked = reads[:consts], reads[consts : consts + carried], reads[consts + carried :]
         outputs: list[Value] = []
         if any(each.path is not None for each in stacked):
             for i in range(length):
-                outputs = self.run(jaxpr, [*fixed, *carry, *(_row(each, str(i)) for each in stacked)])
+                outputs = self.run(jaxpr, [*fixed, *carry, *(_take_row(each, str(i)) for each in stacked)])
                 carry = outputs[:carried]
             return outputs
         self.trips *= length
-        outputs = self.run(jaxpr, [*fixed, *carry, *(_row(each) for each in stacked)])
+        outputs = self.run(jaxpr, [*fixed, *carry, *(_take_row(each) for each in stacked)])
         self.trips //= length
         return outputs
 
@@ -162,11 +149,13 @@ class _Walk:
         weight = next((value for value in reads if value.path is not None), None)
         if primitive in MULTIPLIES:
             has_weight = len(active) == 1 and weight is not None
-            number = self._count_weighted(equation, reads) if has_weight else self._product(equation, active)
+            number = (
+                self._add_weighted(equation, reads) if has_weight else self._add_product(equation, active)
+            )
         elif primitive == "gather" and not reads[0].active and reads[0].path is not None:
-            number = self._lookup(equation, reads[0])
+            number = self._add_lookup(equation, reads[0])
         elif len(layers) > 1:
-            number = self._add(self._layer(equation, JOIN, active))
+            number = self._add(self._make_layer(equation, JOIN, active))
         else:
             number = next(iter(layers), None)
             first = active[0][0].root if primitive in SAME_TENSOR else None
@@ -174,25 +163,18 @@ class _Walk:
         return [Value(active=True, layer=number) for _ in equation.outvars]
 
     def _follow_parameters(self, equation: Any, reads: list[Value]) -> list[Value]:
-        """What is computed from one parameter is a form of it; its dims are named by `named_dims`."""
+        """Return the results of an operation on parameters, which are forms of the first one."""
         source = next((value for value in reads if value.path is not None), None)
         if source is None:
             return [Value() for _ in equation.outvars]
-        dims = find_names(
-            equation.primitive.name,
-            Operands(
-                [
-                    value.dims if value.path is not None else (None,) * len(atom.aval.shape)
-                    for value, atom in zip(reads, equation.invars, strict=True)
-                ],
-                [atom.aval.shape for atom in equation.invars],
-                equation.params,
-                [tuple(out.aval.shape) for out in equation.outvars],
-            ),
-        ).outputs
+        given = [
+            value.dims if value.path is not None else (None,) * len(atom.aval.shape)
+            for value, atom in zip(reads, equation.invars, strict=True)
+        ]
+        dims = _find_names(equation, given).outputs
         return [replace(source, dims=each, first=None) for each in dims]
 
-    def _layer(self, equation: Any, kind: str, active: Sequence[tuple[Value, Any]]) -> Layer:
+    def _make_layer(self, equation: Any, kind: str, active: Sequence[tuple[Value, Any]]) -> Layer:
         out = equation.outvars[0].aval
         # a layer may read several results of another, such as query and key
         read = {(value.layer, value.root): _bytes(aval) for value, aval in active if value.layer is not None}
@@ -214,29 +196,29 @@ class _Walk:
         self.reads.append(reads)
         return len(self.layers) - 1
 
-    def _product(self, equation: Any, active: Sequence[tuple[Value, Any]]) -> int:
-        """A product of activations can be split by the dims that both and the result have, such as heads."""
-        layer = self._layer(equation, UNWEIGHTED_PRODUCT, active)
+    def _add_product(self, equation: Any, active: Sequence[tuple[Value, Any]]) -> int:
+        """Add a product of activations, which can be split by the dims that both share, such as heads."""
+        layer = self._make_layer(equation, UNWEIGHTED_PRODUCT, active)
         shared = 1
         if equation.primitive.name == "dot_general":
             _, (batch, _) = equation.params["dimension_numbers"]
             shared = math.prod(equation.invars[0].aval.shape[i] for i in batch) // self.rows
-        return self._add(replace(layer, flops=self.trips * _flops(equation), size_out=max(shared, 1)))
+        return self._add(replace(layer, flops=self.trips * _count_flops(equation), size_out=max(shared, 1)))
 
-    def _count_weighted(self, equation: Any, reads: list[Value]) -> int:
+    def _add_weighted(self, equation: Any, reads: list[Value]) -> int:
         at = next(i for i, value in enumerate(reads[:2]) if value.path is not None)
         weight, aval = reads[at], equation.invars[at].aval
         value, other = reads[1 - at], equation.invars[1 - at].aval
         into, out = _features(equation, at)
         layer = replace(
-            self._layer(equation, MULTIPLIES[equation.primitive.name], [(value, other)]),
+            self._make_layer(equation, MULTIPLIES[equation.primitive.name], [(value, other)]),
             name=weight.path,
-            flops=self.trips * _flops(equation),
+            flops=self.trips * _count_flops(equation),
             weight_bytes=aval.size * weight.item_bytes,
             size_in=math.prod(aval.shape[i] for i in into),
             size_out=math.prod(aval.shape[i] for i in out),
-            dims_in=tuple(name for i in into if (name := weight.dims[i])),
-            dims_out=tuple(name for i in out if (name := weight.dims[i])),
+            dims_in=_select_names(weight, into),
+            dims_out=_select_names(weight, out),
         )
         same = next(
             (n for n, each in enumerate(self.reads) if each is value.root and layer.kind == PRODUCT), None
@@ -255,31 +237,31 @@ class _Walk:
         )
         return same
 
-    def _lookup(self, equation: Any, table: Value) -> int:
+    def _add_lookup(self, equation: Any, table: Value) -> int:
         aval, numbers = equation.invars[0].aval, equation.params["dimension_numbers"]
         into = numbers.collapsed_slice_dims
         out = [i for i in range(len(aval.shape)) if i not in into]
         layer = replace(
-            self._layer(equation, LOOKUP, []),
+            self._make_layer(equation, LOOKUP, []),
             name=table.path,
             weight_bytes=aval.size * table.item_bytes,
             size_in=math.prod(aval.shape[i] for i in into),
             size_out=math.prod(aval.shape[i] for i in out),
-            dims_in=tuple(name for i in into if (name := table.dims[i])),
-            dims_out=tuple(name for i in out if (name := table.dims[i])),
+            dims_in=_select_names(table, into),
+            dims_out=_select_names(table, out),
         )
         return self._add(layer)
 
 
-def _row(value: Value, number: str = "") -> Value:
-    """Return what is known of one row of stacked values."""
+def _take_row(value: Value, number: str = "") -> Value:
+    """Return one row of a stacked value."""
     if value.path is None:
         return replace(value, first=None)
     return replace(value, path=f"{value.path}[{number}]", dims=value.dims[1:], first=None)
 
 
 def _features(equation: Any, at: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the dims of a weight that are input features and those that are output features."""
+    """Return the dims of a weight that are input features, and the ones that are output features."""
     numbers = equation.params.get("dimension_numbers")
     if equation.primitive.name == "conv_general_dilated":
         return (numbers.rhs_spec[1],), (numbers.rhs_spec[0],)
@@ -290,12 +272,19 @@ def _features(equation: Any, at: int) -> tuple[Sequence[int], Sequence[int]]:
     return contracted, [i for i in range(rank) if i not in (*contracted, *batch)]
 
 
-def _flops(equation: Any) -> float:
-    operands = [atom.aval.shape for atom in equation.invars]
-    named = Operands([(None,) * len(shape) for shape in operands], operands, equation.params, [])
-    return find_names(
-        equation.primitive.name, named._replace(out_shapes=[equation.outvars[0].aval.shape])
-    ).flops
+def _select_names(value: Value, dims: Sequence[int]) -> tuple[str, ...]:
+    return tuple(name for i in dims if (name := value.dims[i]))
+
+
+def _find_names(equation: Any, dims: Sequence[Dims]) -> OutputNames:
+    shapes, outputs = (
+        [tuple(atom.aval.shape) for atom in atoms] for atoms in (equation.invars, equation.outvars)
+    )
+    return find_names(equation.primitive.name, Operands(dims, shapes, equation.params, outputs))
+
+
+def _count_flops(equation: Any) -> float:
+    return _find_names(equation, [(None,) * len(atom.aval.shape) for atom in equation.invars]).flops
 
 
 def _bytes(aval: Any) -> float:

@@ -1,1 +1,1 @@
-"""Task graphs of a training step, and their simulation with a queue for each device and link. No jax."""
+"""Simulation of the tasks of a training step with a queue for each device and link. No jax."""

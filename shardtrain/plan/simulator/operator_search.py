@@ -1,7 +1,7 @@
-"""Search the sharding of each operator of a run by a Markov chain, beside the best that rules by name give.
+"""Search the sharding of each operator of a run by a Markov chain, and compare it with the best layout.
 
-An analysis: a run's rules shard dims by name, the same dim alike in all operators. The search of
-FlexFlow (Jia et al. 2019, section 6): a change is proposed, simulated, and kept by the rule of Metropolis.
+This is an analysis, as a run shards a dim alike in all operators. The search is the one of FlexFlow (Jia et
+al. 2019, section 6): a change is proposed, simulated, and kept by the rule of Metropolis.
 """
 
 import math
@@ -17,28 +17,28 @@ from shardtrain.plan.prediction import Choice
 from shardtrain.plan.simulator.operator_shardings import ShardedOperators, Sharding, Transfers
 from shardtrain.plan.simulator.operators import SAME_DIM, Operator, Operators, trace_operators
 from shardtrain.plan.simulator.task_graph import Key, Task, simulate
-from shardtrain.plan.space import layouts, mesh_text
+from shardtrain.plan.space import list_layouts, mesh_text
 from shardtrain.plan.subject import Subject
 from shardtrain.sharding.axis_sizes import axis_sizes, divisors
 from shardtrain.sharding.layout import Layout
 
 BETA = 300.0
-"""Beta times the best step: one that is slower by 1 / 300 is kept with a probability of 1 / e."""
+"""Beta times the seconds of the best step: a step slower by 1 / 300 is kept with a probability of 1 / e."""
 
 MEAN_RUN = 8
-"""Mean number of operators in a row that a proposal changes, where it changes several."""
+"""Mean number of consecutive operators of a proposal that changes several."""
 
 TOO_LARGE = 10.0
-"""A step that does not fit costs so many times its seconds, times the part that is too large."""
+"""Penalty of a step that does not fit, relative to its seconds and to its memory over that of a device."""
 
 
 class Judged(NamedTuple):
-    """A step as a search sees it.
+    """The score of a step.
 
     Args:
-      cost: the seconds, times a penalty where it does not fit; for comparisons alone.
-      seconds: of the step, as it is simulated.
-      fits: whether it is within the memory of a device.
+      cost: the seconds, times a penalty if it does not fit, for comparisons.
+      seconds: simulated seconds of the step.
+      fits: whether it fits the memory of a device.
     """
 
     cost: float
@@ -52,9 +52,9 @@ class ShardedStep:
 
     Args:
       space: the operators on a mesh.
-      shardings: of each operator.
-      sent: number of a value -> the tasks by which it gets to the operators that need it.
-      tasks: all tasks, by number.
+      shardings: sharding of each operator.
+      sent: number of a value -> the tasks that bring it to the operators that need it.
+      tasks: all tasks by number.
     """
 
     space: ShardedOperators
@@ -80,7 +80,7 @@ class ShardedStep:
         return nothing.changed(dict(enumerate(shardings)))
 
     def changed(self, new: Mapping[int, Sharding]) -> "ShardedStep":
-        """Return the step with some operators sharded otherwise; what stays as it is is not made again."""
+        """Return the step with other shardings of some operators; only their tasks are made again."""
         space = self.space
         shardings = tuple(new.get(number, sharding) for number, sharding in enumerate(self.shardings))
         values = {
@@ -102,21 +102,21 @@ class ShardedStep:
 
     @cached_property
     def judged(self) -> Judged:
-        """What the search compares: seconds, and more where the step does not fit the memory."""
+        """The score of the step."""
         over = self.space.memory_bytes(self.shardings) / self.space.machine.rates.memory_bytes
         seconds = simulate(self.tasks).makespan
         return Judged(seconds * (1 + TOO_LARGE * over if over > 1 else 1), seconds, over <= 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Searched:
-    """What a chain found.
+class SearchResult:
+    """The result of a search.
 
     Args:
-      shardings: the best, of each operator.
-      start: what it began with.
-      found: the best.
-      accepted: how many proposals were kept.
+      shardings: the best sharding of each operator.
+      start: score of the start.
+      found: score of the best step.
+      accepted: number of kept proposals.
     """
 
     shardings: tuple[Sharding, ...]
@@ -127,19 +127,19 @@ class Searched:
 
 def search_shardings(
     space: ShardedOperators, start: Sequence[Sharding], *, proposals: int, seed: int = 0
-) -> Searched:
+) -> SearchResult:
     """Search from one start.
 
-    Half of the proposals change one operator to any sharding, half shard one dim over one axis, or none, in
-    some operators in a row. One that costs x seconds more is kept with probability exp(-beta x), where
-    beta is `BETA` over the seconds of the best step so far. Proposals are not symmetric: this is a search,
-    and samples no distribution.
+    Half of the proposals give one operator any sharding; half shard one dim over one axis, or no dim, in some
+    consecutive operators. A proposal that costs x seconds more is kept with probability exp(-beta x), where
+    beta is `BETA` over the seconds of the best step so far. Proposals are not symmetric, so the search does
+    not sample a distribution.
 
     Args:
       space: the operators on a mesh.
-      start: of each operator, such as fits it.
-      proposals: how many.
-      seed: the same seed gives the same result.
+      start: a sharding of each operator that fits it.
+      proposals: number of proposals.
+      seed: seed of the proposals.
     """
     rng = random.Random(seed)
     first = now = best = ShardedStep.of(space, start)
@@ -155,17 +155,17 @@ def search_shardings(
         now, accepted = tried, accepted + 1
         if tried.judged.cost < best.judged.cost:
             best = tried
-    return Searched(shardings=best.shardings, start=first.judged, found=best.judged, accepted=accepted)
+    return SearchResult(shardings=best.shardings, start=first.judged, found=best.judged, accepted=accepted)
 
 
-def random_shardings(space: ShardedOperators, seed: int = 0) -> tuple[Sharding, ...]:
-    """Return any sharding for each operator."""
+def draw_shardings(space: ShardedOperators, seed: int = 0) -> tuple[Sharding, ...]:
+    """Return a random sharding of each operator."""
     rng = random.Random(seed)
     return tuple(_any_sharding(space, number, rng) for number in range(len(space.graph.operators)))
 
 
 def _any_sharding(space: ShardedOperators, number: int, rng: random.Random) -> Sharding:
-    """Return any sharding that fits an operator."""
+    """Return a random sharding that fits an operator."""
     options = (None, *space.graph.operators[number].sizes)
     found: Sharding = (None,) * len(space.sizes)
     for axis in rng.sample(range(len(found)), len(found)):
@@ -177,7 +177,7 @@ def _any_sharding(space: ShardedOperators, number: int, rng: random.Random) -> S
 def _proposal(
     space: ShardedOperators, shardings: Sequence[Sharding], rng: random.Random
 ) -> dict[int, Sharding]:
-    """Return new shardings of some operators, such as fit them."""
+    """Return new shardings of some operators that fit them."""
     first = rng.randrange(len(shardings))
     if rng.random() < 0.5:
         chosen = _any_sharding(space, first, rng)
@@ -201,19 +201,19 @@ class OperatorPlan:
 
     Args:
       space: the operators on a mesh.
-      rules: the best layout by rules, as the command line takes it.
+      rules: the best layout by rules, as on the command line.
       by_rules: its sharding of each operator.
-      searched: start -> what was found from it.
+      searched: name of a start -> result of the search from it.
     """
 
     space: ShardedOperators
     rules: str
     by_rules: tuple[Sharding, ...]
-    searched: Mapping[str, Searched]
+    searched: Mapping[str, SearchResult]
 
     @property
-    def best(self) -> Searched:
-        """The best of all starts."""
+    def best(self) -> SearchResult:
+        """The best result of all starts."""
         return min(self.searched.values(), key=lambda each: each.found.cost)
 
 
@@ -227,19 +227,19 @@ def plan_operators(
     proposals: int,
     seed: int,
 ) -> OperatorPlan:
-    """Search the shardings of all operators, from data parallelism, the best layout by rules, and at random.
+    """Search the shardings of all operators from three starts: data parallel, the best layout, and random.
 
     Args:
       subject: the model, its loss, optimizer and batch.
       machine: the devices.
-      num_devices: how many.
-      layout: what layouts have in common: rules, and sizes of axes that are fixed.
-      remat: what the backward computes again.
-      proposals: of each start.
-      seed: of all that is random.
+      num_devices: number of devices.
+      layout: rules and fixed axis sizes of all layouts.
+      remat: remat policy.
+      proposals: number of proposals from each start.
+      seed: seed of the random start and the proposals.
 
     Raises:
-      ValueError: there is one device alone, or no layout without a pipeline.
+      ValueError: there is only one device, or no layout without a pipeline.
     """
     if num_devices == 1:
         raise ValueError("one device has no operators to shard; give 2 devices or more")
@@ -248,7 +248,7 @@ def plan_operators(
     starts = {
         "data parallel": _shard_by_rules(space, Layout(mesh={axes.DATA: -1}), None),
         f"rules: {rules}": by_rules,
-        "random": random_shardings(space, seed),
+        "random": draw_shardings(space, seed),
     }
     searched = {
         name: search_shardings(space, start, proposals=proposals, seed=seed) for name, start in starts.items()
@@ -283,9 +283,9 @@ def _best_by_rules(
 ) -> tuple[ShardedOperators, str, tuple[Sharding, ...]]:
     """Return the layout whose rules give the fastest step, its mesh and its sharding of each operator."""
     found = []
-    for each in layouts(num_devices, layout):
+    for each in list_layouts(num_devices, layout):
         sizes = axis_sizes(each.mesh, num_devices)
-        # where a gathered weight is kept for the backward, ZeRO stages move the same
+        # all ZeRO stages send the same bytes if gathered weights are kept for the backward
         if sizes[axes.PIPELINE] > 1 or each.zero != 3:
             continue
         try:
@@ -306,7 +306,7 @@ def _best_by_rules(
 
 
 def _prime_axes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return a mesh in which each axis is one of as many axes as its size has prime factors.
+    """Split each axis of a mesh into axes of prime sizes.
 
     >>> _prime_axes({"data": 6, "fsdp": 1, "tensor": 2})
     {'data 0': 2, 'data 1': 3, 'tensor 0': 2}
@@ -324,7 +324,7 @@ def _prime_axes(sizes: Mapping[str, int]) -> dict[str, int]:
 def _shard_by_rules(
     space: ShardedOperators, layout: Layout, mesh_axes: Sequence[str] | None
 ) -> tuple[Sharding, ...]:
-    """Return how rules shard each operator; None: the examples of a batch over all axes."""
+    """Return how rules shard each operator; without `mesh_axes`, all axes shard the batch."""
     found = []
     for number, operator in enumerate(space.graph.operators):
         sharding: Sharding = (None,) * len(space.sizes)

@@ -1,7 +1,7 @@
-"""A step whose operators are each sharded in a way of their own: its tasks, and what a change costs. No jax.
+"""Make the tasks of a step whose operators each have their own sharding. No jax.
 
-All devices do the same at the same time: one queue for what they compute, and one for each link. Where an
-operator needs a value otherwise than it was made, a collective moves it. Next: `markov_chain.py`.
+All devices do the same at the same time, so there is one queue for computation and one for each link. If an
+operator needs a value in another sharding, a collective moves it. Next: `operator_search.py`.
 """
 
 import math
@@ -15,22 +15,21 @@ from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, 
 from shardtrain.plan.machine import Machine
 from shardtrain.plan.simulator.operators import Operators, Part, Value
 from shardtrain.plan.simulator.task_graph import Key, Task
-from shardtrain.plan.step_collectives import BETWEEN, INSIDE
 
 Sharding = tuple[str | None, ...]
-"""For each mesh axis the dim that it shards; None: its devices all do the same."""
+"""The dim that each mesh axis shards; None if its devices all do the same."""
 
 Move = tuple[str, tuple[str, ...], float]
 """A collective, the mesh axes that it runs over, and its seconds."""
 
 Transfers = Mapping[Sharding, Sequence[Task]]
-"""How operators need a value -> the tasks by which it gets there; (): it is there already."""
+"""Sharding that operators need -> the tasks that bring a value into it, () if it has it already."""
 
 PARTIAL = "partial"
-"""In the place of a dim: each device has a part of a sum."""
+"""In the place of a dim: each device has a partial sum."""
 
 AHEAD = 8
-"""A parameter is gathered when this many operators are left before the one that needs it."""
+"""Number of operators before the one that needs a parameter at which it is gathered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,7 @@ class ShardedOperators:
         return tuple(sorted({dim for each in self.graph.operators for dim in each.sizes}))
 
     def fits(self, operator: int, sharding: Sharding) -> bool:
-        """Return whether an operator has these dims, and they divide."""
+        """Return whether an operator has these dims, and the axes divide their sizes."""
         sizes = self.graph.operators[operator].sizes
         used = {dim for dim in sharding if dim is not None}
         return all(dim in sizes and sizes[dim] % self._parts(sharding, {dim}) == 0 for dim in used)
@@ -91,7 +90,7 @@ class ShardedOperators:
         return float(self.machine.rates.seconds(self._select_device(flops, sharding), moved))
 
     def memory_bytes(self, shardings: Sequence[Sharding]) -> float:
-        """Return the bytes of parameters, gradients and state, and of what a backward reads again."""
+        """Return the bytes of parameters, gradients and state, and of activations that a backward reads."""
         operators = self.graph.operators
         kept = sum(
             operator.kept_bytes / self._parts(sharding, set(operator.sizes))
@@ -111,7 +110,7 @@ class ShardedOperators:
         Args:
           number: of the operator.
           sharding: of the operator.
-          sent: number of a value -> its `transfers`, at least of those that it reads.
+          sent: number of a value -> its `transfers`, for the values that it reads.
         """
         needs: list[Key] = []
         for i in self.read_by.get(number, ()):
@@ -127,12 +126,12 @@ class ShardedOperators:
             kind=operator.kind,
             queue="compute",
             seconds=self.seconds(number, sharding),
-            # what a loop carries to its next trip comes from a later operator
+            # values that a loop carries to its next trip come from a later operator
             needs=tuple(key for key in dict.fromkeys(needs) if key < (number, 0)),
         )
 
     def transfers(self, number: int, shardings: Sequence[Sharding]) -> Transfers:
-        """Return the tasks by which a value gets each of the shardings that operators need it in."""
+        """Return the tasks that bring a value into each sharding that operators need."""
         value = self.graph.values[number]
         made = tuple(dim if dim is None or dim in value.dims else PARTIAL for dim in shardings[value.source])
         uses = defaultdict(list)
@@ -153,7 +152,7 @@ class ShardedOperators:
             tasks: list[Task] = []
             for step, (kind, over, seconds) in enumerate(self._moves[moves]):
                 key = (*first, number, *code, step)
-                link = self._link(over)
+                link = self.machine.find_link_name(over, self.sizes)
                 name = f"{kind} of {self.graph.operators[value.source].name}"
                 tasks.append(Task(key, name, "collective", link, seconds, needs))
                 needs = (key,)
@@ -161,9 +160,9 @@ class ShardedOperators:
         return found
 
     def _move(self, made: Sharding, required: Sharding, messages: float, num_bytes: float) -> Iterator[Move]:
-        """Yield the collectives from one sharding to another, those of small arrays first."""
+        """Yield the collectives from one sharding to another, smaller arrays first."""
         pairs = list(zip(self.sizes, made, required, strict=True))
-        # what every device has is cut without sending anything
+        # an array that every device has is cut without sending
         split = {axis for axis, a, b in pairs if a != PARTIAL and (a or b)}
         groups = {
             REDUCE_SCATTER: [axis for axis, a, b in pairs if a == PARTIAL and b],
@@ -183,9 +182,6 @@ class ShardedOperators:
             )
             split = split | set(over) if kind == REDUCE_SCATTER else split
 
-    def _link(self, over: tuple[str, ...]) -> str:
-        return INSIDE if self.machine.link(over, self.sizes) == self.machine.device_link else BETWEEN
-
     def _select_device(self, part: Part, sharding: Sharding) -> float:
         return part.amount / self._parts(sharding, part.dims)
 
@@ -195,5 +191,5 @@ class ShardedOperators:
 
 
 def _find_required(value: Value, sharding: Sharding) -> Sharding:
-    """Return how an operator that is sharded like this needs a value."""
+    """Return the sharding in which an operator with this sharding needs a value."""
     return tuple(dim if dim in value.dims else None for dim in sharding)

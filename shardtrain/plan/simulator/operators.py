@@ -1,7 +1,7 @@
-"""Operators of a traced step and the values between them, for a search over their shardings. No jax.
+"""List the operators of a traced step and the values between them, for a search over shardings. No jax.
 
-A loop over blocks is one pass, each of whose operators stands for all trips. Each parameter has an operator,
-which keeps it, adds up its gradient and updates it. Next: `operator_shardings.py`.
+Each operator in a loop over blocks stands for all trips. Each parameter has an operator, which stores it,
+adds up its gradient and updates it. Next: `operator_shardings.py`.
 """
 
 import math
@@ -15,18 +15,18 @@ from shardtrain import axes
 from shardtrain.plan.program import Array, CallSizes, Kernel, Program
 
 SAME_DIM = {axes.RESIDUAL_SEQ: axes.SEQ, axes.KV_HEADS: axes.HEADS}
-"""Names that a dim has at some places -> the name that it has here."""
+"""Another name of a dim -> its name here."""
 
 WHOLE = frozenset((axes.LAYERS, axes.HEIGHT, axes.WIDTH))
-"""Dims that are not sharded here: a loop goes through blocks, and a convolution needs neighbours."""
+"""Dims that are never sharded here, as a loop runs over blocks and a convolution needs neighbours."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A kernel, or an array, as a device may have a part of it.
+    """A kernel or an array that may be split over devices.
 
     Args:
-      amount: flops of a kernel, or bytes of an array.
+      amount: flops of the kernel, or bytes of the array.
       dims: the dims that it can be split over.
     """
 
@@ -35,19 +35,19 @@ class Part:
 
 
 Work = tuple[Part, tuple[Part, ...], float]
-"""Flops of a kernel, the arrays that it reads and writes, and how often it runs."""
+"""Flops of a kernel, the arrays that it reads and writes, and its number of runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """What is sharded in one way.
+    """A part of the step that has one sharding.
 
     Args:
-      name: what a reader sees.
-      kind: a kind of `task_graph.KINDS`; "update" for a parameter.
-      sizes: dim -> size, of the dims that it may be sharded over.
-      work: of each of its kernels.
-      names: of its dims, as the rules of a layout have them.
+      name: its name in reports.
+      kind: one of `task_graph.KINDS`; "update" for a parameter.
+      sizes: dim -> size of the dims that it may be sharded over.
+      work: work of each of its kernels.
+      names: its dim names in the rules of a layout.
       kept_bytes: memory of a parameter, its gradient and optimizer state.
     """
 
@@ -61,12 +61,12 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """A value as an operator reads it.
+    """A use of a value by an operator.
 
     Args:
-      operator: its number.
-      messages: how many a collective of it sends in a step; a part of one where arrays are sent together.
-      num_bytes: in a step.
+      operator: number of the operator.
+      messages: messages of its collective in a step; a fraction if arrays are sent together.
+      num_bytes: bytes in a step.
     """
 
     operator: int
@@ -79,10 +79,10 @@ class Value:
     """An array between operators.
 
     Args:
-      dims: those it can be split over.
-      source: the operator that makes it.
-      uses: who reads it.
-      is_parameter: whether it is there from the step before.
+      dims: the dims that it can be split over.
+      source: number of the operator that makes it.
+      uses: its uses.
+      is_parameter: whether it is a parameter, which exists before the step.
     """
 
     dims: frozenset[str]
@@ -93,11 +93,11 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Operators:
-    """The operators of a step in the order of the program, those of parameters last.
+    """The operators of a step.
 
     Args:
-      operators: all.
-      values: what they hand to each other.
+      operators: the operators in the order of the program; the ones of parameters are last.
+      values: the values between them.
     """
 
     operators: tuple[Operator, ...]
@@ -105,7 +105,7 @@ class Operators:
 
 
 def find_dims(names: Iterable[str | None]) -> list[str]:
-    """Return the dims of these names that something can be split over.
+    """Return the dims with these names that can be sharded.
 
     >>> find_dims(("layers", "batch", "residual_seq", None))
     ['batch', 'seq']
@@ -120,44 +120,44 @@ IN_ORDER = frozenset(
         *("triangular_solve", "while"),
     )
 )
-"""Kernels that need all of a dim at once: examples alone are split."""
+"""Kernels that need all of a dim at once; only examples are split."""
 
 REARRANGING = frozenset(("copy", "reduce_sum", "transpose"))
-"""Kernels that, where no element is added to another, move elements alone."""
+"""Kernels that only move elements, unless they add them up."""
 
 
 def trace_operators(program: Program, num_parameters: int, state_ratio: float) -> Operators:
     """Return the operators of the program of a loss and its gradient.
 
     Args:
-      program: the traced program; its first inputs are the parameters, its last results their gradients, its
-        first result the loss.
+      program: the traced program; its first inputs are the parameters, its last results their gradients, and
+        its first result is the loss.
       num_parameters: number of parameter arrays.
-      state_ratio: bytes that the optimizer keeps for each byte of parameters.
+      state_ratio: bytes of optimizer state for each byte of parameters.
     """
     walk = _Walk(program=program, num_parameters=num_parameters)
-    walk.kernels(program, (), 1)
-    walk.parameters(state_ratio)
-    return Operators(operators=tuple(walk.operators), values=tuple(walk.values()))
+    walk.add_kernels(program, (), 1)
+    walk.add_parameters(state_ratio)
+    return Operators(operators=tuple(walk.operators), values=tuple(walk.list_values()))
 
 
 _Name = tuple[tuple[int, ...], int]
-"""The loop around an array, (): none, and its number there."""
+"""The loop around an array, () for none, and its number in it."""
 
 
 @dataclass(kw_only=True)
 class _Walk:
-    """The operators found so far.
+    """The operators that a walk has found so far.
 
     Args:
-      program: of the step.
+      program: the program of the step.
       num_parameters: number of parameter arrays.
-      operators: those found.
-      same: array -> the array that it is, seen from elsewhere.
-      source: array -> the operator that makes it, and the dims that it can be split over.
-      uses: array -> who reads it.
-      carried: what a trip of a loop hands to the next: (before the loop, as the body reads it, as the body
-        makes it, trips).
+      operators: the operators.
+      same: array -> the same array in another scope or before a change of sharding.
+      source: array -> number of the operator that makes it, and the dims that it can be split over.
+      uses: array -> its uses.
+      carried: the carried arrays of loops: (before the loop, as the body reads it, as the body makes it,
+        trips).
       is_backward: whether the loss has been computed.
     """
 
@@ -170,22 +170,22 @@ class _Walk:
     carried: list[tuple[_Name, _Name, _Name, int]] = field(default_factory=list)
     is_backward: bool = False
 
-    def kernels(self, program: Program, scope: tuple[int, ...], trips: float) -> None:
-        """Add the operators of a program, or of the body of a loop that runs so many times."""
-        moved = {each.array for each in program.resharded if each.source is not None}
+    def add_kernels(self, program: Program, scope: tuple[int, ...], trips: float) -> None:
+        """Add the operators of a program, or of the body of a loop."""
+        moved = {each.array for each in program.reshardings if each.source is not None}
         for number, kernel in enumerate(program.kernels):
             if kernel.body is not None and not scope and len(kernel.writes) == len(kernel.body.outputs):
-                self._loop(number, kernel, kernel.body)
+                self._add_loop(number, kernel, kernel.body)
             elif kernel.body is None and moved.intersection(kernel.writes):
-                # a change of sharding is no operator: what is sent follows from the operators around it
+                # a resharding is no operator, as its collectives follow from the operators around it
                 self.same[scope, kernel.writes[0]] = (scope, kernel.reads[0])
             elif self._rearranges(program, kernel, scope):
                 self._add_work(program, kernel, scope, trips)
             else:
-                self._operator(program, kernel, scope, trips)
+                self._add_operator(program, kernel, scope, trips)
             self.is_backward = self.is_backward or (not scope and program.outputs[0] in kernel.writes)
 
-    def _operator(self, program: Program, kernel: Kernel, scope: tuple[int, ...], trips: float) -> None:
+    def _add_operator(self, program: Program, kernel: Kernel, scope: tuple[int, ...], trips: float) -> None:
         arrays = program.arrays
         dims = dict.fromkeys(name for i in kernel.writes for name in arrays[i].dims if name)
         for i in kernel.reads:
@@ -198,13 +198,13 @@ class _Walk:
                 name=f"{'block: ' if scope else ''}{kernel.name} ({', '.join(dims)})",
                 kind="backward" if self.is_backward else "forward",
                 names=kernel.dims,
-                sizes=_sizes(program, kernel),
-                work=tuple(_work(program, kernel, trips)),
+                sizes=_find_sizes(program, kernel),
+                work=tuple(_list_work(program, kernel, trips)),
             )
         )
 
     def _rearranges(self, program: Program, kernel: Kernel, scope: tuple[int, ...]) -> bool:
-        """Return whether a kernel only moves the elements of one array, so that partial sums stay such."""
+        """Return whether a kernel only moves the elements of one array, so that sums may stay partial."""
         arrays = program.arrays
         if kernel.name not in REARRANGING or (len(kernel.reads), len(kernel.writes)) != (1, 1):
             return False
@@ -212,22 +212,22 @@ class _Walk:
         return known and arrays[kernel.reads[0]].num_bytes == arrays[kernel.writes[0]].num_bytes
 
     def _add_work(self, program: Program, kernel: Kernel, scope: tuple[int, ...], trips: float) -> None:
-        """Have an operator rearrange what it makes."""
+        """Add a kernel to the operator whose result it rearranges."""
         made = self._root((scope, kernel.reads[0]))
         number = self.source[made][0]
         before = self.operators[number]
-        self.operators[number] = replace(before, work=(*before.work, *_work(program, kernel, trips)))
+        self.operators[number] = replace(before, work=(*before.work, *_list_work(program, kernel, trips)))
         self.same[scope, kernel.writes[0]] = made
 
-    def _loop(self, number: int, kernel: Kernel, body: Program) -> None:
-        """Add the operators of a loop's body; its inputs and results are arrays outside."""
+    def _add_loop(self, number: int, kernel: Kernel, body: Program) -> None:
+        """Add the operators of a loop's body."""
         arrays, scope = self.program.arrays, (number,)
 
         def number_of_whole(outside: Sequence[int], inside: Sequence[int]) -> int:
             pairs = zip(outside, inside, strict=True)
             return sum(arrays[i].num_bytes == body.arrays[j].num_bytes for i, j in pairs)
 
-        # the first results of a loop are what it carries; inputs are constants, carried, then stacked ones
+        # results are carried, then stacked; inputs are constants, then carried, then stacked
         num_carried = number_of_whole(kernel.writes, body.outputs)
         first = number_of_whole(kernel.operands, body.inputs) - num_carried
         for position, (outer, inner) in enumerate(zip(kernel.operands, body.inputs, strict=True)):
@@ -238,10 +238,10 @@ class _Walk:
                 self.same[scope, inner] = ((), outer)
         for outer, inner in zip(kernel.writes, body.outputs, strict=True):
             self.same[(), outer] = (scope, inner)
-        self.kernels(body, scope, kernel.trips)
+        self.add_kernels(body, scope, kernel.trips)
 
-    def parameters(self, state_ratio: float) -> None:
-        """Add the operators that keep and update parameters."""
+    def add_parameters(self, state_ratio: float) -> None:
+        """Add the operators that store and update parameters."""
         arrays, program = self.program.arrays, self.program
         num_parameters = self.num_parameters
         gradients = program.outputs[len(program.outputs) - num_parameters :]
@@ -252,26 +252,26 @@ class _Walk:
             use = Use(operator=number, messages=1 / num_parameters, num_bytes=arrays[gradient].num_bytes)
             self.uses[(), gradient].append(use)
             self.source[(), i] = (number, dims)
-            # as in a prediction: parameter and gradient are read, the parameter written, the state both
+            # as in a prediction: two arrays are read and one is written, and the state is read and written
             moved = Part((3 + 2 * state_ratio) * array.num_bytes, dims)
             self.operators.append(
                 Operator(
                     name=f"parameter ({', '.join(name for name in array.dims if name)})",
                     kind="update",
                     names=frozenset(name for name in array.dims if name),
-                    sizes=_array_sizes([array]),
+                    sizes=_find_array_sizes([array]),
                     work=((Part(0.0, dims), (moved,), 1),),
                     kept_bytes=(2 + state_ratio) * array.num_bytes,
                 )
             )
 
-    def values(self) -> Iterator[Value]:
-        """Yield what operators hand to each other."""
+    def list_values(self) -> Iterator[Value]:
+        """Yield the values between operators."""
         uses: defaultdict[_Name, list[Use]] = defaultdict(list)
         for name, found in self.uses.items():
             uses[self._root(name)] += found
         for before, inside, made, trips in self.carried:
-            # the first trip reads what was there before the loop, the others what a trip made
+            # the first trip reads the array before the loop, the others the result of a trip
             for use in uses[self._root(inside)]:
                 uses[self._root(before)].append(_repeat_trips(use, 1, trips))
                 if trips > 1:
@@ -279,7 +279,7 @@ class _Walk:
         for name, (number, dims) in self.source.items():
             if uses[name]:
                 is_parameter = self.operators[number].kind == "update"
-                # parameters that an operator needs are gathered together with others
+                # parameters are gathered together with others
                 found = [
                     replace(use, messages=use.messages / self.num_parameters) if is_parameter else use
                     for use in uses[name]
@@ -298,21 +298,21 @@ def _repeat_trips(use: Use, trips: float, all_trips: float) -> Use:
     return replace(use, messages=part * use.messages, num_bytes=part * use.num_bytes)
 
 
-def _work(program: Program, kernel: Kernel, times: float) -> Iterator[Work]:
-    """Yield the work of a kernel; of a loop inside a loop that of its body."""
+def _list_work(program: Program, kernel: Kernel, times: float) -> Iterator[Work]:
+    """Yield the work of a kernel, or of the body of a loop."""
     if kernel.body is not None:
         for each in kernel.body.kernels:
-            yield from _work(kernel.body, each, times * kernel.trips)
+            yield from _list_work(kernel.body, each, times * kernel.trips)
         return
     moved = tuple(
         Part(program.arrays[i].num_bytes, frozenset(find_dims(program.arrays[i].dims)))
         for i in (*kernel.reads, *kernel.writes)
     )
-    yield Part(_flops(program, kernel), frozenset(find_dims(kernel.dims))), moved, times
+    yield Part(_count_flops(program, kernel), frozenset(find_dims(kernel.dims))), moved, times
 
 
-def _flops(program: Program, kernel: Kernel) -> float:
-    """Return the flops that a kernel takes the time of; of a call those of one device that has all arrays."""
+def _count_flops(program: Program, kernel: Kernel) -> float:
+    """Return the flops that a kernel takes the time of; for a call, of one device that has all arrays."""
     if kernel.call is None:
         return kernel.flops
     reads, writes = (
@@ -322,16 +322,16 @@ def _flops(program: Program, kernel: Kernel) -> float:
     return float(np.sum(found.flops if found.timed_flops is None else found.timed_flops))
 
 
-def _sizes(program: Program, kernel: Kernel) -> dict[str, int]:
+def _find_sizes(program: Program, kernel: Kernel) -> dict[str, int]:
     """Return the dims that a kernel can be sharded over."""
-    found = _array_sizes([program.arrays[i] for i in (*kernel.reads, *kernel.writes)])
+    found = _find_array_sizes([program.arrays[i] for i in (*kernel.reads, *kernel.writes)])
     if kernel.name in IN_ORDER:
         return {name: size for name, size in found.items() if name == axes.BATCH}
     return {name: size for name, size in found.items() if name != kernel.over}
 
 
-def _array_sizes(arrays: Sequence[Array]) -> dict[str, int]:
-    """Return dim -> a number that each split of it divides, without dims that an array has twice."""
+def _find_array_sizes(arrays: Sequence[Array]) -> dict[str, int]:
+    """Return dim -> the number that its splits must divide, without dims that an array has twice."""
     found: dict[str, int] = {}
     twice: set[str] = set()
     for array in arrays:

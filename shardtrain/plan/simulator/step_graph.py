@@ -1,8 +1,7 @@
-"""The task graph of a predicted training step: its schedule's tasks by blocks, collectives, update. No jax.
+"""Make the task graph of a predicted step: tasks of its schedule by blocks, collectives, update. No jax.
 
-Devices of one stage do the same at the same time, so a stage has one queue for what it computes, and one for
-each link. The durations are those of `plan/step_times.py`, and without overlap so is their sum. Next:
-`task_graph.py`.
+All devices of a stage do the same at the same time, so a stage has one queue for computation and one for each
+link. Without overlap, the step takes the time that `plan/predict.py` predicts. Next: `task_graph.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,33 +24,33 @@ from shardtrain.plan.step_times import StepTimes
 BETWEEN_STAGES = "link between stages"
 
 
-def step_graph(times: StepTimes, *, overlap: bool = False) -> TaskGraph:
+def make_step_graph(times: StepTimes, *, overlap: bool = False) -> TaskGraph:
     """Return the tasks of a step.
 
     Args:
       times: the durations of its parts.
-      overlap: whether sums of gradients run beside computations: that of a block begins when its backward is
-        done, in the last microbatch, and only the optimizer waits for it. Otherwise nothing overlaps, as in
-        the prediction, and as in a compiled step whose compiler hides nothing.
+      overlap: whether gradients are summed while devices compute: the sum of a block begins when its backward
+        in the last microbatch is done, and only the optimizer waits for it. Without it nothing overlaps, as
+        in the prediction.
     """
     building = _Building(times=times, overlap=overlap)
-    building.before()
+    building.add_start()
     for _, tick in groupby(building.table.tasks, key=lambda task: task.tick):
-        building.tick(list(tick))
-    building.after()
-    return TaskGraph(building.tasks)
+        building.add_tick(list(tick))
+    building.add_end()
+    return TaskGraph(tuple(building.tasks))
 
 
 @dataclass(kw_only=True)
 class _Building:
-    """A graph in the making.
+    """A graph that is being built.
 
     Args:
       times: the durations of the step.
-      overlap: whether sums of gradients run beside computations.
-      tasks: those made so far; their numbers count up.
-      last: for each stage what its next task needs.
-      open: for each stage what the optimizer needs beside that.
+      overlap: whether gradients are summed while devices compute.
+      tasks: the tasks so far; their numbers count up.
+      last: tasks that the next task of each stage needs.
+      open: further tasks that the optimizer of each stage needs.
     """
 
     times: StepTimes
@@ -67,7 +66,7 @@ class _Building:
         self.open = [[] for _ in range(self.times.num_stages)]
 
     def add(self, name: str, kind: str, queue: str, seconds: float, needs: Sequence[Key]) -> tuple[Key, ...]:
-        """Add a task; return its number alone."""
+        """Add a task; return a tuple of its number."""
         key = (len(self.tasks),)
         self.tasks.append(Task(key, name, kind, queue, seconds, tuple(dict.fromkeys(needs))))
         return (key,)
@@ -82,15 +81,15 @@ class _Building:
         name = f"{each.kind} over {'+'.join(each.axes)}, {each.phase}"
         return self.add(name, "collective", queue, seconds, needs)
 
-    def before(self) -> None:
-        """Add what comes before the first microbatch."""
-        for each in self._of(START):
+    def add_start(self) -> None:
+        """Add the collectives before the first microbatch."""
+        for each in self._select(START):
             self._add_on_all_stages(each, each.seconds)
 
-    def tick(self, tasks: Sequence[TableTask]) -> None:
-        """Add the tasks of a tick; the next tick waits for all stages, and for what they send."""
+    def add_tick(self, tasks: Sequence[TableTask]) -> None:
+        """Add the tasks of a tick; the next tick waits for all stages and their sends."""
         for task in tasks:
-            self._task(task)
+            self._add_task(task)
         if self.times.num_stages > 1:
             for stage in range(self.times.num_stages):
                 self.compute(stage, f"slots, tick {tasks[0].tick}", "forward", self.times.tick)
@@ -99,16 +98,16 @@ class _Building:
             sent = self.add(name, "transfer", BETWEEN_STAGES, self.times.hops, needs)
             self.last = [sent] * self.times.num_stages
 
-    def _task(self, task: TableTask) -> None:
-        """Add a task of the table, block by block, each with the collectives of a microbatch."""
+    def _add_task(self, task: TableTask) -> None:
+        """Add a task of the table block by block, each with the collectives of a microbatch."""
         times = self.times
         whole = times.task(task.stage, task.chunk, task.kind)
         is_last = task.kind == self.table.kinds[-1] and task.microbatch == self.table.num_microbatches - 1
         kind = "forward" if task.kind == "forward" else "backward"
-        for name, seconds, num_blocks in self._parts(task, whole):
+        for name, seconds, num_blocks in self._list_parts(task, whole):
             self.compute(task.stage, f"{name}, microbatch {task.microbatch}", kind, seconds)
             done = self.last[task.stage]
-            for each in self._of(MICROBATCH, MICROBATCH_GRADIENT):
+            for each in self._select(MICROBATCH, MICROBATCH_GRADIENT):
                 # a collective takes the same part of the time of each task
                 found = self.send(each, task.stage, each.seconds * times.per_compute * seconds, done)
                 if self.overlap and each.phase == MICROBATCH_GRADIENT:
@@ -118,8 +117,8 @@ class _Building:
             if self.overlap and is_last and num_blocks:
                 self._sum_block(task.stage, self.last[task.stage])
 
-    def _parts(self, task: TableTask, whole: float) -> Iterator[tuple[str, float, int]]:
-        """Yield name, seconds and number of blocks of the parts of a table's task, in their order."""
+    def _list_parts(self, task: TableTask, whole: float) -> Iterator[tuple[str, float, int]]:
+        """Yield name, seconds and number of blocks of the parts of a table's task, in order."""
         times = self.times
         parts = times.num_stages * self.table.num_chunks
         count = times.num_blocks // parts if times.forward else 0
@@ -137,31 +136,31 @@ class _Building:
             yield f"{task.kind}, block {number}", (whole - ends) / count, 1
 
     def _sum_block(self, stage: int, needs: tuple[Key, ...]) -> None:
-        """Add the sums of one block's gradient, which run beside the next computations."""
+        """Add the sums of a block's gradient, which run during the next computations."""
         per_stage = self.times.num_blocks / self.times.num_stages
-        for each in self._of(GRADIENT):
+        for each in self._select(GRADIENT):
             if each.of_blocks:
                 seconds = each.sent_seconds * each.of_blocks / per_stage + each.latency_seconds
                 needs = self.send(each, stage, seconds, needs)
         self.open[stage] += needs
 
-    def after(self) -> None:
-        """Add what comes after the last microbatch: sums of gradients, the update, what it sends."""
-        for each in self._of(GRADIENT):
+    def add_end(self) -> None:
+        """Add the tasks after the last microbatch: sums of gradients, the update, and its collectives."""
+        for each in self._select(GRADIENT):
             rest = 1 - each.of_blocks if self.overlap and self.times.forward else 1.0
             if rest:
                 self._add_on_all_stages(each, rest * each.sent_seconds + each.latency_seconds)
         for stage in range(self.times.num_stages):
             self.last[stage] += tuple(self.open[stage])
             self.compute(stage, "optimizer", "update", self.times.update)
-        for each in self._of(UPDATED):
+        for each in self._select(UPDATED):
             self._add_on_all_stages(each, each.seconds)
 
     def _add_on_all_stages(self, each: Collective, seconds: float) -> None:
         for stage in range(self.times.num_stages):
             self.last[stage] = self.send(each, stage, seconds, self.last[stage])
 
-    def _of(self, *phases: str) -> list[Collective]:
+    def _select(self, *phases: str) -> list[Collective]:
         return [each for each in self.times.collectives if each.phase in phases]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from shardtrain import cli
 from shardtrain.plan.advice.checkpoint_interval import daly_interval, estimate_seconds, young_interval
-from shardtrain.plan.advice.efficiency import most_devices, most_overhead, servers_to_hide, speedup
+from shardtrain.plan.advice.efficiency import compute_most_devices, compute_speedup
 from shardtrain.plan.advice.noise_scale import gradient_noise, rate_factor, steps_factor
 from shardtrain.plan.advice.revocable import RevocableRun, best_hosts, compute_outcome, simulate_outcome
 
@@ -28,20 +28,11 @@ RUN = RevocableRun(
 @pytest.mark.parametrize("efficiency", [0.5, 0.8, 0.95])
 def test_the_number_of_devices_is_the_last_that_is_efficient(overhead, efficiency):
     """The speedup is counted from the time of a step: computation shared, overhead not."""
-    most = int(most_devices(overhead, efficiency))
+    most = int(compute_most_devices(overhead, efficiency))
     achieved = [(1 + overhead) / (1 / n + overhead) / n for n in (most, most + 1)]
     assert achieved[0] >= efficiency - 1e-9 or most == 1
     assert achieved[1] < efficiency
-    assert speedup(overhead, most) == pytest.approx(most * achieved[0])
-    if most > 1:
-        # the largest overhead for so many devices is at least this one
-        assert most_overhead(efficiency, most) >= overhead - 1e-12
-
-
-def test_servers_have_as_little_time_as_the_computation():
-    number = servers_to_hide(240e6, 8, 1.25e9, 0.5)
-    seconds = [2 * 240e6 * 8 / (servers * 1.25e9) for servers in (number - 1, number)]
-    assert seconds[0] > 0.5 >= seconds[1]
+    assert compute_speedup(overhead, most) == pytest.approx(most * achieved[0])
 
 
 def test_the_noise_scale_of_known_gradients_is_found():

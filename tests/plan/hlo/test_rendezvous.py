@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
+from unordered_collectives import find_unordered
 
-from shardtrain.plan.hlo.rendezvous import find_unordered, permutes_in_branches
+from shardtrain.plan.hlo.rendezvous import permutes_in_branches
 
 RING = [(0, 1), (1, 0)]
 

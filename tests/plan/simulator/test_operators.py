@@ -13,8 +13,8 @@ from shardtrain.plan.prediction import Choice
 from shardtrain.plan.simulator.operator_search import (
     OperatorPlan,
     ShardedStep,
+    draw_shardings,
     plan_operators,
-    random_shardings,
     search_shardings,
     shard_by_rules,
     trace_whole_step,
@@ -68,9 +68,9 @@ def test_rules_take_what_the_planner_predicts(subject, mesh, extra):
 
 def test_a_change_gives_the_step_that_is_made_anew(subject):
     space = planned(subject, 4, {"data": 2, "tensor": 2}).space
-    step = ShardedStep.of(space, random_shardings(space, seed=1))
+    step = ShardedStep.of(space, draw_shardings(space, seed=1))
     rng = random.Random(0)
-    others = [random_shardings(space, seed=seed) for seed in range(2, 5)]
+    others = [draw_shardings(space, seed=seed) for seed in range(2, 5)]
     for _ in range(15):
         other = rng.choice(others)
         step = step.changed({i: other[i] for i in rng.sample(range(len(other)), rng.choice([1, 1, 3]))})
@@ -111,11 +111,11 @@ def test_the_best_of_a_small_graph_is_found(seed):
         for number, one in enumerate(space.graph.operators)
     ]
     best = min(ShardedStep.of(space, shardings).judged.cost for shardings in product(*every))
-    found = search_shardings(space, random_shardings(space, seed), proposals=200, seed=seed)
+    found = search_shardings(space, draw_shardings(space, seed), proposals=200, seed=seed)
     assert found.found.cost == pytest.approx(best, rel=1e-12)
     assert ShardedStep.of(space, found.shardings).judged == found.found
     assert found.found.cost <= found.start.cost
-    assert found == search_shardings(space, random_shardings(space, seed), proposals=200, seed=seed)
+    assert found == search_shardings(space, draw_shardings(space, seed), proposals=200, seed=seed)
 
 
 def test_a_step_that_does_not_fit_costs_more():

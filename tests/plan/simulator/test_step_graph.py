@@ -11,12 +11,12 @@ from planned_steps import subject_of
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.simulate import simulate
-from shardtrain.plan.machine import Link, Machine, Rates
+from shardtrain.plan.machine import BETWEEN, Link, Machine, Rates
 from shardtrain.plan.predict import predictions, steps
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.simulator.step_graph import step_graph
-from shardtrain.plan.step_collectives import BETWEEN, GRADIENT, Collective
-from shardtrain.plan.step_times import StepTimes, step_times
+from shardtrain.plan.simulator.step_graph import make_step_graph
+from shardtrain.plan.step_collectives import GRADIENT, Collective
+from shardtrain.plan.step_times import StepTimes, compute_step_times
 from shardtrain.report.step_trace import TracedStep, trace_text
 from shardtrain.sharding.layout import Layout
 
@@ -52,8 +52,8 @@ def test_without_overlap_a_step_takes_what_is_predicted(subject, choice):
     num_devices = math.prod(choice.layout.mesh.values())
     (predicted,) = predictions(subject, MACHINE, num_devices, [choice])
     (step,) = steps(subject, MACHINE, num_devices, [choice])
-    times = step_times(step, MACHINE)
-    graph, beside = step_graph(times), step_graph(times, overlap=True)
+    times = compute_step_times(step, MACHINE)
+    graph, beside = make_step_graph(times), make_step_graph(times, overlap=True)
     assert graph.timeline.makespan == pytest.approx(predicted.seconds.total, rel=1e-12)
     of_optimizer = [task.seconds for task in graph if task.kind == "update"]
     assert of_optimizer == [predicted.seconds.update] * times.num_stages
@@ -78,7 +78,7 @@ def test_the_tasks_run_as_the_schedule_is_simulated(schedule):
     # in every tick each stage sends both ways, whatever its tasks are
     sent = table.num_ticks * 2 * times.hop
     simulated = simulate(table, times.task)
-    graph = step_graph(times)
+    graph = make_step_graph(times)
     found = graph.timeline
     assert found.makespan == simulated.makespan + sent + times.update
     for stage in range(4):
@@ -109,7 +109,7 @@ def test_a_task_of_a_pipeline_takes_what_its_part_runs(schedule, chunks):
     of_all = 8 * (parts - 1 + 0.125 + parts * (kinds * 2.0 + 1.5) + 0.25 + 0.5)
     assert times.compute == pytest.approx(of_all / 4 + times.table.num_ticks * 0.0625)
     assert times.hops == 2 * 0.25
-    assert step_graph(times).timeline.makespan == pytest.approx(
+    assert make_step_graph(times).timeline.makespan == pytest.approx(
         simulate(times.table, times.task).makespan + times.table.num_ticks * (0.5 + 0.0625) + times.update
     )
 
@@ -126,17 +126,17 @@ def test_a_sum_of_gradients_runs_beside_the_backward_of_the_blocks_before():
         collectives=(sums,),
         update=0.0,
     )
-    assert step_graph(times).timeline.makespan == 16.0
-    assert step_graph(times, overlap=True).timeline.makespan == 12.5
+    assert make_step_graph(times).timeline.makespan == 16.0
+    assert make_step_graph(times, overlap=True).timeline.makespan == 12.5
     # sums that take longer than the backward of a block wait for each other
     slow = replace(times, collectives=(sums._replace(sent_seconds=16.0),))
-    assert step_graph(slow, overlap=True).timeline.makespan == 4.0 + 1.0 + 16.0
+    assert make_step_graph(slow, overlap=True).timeline.makespan == 4.0 + 1.0 + 16.0
 
 
 def test_a_model_without_blocks_is_one_task_for_each_microbatch():
     choice = Choice(layout=Layout(mesh={"data": 2}), accumulate=3)
     times = of_stages(num_stages=1, choice=choice, num_blocks=1, forward=0.0, backward=0.0, ends=2.0)
-    graph = step_graph(times)
+    graph = make_step_graph(times)
     assert [task.name for task in graph] == [
         *(f"forward and backward, microbatch {number}" for number in range(3)),
         "optimizer",
@@ -146,7 +146,7 @@ def test_a_model_without_blocks_is_one_task_for_each_microbatch():
 
 def test_a_trace_has_a_row_for_each_queue_without_overlap():
     sums = Collective("all-reduce", ("data",), GRADIENT, 4.0, 0.0, BETWEEN, of_blocks=0.5)
-    graph = step_graph(of_stages(collectives=(sums,)), overlap=True)
+    graph = make_step_graph(of_stages(collectives=(sums,)), overlap=True)
     found = graph.timeline
     events = json.loads(trace_text([TracedStep("a step", graph)]))["traceEvents"]
     rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
