@@ -22,7 +22,7 @@ GATED = ("swiglu", "geglu")
 Remats = Literal["none", "weights", "dots", "outputs", "full", "offload"]
 Dtypes = Literal["float32", "bfloat16", "float16"]
 
-RARE = (
+FIELDS_WITHOUT_OPTION = (
     *("head_dim", "theta", "rope_scaling", "rotary_dims", "eps", "query_scale", "head_scale", "embed_scale"),
     *("post_norm", "only_post_norm", "parallel", "qk_norm", "qk_norm_joint", "window_theta", "full_every"),
     *("attention_bias", "qkv_bias", "norm_bias", "soft_cap", "logits_soft_cap", "tied", "scan"),
@@ -56,7 +56,7 @@ class TransformerOptions:
       ValueError: listing every option that is out of range or does not fit another.
     """
 
-    RARE: ClassVar[tuple[str, ...]] = RARE
+    FIELDS_WITHOUT_OPTION: ClassVar[tuple[str, ...]] = FIELDS_WITHOUT_OPTION
 
     embed: int
     num_heads: int

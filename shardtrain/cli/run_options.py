@@ -34,7 +34,7 @@ NO_OPTION = (
 )
 """Fields of a run whose values text cannot express; they are set in Python or in a strategy file."""
 
-RARE = (
+FIELDS_WITHOUT_OPTION = (
     *("unit", "hook_errors", "evaluate_with", "loading.heldout_workers", "loading.prefetch"),
     *("scaling.warmup", "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.decay_unused"),
     *("optimizer.rates", "optimizer.learning_rate.start", "optimizer.learning_rate.power"),
@@ -174,7 +174,11 @@ def _refuse_training(command: str, options: Sequence[FieldOption], words: Sequen
 def run_options(run: Run) -> Iterator[FieldOption]:
     """Yield the options of a run, with their short names and help texts."""
     writers = {path: form.write for path, form in TEXTS.items()}
-    skipped = (*NO_OPTION, *RARE, *(f"model.{name}" for name in getattr(run.model, "RARE", ())))
+    skipped = (
+        *NO_OPTION,
+        *FIELDS_WITHOUT_OPTION,
+        *(f"model.{name}" for name in getattr(run.model, "FIELDS_WITHOUT_OPTION", ())),
+    )
     for option in field_options(run, skip=skipped, texts=writers):
         text = TEXTS[option.path].help if option.path in TEXTS else option.help
         yield dataclasses.replace(option, short=SHORT.get(option.path), help=text)
@@ -190,7 +194,10 @@ def refuse_options(words: Sequence[str], config: Any) -> None:
     Raises:
       ValueError: it has one of them.
     """
-    rare = {*RARE, *(f"model.{name}" for name in getattr(config, "RARE", ()))}
+    rare = {
+        *FIELDS_WITHOUT_OPTION,
+        *(f"model.{name}" for name in getattr(config, "FIELDS_WITHOUT_OPTION", ())),
+    }
     flags = {format_flag(name): path for path in rare for name in (path, SHORT.get(path, path))}
     renamed = {format_flag(old): format_flag(new) for old, new in RENAMED.items()}
     problems = []

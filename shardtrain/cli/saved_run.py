@@ -38,8 +38,9 @@ from shardtrain.trainer.resume import find_parameters
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.trained_model import RestoredModel, restore_model
 
-DECODERS, DECODER = "shardtrain.models.decoder", "DecoderConfig"
-PAIRED, PAIR = "shardtrain.models.encoder_decoder", "EncoderDecoderConfig"
+DECODER = "shardtrain.models.decoder:DecoderConfig"
+PAIR = "shardtrain.models.encoder_decoder:EncoderDecoderConfig"
+GPT = "shardtrain.models.gpt:GptConfig"
 LAYOUT = "strategy.layout."
 
 
@@ -54,7 +55,7 @@ class SavedOptions(DeviceOptions, CompileOptions):
       mesh: sizes of the mesh axes, such as data=2,tensor=4, or a layout file. None means the mesh of the run
         if it fits the devices, else all devices along data.
       run_file: the run file that trained the model; needed for models that are not decoders or
-        encoder-decoders of this library.
+        encoder-decoders of this library, or its GPT.
       tokenizer: bytes, or the path of a tokenizer.json or of a folder with one. None means the run's
         tokenizer.
       evaluated: use the parameters that the run evaluates, such as their average, instead of the trained
@@ -82,8 +83,9 @@ class SavedRun:
       options: the options of the run by name, as in `run.txt`; {} for imported parameters.
       run: the run, with the model, and with the layout on this machine. Its data is a placeholder, unless a
         run file was given.
-      is_decoder: whether the model is a decoder of this library.
+      is_decoder: whether the model is a decoder or the GPT of this library.
       is_encoder_decoder: whether it is an encoder-decoder of this library.
+      takes_cache: whether it caches keys and values between tokens.
     """
 
     reader: CheckpointReader
@@ -92,11 +94,7 @@ class SavedRun:
     run: Run
     is_decoder: bool
     is_encoder_decoder: bool
-
-    @property
-    def takes_cache(self) -> bool:
-        """Whether the model caches keys and values between tokens, as models of this library do."""
-        return self.is_decoder or self.is_encoder_decoder
+    takes_cache: bool
 
     def restore(self, *, evaluated: bool) -> RestoredModel:
         """Restore the model on the mesh, see `restore_model`."""
@@ -109,8 +107,8 @@ def open_run(given: SavedOptions) -> SavedRun:
 
     Raises:
       FileNotFoundError: there is no such folder, or no such run file.
-      ValueError: the checkpoint is broken; or its model is neither a decoder nor an encoder-decoder of this
-        library, and there is no run file.
+      ValueError: the checkpoint is broken; or its model is no text model of this library, and there is no run
+        file.
     """
     path = find_checkpoint_path(given.run, given.step)
     reader = path.reader()
@@ -121,21 +119,8 @@ def open_run(given: SavedOptions) -> SavedRun:
     layout = _layout(options, given.mesh)
     strategy = Strategy(layout=layout, compute_dtype=options.get("strategy.compute_dtype"))
     own = select_options(options, MODEL)
-    decoder, pair = getattr(import_module(DECODERS), DECODER), getattr(import_module(PAIRED), PAIR)
     if given.run_file is None:
-        if not own:
-            raise ValueError(
-                "the checkpoint lacks its model's options; give the run file that it was trained with:"
-                " --run-file examples/linen_text.py"
-            )
-        is_pair = not option_problems(pair, own)
-        if not is_pair and (problems := option_problems(decoder, own)):
-            raise problems_error(
-                f"the model of {given.run} is no decoder or encoder-decoder of this library; give the run"
-                " file that it was trained with: --run-file my_run.py",
-                problems,
-            )
-        model = (pair if is_pair else decoder)(**own)
+        model = _make_model(given.run, reader.extra.get("model"), own)
         run = Run(model=model, data=Text(seq=model.seq), strategy=strategy, run_dir=path.folder.parent)
     else:
         run = replace(load_run(given.run_file), strategy=strategy, run_dir=path.folder.parent)
@@ -151,8 +136,9 @@ def open_run(given: SavedOptions) -> SavedRun:
         folder=path.folder.parent,
         options=options,
         run=run,
-        is_decoder=isinstance(run.model, decoder),
-        is_encoder_decoder=isinstance(run.model, pair),
+        is_decoder=isinstance(run.model, _find_class(DECODER) | _find_class(GPT)),
+        is_encoder_decoder=isinstance(run.model, _find_class(PAIR)),
+        takes_cache=isinstance(run.model, _find_class(DECODER) | _find_class(PAIR)),
     )
 
 
@@ -161,6 +147,35 @@ def round_rows(restored: RestoredModel, batch: int) -> int:
     sizes = restored.placement.mesh.shape
     shards = math.prod(sizes[axis] for axis in restored.placement.layout.batch_axes)
     return -(-batch // shards) * shards
+
+
+def _make_model(run: str, named: str | None, own: dict[str, Any]) -> Any:
+    """Make the configuration of a text model of this library from a run's options.
+
+    Args:
+      run: the run as it was given, for messages.
+      named: module:class of its model; earlier checkpoints do not have it.
+      own: the options of its model.
+    """
+    if not own:
+        raise ValueError(
+            "the checkpoint lacks its model's options; give the run file that it was trained with:"
+            " --run-file examples/linen_text.py"
+        )
+    name = named or (DECODER if option_problems(_find_class(PAIR), own) else PAIR)
+    problems = [f"its class is {name}"]
+    if name in (DECODER, PAIR, GPT) and not (problems := option_problems(_find_class(name), own)):
+        return _find_class(name)(**own)
+    raise problems_error(
+        f"the model of {run} is no text model of this library; give the run file that it was trained with:"
+        " --run-file my_run.py",
+        problems,
+    )
+
+
+def _find_class(name: str) -> Any:
+    module, _, kind = name.partition(":")
+    return getattr(import_module(module), kind)
 
 
 def find_seq(saved: SavedRun) -> int:

@@ -74,7 +74,8 @@ class _Loop:
         self.state, self.first_step, self.done = start.state, start.step, start.step
         self.position: Any = None
         self.extra = {"run": self.prepared.description, "strategy": strategy_text(self.run.strategy)}
-        self.extra |= select_kept_tokens(start.extra)
+        kind = type(self.run.model)
+        self.extra |= {"model": f"{kind.__module__}:{kind.__qualname__}", **select_kept_tokens(start.extra)}
         self.log = MetricLog(session, sink, self._explain)
         self.saved_seconds, self.save_is_due = time.monotonic(), False
         self.check_is_due = False

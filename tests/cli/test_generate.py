@@ -21,7 +21,9 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.generate import generate
+from shardtrain.models.gpt import GptConfig
 from shardtrain.models.sampling import Sampling
+from shardtrain.trainer.config import describe
 
 CONFIG = DecoderConfig(
     vocab=256, seq=24, embed=16, num_layers=3, num_heads=4, num_kv_heads=2, positions="rotary"
@@ -194,8 +196,17 @@ def run():
     assert (code, out) == (0, "acegikmoqs\n")
     code, _, err = command("own", *words)
     assert code == 2
-    assert "the model of own is no decoder or encoder-decoder of this library; give the run file" in err
+    assert "the model of own is no text model of this library; give the run file" in err
+    # a copy of a model of this library has its options, and may compute something else
+    with Checkpoints(folder / "copy" / "checkpoints", CheckpointPolicy()) as checkpoints:
+        extra = {"run": describe(TINY_GPT, "model"), "model": "my_gpt:GptConfig"}
+        checkpoints.save(3, {"params": {"scale": jnp.ones(())}}, extra)
+    code, _, err = command("copy", *words)
+    assert code == 2
+    assert "its class is my_gpt:GptConfig" in err
 
+
+TINY_GPT = GptConfig(vocab=256, seq=8, embed=16, num_layers=1, num_heads=2)
 
 PAIRS = EncoderDecoderConfig(
     vocab=256, seq=24, embed=16, num_encoder_layers=1, num_decoder_layers=2, num_heads=4, tied=False
@@ -236,7 +247,7 @@ def test_refuses_another_model_and_unknown_tokenizers(command, folder):
     save(folder / "bert", EncoderConfig(vocab=256, seq=8, embed=16, num_layers=1, num_heads=2))
     code, _, err = command("bert", "--prompt", "a")
     assert code == 2
-    assert "the model of bert is no decoder or encoder-decoder of this library" in err
+    assert "the model of bert is no text model of this library" in err
     assert "is no option of DecoderConfig" in err
     save(folder / "words", DecoderConfig(vocab=50, seq=8, embed=16, num_layers=1, num_heads=2))
     code, _, err = command("words", "--prompt", "a")
