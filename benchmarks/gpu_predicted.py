@@ -18,7 +18,7 @@ from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.optim.optimizer import Optimizer, make_optimizer
 from shardtrain.plan.machine import make_machine
-from shardtrain.plan.predict import predictions
+from shardtrain.plan.predict import predict_choices
 from shardtrain.plan.prediction import Choice, Prediction
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import Target
@@ -76,7 +76,7 @@ def predicted(step: Step) -> Prediction:
         target=Target(DEVICE, one_device=True),
     )
     machine = make_machine(ClusterDevice(name=DEVICE), 1, in_float32=False)
-    (found,) = predictions(subject, machine, 1, [Choice(layout=Layout())])
+    (found,) = predict_choices(subject, machine, 1, [Choice(layout=Layout())])
     return found
 
 

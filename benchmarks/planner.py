@@ -32,7 +32,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.calibration import fit_rates
 from shardtrain.plan.compile import GPU_TARGETS, compile_step, describe_devices, figures
 from shardtrain.plan.machine import Link, Machine, Rates, make_simulated_machine
-from shardtrain.plan.predict import predictions
+from shardtrain.plan.predict import predict_choices
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import search
 from shardtrain.plan.space import Space, mesh_text
@@ -171,7 +171,7 @@ def compare_memory(cases: Sequence[tuple[str, Subject, Choice]], kind: str) -> N
             microbatches=choice.accumulate,
         )
         real = figures(compiled, axis_sizes(choice.layout.mesh, num_devices)).device_bytes
-        (predicted,) = predictions(subject, machine, num_devices, [choice])
+        (predicted,) = predict_choices(subject, machine, num_devices, [choice])
         total = predicted.memory.total
         within.append(abs(total / real - 1) <= 0.1)
         found = f"{real / 1e6:.1f} | {total / 1e6:.1f} | {total / real:.3f}"
@@ -265,7 +265,7 @@ def predict_seconds(host: Machine, choices: Sequence[Choice], cores: int) -> np.
     for choice in choices:
         num_devices = math.prod(choice.layout.mesh.values())
         device = make_simulated_machine(host, num_devices, cores)
-        (predicted,) = predictions(subject, device, num_devices, [choice])
+        (predicted,) = predict_choices(subject, device, num_devices, [choice])
         found.append(cores * predicted.seconds.total)
     return np.array(found)
 

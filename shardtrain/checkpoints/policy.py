@@ -79,7 +79,7 @@ def is_due(policy: CheckpointPolicy, step: int, seconds_since_last: float) -> bo
     return by_steps or by_time
 
 
-def steps_to_delete(policy: CheckpointPolicy, steps: Iterable[int]) -> list[int]:
+def select_steps_to_delete(policy: CheckpointPolicy, steps: Iterable[int]) -> list[int]:
     """Return the steps of the complete checkpoints to delete, oldest first; never the newest.
 
     Args:
@@ -87,7 +87,7 @@ def steps_to_delete(policy: CheckpointPolicy, steps: Iterable[int]) -> list[int]
         steps: the steps of all complete checkpoints.
 
     Examples:
-        >>> steps_to_delete(CheckpointPolicy(keep=2, keep_every=100), [90, 100, 110, 120, 130])
+        >>> select_steps_to_delete(CheckpointPolicy(keep=2, keep_every=100), [90, 100, 110, 120, 130])
         [90, 110]
     """
     older = sorted(set(steps))[: -policy.keep]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardtrain.checkpoints import paths
 from shardtrain.checkpoints.manifest_entries import WriterPart
-from shardtrain.checkpoints.policy import CheckpointPolicy, steps_to_delete
+from shardtrain.checkpoints.policy import CheckpointPolicy, select_steps_to_delete
 
 FAST_KEPT = 2
 """Number of checkpoints kept on a fast disk."""
@@ -49,7 +49,7 @@ def delete_old(
     # 1. the policy selects the complete steps to keep
     found = {step: parts for step, parts in paths.find_finished_steps(folder).items() if step <= newest}
     whole = [step for step, parts in found.items() if step not in broken and _is_whole(parts, part)]
-    keep = set(whole) - set(steps_to_delete(policy, whole)) | set(in_use) | {best(whole)}
+    keep = set(whole) - set(select_steps_to_delete(policy, whole)) | set(in_use) | {best(whole)}
     # 2. delete interrupted saves, what the policy does not keep, and parts of another number of writers
     old = [path for path in paths.partial_folders(folder) if _is_left_behind(path, part, newest)]
     for step, parts in found.items():

@@ -21,7 +21,7 @@ from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.plan.calibration import FittedMachine, choose_spread, fit_rates
 from shardtrain.plan.devices import GB, TERA, find_device
 from shardtrain.plan.machine import Link, Machine, Rates, make_simulated_machine
-from shardtrain.plan.predict import predictions
+from shardtrain.plan.predict import predict_choices
 from shardtrain.plan.space import Space, list_allowed_choices, mesh_text
 from shardtrain.system import terminal
 from shardtrain.trainer.config import Run
@@ -151,7 +151,7 @@ def _fit_machine(run: Run, options: ProbeOptions) -> Machine:
     """Measure steps of a run on all devices, fit the rates of a device to them, and print the steps."""
     import jax
 
-    from shardtrain.trainer.planned import make_subjects, probe_seconds
+    from shardtrain.trainer.planned import make_subjects, measure_step_seconds
 
     devices = jax.device_count()
     start = measure_machine(options.dtype)
@@ -168,15 +168,15 @@ def _fit_machine(run: Run, options: ProbeOptions) -> Machine:
         every = list_allowed_choices(subject, devices, Space())[0] if options.probes else []
         if options.probes and not every:
             raise ValueError(f"no layout for {devices} devices was accepted; there is nothing to measure")
-        found = predictions(subject, start, devices, every)
+        found = predict_choices(subject, start, devices, every)
         positions = choose_spread(found, options.probes) if every else []
         choices = [every[i] for i in positions]
-        seconds = [probe_seconds(run, source, choice) for choice in choices]
+        seconds = [measure_step_seconds(run, source, choice) for choice in choices]
     choices += [each.choice for each in past]
     seconds += [each.seconds for each in past]
 
     def predict(machine: Machine) -> list[float]:
-        return [each.seconds.total for each in predictions(subject, machine, devices, choices)]
+        return [each.seconds.total for each in predict_choices(subject, machine, devices, choices)]
 
     fitted = fit_rates(start, predict, seconds)
     names = [f"{mesh_text(each.layout)} --accumulate {each.accumulate}" for each in choices]

@@ -13,7 +13,7 @@ import tyro
 
 from shardtrain.checkpoints.evaluations import find_best_saved
 from shardtrain.checkpoints.paths import delete, partial_folders, refuse_other_run
-from shardtrain.checkpoints.policy import CheckpointPolicy, steps_to_delete
+from shardtrain.checkpoints.policy import CheckpointPolicy, select_steps_to_delete
 from shardtrain.checkpoints.reader import CheckpointReader, visible_readers
 from shardtrain.cli.checkpoint_files import Export, Import, export_checkpoint, import_checkpoint
 from shardtrain.cli.checkpoint_path import CheckpointPath, find_checkpoint_path
@@ -21,7 +21,7 @@ from shardtrain.cli.subcommands import Subcommands, run_subcommand
 from shardtrain.report.checkpoints import diff_text, list_text, show_text
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system import terminal
-from shardtrain.system.run_lock import LOCK, Locked, hold_lock
+from shardtrain.system.run_lock import LOCK, LockHeld, hold_lock
 
 Where = Annotated[str, tyro.conf.arg(metavar="RUN")]
 """A run's folder, its folder of checkpoints, or the folder of a step; PATH@STEP names a step, PATH@best the
@@ -164,7 +164,7 @@ def _prune_steps(
         )
     # steps that the policy counts: the whole ones, and older ones that miss no part
     counted = [each for each in found if each in whole or (each.step < whole[-1].step and not each.missing)]
-    old = set(steps_to_delete(policy, [each.step for each in counted]))
+    old = set(select_steps_to_delete(policy, [each.step for each in counted]))
     # the best step stays, as in a run that keeps it
     if (best := find_best_saved(checkpoints.folder, [each.step for each in counted])) is not None:
         old.discard(best.step)
@@ -207,7 +207,7 @@ def _exclusive(folder: Path) -> Iterator[None]:
                 # a run of an earlier version locks only this folder
                 stack.enter_context(hold_lock(run))
             yield
-    except Locked:
+    except LockHeld:
         raise ValueError(
             f"a process is training in {run}, and deletes old checkpoints itself"
             " (--checkpoints.keep); wait for it, or stop it first"

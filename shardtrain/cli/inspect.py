@@ -28,7 +28,7 @@ from shardtrain.plan.compile import Figures
 from shardtrain.plan.island_exchange import island_merges, mesh_merges
 from shardtrain.plan.traffic import StepSizes, parameter_traffic, weights
 from shardtrain.report.islands import parts_text
-from shardtrain.report.plots.timeline import timeline
+from shardtrain.report.plots.timeline import plot_timeline
 from shardtrain.report.sharding import sharding_text
 from shardtrain.report.timeline import timeline_text
 from shardtrain.report.traffic import figures_text, memory_text, synchronisation_text, traffic_text
@@ -236,7 +236,7 @@ def _format_cut(run: Run, model: Model, options: InspectOptions) -> str:
 
 def _compile(run: Run, options: InspectOptions, sizes: Mapping[str, int]) -> str:
     """Compile the step and describe it; with --memory, also the memory of other options."""
-    from shardtrain.trainer.planned import compile_figures, memory_changes  # imports what islands need
+    from shardtrain.trainer.planned import compile_figures, list_memory_changes  # imports what islands need
 
     kind, notes = options.compile or "", []
     with noting(notes.append):
@@ -245,7 +245,7 @@ def _compile(run: Run, options: InspectOptions, sizes: Mapping[str, int]) -> str
     if not options.memory:
         return text
     rows: list[tuple[str, Figures | str]] = []
-    for option, changed in memory_changes(run):
+    for option, changed in list_memory_changes(run):
         try:
             rows.append((option, compile_figures(changed, kind, sizes)))
         except ValueError as error:
@@ -290,4 +290,4 @@ def _show(table: Table, picture: Path | None) -> None:
     width, _ = shutil.get_terminal_size(fallback=(1_000_000, 24))
     terminal.out("\n" + timeline_text(table, width))
     if picture is not None:
-        terminal.out(f"timeline: {timeline(table, picture)}\n")
+        terminal.out(f"timeline: {plot_timeline(table, picture)}\n")

@@ -35,7 +35,7 @@ from shardtrain.report.plan_advice import plan_advice_text
 from shardtrain.report.plan_compiled import flag_parameters, format_compiled
 from shardtrain.report.plan_islands import explain_join, island_stages_text
 from shardtrain.report.plan_layers import PIPELINE, layers_text, stages_text
-from shardtrain.report.plots.frontier import check_frontier, frontier_plot
+from shardtrain.report.plots.frontier import check_frontier, plot_frontier
 from shardtrain.report.step_trace import TracedStep, format_traces, trace_text
 from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.sharding.specs import sharding_rows
@@ -140,7 +140,7 @@ def _draw_frontiers(path: Path, plan: ClusterPlan, subjects: Sequence[Subject], 
         best, points = find_frontier(subject, each.machine, devices, space)
         file = path.with_stem(f"{path.stem}_{each.kind.kind}") if len(plan.kinds) > 1 else path
         title = f"{each.kind.kind}: {devices} device{'s' * (devices > 1)}, {each.rows} rows"
-        frontier_plot(best, points, each.machine.rates.memory_bytes, file, title=title)
+        plot_frontier(best, points, each.machine.rates.memory_bytes, file, title=title)
         lines.append(f"frontier: {file}, {len(best)} ways\n")
     return "".join(lines)
 

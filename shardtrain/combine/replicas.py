@@ -15,11 +15,11 @@ from jax.sharding import Mesh, PartitionSpec
 from shardtrain import axes
 from shardtrain.combine import Combiner, MeshGroup
 from shardtrain.functional.model import path_text
-from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.array_dims import NamedArray
 from shardtrain.sharding.specs import add_leading_dim, spec_axes
 
 
-def find_stacked_paths(arrays: Mapping[str, Named], specs: Any) -> frozenset[str]:
+def find_stacked_paths(arrays: Mapping[str, NamedArray], specs: Any) -> frozenset[str]:
     """Return the paths of arrays that stack layers along their first dim.
 
     That dim is unsharded, or sharded over only the axis pipeline, so that each stage has whole layers.

@@ -53,7 +53,7 @@ def find_line(equation: Any) -> str | None:
     return None
 
 
-def equations(closed: ClosedJaxpr) -> list[TracedEquation]:
+def list_equations(closed: ClosedJaxpr) -> list[TracedEquation]:
     """List all equations of a program; those of an inner program follow the equation that contains it."""
     return _collect_equations(closed.jaxpr, closed.consts, ())
 

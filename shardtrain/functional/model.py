@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.errors.messages import problems_error, refuse
 from shardtrain.functional.rng import Draws, new_key
-from shardtrain.sharding.array_dims import JOINT, Dims, Named, dims_by_pattern, is_dims
+from shardtrain.sharding.array_dims import JOINT, Dims, NamedArray, dims_by_pattern, is_dims
 
 Tree = dict[str, Any]
 """A nested dict with string keys and arrays (or shapes, specs, dims) as leaves."""
@@ -234,7 +234,7 @@ def check_float_parameters(model: Model) -> None:
     )
 
 
-def name_arrays(model: Model, shapes: Tree) -> dict[str, Named]:
+def name_arrays(model: Model, shapes: Tree) -> dict[str, NamedArray]:
     """Return path -> dim names and shape of every parameter, for `resolve`.
 
     Args:
@@ -244,7 +244,7 @@ def name_arrays(model: Model, shapes: Tree) -> dict[str, Named]:
     dims = jax.tree.leaves(model.dims, is_leaf=is_dims)
     leaves = jax.tree.leaves_with_path(shapes)
     return {
-        path_text(path): Named(dims=names, shape=leaf.shape)
+        path_text(path): NamedArray(dims=names, shape=leaf.shape)
         for names, (path, leaf) in zip(dims, leaves, strict=True)
     }
 

@@ -101,7 +101,7 @@ def model_inputs(loss: Loss, batch: Batch, rng: jax.Array | None = None) -> tupl
     raise ValueError("the loss returned without calling the model; a pipeline needs one call, apply(inputs)")
 
 
-def once(last: Callable[..., Any]) -> Callable[..., Any]:
+def allow_one_call(last: Callable[..., Any]) -> Callable[..., Any]:
     """Return the model as a function that can be called once.
 
     Raises:

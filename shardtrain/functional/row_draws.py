@@ -17,7 +17,7 @@ from shardtrain.functional.draw_record import (
     Variable,
     find_shapes,
 )
-from shardtrain.functional.jaxprs import CALLED, equations, find_line, scan_counts
+from shardtrain.functional.jaxprs import CALLED, find_line, list_equations, scan_counts
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import BITS
@@ -40,7 +40,7 @@ def find_draws(model: Model, loss: Loss, batch: Mapping[str, Any], train: bool =
     few = trace_loss(model, loss, batch, ROWS[0], train)
     # `fold_in` and `seed` alone draw nothing
     draws = {*DRAWN, *OTHER_GENERATORS} - {"random_fold_in", "random_seed"}
-    if not any(each.equation.primitive.name in draws for each in equations(few)):
+    if not any(each.equation.primitive.name in draws for each in list_equations(few)):
         return RowDraws()
     walk = _Walk(DrawRecord(few.jaxpr.invars[0].aval.dtype))
     try:

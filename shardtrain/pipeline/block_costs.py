@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from shardtrain.functional.deferred_outputs import defer
 from shardtrain.functional.model import BLOCKS, path_text
-from shardtrain.pipeline.costs import Traced
+from shardtrain.pipeline.costs import ChainTrace
 from shardtrain.pipeline.stage_costs import BlockCost, ModelCosts
 
 BACKWARD = 2.0
@@ -20,7 +20,7 @@ GRADIENT_BYTES = 4
 """Bytes of a parameter's gradient, which is float32."""
 
 
-def model_costs(traced: Traced, init_optimizer: Callable[[Any], Any]) -> ModelCosts:
+def model_costs(traced: ChainTrace, init_optimizer: Callable[[Any], Any]) -> ModelCosts:
     """Return the costs of a model's blocks and ends, for a microbatch of the traced rows.
 
     Flops are counted by XLA before it optimises; the optimizer's state is divided among parameters in

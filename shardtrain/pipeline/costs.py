@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Chain, Model, Tree, path_text
-from shardtrain.functional.model_calls import model_inputs, once
+from shardtrain.functional.model_calls import allow_one_call, model_inputs
 from shardtrain.functional.rng import new_key
 from shardtrain.pipeline.flow import Flow, find_flow
 from shardtrain.pipeline.partition import Costs
@@ -30,7 +30,7 @@ STATE = "model_state/"
 """Prefix of the paths of model state if they are listed together with paths of parameters."""
 
 
-class Traced:
+class ChainTrace:
     """The functions of a chain (first, run, last), traced by shapes without computing anything.
 
     Args:
@@ -105,7 +105,7 @@ class Traced:
             left.append(changed)
             return outputs
 
-        return sum_loss(self.loss, once(apply), batch, train, rng), left[0]
+        return sum_loss(self.loss, allow_one_call(apply), batch, train, rng), left[0]
 
     @cached_property
     def losses(self) -> Any:

@@ -5,19 +5,19 @@ from typing import Any
 
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
-from shardtrain.pipeline.costs import NO_BLOCKS, Traced
+from shardtrain.pipeline.costs import NO_BLOCKS, ChainTrace
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.partition import counts, cut_narrowly, parse_cuts
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.pipeline.traced_cut import TracedModel
+from shardtrain.pipeline.traced_cut import ModelTrace
 
-Parts = Traced | TracedModel
+Parts = ChainTrace | ModelTrace
 """A traced model: its costs, and how to cut it and run a part."""
 
 
 def trace_parts(model: Model, loss: Loss, microbatch: Mapping[str, Any]) -> Parts:
     """Trace a model by its blocks, or by its operations if it does not define blocks."""
-    return (TracedModel if model.chain is None else Traced)(model, loss, microbatch)
+    return (ModelTrace if model.chain is None else ChainTrace)(model, loss, microbatch)
 
 
 def make_partition(
@@ -30,7 +30,7 @@ def make_partition(
     """
     if model.chain is None:
         raise ValueError(NO_BLOCKS)
-    return make_partitions(Traced(model, loss, microbatch), pipeline, num_stages, 1)[0]
+    return make_partitions(ChainTrace(model, loss, microbatch), pipeline, num_stages, 1)[0]
 
 
 def make_partitions(traced: Parts, pipeline: Pipeline, num_stages: int, num_replicas: int) -> list[Partition]:
@@ -66,7 +66,7 @@ def make_partitions(traced: Parts, pipeline: Pipeline, num_stages: int, num_repl
 
 
 def _counts(traced: Parts, by: str | tuple[int, ...], num_parts: int) -> list[int]:
-    if isinstance(traced, Traced):
+    if isinstance(traced, ChainTrace):
         costs = traced.costs(by) if by in ("params", "flops") else None
         return counts(by, traced.num_blocks, num_parts, costs)
     traced.check(num_parts)

@@ -22,7 +22,7 @@ Run = tuple[dict[Task, float], dict[Task, float], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulated:
+class SimulatedTimes:
     """The times of a table's tasks; see `simulate`.
 
     Args:
@@ -40,7 +40,7 @@ class Simulated:
     live: tuple[int, ...]
 
 
-def simulate(table: Table, seconds: Seconds, transfer_seconds: Transfer = 0.0) -> Simulated:
+def simulate(table: Table, seconds: Seconds, transfer_seconds: Transfer = 0.0) -> SimulatedTimes:
     """Simulate a table, given the seconds of its tasks and transfers.
 
     Each stage does its tasks in order, each as soon as its inputs have arrived; sending takes no time of the
@@ -69,7 +69,7 @@ def simulate(table: Table, seconds: Seconds, transfer_seconds: Transfer = 0.0) -
     )
     # the bubble is the fraction of the stages' time in which they do not work
     busy = sum(work[_key(task)] for task in table.tasks)
-    return Simulated(
+    return SimulatedTimes(
         makespan=makespan,
         bubble=1 - busy / (table.num_stages * makespan) if makespan else 0.0,
         start=start,

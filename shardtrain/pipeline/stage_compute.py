@@ -17,7 +17,7 @@ from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.jaxprs import find_constrained_specs
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Chain
-from shardtrain.functional.model_calls import model_inputs, once
+from shardtrain.functional.model_calls import allow_one_call, model_inputs
 from shardtrain.pipeline.activations import Activations, ActivationTree, describe_activation_changes
 from shardtrain.pipeline.stacking import Partition
 
@@ -138,5 +138,7 @@ class StageCompute:
             return self.chain.last(rest, {}, self.rng(number), self.train, self.tree.join(leaving))[0]
 
         batch = self.shard_rows(self.microbatch(number))
-        loss_sum, count, metrics = sum_loss(self.loss, once(last), batch, self.train, self.rng(number))
+        loss_sum, count, metrics = sum_loss(
+            self.loss, allow_one_call(last), batch, self.train, self.rng(number)
+        )
         return loss_sum, (count, metrics)

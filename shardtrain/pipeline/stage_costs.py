@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from shardtrain.errors.messages import problems_error
-from shardtrain.pipeline.simulate import Simulated, simulate
+from shardtrain.pipeline.simulate import SimulatedTimes, simulate
 from shardtrain.pipeline.table import Table
 
 
@@ -205,7 +205,7 @@ class StageCosts:
         """Return the bytes of parameters, gradients and optimizer state on all devices of a stage."""
         return self._sum("state_bytes", stage, begin, end)
 
-    def simulated(self, counts: Sequence[int]) -> Simulated:
+    def simulated(self, counts: Sequence[int]) -> SimulatedTimes:
         """Simulate the schedule with these numbers of blocks."""
         ends = list(accumulate(counts))
         begins = [0, *ends[:-1]]

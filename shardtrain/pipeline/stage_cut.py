@@ -13,7 +13,7 @@ from operator import add
 from shardtrain.errors.messages import problems_error
 from shardtrain.pipeline.partition import counts as cut_by
 from shardtrain.pipeline.partition import join_least
-from shardtrain.pipeline.simulate import Simulated
+from shardtrain.pipeline.simulate import SimulatedTimes
 from shardtrain.pipeline.stage_costs import StageCosts
 
 MOST_CUTS = 3000
@@ -41,7 +41,7 @@ class StageCut:
     """
 
     counts: tuple[int, ...]
-    simulated: Simulated
+    simulated: SimulatedTimes
     busy_seconds: tuple[float, ...]
     memory_bytes: tuple[float, ...]
 
@@ -80,7 +80,7 @@ def best_cut(costs: StageCosts) -> StageCut:
 
 def shortest_cut(costs: StageCosts, cuts: Iterable[tuple[int, ...]]) -> StageCut:
     """Return the cut with the shortest simulated step, whether it fits the memory or not."""
-    best: tuple[float, Simulated, tuple[int, ...]] | None = None
+    best: tuple[float, SimulatedTimes, tuple[int, ...]] | None = None
     # the smallest bounds first, which end the search early
     for bound, counts in sorted((bound_seconds(costs, counts), counts) for counts in set(cuts)):
         if best is not None and bound >= best[0]:

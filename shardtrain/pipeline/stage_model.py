@@ -15,7 +15,7 @@ from flax.traverse_util import unflatten_dict
 
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import BLOCKS, Model, Tree, group_by_path, path_text
-from shardtrain.pipeline.costs import STATE, Traced
+from shardtrain.pipeline.costs import STATE, ChainTrace
 from shardtrain.pipeline.cuts import Parts
 from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.stacking import Partition
@@ -144,7 +144,7 @@ class StageModel:
         uses = self.traced.part_paths(self.stages, part)
         found = {path: leaf for path, leaf in group_by_path(params).items() if path in uses}
         found = unflatten_dict(found, sep="/")
-        if not isinstance(self.traced, Traced):
+        if not isinstance(self.traced, ChainTrace):
             return found
         offset = self.block_numbers.index(self.stages.starts[part])
         blocks = self.traced.select_blocks(params.get(BLOCKS, {}), self.stages, part, offset)

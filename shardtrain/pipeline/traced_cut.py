@@ -29,7 +29,7 @@ MOST_PROBLEMS = 6
 """Number of places that are named in the error for a model that cannot be cut."""
 
 
-class TracedModel:
+class ModelTrace:
     """A traced model and its loss, and the places where they can be cut.
 
     Args:

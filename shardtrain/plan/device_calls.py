@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from shardtrain import axes
 from shardtrain.functional.score_blocks import num_key_blocks, window_reach
 from shardtrain.plan.hlo.collectives import ALL_GATHER, PERMUTE
-from shardtrain.plan.prediction import Sent
+from shardtrain.plan.prediction import SentCollective
 from shardtrain.plan.program import CallCost, CallSizes, DeviceCall, Dims, Program
 
 NAME = "device_call"
@@ -94,7 +94,7 @@ class MoveCall(NamedTuple):
         zeros = np.zeros(np.shape(sizes.reads[0]))
         # the payload of an all-gather is the gathered array, of any other collective the input
         payload = sizes.writes[0] if self.kind == ALL_GATHER else sizes.reads[0]
-        sent = (Sent(self.kind, (self.axis,), payload, 1.0),) if self.kind else ()  # pyright: ignore
+        sent = (SentCollective(self.kind, (self.axis,), payload, 1.0),) if self.kind else ()  # pyright: ignore
         return CallCost(flops=zeros, moved_bytes=zeros, temporary_bytes=zeros, sent=sent)
 
 
@@ -239,7 +239,7 @@ class AttentionCall(NamedTuple):
                 row[here] = figures
         flops, moved, temporary, num_bytes, messages = found
         # an exchange between two devices takes the time of a permute
-        sent = Sent(PERMUTE, (axes.CONTEXT,), num_bytes, messages)  # pyright: ignore
+        sent = SentCollective(PERMUTE, (axes.CONTEXT,), num_bytes, messages)  # pyright: ignore
         return CallCost(flops=flops, moved_bytes=moved, temporary_bytes=temporary, sent=(sent,))
 
     def _count(self, num: int, in_pairs: bool, sizes: CallSizes, here: Any) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import abstract_mesh
 from shardtrain.train_step.bucket_exchange import BucketExchange
-from shardtrain.train_step.gradient_pieces import PlannedParts
+from shardtrain.train_step.gradient_pieces import PartPlan
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_gradients import plan_parts
 from shardtrain.train_step.placement import Specs, make_placement, state_specs
@@ -56,7 +56,7 @@ class MergeBytes(NamedTuple):
         return sum(self.merges) / self.every
 
 
-class Join(NamedTuple):
+class SyncCosts(NamedTuple):
     """Costs of synchronising islands, as means over steps.
 
     Args:
@@ -74,7 +74,7 @@ class Join(NamedTuple):
 
 def compute_join(
     synchronisation: Synchronisation, merges: MergeBytes, bytes_per_second: float, step_seconds: float
-) -> Join:
+) -> SyncCosts:
     """Return the costs of synchronising islands, if they skip no merge.
 
     Sending during later steps (`overlap`) costs no time while these steps run.
@@ -95,7 +95,7 @@ def compute_join(
     seconds = [num_bytes / bytes_per_second for num_bytes in merges.merges]
     hidden = [min(each, synchronisation.overlap * step_seconds) for each in seconds]
     waited = sum(seconds) - sum(hidden)
-    return Join(merges.every, merges.per_step, sum(hidden) / merges.every, waited / merges.every)
+    return SyncCosts(merges.every, merges.per_step, sum(hidden) / merges.every, waited / merges.every)
 
 
 def own_copies(synchronisation: Synchronisation) -> int:
@@ -280,7 +280,7 @@ def make_merge_bytes(
     return cache(partial(island_merges, specs=specs, num_islands=num_islands, across=across))
 
 
-def plan_sent(subject: Subject, choice: Choice, num_devices: int, across: Across, most: int) -> PlannedParts:
+def plan_sent(subject: Subject, choice: Choice, num_devices: int, across: Across, most: int) -> PartPlan:
     """Return the parts of the gradients that an island sends after each of several programs.
 
     Args:

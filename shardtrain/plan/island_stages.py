@@ -16,7 +16,7 @@ from shardtrain.pipeline.stage_costs import ModelCosts, StageCosts, StageDevices
 from shardtrain.pipeline.stage_cut import NoCut, StageCut, best_cut, shortest_cut
 from shardtrain.plan.hlo.collectives import ALL_REDUCE
 from shardtrain.plan.islands import ClusterPlan
-from shardtrain.plan.predict import predictions
+from shardtrain.plan.predict import predict_choices
 from shardtrain.plan.prediction import Choice, Prediction
 from shardtrain.plan.space import Space, list_allowed_remats
 from shardtrain.plan.subject import Subject
@@ -166,7 +166,7 @@ class IslandPipelines:
             remat = list_allowed_remats(subject, self._space)[0]
             choice = Choice(layout=layout, accumulate=accumulate, remat=remat)
             machine = self._plan.kinds[kind].machine
-            (self._whole[key],) = predictions(subject.share(rows), machine, devices, [choice])
+            (self._whole[key],) = predict_choices(subject.share(rows), machine, devices, [choice])
         return self._whole[key]
 
 

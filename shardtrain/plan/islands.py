@@ -16,8 +16,8 @@ from shardtrain.plan.island_exchange import (
     NUMS_PROGRAMS,
     EarlyGradients,
     IslandStepTimes,
-    Join,
     MergeBytes,
+    SyncCosts,
     choose_fastest,
     compute_join,
     make_merge_bytes,
@@ -27,7 +27,7 @@ from shardtrain.plan.island_exchange import (
 from shardtrain.plan.machine import Machine, make_machine
 from shardtrain.plan.predict import steps
 from shardtrain.plan.prediction import Choice
-from shardtrain.plan.search import Plan, Ranked, plan_named_layouts, search
+from shardtrain.plan.search import Plan, RankedChoice, plan_named_layouts, search
 from shardtrain.plan.space import Space, nearest_text
 from shardtrain.plan.step_times import StepTimes, compute_step_times
 from shardtrain.plan.subject import Subject
@@ -53,7 +53,7 @@ class KindPlan:
     machine: Machine
     rows: int
     plan: Plan
-    named: Mapping[str, Ranked | None] = field(default_factory=dict)
+    named: Mapping[str, RankedChoice | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class ClusterPlan:
         kinds = zip(self.kinds, subjects, strict=True)
         return [(each, subject.share(each.rows) if several else subject) for each, subject in kinds]
 
-    def estimate_join(self, synchronisation: Synchronisation) -> Join:
+    def estimate_join(self, synchronisation: Synchronisation) -> SyncCosts:
         """Return the costs of another synchronisation, with the same layouts."""
         assert self.merges is not None
         merges, rate = self.merges(synchronisation), self.link_bytes_per_second

@@ -114,7 +114,7 @@ def steps(subject: Subject, machine: Machine, num_devices: int, choices: Sequenc
     ]
 
 
-def predictions(
+def predict_choices(
     subject: Subject, machine: Machine, num_devices: int, choices: Sequence[Choice], *, waits: bool = True
 ) -> list[Prediction]:
     """Predict several choices at once; for the arguments see `steps` and `predict`.

@@ -124,7 +124,7 @@ class Prediction:
     flops: float
 
 
-class Sent(NamedTuple):
+class SentCollective(NamedTuple):
     """Collectives of one kind over the same axes.
 
     Args:
@@ -167,7 +167,7 @@ class Segment(NamedTuple):
 
     flops: float
     seconds: float
-    sent: tuple[Sent, ...]
+    sent: tuple[SentCollective, ...]
 
 
 class Cost(NamedTuple):
@@ -185,7 +185,7 @@ class Cost(NamedTuple):
     flops: float
     seconds: float
     peak_bytes: float
-    sent: tuple[Sent, ...]
+    sent: tuple[SentCollective, ...]
     loops: tuple[Loop, ...]
     segments: tuple[Segment, ...] = ()
 

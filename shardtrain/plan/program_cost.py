@@ -15,7 +15,7 @@ from shardtrain import axes
 from shardtrain.plan.fusion import share_passes
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from shardtrain.plan.live_arrays import Trip, compute_peak_bytes, count_copies_on_gpus, sort_for_gpus
-from shardtrain.plan.prediction import Cost, Loop, Segment, Sent
+from shardtrain.plan.prediction import Cost, Loop, Segment, SentCollective
 from shardtrain.plan.program import Array, CallSizes, Kernel, Program, Resharding, Sharding, Splits
 
 Seconds = Callable[[Any, Any], Any]
@@ -84,9 +84,9 @@ def _select_cost(total: "_Total", at: int) -> Cost:
     )
 
 
-def _select_sent(sent: "_AllSent", at: int) -> tuple[Sent, ...]:
+def _select_sent(sent: "_AllSent", at: int) -> tuple[SentCollective, ...]:
     return tuple(
-        Sent(kind, over, float(num_bytes[at]), float(times[at]))
+        SentCollective(kind, over, float(num_bytes[at]), float(times[at]))
         for (kind, over), (num_bytes, times) in sent.items()
         if times[at]
     )

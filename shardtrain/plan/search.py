@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from shardtrain import axes
 from shardtrain.plan.machine import Machine
-from shardtrain.plan.predict import predictions
+from shardtrain.plan.predict import predict_choices
 from shardtrain.plan.prediction import Choice, Prediction
 from shardtrain.plan.space import Space, list_allowed_choices, list_allowed_remats
 from shardtrain.plan.subject import Subject
@@ -19,7 +19,7 @@ from shardtrain.sharding.axis_sizes import MOST_DEVICES, divisors
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranked:
+class RankedChoice:
     """A choice that a run accepts, with its prediction.
 
     Args:
@@ -55,7 +55,7 @@ class Plan:
       nearest: if nothing runs, a batch or a number of devices that would run.
     """
 
-    ranked: tuple[Ranked, ...]
+    ranked: tuple[RankedChoice, ...]
     refused: Mapping[str, str]
     num_choices: int
     nearest: str = ""
@@ -82,7 +82,7 @@ def search(
     choices, refused = list_allowed_choices(subject, num_devices, space)
     remats = list_allowed_remats(subject, space)
     bounds = _select_least_recomputed(subject, machine, num_devices, choices, remats)
-    ranked: list[Ranked] = []
+    ranked: list[RankedChoice] = []
     # pipelines are simulated only if they may be among the best
     for bound in sorted(bounds, key=lambda each: each.order):
         if len(ranked) >= most and bound.order > ranked[most - 1].order:
@@ -91,22 +91,22 @@ def search(
     return Plan(ranked=tuple(ranked[:most]), refused=refused, num_choices=len(choices))
 
 
-def _simulate(bound: Ranked, subject: Subject, machine: Machine, num_devices: int) -> Ranked:
+def _simulate(bound: RankedChoice, subject: Subject, machine: Machine, num_devices: int) -> RankedChoice:
     """Predict a pipeline again, with the time that its stages wait."""
     if not bound.is_pipeline:
         return bound
-    (exact,) = predictions(subject, machine, num_devices, [bound.choice])
+    (exact,) = predict_choices(subject, machine, num_devices, [bound.choice])
     return replace(bound, prediction=exact)
 
 
 def _bound_choices(
     subject: Subject, machine: Machine, num_devices: int, choices: Sequence[Choice]
-) -> list[Ranked]:
+) -> list[RankedChoice]:
     """Predict choices, without the time that the stages of pipelines wait."""
-    found = predictions(subject, machine, num_devices, choices, waits=False)
+    found = predict_choices(subject, machine, num_devices, choices, waits=False)
     most = machine.rates.memory_bytes
     return [
-        Ranked(choice=choice, prediction=each, fits=each.memory.total <= most)
+        RankedChoice(choice=choice, prediction=each, fits=each.memory.total <= most)
         for choice, each in zip(choices, found, strict=True)
     ]
 
@@ -117,9 +117,9 @@ def _select_least_recomputed(
     num_devices: int,
     choices: Sequence[Choice],
     remats: Sequence[str | None],
-) -> list[Ranked]:
+) -> list[RankedChoice]:
     """Return each choice with the remat policy that recomputes least and fits, or that needs least memory."""
-    best: dict[int, Ranked] = {}
+    best: dict[int, RankedChoice] = {}
     for remat in remats:
         open_numbers = [i for i in range(len(choices)) if i not in best or not best[i].fits]
         tried = [replace(choices[i], remat=remat) for i in open_numbers]
@@ -131,7 +131,7 @@ def _select_least_recomputed(
 
 def find_frontier(
     subject: Subject, machine: Machine, num_devices: int, space: Space
-) -> tuple[tuple[Ranked, ...], tuple[tuple[float, float], ...]]:
+) -> tuple[tuple[RankedChoice, ...], tuple[tuple[float, float], ...]]:
     """Return the choices that need less memory than every faster one, and the points of all choices.
 
     Args:
@@ -149,7 +149,7 @@ def find_frontier(
     tried = [replace(choice, remat=remat) for remat in remats for choice in choices]
     found = _bound_choices(subject, machine, num_devices, tried)
     points = tuple(_locate(each) for each in found if not each.is_pipeline)
-    best: list[Ranked] = []
+    best: list[RankedChoice] = []
     for each in sorted(found, key=_locate):
         # seconds without waiting are a lower bound
         if best and each.prediction.seconds.total >= best[-1].prediction.seconds.total:
@@ -160,20 +160,20 @@ def find_frontier(
     return tuple(best), points
 
 
-def _locate(each: Ranked) -> tuple[float, float]:
+def _locate(each: RankedChoice) -> tuple[float, float]:
     return each.prediction.memory.total, each.prediction.seconds.total
 
 
-Find = Callable[[Subject, Machine, int, Space], Ranked | None]
+Find = Callable[[Subject, Machine, int, Space], RankedChoice | None]
 """Subject, machine, number of devices and space -> the choice; None if it cannot run."""
 
 
-def data_parallel(subject: Subject, machine: Machine, devices: int, space: Space) -> Ranked | None:
+def data_parallel(subject: Subject, machine: Machine, devices: int, space: Space) -> RankedChoice | None:
     """Return the fastest choice with a copy of the model on each device."""
     return _fix(subject, machine, devices, space, {axes.DATA: devices})
 
 
-def megatron(subject: Subject, machine: Machine, devices: int, space: Space) -> Ranked | None:
+def megatron(subject: Subject, machine: Machine, devices: int, space: Space) -> RankedChoice | None:
     """Return the choice of Megatron's rules: a copy of the model on the smallest number of devices that fits.
 
     These devices are tensor parallel inside a node and a pipeline across nodes; copies are data parallel
@@ -201,7 +201,7 @@ NAMED: Mapping[str, Find] = {"data parallel": data_parallel, "megatron": megatro
 
 def plan_named_layouts(
     subject: Subject, machine: Machine, devices: int, space: Space
-) -> dict[str, Ranked | None]:
+) -> dict[str, RankedChoice | None]:
     """Return the choice of each of `NAMED`.
 
     Args:
@@ -215,7 +215,7 @@ def plan_named_layouts(
 
 def _fix(
     subject: Subject, machine: Machine, devices: int, space: Space, mesh: Mapping[str, int]
-) -> Ranked | None:
+) -> RankedChoice | None:
     sizes = {axis: mesh.get(axis, 1) for axis in (axes.PIPELINE, axes.DATA, axes.FSDP, axes.TENSOR)}
     fixed = replace(space, layout=replace(space.layout, mesh=sizes))
     return next(iter(search(subject, machine, devices, fixed, 1).ranked), None)

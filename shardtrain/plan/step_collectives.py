@@ -13,7 +13,7 @@ from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.table import Table
 from shardtrain.plan.hlo.collectives import ALL_GATHER
 from shardtrain.plan.machine import Machine
-from shardtrain.plan.prediction import Choice, Segment, Sent, Step
+from shardtrain.plan.prediction import Choice, Segment, SentCollective, Step
 from shardtrain.plan.traffic import StepSizes, Traffic, parameter_traffic
 
 
@@ -40,7 +40,7 @@ def list_stage_runs(step: Step) -> list[tuple[float, Segment]]:
     ]
 
 
-def list_sent_activations(step: Step) -> tuple[Sent, ...]:
+def list_sent_activations(step: Step) -> tuple[SentCollective, ...]:
     """List the collectives of activations of a step."""
     return tuple(
         each._replace(num_bytes=times * each.num_bytes, times=times * each.times)

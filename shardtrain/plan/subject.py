@@ -23,7 +23,7 @@ from shardtrain.functional.key_heads import check_layout
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key
-from shardtrain.pipeline.costs import Traced
+from shardtrain.pipeline.costs import ChainTrace
 from shardtrain.pipeline.partition import counts
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.plan.machine import Rates
@@ -288,12 +288,12 @@ class Subject:
             )
         return chain.num_blocks
 
-    def traced_blocks(self, rows: int) -> Traced:
+    def traced_blocks(self, rows: int) -> ChainTrace:
         """Return the trace of the model's blocks, for a microbatch of `rows` rows."""
         microbatch = {
             name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in self.batch.items()
         }
-        return Traced(self.find_model(None), self.loss, microbatch)
+        return ChainTrace(self.find_model(None), self.loss, microbatch)
 
     def stages(self, num_stages: int, chunks: int) -> Partition | None:
         """Return the equal partition of the blocks into stages of a mesh; None for one stage.

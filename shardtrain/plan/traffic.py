@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shardtrain import axes
 from shardtrain.plan.hlo.collectives import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
-from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.array_dims import NamedArray
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.rules import Rules
 
@@ -42,7 +42,7 @@ class Weight:
 
 
 def weights(
-    arrays: Mapping[str, Named], rules: Rules, num_gradients: Sequence[int] = ()
+    arrays: Mapping[str, NamedArray], rules: Rules, num_gradients: Sequence[int] = ()
 ) -> tuple[Weight, ...]:
     """Return size and sharding of the parameters of a model.
 
@@ -51,7 +51,8 @@ def weights(
       rules: dim -> axes, `Layout.sharded_rules`. Dims without a name are not sharded.
       num_gradients: see `Weight`, for each parameter; () means 1 for all.
 
-    >>> weights({"up": Named(dims=("layers", "embed"), shape=(2, 8))}, {"layers": (), "embed": ("fsdp",)})
+    >>> arrays = {"up": NamedArray(dims=("layers", "embed"), shape=(2, 8))}
+    >>> weights(arrays, {"layers": (), "embed": ("fsdp",)})
     (Weight(num_elements=16, axes=frozenset({'fsdp'}), in_blocks=True, num_gradients=1),)
     """
     return tuple(

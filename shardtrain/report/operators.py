@@ -1,6 +1,6 @@
 """Format a search over the shardings of operators for `shardtrain plan --operators`."""
 
-from shardtrain.plan.simulator.operator_search import Judged, OperatorPlan
+from shardtrain.plan.simulator.operator_search import OperatorPlan, StepScore
 from shardtrain.plan.simulator.operator_shardings import ShardedOperators, Sharding
 from shardtrain.report.quantities import bytes_text, seconds_text
 from shardtrain.report.tables import table_text
@@ -39,10 +39,10 @@ def operators_text(plan: OperatorPlan, proposals: int) -> str:
     return text + _differences(plan)
 
 
-def format_judged(judged: Judged) -> str:
+def format_judged(judged: StepScore) -> str:
     """Format the seconds of a step, and whether it fits.
 
-    >>> format_judged(Judged(0.44, 0.02, False))
+    >>> format_judged(StepScore(0.44, 0.02, False))
     '20 ms, too large'
     """
     return seconds_text(judged.seconds) + ("" if judged.fits else ", too large")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from shardtrain.plan.islands import ClusterPlan, KindPlan
-from shardtrain.plan.search import Ranked
+from shardtrain.plan.search import RankedChoice
 from shardtrain.plan.space import mesh_text
 from shardtrain.plan.subject import Subject
 from shardtrain.report.plan_islands import early_text, format_join, synchronisations_text
@@ -131,7 +131,7 @@ def _format_named(each: KindPlan) -> str:
     return f"compared with: {'; '.join(parts)}\n" if parts and best.fits else ""
 
 
-def _row(number: int, one: Ranked, memory_bytes: float, steps_at_peak: float) -> tuple[str, ...]:
+def _row(number: int, one: RankedChoice, memory_bytes: float, steps_at_peak: float) -> tuple[str, ...]:
     seconds, needed = one.prediction.seconds, one.prediction.memory.total
     layout = mesh_text(one.choice.layout)
     if one.choice.layout.mesh.get("pipeline", 1) > 1:
@@ -195,7 +195,7 @@ def _first_reason(text: str) -> str:
     return lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0]
 
 
-def explain_plan(one: Ranked) -> str:
+def explain_plan(one: RankedChoice) -> str:
     """Format every term of a prediction with its formula."""
     memory = [
         (name, bytes_text(getattr(one.prediction.memory, name)), formula)

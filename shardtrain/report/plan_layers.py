@@ -3,7 +3,7 @@
 import math
 import re
 
-from shardtrain.plan.layers.assignment import Partitioned
+from shardtrain.plan.layers.assignment import LayerPartition
 from shardtrain.plan.layers.compare import LayerPlan, NoMesh, find_mesh
 from shardtrain.plan.layers.layer_graph import Layer
 from shardtrain.plan.layers.partition import WHOLE, Split
@@ -64,7 +64,7 @@ def stages_text(costs: ReplicatedCosts) -> str:
     )
 
 
-def _half_text(half: Partitioned) -> str:
+def _half_text(half: LayerPartition) -> str:
     return f"{half.group.devices} {half.group.name}"
 
 

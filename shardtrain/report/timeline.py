@@ -5,7 +5,7 @@
 
 from collections import defaultdict
 
-from shardtrain.pipeline.simulate import Simulated, simulate
+from shardtrain.pipeline.simulate import SimulatedTimes, simulate
 from shardtrain.pipeline.table import Table, Task
 
 LETTERS = {"forward": "F", "backward": "B", "weight": "W"}
@@ -75,7 +75,7 @@ def heading(table: Table) -> str:
     return f"schedule {table.name}: {', '.join([*sizes, form])}"
 
 
-def figures(table: Table, found: Simulated, times: str) -> str:
+def figures(table: Table, found: SimulatedTimes, times: str) -> str:
     """Format ticks, bubble and live microbatches in one line.
 
     Args:

@@ -20,7 +20,7 @@ JOINT = "+"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Named:
+class NamedArray:
     """The dim names and shape of one array.
 
     Args:
@@ -38,13 +38,13 @@ def is_dims(leaf: object) -> bool:
     return leaf is None or isinstance(leaf, tuple)
 
 
-def list_unruled_names(arrays: Mapping[str, Named], rules: Rules) -> list[str]:
+def list_unruled_names(arrays: Mapping[str, NamedArray], rules: Rules) -> list[str]:
     """Return the dim names that have no rule, each once, in order."""
     names = (dim for named in arrays.values() for dim in named.dims or () if dim is not None)
     return list(dict.fromkeys(dim for dim in names if dim not in rules))
 
 
-def list_unnamed_paths(arrays: Mapping[str, Named]) -> list[str]:
+def list_unnamed_paths(arrays: Mapping[str, NamedArray]) -> list[str]:
     """Return the paths of the arrays without any dim names; scalars need none."""
     return [path for path, named in arrays.items() if named.dims is None and named.shape]
 

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from shardtrain import axes
 from shardtrain.errors.messages import near
-from shardtrain.sharding.array_dims import Named, list_unnamed_paths, list_unruled_names
+from shardtrain.sharding.array_dims import NamedArray, list_unnamed_paths, list_unruled_names
 from shardtrain.sharding.rules import Rules, find_repeated
 
 
 def find_array_problems(
-    path: str, named: Named, rules: Rules, sizes: Mapping[str, int], unnamed: str = "refuse"
+    path: str, named: NamedArray, rules: Rules, sizes: Mapping[str, int], unnamed: str = "refuse"
 ) -> list[str]:
     """List why one array cannot be sharded by the rules, one sentence each."""
     if named.dims is None:
@@ -53,7 +53,7 @@ def format_indivisible(path: str, dim: str, size: int, dim_axes: Sequence[str], 
 
 
 def format_naming(
-    arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int], unnamed: str = "refuse"
+    arrays: Mapping[str, NamedArray], rules: Rules, sizes: Mapping[str, int], unnamed: str = "refuse"
 ) -> str:
     """Format fixes for missing names and rules, ready to paste; empty if none are missing."""
     paths = list_unnamed_paths(arrays) if unnamed == "refuse" else []
@@ -89,10 +89,10 @@ def format_rules(table: str, rules: Rules) -> str:
     return f"Strategy(layout=Layout({table}={ {dim: list(a) for dim, a in rules.items()} }))"
 
 
-def find_fitting_rules(arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int]) -> Rules:
+def find_fitting_rules(arrays: Mapping[str, NamedArray], rules: Rules, sizes: Mapping[str, int]) -> Rules:
     """Return a rule for each name that has none: tensor or fsdp if all its arrays allow it, else replicated.
 
-    >>> arrays = {"q": Named(dims=("embed", "kv", "odd"), shape=(8, 4, 3))}
+    >>> arrays = {"q": NamedArray(dims=("embed", "kv", "odd"), shape=(8, 4, 3))}
     >>> find_fitting_rules(arrays, {"embed": ("fsdp",)}, {"fsdp": 2, "tensor": 2})
     {'kv': ('tensor',), 'odd': ()}
     """
@@ -101,7 +101,7 @@ def find_fitting_rules(arrays: Mapping[str, Named], rules: Rules, sizes: Mapping
         having = [named for named in arrays.values() if name in (named.dims or ())]
         candidates = [(axis,) for axis in (axes.TENSOR, axes.FSDP) if sizes.get(axis, 1) > 1]
 
-        def fits(rule: tuple[str, ...], name: str = name, having: list[Named] = having) -> bool:
+        def fits(rule: tuple[str, ...], name: str = name, having: list[NamedArray] = having) -> bool:
             trial = {**rules, **found, name: rule}
             return not any(_find_problems(named, trial, sizes) for named in having)
 
@@ -109,9 +109,9 @@ def find_fitting_rules(arrays: Mapping[str, Named], rules: Rules, sizes: Mapping
     return found
 
 
-def _find_problems(named: Named, rules: Rules, sizes: Mapping[str, int]) -> list[str]:
+def _find_problems(named: NamedArray, rules: Rules, sizes: Mapping[str, int]) -> list[str]:
     known = tuple(dim if dim in rules else None for dim in named.dims or ())
-    return find_array_problems("", Named(dims=known, shape=named.shape), rules, sizes)
+    return find_array_problems("", NamedArray(dims=known, shape=named.shape), rules, sizes)
 
 
 def find_fitting_dims(shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[str | None, ...]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from shardtrain import axes
 from shardtrain.errors.messages import problems_error
-from shardtrain.sharding.array_dims import JOINT, Named, list_unnamed_paths, list_unruled_names
+from shardtrain.sharding.array_dims import JOINT, NamedArray, list_unnamed_paths, list_unruled_names
 from shardtrain.sharding.axis_sizes import is_one_device
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.placement_problems import find_array_problems, format_naming
@@ -20,13 +20,13 @@ Spec = tuple[tuple[str, ...], ...]
 """For each dim of an array, the axes that shard it; () if it is not sharded."""
 
 
-def complete_layout(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[str, int]) -> Layout:
+def complete_layout(layout: Layout, arrays: Mapping[str, NamedArray], sizes: Mapping[str, int]) -> Layout:
     """Return the layout with rules added for mesh axes used as names, joined names, and unknown names.
 
     The name of a mesh axis is sharded over that axis, joined names (`data+fsdp`) over the axes of each. With
     unnamed "replicate" or "shard", or on one device, all other names without a rule are replicated.
 
-    >>> arrays = {"up": Named(dims=("fsdp", "features"), shape=(64, 256))}
+    >>> arrays = {"up": NamedArray(dims=("fsdp", "features"), shape=(64, 256))}
     >>> complete_layout(Layout(unnamed="replicate"), arrays, {"fsdp": 2}).parameters
     {'fsdp': ('fsdp',), 'features': ()}
     """
@@ -41,7 +41,7 @@ def complete_layout(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[
     return replace(layout, parameters={**layout.parameters, **added}, unnamed=unnamed)
 
 
-def format_unplaced(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[str, int]) -> str | None:
+def format_unplaced(layout: Layout, arrays: Mapping[str, NamedArray], sizes: Mapping[str, int]) -> str | None:
     """Format a line about arrays replicated for lack of names or rules; None if there are none."""
     paths = list_unnamed_paths(arrays)
     names = [
@@ -62,7 +62,7 @@ def format_unplaced(layout: Layout, arrays: Mapping[str, Named], sizes: Mapping[
 
 
 def resolve(
-    arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int], *, unnamed: str = "refuse"
+    arrays: Mapping[str, NamedArray], rules: Rules, sizes: Mapping[str, int], *, unnamed: str = "refuse"
 ) -> dict[str, Spec]:
     """Return the axes that shard each dim of each array.
 
@@ -81,7 +81,7 @@ def resolve(
       ValueError: on several devices, lists every dim without a rule, axis used twice in one array,
         indivisible size and array without names, each with the change to make.
 
-    >>> arrays = {"up": Named(dims=("embed", "mlp"), shape=(64, 256))}
+    >>> arrays = {"up": NamedArray(dims=("embed", "mlp"), shape=(64, 256))}
     >>> resolve(arrays, {"embed": ("fsdp",), "mlp": ("tensor",)}, {"fsdp": 2, "tensor": 4})
     {'up': (('fsdp',), ('tensor',))}
     """
@@ -118,7 +118,7 @@ def shard_largest_dim(shape: Sequence[int], rules: Rules, sizes: Mapping[str, in
     return tuple((axes.FSDP,) if i == largest else () for i in range(len(shape)))
 
 
-def _make_spec(named: Named, rules: Rules) -> Spec:
+def _make_spec(named: NamedArray, rules: Rules) -> Spec:
     dims = named.dims or ()
     missing = len(named.shape) - len(dims)
     return (*(() if dim is None else tuple(rules[dim]) for dim in dims), *((),) * missing)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardtrain import axes
-from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.array_dims import NamedArray
 from shardtrain.sharding.resolve import Spec, resolve
 from shardtrain.sharding.rules import Rules
 
@@ -28,7 +28,7 @@ def partition_spec(spec: Spec) -> PartitionSpec:
 
 
 def partition_specs(
-    arrays: Mapping[str, Named], like: Any, rules: Rules, sizes: Mapping[str, int], unnamed: str
+    arrays: Mapping[str, NamedArray], like: Any, rules: Rules, sizes: Mapping[str, int], unnamed: str
 ) -> Any:
     """Return the PartitionSpecs of a pytree.
 
@@ -115,7 +115,7 @@ class Row:
 
 
 def sharding_rows(
-    arrays: Mapping[str, Named], like: Any, specs: Any, sizes: Mapping[str, int]
+    arrays: Mapping[str, NamedArray], like: Any, specs: Any, sizes: Mapping[str, int]
 ) -> tuple[Row, ...]:
     """Return a row for each array (or shape) of a pytree, in its order."""
     leaves = jax.tree.leaves(like)
@@ -126,7 +126,7 @@ def sharding_rows(
     )
 
 
-def _make_row(path: str, named: Named, leaf: Any, spec: PartitionSpec, sizes: Mapping[str, int]) -> Row:
+def _make_row(path: str, named: NamedArray, leaf: Any, spec: PartitionSpec, sizes: Mapping[str, int]) -> Row:
     num_bytes = math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
     shards = math.prod(sizes[axis] for axis in spec_axes(spec))
     return Row(

@@ -22,7 +22,7 @@ NO_FILE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class Locked(ValueError):
+class LockHeld(ValueError):
     """Another process holds the lock."""
 
 
@@ -48,7 +48,7 @@ def hold_lock(folder: Path) -> Iterator[None]:
         try:
             _lock(file)
         except BlockingIOError:
-            raise Locked(f"another process holds the lock of {folder}") from None
+            raise LockHeld(f"another process holds the lock of {folder}") from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise

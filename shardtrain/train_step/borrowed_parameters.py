@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain.combine.fragments import group_by_path
 from shardtrain.functional.model import Tree, path_text
 from shardtrain.pipeline.stage_model import StageModel
-from shardtrain.sharding.array_dims import Named, is_dims
+from shardtrain.sharding.array_dims import NamedArray, is_dims
 from shardtrain.sharding.resolve import complete_layout
 from shardtrain.sharding.specs import partition_specs
 from shardtrain.train_step.placement import Placement
@@ -79,7 +79,7 @@ def _find_borrowed_specs(stage_model: StageModel, placement: Placement) -> dict[
     """Return the specs that borrowed parameters would have if this stage owned them."""
     whole, dims = group_by_path(stage_model.traced.params), stage_model.model.dims
     names = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(dims, is_leaf=is_dims)}
-    arrays = {path: Named(dims=names[path], shape=whole[path].shape) for path in stage_model.borrowed}
+    arrays = {path: NamedArray(dims=names[path], shape=whole[path].shape) for path in stage_model.borrowed}
     sizes = dict(placement.mesh.shape)
     layout = complete_layout(placement.layout, arrays, sizes)
     like = {path: whole[path] for path in arrays}

@@ -81,7 +81,7 @@ PiecePlan = Sequence[Sequence[GradientPiece]]
 """The pieces that each part of the program returns."""
 
 
-class PlannedParts(NamedTuple):
+class PartPlan(NamedTuple):
     """The pieces that the parts of a program send, and when.
 
     Args:
@@ -95,7 +95,7 @@ class PlannedParts(NamedTuple):
     sizes_bytes: tuple[int, ...]
 
 
-def plan_pieces(local: Local, num_parts: int, state: Any, batch: Batch, num_rows: int) -> PlannedParts:
+def plan_pieces(local: Local, num_parts: int, state: Any, batch: Batch, num_rows: int) -> PartPlan:
     """Divide the pieces of gradients among the parts of a program, by the cost to compute them.
 
     Args:
@@ -120,7 +120,7 @@ def plan_pieces(local: Local, num_parts: int, state: Any, batch: Batch, num_rows
     # a program with effects is not cut: their order would change
     if program.effects or not pieces:
         whole = [piece for path, x in shapes[0].grads.items() for piece in list_pieces(path, x)]
-        return PlannedParts([whole], (1.0,), (_count_bytes(whole, shapes[0].grads),))
+        return PartPlan([whole], (1.0,), (_count_bytes(whole, shapes[0].grads),))
     # the loss ends the forward pass
     start, *costs = estimate_ready_costs(program)
     part_of = parts_by_cost(costs, start, num_parts)
@@ -129,7 +129,7 @@ def plan_pieces(local: Local, num_parts: int, state: Any, batch: Batch, num_rows
         numbers = [number for number, each in enumerate(part_of) if each == part]
         plan.append([pieces[number] for number in numbers])
         ready.append(max(costs[number] for number in numbers) / max(costs))
-    return PlannedParts(plan, tuple(ready), tuple(_count_bytes(each, shapes[0].grads) for each in plan))
+    return PartPlan(plan, tuple(ready), tuple(_count_bytes(each, shapes[0].grads) for each in plan))
 
 
 def _count_bytes(pieces: Sequence[GradientPiece], gradients: Mapping[str, Any]) -> int:

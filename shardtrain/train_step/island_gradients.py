@@ -24,8 +24,8 @@ from shardtrain.islands.transfer import Transfer
 from shardtrain.train_step.gradient_parts import GradientPart, GradientParts, Pack
 from shardtrain.train_step.gradient_pieces import (
     GradientPiece,
+    PartPlan,
     PiecePlan,
-    PlannedParts,
     join_pieces,
     plan_pieces,
 )
@@ -153,7 +153,7 @@ def plan_parts(
     dtype: str,
     num_parts: int,
     batch: Mapping[str, Any],
-) -> PlannedParts:
+) -> PartPlan:
     """Plan the gradients that an island sends after each of the programs that compute them, and when.
 
     Nothing is computed, so the mesh of the placement may be abstract.

@@ -20,7 +20,7 @@ from shardtrain.errors.messages import near, problems_error
 from shardtrain.functional.frozen import drop_paths
 from shardtrain.functional.model import Model, Tree, group_by_path, name_arrays, path_text
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.array_dims import NamedArray
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.resolve import complete_layout, format_unplaced
 from shardtrain.sharding.rules import PARAMETER_RULES
@@ -56,7 +56,7 @@ class Specs(NamedTuple):
     """
 
     abstract: State
-    arrays: Mapping[str, Named]
+    arrays: Mapping[str, NamedArray]
     params: Any
     sharded: Any
     state: State

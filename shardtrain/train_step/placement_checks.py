@@ -14,13 +14,13 @@ from shardtrain.errors.messages import problems_error
 from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.array_dims import NamedArray
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.rules import Rules
 from shardtrain.sharding.specs import spec_axes
 
 
-def check_elements(arrays: Mapping[str, Named]) -> None:
+def check_elements(arrays: Mapping[str, NamedArray]) -> None:
     """Check that every parameter has elements, so that there is something to train, shard and save.
 
     Raises:
@@ -94,7 +94,7 @@ def check_stages(
         raise problems_error(f"pipeline={num_stages} inside a mesh cannot run this", problems)
 
 
-def check_experts(arrays: Mapping[str, Named], rules: Rules, sizes: Mapping[str, int]) -> None:
+def check_experts(arrays: Mapping[str, NamedArray], rules: Rules, sizes: Mapping[str, int]) -> None:
     """Check that a model has experts if the mesh has an axis expert.
 
     Raises:

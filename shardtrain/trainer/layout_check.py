@@ -22,7 +22,7 @@ from shardtrain.errors.messages import refuse
 from shardtrain.functional.activation_rules import activation_rules, noting
 from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.collective_matmul import NOTED
-from shardtrain.functional.jaxprs import equations
+from shardtrain.functional.jaxprs import list_equations
 from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key, step_key
 from shardtrain.functional.traced_loss import trace_loss
@@ -99,7 +99,7 @@ def check_layout(run: Run, setup: RunSetup, batches: Any, note: Callable[[str], 
 
 def _trace_operations(run: Run, setup: RunSetup, rows: Batch) -> tuple[set[str], int]:
     """Return the operations of the training loss, and the bytes of its narrowest floats: 2 or 4."""
-    traced = [each.equation for each in equations(trace_loss(setup.whole_model, run.loss, rows, 2))]
+    traced = [each.equation for each in list_equations(trace_loss(setup.whole_model, run.loss, rows, 2))]
     dtypes = {x.aval.dtype for equation in traced for x in equation.outvars if hasattr(x.aval, "dtype")}
     floats = [max(dtype.itemsize, 2) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
     return {equation.primitive.name for equation in traced}, min([4, *floats])

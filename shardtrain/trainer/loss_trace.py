@@ -16,7 +16,7 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 from shardtrain.errors.user_code import FOLDER, UserCodeFailed, calling_line
-from shardtrain.functional.jaxprs import TracedEquation, dependencies, equations
+from shardtrain.functional.jaxprs import TracedEquation, dependencies, list_equations
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key
@@ -78,7 +78,7 @@ def check_trace(
             second = trace_loss(model, loss, batch, 2 * prime)
     except (UserCodeFailed, ValueError):
         return LossFindings([], [])
-    once = equations(first)
+    once = list_equations(first)
     warned = [
         *_warn_unweighted(first.jaxpr, list(batch), metrics),
         *_row_constants(once, prime),
@@ -87,7 +87,7 @@ def check_trace(
     if not promoted and num_parts > 1:
         warned += _couplings(model, loss, batch, first, prime, num_parts)
     warned += find_state_warnings(first, abstract[1], len(batch), num_parts, num_microbatches)
-    return LossFindings(_differences(once, equations(second)), warned)
+    return LossFindings(_differences(once, list_equations(second)), warned)
 
 
 def _couplings(
@@ -129,13 +129,13 @@ def _find_unexplained_difference(
       model, loss, batch, traced, prime: as for `_couplings`.
       in_library: whether this library or a batch norm couples rows in training, as documented.
     """
-    programs = equations(traced)
+    programs = list_equations(traced)
     if not any(each.line != "?" and not each.line.startswith(FOLDER) for each in programs):
         return ""
     allowed = SEEN if all(map(_is_precise, programs)) else SEEN_IN_16_BITS
     ways = [] if in_library else [(True, f"the loss and its gradient of {ROWS} rows differ")]
     with suppress(UserCodeFailed, ValueError):  # it may not be for evaluation
-        if _differences(programs, equations(trace_loss(model, loss, batch, 2 * prime, False))):
+        if _differences(programs, list_equations(trace_loss(model, loss, batch, 2 * prime, False))):
             ways.append((False, f"the loss in evaluation of {ROWS} rows differs"))
     for train, what in ways:
         found = compute_row_difference(model, loss, batch, train=train, num_trials=2, most_flops=MOST_FLOPS)
@@ -309,5 +309,5 @@ def find_state_warnings(
 
 def _has_batch_norm(traced: Any) -> bool:
     """Return whether a program has a batch norm of Flax, whose statistics are called mean and var."""
-    traces = [each.equation.source_info.traceback for each in equations(traced)]
+    traces = [each.equation.source_info.traceback for each in list_equations(traced)]
     return any(frame.file_name.endswith(NORMALIZATION) for trace in traces if trace for frame in trace.frames)

@@ -31,7 +31,7 @@ from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import ANY_DEVICE, Target
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.mesh import abstract_mesh, make_mesh
-from shardtrain.train_step.gradient_pieces import PlannedParts
+from shardtrain.train_step.gradient_pieces import PartPlan
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_gradients import plan_parts
@@ -268,7 +268,7 @@ STEPS = 7
 """Number of steps to measure, after one that compiles and one that warms up."""
 
 
-def probe_seconds(run: Run, source: Any, choice: Choice) -> float:
+def measure_step_seconds(run: Run, source: Any, choice: Choice) -> float:
     """Measure the median seconds of a step on this machine's devices.
 
     Args:
@@ -294,7 +294,7 @@ def probe_seconds(run: Run, source: Any, choice: Choice) -> float:
     return statistics.median(seconds[2:])
 
 
-def plan_sent_parts(run: Run, source: Any, sizes: Mapping[str, int]) -> PlannedParts:
+def plan_sent_parts(run: Run, source: Any, sizes: Mapping[str, int]) -> PartPlan:
     """Plan the gradient parts that an island sends after each program of `--gradient-parts`.
 
     Args:
@@ -347,7 +347,7 @@ def compile_figures(run: Run, kind: str, sizes: Mapping[str, int], num_rows: int
     return figures(compiled, sizes)
 
 
-def memory_changes(run: Run) -> Iterator[tuple[str, Run]]:
+def list_memory_changes(run: Run) -> Iterator[tuple[str, Run]]:
     """Yield (option, run with that option) for each option that may save memory.
 
     Args:

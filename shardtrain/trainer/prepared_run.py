@@ -24,7 +24,7 @@ from shardtrain.islands.rank_facts import facts
 from shardtrain.islands.watchdog.stragglers import Stragglers
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.pipeline.schedule import make_table
-from shardtrain.pipeline.traced_cut import TracedModel
+from shardtrain.pipeline.traced_cut import ModelTrace
 from shardtrain.report.islands import binding_text
 from shardtrain.report.sharding import totals_text
 from shardtrain.report.sinks import check_installed
@@ -315,7 +315,7 @@ def make_run_facts(run: Run, setup: RunSetup, description: dict[str, Any]) -> di
         trees = {"parameters": traced.params}
         sizes = (stages.num_stages, run.strategy.accumulate, stages.num_chunks)
         sent = None
-        if isinstance(traced, TracedModel):
+        if isinstance(traced, ModelTrace):
             sent = [traced.format_sent(stages, part) for part in range(len(stages.counts))]
         description |= {
             "accumulate": run.strategy.accumulate,

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from shardtrain.system.atomic_write import replace_file
-from shardtrain.system.run_lock import Locked, hold_lock
+from shardtrain.system.run_lock import LockHeld, hold_lock
 from shardtrain.system.untrusted_files import read_json
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.strategy import Strategy
@@ -130,7 +130,7 @@ def take_mark(folder: Path) -> str | None:
         # a mark of a process that trains here now is in use
         with hold_lock(folder):
             found = read_json(path, MOST_BYTES)
-    except (Locked, FileNotFoundError):
+    except (LockHeld, FileNotFoundError):
         return None
     except ValueError as error:
         return f"WARNING: {error}; remove it"

@@ -28,7 +28,7 @@ from shardtrain.system.atomic_write import clear_parts, open_own, replace_file
 from shardtrain.system.cgroup import limits
 from shardtrain.system.host import infiniband_links, memory_bytes, network_links, ranges_text, system_facts
 from shardtrain.system.packages import list_installed_packages
-from shardtrain.system.run_lock import Locked, hold_lock
+from shardtrain.system.run_lock import LockHeld, hold_lock
 from shardtrain.system.shown_variables import shown_variables
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination
@@ -77,7 +77,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
             (folder / CHECKPOINTS).mkdir(exist_ok=True)
             stack.enter_context(hold_lock(folder / CHECKPOINTS))
             yield
-    except Locked:
+    except LockHeld:
         raise ValueError(
             f"another process is training in {folder}; wait for it, or use another --run-dir"
         ) from None

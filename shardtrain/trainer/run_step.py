@@ -20,7 +20,7 @@ from shardtrain.pipeline.schedule import forward_only, make_table
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.stage_model import StageModel
-from shardtrain.pipeline.traced_cut import TracedModel
+from shardtrain.pipeline.traced_cut import ModelTrace
 from shardtrain.report.islands import buckets_text, parts_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
 from shardtrain.train_step.barrier_schedule import BarrierSchedule
@@ -90,7 +90,7 @@ def pipeline_text(run: Run, setup: RunSetup) -> str | None:
         text = (
             f"blocks {_cuts_text(setup, stages)}; {format_in_flight(stages.num_stages, pipeline.in_flight)}"
         )
-    if setup.stage_model is not None and isinstance(setup.stage_model.traced, TracedModel):
+    if setup.stage_model is not None and isinstance(setup.stage_model.traced, ModelTrace):
         text = f"{format_traced_cut(setup.stage_model.traced, stages)}{text}"
     if len(set(setup.cuts)) > 1:
         text += (

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from shardtrain.functional.rng import new_key
 from shardtrain.optim.optimizer import make_optimizer
 from shardtrain.pipeline.block_costs import BACKWARD, model_costs
-from shardtrain.pipeline.costs import Traced
+from shardtrain.pipeline.costs import ChainTrace
 from shardtrain.pipeline.cuts import make_partitions
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.stage_costs import ModelCosts, StageCosts, StageDevices
-from shardtrain.pipeline.traced_cut import TracedModel
+from shardtrain.pipeline.traced_cut import ModelTrace
 from shardtrain.plan.devices import GB
 from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
@@ -45,7 +45,7 @@ def block_costs(run: Run, source: Any, num_replicas: int) -> ModelCosts:
     return model_costs(traced, optimizer.init)
 
 
-def trace(run: Run, source: Any, num_replicas: int, row_shards: int = 1) -> Traced:
+def trace(run: Run, source: Any, num_replicas: int, row_shards: int = 1) -> ChainTrace:
     """Trace the functions of a run's model, for the rows of one replica's microbatch on a device.
 
     Raises:
@@ -59,7 +59,7 @@ def trace(run: Run, source: Any, num_replicas: int, row_shards: int = 1) -> Trac
         name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
         for name, x in make_microbatch(run, source).items()
     }
-    return Traced(model, run.loss, batch)
+    return ChainTrace(model, run.loss, batch)
 
 
 def stage_costs(run: Run, model: ModelCosts, stages: Sequence[StageDevices]) -> StageCosts:
@@ -81,7 +81,7 @@ DEFAULT_STAGES = 2
 """The default number of stages to show."""
 
 
-def format_traced_cut(traced: TracedModel, stages: Partition) -> str:
+def format_traced_cut(traced: ModelTrace, stages: Partition) -> str:
     """Format a table of the parts of a model that was cut by tracing.
 
     Args:
@@ -127,7 +127,7 @@ def format_inspected_cut(run: Run, source: Any, num_stages: int | None) -> str:
     shapes = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in make_microbatch(run, source).items()
     }
-    traced = TracedModel(make_model(run), run.loss, shapes)
+    traced = ModelTrace(make_model(run), run.loss, shapes)
     return format_traced_cut(traced, make_partitions(traced, pipeline, num_stages, 1)[0]).rstrip()
 
 
@@ -135,7 +135,7 @@ LEAST_RUNS, LEAST_SECONDS = 5, 1.0
 """Least runs and seconds of a block: a core that others use too is fast for a moment."""
 
 
-def flops_per_second(traced: Traced, clock: Callable[[], float] = time.perf_counter) -> float:
+def flops_per_second(traced: ChainTrace, clock: Callable[[], float] = time.perf_counter) -> float:
     """Measure the flops per second of one local device, in the forward and backward of the costliest block.
 
     The block is compiled and run on arbitrary values, for the traced rows.

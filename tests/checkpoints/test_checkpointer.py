@@ -28,7 +28,7 @@ from shardtrain.checkpoints import restore as restoring
 from shardtrain.checkpoints.checkpointer import Checkpoints, RestoredCheckpoint
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.flatten import flatten
-from shardtrain.checkpoints.policy import CheckpointPolicy, is_due, steps_to_delete
+from shardtrain.checkpoints.policy import CheckpointPolicy, is_due, select_steps_to_delete
 from shardtrain.checkpoints.save import SaveFailed
 
 KEEP_ALL = CheckpointPolicy(keep=1000)
@@ -318,7 +318,7 @@ def test_a_wrong_policy_names_every_wrong_number():
 
 @given(st.sets(st.integers(0, 500)), st.integers(1, 6), st.one_of(st.none(), st.integers(1, 50)))
 def test_keeping_keeps_the_newest_and_the_multiples(steps, keep, keep_every):
-    deleted = steps_to_delete(CheckpointPolicy(keep=keep, keep_every=keep_every), steps)
+    deleted = select_steps_to_delete(CheckpointPolicy(keep=keep, keep_every=keep_every), steps)
     newest = set(sorted(steps)[-keep:])
     multiples = {step for step in steps if keep_every and step % keep_every == 0}
     assert deleted == sorted(steps - newest - multiples)

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from shardtrain.functional.linen_model import from_linen
 from shardtrain.functional.model import Model, name_arrays, path_text
 from shardtrain.functional.nnx_model import convert_model, from_nnx
-from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.array_dims import NamedArray
 
 KEY, RNG = jax.random.key(3), jax.random.key(4)
 ROWS, EMBED, MLP = 8, 4, 6
@@ -290,10 +290,10 @@ def test_dims_of_linen():
 def test_named_arrays_pair_dims_with_shapes():
     model = nnx_model()
     found = name_arrays(model, jax.eval_shape(model.init, KEY)[0])
-    assert found["blocks/mlp/kernel"] == Named(dims=("layers", None, "mlp"), shape=(3, MLP, MLP))
-    assert found["down"] == Named(dims=("mlp", "embed"), shape=(MLP, EMBED))
-    assert found["layers/10/bias"] == Named(dims=None, shape=(MLP,))
-    assert found["up/kernel"] == Named(dims=("embed", "mlp"), shape=(EMBED, MLP))
+    assert found["blocks/mlp/kernel"] == NamedArray(dims=("layers", None, "mlp"), shape=(3, MLP, MLP))
+    assert found["down"] == NamedArray(dims=("mlp", "embed"), shape=(MLP, EMBED))
+    assert found["layers/10/bias"] == NamedArray(dims=None, shape=(MLP,))
+    assert found["up/kernel"] == NamedArray(dims=("embed", "mlp"), shape=(EMBED, MLP))
     leaves = jax.tree.leaves_with_path(model.init(KEY)[0])
     assert list(found) == [path_text(path) for path, _ in leaves]
     assert [array.shape for array in found.values()] == [leaf.shape for _, leaf in leaves]

@@ -15,7 +15,7 @@ from flax import nnx
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.convolution import EPS, Stack
 from shardtrain.models.resnet import ResNetConfig
-from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.array_dims import NamedArray
 from shardtrain.sharding.resolve import resolve
 from shardtrain.sharding.rules import PARAMETER_RULES
 
@@ -47,7 +47,7 @@ def test_blocks_are_counted_and_a_list():
 
 def test_every_parameter_is_placed_by_the_default_rules():
     arrays = {
-        "/".join(map(str, path)): Named(dims=v.get_metadata()["out_sharding"], shape=v.shape)
+        "/".join(map(str, path)): NamedArray(dims=v.get_metadata()["out_sharding"], shape=v.shape)
         for path, v in list_parameters(replace(CONFIG, colours=3))
     }
     specs = resolve(arrays, PARAMETER_RULES, {"fsdp": 2, "tensor": 2})

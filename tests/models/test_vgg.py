@@ -12,7 +12,7 @@ from bare_models import fill, list_parameters
 from flax import nnx
 
 from shardtrain.models.vgg import VggConfig
-from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.array_dims import NamedArray
 from shardtrain.sharding.resolve import resolve
 from shardtrain.sharding.rules import PARAMETER_RULES
 
@@ -39,7 +39,7 @@ def test_sizes_are_the_published_ones(depth, kernels):
 
 def test_every_parameter_is_placed_by_the_default_rules():
     arrays = {
-        "/".join(map(str, path)): Named(dims=v.get_metadata()["out_sharding"], shape=v.shape)
+        "/".join(map(str, path)): NamedArray(dims=v.get_metadata()["out_sharding"], shape=v.shape)
         for path, v in list_parameters(replace(CONFIG, colours=3))
     }
     specs = resolve(arrays, PARAMETER_RULES, {"fsdp": 2, "tensor": 2})

@@ -19,7 +19,7 @@ from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import make_storable
 from shardtrain.optim.schedules import SCHEDULES, Schedule, make_schedule
 from shardtrain.optim.separable import coupling_problems
-from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.array_dims import NamedArray
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.specs import partition_specs
@@ -152,7 +152,7 @@ class TestOptimizer:
         mesh = make_mesh(layout)
         names = jax.tree.leaves(DIMS, is_leaf=lambda x: isinstance(x, tuple))
         arrays = {
-            jax.tree_util.keystr(path): Named(dims=dims, shape=x.shape)
+            jax.tree_util.keystr(path): NamedArray(dims=dims, shape=x.shape)
             for (path, x), dims in zip(jax.tree.leaves_with_path(PARAMS), names, strict=True)
         }
         specs = partition_specs(arrays, PARAMS, layout.parameter_rules, mesh.shape, "refuse")

@@ -12,7 +12,7 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
 from shardtrain.models.resnet import ResNetConfig
-from shardtrain.pipeline.costs import Traced
+from shardtrain.pipeline.costs import ChainTrace
 from shardtrain.pipeline.cuts import make_partition
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.stacking import Partition
@@ -29,7 +29,7 @@ IMAGES = {
 
 
 def test_a_decoders_parameters_by_hand():
-    traced = Traced(from_nnx(TIED), next_token_loss, BATCH)
+    traced = ChainTrace(from_nnx(TIED), next_token_loss, BATCH)
     block = 4 * EMBED * EMBED + 2 * EMBED * MLP + 2 * EMBED
     costs = traced.costs("params")
     assert list(costs.blocks) == [block] * 4
@@ -41,7 +41,7 @@ def test_a_decoders_parameters_by_hand():
 
 def test_the_last_part_has_the_loss_of_training_or_of_evaluation():
     model = from_nnx(TIED)
-    traced = Traced(model, Regularized(next_token_loss, z_loss=0.1), BATCH)
+    traced = ChainTrace(model, Regularized(next_token_loss, z_loss=0.1), BATCH)
     one = Partition(num_stages=1, counts=(4,))
     params, state = model.init(jax.random.key(0))
 
@@ -58,7 +58,7 @@ def test_the_last_part_has_the_loss_of_training_or_of_evaluation():
 
 
 def test_a_decoders_flops_are_those_of_its_products():
-    traced = Traced(from_nnx(TIED), next_token_loss, BATCH)
+    traced = ChainTrace(from_nnx(TIED), next_token_loss, BATCH)
     tokens = 2 * SEQ
     products = tokens * 2 * (4 * EMBED * EMBED + 2 * EMBED * MLP) + 2 * tokens * 2 * SEQ * EMBED
     costs = traced.costs("flops")
@@ -73,7 +73,7 @@ def test_blocks_of_a_list_cost_each_its_own():
     model = from_nnx(
         ResNetConfig(depth=20, filters=4, num_groups=2, height=8, width=8, colours=1, classes=10)
     )
-    traced = Traced(model, classification_loss, IMAGES)
+    traced = ChainTrace(model, classification_loss, IMAGES)
     sizes = {name: sum(x.size for x in jax.tree.leaves(tree)) for name, tree in traced.params.items()}
     costs = traced.costs("params")
     assert sum(costs.blocks) == sizes["blocks"]

@@ -15,7 +15,7 @@ from shardtrain import cli
 from shardtrain.islands.cluster import IslandKind
 from shardtrain.plan.calibration import choose_spread, fit_rates
 from shardtrain.plan.machine import Link, Machine, Rates
-from shardtrain.plan.predict import predictions
+from shardtrain.plan.predict import predict_choices
 from shardtrain.plan.space import Space, list_allowed_choices
 from shardtrain.trainer.planned import make_subjects
 
@@ -39,10 +39,10 @@ def test_a_fit_finds_the_times_of_another_machine(subject):
     rates = Rates(flops_per_second=3e9, memory_bytes_per_second=5e8, kernel_seconds=3e-5)
     true = replace(START, rates=rates, device_link=link)
     every, _ = list_allowed_choices(subject, DEVICES, SPACE)
-    probes = [every[i] for i in choose_spread(predictions(subject, START, DEVICES, every), 4)]
+    probes = [every[i] for i in choose_spread(predict_choices(subject, START, DEVICES, every), 4)]
 
     def seconds(machine, choices=probes):
-        return [each.seconds.total for each in predictions(subject, machine, DEVICES, choices)]
+        return [each.seconds.total for each in predict_choices(subject, machine, DEVICES, choices)]
 
     found = fit_rates(START, seconds, seconds(true))
     assert max(abs(math.log(x)) for x in found.before) > 0.5
@@ -57,7 +57,7 @@ def test_a_fit_finds_the_times_of_another_machine(subject):
 
 def test_probes_differ_and_are_no_slow_ones(subject):
     every, _ = list_allowed_choices(subject, DEVICES, SPACE)
-    predicted = predictions(subject, START, DEVICES, every)
+    predicted = predict_choices(subject, START, DEVICES, every)
     chosen = choose_spread(predicted, 6)
     totals = [each.seconds.total for each in predicted]
     assert len(set(chosen)) == 6

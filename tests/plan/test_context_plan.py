@@ -20,7 +20,7 @@ from shardtrain.pipeline.schedule import make_table
 from shardtrain.plan.device_calls import AttentionCall
 from shardtrain.plan.hlo.collectives import PERMUTE
 from shardtrain.plan.machine import Link, Machine, Rates
-from shardtrain.plan.predict import predictions, steps, sum_sent_by_axes
+from shardtrain.plan.predict import predict_choices, steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.program import CallSizes
 from shardtrain.plan.search import search
@@ -57,7 +57,7 @@ def test_bytes_and_flops_are_those_of_the_compiled_step(subject, layout, accumul
     choice = Choice(layout=layout, accumulate=accumulate, remat=remat)
     found, sums = compiled(subject, choice, 4)
     (step,) = steps(subject, MACHINE, 4, [choice])
-    (predicted,) = predictions(subject, MACHINE, 4, [choice])
+    (predicted,) = predict_choices(subject, MACHINE, 4, [choice])
     assert predicted.flops == pytest.approx(found.flops, rel=1e-3)
     sent = sum_sent_by_axes(step, simulated=True)
     # one sum of 4 kB over fsdp is sent as a reduce-scatter in this small step, and counted as an all-reduce
@@ -138,7 +138,7 @@ def test_memory_of_long_sequences_over_context():
     choice = Choice(layout=layout, remat="full")
     real = compiled(long, choice, 4)[0].device_bytes
     of_cpu = replace(MACHINE, rates=replace(MACHINE.rates, copies_stacked=True))
-    (predicted,) = predictions(long, of_cpu, 4, [choice])
+    (predicted,) = predict_choices(long, of_cpu, 4, [choice])
     assert predicted.memory.total == pytest.approx(real, rel=0.1)
     # whole scores of two heads of four would be 8 times a block of 512 x 256 and its gradients
     assert real < 4 * CONFIG.num_heads * 512 * 2048
@@ -201,7 +201,7 @@ def test_a_model_without_attention_of_the_run_is_refused():
     model = convert_model(MlpConfig(features=4, mlp=8, num_layers=1, classes=2))
     other = Subject(model=lambda remat: model, loss=loss, optimizer=optax.sgd(1e-2), batch=batch)
     with pytest.raises(ValueError, match="context=2 is planned for models that let the run compute"):
-        predictions(other, MACHINE, 2, [Choice(layout=layout_of("ring", context=2))])
+        predict_choices(other, MACHINE, 2, [Choice(layout=layout_of("ring", context=2))])
 
 
 def test_relative_positions_are_planned_as_a_run_computes_them():

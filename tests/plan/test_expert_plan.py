@@ -7,7 +7,7 @@ from planned_steps import compiled, subject_of
 
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.machine import Link, Machine, Rates
-from shardtrain.plan.predict import predictions, steps, sum_sent_by_axes
+from shardtrain.plan.predict import predict_choices, steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.search import search
 from shardtrain.plan.space import Space
@@ -47,7 +47,7 @@ def test_a_plan_is_the_compiled_step(bounded, experts, mesh, accumulate, remat):
     layout = Layout(mesh=mesh, context_attention="all-gather")
     choice = Choice(layout=layout, accumulate=accumulate, remat=remat)
     found, sums = compiled(subject, choice, 4)
-    (predicted,) = predictions(subject, MACHINE, 4, [choice])
+    (predicted,) = predict_choices(subject, MACHINE, 4, [choice])
     (step,) = steps(subject, MACHINE, 4, [choice])
     sent = sum_sent_by_axes(step, simulated=True)
     for over, num_bytes in sums.items():

@@ -17,7 +17,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.decoder_flops import flops_per_token
 from shardtrain.plan.islands import plan_cluster
 from shardtrain.plan.machine import Link, Machine, Rates
-from shardtrain.plan.predict import predictions
+from shardtrain.plan.predict import predict_choices
 from shardtrain.plan.search import find_frontier
 from shardtrain.plan.space import (
     Space,
@@ -27,7 +27,7 @@ from shardtrain.plan.space import (
     nearest_text,
 )
 from shardtrain.report.plan import plan_text
-from shardtrain.report.plots.frontier import check_frontier, frontier_plot
+from shardtrain.report.plots.frontier import check_frontier, plot_frontier
 from shardtrain.sharding.layout import Layout
 
 CONFIG = DecoderConfig(vocab=64, seq=64, embed=32, num_layers=4, num_heads=4, mlp=128)
@@ -50,7 +50,7 @@ def test_no_way_beats_the_frontier_in_memory_and_time(subject):
         replace(choice, remat=remat)
         for choice, remat in product(list_allowed_choices(subject, 4, SPACE)[0], SPACE.remats)
     ]
-    exact = [(each.memory.total, each.seconds.total) for each in predictions(subject, MACHINE, 4, tried)]
+    exact = [(each.memory.total, each.seconds.total) for each in predict_choices(subject, MACHINE, 4, tried)]
     unbeaten = {(m, s) for m, s in exact if not any(a <= m and b <= s and (a, b) != (m, s) for a, b in exact)}
     assert {(each.prediction.memory.total, each.prediction.seconds.total) for each in found} == unbeaten
     assert len(unbeaten) > 2
@@ -61,7 +61,7 @@ def test_the_frontier_is_drawn(subject, tmp_path):
     found, points = find_frontier(subject, MACHINE, 2, SPACE)
     path = tmp_path / "frontier.png"
     check_frontier(path)
-    frontier_plot(found, points, 1e9, path, title="2 devices")
+    plot_frontier(found, points, 1e9, path, title="2 devices")
     assert path.read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(ValueError, match=r"--frontier is f\.jpg; it is drawn as \.png or \.svg: use f\.png"):
         check_frontier(type(path)("f.jpg"))

@@ -23,7 +23,7 @@ from shardtrain.plan.device_calls import FlashCall, counts_flash
 from shardtrain.plan.devices import find_device
 from shardtrain.plan.live_arrays import Trip, sort_for_gpus
 from shardtrain.plan.machine import make_machine
-from shardtrain.plan.predict import find_sharding, predictions
+from shardtrain.plan.predict import find_sharding, predict_choices
 from shardtrain.plan.program import CallSizes, Kernel, Sharding
 from shardtrain.plan.program_cost import Durations, compute_costs
 from shardtrain.plan.simulator.operator_search import trace_whole_step
@@ -97,7 +97,7 @@ def test_the_choice_is_that_of_the_models_own_function(monkeypatch):
 def test_flash_attention_takes_less_memory_and_time_and_its_flops_are_those_of_the_model():
     machine = make_machine(ClusterDevice(name=H100), 1, in_float32=False)
     flash, xla = (
-        predictions(subject_of(has_flash=has_flash), machine, 1, [Choice(layout=Layout())])[0]
+        predict_choices(subject_of(has_flash=has_flash), machine, 1, [Choice(layout=Layout())])[0]
         for has_flash in (True, False)
     )
     scores = ROWS * HEADS * SEQ * SEQ * 4

@@ -18,7 +18,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.resnet import ResNetConfig
 from shardtrain.plan.layers.assignment import choose_best, estimate_exchange, least_sum, partition_layers
 from shardtrain.plan.layers.baselines import BASELINES, data_parallel, hypar, mesh_levels
-from shardtrain.plan.layers.compare import TENSOR_DIMS, AsMesh, NoMesh, find_mesh, plan_layers
+from shardtrain.plan.layers.compare import TENSOR_DIMS, EquivalentMesh, NoMesh, find_mesh, plan_layers
 from shardtrain.plan.layers.layer_graph import Layer, Source
 from shardtrain.plan.layers.partition import (
     Side,
@@ -216,7 +216,7 @@ def test_data_parallelism_costs_its_gradients_on_each_level():
     assert found.exchange_seconds == pytest.approx(expected)
     assert found.compute_seconds == pytest.approx(sum(layer.step_flops for layer in layers) / 8e9)
     assert [level.group.devices for level in found.levels] == [8, 4, 2]
-    assert find_mesh(layers, found) == AsMesh(data=8, tensor=1, dims=TENSOR_DIMS)
+    assert find_mesh(layers, found) == EquivalentMesh(data=8, tensor=1, dims=TENSOR_DIMS)
 
 
 @pytest.mark.parametrize("devices", [1, 3, 5, 7, 12])
@@ -293,7 +293,7 @@ def test_layers_of_images_and_of_linen():
 def test_types_that_a_mesh_runs(decoder):
     layers = trace_layers(decoder)
     megatron = partition_layers(layers, make_group(NODES, 8), mesh_levels(1, TENSOR_DIMS))
-    assert find_mesh(layers, megatron) == AsMesh(data=2, tensor=4, dims=TENSOR_DIMS)
+    assert find_mesh(layers, megatron) == EquivalentMesh(data=2, tensor=4, dims=TENSOR_DIMS)
     types = {layer.name: split.way for layer, split in zip(layers, megatron.levels[1].chosen, strict=True)}
     assert types["blocks/mlp/up/kernel[0]"] == "III"
     assert types["blocks/mlp/down/kernel[0]"] == "II"

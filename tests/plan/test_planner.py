@@ -28,11 +28,11 @@ from shardtrain.plan.island_exchange import IslandStepTimes, time_early_gradient
 from shardtrain.plan.islands import ClusterPlan, KindPlan, estimate_times, plan_cluster
 from shardtrain.plan.layers.replicated_costs import pipeline_costs
 from shardtrain.plan.machine import Link, Machine, Rates, make_machine, make_simulated_machine
-from shardtrain.plan.predict import find_sharding, predictions, steps, sum_sent_by_axes
+from shardtrain.plan.predict import find_sharding, predict_choices, steps, sum_sent_by_axes
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.program import Sharding
 from shardtrain.plan.program_cost import Durations, compute_costs
-from shardtrain.plan.search import Plan, Ranked, search
+from shardtrain.plan.search import Plan, RankedChoice, search
 from shardtrain.plan.space import Space
 from shardtrain.plan.trace import Target, trace
 from shardtrain.plan.traffic import count_sent_bytes
@@ -168,8 +168,8 @@ def test_simulated_devices_share_cores_so_that_waiting_costs_nothing(subject):
         Choice(layout=Layout(mesh=mesh), accumulate=4, remat=remat)
         for mesh, remat in (({"pipeline": 4}, "full"), ({"data": 4}, "full"), ({"data": 4}, "none"))
     ]
-    simulated = predictions(subject, make_simulated_machine(host, 4, 2), 4, choices)
-    real = predictions(subject, replace(host, rates=RATES), 4, choices)
+    simulated = predict_choices(subject, make_simulated_machine(host, 4, 2), 4, choices)
+    real = predict_choices(subject, replace(host, rates=RATES), 4, choices)
     assert [each.seconds.bubble for each in simulated] == [0, 0, 0]
     assert real[0].seconds.bubble > 0.2 * real[0].seconds.total
     # all devices together are the host, whose kernels and messages are the work of one core
@@ -209,7 +209,7 @@ def test_the_optimizers_state_is_copied_by_xla_for_cpu_alone(monkeypatch):
     few_tokens = subject_of(replace(CONFIG, seq=4, mlp=1024), rows=1)
     choice = Choice(layout=Layout(mesh={"data": 1}), remat="full")
     of_gpu, of_cpu = (
-        predictions(few_tokens, replace(MACHINE, rates=rates), 1, [choice])[0].memory
+        predict_choices(few_tokens, replace(MACHINE, rates=rates), 1, [choice])[0].memory
         for rates in (RATES, COPYING)
     )
     assert of_gpu.activations < 0.5 * of_gpu.gradients
@@ -235,7 +235,7 @@ def test_memory_and_traffic_are_those_of_the_compiled_step(
     monkeypatch.setattr(Placement, "replica_is_one_cpu", False)
     layout = Layout(mesh=mesh, zero=zero, sequence_sharded=sequence)
     choice, sizes = Choice(layout=layout, accumulate=accumulate, remat=remat), axis_sizes(mesh, 4)
-    (predicted,) = predictions(subject, MACHINE, 4, [choice])
+    (predicted,) = predict_choices(subject, MACHINE, 4, [choice])
     found, sums = compiled(subject, choice, 4)
     state = predicted.memory.parameters + predicted.memory.optimizer + predicted.memory.batch
     assert state == pytest.approx(found.argument_bytes, rel=0.01)
@@ -293,7 +293,7 @@ def test_the_search_finds_what_trying_everything_finds(subject):
 def test_the_least_recomputation_that_fits_is_taken(subject):
     layout = Layout(mesh={"data": 2})
     by_remat = {
-        remat: predictions(subject, MACHINE, 2, [Choice(layout=layout, remat=remat)])[0].memory.total
+        remat: predict_choices(subject, MACHINE, 2, [Choice(layout=layout, remat=remat)])[0].memory.total
         for remat in ("none", "dots", "full")
     }
     assert by_remat["none"] > by_remat["dots"] > by_remat["full"]
@@ -494,9 +494,9 @@ def test_links_of_the_advised_speed_hide_collectives(subject, mesh):
     none = Plan(ranked=(), refused={}, num_choices=0)
 
     def advised(machine):
-        (found,) = predictions(subject, machine, 4, [choice])
+        (found,) = predict_choices(subject, machine, 4, [choice])
         each = KindPlan(kind=IslandKind(kind="a", devices=4), machine=machine, rows=ROWS, plan=none)
-        best = Ranked(choice=choice, prediction=found, fits=True)
+        best = RankedChoice(choice=choice, prediction=found, fits=True)
         return scaling(subject, each, best, 0.8).link_factor, found.seconds
 
     factor, _ = advised(machine(1e6, 1e-6))

@@ -10,7 +10,7 @@ from allowed_chunks import list_allowed_chunks
 from matplotlib.colors import to_rgb
 
 from shardtrain.pipeline.schedule import forward_only, make_table
-from shardtrain.report.plots.timeline import TASK_COLOURS, timeline
+from shardtrain.report.plots.timeline import TASK_COLOURS, plot_timeline
 from shardtrain.report.timeline import timeline_text
 
 
@@ -81,13 +81,13 @@ def num_pixels(path, kind):
 
 
 def test_a_png_has_boxes_as_long_as_their_tasks(tmp_path):
-    path = timeline(make_table("1f1b", 2, 3), tmp_path / "folder" / "a.png")
+    path = plot_timeline(make_table("1f1b", 2, 3), tmp_path / "folder" / "a.png")
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     forward, backward = num_pixels(path, "forward"), num_pixels(path, "backward")
     assert forward > 5000
     assert 1.7 < backward / forward < 2.3
     assert num_pixels(path, "weight") == 0
-    assert num_pixels(timeline(make_table("zero_bubble", 2, 3), tmp_path / "b.png"), "weight") > 5000
+    assert num_pixels(plot_timeline(make_table("zero_bubble", 2, 3), tmp_path / "b.png"), "weight") > 5000
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_png_has_boxes_as_long_as_their_tasks(tmp_path):
 )
 def test_an_svg_names_every_task(name, lockstep, tmp_path):
     table = make_table(name, 3, 4, list_allowed_chunks(name)[0], lockstep)
-    text = timeline(table, tmp_path / "a.svg").read_text()
+    text = plot_timeline(table, tmp_path / "a.svg").read_text()
     found = re.findall("<!-- ([FBW][0-9]+[ab]?) -->", text)
     assert len(found) == len(table.tasks)
     assert {word[0] for word in found} == {kind[0].upper() for kind in table.kinds}
@@ -104,14 +104,16 @@ def test_an_svg_names_every_task(name, lockstep, tmp_path):
 
 def test_times_of_ones_own(tmp_path):
     seconds = {"forward": 0.01, "backward": 0.02}
-    text = timeline(make_table("1f1b", 2, 2), tmp_path / "a.svg", seconds=seconds, transfer_seconds=0.001)
+    text = plot_timeline(
+        make_table("1f1b", 2, 2), tmp_path / "a.svg", seconds=seconds, transfer_seconds=0.001
+    )
     assert "6 ticks; bubble 34.8% of 0.092 s; live" in text.read_text()
     assert "<!-- seconds -->" in text.read_text()
 
 
 def test_other_kinds_of_file_are_refused(tmp_path):
     with pytest.raises(ValueError) as error:
-        timeline(make_table("1f1b", 2, 2), tmp_path / "a.pdf")
+        plot_timeline(make_table("1f1b", 2, 2), tmp_path / "a.pdf")
     assert str(error.value) == (
         f"a timeline in {tmp_path / 'a.pdf'} was asked for; it is drawn as .svg or .png:"
         f" use {tmp_path / 'a.svg'}"
@@ -121,4 +123,4 @@ def test_other_kinds_of_file_are_refused(tmp_path):
 def test_a_missing_matplotlib_names_what_was_asked(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match="a timeline was asked for, but matplotlib is not installed"):
-        timeline(make_table("1f1b", 2, 2), tmp_path / "a.png")
+        plot_timeline(make_table("1f1b", 2, 2), tmp_path / "a.png")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtrain import axes
-from shardtrain.sharding.array_dims import Named, dims_by_pattern
+from shardtrain.sharding.array_dims import NamedArray, dims_by_pattern
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.placement_problems import find_fitting_rules, format_naming
 from shardtrain.sharding.resolve import complete_layout, format_unplaced, resolve
@@ -33,12 +33,12 @@ def problems(text):
 
 def test_resolve_by_value():
     arrays = {
-        "up": Named(dims=("layers", "embed", "mlp"), shape=(3, 64, 256)),
-        "table": Named(dims=("vocab", "embed"), shape=(32, 8)),
-        "step": Named(dims=None, shape=()),
+        "up": NamedArray(dims=("layers", "embed", "mlp"), shape=(3, 64, 256)),
+        "table": NamedArray(dims=("vocab", "embed"), shape=(32, 8)),
+        "step": NamedArray(dims=None, shape=()),
         # as everywhere in jax: None, and dims without an entry
-        "partly": Named(dims=(None, "mlp", None), shape=(3, 16, 5)),
-        "gain": Named(dims=(), shape=(7,)),
+        "partly": NamedArray(dims=(None, "mlp", None), shape=(3, 16, 5)),
+        "gain": NamedArray(dims=(), shape=(7,)),
     }
     assert resolve(arrays, {**PARAMETER_RULES, "embed": ("data", "fsdp")}, SIZES) == {
         "up": (("pipeline",), ("data", "fsdp"), ("tensor",)),
@@ -50,7 +50,7 @@ def test_resolve_by_value():
 
 
 def test_arrays_without_names():
-    arrays = {"w": Named(dims=None, shape=(3, 5)), "up": Named(dims=("embed",), shape=(8,))}
+    arrays = {"w": NamedArray(dims=None, shape=(3, 5)), "up": NamedArray(dims=("embed",), shape=(8,))}
     assert resolve(arrays, PARAMETER_RULES, SIZES, unnamed="replicate") == {
         "w": ((), ()),
         "up": (("fsdp",),),
@@ -67,11 +67,11 @@ def test_arrays_without_names():
 
 
 ODD = {
-    "nameless": Named(dims=None, shape=(3, 5)),
-    "long": Named(dims=("embed", "mlp", "heads"), shape=(7, 5)),
-    "unknown": Named(dims=("embd", "mlp"), shape=(7, 5)),
-    "twice": Named(dims=("mlp", "vocab"), shape=(8, 8)),
-    "good": Named(dims=("embed", "mlp"), shape=(8, 16)),
+    "nameless": NamedArray(dims=None, shape=(3, 5)),
+    "long": NamedArray(dims=("embed", "mlp", "heads"), shape=(7, 5)),
+    "unknown": NamedArray(dims=("embd", "mlp"), shape=(7, 5)),
+    "twice": NamedArray(dims=("mlp", "vocab"), shape=(8, 8)),
+    "good": NamedArray(dims=("embed", "mlp"), shape=(8, 16)),
 }
 
 
@@ -93,7 +93,7 @@ def test_one_device_needs_no_names():
 
 def test_replicate_applies_to_names_without_a_rule():
     arrays = {name: ODD[name] for name in ("nameless", "good")} | {
-        "kv": Named(dims=("embed", "kv", None), shape=(8, 3, 5))
+        "kv": NamedArray(dims=("embed", "kv", None), shape=(8, 3, 5))
     }
     layout = complete_layout(Layout(unnamed="replicate"), arrays, SIZES)
     specs = resolve(arrays, layout.sharded_rules, SIZES, unnamed="replicate")
@@ -107,10 +107,10 @@ def test_replicate_applies_to_names_without_a_rule():
 
 def test_names_of_mesh_axes_are_sharded_over_them():
     arrays = {
-        "q": Named(dims=("tensor", "fsdp", None), shape=(8, 8, 3)),
-        "table": Named(dims=("data+fsdp", "embed+tensor"), shape=(16, 32)),
+        "q": NamedArray(dims=("tensor", "fsdp", None), shape=(8, 8, 3)),
+        "table": NamedArray(dims=("data+fsdp", "embed+tensor"), shape=(16, 32)),
     }
-    table = Named(dims=("data+fsdp", None), shape=(16, 32))
+    table = NamedArray(dims=("data+fsdp", None), shape=(16, 32))
     layout = complete_layout(Layout(), {**arrays, "table": table}, SIZES)
     assert resolve({**arrays, "table": table}, layout.sharded_rules, SIZES) == {
         "q": (("tensor",), ("fsdp",), ()),
@@ -127,10 +127,10 @@ def test_names_of_mesh_axes_are_sharded_over_them():
 
 def test_the_rules_suggested_by_an_error_fit():
     arrays = {
-        "qkv": Named(dims=("embed", "kv", "dim"), shape=(8, 16, 12)),
-        "out": Named(dims=("kv", "dim", "embed"), shape=(16, 12, 8)),
-        "up": Named(dims=("embd", "mlp"), shape=(8, 16)),
-        "odd": Named(dims=("odd",), shape=(7,)),
+        "qkv": NamedArray(dims=("embed", "kv", "dim"), shape=(8, 16, 12)),
+        "out": NamedArray(dims=("kv", "dim", "embed"), shape=(16, 12, 8)),
+        "up": NamedArray(dims=("embd", "mlp"), shape=(8, 16)),
+        "odd": NamedArray(dims=("odd",), shape=(7,)),
     }
     text = refused(resolve, arrays, PARAMETER_RULES, SIZES)
     assert "no rule for dim 'embd' (did you mean 'embed'?)" in text
@@ -143,7 +143,7 @@ def test_the_rules_suggested_by_an_error_fit():
 
 
 def test_the_names_suggested_by_an_error_fit():
-    arrays = {"a": Named(dims=None, shape=(3,)), "b/w": Named(dims=None, shape=(2, 16, 24))}
+    arrays = {"a": NamedArray(dims=None, shape=(3,)), "b/w": NamedArray(dims=None, shape=(2, 16, 24))}
     text = format_naming(arrays, PARAMETER_RULES, SIZES)
     assert "Run(names={'b/w': (None, 'fsdp', 'tensor')})" in text
     assert format_naming(arrays, PARAMETER_RULES, SIZES, "replicate") == ""
@@ -175,13 +175,13 @@ def test_patterns_that_do_not_fit():
 
 def test_every_kind_of_problem_at_once():
     arrays = {
-        "nameless": Named(dims=None, shape=(2, 2)),
-        "long": Named(dims=("embed", "mlp"), shape=(8,)),
-        "partly": Named(dims=("embed", None), shape=(6, 8)),
-        "unknown": Named(dims=("embd", "mlp"), shape=(8, 12)),
-        "twice": Named(dims=("mlp", "vocab"), shape=(8, 8)),
-        "small": Named(dims=("mlp",), shape=(3,)),
-        "good": Named(dims=("mlp",), shape=(16,)),
+        "nameless": NamedArray(dims=None, shape=(2, 2)),
+        "long": NamedArray(dims=("embed", "mlp"), shape=(8,)),
+        "partly": NamedArray(dims=("embed", None), shape=(6, 8)),
+        "unknown": NamedArray(dims=("embd", "mlp"), shape=(8, 12)),
+        "twice": NamedArray(dims=("mlp", "vocab"), shape=(8, 8)),
+        "small": NamedArray(dims=("mlp",), shape=(3,)),
+        "good": NamedArray(dims=("mlp",), shape=(16,)),
     }
     head, lines = problems(refused(resolve, arrays, PARAMETER_RULES, SIZES))
     assert head == "the layout does not fit the model (7 problems):"
@@ -204,7 +204,9 @@ dims = st.lists(st.sampled_from([*PARAMETER_RULES, "unknown", None]), max_size=3
 arrays = st.dictionaries(
     st.sampled_from("abcdef"),
     st.builds(
-        lambda names, shape, nameless: Named(dims=None if nameless else names, shape=shape[: len(names)]),
+        lambda names, shape, nameless: NamedArray(
+            dims=None if nameless else names, shape=shape[: len(names)]
+        ),
         dims,
         st.tuples(*[st.sampled_from([1, 2, 4, 6, 8, 24])] * 3),
         st.booleans(),

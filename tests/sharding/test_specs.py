@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.array_dims import NamedArray
 from shardtrain.sharding.rules import PARAMETER_RULES
 from shardtrain.sharding.specs import (
     Row,
@@ -27,10 +27,10 @@ LIKE = {
     "scale": jax.ShapeDtypeStruct((), jnp.float32),
 }
 ARRAYS = {
-    "block/gain": Named(dims=("seq",), shape=(8,)),
-    "block/up": Named(dims=("embed", "mlp"), shape=(8, 6)),
-    "free": Named(dims=None, shape=(3, 5)),
-    "scale": Named(dims=None, shape=()),
+    "block/gain": NamedArray(dims=("seq",), shape=(8,)),
+    "block/up": NamedArray(dims=("embed", "mlp"), shape=(8, 6)),
+    "free": NamedArray(dims=None, shape=(3, 5)),
+    "scale": NamedArray(dims=None, shape=()),
 }
 SPECS = {"block": {"gain": P(None), "up": P("fsdp", "tensor")}, "free": P(None, None), "scale": P()}
 
@@ -97,7 +97,7 @@ def test_rows_equal_the_shards_of_jax():
         (P(None, ("data", "fsdp")), ("seq", "embed")),
     ):
         array = jax.device_put(jnp.zeros((4, 8)), jax.NamedSharding(mesh, spec))
-        (found,) = sharding_rows({"x": Named(dims=dims, shape=(4, 8))}, {"x": array}, {"x": spec}, sizes)
+        (found,) = sharding_rows({"x": NamedArray(dims=dims, shape=(4, 8))}, {"x": array}, {"x": spec}, sizes)
         assert {shard.data.nbytes for shard in array.addressable_shards} == {found.device_bytes}
         assert found.num_bytes == array.nbytes
         first = array.addressable_shards[0].index

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from shardtrain.system.run_lock import LOCK, Locked, hold_lock
+from shardtrain.system.run_lock import LOCK, LockHeld, hold_lock
 
 
 @pytest.fixture(params=[errno.EACCES, errno.EPERM, errno.EROFS])
@@ -35,7 +35,7 @@ def test_a_lock_that_can_only_be_read_holds(on_nfs, readable_only, tmp_path, mon
         lock(file, fcntl.LOCK_EX)
         if on_nfs:
             monkeypatch.setattr(fcntl, "flock", nfs)
-        with pytest.raises(Locked), hold_lock(tmp_path):
+        with pytest.raises(LockHeld), hold_lock(tmp_path):
             pass
         lock(file, fcntl.LOCK_UN)
         with hold_lock(tmp_path):

@@ -7,14 +7,14 @@ from shardtrain.cli import inspect
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.compile import Figures
 from shardtrain.trainer import planned
-from shardtrain.trainer.planned import memory_changes
+from shardtrain.trainer.planned import list_memory_changes
 
 MODEL = DecoderConfig(vocab=16, seq=8, embed=8, num_layers=1, num_heads=2, mlp=16, remat="dots")
 RUN = st.Run(model=MODEL, data=st.Text(seq=8), batch=4, steps=1)
 
 
 def test_each_option_is_tried_alone():
-    found = dict(memory_changes(RUN))
+    found = dict(list_memory_changes(RUN))
     assert list(found) == [
         "--remat none",
         "--remat weights",
@@ -28,14 +28,14 @@ def test_each_option_is_tried_alone():
     ]
     assert found["--remat full"] == replace(RUN, strategy=replace(RUN.strategy, remat="full"))
     assert found["--model.loss-chunk 8"].model == replace(MODEL, loss_chunk=8)
-    again = dict(memory_changes(found["--optimizer.momentum-dtype bfloat16"]))
+    again = dict(list_memory_changes(found["--optimizer.momentum-dtype bfloat16"]))
     assert "--optimizer.momentum-dtype bfloat16" not in again
     more = found["--accumulate 2"]
-    halves = dict(memory_changes(more))["--accumulate-dtype bfloat16"]
+    halves = dict(list_memory_changes(more))["--accumulate-dtype bfloat16"]
     assert halves == replace(more, strategy=replace(more.strategy, accumulate_dtype="bfloat16"))
-    assert "--accumulate-dtype bfloat16" not in dict(memory_changes(halves))
+    assert "--accumulate-dtype bfloat16" not in dict(list_memory_changes(halves))
     named = replace(RUN, model=lambda rngs: None, optimizer=st.Optimizer(name="adafactor"))
-    assert list(dict(memory_changes(named)))[-2:] == ["--accumulate 2", "--offload optimizer"]
+    assert list(dict(list_memory_changes(named)))[-2:] == ["--accumulate 2", "--offload optimizer"]
 
 
 def test_inspect_shows_what_each_needs(monkeypatch):

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from shardtrain.functional.model import name_arrays
 from shardtrain.functional.nnx_model import from_nnx
-from shardtrain.sharding.array_dims import Named
+from shardtrain.sharding.array_dims import NamedArray
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.shifted_names import warn_shifted_names
 from shardtrain.trainer.config import Run
@@ -66,7 +66,7 @@ def test_a_stack_without_the_name_of_its_layers():
 @pytest.mark.parametrize("last", ["mlp", None])
 def test_two_sizes_that_moving_would_not_cure_are_fine(last):
     """The widths of a pyramid, say."""
-    arrays = {str(i): Named(dims=("embed", last), shape=(8 * i, 5 * i)) for i in (1, 2, 4)}
+    arrays = {str(i): NamedArray(dims=("embed", last), shape=(8 * i, 5 * i)) for i in (1, 2, 4)}
     assert warn_shifted_names(arrays) is None
 
 

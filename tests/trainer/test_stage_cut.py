@@ -12,7 +12,7 @@ from shardtrain.functional.loss import classification_loss, next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.resnet import ResNetConfig
 from shardtrain.pipeline.block_costs import model_costs
-from shardtrain.pipeline.costs import Traced
+from shardtrain.pipeline.costs import ChainTrace
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.pipeline.partition import parse_cuts
 from shardtrain.pipeline.schedule import make_table
@@ -99,7 +99,7 @@ def test_the_costliest_block_is_timed():
         "label": np.zeros(2, np.int32),
         "weights": np.ones(2, np.float32),
     }
-    traced = Traced(from_nnx(config), classification_loss, batch)
+    traced = ChainTrace(from_nnx(config), classification_loss, batch)
     flops = 3 * max(traced.costs("flops").blocks)
     # five runs that take long, and as many as a second needs of those that do not
     for seconds, runs in ((2.0, 5), (0.125, 8)):
@@ -156,7 +156,7 @@ def test_what_a_layout_shards():
 def test_costs_of_a_model_by_hand():
     embed, mlp, vocab, seq, rows = 8, 16, 256, 8, 2
     batch = {"tokens": np.zeros((rows, seq + 1), np.int32), "weights": np.ones(rows, np.float32)}
-    traced = Traced(from_nnx(TinyConfig(num_layers=3)), next_token_loss, batch)
+    traced = ChainTrace(from_nnx(TinyConfig(num_layers=3)), next_token_loss, batch)
     costs = model_costs(traced, optax.sgd(0.1, momentum=0.9).init)
     assert len(costs.blocks) == 3
     block = costs.blocks[0]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shardtrain import axes
 from shardtrain.plan.islands import KindPlan
 from shardtrain.plan.predict import steps
-from shardtrain.plan.search import Ranked, search
+from shardtrain.plan.search import RankedChoice, search
 from shardtrain.plan.space import REMATS, Space
 from shardtrain.plan.step_times import compute_step_times
 from shardtrain.plan.subject import Subject
@@ -70,7 +70,7 @@ class Scaling(NamedTuple):
     link_factor: float
 
 
-def scaling(subject: Subject, each: KindPlan, best: Ranked, efficiency: float) -> Scaling:
+def scaling(subject: Subject, each: KindPlan, best: RankedChoice, efficiency: float) -> Scaling:
     """Return how a choice of a plan scales (Zou et al. 2017).
 
     Args:
@@ -92,7 +92,7 @@ def scaling(subject: Subject, each: KindPlan, best: Ranked, efficiency: float) -
     )
 
 
-def _latency_seconds(subject: Subject, each: KindPlan, best: Ranked) -> float:
+def _latency_seconds(subject: Subject, each: KindPlan, best: RankedChoice) -> float:
     """Return the part of the seconds of collectives that faster links do not shorten."""
     (step,) = steps(subject, each.machine, each.kind.devices or 1, [best.choice])
     times = compute_step_times(step, each.machine)
@@ -104,7 +104,7 @@ def _latency_seconds(subject: Subject, each: KindPlan, best: Ranked) -> float:
     return found + (between * link.latency_seconds / times.hop if times.num_stages > 1 and times.hop else 0.0)
 
 
-def rank_by_remat(subject: Subject, each: KindPlan, best: Ranked) -> list[Ranked]:
+def rank_by_remat(subject: Subject, each: KindPlan, best: RankedChoice) -> list[RankedChoice]:
     """Return the best choice for each remat policy, with the layout and schedule of a plan's best choice.
 
     Args:

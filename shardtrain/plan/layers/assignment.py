@@ -152,7 +152,7 @@ def estimate_exchange(layers: Layers, chosen: Sequence[Split], sides: Sides) -> 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Partitioned:
+class LayerPartition:
     """A partition of layers over a tree of groups.
 
     Args:
@@ -165,7 +165,7 @@ class Partitioned:
 
     group: Group
     chosen: tuple[Split, ...] = ()
-    halves: tuple["Partitioned", ...] = ()
+    halves: tuple["LayerPartition", ...] = ()
     exchange: float = 0.0
     compute: tuple[float, ...] = ()
 
@@ -185,12 +185,12 @@ class Partitioned:
         return self.exchange_seconds + self.compute_seconds
 
     @cached_property
-    def levels(self) -> "tuple[Partitioned, ...]":
+    def levels(self) -> "tuple[LayerPartition, ...]":
         """The first group of each level, from the top."""
         return (self, *self.halves[0].levels) if self.halves else ()
 
 
-def partition_layers(layers: Sequence[Layer], group: Group, choose: Chooser = choose_best) -> Partitioned:
+def partition_layers(layers: Sequence[Layer], group: Group, choose: Chooser = choose_best) -> LayerPartition:
     """Partition layers over a tree of groups, level by level from the top.
 
     Args:
@@ -203,16 +203,16 @@ def partition_layers(layers: Sequence[Layer], group: Group, choose: Chooser = ch
     """
 
     @cache
-    def partition(layers: Layers, group: Group, level: int) -> Partitioned:
+    def partition(layers: Layers, group: Group, level: int) -> LayerPartition:
         if not group.halves:
             compute = tuple(layer.step_flops / group.flops_per_second for layer in layers)
-            return Partitioned(group=group, compute=compute)
+            return LayerPartition(group=group, compute=compute)
         chosen = choose(layers, group.sides, level)
         halves = tuple(
             partition(take_parts(layers, chosen, side), half, level + 1)
             for side, half in enumerate(group.halves)
         )
-        return Partitioned(
+        return LayerPartition(
             group=group,
             chosen=chosen,
             halves=halves,

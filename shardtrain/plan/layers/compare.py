@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shardtrain import axes
 from shardtrain.plan.devices import GB
 from shardtrain.plan.islands import ClusterPlan
-from shardtrain.plan.layers.assignment import Layers, Partitioned, partition_layers
+from shardtrain.plan.layers.assignment import LayerPartition, Layers, partition_layers
 from shardtrain.plan.layers.baselines import BASELINES, find_tensor_type, mesh_levels
 from shardtrain.plan.layers.layer_graph import Layer
 from shardtrain.plan.layers.partition import (
@@ -35,7 +35,7 @@ class NoMesh(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsMesh:
+class EquivalentMesh:
     """A mesh that runs a partition.
 
     Args:
@@ -54,7 +54,7 @@ class AsMesh:
         return self.tensor == 1 or self.dims == TENSOR_DIMS
 
 
-def find_mesh(layers: Layers, found: Partitioned) -> AsMesh:
+def find_mesh(layers: Layers, found: LayerPartition) -> EquivalentMesh:
     """Return the mesh that runs a partition.
 
     A mesh axis shards either the batch or dims by their names, for all layers and in equal parts, with the
@@ -80,7 +80,7 @@ def find_mesh(layers: Layers, found: Partitioned) -> AsMesh:
     ):
         data_levels += 1
     if data_levels == len(levels):
-        return AsMesh(data=2**data_levels, tensor=1, dims=TENSOR_DIMS)
+        return EquivalentMesh(data=2**data_levels, tensor=1, dims=TENSOR_DIMS)
     tensor_levels = levels[data_levels:]
     for number, chosen in enumerate(tensor_levels, data_levels):
         if all(split.way == WHOLE for _, split in _weighted(layers, chosen)):
@@ -101,7 +101,7 @@ def find_mesh(layers: Layers, found: Partitioned) -> AsMesh:
     }
     for dims in (TENSOR_DIMS, frozenset(split_dims)):
         if all(find_tensor_type(layer, dims) == split.way for layer, split in of_levels):
-            return AsMesh(data=2**data_levels, tensor=2 ** len(tensor_levels), dims=dims)
+            return EquivalentMesh(data=2**data_levels, tensor=2 ** len(tensor_levels), dims=dims)
     raise NoMesh("layers with the same dims are split differently, and rules for dims treat them alike")
 
 
@@ -109,7 +109,7 @@ def _weighted(layers: Layers, chosen: Sequence[Split]) -> list[tuple[Layer, Spli
     return [(layer, split) for layer, split in zip(layers, chosen, strict=True) if layer.has_weights]
 
 
-def _is_even(found: Partitioned) -> bool:
+def _is_even(found: LayerPartition) -> bool:
     """Return whether the halves are equal on all levels."""
     even = all(math.isclose(split.ratio, 0.5) for split in found.chosen)
     alike = not found.halves or found.halves[0] == found.halves[1]
@@ -130,7 +130,7 @@ class LayerPlan:
     """
 
     layers: Layers
-    ways: Mapping[str, Partitioned]
+    ways: Mapping[str, LayerPartition]
 
     @property
     def best(self) -> str:

@@ -32,7 +32,7 @@ TOO_LARGE = 10.0
 """Penalty of a step that does not fit, relative to its seconds and to its memory over that of a device."""
 
 
-class Judged(NamedTuple):
+class StepScore(NamedTuple):
     """The score of a step.
 
     Args:
@@ -101,11 +101,11 @@ class ShardedStep:
         return ShardedStep(space, shardings, sent, tasks)
 
     @cached_property
-    def judged(self) -> Judged:
+    def judged(self) -> StepScore:
         """The score of the step."""
         over = self.space.memory_bytes(self.shardings) / self.space.machine.rates.memory_bytes
         seconds = simulate(self.tasks).makespan
-        return Judged(seconds * (1 + TOO_LARGE * over if over > 1 else 1), seconds, over <= 1)
+        return StepScore(seconds * (1 + TOO_LARGE * over if over > 1 else 1), seconds, over <= 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +120,8 @@ class SearchResult:
     """
 
     shardings: tuple[Sharding, ...]
-    start: Judged
-    found: Judged
+    start: StepScore
+    found: StepScore
     accepted: int
 
 

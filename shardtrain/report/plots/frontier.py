@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardtrain.plan.search import Ranked
+from shardtrain.plan.search import RankedChoice
 from shardtrain.plan.space import mesh_text
 from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, make_figure, save_figure
 
@@ -31,8 +31,8 @@ def check_frontier(path: Path) -> None:
     make_figure("the frontier of a plan")
 
 
-def frontier_plot(
-    best: Sequence[Ranked],
+def plot_frontier(
+    best: Sequence[RankedChoice],
     points: Sequence[tuple[float, float]],
     memory_bytes: float,
     path: Path,

@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardtrain.pipeline.simulate import Seconds, Simulated, Transfer, simulate
+from shardtrain.pipeline.simulate import Seconds, SimulatedTimes, Transfer, simulate
 from shardtrain.pipeline.table import Table
 from shardtrain.report.timeline import figures, heading, task_text, unit_seconds, unit_times
 
@@ -18,7 +18,7 @@ from shardtrain.report.plots.figure import GRID, INK, QUIET_INK, make_figure, sa
 TASK_COLOURS = {"forward": "#2f6db3", "backward": "#d1495b", "weight": "#4c956c"}
 
 
-def timeline(
+def plot_timeline(
     table: Table, path: Path | str, *, seconds: Seconds | None = None, transfer_seconds: Transfer = 0.0
 ) -> Path:
     """Plot a schedule: a row per stage, a box per task as long as its time, gaps where a stage waits.
@@ -60,7 +60,7 @@ def timeline(
     return path
 
 
-def _draw_tasks(axes: "Axes", table: Table, found: Simulated, points: float) -> None:
+def _draw_tasks(axes: "Axes", table: Table, found: SimulatedTimes, points: float) -> None:
     """Draw a box per task; `points` is the width of the axes, text is drawn if it fits."""
     rows: defaultdict[tuple[int, int, str], list[tuple[float, float]]] = defaultdict(list)
     for task in table.tasks:
@@ -78,7 +78,7 @@ def _draw_tasks(axes: "Axes", table: Table, found: Simulated, points: float) -> 
         axes.broken_barh(boxes, (stage - 0.43, 0.86), **style)
 
 
-def _style_axes(axes: "Axes", table: Table, found: Simulated, unit: str) -> None:
+def _style_axes(axes: "Axes", table: Table, found: SimulatedTimes, unit: str) -> None:
     from matplotlib.patches import Patch
 
     axes.set_xlim(0, found.makespan or 1)

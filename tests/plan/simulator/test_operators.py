@@ -8,7 +8,7 @@ from planned_steps import subject_of
 
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.machine import Link, Machine, Rates
-from shardtrain.plan.predict import predictions
+from shardtrain.plan.predict import predict_choices
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.simulator.operator_search import (
     OperatorPlan,
@@ -52,7 +52,7 @@ def planned(subject, num_devices, mesh, proposals=0):
 def test_rules_take_what_the_planner_predicts(subject, mesh, extra):
     (number,) = mesh.values()
     choice = Choice(layout=Layout(mesh=mesh), remat="none")
-    (predicted,) = predictions(subject, MACHINE, number, [choice])
+    (predicted,) = predict_choices(subject, MACHINE, number, [choice])
     completed = subject.state(choice, number).layout
     graph = trace_whole_step(subject, number, "none")
     step = ShardedStep.of(*shard_by_rules(graph, MACHINE, axis_sizes(mesh, number), completed))

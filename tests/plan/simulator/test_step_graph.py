@@ -12,7 +12,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.simulate import simulate
 from shardtrain.plan.machine import BETWEEN, Link, Machine, Rates
-from shardtrain.plan.predict import predictions, steps
+from shardtrain.plan.predict import predict_choices, steps
 from shardtrain.plan.prediction import Choice
 from shardtrain.plan.simulator.step_graph import make_step_graph
 from shardtrain.plan.step_collectives import GRADIENT, Collective
@@ -50,7 +50,7 @@ def subject():
 @pytest.mark.parametrize("choice", STRATEGIES, ids=lambda choice: str(dict(choice.layout.mesh)))
 def test_without_overlap_a_step_takes_what_is_predicted(subject, choice):
     num_devices = math.prod(choice.layout.mesh.values())
-    (predicted,) = predictions(subject, MACHINE, num_devices, [choice])
+    (predicted,) = predict_choices(subject, MACHINE, num_devices, [choice])
     (step,) = steps(subject, MACHINE, num_devices, [choice])
     times = compute_step_times(step, MACHINE)
     graph, beside = make_step_graph(times), make_step_graph(times, overlap=True)
