@@ -43,7 +43,8 @@ def flash_obstacles(
       head_dim: number of features of a head.
       devices: the devices that will run the program, see `target_devices`.
       masked: whether there is a mask of keys, or segments.
-      soft_cap, window: see `attend_whole`.
+      soft_cap: see `attend_whole`.
+      window: see `attend_whole`.
       biased: whether a bias is added to the scores.
 
     >>> flash_obstacles(jnp.float32, 12, [], soft_cap=30.0)[:2]
@@ -119,7 +120,13 @@ def attend(
       q_BTHK: queries, with dims (batch, seq, heads, head_dim).
       k_BSHK: keys, with dims (batch, seq, kv_heads, head_dim).
       v_BSHK: values, with the dims of the keys.
-      kind, causal, mask_BS, segments_BT, window, soft_cap, bias_BHTS: see `attend_whole`.
+      kind: see `attend_whole`.
+      causal: see `attend_whole`.
+      mask_BS: see `attend_whole`.
+      segments_BT: see `attend_whole`.
+      window: see `attend_whole`.
+      soft_cap: see `attend_whole`.
+      bias_BHTS: see `attend_whole`.
 
     Returns:
       The context, shaped and typed as `q_BTHK`.

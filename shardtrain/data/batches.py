@@ -81,7 +81,8 @@ class Batches:
       shuffle: False keeps the order of the source, as does a source whose attribute `ordered` is True.
       rows: the rows of each batch to load, such as `placement.process_rows` or an island's rows; None loads
         all. It does not change which sample is in which row.
-      prefetch, workers: see `Loading`.
+      prefetch: see `Loading`.
+      workers: see `Loading`.
 
     Raises:
       ValueError: lists every argument that is out of range.

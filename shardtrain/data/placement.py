@@ -140,7 +140,9 @@ def process_rows(num_rows: int, mesh: Mesh, batch_axes: Sequence[str], microbatc
 
     Args:
       num_rows: B, rows of the whole batch.
-      mesh, batch_axes, microbatches: as for `place`.
+      mesh: as for `place`.
+      batch_axes: as for `place`.
+      microbatches: as for `place`.
 
     Returns:
       Row numbers, int (rows,), rising; all rows if there is one process.

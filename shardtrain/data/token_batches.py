@@ -104,7 +104,8 @@ class TokenBatches:
       shuffle: False keeps the order of the source.
       rows: number of rows of a batch -> the rows to load; None loads all. It does not change which sample is
         in which row.
-      prefetch, workers: see `batches.Loading`.
+      prefetch: see `batches.Loading`.
+      workers: see `batches.Loading`.
 
     Raises:
       ValueError: lists every argument that is out of range.

@@ -148,7 +148,10 @@ def make_placement(
       stages: the partition of the model's blocks into stages; needed if the axis pipeline is above 1.
       scales_loss: whether the state has a scale of the loss, see `loss_scale.py`.
       offload: "optimizer" keeps the arrays of the optimizer in host memory; "none" does not.
-      schedule, in_float16, measures_noise, accumulate_dtype: see `Placement`.
+      schedule: see `Placement`.
+      in_float16: see `Placement`.
+      measures_noise: see `Placement`.
+      accumulate_dtype: see `Placement`.
 
     Raises:
       ValueError: lists everything in which the layout does not fit the model; or a parameter has no elements,
