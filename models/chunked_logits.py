@@ -35,7 +35,7 @@ class ChunkedLogits:
       kernel: weights of the head in the compute dtype, with dims `kernel_dims`.
       bias_V: added to the logits, unless it is None.
       kernel_dims: ("vocab", "embed") for an embedding table, or ("embed", "vocab").
-      chunk: largest number of tokens of a device whose logits exist at the same time.
+      chunk: largest number of tokens of a device whose logits are in memory at the same time.
       soft_cap: see `cap`.
     """
 

@@ -1,4 +1,4 @@
-"""Cache the keys and values of the tokens that a decoder has read, so that the next token costs one position.
+"""Cache the keys and values of the tokens that a decoder has read, to compute the next token alone.
 
 The cache is a pytree outside the model: a call takes it and returns it. The slot of a token is its position,
 so the rows of a batch may have different lengths, padded on the right. An encoder-decoder also caches keys

@@ -104,8 +104,8 @@ class TextOptions(TransformerOptions):
       vocab: number of tokens in the vocabulary.
       seq: largest number of positions of a sequence.
       tied: whether the head uses the embedding table.
-      loss_chunk: number of tokens of a device whose logits exist at the same time, in the loss and its
-        gradient. None means all tokens.
+      loss_chunk: compute logits, loss and their gradients for this number of tokens of a device at a time,
+        to save memory. None means all tokens at once.
       products: "float8" rounds the operands of the blocks' matrix products to 8 bits, for NVIDIA GPUs from
         Ada on; gradients of kernels, attention and the head stay in `dtype`. Empty means that all stay in
         `dtype`.

@@ -26,8 +26,9 @@ class Allow:
         the run initialises them. If it initialises an array of an optimizer's state, it also initialises all
         other arrays of that state that match the patterns, such as its count of updates.
       unused: patterns of arrays in the checkpoint that the run does not have, and ignores.
-      changed: patterns of options of the run (`model.dropout`) that may differ from the checkpoint. Layout,
-        batch, steps, optimizer, data and intervals may always differ.
+      changed: patterns of options, such as `model.dropout`, whose values may differ from those in the
+        checkpoint. Layout, batch, steps, optimizer, data, and how often a run logs, evaluates and saves may
+        always differ.
 
     Raises:
       ValueError: lists every value of a wrong type.

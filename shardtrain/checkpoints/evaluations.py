@@ -1,4 +1,4 @@
-"""Record the held-out values of saved steps, and find the best step. No jax.
+"""Record metrics on held-out data for saved steps, and find the best step. No jax.
 
 They have their own file, because a step is saved before it is evaluated. `retention.py` keeps the best step;
 `policy.py` has the metric.

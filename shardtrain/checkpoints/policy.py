@@ -17,7 +17,7 @@ class CheckpointPolicy:
     """When to save checkpoints, and which to keep.
 
     Args:
-        every_steps: save after every step that is a multiple of this number. None disables saves by steps.
+        every_steps: save after every step that is a multiple of this number. None means no such saves.
         every_minutes: save when the last save is this many minutes ago. None disables saves by time.
         keep: number of newest checkpoints to keep.
         keep_every: never delete checkpoints of steps that are multiples of this number. None disables it.
@@ -25,7 +25,7 @@ class CheckpointPolicy:
             run folder in the background. None saves directly to the run folder.
         best: a held-out metric, such as heldout/loss: the checkpoint with its best value is kept too, and an
             evaluation that is better than all earlier ones is saved. None disables both.
-        best_is: whether the lowest or the highest value of that metric is the best.
+        best_is: whether the lowest or the highest value of the metric `best` is the best.
         trained_only: leave out the frozen parameters of a run that starts from another checkpoint; they are
             read from that checkpoint whenever the run resumes.
 

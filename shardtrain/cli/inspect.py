@@ -54,16 +54,16 @@ class InspectOptions(CompileOptions):
         needs: cpu (with --cpu-devices), h100 or a100, which this machine need not have.
       memory: with --compile, also compile the step with each option that may save memory (remat policies,
         more microbatches, logits in chunks, momentum in bfloat16), and show what each needs.
-      pipeline_stages: number of stages in the timeline, and of islands in a cut by time. By default, the size
-        of the mesh axis pipeline, or 4.
+      pipeline_stages: number of stages in the timeline, and of islands for --stages time. By default, the
+        size of the mesh axis `pipeline`, or 4.
       microbatches: number of microbatches in the timeline. By default, the number of --accumulate.
       lockstep: draw the schedule of a mesh, in which every tick waits for all stages, instead of the schedule
-        of islands. By default, it is drawn if the mesh has an axis pipeline.
+        of islands. By default, it is if the mesh has the axis `pipeline`.
       timeline: also write the timeline as a picture to this .svg or .png file.
       island: number of an island; show the run with the sections of the strategy that apply to this island,
         or to the devices of --compile. None applies no sections.
-      islands: number of islands, for the bytes that each sends. By default, the number of --shares; or the
-        replicas of the mesh, if they do not merge by a mean of gradients; or 2.
+      islands: number of islands, for the bytes that each sends. By default, the number of weights in
+        --shares, else the number of replicas of a mesh that merges deltas or uses a combiner, else 2.
     """
 
     devices: int | None = None

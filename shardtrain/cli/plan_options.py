@@ -30,7 +30,8 @@ class PlanOptions(CompileOptions):
         of 8,192 positions or more, or if it is named, as in context=-1; expert is searched for models with
         experts.
       most: number of layouts to show.
-      advise: show how the best layout scales with devices and links, and what each remat policy needs.
+      advise: show the time of the best layout on more devices and on faster links, and the memory and
+        time of each remat policy.
       explain: show every term of the best layout's prediction with its formula.
       compile: compile the step of the best layout for these devices, and compare the compiler's memory, flops
         and bytes by mesh axes with the prediction: cpu (with --cpu-devices), or h100, a100, or a topology of

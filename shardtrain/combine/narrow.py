@@ -1,4 +1,4 @@
-"""Codecs that convert leaves to 16-bit floats, which are sent and combined.
+"""Codecs that round leaves to 16-bit floats for the combiner after them.
 
 Each rank adds its rounding errors in its next round, including those of the slice that it summed in `mean`.
 """

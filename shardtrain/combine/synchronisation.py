@@ -57,7 +57,8 @@ class Synchronisation:
         any `combine.Combiner`.
       on: what is combined: "gradients", or "deltas", the parameter changes that each replica's own optimizer
         computes (Horovod's Adasum, local SGD). With deltas each replica has its own optimizer state.
-      every: number of local steps of a replica before its delta is combined; more than 1 needs deltas.
+      every: number of local steps of a replica before what it changed (its delta) is combined; more than 1
+        needs on="deltas".
       inside: how an island reduces the gradients of its own devices before it sends them to other islands:
         to their mean, or to their sum, which is the mean times the number of its replicas.
       outer: the optimizer that applies a combined delta: options of SGD, or in Python any optax
@@ -67,9 +68,9 @@ class Synchronisation:
         that fragments have similar sizes.
       overlap: number of steps that replicas continue while deltas are sent; the result is then added to the
         parameters that they have reached. At most `every`.
-      when: at which of the steps that `every` allows replicas synchronise: "always", or a trigger such as
-        "drift:0.01", which synchronises if a replica drifted from the common parameters by more than 1 % of
-        their norm. Replicas always synchronise after the last step of a run.
+      when: whether replicas synchronise after each `every` steps ("always"), or only if a trigger asks for
+        it, such as "drift:0.01": if a replica drifted from the common parameters by more than 1 % of their
+        norm. Replicas always synchronise after the last step of a run.
       distance: number of waves, of `every` steps each, that an island may be ahead of the slowest one: it
         pushes what it changed in a wave, and continues from everything pushed so far (wave-synchronous
         parallelism, HetPipe). None merges all replicas together. It applies to islands; the replicas of a

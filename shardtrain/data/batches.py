@@ -35,7 +35,7 @@ class Loading:
     Args:
       prefetch: number of batches that are loaded ahead, each in a thread of its own. Batches that load in
         less than half a millisecond are loaded when they are needed, as all are with 0.
-      workers: number of processes that load batches, for data in Python code that holds the interpreter's
+      workers: number of processes that load batches, for data whose Python code holds the interpreter's
         lock. Each process keeps a copy of the data's objects in memory. 0 means threads of the run's own
         process.
       heldout_workers: number of processes that load held-out batches. They start at each evaluation, which

@@ -27,8 +27,8 @@ class Across:
       reduce: algorithm of sums over islands: one all-reduce; a sum on island 0, which is then broadcast
         ("root"); or sums within each host, and then between hosts ("hierarchical").
       reduce_dtype: dtype of the gradients that islands exchange: "float32", or "bfloat16", half of the bytes.
-        They are added in float32, and the sum is rounded again. Unlike a codec (bfloat16+mean), which adds
-        rounding errors to the next step, this keeps no copy of them.
+        They are added in float32, and the sum is rounded. A codec (bfloat16+mean) adds the rounding errors
+        to the next step's gradients; this option drops them, and needs no memory for them.
       bucket_bytes: approximate size of the buckets in which gradients are sent; 0 means one bucket per array.
       first_bucket_bytes: size of the first bucket, which is smaller so that sending starts early. None means
         1 MB, or `bucket_bytes` if a mean of gradients is sent from CPU devices of one process, which needs

@@ -1,4 +1,4 @@
-"""Cut a model into the parts of a pipeline, by its blocks or by the pieces that tracing finds."""
+"""Cut a model into the parts of a pipeline, by its blocks or, without blocks, by tracing its program."""
 
 from collections.abc import Mapping
 from typing import Any

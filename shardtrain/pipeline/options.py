@@ -38,9 +38,10 @@ class Pipeline:
         sets no limit.
       link_speed: gigabytes a second from stage to stage, for a cut by time; None means that sending takes no
         time.
-      in_flight: for pipelines across islands in waves, the number of batches, each a step of the pipeline's
-        own optimizer, that are in the pipeline at the same time. A batch does not see the updates of the
-        others, and its backward uses the weights of its forward. 1 flushes the pipeline after each step.
+      in_flight: number of batches that are in the pipeline at the same time, for pipelines across islands
+        that synchronise in waves. Each batch is a step of its pipeline's optimizer; it does not see the
+        updates of the others, and its backward uses the weights of its forward. With 1, the pipeline is
+        empty after each step.
 
     Raises:
       ValueError: lists every value of a wrong type or out of range.

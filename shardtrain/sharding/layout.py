@@ -27,10 +27,10 @@ class Layout:
         to the same step: gradients are replicated while they are accumulated, and sharded afterwards.
       sequence_sharded: shard the activations between blocks over tensor along the sequence
         (Korthikanti et al. 2022, section 4.2.2).
-      collective_matmul: with `sequence_sharded`, models of this library multiply parts of a sequence while
-        other parts are sent from device to device, instead of gathering it before a product and reducing it
-        afterwards (Wang et al. 2023, Overlap Communication with Dependent Computation via Decomposition,
-        section 3).
+      collective_matmul: with `sequence_sharded`, models of this library multiply one part of a sequence
+        while the next part is sent, instead of gathering the sequence before a matrix product and summing
+        the results after it (Wang et al. 2023, Overlap Communication with Dependent Computation via
+        Decomposition, section 3).
       context_attention: how attention is computed if the axis context shards sequences. "ring": keys and
         values are sent around a ring of devices, and causal work is balanced (Liu et al. 2023, Ring
         Attention, section 3); "all-gather": each device gathers all keys and values; "all-to-all": devices

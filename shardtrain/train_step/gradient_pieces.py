@@ -1,4 +1,4 @@
-"""Plan the pieces in which an island sends its gradients, and after which part of the program each is ready.
+"""Plan the pieces in which an island sends its gradients, and when each is ready.
 
 A piece is a gradient, or its rows that one piece of a scan over layers computes. All islands send the same
 pieces after the same part, whatever their meshes and rows. Next: `gradient_parts.py`.

@@ -1,4 +1,4 @@
-"""The compiled programs of a stage that are not tasks: gradient reductions, and parameter updates.
+"""The compiled programs of a stage after its forward and backward tasks: reduce gradients, update.
 
 Next: `stage_step.py`, which calls them.
 """

@@ -50,7 +50,7 @@ class StartFrom:
       adapter: folder of the PEFT library with low-rank adapters to load in addition to the parameters of a
         folder of Hugging Face; on the command line it sets the option lora of the model too.
       upcycle: start a decoder with experts (model.experts) from a dense checkpoint: each expert begins as a
-        copy of its feed-forward layer, and routers begin at random.
+        copy of the dense feed-forward layer, and routers begin with random parameters.
       step: step of the checkpoint to load. None means the newest; "best" means the best by the metric of
         checkpoints.best in that run.
 
@@ -94,8 +94,8 @@ class Run:
         (fnmatch: * matches / too) -> a name or None for each dim, as {"*/kernel": ("embed", "mlp")}.
         They override the model's own names; if several patterns match, the first one applies.
       freeze: patterns (fnmatch) of the paths of parameters that are not trained and need no optimizer state;
-        a pattern that begins with ! excludes what it matches, as in '*' '!head/*'. None freezes all
-        parameters except the low-rank adapters if the model has any, else nothing.
+        a pattern that begins with ! excepts what it matches, as in '*' '!head/*'. None means that a
+        model with low-rank adapters trains only these, and any other model all parameters.
       data: an object with `train(folder)` and `heldout(folder)`, which return random-access sources of
         samples; see `shardtrain.data.Text`. heldout may return None, or several sources as name -> source:
         each is evaluated, and logged as heldout/NAME/loss.
@@ -103,7 +103,8 @@ class Run:
       optimizer: options of a built-in optimizer, or any optax transformation; each update receives the loss
         as `value`. `strategy.accumulate` replaces optax.MultiSteps, with a single reduction per step.
       strategy: layout, gradient accumulation, replicas, islands and pipeline.
-      batch: number of examples, or largest number of tokens, in a step over all devices and microbatches.
+      batch: number of examples in a step, or with batch_unit="tokens" of tokens at most, over all devices and
+        microbatches.
       batch_unit: unit of `batch`. With "tokens", samples of similar length share a batch, which is padded to
         one of a few lengths, and padding counts; the data gives the `lengths` of its samples.
       batch_growth: enlarge the batch during the run, instead of lowering the learning rate: "500:2,1000:4"

@@ -36,8 +36,8 @@ class Strategy:
       pipeline: partition and schedule of a pipeline; its microbatches are those of `accumulate`.
       remat: the values that the backward pass recomputes to save memory: none, weights (casts and gathered
         weights), dots (all except results of matrix products), outputs (all except outputs of blocks), full
-        (all except inputs of blocks) or offload (as full, with these inputs in the memory of the host). The
-        last three need a model with an option of that name. None takes the model's own option.
+        (all except inputs of blocks) or offload (as full, with these inputs in the memory of the host).
+        The last three need a model with an option `remat`. None takes the model's own option.
       compute_dtype: the dtype in which the model computes: float32, bfloat16 or float16 (with a scaled loss).
         None takes the model's own dtype.
       accumulate_dtype: the dtype in which the gradients of several microbatches are added up: float32, or

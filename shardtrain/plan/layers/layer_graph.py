@@ -1,4 +1,4 @@
-"""Types of a graph of layers and the tensors between them. No jax.
+"""The classes of a graph: layers, and the tensors between them. No jax.
 
 `trace_layers.py` makes graphs of models. Next: `partition.py`, which splits a layer.
 """
