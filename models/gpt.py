@@ -1,7 +1,6 @@
 """A whole GPT in one file: plain Flax and jax, and names on the dims of its arrays. Copy it and change it.
 
-It knows no mesh, no pipeline and no trainer. `decoder.py` has the decoder with options: grouped-query
-attention, experts, adapters, generation, kernels for GPUs, weights of Hugging Face.
+It knows no mesh, no pipeline and no trainer. `decoder.py` has options, caches and weights of Hugging Face.
 """
 
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ class GptConfig:
       dropout: rate on the outputs of attention and feed-forward.
 
     Raises:
-      ValueError: `num_heads` does not divide `embed`.
+      ValueError: a size is below 1, a rate is not in [0, 1), or `num_heads` does not divide `embed`.
 
     >>> gpt = GptConfig(vocab=256, seq=16, embed=32, num_layers=2, num_heads=4)(nnx.Rngs(0))
     >>> gpt(jnp.zeros((3, 16), int)).shape
@@ -42,10 +41,9 @@ class GptConfig:
     dropout: float = 0.0
 
     def __post_init__(self):
-        if self.embed % self.num_heads:
-            raise ValueError(
-                f"num_heads is {self.num_heads}, which does not divide embed={self.embed}; choose a divisor"
-            )
+        sizes = (self.vocab, self.seq, self.embed, self.num_layers, self.num_heads)
+        if min(sizes) < 1 or not 0 <= self.dropout < 1 or self.embed % self.num_heads:
+            raise ValueError(f"{self}: sizes are 1 or more, num_heads divides embed, dropout is in [0, 1)")
 
     def __call__(self, rngs: nnx.Rngs) -> "Gpt":
         """Build the model; `rngs` has the streams "params" and "dropout"."""
@@ -66,7 +64,7 @@ def norm(x_BTD: jax.Array, scale_D: nnx.Param) -> jax.Array:
     """Divide features by their root mean square, and scale them (RMSNorm, Zhang and Sennrich 2019)."""
     x = x_BTD.astype(jnp.float32)
     x *= jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
-    return x.astype(x_BTD.dtype) * scale_D[...]
+    return (x * scale_D[...]).astype(x_BTD.dtype)
 
 
 class Block(nnx.Module):
@@ -124,13 +122,16 @@ class Gpt(nnx.Module):
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Compute logits (batch, seq, vocab), float32, of the token after each of at most `seq` positions."""
-        return self.last(self.run(self.blocks, self.first(tokens_BT), self.block_keys()))
+        if (keys := self.block_keys()) is not None:
+            self.stream()  # so that the next call has other keys
+        return self.last(self.run(self.blocks, self.first(tokens_BT), keys))
 
     def first(self, tokens_BT: jax.Array) -> jax.Array:
         """Look up tokens and add positions."""
         table_VD = with_logical_constraint(self.tokens[...], (VOCAB, EMBED))
-        x_BTD = table_VD[tokens_BT] + self.positions[: tokens_BT.shape[1]]
-        return with_logical_constraint(x_BTD, (BATCH, SEQ, EMBED))
+        # in float32 the gradients of a frequent token are added without loss
+        x_BTD = table_VD.astype(jnp.float32)[tokens_BT].astype(table_VD.dtype)
+        return with_logical_constraint(x_BTD + self.positions[: tokens_BT.shape[1]], (BATCH, SEQ, EMBED))
 
     def block_keys(self) -> jax.Array | None:
         """Split a key of dropout for each block; None means no dropout."""
@@ -145,6 +146,5 @@ class Gpt(nnx.Module):
 
     def last(self, x_BTD: jax.Array) -> jax.Array:
         """Compute logits with the table of tokens."""
-        table_VD = with_logical_constraint(self.tokens[...], (VOCAB, EMBED))
-        logits_BTV = norm(x_BTD, self.norm) @ table_VD.T
+        logits_BTV = norm(x_BTD, self.norm) @ with_logical_constraint(self.tokens[...], (VOCAB, EMBED)).T
         return with_logical_constraint(logits_BTV, (BATCH, SEQ, VOCAB)).astype(jnp.float32)

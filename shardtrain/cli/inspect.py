@@ -114,8 +114,10 @@ def main(arguments: Sequence[str]) -> int:
         names = ", ".join(map(repr, run.strategy.islands))
         terminal.out(f"sections of islands ({names}) are not applied; --island NUMBER applies those of one\n")
     layout = run.strategy.layout
-    of_mesh = math.prod(layout.mesh.values()) if -1 not in layout.mesh.values() else jax.device_count()
-    sizes = axis_sizes(layout.mesh, options.devices or of_mesh)
+    named = layout.mesh.values()
+    # counting devices starts jax's backend
+    devices = options.devices or (jax.device_count() if -1 in named else math.prod(named))
+    sizes = axis_sizes(layout.mesh, devices)
     model = make_model(run)
     optimizer, _ = make_optimizer(run.optimizer, run.steps, model.dims, frozen=model.frozen)
     stages = _find_partition(run, model, sizes[axes.PIPELINE])

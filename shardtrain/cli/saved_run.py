@@ -31,6 +31,7 @@ from shardtrain.sharding.axis_sizes import parse_mesh
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.layout_file import read_layout
 from shardtrain.system import terminal
+from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_files import read_bytes
 from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.pretrained import add_base
@@ -163,7 +164,7 @@ def _make_model(run: str, named: str | None, own: dict[str, Any]) -> Any:
             " --run-file examples/linen_text.py"
         )
     name = named or (DECODER if option_problems(_find_class(PAIR), own) else PAIR)
-    problems = [f"its class is {name}"]
+    problems = [f"its class is {short(name)}"]
     if name in (DECODER, PAIR, GPT) and not (problems := option_problems(_find_class(name), own)):
         return _find_class(name)(**own)
     raise problems_error(

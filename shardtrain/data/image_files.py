@@ -104,7 +104,7 @@ class ImageFiles(SplitData["ImageSource"]):
         """
         opened = self._open(folder)
         num_images = int(opened.starts[-1])
-        num_heldout = max(round(self.heldout_fraction * num_images), self.heldout_fraction > 0)
+        num_heldout = max(round(self.heldout_fraction * num_images), int(self.heldout_fraction > 0))
         if num_images <= num_heldout:
             raise ValueError(
                 f"there are {num_images} images, and {num_heldout} are held out; give more, or another"

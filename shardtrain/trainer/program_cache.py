@@ -138,7 +138,10 @@ def drop_broken(folder: Path) -> None:
     for path in folder.glob("*-cache"):
         # another process may delete it; one file that cannot be read is no reason to keep none
         with contextlib.suppress(OSError, ValueError):
-            if since <= path.stat().st_mtime < until and not is_whole(read_bytes(path, LIMIT_BYTES)):
+            if not path.is_file():
+                # jax would wait for a pipe
+                path.unlink()
+            elif since <= path.stat().st_mtime < until and not is_whole(read_bytes(path, LIMIT_BYTES)):
                 path.unlink()
     checked.touch(mode=0o600)
     os.utime(checked, (until, until))

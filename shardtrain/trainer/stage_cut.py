@@ -226,7 +226,11 @@ def find_stage_devices(
 
     def room(island: StageIslandDevices) -> float:
         device = known[island.kind]
-        return math.inf if device is None or pipeline.stage_memory != "auto" else device.memory_bytes
+        return (
+            math.inf
+            if device is None or set(pipeline.stage_memory.split(";")) != {"auto"}
+            else device.memory_bytes
+        )
 
     found = []
     for stage, islands in enumerate(zip(*replicas, strict=True)):

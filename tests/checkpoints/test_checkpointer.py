@@ -451,9 +451,9 @@ def test_all_broken_is_an_error_never_a_new_start(tmp_path):
 
 def test_a_later_schema_is_an_error_and_not_a_broken_checkpoint(tmp_path, monkeypatch):
     with monkeypatch.context() as later:
-        later.setattr(manifests, "SCHEMA", 3)
+        later.setattr(manifests, "SCHEMA", 4)
         saved_run(tmp_path, [10])
-    with pytest.raises(ValueError, match="written in schema 3; this shardtrain reads schema 2"):
+    with pytest.raises(ValueError, match="written in schema 4; this shardtrain reads schema 3"):
         resume(tmp_path)
 
 

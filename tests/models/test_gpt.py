@@ -1,6 +1,7 @@
 """The GPT of one file: nothing of the package but names of dims, and the step of one device on every mesh."""
 
 import ast
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -47,9 +48,15 @@ def test_later_tokens_change_no_earlier_logits():
     assert np.abs(before[:, 9] - after[:, 9]).max() > 1e-5
 
 
-def test_heads_that_do_not_divide_the_features_are_refused():
-    with pytest.raises(ValueError, match="num_heads is 3, which does not divide embed=16"):
-        GptConfig(vocab=32, seq=16, embed=16, num_layers=1, num_heads=3)
+@pytest.mark.parametrize("changes", [{"num_heads": 3}, {"num_heads": 0}, {"vocab": -3}, {"dropout": 1.0}])
+def test_sizes_that_fit_no_model_are_refused(changes):
+    with pytest.raises(ValueError, match="sizes are 1 or more, num_heads divides embed, dropout is in"):
+        replace(CONFIG, **changes)
+
+
+def test_each_call_has_other_dropout():
+    model, tokens = CONFIG(nnx.Rngs(params=0, dropout=1)), jnp.zeros((2, CONFIG.seq), int)
+    assert np.abs(model(tokens) - model(tokens)).max() > 1e-5
 
 
 @cache
