@@ -1,7 +1,7 @@
 """List the messages of a combiner, by running it on shapes over a group that only counts.
 
 So the predicted bytes are those of the combiner and its codecs, without a second description. Next:
-`train_step/bucket_exchange.py` (between islands), `plan/merge_bytes.py` (bytes of each way to synchronise).
+`train_step/bucket_exchange.py` (between islands), `plan/island_exchange.py` (predicted bytes).
 """
 
 from collections.abc import Sequence

@@ -74,6 +74,8 @@ def make_sync_trigger(text: str) -> SyncTrigger | None:
     if text == ALWAYS:
         return None
     name, _, number = (part.strip() for part in text.partition(":"))
+    if name == "moved":
+        raise ValueError(f"when is {text!r}; moved is drift now: write 'drift:{number or 0.01}'")
     if name not in SYNC_TRIGGERS:
         raise ValueError(f"when is {text!r}: {near(name, [ALWAYS, *SYNC_TRIGGERS])}")
     try:

@@ -28,8 +28,9 @@ def collect_gpus(environ: Mapping[str, str]) -> Facts:
 
     Returns:
       `nodes` and `closed`: numbers of GPUs whose device file can and cannot be opened; `gpus`: the list of
-      nvidia-smi; `visible`: see `visible`; `slurm`: number of GPUs from Slurm, or None; `driver`; `plugin`:
-      the CUDA plugin of jax and its version; `smi_error`; `cpu_wanted`: whether jax is set to use the CPU.
+      nvidia-smi; `visible`: see `find_visible`; `slurm`: number of GPUs from Slurm, or None; `driver`;
+      `plugin`: the CUDA plugin of jax and its version; `smi_error`; `cpu_wanted`: whether jax is set to use
+      the CPU.
     """
     files = list_gpu_files()
     openable = [path for path in files if os.access(path, os.R_OK | os.W_OK)]

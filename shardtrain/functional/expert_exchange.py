@@ -34,7 +34,7 @@ class Choice(Protocol):
 
 
 class LocalExperts(Protocol):
-    """The experts of a model over tokens of one device, as `models.experts.OfDevice` computes them."""
+    """The experts of a model over tokens of one device, as `models.experts.LocalExperts` computes them."""
 
     @property
     def is_dropless(self) -> bool: ...

@@ -1,7 +1,7 @@
-"""Find the places where a traced program can be cut, and find them again in another trace of the same model.
+"""Find the boundaries at which a traced program can be cut, also in another trace of the same model.
 
-A place lies between the first uses of two parameters of different layers, and the first dim of all values
-that cross it is the rows of the batch. Next: `traced_cut.py`.
+A boundary is between the first uses of two parameters of different layers, and the first dim of all values
+that are computed before it and read after it is the rows of the batch. Next: `traced_cut.py`.
 """
 
 from collections.abc import Iterable, Sequence

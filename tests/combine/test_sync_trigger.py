@@ -52,6 +52,7 @@ def test_replicas_synchronise_when_one_has_drifted_far_enough(overlap):
         ("drift:far", "write a number after a colon"),
         ("drift:-1", "drift has the number -1.0; use a fraction of the norm, 0 or more"),
         ("drift:nan", "use a fraction of the norm"),
+        ("moved:0.1", "write 'drift:0.1'"),
         ("never", "known: always, drift"),
     ],
 )

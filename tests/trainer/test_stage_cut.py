@@ -47,6 +47,9 @@ def test_a_stage_is_as_fast_as_the_slowest_of_its_islands():
         slow.matrix_flops_per_second,
     ]
     assert [each.memory_bytes for each in found] == [fast.memory_bytes, slow.memory_bytes]
+    # one cut for two pipelines
+    both = find_stage_devices(Pipeline(stage_memory="auto;auto"), [islands(FAST), islands(SLOW)])[0]
+    assert both[0].memory_bytes == min(fast.memory_bytes, slow.memory_bytes)
     assert counted == "by the peak rates of their devices"
 
 
