@@ -203,7 +203,7 @@ def run():
         checkpoints.save(3, {"params": {"scale": jnp.ones(())}}, extra)
     code, _, err = command("copy", *words)
     assert code == 2
-    assert "its class is my_gpt:GptConfig" in err
+    assert "its class is 'my_gpt:GptConfig'" in err
 
 
 TINY_GPT = GptConfig(vocab=256, seq=8, embed=16, num_layers=1, num_heads=2)
