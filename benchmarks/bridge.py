@@ -35,8 +35,10 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.xla_flags import Preset, apply_preset, preset_text
+from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.island_step import GradientIslandStep, make_island_step
+from shardtrain.train_step.island_compute import Training
+from shardtrain.train_step.island_step import IslandStep, make_island_step
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.step import make_step
 
@@ -160,7 +162,7 @@ class Stepper:
       rank: of this island.
       transfer: to the others; None steps alone.
       wait: called after each step, when it is computed; None computes on.
-      exchange: options of `make_island_step`.
+      exchange: options of `Channel`.
     """
 
     def __init__(
@@ -185,8 +187,9 @@ class Stepper:
         if transfer is None:
             self._step: Any = make_step(*parts)
         else:
-            self._step = make_island_step(*parts, transfer, batch=self._batch, **exchange)
-        if isinstance(self._step, GradientIslandStep):
+            training, channel = Training(*parts[:3]), Channel(transfer, **exchange)
+            self._step = make_island_step(training, parts[-1], channel, batch=self._batch)
+        if isinstance(self._step, IslandStep):
             self._state = self._step.begin(self._state, self._batch)
 
     def __call__(self) -> None:
@@ -212,7 +215,7 @@ def step_sides(options: Options, comm: MPI.Comm) -> dict[str, Side]:
         # what waiting for each other costs, if nothing is sent
         "alone, and a barrier": stepper(None, comm.Barrier),
         "bridge": stepper(Transfer(mesh, group)),
-        "bridge, gradients in bfloat16": stepper(Transfer(mesh, group), reduce_dtype="bfloat16"),
+        "bridge, gradients in bfloat16": stepper(Transfer(mesh, group), dtype="bfloat16"),
         "bridge, a first bucket of 1 MB": stepper(Transfer(mesh, group, CAP_BYTES, FIRST_BYTES)),
     }
 

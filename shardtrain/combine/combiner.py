@@ -21,7 +21,7 @@ class Combined(NamedTuple):
     """The result of a combiner on one rank.
 
     Attributes:
-      value: like the tree that was combined, the same bits on all ranks.
+      value: like the tree that was combined, the same bits on all ranks (see `Combiner.is_common`).
       state: this rank's next state.
       metrics: name -> float32, the same on all ranks: scalars, or (L,) with one entry per leaf.
       residual: float32, like the tree: the rounding error that this rank made. A codec adds it to this rank's
@@ -50,6 +50,8 @@ class Combiner:
       linear: whether `combine` is a weighted sum without state, so that a codec may combine factors of
         leaves.
       across_leaves: whether a leaf's result depends on other leaves, so that all must be in one call.
+      is_common: whether the value has the same bits on all ranks; otherwise each rank continues from its own,
+        as in gossip.
       is_one_vector: whether all leaves count as one vector, whatever their names, so that the stages of a
         pipeline in a mesh can combine them together, by `Group.whole` with `stages`.
 
@@ -65,6 +67,7 @@ class Combiner:
     linear: bool = False
     across_leaves: bool = False
     is_one_vector: bool = False
+    is_common: bool = True
 
 
 Codec = Callable[[Combiner], Combiner]

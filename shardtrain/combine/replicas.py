@@ -171,8 +171,8 @@ def combine_replicas(
       entries: indices of the entries of metrics (L,) to return, see `list_stage_entries`; None returns all.
 
     Returns:
-      (the combined tree, without the first dim; the new state; the combiner's metrics, arrays (L,) in the
-      order of `sorted(split_layers(tree))`, or the given entries of them).
+      (the combined tree, without the first dim if the value is common; the new state; the combiner's metrics,
+      arrays (L,) in the order of `sorted(split_layers(tree))`, or the given entries of them).
     """
     replica_specs = add_leading_dim(specs, axes.DATA)
     by_device = PartitionSpec(mesh.axis_names)
@@ -198,7 +198,8 @@ def combine_replicas(
         group = MeshGroup(axes.DATA, mesh.shape[axes.DATA], of_leaf, shard_axes, stage_axes)
         found = combiner.combine(layers, counts[0], state, group)
         metrics = found.metrics if num_stages == 1 else jax.tree.map(of_stages, found.metrics)
-        return stack_layers(found.value, tree, stacked), jax.tree.map(lambda x: x[None], found.state), metrics
+        value, state = stack_layers(found.value, tree, stacked), jax.tree.map(lambda x: x[None], found.state)
+        return value if combiner.is_common else jax.tree.map(lambda x: x[None], value), state, metrics
 
     def of_stages(metric: jax.Array) -> jax.Array:
         if metric.ndim:
@@ -209,7 +210,7 @@ def combine_replicas(
         combine_shard,
         mesh=mesh,
         in_specs=(replica_specs, PartitionSpec(axes.DATA), by_device),
-        out_specs=(specs, by_device, PartitionSpec()),
+        out_specs=(specs if combiner.is_common else replica_specs, by_device, PartitionSpec()),
         check_vma=False,
     )(tree, counts, state)
     if entries is not None:

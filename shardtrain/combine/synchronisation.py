@@ -3,8 +3,8 @@
 Next: `replicas.py`, which runs a combiner on a mesh; `train_step/local_steps.py`, the arithmetic.
 """
 
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import optax
 
@@ -45,9 +45,24 @@ class Outer:
             raise problems_error("this outer optimizer cannot be used", problems)
 
 
+class Round(NamedTuple):
+    """What replicas do in some steps with what they changed.
+
+    Args:
+      fragment: the number of the part of the parameters that is combined.
+      combiner: combines the changes of all replicas. If its value is not common, each replica keeps its own
+        in place of its changes, and the common parameters stay.
+    """
+
+    fragment: int
+    combiner: Combiner
+
+
 @dataclass(frozen=True, kw_only=True)
 class Synchronisation:
     """How the replicas of a run are synchronised.
+
+    A subclass may have other `rounds`, at other steps (`is_sent`); meshes, islands and stages follow them.
 
     Replicas are the islands if there are several (each the mean or sum over its own devices), else the
     indices of the mesh's data axis.
@@ -96,11 +111,10 @@ class Synchronisation:
     synchronous_steps: int = 0
 
     @staticmethod
-    def short(value: Any) -> dict[str, Any] | None:
-        """Return the fields that a short form sets; None if the value is not a short form."""
+    def short(value: Any) -> "Synchronisation | dict[str, Any] | None":
+        """Return a preset, or the fields that a short form sets; None if the value is not a short form."""
         if isinstance(value, str) and value in PRESETS:
-            preset = PRESETS[value]
-            return {field.name: getattr(preset, field.name) for field in fields(preset)}
+            return PRESETS[value]
         return {"by": value} if isinstance(value, str | Combiner) else None
 
     def __post_init__(self) -> None:
@@ -177,6 +191,11 @@ class Synchronisation:
         return make_combiner(self.by) if isinstance(self.by, str) else self.by
 
     @property
+    def rounds(self) -> tuple[Round, ...]:
+        """What replicas combine, in this order; the last one makes the parameters common."""
+        return tuple(Round(number, self.combiner) for number in range(self.fragments))
+
+    @property
     def is_mean(self) -> bool:
         """Whether this is ordinary data parallelism with the mean gradient over all examples."""
         return self.by == "mean" and self.on == "gradients"
@@ -210,27 +229,29 @@ class Synchronisation:
         """Return whether replicas average their gradients in a step, counted from 1; works inside jit."""
         return step <= self.synchronous_steps
 
-    def is_sent(self, fragment: int, step: Any, last_step: int = -1) -> Any:
-        """Return whether replicas may send a fragment's deltas at the end of a step.
+    def is_sent(self, number: int, step: Any, last_step: int = -1) -> Any:
+        """Return whether replicas may send the deltas of a round at the end of a step.
 
         Args:
-          fragment: its number.
+          number: the number of the round; by default that of a fragment.
           step: counted from 1; also an array inside jit.
-          last_step: the last step of the run, which sends all fragments.
+          last_step: the last step of the run, which sends everything.
 
         >>> is_sent = Synchronisation(on="deltas", every=4, fragments=2).is_sent
         >>> [[f for f in (0, 1) if is_sent(f, step)] for step in range(1, 9)]
         [[], [0], [], [1], [], [0], [], [1]]
         """
-        return self._is_now(fragment, step, last_step, 0)
+        return self._is_now(number, step, last_step, 0)
 
-    def is_due(self, fragment: int, step: Any, last_step: int = -1) -> Any:
-        """Return whether the sent deltas of a fragment are combined at the end of a step, see `is_sent`."""
-        return self._is_now(fragment, step, last_step, self.overlap)
+    def is_due(self, number: int, step: Any, last_step: int = -1) -> Any:
+        """Return whether the sent deltas of a round are combined at the end of a step, see `is_sent`."""
+        if not self.overlap:
+            return self.is_sent(number, step, last_step)
+        return self._is_now(number, step, last_step, self.overlap)
 
-    def _is_now(self, fragment: int, step: Any, last_step: int, delay: int) -> Any:
-        # fragments are distributed evenly over the steps of a round, and the last one ends it
-        phase = (fragment + 1) * self.every // self.fragments + delay
+    def _is_now(self, number: int, step: Any, last_step: int, delay: int) -> Any:
+        # fragments are distributed evenly over `every` steps, and the last one ends them
+        phase = (number + 1) * self.every // self.fragments + delay
         is_now = ((step - phase) % self.every == 0) | (step == last_step)
         return is_now & (step > self.synchronous_steps)
 

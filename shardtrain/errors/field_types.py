@@ -165,7 +165,7 @@ def _from_short(kind: Any, value: Any, name: str) -> Any:
     """Return the dataclass of a short form; None if the value is not a short form."""
     try:
         given = kind.short(value)
-        return None if given is None else kind(**given)
+        return kind(**given) if isinstance(given, dict) else given
     except ValueError as error:
         raise WrongType(f"{name}: {str(error).replace(NEWLINE, NEWLINE + '  ')}") from error
 

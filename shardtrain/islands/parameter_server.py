@@ -1,7 +1,7 @@
 """Serve the parameters in shards, one per island, so that no island waits for another to compute.
 
 A thread of each process answers the others while its island computes. Next: `parameter_shard.py`, which
-computes the answers; `train_step/wave_merge.py`, which pushes.
+computes the answers; `train_step/sync/waves.py`, which pushes.
 """
 
 import threading

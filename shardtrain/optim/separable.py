@@ -1,6 +1,6 @@
 """Check whether pipeline stages can apply an optimizer separately, each to its own parameters.
 
-Next: `train_step/stage_step.py`.
+Next: `train_step/stage_compute.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from shardtrain import axes
+from shardtrain.combine import Combiner
 from shardtrain.combine.messages import ALL_GATHER, ALL_REDUCE, Message, trace_messages
 from shardtrain.combine.replicas import find_stacked_paths, shard_shapes, split_layers
 from shardtrain.combine.synchronisation import PRESETS, Synchronisation
@@ -35,7 +36,7 @@ class MergeBytes(NamedTuple):
 
     Args:
       num_replicas: number of replicas.
-      merges: bytes of the merge of each fragment, or of the gradients of a step.
+      merges: bytes of each merge in `every` steps, or of the gradients of a step.
       every: steps between merges of a fragment.
       synchronous: bytes of one of the first steps, in which gradients are averaged; 0 if there are none.
     """
@@ -132,12 +133,12 @@ def island_merges(
     """
     buckets = BucketSizes(cap_bytes=across.bucket_bytes, first_bytes=across.first_bucket_bytes)
 
-    def exchanged(by: Synchronisation, params: Any = None, **options: Any) -> int:
-        exchange = BucketExchange(by.combiner, specs, buckets.assign, params, **options)
+    def exchanged(combiner: Combiner, params: Any = None, **options: Any) -> int:
+        exchange = BucketExchange(combiner, specs, buckets.assign, params, **options)
         return _count_by_rings(exchange.messages(num_islands))
 
     def of_gradients(by: Synchronisation) -> int:
-        return exchanged(by, of_sums=by.is_mean, dtype=across.reduce_dtype)
+        return exchanged(by.combiner, of_sums=by.is_mean, dtype=across.reduce_dtype)
 
     if not synchronisation.on_deltas:
         return MergeBytes(num_islands, (of_gradients(synchronisation),))
@@ -147,7 +148,10 @@ def island_merges(
         size = sum(x.size for each in fragments for x in each.values())
         merges = [_count_by_rings([Message(ALL_REDUCE, GRADIENT_BYTES * size, num_islands)])]
     else:
-        merges = [exchanged(synchronisation, each) for each in fragments]
+        merges = _repeat_rounds(
+            synchronisation,
+            [exchanged(of.combiner, x) for of, x in zip(synchronisation.rounds, fragments, strict=True)],
+        )
     synchronous = of_gradients(Synchronisation()) if synchronisation.synchronous_steps else 0
     return MergeBytes(num_islands, tuple(merges), synchronisation.every, synchronous)
 
@@ -162,20 +166,33 @@ def mesh_merges(synchronisation: Synchronisation, specs: Specs, sizes: Mapping[s
     """
     num_replicas, whole_bytes, merges = sizes[axes.DATA], 0, []
     stacked = find_stacked_paths(specs.arrays, specs.sharded)
-    for each in split_fragments(synchronisation, specs):
+    fragments = split_fragments(synchronisation, specs)
+    for each, of in zip(fragments, synchronisation.rounds, strict=True):
         shards = shard_shapes(each.take(specs.abstract.params), each.select(specs.sharded), sizes)
         # gradients and changes are float32, whatever the dtype of the parameters
         shards = {path: jax.ShapeDtypeStruct(x.shape, jnp.float32) for path, x in shards.items()}
         whole_bytes += sum(GRADIENT_BYTES * x.size for x in shards.values())
         layers = split_layers(shards, stacked & each.rows.keys())
-        merges.append(_count_by_rings(trace_messages(synchronisation.combiner, layers, num_replicas)))
+        merges.append(_count_by_rings(trace_messages(of.combiner, layers, num_replicas)))
     if not synchronisation.on_deltas:
         return MergeBytes(num_replicas, tuple(merges))
-    synchronous = 0
+    merges, synchronous = _repeat_rounds(synchronisation, merges), 0
     if synchronisation.synchronous_steps:
         # the mean gradient, and the update that the first replica computes from it
         synchronous = _count_by_rings([Message(ALL_REDUCE, whole_bytes, num_replicas)] * 2)
     return MergeBytes(num_replicas, tuple(merges), synchronisation.every, synchronous)
+
+
+def _repeat_rounds(synchronisation: Synchronisation, sizes_bytes: Sequence[int]) -> list[int]:
+    """Return the bytes of each merge in `every` steps, given those of each round."""
+    first = synchronisation.synchronous_steps + 1
+    steps = range(first, first + synchronisation.every)
+    return [
+        size
+        for number, size in enumerate(sizes_bytes)
+        for step in steps
+        if synchronisation.is_sent(number, step)
+    ]
 
 
 def _count_by_rings(messages: Iterable[Message]) -> int:

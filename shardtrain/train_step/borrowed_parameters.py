@@ -1,7 +1,7 @@
 """Exchange parameters that several pipeline stages use, and their gradients, between islands.
 
 One stage owns each parameter (see `pipeline/stage_model.py`); other stages receive its value in every step
-and return their gradient. Next: `stage_step.py`.
+and return their gradient. Next: `stage_compute.py`.
 """
 
 from collections.abc import Mapping

@@ -1,10 +1,10 @@
 """The step of a mesh in which each replica runs its own optimizer, and some steps merge what they changed.
 
 In the first, synchronous steps all replicas use the mean gradient instead, so that they change alike. Next:
-`local_steps.py`, the arithmetic; `step.py`, which compiles it.
+`drift.py`, the arithmetic; `step.py`, which compiles it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,20 +14,20 @@ import optax
 
 from shardtrain import axes
 from shardtrain.combine.combiner import mask_without_examples
-from shardtrain.combine.fragments import Fragment
 from shardtrain.combine.replicas import combine_replicas, find_stacked_paths, list_combined_entries
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.sharding.specs import add_leading_dim
-from shardtrain.train_step.gradients import expand_dims_like, make_replica_means
-from shardtrain.train_step.local_steps import (
+from shardtrain.train_step.drift import (
     make_local_update,
     make_own_params,
     merge_fragment,
+    merge_rounds,
     replace_item,
     select_combined,
     send,
 )
+from shardtrain.train_step.gradients import expand_dims_like, make_replica_means
 from shardtrain.train_step.placement import Placement, constrain
 from shardtrain.train_step.replica_state import init_local, split_fragments
 from shardtrain.train_step.state import Metrics, State
@@ -86,7 +86,7 @@ def make_delta_update(
 
 
 def make_merge(placement: Placement, last_step: int) -> Callable[[State], tuple[State, Metrics]]:
-    """Make the function that combines the changes of the fragments that are due at the end of a step.
+    """Make the function that combines the changes that are due at the end of a step.
 
     It takes the state after the step, and returns (the state after combining, the combiner's metrics), which
     are NaN if nothing was combined.
@@ -95,98 +95,86 @@ def make_merge(placement: Placement, last_step: int) -> Callable[[State], tuple[
       placement: the placement of the state.
       last_step: the last step of the run, see `step.make_step`.
     """
-    specs, synchronisation = placement.specs, placement.synchronisation
-    fragments, trigger = split_fragments(synchronisation, specs), synchronisation.trigger
-    combine_fragment = _make_fragment_merge(placement, fragments)
-
-    def merge_if(due: jax.Array, number: int, state: State, metrics: Metrics) -> tuple[State, Metrics]:
-        return jax.lax.cond(
-            due,
-            lambda state, _: combine_fragment(number, state),
-            lambda state, metrics: (state, metrics),
-            state,
-            metrics,
-        )
-
-    def is_sent(number: int, state: State) -> jax.Array:
-        may = synchronisation.is_sent(number, state.step, last_step)
-        if trigger is None:
-            return may
-        params = fragments[number].take(state.params)
-        deltas = fragments[number].take(state.local.drift, lead=1)
-        values = jax.vmap(trigger.measure, in_axes=(0, None))(deltas, params)
-        return may & (trigger.is_due(values) | (state.step == last_step))
+    synchronisation, rounds = placement.synchronisation, _MeshRounds(placement, last_step)
 
     def merge(state: State) -> tuple[State, Metrics]:
         if not synchronisation.keeps_drift:
-            return combine_fragment(0, state)
+            return rounds.combine(0, (state, {}))
         if synchronisation.synchronous_steps:
             is_synchronous = synchronisation.is_synchronous(state.step)
             state = jax.lax.cond(
                 is_synchronous, partial(_add_common_drift, placement), lambda state: state, state
             )
-        metrics = jax.tree.map(
-            lambda x: jnp.full(x.shape, jnp.nan, x.dtype),
-            jax.eval_shape(partial(combine_fragment, 0), state)[1],
-        )
-        for number in range(len(fragments)):
-            if not synchronisation.overlap:
-                state, metrics = merge_if(is_sent(number, state), number, state, metrics)
-                continue
-            # first what is under way arrives, then what was changed since is sent
-            under_way = state.local.sent_count.max(0)[number] >= 0
-            due = synchronisation.is_due(number, state.step, last_step)
-            state, metrics = merge_if(due & under_way, number, state, metrics)
-            local = jax.lax.cond(
-                is_sent(number, state),
-                partial(send, fragments[number], number, lead=1),
-                lambda local: local,
-                state.local,
-            )
-            state = state._replace(local=local)
-            # nothing stays under way after the last step
-            if last_step >= 0:
-                state, metrics = merge_if(state.step == last_step, number, state, metrics)
-        return state, metrics
+        metrics: Metrics = {}
+        for number in range(len(synchronisation.rounds)):
+            metrics |= jax.eval_shape(partial(rounds.combine, number), (state, {}))[1]
+        metrics = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), metrics)
+        return merge_rounds(synchronisation, rounds, state.step, last_step, (state, metrics))
 
     return merge
 
 
-def _make_fragment_merge(
-    placement: Placement, fragments: Sequence[Fragment]
-) -> Callable[[int, State], tuple[State, Metrics]]:
-    """Make the function that combines the replicas' changes of one fragment, given its number."""
-    specs, synchronisation = placement.specs, placement.synchronisation
-    stacked = find_stacked_paths(specs.arrays, specs.sharded)
-    # metrics (L,) of several fragments are not returned
-    entries = list_combined_entries(specs)[1] if len(fragments) == 1 else None
-    outer = synchronisation.outer_optimizer
+Found = tuple[State, Metrics]
+"""The state, and the metrics of the combiner."""
 
-    def combine_fragment(number: int, state: State) -> tuple[State, Metrics]:
-        fragment = fragments[number]
+
+class _MeshRounds:
+    """The rounds of a merge of a mesh's replicas, inside jit; a `drift.Rounds`."""
+
+    def __init__(self, placement: Placement, last_step: int) -> None:
+        specs, self._synchronisation = placement.specs, placement.synchronisation
+        self._placement, self._last_step = placement, last_step
+        self._rounds = self._synchronisation.rounds
+        self._fragments = split_fragments(self._synchronisation, specs)
+        self._stacked = find_stacked_paths(specs.arrays, specs.sharded)
+        # metrics (L,) have an entry for each parameter; those of several rounds are not returned
+        self._whole = len(self._rounds) == 1
+        self._entries = list_combined_entries(specs)[1] if self._whole else None
+
+    def do_if(
+        self, is_now: Any, condition: Callable[[Found], Any], change: Callable[[Found], Found], s: Found
+    ) -> Found:
+        return jax.lax.cond(is_now & condition(s), change, lambda s: s, s)
+
+    def is_under_way(self, number: int, s: Found) -> jax.Array:
+        return s[0].local.sent_count.max(0)[number] >= 0
+
+    def is_asked(self, number: int, s: Found) -> Any:
+        trigger, (state, _) = self._synchronisation.trigger, s
+        if trigger is None:
+            return True
+        params = self._fragments[number].take(state.params)
+        deltas = self._fragments[number].take(state.local.drift, lead=1)
+        values = jax.vmap(trigger.measure, in_axes=(0, None))(deltas, params)
+        return trigger.is_due(values) | (state.step == self._last_step)
+
+    def send(self, number: int, s: Found) -> Found:
+        state, metrics = s
+        return state._replace(local=send(self._fragments[number], number, state.local, lead=1)), metrics
+
+    def combine(self, number: int, s: Found) -> Found:
+        (state, metrics), fragment, specs = s, self._fragments[number], self._placement.specs
+        combiner = self._rounds[number].combiner
         deltas, counts = select_combined(fragment, number, state.local, lead=1)
         combined, combine_state, extra = combine_replicas(
-            synchronisation.combiner,
+            combiner,
             deltas,
             counts,
             state.combine_state[number],
             specs=fragment.select(specs.sharded),
-            stacked=stacked & fragment.rows.keys(),
-            mesh=placement.mesh,
-            entries=entries,
+            stacked=self._stacked & fragment.rows.keys(),
+            mesh=self._placement.mesh,
+            entries=self._entries,
         )
+        outer = self._synchronisation.outer_optimizer
         params, local, outer_state = merge_fragment(
-            fragment, number, outer, state.params, state.local, state.outer_state, combined, lead=1
+            fragment, number, combiner, outer, state.params, state.local, state.outer_state, combined, lead=1
         )
         combine_state = replace_item(state.combine_state, number, combine_state)
         state = state._replace(
             params=params, local=local, combine_state=combine_state, outer_state=outer_state
         )
-        # metrics (L,) have an entry for each parameter
-        whole = len(fragments) == 1
-        return state, {name: x for name, x in extra.items() if whole or not x.ndim}
-
-    return combine_fragment
+        return state, {**metrics, **{name: x for name, x in extra.items() if self._whole or not x.ndim}}
 
 
 def _add_common_drift(placement: Placement, state: State) -> State:

@@ -1,6 +1,6 @@
 """Compute an island's own gradients in one program or in parts, and make the combiners that send them.
 
-Next: `gradient_parts.py`, the parts; `island_step.py`, which runs them.
+Next: `gradient_parts.py`, the parts; `island_compute.py`, which runs them.
 """
 
 import math
@@ -20,7 +20,7 @@ from shardtrain.functional.frozen import drop_paths
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.rng import step_key
 from shardtrain.functional.sums import Sums
-from shardtrain.islands.transfer import Transfer
+from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.gradient_parts import GradientPart, GradientParts, Pack
 from shardtrain.train_step.gradient_pieces import (
     GradientPiece,
@@ -30,7 +30,6 @@ from shardtrain.train_step.gradient_pieces import (
     plan_pieces,
 )
 from shardtrain.train_step.island_combiner import IslandCombiner
-from shardtrain.train_step.island_merge import AllGather
 from shardtrain.train_step.loss_scale import get_scale, is_overflow
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.state import State
@@ -50,14 +49,13 @@ class IslandGradients:
     Args:
       gradients: returns sums over examples for a mean, else the mean, see `make_gradients`.
       placement: the placement of this island.
-      transfer: to the other islands.
+      channel: to the other islands.
       synchronisation: how islands are synchronised.
-      dtype: the dtype of what is sent.
-      num_parts: the largest number of programs that compute a mean.
       batch: an example, arrays or shapes; only needed for several parts.
-      all_gather: gathers a value of every rank, by name: all ranks use the pieces of rank 0.
 
     Attributes:
+      labels: names of the entries of a combiner's metric (L,).
+      keeps_state: whether a combiner has a state.
       combiners: the combiner of each part.
       shardings: for each part, name -> sharding of what it sends.
       are_sums: whether gradients are sums over examples, which are divided after they are combined.
@@ -67,14 +65,11 @@ class IslandGradients:
         self,
         gradients: Gradients,
         placement: Placement,
-        transfer: Transfer,
+        channel: Channel,
         synchronisation: Synchronisation,
-        dtype: str,
-        num_parts: int,
         batch: Batch | None,
-        all_gather: AllGather,
     ) -> None:
-        mesh, specs = placement.mesh, placement.specs
+        mesh, specs, dtype, num_parts = placement.mesh, placement.specs, channel.dtype, channel.num_parts
         local = _make_local(gradients, placement, synchronisation, dtype)
         # a mean sends sums over examples: they are already weighted, and divided where they are used
         self.are_sums = synchronisation.is_mean
@@ -83,13 +78,14 @@ class IslandGradients:
         if num_parts > 1:
             assert batch is not None
             planned = plan_parts(gradients, placement, synchronisation, dtype, num_parts, batch)
-            plan = all_gather("parts of the gradients", planned.pieces)[0]
+            # all ranks use the pieces of rank 0
+            plan = channel.all_gather("parts of the gradients", planned.pieces)[0]
             self._plan = [[GradientPiece(*piece) for piece in part] for part in plan]
         make_combiner = partial(
             IslandCombiner,
             synchronisation.combiner,
             placement,
-            transfer,
+            channel.transfer,
             of_sums=self.are_sums,
             dtype=dtype,
         )
@@ -99,6 +95,8 @@ class IslandGradients:
             for part in self._plan
         ]
         self.combiners = [make_combiner(sent) for sent in shapes or [None]]
+        self.labels = [label for each in self.combiners for label in each.labels]
+        self.keeps_state = any(each.keeps_state for each in self.combiners)
         whole = NamedSharding(mesh, PartitionSpec())
         # an island without examples adds nothing, whatever its gradients are
         packs: list[Pack] = [partial(each.packing.pack, whole=whole) for each in self.combiners]
@@ -132,6 +130,14 @@ class IslandGradients:
         else:
             found, own = self._whole_program(state, batch, first_row)
             yield GradientPart(found.grads, found.count, (found._replace(grads={}), own))
+
+    def init(self) -> list[Any]:
+        """Create the state of the combiners, part by part."""
+        return [each.init() for each in self.combiners]
+
+    def wanted(self) -> list[Any]:
+        """Return the shapes, dtypes and shardings of the state of the combiners."""
+        return [each.wanted() for each in self.combiners]
 
     def joined(self, combined: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
         """Return path -> combined gradient, float32, in a jit, from what was combined of each part."""

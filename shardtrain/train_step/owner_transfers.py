@@ -1,7 +1,7 @@
 """Split the arrays of a stage by the owners of its blocks in other pipelines, and combine each group.
 
 If pipelines cut a model differently, a stage shares its first blocks with one stage of another pipeline and
-the next blocks with another stage. Next: `stage_step.py`, `trainer/synchronisation.py`.
+the next blocks with another stage. Next: `stage_compute.py`, `trainer/synchronisation.py`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -3,7 +3,7 @@
 Next: `initial_state.py`, `step.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +13,6 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain import axes
-from shardtrain.combine.fragments import Fragment
 from shardtrain.combine.replicas import find_stacked_paths
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.errors.messages import near, problems_error
@@ -238,15 +237,37 @@ def state_specs(
         local=make_local_layout(synchronisation, add_leading_dim(sharded, axes.DATA), by_replica)
         if abstract.local
         else (),
-        outer_state=make_outer_specs(split_fragments(synchronisation, specs), synchronisation, specs),
+        outer_state=_make_outer_specs(synchronisation, specs),
         loss_scale=jax.tree.map(lambda _: whole, abstract.loss_scale),
     )
     return specs._replace(abstract=abstract, state=state)
 
 
-def make_outer_specs(fragments: Sequence[Fragment], synchronisation: Synchronisation, specs: Specs) -> Any:
+def find_own_shardings(
+    synchronisation: Synchronisation, placement: Placement, state: State, sums: Any = ()
+) -> State:
+    """Return the shardings of an island's state with what it changes alone.
+
+    Args:
+      synchronisation: how islands are synchronised.
+      placement: the placement of the parameters on this island.
+      state: the state of this island, or its shapes or shardings.
+      sums: what is added up between merges.
+    """
+    mesh, specs = placement.mesh, placement.specs
+    whole = NamedSharding(mesh, PartitionSpec())
+    drift, outer = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), (specs.sharded, _make_outer_specs(synchronisation, specs))
+    )
+    local = make_local_layout(synchronisation, drift, whole, jax.tree.map(lambda _: whole, sums))
+    local = local._replace(model_state=jax.tree.map(lambda _: whole, state.model_state))
+    return state._replace(combine_state=whole, local=local, outer_state=outer)
+
+
+def _make_outer_specs(synchronisation: Synchronisation, specs: Specs) -> Any:
     """Return the specs of the outer optimizer's state: each array is sharded like its parameter."""
     outer, params = synchronisation.outer_optimizer, specs.abstract.params
+    fragments = split_fragments(synchronisation, specs)
     state = jax.eval_shape(lambda params: init_outer(fragments, outer, params), params)
     return tuple(
         _make_specs_like_params(own, each.take(params), each.select(specs.sharded))

@@ -48,7 +48,10 @@ def add_replicas(
         shard_shapes(each.take(specs.abstract.params), each.select(specs.sharded), sizes)
         for each in fragments
     )
-    combine_state = tuple(synchronisation.combiner.init(split_layers(each, stacked)) for each in shards)
+    combine_state = tuple(
+        each.combiner.init(split_layers(of_round, stacked))
+        for each, of_round in zip(synchronisation.rounds, shards, strict=True)
+    )
     state = state._replace(combine_state=replicated(combine_state, math.prod(sizes.values())))
     if synchronisation.on_deltas:
         state = state._replace(
@@ -72,7 +75,7 @@ def init_local(
       lead: leading dims of each array, such as a dim of replicas.
     """
     drift = jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), jnp.float32), params)
-    count = jnp.zeros((*lead, synchronisation.fragments))
+    count = jnp.zeros((*lead, len(synchronisation.rounds)))
     if not synchronisation.overlap:
         return Local(drift, count, sums)
     return Local(drift, count, sums, jax.tree.map(jnp.zeros_like, drift), jnp.full_like(count, -1))
@@ -109,12 +112,18 @@ def make_local_layout(
 
 
 def init_outer(fragments: Sequence[Fragment], outer: optax.GradientTransformation | None, params: Any) -> Any:
-    """Create the outer optimizer's state of each fragment; () without an outer optimizer."""
+    """Create the outer optimizer's state of each round; () without an outer optimizer."""
     return () if outer is None else tuple(outer.init(each.take(params)) for each in fragments)
 
 
 def split_fragments(synchronisation: Synchronisation, specs: Any) -> tuple[Fragment, ...]:
-    """Divide a model's trained parameters into fragments, given its `placement.Specs`."""
+    """Return the part of a model's trained parameters that each round combines.
+
+    Args:
+      synchronisation: how replicas are synchronised.
+      specs: `placement.Specs` of the model.
+    """
     stacked = find_stacked_paths(specs.arrays, specs.sharded)
     num_stages = 1 if specs.stages is None else specs.stages.num_stages
-    return make_fragments(specs.trained, stacked, synchronisation.fragments, num_stages)
+    fragments = make_fragments(specs.trained, stacked, synchronisation.fragments, num_stages)
+    return tuple(fragments[each.fragment] for each in synchronisation.rounds)

@@ -26,9 +26,9 @@ from shardtrain.pipeline.mesh_pipeline import run_pipeline
 from shardtrain.pipeline.schedule import make_table
 from shardtrain.pipeline.table import Table
 from shardtrain.sharding.specs import add_leading_dim
+from shardtrain.train_step.drift import add_drift
 from shardtrain.train_step.each_replica import map_replicas
 from shardtrain.train_step.gradient_noise import square_gradients
-from shardtrain.train_step.local_steps import add_drift
 from shardtrain.train_step.placement import Placement, constrain
 
 _Compute = Callable[..., Sums]

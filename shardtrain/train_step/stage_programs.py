@@ -17,7 +17,7 @@ from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree
 from shardtrain.functional.sums import Sums
 from shardtrain.pipeline.flow import Value
-from shardtrain.train_step.island_merge import AllGather
+from shardtrain.train_step.channel import AllGather
 from shardtrain.train_step.stage_functions import StageFunctions, TaskInputs
 
 Arrays = dict[Value, Any]

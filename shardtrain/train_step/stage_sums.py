@@ -1,6 +1,6 @@
 """Add up numbers over the stages of one pipeline, and losses over all pipelines.
 
-Next: `stage_step.py`.
+Next: `stage_compute.py`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from shardtrain.train_step.island_merge import AllGather
+from shardtrain.train_step.channel import AllGather
 from shardtrain.train_step.pipeline_grid import PipelineGrid
 
 if TYPE_CHECKING:
@@ -45,17 +45,16 @@ class StageSums:
       grid: the stage and replica of each island.
       mailbox: to the other stages of this pipeline.
       tag: MPI tag of the messages.
-      in_flight: batches in the pipeline at the same time. With several, stages are at different batches, so
-        none can wait for the others at the end of a step.
 
     Attributes:
-      requests_barrier: whether a stage requested a barrier at its backward of the batch that is updated;
-        only used with several batches in flight.
+      requests_barrier: whether a stage requested a barrier at its backward of the batch that is updated; None
+        with one batch in flight. With several, stages are at different batches, so none can wait for the
+        others at the end of a step.
     """
 
-    def __init__(self, grid: PipelineGrid, mailbox: "Mailbox", tag: int, in_flight: int = 1) -> None:
-        self._grid, self._mailbox, self._tag, self._in_flight = grid, mailbox, tag, in_flight
-        self.requests_barrier = False
+    def __init__(self, grid: PipelineGrid, mailbox: "Mailbox", tag: int) -> None:
+        self._grid, self._mailbox, self._tag = grid, mailbox, tag
+        self.requests_barrier: bool | None = None
 
     @property
     def is_last(self) -> bool:
@@ -93,7 +92,7 @@ class StageSums:
 
     def any_requests_barrier(self, own: bool) -> bool:
         """Return whether any stage requests a barrier; `own` is the request of this one."""
-        if self._in_flight > 1:
+        if self.requests_barrier is not None:
             return self.requests_barrier
         return self.add("the request of a barrier", float(own)) > 0
 

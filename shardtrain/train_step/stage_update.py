@@ -1,6 +1,6 @@
 """The compiled programs of a stage after its forward and backward tasks: reduce gradients, update.
 
-Next: `stage_step.py`, which calls them.
+Next: `stage_compute.py`, which calls them.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,17 @@ from shardtrain.combine.fragments import group_by_path
 from shardtrain.functional.model import Tree, path_text
 from shardtrain.functional.sums import Sums
 from shardtrain.optim.clip import clip_gradients
-from shardtrain.train_step.delta_island_step import make_own_update
+from shardtrain.train_step.drift import make_own_params
 from shardtrain.train_step.gradients import merge_replicas, sum_replicas
 from shardtrain.train_step.island_combiner import join_metrics
-from shardtrain.train_step.local_steps import make_own_params
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.state import State
-from shardtrain.train_step.step import Metrics, apply_gradients, compute_gradient_metrics, keep_unless_skipped
+from shardtrain.train_step.state import Metrics, State
+from shardtrain.train_step.update import (
+    apply_gradients,
+    compute_gradient_metrics,
+    keep_unless_skipped,
+    make_own_update,
+)
 
 
 class GradientPrograms(NamedTuple):
@@ -81,19 +85,26 @@ def make_gradient_programs(placement: Placement) -> GradientPrograms:
     )
 
 
-def make_update(
-    optimizer: optax.GradientTransformation,
-    clip: float | None,
-    placement: Placement,
-    learning_rate: optax.Schedule | None,
-) -> Callable[..., tuple[State, Metrics]]:
+class StageUpdate(NamedTuple):
+    """How a stage updates its parameters.
+
+    Args:
+      optimizer: the optimizer of the stage's parameters, without clipping by the norm of all stages.
+      clip: the largest norm of the whole gradient; None disables clipping.
+      learning_rate: the optimizer's schedule, to add the rate to the metrics; None adds none.
+    """
+
+    optimizer: optax.GradientTransformation
+    clip: float | None = None
+    learning_rate: optax.Schedule | None = None
+
+
+def make_update(how: StageUpdate, placement: Placement) -> Callable[..., tuple[State, Metrics]]:
     """Compile the update of a stage's own parameters by a gradient that was combined over pipelines.
 
     Args:
-      optimizer: the optimizer of the stage's parameters.
-      clip: the largest norm of the gradient of all stages; None disables clipping.
+      how: optimizer and clipping.
       placement: the placement of the parameters that the stage owns.
-      learning_rate: the optimizer's schedule, to add the rate to the metrics; None adds none.
     """
 
     def update(
@@ -106,15 +117,15 @@ def make_update(
         combine_metrics: Any,
     ) -> tuple[State, Metrics]:
         norm = jnp.sqrt(squares)
-        found = Sums(grads=_clip(grads, norm, clip), model_state=model_state, **totals)
+        found = Sums(grads=_clip(grads, norm, how.clip), model_state=model_state, **totals)
         # the norm is over all stages
         metrics = {**compute_gradient_metrics(found), "grad_norm": norm, **join_metrics(combine_metrics)}
 
         def updated(state: State) -> State:
-            new = apply_gradients(optimizer, placement, state, found)
+            new = apply_gradients(how.optimizer, placement, state, found)
             return new._replace(combine_state=combine_state)
 
-        return keep_unless_skipped(updated, placement, state, metrics, learning_rate)
+        return keep_unless_skipped(updated, placement, state, metrics, how.learning_rate)
 
     # the state is donated: parameters and optimizer state are updated in place
     whole, sharded = _make_shardings(placement)
@@ -128,26 +139,22 @@ def make_update(
 
 
 def make_stage_own_update(
-    optimizer: optax.GradientTransformation,
-    clip: float | None,
-    placement: Placement,
-    learning_rate: optax.Schedule | None,
-    shardings: State,
+    how: StageUpdate, placement: Placement, shardings: State
 ) -> tuple[Callable[[State], Any], Callable[..., tuple[State, Metrics]]]:
     """Compile the computation of a pipeline's own parameters, and their update, which is merged later.
 
     Args:
-      optimizer, clip, placement, learning_rate: see `make_update`.
+      how, placement: see `make_update`.
       shardings: the shardings of the state.
     """
-    own_update = make_own_update(optimizer, placement, learning_rate)
+    own_update = make_own_update(how.optimizer, placement, how.learning_rate)
 
     def update(
         state: State, grads: Tree, model_state: Tree, totals: Any, squares: jax.Array
     ) -> tuple[State, Metrics]:
         norm = jnp.sqrt(squares)
         return own_update(
-            state, Sums(grads=_clip(grads, norm, clip), model_state=model_state, **totals), norm
+            state, Sums(grads=_clip(grads, norm, how.clip), model_state=model_state, **totals), norm
         )
 
     whole, sharded = _make_shardings(placement)

@@ -1,7 +1,8 @@
 """The training step of one mesh as a compiled program: gradients, combination of replicas, update.
 
 Usually the gradients of replicas are summed. Another combiner receives each replica's gradient, or its delta:
-the parameter changes that the replica's own optimizer computed. Next: `island_step.py`, several islands.
+the parameter changes that the replica's own optimizer computed. Next: `update.py`; `island_step.py`, several
+islands.
 """
 
 from collections.abc import Callable
@@ -18,23 +19,23 @@ from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import evaluation_key, step_key
 from shardtrain.functional.sums import Sums
-from shardtrain.optim.clip import TakesNorm
-from shardtrain.optim.optimizer_state import make_storable, make_value_function
 from shardtrain.system.xla_flags import mesh_options
 from shardtrain.train_step.delta_step import make_delta_update, make_merge
-from shardtrain.train_step.gradient_noise import estimate_noise
 from shardtrain.train_step.gradients import make_gradients, make_replica_means
-from shardtrain.train_step.loss_scale import adjust_loss_scale, get_scale, is_overflow
+from shardtrain.train_step.loss_scale import get_scale
 from shardtrain.train_step.offload import offload_optimizer
-from shardtrain.train_step.placement import Placement, constrain
+from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.replica_losses import make_losses
 from shardtrain.train_step.replica_state import split_fragments
 from shardtrain.train_step.state import Metrics, State
+from shardtrain.train_step.update import (
+    Update,
+    apply_gradients,
+    compute_gradient_metrics,
+    keep_unless_skipped,
+)
 
 Step = Callable[[State, Batch], tuple[State, Metrics]]
-
-Update = Callable[[State], State]
-"""State before a step -> state after it, in a jit."""
 
 
 def make_step(
@@ -92,97 +93,6 @@ def compile_step(step: Step, placement: Placement) -> Step:
         donate_argnums=0,
         compiler_options=placement.compiler_options,
     )
-
-
-def keep_unless_skipped(
-    update: Update,
-    placement: Placement,
-    state: State,
-    metrics: Metrics,
-    learning_rate: optax.Schedule | None,
-    own_finite: jax.Array | None = None,
-) -> tuple[State, Metrics]:
-    """Return the updated state if loss and gradient are finite, else the old one; the step counter advances.
-
-    Args:
-      update: makes the state after the step.
-      placement: the placement of the state, which says whether this island computes in float16.
-      state: the state before the step.
-      metrics: the metrics of the step.
-      learning_rate: the optimizer's schedule, to add the rate to the metrics; None adds none.
-      own_finite: whether this island's own gradients are finite. If given, the metrics already have
-        "overflowed", the number of islands whose gradients overflowed; None takes both from the metrics.
-    """
-    # checking the update instead would keep all of it in memory until its norm is known
-    finite = jnp.isfinite(metrics["loss_sum"]) & jnp.isfinite(metrics["grad_norm"])
-
-    def updated(state: State) -> State:
-        # keep the dtype of the old state: optax computes moments of bfloat16 parameters in float32
-        return jax.tree.map(lambda new, old: new.astype(old.dtype), update(state), state)
-
-    if placement.replica_is_one_cpu:
-        # a CPU would copy the moments before a choice between old and new ones; a GPU would wait for a branch
-        kept = jax.lax.cond(finite, updated, lambda state: state, state)
-    else:
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated(state), state)
-    metrics = {**metrics, "skipped": 1.0 - finite}
-    if learning_rate is not None:
-        metrics["learning_rate"] = learning_rate(state.step)
-    kept = kept._replace(step=state.step + 1, loss_scale=state.loss_scale)
-    if not state.loss_scale:
-        return kept, metrics
-    metrics["loss_scale"] = state.loss_scale.scale
-    if own_finite is None:
-        over = placement.in_float16 & is_overflow(state.loss_scale, metrics["loss_sum"], finite)
-        metrics["overflowed"] = jnp.float32(over)
-    return kept._replace(
-        loss_scale=adjust_loss_scale(state.loss_scale, finite if own_finite is None else own_finite)
-    ), metrics
-
-
-def apply_gradients(
-    optimizer: optax.GradientTransformation,
-    placement: Placement,
-    state: State,
-    found: Sums,
-    grad_norm: jax.Array | None = None,
-    compute: Callable[[Any], Sums] | None = None,
-) -> State:
-    """Return the state after an update, for use inside jit.
-
-    Args:
-      optimizer: the optimizer.
-      placement: the shardings of the state.
-      state: the state before the step.
-      found: the gradient, combined over replicas.
-      grad_norm: its norm; None lets an optimizer that clips compute it.
-      compute: parameters -> loss and gradient there, for line searches; None if they cannot be computed.
-    """
-    mesh, specs = placement.mesh, placement.specs
-    # the update is computed in shards, even if parameters are replicated (ZeRO-1 and 2)
-    grads = constrain(found.grads, specs.sharded, mesh)
-    params = constrain(state.params, specs.sharded, mesh)
-    extra: dict[str, Any] = {"value": found.mean_loss, "grad": grads}
-    if isinstance(optimizer, TakesNorm):
-        extra["grad_norm"] = grad_norm
-    # line searches evaluate the loss at other parameters
-    if compute is not None:
-
-        def value_and_grad(params: Any) -> tuple[jax.Array, Any]:
-            other = compute(params)
-            return other.mean_loss, constrain(other.grads, specs.sharded, mesh)
-
-        extra["value_fn"] = make_value_function(value_and_grad, state.params)
-    updates, opt_state = make_storable(optimizer).update(grads, state.opt_state, params, **extra)
-    params = optax.apply_updates(params, updates)
-    return state._replace(params=params, model_state=found.model_state, opt_state=opt_state)
-
-
-def compute_gradient_metrics(found: Sums) -> Metrics:
-    """Return the metrics of a step from the sums of its batch, for use inside jit."""
-    norm = optax.tree.norm(found.grads)
-    metrics = {**found.logged, "grad_norm": norm}
-    return {**metrics, **estimate_noise(found.squares, norm, found.count)} if found.squares else metrics
 
 
 def _make_gradient_update(

@@ -26,7 +26,7 @@ from shardtrain.system.plain_text import read_lines
 from shardtrain.system.untrusted_data import parse_record
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.offload import copy_to_device
-from shardtrain.train_step.stage_step import StageStep
+from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import make_evaluate
 from shardtrain.trainer.config import Run
@@ -71,8 +71,9 @@ def make_evaluation(
     """
     if not heldout:
         return lambda state: {}
-    in_stages = isinstance(island_step, StageStep)
-    evaluate = island_step.evaluate if in_stages else make_evaluate(setup.model, run.loss, setup.placement)
+    compute = None if island_step is None else island_step.compute
+    in_stages = isinstance(compute, StageCompute)
+    evaluate = compute.evaluate if in_stages else make_evaluate(setup.model, run.loss, setup.placement)
     # a pipeline needs microbatches to keep more than one stage busy
     microbatches = run.strategy.accumulate if in_stages or setup.placement.stages else 1
     # rows are split as in training; the held-out data is read once, in its own order

@@ -25,8 +25,7 @@ from shardtrain.islands.measured_shares import MeasuredShares, capacity
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system.cgroup import limits
 from shardtrain.system.untrusted_files import check_whole_number
-from shardtrain.train_step.delta_island_step import DeltaIslandStep
-from shardtrain.train_step.island_step import GradientIslandStep, IslandStep
+from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination
@@ -284,7 +283,6 @@ def fit_to_memory(
     Raises:
       ValueError: see `find_fit` and `RowShares.limit`.
     """
-    assert isinstance(step, GradientIslandStep | DeltaIslandStep)
     num_rows = loader.batches.num_rows(None)
     found = find_fit(coordination, step, wanted, batch, shares.multiple)
     fit = [num_rows if each.rows is None else min(each.rows, num_rows) for each in found]
@@ -298,7 +296,7 @@ def fit_to_memory(
 
 def find_fit(
     coordination: Coordination,
-    step: GradientIslandStep | DeltaIslandStep,
+    step: IslandStep,
     state: State,
     batch: Any,
     multiple: int,
@@ -321,7 +319,7 @@ def find_fit(
             shape = (x.shape[0], rows // x.shape[0], *x.shape[2:])
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
 
-        memory: Any = step.lowered(state, jax.tree.map(of_rows, batch))[0].compile().memory_analysis()
+        memory: Any = step.compute.lowered(state, jax.tree.map(of_rows, batch))[0].compile().memory_analysis()
         arguments = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return arguments + memory.temp_size_in_bytes
 

@@ -1,6 +1,6 @@
 """Make the step of several islands, replicas or pipeline stages, and compare the programs of a step.
 
-Next: `train_step/island_step.py`, `train_step/stage_step.py`.
+Next: `train_step/island_step.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,14 +23,16 @@ from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.traced_cut import ModelTrace
 from shardtrain.report.islands import buckets_text, parts_text
 from shardtrain.report.timeline import figures, heading, unit_seconds, unit_times
-from shardtrain.train_step.barrier_schedule import BarrierSchedule
-from shardtrain.train_step.delta_island_step import DeltaIslandStep
-from shardtrain.train_step.island_step import GradientIslandStep, IslandStep, make_island_step
+from shardtrain.train_step.channel import Channel
+from shardtrain.train_step.island_compute import IslandCompute, Training
+from shardtrain.train_step.island_step import IslandStep, make_island_step, make_sync
 from shardtrain.train_step.pipeline_grid import PipelineGrid
-from shardtrain.train_step.stage_step import StageStep
-from shardtrain.train_step.stage_sums import StageSums
+from shardtrain.train_step.stage_compute import StageCompute, StageLinks, StageTasks
+from shardtrain.train_step.stage_update import StageUpdate
 from shardtrain.train_step.state import State
-from shardtrain.train_step.wave_merge import WaveMerge
+from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
+from shardtrain.train_step.sync.unflushed_waves import UnflushedWaves
+from shardtrain.train_step.sync.waves import Waves
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.layout_check import check_permutes, has_permutes
@@ -50,10 +52,12 @@ def check_programs(
       ValueError: islands of the same mesh and rows have different programs; or see `check_permutes`.
     """
     in_stages = has_permutes(setup.mesh, sequence_sharded=run.strategy.layout.sequence_sharded)
-    if isinstance(step, StageStep) or not (in_stages or coordination.islands):
+    if not (in_stages or coordination.islands):
         return
-    several = isinstance(step, GradientIslandStep | DeltaIslandStep)
-    programs = step.lowered(wanted, batch) if several else [step.lower(wanted, batch)]
+    of_islands = isinstance(step, IslandStep)
+    programs = step.compute.lowered(wanted, batch) if of_islands else [step.lower(wanted, batch)]
+    if not programs:
+        return
     if in_stages:
         check_permutes(programs[0])
     if coordination.islands is not None:
@@ -121,9 +125,10 @@ def bridge_text(coordination: Coordination, step: IslandStep | None, num_parts: 
     if not sizes_bytes:
         return None
     text = buckets_text(sizes_bytes)
-    if num_parts == 1 or not isinstance(step, GradientIslandStep):
+    if num_parts == 1 or step is None or not isinstance(step.compute, IslandCompute):
         return text
-    return f"{text}\n{parts_text(step.part_bytes, num_parts)}"
+    part_bytes = [each.num_bytes for each in step.compute.exchange.combiners]
+    return f"{text}\n{parts_text(part_bytes, num_parts)}"
 
 
 def make_multi_island_step(
@@ -153,25 +158,24 @@ def make_multi_island_step(
     """
     if coordination.transfer is None:
         return None
-    waves = None
-    if run.strategy.synchronisation.distance is not None:
-        waves = partial(make_waves, run, setup, coordination, shares, barriers, wave_log)
+    make_wave_parts = partial(make_waves, run, setup, coordination, shares, barriers, wave_log)
     if setup.stage_model is not None:
-        return _make_stage_step(run, setup, setup.stage_model, coordination, loader, barriers, waves)
+        return _make_stage_step(run, setup, setup.stage_model, coordination, loader, make_wave_parts)
+    across = run.strategy.across
+    is_waves = run.strategy.synchronisation.distance is not None
     return make_island_step(
-        setup.model,
-        run.loss,
-        setup.optimizer,
+        Training(setup.model, run.loss, setup.optimizer, setup.learning_rate),
         setup.placement,
-        coordination.transfer,
-        synchronisation=run.strategy.synchronisation,
-        reduce_dtype=run.strategy.across.reduce_dtype,
-        learning_rate=setup.learning_rate,
+        Channel(
+            coordination.transfer,
+            coordination.gather_after_work,
+            across.reduce_dtype,
+            across.num_gradient_programs,
+        ),
+        run.strategy.synchronisation,
         start_row=loader.shard().start,
         last_step=run.steps,
-        all_gather=coordination.gather_after_work,
-        waves=None if waves is None else waves(),
-        num_parts=run.strategy.across.num_gradient_programs,
+        merge=Waves(*make_wave_parts(None)) if is_waves else None,
         batch=batch,
     )
 
@@ -182,14 +186,15 @@ def _make_stage_step(
     stage_model: StageModel,
     coordination: Coordination,
     loader: Loader,
-    barriers: BarrierSchedule,
-    waves: Callable[[StageSums], WaveMerge] | None,
-) -> StageStep:
+    make_wave_parts: Callable[..., Sequence[Any]],
+) -> IslandStep:
     islands, grid, owners = coordination.islands, setup.grid, coordination.owners
     assert islands is not None
     assert grid is not None
     assert owners is not None
-    microbatches, pipeline = run.strategy.accumulate, run.strategy.pipeline
+    microbatches, pipeline, synchronisation = (
+        run.strategy.accumulate, run.strategy.pipeline, run.strategy.synchronisation,
+    )  # fmt: skip
     sizes = (grid.num_stages, microbatches, pipeline.virtual_stages)
     # stages exchange shapes for this pipeline's rows, with padding
     rows = loader.shard().num_rows // microbatches
@@ -198,28 +203,33 @@ def _make_stage_step(
         for name, x in stage_model.traced.batch.items()
     }
     # the step clips instead of the optimizer, because only the step knows the norm of all stages
-    return StageStep(
-        stage_model=stage_model,
-        flow=stage_model.flow(shapes),
-        # without a flush all microbatches of a batch pass through the stages together
-        table=make_table(pipeline.schedule if pipeline.in_flight == 1 else "gpipe", *sizes),
-        evaluation_table=forward_only(*sizes, placement=pipeline.placement),
-        optimizer=setup.optimizer,
-        clip=run.optimizer.clip if isinstance(run.optimizer, Optimizer) else None,
-        placement=setup.placement,
-        grid=grid,
-        owners=owners,
-        in_flight=pipeline.in_flight,
-        barriers=barriers,
-        make_waves=waves,
-        mailbox=islands.mailbox(grid.replica, grid.stage, LONG_SECONDS),
-        all_gather=lambda name, value: islands.control.all_gather(name, value, LONG_SECONDS),
-        synchronisation=run.strategy.synchronisation,
-        learning_rate=setup.learning_rate,
-        start_row=loader.shard().start,
-        last_step=run.steps,
-        loads_programs=_shares_programs(islands, grid),
+    clip = run.optimizer.clip if isinstance(run.optimizer, Optimizer) else None
+    compute = StageCompute(
+        stage_model,
+        StageTasks(
+            stage_model.flow(shapes),
+            # without a flush all microbatches of a batch pass through the stages together
+            make_table(pipeline.schedule if pipeline.in_flight == 1 else "gpipe", *sizes),
+            forward_only(*sizes, placement=pipeline.placement),
+        ),
+        StageUpdate(setup.optimizer, clip, setup.learning_rate),
+        setup.placement,
+        StageLinks(
+            grid,
+            islands.mailbox(grid.replica, grid.stage, LONG_SECONDS),
+            owners,
+            lambda name, value: islands.control.all_gather(name, value, LONG_SECONDS),
+            _shares_programs(islands, grid),
+        ),
+        synchronisation,
+        loader.shard().start,
     )
+    if synchronisation.distance is None:
+        return IslandStep(compute, make_sync(compute, synchronisation, run.steps))
+    parts = make_wave_parts(compute.sums)
+    if pipeline.in_flight == 1:
+        return IslandStep(compute, Waves(*parts))
+    return IslandStep(compute, UnflushedWaves(compute, pipeline.in_flight, *parts))
 
 
 def _shares_programs(islands: Islands, grid: PipelineGrid) -> bool:

@@ -12,9 +12,8 @@ import numpy as np
 
 from shardtrain.functional.loss import Batch
 from shardtrain.islands.watchdog.activity import ActivityRecord
-from shardtrain.train_step.delta_island_step import DeltaIslandStep
-from shardtrain.train_step.island_step import GradientIslandStep
-from shardtrain.train_step.stage_step import StageStep
+from shardtrain.train_step.island_compute import IslandCompute
+from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.state import State
 from shardtrain.train_step.step import Metrics, Step
 from shardtrain.trainer.console import RunConsole
@@ -109,25 +108,26 @@ def make_session(
 
 def _make_step(prepared: PreparedRun) -> Step:
     """Return the step; among several islands it receives which rows of the whole batch its own are."""
-    island_step = prepared.island_step
-    if not isinstance(island_step, GradientIslandStep | DeltaIslandStep):
+    compute = None if prepared.island_step is None else prepared.island_step.compute
+    if not isinstance(compute, IslandCompute):
         return prepared.step
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        island_step.first_row = np.uint32(prepared.feed.first_row)
-        return island_step(state, batch)
+        compute.first_row = np.uint32(prepared.feed.first_row)
+        return prepared.step(state, batch)
 
     return step
 
 
 def _make_spent(prepared: PreparedRun, activity: ActivityRecord) -> UsageLog:
-    coordination, island_step = prepared.coordination, prepared.island_step
+    coordination = prepared.coordination
+    compute = None if prepared.island_step is None else prepared.island_step.compute
     transfers, stragglers = coordination.transfers, coordination.stragglers
     sent: dict[str, Callable[[], int]] = {}
     if transfers:
         sent["islands"] = lambda: sum(each.num_bytes for each in transfers)
-    if isinstance(island_step, StageStep):
-        sent["stages"] = lambda: island_step.mailbox.num_bytes
+    if isinstance(compute, StageCompute):
+        sent["stages"] = lambda: compute.mailbox.num_bytes
     medians = dict if stragglers is None else stragglers.medians
     return UsageLog(activity, sent, medians, coordination.bucket_seconds)
 

@@ -203,7 +203,7 @@ def _make_stage_setup(
     stage = stage_model.make_stage_model()
     named = run.optimizer
     if isinstance(named, Optimizer):
-        # clipping needs the norm over all stages, which `StageStep` computes
+        # clipping needs the norm over all stages, which `StageCompute` computes
         named = replace(named, clip=None)
     # an optimizer that couples parameters of several stages cannot be run by stages
     if num_stages > 1:

@@ -1,22 +1,25 @@
-"""Record the events and skipped data of waves in `waves/`, replay them, and make the wave merge of a run.
+"""Record the events and skipped data of waves in `waves/`, replay them, and connect the wave worker of a run.
 
-Next: `train_step/wave_merge.py`, `train_step/barrier_schedule.py`.
+Next: `train_step/sync/waves.py`, `train_step/sync/barrier_schedule.py`.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Position
 from shardtrain.imported import select_kept_tokens
 from shardtrain.islands.parameter_shard import Event, Kind, ParameterShard
 from shardtrain.pipeline.in_flight import count_waves_before_barrier
 from shardtrain.report.sinks.json_lines import JsonLines, read_jsonl
 from shardtrain.system.untrusted_files import check_whole_number
-from shardtrain.train_step.barrier_schedule import BarrierSchedule
+from shardtrain.train_step.channel import Channel
+from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.stage_sums import StageSums
 from shardtrain.train_step.state import State
-from shardtrain.train_step.wave_merge import WaveMerge
+from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
+from shardtrain.train_step.sync.waves import WaveWorker
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.evaluation import round_evaluation_interval
@@ -217,13 +220,13 @@ def make_waves(
     shares: RowShares,
     barriers: BarrierSchedule,
     wave_log: WaveLog,
-    worker: StageSums | None = None,
-) -> WaveMerge:
-    """Make the merge at the end of each wave; all ranks call it.
+    stages: StageSums | None,
+) -> tuple[Synchronisation, Placement, Channel, WaveWorker, int]:
+    """Return the arguments of `Waves`; all ranks call it.
 
     Args:
       run, setup, coordination, shares, barriers, wave_log: see `make_multi_island_step`.
-      worker: the virtual worker of which this island is a stage; None if islands are no stages.
+      stages: the sums over the stages of this island's pipeline; None if islands are no stages.
 
     Raises:
       ValueError: an island has several processes; or the run to replay does not exist.
@@ -251,15 +254,6 @@ def make_waves(
     shard = ParameterShard(len(ranks), wave_log, order, wave_log.report, waves_ahead=ahead)
     names = [control.names[rank] for rank in ranks]
     server = ParameterServer(comm, shard, names, ranks, control.activity, patience_seconds=LONG_SECONDS)
-    return WaveMerge(
-        synchronisation,
-        setup.placement,
-        parameters=server,
-        barriers=barriers,
-        share=shares.own_share,
-        transfer=transfer,
-        all_gather=coordination.gather_after_work,
-        end_work=coordination.timer.end,
-        last_step=run.steps,
-        worker=worker,
-    )
+    worker = WaveWorker(server, barriers, shares.own_share, coordination.timer.end, stages)
+    channel = Channel(transfer, coordination.gather_after_work)
+    return synchronisation, setup.placement, channel, worker, run.steps

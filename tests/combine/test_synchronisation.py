@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from gossip import Gossip
 from mesh_local_sgd import (
     MESHES,
     MODEL,
@@ -56,6 +57,21 @@ def test_local_steps_and_merges_are_those_of_each_replica(mesh, every, outer):
     reference = expected(synchronisation, MESHES[mesh]["data"], states[0].params, placement)
     for number, (state, params) in enumerate(zip(states[1:], reference, strict=True), 1):
         same(state.params, params, f"step {number}", placement.stages)
+
+
+@pytest.mark.parametrize("mesh", ["data+fsdp", pytest.param("data", marks=pytest.mark.full)])
+def test_a_way_of_somebody_else_is_one_value(mesh):
+    """Gossip, which the package does not have, on a mesh; islands: programs/island_step.py."""
+    states, placement = steps(Gossip(), MESHES[mesh], last_step=STEPS)
+    reference = expected(Gossip(), MESHES[mesh]["data"], states[0].params, placement, last_step=STEPS)
+    for number, (state, params) in enumerate(zip(states[1:], reference, strict=True), 1):
+        same(state.params, params, f"step {number}", placement.stages)
+    # between the merges replicas differ, by less than without neighbours
+    plain, _ = steps(Synchronisation(on="deltas", every=3), MESHES[mesh], last_step=STEPS)
+    spread = [
+        sum(np.var(x, 0).sum() for x in jax.tree.leaves(each[2].local.drift)) for each in (states, plain)
+    ]
+    assert 0 < spread[0] < spread[1]
 
 
 def test_fragments_are_merged_in_turn():

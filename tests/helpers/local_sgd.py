@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+from gossip import Gossip
 
 from shardtrain.combine.fragments import group_by_path, restore_paths
 
@@ -24,7 +25,7 @@ def local_sgd(
       params: before the first step.
       counts: examples of each replica in a step.
       num_steps: how many.
-      synchronisation: on deltas, by "mean"; in its synchronous steps gradients are averaged.
+      synchronisation: on deltas, by "mean", or `Gossip`; in its synchronous steps gradients are averaged.
       rate: of the replicas' own plain SGD.
       fragments: which rows of which array are merged together.
       last_step: in which all that was changed is combined.
@@ -36,6 +37,8 @@ def local_sgd(
     velocity = {path: np.zeros_like(x) for path, x in common.items()}
     shares = np.asarray(counts, np.float64) / sum(counts)
     under_way = {}
+    if is_gossip := isinstance(synchronisation, Gossip):
+        fragments = fragments[:1]
 
     def rows_of(fragment):
         return {path: slice(None) if rows is None else np.array(rows) for path, rows in fragment.rows.items()}
@@ -75,6 +78,11 @@ def local_sgd(
             if number in under_way and ((since - overlap) % every == 0 or is_last):
                 arrive(number, fragment)
             if since % every and not is_last:
+                if is_gossip:
+                    own = [
+                        {path: (x + before[path]) / 2 for path, x in each.items()}
+                        for each, before in zip(own, [own[-1], *own], strict=False)
+                    ]
                 continue
             rows = rows_of(fragment).items()
             deltas = {path: [x[path][at] - common[path][at] for x in own] for path, at in rows}

@@ -72,7 +72,7 @@ class Simulation:
         return self
 
     def go_on(self, island):
-        """What an island does with the answers of all shards, as `WaveMerge` does."""
+        """What an island does with the answers of all shards, as `Waves` does."""
         answers = [self.answers[island][shard] for shard in range(self.num_islands)]
         clock = self.clock[island]
         waits_for_all = (island, clock) in self.at_barrier

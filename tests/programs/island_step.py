@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from gossip import Gossip
 from local_sgd import local_sgd
 from tiny_language_model import TinyConfig
 
@@ -32,9 +33,11 @@ from shardtrain.models.mlp import MlpConfig
 from shardtrain.plan.island_exchange import island_merges
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
+from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.initial_state import init_state, restorable_state
 from shardtrain.train_step.island_combiner import IslandCombiner
+from shardtrain.train_step.island_compute import Training
 from shardtrain.train_step.island_step import make_island_step
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.replica_state import split_fragments
@@ -151,7 +154,9 @@ def main() -> None:
         rows, start = rows_of(shares, island, len(devices) * microbatches)
         batch = place(rows, mesh, layout.batch_axes, microbatches)
         transfer = Transfer(mesh, groups["all_reduce"], 3000, 1000)
-        step = make_island_step(MODEL, classification_loss, AS_STATE, placement, transfer, start_row=start)
+        step = make_island_step(
+            Training(MODEL, classification_loss, AS_STATE), placement, Channel(transfer), start_row=start
+        )
         state = first_state(MODEL, AS_STATE, placement)
         state = step.begin(state, batch)
         state, metrics = step(state, batch)
@@ -200,7 +205,7 @@ def sent_bytes(transfer, placement, tree, count) -> None:
 def one_bad_island(comm, transfer, placement, batch, start) -> None:
     """A gradient that is not finite on one island changes nothing on any, what a codec keeps included."""
     synchronisation = Synchronisation(by="int8+adasum")
-    arguments = (MODEL, classification_loss, AS_STATE, placement, transfer)
+    arguments = (Training(MODEL, classification_loss, AS_STATE), placement, Channel(transfer))
     step = make_island_step(*arguments, synchronisation=synchronisation, start_row=start)
     state = first_state(MODEL, AS_STATE, placement)
     state, metrics = step(step.begin(state, batch), batch)
@@ -219,7 +224,7 @@ def an_empty_island(comm, transfer, layout, mesh, batch, start) -> None:
     optimizer = optax.adam(1e-2)
     placement = make_placement(MODEL, optimizer, layout, mesh)
     batch = {**batch, "weights": batch["weights"] * (comm.rank == 0)}
-    arguments = (MODEL, classification_loss, optimizer, placement, transfer)
+    arguments = (Training(MODEL, classification_loss, optimizer), placement, Channel(transfer))
     step = make_island_step(
         *arguments, synchronisation=Synchronisation(by="adasum", on="deltas"), start_row=start
     )
@@ -258,9 +263,8 @@ def own_statistics(comm, transfer, layout, mesh, batch, start) -> None:
     found = {}
     for every in (2, 4):
         way = Synchronisation(on="deltas", every=every)
-        step = make_island_step(
-            model, classification_loss, optimizer, placement, transfer, synchronisation=way, start_row=start
-        )
+        training = Training(model, classification_loss, optimizer)
+        step = make_island_step(training, placement, Channel(transfer), way, start_row=start)
         state = step.begin(first_state(model, optimizer, placement), batch)
         before = jax.device_get(state.model_state)
         state, _ = step(state, batch)
@@ -292,8 +296,9 @@ WAYS = {
         on="deltas", every=2, overlap=1, fragments=2, outer=Outer(learning_rate=0.5), synchronous_steps=2
     ),
     "rule": Synchronisation(on="deltas", when="drift:0.03"),
+    "gossip": Gossip(),
 }
-OF_NUM_ISLANDS = {2: ("overlap", "rule"), 3: ("every step, momentum", "nesterov, fragments")}
+OF_NUM_ISLANDS = {2: ("overlap", "rule"), 3: ("every step, momentum", "nesterov, fragments", "gossip")}
 """Of two islands of two devices, and of three, one of them without rows; with "full" both have every way."""
 
 
@@ -334,13 +339,12 @@ def local_steps(comm, transfer, layout, mesh) -> None:
         return gradient(params, tokens[step - 1, start : start + shares[replica]])
 
     gather = Control(comm).all_gather
-    rows_and_end = {"start_row": first, "last_step": num_steps, "all_gather": gather}
+    arguments = (Training(model, next_token_loss, optimizer), placement, Channel(transfer, gather))
+    rows_and_end = {"start_row": first, "last_step": num_steps}
     for name in WAYS if FULL else OF_NUM_ISLANDS[comm.size]:
         way = WAYS[name]
         moved_3_percent = synchronises_at(0.03) if way.when != "always" else lambda deltas, common: True
-        step = make_island_step(
-            model, next_token_loss, optimizer, placement, transfer, synchronisation=way, **rows_and_end
-        )
+        step = make_island_step(*arguments, way, **rows_and_end)
         state = step.begin(first_state(model, optimizer, placement), batches[0])
         fragments = split_fragments(way, placement.specs)
         params = jax.tree.map(jnp.asarray, jax.device_get(state.params))
@@ -362,9 +366,7 @@ def local_steps(comm, transfer, layout, mesh) -> None:
         if not way.overlap:
             continue
         # another step that gets a state from between two merges goes on with the same bits
-        again = make_island_step(
-            model, next_token_loss, optimizer, placement, transfer, synchronisation=way, **rows_and_end
-        )
+        again = make_island_step(*arguments, way, **rows_and_end)
         wanted = again.wanted(restorable_state(placement), batches[0])
         for start in (1, 3):  # between synchronous steps too
             other = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), saved[start], wanted)

@@ -32,13 +32,17 @@ from shardtrain.pipeline.stacking import owner_groups
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.barrier_schedule import BarrierSchedule
+from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.owner_transfers import OwnerTransfers
 from shardtrain.train_step.pipeline_grid import PipelineGrid
 from shardtrain.train_step.placement import make_placement
-from shardtrain.train_step.stage_step import StageStep
-from shardtrain.train_step.wave_merge import WaveMerge
+from shardtrain.train_step.stage_compute import StageCompute, StageLinks, StageTasks
+from shardtrain.train_step.stage_update import StageUpdate
+from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
+from shardtrain.train_step.sync.unflushed_waves import UnflushedWaves
+from shardtrain.train_step.sync.waves import WaveWorker
 
 IN_FLIGHT, EVERY = int(sys.argv[1]), int(sys.argv[2])
 STEPS, DRAINED, STAGES, MICROBATCHES = 14, 8, 2, 2
@@ -102,40 +106,29 @@ def make_stage_step(barriers):
     transfer = Transfer(mesh, [MpiGroup(peers)])
     shard = ParameterShard(peers.size, waves_ahead=count_waves_before_barrier(IN_FLIGHT, EVERY))
 
-    def make_waves(worker):
-        names = [f"worker {i}" for i in range(peers.size)]
-        ranks = list(range(GRID.stage, COMM.size, STAGES))
-        return WaveMerge(
-            way,
-            placement,
-            parameters=ParameterServer(peers, shard, names, ranks, ActivityRecord(), patience_seconds=60),
-            barriers=barriers,
-            share=lambda: SHARES[GRID.replica],
-            transfer=transfer,
-            all_gather=control.all_gather,
-            end_work=lambda: None,
-            last_step=STEPS,
-            worker=worker,
-        )
-
-    step = StageStep(
-        stage_model=stage_model,
-        flow=stage_model.flow(microbatch),
-        table=make_table("gpipe", STAGES, MICROBATCHES, 1),
-        evaluation_table=forward_only(STAGES, MICROBATCHES, 1),
-        optimizer=optimizer,
-        clip=CLIP,
-        placement=placement,
-        owners=OwnerTransfers(stage_model, owner_groups([stages])[GRID.stage : GRID.stage + 1], [transfer]),
-        grid=GRID,
-        mailbox=Mailbox(COMM.Split(GRID.replica, GRID.stage), ["stage 0", "stage 1"], 60),
-        all_gather=control.all_gather,
-        synchronisation=way,
-        last_step=STEPS,
-        in_flight=IN_FLIGHT,
-        barriers=barriers,
-        make_waves=make_waves,
+    compute = StageCompute(
+        stage_model,
+        StageTasks(
+            stage_model.flow(microbatch),
+            make_table("gpipe", STAGES, MICROBATCHES, 1),
+            forward_only(STAGES, MICROBATCHES, 1),
+        ),
+        StageUpdate(optimizer, CLIP),
+        placement,
+        StageLinks(
+            GRID,
+            Mailbox(COMM.Split(GRID.replica, GRID.stage), ["stage 0", "stage 1"], 60),
+            OwnerTransfers(stage_model, owner_groups([stages])[GRID.stage : GRID.stage + 1], [transfer]),
+            control.all_gather,
+        ),
+        way,
     )
+    names = [f"worker {i}" for i in range(peers.size)]
+    ranks = list(range(GRID.stage, COMM.size, STAGES))
+    server = ParameterServer(peers, shard, names, ranks, ActivityRecord(), patience_seconds=60)
+    worker = WaveWorker(server, barriers, lambda: SHARES[GRID.replica], lambda: None, compute.sums)
+    channel = Channel(transfer, control.all_gather)
+    step = IslandStep(compute, UnflushedWaves(compute, IN_FLIGHT, way, placement, channel, worker, STEPS))
     state = init_state(stage_model.make_stage_model(), optimizer, placement, 7)
     return step, state, lambda number: place(batch_of(GRID.replica, number), mesh, ("data",), MICROBATCHES)
 
@@ -175,7 +168,7 @@ def main():
 
 
 def compare(step, state, params, case):
-    reference = group_by_path(step.stage_model.own(params))
+    reference = group_by_path(step.compute.stage_model.own(params))
     for path, x in group_by_path(jax.device_get(state.params)).items():
         np.testing.assert_allclose(x, reference[path], 1e-5, 1e-6, err_msg=f"{case}: {path}")
 

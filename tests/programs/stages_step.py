@@ -33,12 +33,14 @@ from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.initial_state import init_state
+from shardtrain.train_step.island_step import IslandStep, make_sync
 from shardtrain.train_step.owner_transfers import OwnerTransfers
 from shardtrain.train_step.pipeline_grid import PipelineGrid
 from shardtrain.train_step.placement import make_placement
 from shardtrain.train_step.replica_state import split_fragments
+from shardtrain.train_step.stage_compute import StageCompute, StageLinks, StageTasks
 from shardtrain.train_step.stage_executor import StageExecutor
-from shardtrain.train_step.stage_step import StageStep
+from shardtrain.train_step.stage_update import StageUpdate
 from shardtrain.train_step.step import make_evaluate, make_step
 
 FULL = "full" in sys.argv[2:]
@@ -235,22 +237,25 @@ def make(
         owners = comm.Split(0 if joins else MPI.UNDEFINED, comm.rank)
         owned += [(group, Transfer(mesh, [MpiGroup(owners)]))] if joins else []
     groups, transfers = zip(*owned, strict=True)
-    step = StageStep(
-        stage_model=stage_model,
-        flow=stage_model.flow(microbatch),
-        table=make_table(schedule, num_stages, microbatches, chunks),
-        evaluation_table=forward_only(num_stages, microbatches, chunks, placement=pipeline.placement),
-        optimizer=optimizer,
-        clip=None,
-        placement=placement,
-        owners=OwnerTransfers(stage_model, groups, transfers),
-        grid=grid,
-        mailbox=Mailbox(comm.Split(grid.replica, grid.stage), [f"stage {i}" for i in range(num_stages)], 60),
-        all_gather=Control(comm).all_gather,
-        synchronisation=synchronisation,
-        start_row=start,
-        last_step=last_step,
+    compute = StageCompute(
+        stage_model,
+        StageTasks(
+            stage_model.flow(microbatch),
+            make_table(schedule, num_stages, microbatches, chunks),
+            forward_only(num_stages, microbatches, chunks, placement=pipeline.placement),
+        ),
+        StageUpdate(optimizer),
+        placement,
+        StageLinks(
+            grid,
+            Mailbox(comm.Split(grid.replica, grid.stage), [f"stage {i}" for i in range(num_stages)], 60),
+            OwnerTransfers(stage_model, groups, transfers),
+            Control(comm).all_gather,
+        ),
+        synchronisation,
+        start,
     )
+    step = IslandStep(compute, make_sync(compute, synchronisation, last_step))
     state = init_state(stage_model.make_stage_model(), optimizer, placement, 7)
     batch = place(rows, mesh, layout.batch_axes, microbatches)
     return step, step.begin(state, batch), batch
@@ -302,21 +307,23 @@ def the_plain_step(comm, num_stages, name, chunks, microbatches, schedules, shar
     metrics, grads, model_state, heldout = comm.bcast(expected)
     for schedule in schedules:
         case = f"{name} {schedule} {num_stages} stages, {chunks} chunks, {microbatches} microbatches"
-        step.follow(make_table(schedule, num_stages, microbatches, chunks))
+        step.compute.follow(make_table(schedule, num_stages, microbatches, chunks))
         compiled_in_tasks().clear()
-        before = (step.mailbox.num_messages, step.mailbox.num_bytes)
+        before = (step.compute.mailbox.num_messages, step.compute.mailbox.num_bytes)
         after, found = step(jax.tree.map(jnp.copy, state), batch)
-        sent = (step.mailbox.num_messages - before[0], step.mailbox.num_bytes - before[1])
+        sent = (step.compute.mailbox.num_messages - before[0], step.compute.mailbox.num_bytes - before[1])
         close(jax.device_get(found), metrics, case)
-        close(jax.device_get(after.opt_state), step.stage_model.own(grads), case)
-        close(jax.device_get(after.model_state), step.stage_model.own(model_state, "model_state/"), case)
+        close(jax.device_get(after.opt_state), step.compute.stage_model.own(grads), case)
+        close(
+            jax.device_get(after.model_state), step.compute.stage_model.own(model_state, "model_state/"), case
+        )
         if name in ("tied", "untied"):
             traffic(step, sent, microbatches, case)
         if name in ("traced", "stacks", "untied") and schedule == schedules[0]:
             # all stages compile before any of them waits for another
             assert not TASKS & {*compiled_in_tasks()}, (case, compiled_in_tasks())
     if name in ("skips", "traced") or schedules[0] in ("1f1b", "zb_v"):
-        close(step.evaluate(state, batch), heldout, f"{case}, held-out")
+        close(step.compute.evaluate(state, batch), heldout, f"{case}, held-out")
     if name == "skips":
         a_bad_gradient(step, state, batch)
     step.close()
@@ -324,13 +331,13 @@ def the_plain_step(comm, num_stages, name, chunks, microbatches, schedules, shar
 
 def traffic(step, sent, microbatches, case) -> None:
     """Activations x microbatches x boundaries, each way; and what is borrowed goes there and back."""
-    stage_model, grid = step.stage_model, step.grid
+    stage_model, grid = step.compute.stage_model, step.compute.grid
     placement = stage_model.stages.part_placement
     others = [
         part + by for part in stage_model.parts for by in (-1, 1) if 0 <= part + by <= stage_model.last_part
     ]
     boundaries = sum(placement.stage(part) != stage_model.stage for part in others)
-    rows = step.stage_model.traced.batch["tokens"].shape[0]
+    rows = step.compute.stage_model.traced.batch["tokens"].shape[0]
     table = VOCAB * 32 * 4
     borrows = (grid.stage in (0, grid.num_stages - 1)) and bool(stage_model.lent or stage_model.borrowed)
     expected = (
@@ -352,7 +359,9 @@ def adasum_of_pipelines(comm, num_stages) -> None:
         alone = jax.device_get(plain(own, rows)[0].opt_state)
     means = comm.allgather(alone)[:2]
     for path, leaf in jax.tree.leaves_with_path(jax.device_get(state.opt_state)):
-        a, b = (np.asarray(group_by_path(step.stage_model.own(mean))[path_text(path)]) for mean in means)
+        a, b = (
+            np.asarray(group_by_path(step.compute.stage_model.own(mean))[path_text(path)]) for mean in means
+        )
         layers = zip(a, b, leaf, strict=True) if path_text(path).startswith("blocks/") else [(a, b, leaf)]
         for x, y, got in layers:
             dot, xx, yy = (float((p.astype(np.float64) * q).sum()) for p, q in ((x, y), (x, x), (y, y)))
@@ -363,12 +372,12 @@ def adasum_of_pipelines(comm, num_stages) -> None:
 
 def whole_fragments(comm, step, way):
     """The fragments of all stages, as rows of the whole model's arrays."""
-    blocks = np.array(step.stage_model.block_numbers)
+    blocks = np.array(step.compute.stage_model.block_numbers)
     own = [
         {path: rows if rows is None else tuple(blocks[list(rows)]) for path, rows in each.rows.items()}
-        for each in split_fragments(way, step.placement.specs)
+        for each in split_fragments(way, step.compute.placement.specs)
     ]
-    by_rank = comm.allgather(own)[: step.grid.num_stages]
+    by_rank = comm.allgather(own)[: step.compute.grid.num_stages]
     found = []
     for number in range(way.fragments):
         whole = {}
@@ -412,7 +421,7 @@ def local_steps_of_pipelines(comm, num_stages) -> None:
     for number in range(4):
         state, metrics = step(state, batch)
         seen += metrics["count"]
-        reference = group_by_path(step.stage_model.own(expected[number]))
+        reference = group_by_path(step.compute.stage_model.own(expected[number]))
         for path, x in group_by_path(jax.device_get(state.params)).items():
             np.testing.assert_allclose(x, reference[path], 2e-5, 5e-6, err_msg=f"step {number + 1}: {path}")
     # every example of both pipelines once, in the merges that end a round

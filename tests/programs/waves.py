@@ -21,7 +21,7 @@ from shardtrain.functional.loss import next_token_loss
 from shardtrain.islands.membership import join
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
-from shardtrain.train_step.wave_merge import WaveMerge
+from shardtrain.train_step.sync.waves import Waves
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.metric_log import MetricLog
 from shardtrain.trainer.recovery import RollBack
@@ -83,21 +83,21 @@ _, _, together = run("together", Synchronisation(on="deltas", every=5, distance=
 np.testing.assert_allclose(together, local, rtol=1e-5, atol=1e-6)
 
 # 2. fast islands run ahead; what they push adds up to what all end with
-pushed, starts, end_wave = [], [], WaveMerge._end_wave
+pushed, starts, end_wave = [], [], Waves._end_wave
 
 
 def recorded(self, state, number):
     update = np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(state.local.drift)])
     if not pushed:
         starts.append(params(state))
-    pushed.append(update * np.float32(self._share()))
+    pushed.append(update * np.float32(self.worker.share()))
     return end_wave(self, state, number)
 
 
-WaveMerge._end_wave = recorded
+Waves._end_wave = recorded
 SLOW = [0.0, 0.02, 0.1]
 first, _, ahead = run("ahead", WAVES, SLOW)
-WaveMerge._end_wave = end_wave
+Waves._end_wave = end_wave
 sums = np.sum(ISLANDS.all_gather_islands("pushed", np.sum(pushed, 0).tolist()), 0)
 np.testing.assert_allclose(ahead, starts[0] + sums, rtol=1e-4, atol=1e-5)
 assert len({tuple(each) for each in ISLANDS.all_gather_islands("ends", [float(x) for x in ahead[:50]])}) == 1

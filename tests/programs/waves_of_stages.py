@@ -27,7 +27,7 @@ from shardtrain.optim.optimizer import Optimizer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.sharding.layout import Layout
-from shardtrain.train_step.wave_merge import WaveMerge
+from shardtrain.train_step.sync.waves import Waves
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.strategy import Strategy
 from shardtrain.trainer.train import train
@@ -102,22 +102,22 @@ if IN_FLIGHT > 1:
     assert "there are no waves; use --synchronisation wsp --local-steps 2" in refused(strategy=local)
 
 # 1. the first pipeline runs ahead; what both push adds up to what both end with, stage by stage
-pushed, starts, end_wave = [], [], WaveMerge._end_wave
+pushed, starts, end_wave = [], [], Waves._end_wave
 
 
 def recorded(self, state, number):
     update = np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(state.local.drift)])
     if not pushed:
         starts.append(params(state))
-    pushed.append(update * np.float32(self._share()))
+    pushed.append(update * np.float32(self.worker.share()))
     return end_wave(self, state, number)
 
 
-WaveMerge._end_wave = recorded
+Waves._end_wave = recorded
 _, text, ahead = run("ahead", (0.0, 0.3))
 kept = "without a flush; stages keep 2, 1 versions of their weights, and 1, 2 gradients"
 assert ISLAND or (kept in text) == (IN_FLIGHT > 1), text
-WaveMerge._end_wave = end_wave
+Waves._end_wave = end_wave
 sums = ISLANDS.all_gather_islands("pushed", np.sum(pushed, 0).tolist())
 np.testing.assert_allclose(ahead, starts[0] + np.sum(sums[STAGE::2], 0), rtol=1e-4, atol=1e-5)
 ends = ISLANDS.all_gather_islands("ends", ahead.tolist())

@@ -23,8 +23,10 @@ from shardtrain.models.mlp import MlpConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.bucket_exchange import PACKED_BELOW, PackedGradients
+from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.island_step import GradientIslandStep, make_island_step
+from shardtrain.train_step.island_compute import Training
+from shardtrain.train_step.island_step import make_island_step
 from shardtrain.train_step.placement import make_placement
 
 RANDOM = np.random.default_rng(0)
@@ -51,14 +53,17 @@ class Alone:
         return x
 
 
-def island_step(model, loss, optimizer, batch, sizes, microbatches=1, placed=(), **options) -> Any:
+def island_step(
+    model, loss, optimizer, batch, sizes, microbatches=1, placed=(), num_parts=1, **options
+) -> Any:
     """(the step of an island without others, its first state, its batch, the transfer)."""
     layout = Layout(mesh=sizes, unnamed="replicate")
     mesh = make_mesh(layout, jax.devices()[: int(np.prod(list(sizes.values())))])
     placement = make_placement(model, optimizer, layout, mesh, **dict(placed))
     transfer = Transfer(mesh, cast(Any, [Alone()]))
     batch = place(batch, mesh, layout.batch_axes, microbatches)
-    step = make_island_step(model, loss, optimizer, placement, transfer, batch=batch, **options)
+    training, channel = Training(model, loss, optimizer), Channel(transfer, num_parts=num_parts)
+    step = make_island_step(training, placement, channel, batch=batch, **options)
     return step, step.begin(init_state(model, optimizer, placement, 0), batch), batch, transfer
 
 
@@ -67,12 +72,12 @@ def steps_of(model, loss, batch, sizes, num_parts, microbatches=1, before_last=l
     step, state, batch, transfer = island_step(
         model, loss, optax.sgd(0.5), batch, sizes, microbatches, options, num_parts=num_parts
     )
-    assert isinstance(step, GradientIslandStep)
     state, _ = step(state, batch)
     before_last()
     state, metrics = step(state, batch)
     transfer.close()
-    return jax.device_get(state), jax.device_get(metrics), step.part_bytes
+    part_bytes = [each.num_bytes for each in step.compute.exchange.combiners]
+    return jax.device_get(state), jax.device_get(metrics), part_bytes
 
 
 CASES = {
@@ -227,7 +232,7 @@ def test_programs_that_islands_compare_are_traced_once_and_differ_by_loss_and_op
         optimizer: Any = optax.GradientTransformation(lambda params: (), update)  # type: ignore[arg-type]
         model = from_nnx(TinyConfig(vocab=16, num_layers=2))
         step, state, batch, transfer = island_step(model, loss, optimizer, TOKENS, {"data": 2}, **WAYS[way])
-        found = program_hash("\n".join(each.as_text() for each in step.lowered(state, batch)))
+        found = program_hash("\n".join(each.as_text() for each in step.compute.lowered(state, batch)))
         assert {"loss", "update"} <= set(traced)
         if starts:
             traced.clear()

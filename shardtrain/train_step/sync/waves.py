@@ -6,7 +6,7 @@ updates, each weighted by its island's share of the rows; an island continues wh
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,22 +14,39 @@ import numpy as np
 
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.islands.parameter_shard import Push
-from shardtrain.islands.transfer import Transfer
-from shardtrain.train_step.barrier_schedule import BarrierSchedule
-from shardtrain.train_step.island_merge import AllGather
+from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.island_totals import average_model_state
-from shardtrain.train_step.merge import Merge
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.replica_state import split_fragments
 from shardtrain.train_step.stage_sums import StageSums
 from shardtrain.train_step.state import Local, Metrics, State
+from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
+from shardtrain.train_step.sync.merge import Merge
 
 if TYPE_CHECKING:
     from shardtrain.islands.parameter_server import ParameterServer  # importing it starts MPI
 
 
-class WaveMerge(Merge):
-    """The merge at the end of an island's waves, in which islands do not wait for each other's steps.
+class WaveWorker(NamedTuple):
+    """What a virtual worker of waves is connected to.
+
+    Args:
+      parameters: serves the parameters to which all islands push.
+      barriers: says after which waves all islands wait for each other, and have equal parameters.
+      share: returns the fraction of the rows of a batch that this island has.
+      end_work: called when the own work of a wave is done.
+      stages: the sums over the stages of this island's pipeline; None if this island has the whole model.
+    """
+
+    parameters: "ParameterServer"
+    barriers: BarrierSchedule
+    share: Callable[[], float]
+    end_work: Callable[[], None]
+    stages: StageSums | None = None
+
+
+class Waves(Merge):
+    """Islands that push what they changed at the end of each wave, and do not wait for each other's steps.
 
     Where islands are stages of pipelines, each stage merges its own parameters with the same stage of the
     other pipelines. All stages of a pipeline have barriers after the same wave.
@@ -37,45 +54,32 @@ class WaveMerge(Merge):
     Args:
       synchronisation: how many steps a wave has, and how many waves an island may be ahead.
       placement: the placement of the parameters on this island, which is one process.
-      parameters: serves the parameters to which all islands push.
-      barriers: says after which waves all islands wait for each other, and have equal parameters.
-      share: returns the fraction of the rows of a batch that this island has.
-      transfer: to the other islands, for the model's state at barriers.
-      all_gather: gathers a value of every rank, by name; called before the first wave.
-      end_work: called when the own work of a wave is done.
+      channel: to the other islands, for the model's state at barriers.
+      worker: what this island is connected to.
       last_step: the last step of the run, which ends the last wave.
-      worker: the sums over the stages of this island's pipeline; None if this island has the whole model.
     """
 
     def __init__(
         self,
         synchronisation: Synchronisation,
         placement: Placement,
-        *,
-        parameters: "ParameterServer",
-        barriers: BarrierSchedule,
-        share: Callable[[], float],
-        transfer: Transfer,
-        all_gather: AllGather,
-        end_work: Callable[[], None],
+        channel: Channel,
+        worker: WaveWorker,
         last_step: int = -1,
-        worker: StageSums | None = None,
     ) -> None:
         assert synchronisation.distance is not None
         super().__init__(synchronisation, placement, split_fragments(synchronisation, placement.specs))
-        self._distance = synchronisation.distance
-        self._parameters, self._barriers, self._share = parameters, barriers, share
-        self._transfer, self._all_gather, self._end_work = transfer, all_gather, end_work
-        self._last_step, self._worker = last_step, worker
+        self._distance, self._channel, self._last_step = synchronisation.distance, channel, last_step
+        self.worker, self._parameters = worker, worker.parameters
         self._clock, self._least_clock, self._in_wave = 0, 0, 0
 
     def _restart(self, state: State, number: int) -> None:
         values, dtypes = concatenate_arrays(state.params)
         self._parameters.begin(number, values, dtypes)
         # nobody pushes before all serve
-        self._all_gather("the first wave", None)
+        self._channel.all_gather("the first wave", None)
         self._clock, self._least_clock, self._in_wave = 0, 0, 0
-        self._barriers.requested_step = -1
+        self.worker.barriers.requested_step = -1
 
     def merge(self, state: State, number: int) -> tuple[State, Metrics]:
         """End a wave, if one ends after this step: push what was changed, and receive what all pushed.
@@ -101,16 +105,15 @@ class WaveMerge(Merge):
         return float(waves * self._synchronisation.every + self._in_wave + in_flight)
 
     def _end_wave(self, state: State, number: int) -> tuple[State, Metrics]:
-        local, barriers = state.local, self._barriers
+        local, barriers, stages = state.local, self.worker.barriers, self.worker.stages
         jax.block_until_ready(local)
-        self._end_work()
+        self.worker.end_work()
         drift, _ = concatenate_arrays(local.drift)
-        drift *= np.float32(self._share())
+        drift *= np.float32(self.worker.share())
         sums, structure = jax.tree.flatten(jax.device_get(local.sums))
-        clock, is_due, worker = self._clock + 1, barriers.is_due(number), self._worker
-        requests_barrier = barriers.is_requested
-        if worker is not None:
-            requests_barrier = worker.any_requests_barrier(requests_barrier)
+        clock, is_due, requests_barrier = self._clock + 1, barriers.is_due(number), barriers.is_requested
+        if stages is not None:
+            requests_barrier = stages.any_requests_barrier(requests_barrier)
         push = Push(
             step=number,
             least=clock if is_due else clock - self._distance,
@@ -120,7 +123,7 @@ class WaveMerge(Merge):
             at_barrier=is_due,
         )
         answer = self._parameters.push(push)
-        barrier = answer.barrier if worker is None else worker.find_barrier(answer.barrier)
+        barrier = answer.barrier if stages is None else stages.find_barrier(answer.barrier)
         if barrier == clock and not is_due:
             # another island requested a barrier here: wait for the waves of all
             is_due, totals = True, answer.totals
@@ -136,11 +139,11 @@ class WaveMerge(Merge):
         if barrier >= clock:
             barriers.requested_step = number + (barrier - clock) * self._synchronisation.every
         self._clock, self._least_clock, self._in_wave = clock, min(answer.clocks), 0
-        self._transfer.num_bytes += self._parameters.take_bytes()
+        self._channel.transfer.num_bytes += self._parameters.take_bytes()
         params = jax.device_put(split_arrays(answer.values, state.params), self._placement.state.params)
         state = state._replace(params=params, local=_next_wave(local, is_due))
         if is_due:
-            model_state = average_model_state(self._transfer, local.model_state, local.count[0])
+            model_state = average_model_state(self._channel.transfer, local.model_state, local.count[0])
             own = jax.tree.map(jnp.copy, model_state)
             state = state._replace(model_state=model_state, local=state.local._replace(model_state=own))
         found = jax.tree.unflatten(structure, list(answer.totals.astype(np.float32)))

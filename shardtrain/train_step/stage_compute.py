@@ -1,18 +1,16 @@
-"""The training step of one pipeline stage across islands, with other pipelines as replicas.
+"""What one pipeline stage across islands computes in a step, with other pipelines as replicas.
 
 All stages execute the same table, replicas combine gradients or deltas stage by stage, and every stage
 updates the parameters that it owns. The logged losses and gradient norm are over all stages. Next:
 `stage_executor.py`.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from shardtrain.combine import mean
 from shardtrain.combine.synchronisation import Synchronisation
@@ -22,143 +20,140 @@ from shardtrain.functional.rng import evaluation_key, step_key
 from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.table import Table
-from shardtrain.train_step.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.borrowed_parameters import BorrowedParameters
-from shardtrain.train_step.island_merge import AllGather, IslandMerge
+from shardtrain.train_step.channel import AllGather, Channel
 from shardtrain.train_step.island_totals import find_sum_shapes
-from shardtrain.train_step.merge import Merge
 from shardtrain.train_step.owner_transfers import OwnerCombiners, OwnerTransfers
 from shardtrain.train_step.pipeline_grid import PipelineGrid
-from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.placement import Placement, find_own_shardings
 from shardtrain.train_step.stage_executor import StageExecutor
 from shardtrain.train_step.stage_functions import StageFunctions
 from shardtrain.train_step.stage_programs import CompileTurns, StagePrograms
 from shardtrain.train_step.stage_sums import StageSums, gather_losses, sum_losses
-from shardtrain.train_step.stage_update import make_gradient_programs, make_stage_own_update, make_update
-from shardtrain.train_step.state import State
-from shardtrain.train_step.step import Metrics
-from shardtrain.train_step.unflushed_steps import UnflushedSteps
-from shardtrain.train_step.wave_merge import WaveMerge
+from shardtrain.train_step.stage_update import (
+    StageUpdate,
+    make_gradient_programs,
+    make_stage_own_update,
+    make_update,
+)
+from shardtrain.train_step.state import Metrics, State
 
 if TYPE_CHECKING:
     from shardtrain.islands.mailbox import Mailbox  # importing it starts MPI
 
 
-class StageStep:
-    """The step of one stage, an `island_step.IslandStep`.
+class StageTasks(NamedTuple):
+    """The tasks of all stages.
+
+    Args:
+      flow: the values between all parts, for the rows of this pipeline's microbatches.
+      table: the tasks of a step; not in lock-step.
+      evaluation_table: the tasks of an evaluation, which are forwards.
+    """
+
+    flow: Flow
+    table: Table
+    evaluation_table: Table
+
+
+class StageLinks(NamedTuple):
+    """The connections of a stage to other islands.
+
+    Args:
+      grid: the stage and replica of each island.
+      mailbox: to the other stages of this pipeline.
+      owners: the transfers to the stages of other pipelines that own the same blocks.
+      all_gather: gathers a value of every rank, by name.
+      loads_programs: whether to wait for the programs that the first pipeline compiles, and load them.
+    """
+
+    grid: PipelineGrid
+    mailbox: "Mailbox"
+    owners: OwnerTransfers
+    all_gather: AllGather
+    loads_programs: bool = False
+
+
+class StageCompute:
+    """What one stage computes; a `sync.island_sync.Compute`.
 
     Args:
       stage_model: the parts of the model on this stage.
-      flow: the values between all parts, for the rows of this pipeline's microbatches.
-      table: the tasks of all stages in a step; not in lock-step.
-      evaluation_table: the tasks of an evaluation, which are forwards.
-      optimizer: the optimizer of the stage's parameters, without clipping by the norm of all stages.
-      clip: the largest norm of the whole gradient; None disables clipping.
+      tasks: the tasks of all stages.
+      training: how the stage updates its parameters.
       placement: the placement of the stage's own parameters on this island.
-      owners: the transfers to the stages of other pipelines that own the same blocks.
-      grid: the stage and replica of each island.
-      mailbox: to the other stages of this pipeline.
-      all_gather: gathers a value of every rank, by name.
+      links: the connections to other islands.
       synchronisation: how pipelines are synchronised, stage by stage.
-      learning_rate: the optimizer's schedule, to add the rate to the metrics; None adds none.
       start_row: the first row of this pipeline in the whole batch.
-      last_step: the last step of the run, see `step.make_step`.
-      in_flight: batches in the pipeline at the same time; 1 flushes it after each step.
-      barriers: says after which steps the pipeline is drained, if several batches are in flight.
-      make_waves: makes the merge of a synchronisation with a `distance`, given the sums over the stages.
-      loads_programs: whether to wait for the programs that the first pipeline compiles, and load them.
     """
 
     def __init__(
         self,
-        *,
         stage_model: StageModel,
-        flow: Flow,
-        table: Table,
-        evaluation_table: Table,
-        optimizer: optax.GradientTransformation,
-        clip: float | None,
+        tasks: StageTasks,
+        training: StageUpdate,
         placement: Placement,
-        owners: OwnerTransfers,
-        grid: PipelineGrid,
-        mailbox: "Mailbox",
-        all_gather: AllGather,
+        links: StageLinks,
         synchronisation: Synchronisation = Synchronisation(),
-        learning_rate: optax.Schedule | None = None,
         start_row: int = 0,
-        last_step: int = -1,
-        in_flight: int = 1,
-        barriers: BarrierSchedule | None = None,
-        make_waves: Callable[[StageSums], WaveMerge] | None = None,
-        loads_programs: bool = False,
     ) -> None:
-        self.stage_model, self.placement, self.grid, self.mailbox = stage_model, placement, grid, mailbox
-        self._all_gather, self._last_stage = all_gather, stage_model.stages.part_placement.last_stage
+        self.stage_model, self.placement = stage_model, placement
+        self.grid, self.mailbox, owners, self._all_gather, loads_programs = links
+        self.channel = Channel(owners.transfers[0], links.all_gather)
+        self._last_stage = stage_model.stages.part_placement.last_stage
         # tags of sums and of borrowed parameters follow those of all values
-        first_tag = 2 * (len(flow.shapes) + 1) * table.num_parts * table.num_microbatches
-        self.sums = StageSums(grid, mailbox, first_tag, in_flight)
-        self.borrowed = BorrowedParameters(stage_model, placement, mailbox, first_tag + 1)
+        self._flow, table, evaluation_table = tasks
+        first_tag = 2 * (len(self._flow.shapes) + 1) * table.num_parts * table.num_microbatches
+        self.sums = StageSums(self.grid, self.mailbox, first_tag)
+        self.borrowed = BorrowedParameters(stage_model, placement, self.mailbox, first_tag + 1)
         # training has dropout and backward tasks, evaluation forward tasks only: different programs
-        functions = partial(StageFunctions, stage_model, flow, placement, self.borrowed.specs, start_row)
+        functions = partial(
+            StageFunctions, stage_model, self._flow, placement, self.borrowed.specs, start_row
+        )
         self.programs = StagePrograms(functions(train=True))
         self._evaluation_programs = StagePrograms(functions(train=False))
-        self._flow = flow
-        self.turns = CompileTurns(all_gather, grid.num_replicas, loads_programs)
+        self.turns = CompileTurns(links.all_gather, self.grid.num_replicas, loads_programs)
         self.follow(table)
-        self._evaluation_executor = StageExecutor(evaluation_table, flow, mailbox)
+        self._evaluation_executor = StageExecutor(evaluation_table, self._flow, self.mailbox)
         self.gradients = make_gradient_programs(placement)
-        self._update = make_update(optimizer, clip, placement, learning_rate)
         # gradients are combined in each step, or in the first ones before deltas are
-        self.merge: Merge | None = None
+        self._exchange: OwnerCombiners | None = None
         if not synchronisation.on_deltas or synchronisation.synchronous_steps:
             combiner = mean() if synchronisation.on_deltas else synchronisation.combiner
-            self._combiners = OwnerCombiners(combiner, placement, owners)
+            self._exchange = OwnerCombiners(combiner, placement, owners)
+            self._update = make_update(training, placement)
+        self._own_sums: Any = ()
         if synchronisation.on_deltas:
-            if make_waves is None:
-                merge = IslandMerge(synchronisation, placement, owners.transfers[0], all_gather, last_step)
-            else:
-                merge = make_waves(self.sums)
-            self.merge, self._own_sums = merge, find_sum_shapes(stage_model.traced.losses[2])
-            shardings = merge.shardings(placement.state, self._own_sums)._replace(combine_state=())
-            self.own_params, self.own_update = make_stage_own_update(
-                optimizer, clip, placement, learning_rate, shardings
-            )
-        exchange = self.merge or self._combiners
-        self.labels, self.keeps_state = exchange.labels, exchange.keeps_state
-        self._unflushed: UnflushedSteps | None = None
-        if in_flight > 1:
-            assert barriers is not None
-            self._unflushed = UnflushedSteps(self, in_flight, barriers, self._make_executor)
+            self._own_sums = find_sum_shapes(stage_model.traced.losses[2])
+            shardings = find_own_shardings(synchronisation, placement, placement.state, self._own_sums)
+            shardings = shardings._replace(combine_state=())
+            self.own_params, self.own_update = make_stage_own_update(training, placement, shardings)
 
-    def _make_executor(self) -> StageExecutor:
+    @property
+    def exchange(self) -> OwnerCombiners:
+        """The combiners of the gradients of this stage."""
+        assert self._exchange is not None
+        return self._exchange
+
+    def find_sum_shapes(self, state: State, batch: Batch) -> Any:
+        """Return the shapes of the sums over own steps; () if there are none."""
+        return self._own_sums
+
+    def step_together(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Run a step that combines gradients with other pipelines, see `sync.island_sync.Compute`."""
+        return self._run(state, batch)
+
+    def step_alone(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Run a step of this pipeline's own optimizer, see `sync.island_sync.Compute`."""
+        return self._run(state, batch, is_local=True)
+
+    def make_executor(self) -> StageExecutor:
+        """Make an executor of the tasks of a step."""
         return StageExecutor(self._table, self._flow, self.mailbox)
 
-    def begin(self, state: State, batch: Batch) -> State:
-        """Return the state with what this stage needs for the exchange, see `IslandStep`."""
-        if self.merge is None:
-            return state._replace(combine_state=self._combiners.init())
-        return self.merge.begin(state, self._own_sums)
-
-    def wanted(self, state: State, batch: Batch) -> State:
-        """Return the shapes of what `begin` returns, see `IslandStep`."""
-        if self.merge is None:
-            return state._replace(combine_state=self._combiners.wanted())
-        return self.merge.wanted(state, self._own_sums)
-
-    def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Run one step."""
-        if self.merge is None:
-            return self._run(state, batch)
-        if self._unflushed is not None:
-            # the combiner's state is no part of the local update's program
-            new, metrics = self._unflushed(state._replace(combine_state=()), batch)
-            return new._replace(combine_state=state.combine_state), metrics
-
-        def synchronous(plain: State) -> tuple[State, Metrics]:
-            # a mean keeps no arrays, so the shapes of its state are its state
-            return self._run(plain._replace(combine_state=self._combiners.wanted()), batch)
-
-        return self.merge.run(state, lambda own: self._run(own, batch, is_local=True), synchronous)
+    def lowered(self, state: State, batch: Batch) -> list[jax.stages.Lowered]:
+        """Return nothing: the programs of tasks are compiled in the first step."""
+        return []
 
     def _run(self, state: State, batch: Batch, *, is_local: bool = False) -> tuple[State, Metrics]:
         """Run the tasks of a batch and an update of this pipeline's own parameters, or of the common ones."""
@@ -190,7 +185,7 @@ class StageStep:
         # 4. or gradients combined with the owners of the same blocks in all pipelines, and one update
         combine_state, combine_metrics = state.combine_state, []
         if grid.num_replicas > 1:
-            found = self._combiners.combine(grads, combine_state, count, model_state)
+            found = self.exchange.combine(grads, combine_state, count, model_state)
             grads, combine_state, combine_metrics, model_state = found
         found = model_state, totals, self._gather_squares(grads), combine_state, combine_metrics
         return self.turns.call("update", self._update, state, grads, *found)
@@ -199,7 +194,7 @@ class StageStep:
         """Execute another table from now on, of the same parts and microbatches."""
         assert table.part_placement == self.stage_model.stages.part_placement
         self._table = table
-        self._train_executor = self._make_executor()
+        self._train_executor = self.make_executor()
 
     def evaluate(self, state: State, batch: Batch, number: int = 0, first_row: int = 0) -> Metrics:
         """Return what `make_evaluate` does, over all pipelines; each knows the number of its first row."""
@@ -214,9 +209,7 @@ class StageStep:
         return {**totals.pop("metrics"), **totals}
 
     def close(self) -> None:
-        """End the threads of the mailbox and of the merge."""
-        if self.merge:
-            self.merge.close()
+        """End the threads of the mailbox."""
         self.mailbox.close()
 
     def own_losses(self, loss_sums: dict[str, Any]) -> dict[str, Any]:

@@ -1,19 +1,22 @@
 """The arithmetic of local steps: a replica's own update, and the merge of what replicas changed.
 
 Every replica has its own optimizer. Its parameters are the common ones plus its drift, the changes since the
-last merge. A merge combines the drifts, gives the result to the outer optimizer and starts the next round
-from there. All functions are pure, for use inside jit, and are shared by meshes (`delta_step.py`), islands
-(`delta_island_step.py`) and stages (`stage_step.py`).
+last merge. A merge combines the drifts, gives the result to the outer optimizer and continues from there. All
+functions are pure, for use inside jit, and are shared by meshes (`delta_step.py`), islands and stages
+(`sync/local_steps.py`).
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from shardtrain.combine.combiner import Combiner
 from shardtrain.combine.fragments import Fragment
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.optim.optimizer_state import make_storable
 from shardtrain.train_step.state import Local
 
@@ -54,9 +57,61 @@ def make_local_update(optimizer: optax.GradientTransformation) -> Callable[..., 
     return update
 
 
+class Rounds(Protocol):
+    """What a merge does with each round: a mesh inside jit, an island on the host; `s` is what changes."""
+
+    def do_if(
+        self, is_now: Any, condition: Callable[[Any], Any], change: Callable[[Any], Any], s: Any
+    ) -> Any:
+        """Return change(s) if `is_now` and condition(s), else s."""
+        ...
+
+    def is_under_way(self, number: int, s: Any) -> Any:
+        """Return whether deltas of a round have been sent and not been combined."""
+        ...
+
+    def is_asked(self, number: int, s: Any) -> Any:
+        """Return whether the trigger, if there is one, lets replicas send the deltas of a round now."""
+        ...
+
+    def send(self, number: int, s: Any) -> Any:
+        """Send the deltas of a round, which are combined later."""
+        ...
+
+    def combine(self, number: int, s: Any) -> Any:
+        """Combine the deltas of a round: the sent ones with overlap, else all."""
+        ...
+
+
+def merge_rounds(synchronisation: Synchronisation, rounds: Rounds, step: Any, last_step: int, s: Any) -> Any:
+    """Do what is due at the end of a step, round by round.
+
+    Args:
+      synchronisation: says what is due.
+      rounds: does it.
+      step: steps done: a number, or traced.
+      last_step: the last step of the run, after which nothing stays under way; -1 if there is none.
+      s: what is changed.
+    """
+    for number in range(len(synchronisation.rounds)):
+        combine, is_asked = partial(rounds.combine, number), partial(rounds.is_asked, number)
+        is_sent = synchronisation.is_sent(number, step, last_step)
+        if not synchronisation.overlap:
+            s = rounds.do_if(is_sent, is_asked, combine, s)
+            continue
+        # first what is under way arrives, then what was changed since is sent
+        is_under_way = partial(rounds.is_under_way, number)
+        s = rounds.do_if(synchronisation.is_due(number, step, last_step), is_under_way, combine, s)
+        s = rounds.do_if(is_sent, is_asked, partial(rounds.send, number), s)
+        if last_step >= 0:
+            s = rounds.do_if(step == last_step, is_under_way, combine, s)
+    return s
+
+
 def merge_fragment(
     fragment: Fragment,
     number: int,
+    combiner: Combiner,
     outer: optax.GradientTransformation | None,
     params: Any,
     local: Local,
@@ -64,21 +119,26 @@ def merge_fragment(
     combined: Any,
     lead: int = 0,
 ) -> tuple[Any, Local, Any]:
-    """Give a combined delta to the outer optimizer, and start the next round from the result.
+    """Give a combined delta to the outer optimizer, and continue from the result.
 
     Args:
       fragment: the part of the parameters that was combined.
-      number: the number of the fragment.
+      number: the number of the round.
+      combiner: the combiner of the round; if its value is not common, it becomes the replica's drift.
       outer: the outer optimizer; None adds the delta to the parameters.
       params: all common parameters.
       local: what a replica changed.
-      outer_state: the outer optimizer's state of all fragments.
+      outer_state: the outer optimizer's state of all rounds.
       combined: path -> combined delta of the fragment.
       lead: number of leading dims of `local`, such as a dim of replicas.
 
     Returns:
-      (all parameters, `local` of the next round, the outer optimizer's state of all fragments).
+      (all parameters, `local` after the round, the outer optimizer's state of all rounds).
     """
+    local = next_round(fragment, number, local, lead)
+    if not combiner.is_common:
+        drift = jax.tree.map(jnp.add, fragment.take(local.drift, lead), combined)
+        return params, local._replace(drift=fragment.put(local.drift, drift, lead)), outer_state
     before = fragment.take(params)
     updates = combined
     if outer is not None:
@@ -88,7 +148,7 @@ def merge_fragment(
     after = jax.tree.map(
         lambda p, u: (p.astype(jnp.float32) + u.astype(jnp.float32)).astype(p.dtype), before, updates
     )
-    return fragment.put(params, after), next_round(fragment, number, local, lead), outer_state
+    return fragment.put(params, after), local, outer_state
 
 
 def replace_item(items: tuple[Any, ...], number: int, item: Any) -> tuple[Any, ...]:
@@ -101,7 +161,7 @@ def send(fragment: Fragment, number: int, local: Local, lead: int = 0) -> Local:
 
     Args:
       fragment: the part of the parameters.
-      number: the number of the fragment.
+      number: the number of the round.
       local: what a replica changed.
       lead: number of leading dims of `local`, such as a dim of replicas.
     """

@@ -1,30 +1,28 @@
-"""Base of all merges: the state that an island changes alone, and the steps that end with a merge.
+"""Base of the ways in which islands merge what they changed in steps of their own.
 
-Next: `island_merge.py` (islands wait for each other) and `wave_merge.py` (islands run ahead).
+Next: `local_steps.py` (islands wait for each other) and `waves.py` (islands run ahead).
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.combine.fragments import Fragment
 from shardtrain.combine.synchronisation import Synchronisation
+from shardtrain.functional.loss import Batch
 from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_totals import add_island_sums
-from shardtrain.train_step.placement import Placement, make_outer_specs
-from shardtrain.train_step.replica_state import init_local, init_outer, make_local_layout
+from shardtrain.train_step.placement import Placement, find_own_shardings
+from shardtrain.train_step.replica_state import init_local, init_outer
 from shardtrain.train_step.state import Local, Metrics, State
-
-RunStep = Callable[[State], tuple[State, Metrics]]
-"""State before a step -> (state after it, metrics of this island)."""
+from shardtrain.train_step.sync.island_sync import Compute, IslandSync
 
 
-class Merge(ABC):
-    """A merge of what islands changed in their own steps, and the part of the state that it needs.
+class Merge(IslandSync):
+    """Islands that merge what they changed in their own steps, and the part of the state that this needs.
 
     Args:
       synchronisation: how islands are synchronised.
@@ -34,7 +32,6 @@ class Merge(ABC):
 
     Attributes:
       labels: names of the entries of a combiner's metric (L,); several fragments have none.
-      keeps_state: whether a combiner has a state.
     """
 
     def __init__(
@@ -50,20 +47,15 @@ class Merge(ABC):
         self.keeps_state = any(combiner.keeps_state for combiner in combiners)
         self._last: tuple[Any, int] = (None, 0)
 
-    def begin(self, state: State, sums: Any = ()) -> State:
-        """Return the state with the fields of an island that has changed nothing yet.
-
-        Args:
-          state: the state of this island.
-          sums: shapes of what is added up between merges.
-        """
+    def begin(self, state: State, sums: Any) -> State:
+        """Return the state with the fields of an island that has changed nothing yet, see `IslandSync`."""
         shardings = self.shardings(state, sums)
         create = jax.jit(self._create(sums), out_shardings=(shardings.local, shardings.outer_state))
         local, outer_state = create(state.params, state.model_state)
         state = state._replace(local=local, outer_state=outer_state)
         return self._add_combine_state(state, [combiner.init() for combiner in self._combiners])
 
-    def wanted(self, state: State, sums: Any = ()) -> State:
+    def wanted(self, state: State, sums: Any) -> State:
         """Return the shapes, dtypes and shardings of what `begin` returns."""
         shardings = self.shardings(state, sums)
         local, outer_state = jax.tree.map(
@@ -76,15 +68,7 @@ class Merge(ABC):
 
     def shardings(self, state: State, sums: Any = ()) -> State:
         """Return the shardings of a state with what `begin` adds."""
-        mesh, specs = self._placement.mesh, self._placement.specs
-        whole = NamedSharding(mesh, PartitionSpec())
-        drift, outer = jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec),
-            (specs.sharded, make_outer_specs(self._fragments, self._synchronisation, specs)),
-        )
-        local = make_local_layout(self._synchronisation, drift, whole, jax.tree.map(lambda _: whole, sums))
-        local = local._replace(model_state=jax.tree.map(lambda _: whole, state.model_state))
-        return state._replace(combine_state=whole, local=local, outer_state=outer)
+        return find_own_shardings(self._synchronisation, self._placement, state, sums)
 
     def _create(self, sums: Any) -> Callable[[Any, Any], tuple[Local, Any]]:
         def create(params: Any, model_state: Any) -> tuple[Local, Any]:
@@ -106,21 +90,16 @@ class Merge(ABC):
             self._restart(state, number)
         return number
 
-    def run(self, state: State, local: RunStep, synchronous: RunStep) -> tuple[State, Metrics]:
-        """Run one step, and the merge that may follow it.
-
-        Args:
-          state: the state before the step.
-          local: runs a step of this island's own optimizer; its state has no `combine_state`.
-          synchronous: runs a step that averages gradients, in the first `synchronous_steps`; its state has
-            no fields of an island's own.
-        """
+    def run(self, compute: Compute, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Run one step, and the merge that may follow it; the first `synchronous_steps` average gradients."""
         number = self.steps_done(state) + 1
         is_local = not self._synchronisation.is_synchronous(number)
         if is_local:
-            new, metrics = local(state._replace(combine_state=()))
+            new, metrics = compute.step_alone(state._replace(combine_state=()), batch)
         else:
-            new, metrics = synchronous(state._replace(combine_state=(), local=(), outer_state=()))
+            # a mean keeps no arrays, so the shapes of its state are its state
+            plain = state._replace(combine_state=compute.exchange.wanted(), local=(), outer_state=())
+            new, metrics = compute.step_together(plain, batch)
             # nothing was changed alone, and the model state is common
             own = state.local._replace(model_state=jax.tree.map(jnp.copy, new.model_state))
             new = new._replace(local=own, outer_state=state.outer_state)
@@ -143,7 +122,3 @@ class Merge(ABC):
     @abstractmethod
     def _restart(self, state: State, number: int) -> None:
         """Forget what was under way: the run continues from a state that this merge has not returned."""
-
-    def close(self) -> None:
-        """End the threads of this merge, if it has any."""
-        return

@@ -3,12 +3,11 @@
 Each batch is a step of the virtual worker's own optimizer, as in HetPipe (Park et al. 2020, section 4): batch
 n starts from the updates of all batches up to n - N, where N are in flight, on all stages alike. Its backward
 uses the weights of its forward, which are kept until then (the weight stashing of PipeDream, Narayanan et al.
-2019, section 3.3). Next: `pipeline/in_flight.py`, `wave_merge.py`.
+2019, section 3.3). Next: `pipeline/in_flight.py`, `waves.py`.
 """
 
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +17,13 @@ from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree
 from shardtrain.functional.rng import step_key
 from shardtrain.pipeline.in_flight import count_forwards_ahead
-from shardtrain.train_step.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.island_totals import add_island_sums
+from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.stage_executor import StageExecutor
 from shardtrain.train_step.stage_programs import StagePrograms
 from shardtrain.train_step.state import Metrics, State
-from shardtrain.train_step.wave_merge import WaveMerge
-
-if TYPE_CHECKING:
-    from shardtrain.train_step.stage_step import StageStep  # it imports this file
+from shardtrain.train_step.sync.island_sync import Compute
+from shardtrain.train_step.sync.waves import Waves
 
 
 class PendingBackward(NamedTuple):
@@ -57,35 +54,30 @@ class PendingUpdate(NamedTuple):
     sums: dict[str, Any]
 
 
-class UnflushedSteps:
-    """Steps that overlap; the pipeline is drained only at barriers of all islands.
+class UnflushedWaves(Waves):
+    """Waves of steps that overlap; the pipeline is drained only at barriers of all islands.
 
     Args:
-      stage: the step of this stage, with its programs, sums over stages, and merge, a `WaveMerge`.
+      stage: what this stage computes.
       in_flight: batches between the forward of the first stage and the update.
-      barriers: says after which steps the pipeline is drained.
-      make_executor: makes an executor of this stage's tasks; there is one for each batch that it may hold.
+      of_waves: the arguments of `Waves`.
     """
 
-    def __init__(
-        self,
-        stage: "StageStep",
-        in_flight: int,
-        barriers: BarrierSchedule,
-        make_executor: Callable[[], StageExecutor],
-    ) -> None:
-        assert isinstance(stage.merge, WaveMerge)
-        self._stage, self._merge, self._in_flight, self._barriers = stage, stage.merge, in_flight, barriers
+    def __init__(self, stage: StageCompute, in_flight: int, *of_waves: Any) -> None:
+        super().__init__(*of_waves)
+        self._stage, self._in_flight, self._barriers = stage, in_flight, self.worker.barriers
+        stage.sums.requests_barrier = False
         self._ahead = count_forwards_ahead(stage.grid.num_stages, in_flight)[stage.grid.stage]
-        self._executors = [make_executor() for _ in range(self._ahead + 1)]
+        # one for each batch that this stage may hold
+        self._executors = [stage.make_executor() for _ in range(self._ahead + 1)]
         self._forwarded: deque[PendingBackward] = deque()
         self._done: deque[PendingUpdate] = deque()
         # the weights after the last update; None: not computed yet
         self._weights: Tree | None = None
-        self._last: tuple[Any, int] = (None, 0)
+        self._newest: tuple[Any, int] = (None, 0)
         self._updates = 0
 
-    def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+    def run(self, compute: Compute, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Start a step, and end the one that leaves the pipeline; end all at a barrier."""
         number = self._count_started(state) + 1
         found: list[Metrics] = []
@@ -93,7 +85,7 @@ class UnflushedSteps:
         if self._done and self._done[0].number <= number - self._in_flight:
             state = self._update(state, found)
         # 2. forward with the weights as they are now, and the backward of an earlier batch with its own
-        staleness = self._merge.staleness(number - 1 - self._updates)
+        staleness = self.staleness(number - 1 - self._updates)
         self._forward(state, batch, number)
         if len(self._forwarded) > self._ahead:
             self._backward()
@@ -103,7 +95,7 @@ class UnflushedSteps:
                 self._backward()
             while self._done:
                 state = self._update(state, found)
-        self._last = (state.step, number)
+        self._newest = (state.step, number)
         zeros = jax.tree.map(jnp.zeros_like, state.local.sums)
         merged: Metrics = {"staleness": staleness}
         # several waves may have ended
@@ -115,14 +107,14 @@ class UnflushedSteps:
         return state, add_island_sums(own, merged, zeros)
 
     def _count_started(self, state: State) -> int:
-        step, number = self._last
+        step, number = self._newest
         if state.step is step:
             return number
         # the state of another segment of the run
         assert not self._forwarded
         assert not self._done
         self._weights = None
-        self._updates = self._merge.steps_done(state)
+        self._updates = self.steps_done(state)
         return self._updates
 
     def _forward(self, state: State, batch: Batch, number: int) -> None:
@@ -162,8 +154,8 @@ class UnflushedSteps:
         state, own = self._stage.own_update(state, grads, state.local.model_state, losses, squares)
         self._updates, self._weights = number, None
         self._stage.sums.requests_barrier = sums["requests"] > 0
-        state, found = self._merge.merge(state, number)
+        state, found = self.merge(state, number)
         # the step of a requested barrier was not started yet, so that the pipeline can be drained there
-        assert self._barriers.requested_step <= number or self._barriers.requested_step > self._last[1]
+        assert self._barriers.requested_step <= number or self._barriers.requested_step > self._newest[1]
         metrics.append({**own, **found})
         return state
