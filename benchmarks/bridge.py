@@ -36,10 +36,9 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.xla_flags import Preset, apply_preset, preset_text
 from shardtrain.train_step.channel import Channel
-from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_compute import Training
 from shardtrain.train_step.island_step import IslandStep, make_island_step
-from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_step
 
 Side = Callable[[], Any]

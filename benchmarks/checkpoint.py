@@ -38,8 +38,7 @@ from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_step
 
 NOTHING, TOOLKIT, FAST, ORBAX = "nothing", "toolkit", "toolkit, fast tier", "Orbax by hand"

@@ -40,8 +40,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.vit import VitConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_step
 
 MEMORY, MEMORY_AGAIN = "from memory", "from memory again"

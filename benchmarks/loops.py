@@ -34,8 +34,7 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.stop_signals import StopSignals
 from shardtrain.system.xla_flags import step_options
-from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_step
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination

@@ -41,8 +41,7 @@ from shardtrain.plan.trace import Target
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_step
 
 SMALL = DecoderConfig(vocab=256, seq=128, embed=128, num_layers=4, num_heads=8, mlp=512)

@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from shardtrain.sharding.layout import Layout as Layout
     from shardtrain.sharding.layout_file import read_layout as read_layout
     from shardtrain.sharding.mesh import make_mesh as make_mesh
-    from shardtrain.train_step.initial_state import init_state as init_state
-    from shardtrain.train_step.initial_state import restorable_state as restorable_state
+    from shardtrain.train_step.placement import init_state as init_state
     from shardtrain.train_step.placement import make_placement as make_placement
+    from shardtrain.train_step.placement import restorable_state as restorable_state
     from shardtrain.train_step.step import make_evaluate as make_evaluate
     from shardtrain.train_step.step import make_gradients as make_gradients
     from shardtrain.train_step.step import make_step as make_step
@@ -104,8 +104,7 @@ _MODULES = {
     "trainer.recovery": ("Recovery",),
     "combine.synchronisation": ("Outer", "Synchronisation"),
     "checkpoints.differences": ("Allow",),
-    "train_step.initial_state": ("init_state", "restorable_state"),
-    "train_step.placement": ("make_placement",),
+    "train_step.placement": ("init_state", "make_placement", "restorable_state"),
     "train_step.step": ("make_evaluate", "make_gradients", "make_step"),
     "trainer.trained_model": ("build", "load"),
     "trainer.train": ("Trained", "train"),

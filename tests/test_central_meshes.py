@@ -20,8 +20,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.layout import ContextAttentions, Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_gradients
 
 MODEL = DecoderConfig(

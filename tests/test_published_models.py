@@ -17,8 +17,7 @@ from shardtrain.functional.nnx_model import convert_model
 from shardtrain.functional.row_draws import find_draws
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_step
 
 PROGRAMS = Path(__file__).parent / "programs"

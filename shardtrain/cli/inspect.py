@@ -172,7 +172,7 @@ def _count_islands(run: Run, options: InspectOptions, sizes: Mapping[str, int]) 
         return by_shares
     if given is not None:
         if is_pipeline and across.partitions:
-            from shardtrain.train_step.pipeline_grid import PipelineGrid
+            from shardtrain.train_step.stage_links import PipelineGrid
 
             PipelineGrid(num_islands=given, num_stages=across.partitions, island=0)
         return given

@@ -20,8 +20,7 @@ from shardtrain.functional.model import Model
 from shardtrain.plan.devices import find_device
 from shardtrain.plan.hlo.collectives import Collective, collectives
 from shardtrain.plan.hlo.flops import matrix_flops
-from shardtrain.train_step.initial_state import restorable_state
-from shardtrain.train_step.placement import Placement
+from shardtrain.train_step.placement import Placement, restorable_state
 from shardtrain.train_step.step import make_step
 
 SAME = {

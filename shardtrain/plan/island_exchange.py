@@ -28,7 +28,7 @@ from shardtrain.train_step.gradient_pieces import PartPlan
 from shardtrain.train_step.gradients import make_gradients
 from shardtrain.train_step.island_gradients import plan_parts
 from shardtrain.train_step.placement import Specs, make_placement, state_specs
-from shardtrain.train_step.replica_state import split_fragments
+from shardtrain.train_step.state import split_fragments
 
 
 class MergeBytes(NamedTuple):

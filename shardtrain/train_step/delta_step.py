@@ -29,8 +29,7 @@ from shardtrain.train_step.drift import (
 )
 from shardtrain.train_step.gradients import expand_dims_like, make_replica_means
 from shardtrain.train_step.placement import Placement, constrain
-from shardtrain.train_step.replica_state import init_local, split_fragments
-from shardtrain.train_step.state import Metrics, State
+from shardtrain.train_step.state import Metrics, State, init_local, split_fragments
 
 
 def make_delta_update(

@@ -1,6 +1,6 @@
-"""Place a state on a mesh: find the PartitionSpec and the NamedSharding of each array.
+"""Place a state on a mesh: find the sharding of each array, and create the first state.
 
-Next: `initial_state.py`, `step.py`.
+It is created by one compiled program, so that it is never whole on the host. Next: `step.py`.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.lax import with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -23,8 +25,8 @@ from shardtrain.sharding.array_dims import NamedArray
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.resolve import complete_layout, format_unplaced
 from shardtrain.sharding.rules import PARAMETER_RULES
-from shardtrain.sharding.specs import add_leading_dim, partition_specs
-from shardtrain.system.xla_flags import step_options
+from shardtrain.sharding.specs import add_leading_dim, move_pipeline, partition_specs
+from shardtrain.system.xla_flags import quick_options, step_options
 from shardtrain.train_step.loss_scale import init_loss_scale
 from shardtrain.train_step.offload import shard_on_host
 from shardtrain.train_step.placement_checks import (
@@ -34,8 +36,16 @@ from shardtrain.train_step.placement_checks import (
     check_layers,
     check_stages,
 )
-from shardtrain.train_step.replica_state import add_replicas, init_outer, make_local_layout, split_fragments
-from shardtrain.train_step.state import State, abstract_state
+from shardtrain.train_step.state import (
+    State,
+    abstract_state,
+    add_replicas,
+    init_outer,
+    make_local_layout,
+    new_state,
+    order_stage_blocks,
+    split_fragments,
+)
 
 
 class Specs(NamedTuple):
@@ -295,3 +305,44 @@ def _make_specs_like_params(opt_state: Any, params: Tree, specs: Any) -> Any:
 def constrain(tree: Any, specs: Any, mesh: Mesh) -> Any:
     """Constrain every array of a tree to its PartitionSpec, inside jit."""
     return jax.tree.map(lambda x, spec: with_sharding_constraint(x, NamedSharding(mesh, spec)), tree, specs)
+
+
+def init_state(
+    model: Model, optimizer: optax.GradientTransformation, placement: Placement, seed: int = 0
+) -> State:
+    """Create the initial state on the mesh; it has the same values on any mesh.
+
+    Args:
+      model: the model.
+      optimizer: the optimizer.
+      placement: the placement of model and optimizer, see `make_placement`.
+      seed: a number from 0 to 2**32 - 1.
+    """
+    specs, synchronisation, sizes = placement.specs, placement.synchronisation, dict(placement.mesh.shape)
+
+    by_path = group_by_path(specs.params)
+
+    # random numbers must not depend on the number of stages: draw blocks before they are split over stages
+    def whole(path: Any, x: jax.Array) -> jax.Array:
+        spec = move_pipeline(by_path[path_text(path)], 0, x.shape, sizes)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, spec))
+
+    def create(seed: jax.Array) -> State:
+        state = new_state(model, optimizer, seed, order_stage_blocks(placement.stages, whole))
+        state = add_replicas(state, synchronisation, sizes, specs)
+        return state._replace(loss_scale=init_loss_scale()) if specs.abstract.loss_scale else state
+
+    given = jnp.uint32(seed)
+    # inside another jit the whole program has the options
+    is_inside = isinstance(given, Tracer)
+    options = None if is_inside else quick_options(placement.mesh.devices.flat[0].platform)
+    return jax.jit(create, out_shardings=placement.state, compiler_options=options)(given)
+
+
+def restorable_state(placement: Placement) -> State:
+    """Return the shapes, dtypes and shardings of the state, which `Checkpoints.restore` needs."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        placement.specs.abstract,
+        placement.state,
+    )

@@ -21,15 +21,14 @@ from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.pipeline.table import Table
 from shardtrain.train_step.borrowed_parameters import BorrowedParameters
-from shardtrain.train_step.channel import AllGather, Channel
+from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.island_totals import find_sum_shapes
-from shardtrain.train_step.owner_transfers import OwnerCombiners, OwnerTransfers
-from shardtrain.train_step.pipeline_grid import PipelineGrid
+from shardtrain.train_step.owner_transfers import OwnerCombiners
 from shardtrain.train_step.placement import Placement, find_own_shardings
 from shardtrain.train_step.stage_executor import StageExecutor
 from shardtrain.train_step.stage_functions import StageFunctions
+from shardtrain.train_step.stage_links import StageLinks, StageSums, gather_losses, sum_losses
 from shardtrain.train_step.stage_programs import CompileTurns, StagePrograms
-from shardtrain.train_step.stage_sums import StageSums, gather_losses, sum_losses
 from shardtrain.train_step.stage_update import (
     StageUpdate,
     make_gradient_programs,
@@ -39,7 +38,7 @@ from shardtrain.train_step.stage_update import (
 from shardtrain.train_step.state import Metrics, State
 
 if TYPE_CHECKING:
-    from shardtrain.islands.mailbox import Mailbox  # importing it starts MPI
+    pass  # importing it starts MPI
 
 
 class StageTasks(NamedTuple):
@@ -54,24 +53,6 @@ class StageTasks(NamedTuple):
     flow: Flow
     table: Table
     evaluation_table: Table
-
-
-class StageLinks(NamedTuple):
-    """The connections of a stage to other islands.
-
-    Args:
-      grid: the stage and replica of each island.
-      mailbox: to the other stages of this pipeline.
-      owners: the transfers to the stages of other pipelines that own the same blocks.
-      all_gather: gathers a value of every rank, by name.
-      loads_programs: whether to wait for the programs that the first pipeline compiles, and load them.
-    """
-
-    grid: PipelineGrid
-    mailbox: "Mailbox"
-    owners: OwnerTransfers
-    all_gather: AllGather
-    loads_programs: bool = False
 
 
 class StageCompute:

@@ -26,8 +26,7 @@ from shardtrain.train_step.loss_scale import get_scale
 from shardtrain.train_step.offload import offload_optimizer
 from shardtrain.train_step.placement import Placement
 from shardtrain.train_step.replica_losses import make_losses
-from shardtrain.train_step.replica_state import split_fragments
-from shardtrain.train_step.state import Metrics, State
+from shardtrain.train_step.state import Metrics, State, split_fragments
 from shardtrain.train_step.update import (
     Update,
     apply_gradients,

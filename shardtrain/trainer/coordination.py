@@ -22,7 +22,7 @@ from shardtrain.islands.watchdog.stragglers import StepTimer, Stragglers
 from shardtrain.pipeline.stacking import owner_groups
 from shardtrain.plan.devices import find_device
 from shardtrain.train_step.owner_transfers import OwnerTransfers
-from shardtrain.train_step.pipeline_grid import PipelineGrid
+from shardtrain.train_step.stage_links import PipelineGrid
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.setup import RunSetup
 

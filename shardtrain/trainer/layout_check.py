@@ -30,8 +30,7 @@ from shardtrain.plan.hlo.rendezvous import permutes_in_branches
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.gradients import make_gradients
-from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.placement import Placement, make_placement
+from shardtrain.train_step.placement import Placement, init_state, make_placement
 from shardtrain.train_step.state import order_stage_blocks
 from shardtrain.trainer.config import Run, parse_checked_rows
 from shardtrain.trainer.setup import RunSetup, load_first_rows

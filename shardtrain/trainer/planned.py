@@ -33,8 +33,8 @@ from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.mesh import abstract_mesh, make_mesh
 from shardtrain.train_step.gradient_pieces import PartPlan
 from shardtrain.train_step.gradients import make_gradients
-from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_gradients import plan_parts
+from shardtrain.train_step.placement import init_state
 from shardtrain.train_step.step import make_step
 from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.setup import FIRST_POSITION, make_microbatch, make_setup

@@ -29,9 +29,8 @@ from shardtrain.report.islands import binding_text
 from shardtrain.report.sharding import totals_text
 from shardtrain.report.sinks import check_installed
 from shardtrain.sharding.shifted_names import warn_shifted_names
-from shardtrain.train_step.initial_state import init_state, restorable_state
-from shardtrain.train_step.replica_state import split_fragments
-from shardtrain.train_step.state import State
+from shardtrain.train_step.placement import init_state, restorable_state
+from shardtrain.train_step.state import State, split_fragments
 from shardtrain.train_step.step import Step, list_combined_labels, make_step
 from shardtrain.trainer.batch_growth import growth_by_step
 from shardtrain.trainer.config import Run, describe

@@ -20,8 +20,7 @@ from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.functional.frozen import ADAPTERS
 from shardtrain.functional.model import path_text
 from shardtrain.system.xla_flags import quick_options
-from shardtrain.train_step.replica_state import restart_local
-from shardtrain.train_step.state import State
+from shardtrain.train_step.state import State, restart_local
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import Coordination
 from shardtrain.trainer.run_checkpoints import RunCheckpoints

@@ -26,8 +26,8 @@ from shardtrain.report.timeline import figures, heading, unit_seconds, unit_time
 from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.island_compute import IslandCompute, Training
 from shardtrain.train_step.island_step import IslandStep, make_island_step, make_sync
-from shardtrain.train_step.pipeline_grid import PipelineGrid
-from shardtrain.train_step.stage_compute import StageCompute, StageLinks, StageTasks
+from shardtrain.train_step.stage_compute import StageCompute, StageTasks
+from shardtrain.train_step.stage_links import PipelineGrid, StageLinks
 from shardtrain.train_step.stage_update import StageUpdate
 from shardtrain.train_step.state import State
 from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule

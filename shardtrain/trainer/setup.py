@@ -30,8 +30,8 @@ from shardtrain.pipeline.cuts import make_partition, make_partitions, trace_part
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.pipeline_grid import PipelineGrid
 from shardtrain.train_step.placement import Placement, make_placement
+from shardtrain.train_step.stage_links import PipelineGrid
 from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.sources import make_batches
 from shardtrain.trainer.stage_checks import (

@@ -22,7 +22,7 @@ from shardtrain.report.quantities import bytes_text
 from shardtrain.report.tables import table_text
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
-from shardtrain.train_step.pipeline_grid import PipelineGrid
+from shardtrain.train_step.stage_links import PipelineGrid
 from shardtrain.trainer.config import Run, make_model
 from shardtrain.trainer.console import RunConsole
 from shardtrain.trainer.coordination import Coordination

@@ -33,8 +33,7 @@ from shardtrain.functional.split_module import fill_values, set_mode, split_modu
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.xla_flags import quick_options
-from shardtrain.train_step.initial_state import restorable_state
-from shardtrain.train_step.placement import Placement, make_placement
+from shardtrain.train_step.placement import Placement, make_placement, restorable_state
 from shardtrain.train_step.state import State
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.evaluation import make_select_params

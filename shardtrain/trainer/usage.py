@@ -19,7 +19,7 @@ from shardtrain.islands.watchdog.activity import ActivityRecord
 from shardtrain.plan.devices import TERA, Device, find_device
 from shardtrain.report.quantities import bytes_text, count_text, duration_text
 from shardtrain.system.host import peak_resident_bytes
-from shardtrain.train_step.pipeline_grid import PipelineGrid
+from shardtrain.train_step.stage_links import PipelineGrid
 from shardtrain.trainer.config import Run, make_model
 
 MOST_RANKS = 16

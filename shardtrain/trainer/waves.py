@@ -16,7 +16,7 @@ from shardtrain.report.sinks.json_lines import JsonLines, read_jsonl
 from shardtrain.system.untrusted_files import check_whole_number
 from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.stage_sums import StageSums
+from shardtrain.train_step.stage_links import StageSums
 from shardtrain.train_step.state import State
 from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.sync.waves import WaveWorker

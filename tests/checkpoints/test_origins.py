@@ -23,8 +23,7 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state, restorable_state
-from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.placement import init_state, make_placement, restorable_state
 
 MODEL = from_nnx(TinyConfig(vocab=32, embed=16, mlp=32, num_layers=5))
 OPTIMIZER = optax.adam(1e-3)

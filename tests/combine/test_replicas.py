@@ -21,8 +21,7 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.placement import make_placement, state_specs
+from shardtrain.train_step.placement import init_state, make_placement, state_specs
 from shardtrain.train_step.step import list_combined_labels, make_step
 
 ROWS, SGD_RATE = 16, 0.5

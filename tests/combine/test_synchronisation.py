@@ -33,9 +33,8 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.placement import make_placement, state_specs
-from shardtrain.train_step.replica_state import split_fragments
+from shardtrain.train_step.placement import init_state, make_placement, state_specs
+from shardtrain.train_step.state import split_fragments
 from shardtrain.train_step.step import list_combined_labels, make_step
 from shardtrain.trainer.prepared_run import _rows_digest
 from shardtrain.trainer.strategy import Strategy

@@ -18,9 +18,8 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.placement import make_placement
-from shardtrain.train_step.replica_state import split_fragments
+from shardtrain.train_step.placement import init_state, make_placement
+from shardtrain.train_step.state import split_fragments
 from shardtrain.train_step.step import make_step
 
 MODEL = from_nnx(TinyConfig(vocab=16, embed=8, mlp=8, num_layers=3))

@@ -21,8 +21,7 @@ from shardtrain.models.gpt import GptConfig
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_gradients
 
 CONFIG = GptConfig(vocab=32, seq=16, embed=16, num_layers=3, num_heads=4, dropout=0.2)

@@ -23,8 +23,7 @@ from shardtrain.pipeline.stacking import Partition
 from shardtrain.plan.hlo.rendezvous import permutes_in_branches
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_gradients
 
 SEQ, VOCAB = 12, 32

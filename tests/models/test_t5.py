@@ -30,8 +30,7 @@ from shardtrain.models.relative_positions import find_bucket
 from shardtrain.models.sampling import Sampling
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_gradients
 
 SMALL = EncoderDecoderConfig(

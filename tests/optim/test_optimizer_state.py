@@ -26,8 +26,7 @@ from shardtrain.optim.per_layer import per_layer
 from shardtrain.optim.schedules import Schedule
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_step
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.setup import make_setup

@@ -35,12 +35,11 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.gradients import make_gradients
-from shardtrain.train_step.initial_state import init_state, restorable_state
 from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_compute import Training
 from shardtrain.train_step.island_step import make_island_step
-from shardtrain.train_step.placement import make_placement
-from shardtrain.train_step.replica_state import split_fragments
+from shardtrain.train_step.placement import init_state, make_placement, restorable_state
+from shardtrain.train_step.state import split_fragments
 from shardtrain.train_step.step import make_step
 
 FULL = "full" in sys.argv[1:]

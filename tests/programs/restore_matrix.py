@@ -28,7 +28,7 @@ from shardtrain.islands.options import Across
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state, restorable_state
+from shardtrain.train_step.placement import init_state, restorable_state
 from shardtrain.train_step.step import make_step
 from shardtrain.trainer import setup as setup_module
 from shardtrain.trainer.config import Run, describe

@@ -33,12 +33,11 @@ from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.channel import Channel
-from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.owner_transfers import OwnerTransfers
-from shardtrain.train_step.pipeline_grid import PipelineGrid
-from shardtrain.train_step.placement import make_placement
-from shardtrain.train_step.stage_compute import StageCompute, StageLinks, StageTasks
+from shardtrain.train_step.placement import init_state, make_placement
+from shardtrain.train_step.stage_compute import StageCompute, StageTasks
+from shardtrain.train_step.stage_links import PipelineGrid, StageLinks
 from shardtrain.train_step.stage_update import StageUpdate
 from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.sync.unflushed_waves import UnflushedWaves

@@ -32,15 +32,14 @@ from shardtrain.pipeline.stacking import owner_groups
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_step import IslandStep, make_sync
 from shardtrain.train_step.owner_transfers import OwnerTransfers
-from shardtrain.train_step.pipeline_grid import PipelineGrid
-from shardtrain.train_step.placement import make_placement
-from shardtrain.train_step.replica_state import split_fragments
-from shardtrain.train_step.stage_compute import StageCompute, StageLinks, StageTasks
+from shardtrain.train_step.placement import init_state, make_placement
+from shardtrain.train_step.stage_compute import StageCompute, StageTasks
 from shardtrain.train_step.stage_executor import StageExecutor
+from shardtrain.train_step.stage_links import PipelineGrid, StageLinks
 from shardtrain.train_step.stage_update import StageUpdate
+from shardtrain.train_step.state import split_fragments
 from shardtrain.train_step.step import make_evaluate, make_step
 
 FULL = "full" in sys.argv[2:]

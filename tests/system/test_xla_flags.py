@@ -16,8 +16,7 @@ from shardtrain.islands.rank_facts import flags
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.xla_flags import PRESETS, apply_preset, preset_text, quick_options
-from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.placement import init_state, make_placement
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -14,8 +14,7 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.functional.rng import step_key
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_gradients
 from shardtrain.trainer.setup import make_setup
 from shardtrain.trainer.stage_checks import check_stage_islands

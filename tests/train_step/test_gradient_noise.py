@@ -16,8 +16,7 @@ from shardtrain.pipeline.cuts import make_partition
 from shardtrain.pipeline.options import Pipeline
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state
-from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_step
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.setup import make_setup

@@ -24,10 +24,9 @@ from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.bucket_exchange import PACKED_BELOW, PackedGradients
 from shardtrain.train_step.channel import Channel
-from shardtrain.train_step.initial_state import init_state
 from shardtrain.train_step.island_compute import Training
 from shardtrain.train_step.island_step import make_island_step
-from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.placement import init_state, make_placement
 
 RANDOM = np.random.default_rng(0)
 TOKENS = {

@@ -20,8 +20,7 @@ from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, make_optimizer
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state, restorable_state
-from shardtrain.train_step.placement import make_placement, state_specs
+from shardtrain.train_step.placement import init_state, make_placement, restorable_state, state_specs
 from shardtrain.train_step.state import abstract_state
 
 MODEL = from_nnx(MlpConfig(features=16, mlp=32, num_layers=1, classes=8, dropout=0.1))

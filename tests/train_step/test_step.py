@@ -22,8 +22,7 @@ from shardtrain.optim.schedules import Schedule
 from shardtrain.plan.hlo.collectives import collectives
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.initial_state import init_state, restorable_state
-from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.placement import init_state, make_placement, restorable_state
 from shardtrain.train_step.step import make_evaluate, make_gradients, make_step
 
 VOCAB, EMBED, MLP, SEQ, ROWS = 16, 8, 16, 4, 32

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from shardtrain.train_step.pipeline_grid import PipelineGrid
+from shardtrain.train_step.stage_links import PipelineGrid
 from shardtrain.trainer.usage import PeakMemory, measure_peak_memory, memory_text
 
 MIB = 1 << 20

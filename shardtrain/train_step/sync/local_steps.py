@@ -20,8 +20,7 @@ from shardtrain.train_step.drift import merge_fragment, merge_rounds, select_com
 from shardtrain.train_step.island_combiner import IslandCombiner, join_metrics
 from shardtrain.train_step.island_totals import all_reduce_totals, average_model_state
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.replica_state import split_fragments
-from shardtrain.train_step.state import Local, Metrics, State
+from shardtrain.train_step.state import Local, Metrics, State, split_fragments
 from shardtrain.train_step.sync.merge import Merge
 
 

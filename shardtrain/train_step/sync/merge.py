@@ -16,8 +16,7 @@ from shardtrain.functional.loss import Batch
 from shardtrain.train_step.island_combiner import IslandCombiner
 from shardtrain.train_step.island_totals import add_island_sums
 from shardtrain.train_step.placement import Placement, find_own_shardings
-from shardtrain.train_step.replica_state import init_local, init_outer
-from shardtrain.train_step.state import Local, Metrics, State
+from shardtrain.train_step.state import Local, Metrics, State, init_local, init_outer
 from shardtrain.train_step.sync.island_sync import Compute, IslandSync
 
 

@@ -17,9 +17,8 @@ from shardtrain.islands.parameter_shard import Push
 from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.island_totals import average_model_state
 from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.replica_state import split_fragments
-from shardtrain.train_step.stage_sums import StageSums
-from shardtrain.train_step.state import Local, Metrics, State
+from shardtrain.train_step.stage_links import StageSums
+from shardtrain.train_step.state import Local, Metrics, State, split_fragments
 from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
 from shardtrain.train_step.sync.merge import Merge
 
