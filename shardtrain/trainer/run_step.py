@@ -3,8 +3,7 @@
 Next: `train_step/island_step.py`.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,8 +30,6 @@ from shardtrain.train_step.stage_links import PipelineGrid, StageLinks
 from shardtrain.train_step.stage_update import StageUpdate
 from shardtrain.train_step.state import State
 from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
-from shardtrain.train_step.sync.unflushed_waves import UnflushedWaves
-from shardtrain.train_step.sync.waves import Waves
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.layout_check import check_permutes, has_permutes
@@ -158,11 +155,14 @@ def make_multi_island_step(
     """
     if coordination.transfer is None:
         return None
-    make_wave_parts = partial(make_waves, run, setup, coordination, shares, barriers, wave_log)
+    synchronisation, across = run.strategy.synchronisation, run.strategy.across
+    compute, merge = None, None
     if setup.stage_model is not None:
-        return _make_stage_step(run, setup, setup.stage_model, coordination, loader, make_wave_parts)
-    across = run.strategy.across
-    is_waves = run.strategy.synchronisation.distance is not None
+        compute = _make_stage_compute(run, setup, setup.stage_model, coordination, loader)
+    if synchronisation.distance is not None:
+        merge = make_waves(run, setup, coordination, shares, barriers, wave_log, compute)
+    if compute is not None:
+        return IslandStep(compute, make_sync(compute, synchronisation, run.steps, merge))
     return make_island_step(
         Training(setup.model, run.loss, setup.optimizer, setup.learning_rate),
         setup.placement,
@@ -172,29 +172,22 @@ def make_multi_island_step(
             across.reduce_dtype,
             across.num_gradient_programs,
         ),
-        run.strategy.synchronisation,
+        synchronisation,
         start_row=loader.shard().start,
         last_step=run.steps,
-        merge=Waves(*make_wave_parts(None)) if is_waves else None,
+        merge=merge,
         batch=batch,
     )
 
 
-def _make_stage_step(
-    run: Run,
-    setup: RunSetup,
-    stage_model: StageModel,
-    coordination: Coordination,
-    loader: Loader,
-    make_wave_parts: Callable[..., Sequence[Any]],
-) -> IslandStep:
+def _make_stage_compute(
+    run: Run, setup: RunSetup, stage_model: StageModel, coordination: Coordination, loader: Loader
+) -> StageCompute:
     islands, grid, owners = coordination.islands, setup.grid, coordination.owners
     assert islands is not None
     assert grid is not None
     assert owners is not None
-    microbatches, pipeline, synchronisation = (
-        run.strategy.accumulate, run.strategy.pipeline, run.strategy.synchronisation,
-    )  # fmt: skip
+    microbatches, pipeline = run.strategy.accumulate, run.strategy.pipeline
     sizes = (grid.num_stages, microbatches, pipeline.virtual_stages)
     # stages exchange shapes for this pipeline's rows, with padding
     rows = loader.shard().num_rows // microbatches
@@ -204,7 +197,7 @@ def _make_stage_step(
     }
     # the step clips instead of the optimizer, because only the step knows the norm of all stages
     clip = run.optimizer.clip if isinstance(run.optimizer, Optimizer) else None
-    compute = StageCompute(
+    return StageCompute(
         stage_model,
         StageTasks(
             stage_model.flow(shapes),
@@ -221,15 +214,9 @@ def _make_stage_step(
             lambda name, value: islands.control.all_gather(name, value, LONG_SECONDS),
             _shares_programs(islands, grid),
         ),
-        synchronisation,
+        run.strategy.synchronisation,
         loader.shard().start,
     )
-    if synchronisation.distance is None:
-        return IslandStep(compute, make_sync(compute, synchronisation, run.steps))
-    parts = make_wave_parts(compute.sums)
-    if pipeline.in_flight == 1:
-        return IslandStep(compute, Waves(*parts))
-    return IslandStep(compute, UnflushedWaves(compute, pipeline.in_flight, *parts))
 
 
 def _shares_programs(islands: Islands, grid: PipelineGrid) -> bool:

@@ -1,4 +1,4 @@
-"""Record the events and skipped data of waves in `waves/`, replay them, and connect the wave worker of a run.
+"""Record the events and skipped data of waves in `waves/`, replay them, and make the wave merge of a run.
 
 Next: `train_step/sync/waves.py`, `train_step/sync/barrier_schedule.py`.
 """
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data import Position
 from shardtrain.imported import select_kept_tokens
 from shardtrain.islands.parameter_shard import Event, Kind, ParameterShard
@@ -15,11 +14,11 @@ from shardtrain.pipeline.in_flight import count_waves_before_barrier
 from shardtrain.report.sinks.json_lines import JsonLines, read_jsonl
 from shardtrain.system.untrusted_files import check_whole_number
 from shardtrain.train_step.channel import Channel
-from shardtrain.train_step.placement import Placement
-from shardtrain.train_step.stage_links import StageSums
+from shardtrain.train_step.stage_compute import StageCompute
 from shardtrain.train_step.state import State
 from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
-from shardtrain.train_step.sync.waves import WaveWorker
+from shardtrain.train_step.sync.unflushed_waves import UnflushedWaves
+from shardtrain.train_step.sync.waves import Waves, WaveWorker
 from shardtrain.trainer.config import Run
 from shardtrain.trainer.coordination import LONG_SECONDS, Coordination
 from shardtrain.trainer.evaluation import round_evaluation_interval
@@ -220,13 +219,13 @@ def make_waves(
     shares: RowShares,
     barriers: BarrierSchedule,
     wave_log: WaveLog,
-    stages: StageSums | None,
-) -> tuple[Synchronisation, Placement, Channel, WaveWorker, int]:
-    """Return the arguments of `Waves`; all ranks call it.
+    stage: StageCompute | None,
+) -> Waves:
+    """Make the merge at the end of each wave; all ranks call it.
 
     Args:
       run, setup, coordination, shares, barriers, wave_log: see `make_multi_island_step`.
-      stages: the sums over the stages of this island's pipeline; None if islands are no stages.
+      stage: what this island computes if it is a stage of a pipeline.
 
     Raises:
       ValueError: an island has several processes; or the run to replay does not exist.
@@ -244,8 +243,8 @@ def make_waves(
     from shardtrain.islands.parameter_server import ParameterServer  # importing it starts MPI
 
     # islands that are stages push to those of the same stage
-    stage, replica = (0, placement.island) if setup.grid is None else (setup.grid.stage, setup.grid.replica)
-    comm = islands.comm.Split(stage, replica)
+    grid = setup.grid
+    comm = islands.comm.Split(*((0, placement.island) if grid is None else (grid.stage, grid.replica)))
     ranks = comm.allgather(control.rank)
     order = [] if run.replay is None else read_wave_log(run.replay, placement.island, len(ranks))
     barriers.replayed = frozenset(event.step for event in order if event.kind == "barrier")
@@ -254,6 +253,10 @@ def make_waves(
     shard = ParameterShard(len(ranks), wave_log, order, wave_log.report, waves_ahead=ahead)
     names = [control.names[rank] for rank in ranks]
     server = ParameterServer(comm, shard, names, ranks, control.activity, patience_seconds=LONG_SECONDS)
-    worker = WaveWorker(server, barriers, shares.own_share, coordination.timer.end, stages)
+    sums = None if stage is None else stage.sums
+    worker = WaveWorker(server, barriers, shares.own_share, coordination.timer.end, sums)
     channel = Channel(transfer, coordination.gather_after_work)
-    return synchronisation, setup.placement, channel, worker, run.steps
+    arguments = (synchronisation, setup.placement, channel, worker, run.steps)
+    if stage is None or run.strategy.pipeline.in_flight == 1:
+        return Waves(*arguments)
+    return UnflushedWaves(stage, run.strategy.pipeline.in_flight, *arguments)
