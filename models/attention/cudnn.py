@@ -45,7 +45,7 @@ def find_obstacles(q_BTHK: Any, k_BSHK: Any, options: ScoreOptions, devices: Seq
         found.append("no soft cap")
     if options.bias_BHTS is not None:
         found.append("no relative positions")
-    if isinstance(options.window, jax.Array):
+    if not isinstance(options.window, int | None):
         found.append("a window that is the same in all blocks")
     if not has_flash(devices):
         found.append(f"NVIDIA GPUs here from compute capability 8.0, not {describe_device(devices)}")
