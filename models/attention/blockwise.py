@@ -103,13 +103,13 @@ def backward_blocks(soft_cap: float | None, kept: Any, cotangent: jax.Array) -> 
     def visit(number: Any, found: Any) -> Any:
         of_q, *of_keys = found
         queries, start = some(number), number * block
-        of_block = (
+        some_out, some_delta, some_logsumexp = (
             lax.dynamic_slice_in_dim(x, start, block, axis)
             for x, axis in zip(whole, (-2, -1, -1), strict=True)
         )
         sums = jnp.zeros(queries.q.shape, jnp.float32), *of_keys
-        of_block, *of_keys = add_gradients(queries, keys, *of_block, sums, size)
-        return lax.dynamic_update_slice_in_dim(of_q, of_block.astype(q.dtype), start, -2), *of_keys
+        of_some, *of_keys = add_gradients(queries, keys, some_out, some_delta, some_logsumexp, sums, size)
+        return lax.dynamic_update_slice_in_dim(of_q, of_some.astype(q.dtype), start, -2), *of_keys
 
     zeros = (jnp.zeros(x.shape, jnp.float32) for x in keys[:2])
     of_q, of_k, of_v = lax.fori_loop(0, padded[-2] // block, visit, (jnp.zeros(padded, q.dtype), *zeros))

@@ -130,7 +130,8 @@ def attend_gathered(
 def _attend_gathered_forward(
     q: Any, k: Any, v: Any, seen: VisibleKeys, distance: Any, soft_cap: Any, axis: str
 ) -> tuple[Any, Any]:
-    out, (*_, logsumexp) = forward_blocks(q, *_gather((k, v), axis), seen, distance, soft_cap)
+    all_k, all_v = _gather((k, v), axis)
+    out, (*_, logsumexp) = forward_blocks(q, all_k, all_v, seen, distance, soft_cap)
     return out, (q, k, v, seen, distance, out, logsumexp)
 
 

@@ -115,8 +115,14 @@ class PlannedAttention(NamedTuple):
 
         def call(q: jax.Array, k: jax.Array, v: jax.Array, options: ScoreOptions) -> jax.Array:
             window = options.window if isinstance(options.window, int) else None
-            shape = {"queries": q.shape[1], "keys": k.shape[1], "head_dim": q.shape[3]}
-            of_call = make(**shape, item_bytes=q.dtype.itemsize, causal=options.causal, window=window)
+            of_call = make(
+                queries=q.shape[1],
+                keys=k.shape[1],
+                head_dim=q.shape[3],
+                item_bytes=q.dtype.itemsize,
+                causal=options.causal,
+                window=window,
+            )
             return compute_on_devices(of_call, q, k, v)
 
         return call
