@@ -123,8 +123,10 @@ def _find_problems(config: EncoderDecoderConfig) -> list[str]:
             f"relative_distance is {furthest}; it is above half of relative_buckets,"
             f" {buckets}. Use relative_distance={buckets // 2 + 1} or more."
         )
-    if config.attention == "cudnn":
-        found.append("attention 'cudnn' has no relative positions; use attention='auto' or 'xla'")
+    if config.attention in ("cudnn", "blockwise"):
+        found.append(
+            f"attention {config.attention!r} has no relative positions; use attention='auto' or 'xla'"
+        )
     return found
 
 

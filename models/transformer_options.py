@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, SEQ, VOCAB
 from shardtrain.models import checks
-from shardtrain.models.attention import Attentions
+from shardtrain.models.attention import ATTENTIONS
 from shardtrain.models.experts_options import read_experts
 from shardtrain.models.float8 import Products
 from shardtrain.models.layers import Norms
@@ -47,8 +47,9 @@ class TransformerOptions:
         devices. "full" keeps only the input of each block. "offload" does so too, and keeps the inputs in
         host memory.
       dtype: compute dtype; parameters, norms, softmax and logits are float32.
-      attention: "xla"; "cudnn" for flash attention on NVIDIA GPUs; or "auto", which takes "cudnn" if device,
-        dtype and head_dim allow it, else "xla".
+      attention: a name in `ATTENTIONS`: "xla"; "blockwise", which needs less memory for long sequences;
+        "cudnn" for flash attention on NVIDIA GPUs. "auto" takes "cudnn" if device, dtype and head_dim allow
+        it, else "blockwise" for long sequences and "xla" for short ones.
       lora: low-rank adapters of the blocks' projections, such as "rank=8" or "rank=8,alpha=16,on=q+v"; with
         adapters nothing else is trained. Empty means no adapters.
 
@@ -64,7 +65,7 @@ class TransformerOptions:
     dropout: float = 0.0
     remat: Remats = "weights"
     dtype: Dtypes = "float32"
-    attention: Attentions = "auto"
+    attention: str = "auto"
     lora: str = ""
 
     def __post_init__(self):
@@ -85,6 +86,7 @@ class TransformerOptions:
         found += checks.positive({n: float(getattr(self, n)) for n in ("theta", "eps") if hasattr(self, n)})
         found += checks.dropout_rate("dropout", self.dropout) + _find_text_problems(self)
         choices = {f.name: get_args(f.type) for f in fields(self) if get_origin(f.type) is Literal}
+        choices["attention"] = ("auto", *ATTENTIONS)
         for name, allowed in choices.items():
             found += checks.choice(name, getattr(self, name), allowed)
         return found

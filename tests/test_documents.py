@@ -147,6 +147,7 @@ def test_the_files_and_names_of_the_recipes_are_there():
         "sync trigger",
         "schedule",
         "launcher",
+        "attention",
         "metric sink",
         "format of data",
         "evaluation metric",
@@ -154,11 +155,13 @@ def test_the_files_and_names_of_the_recipes_are_there():
     )
     assert [heading.split(maxsplit=1)[1] for heading in recipes] == list(kinds)
     for heading, recipe in recipes.items():
-        paths = re.findall(r"`((?:shardtrain|tests|docs)/[\w/.]+)`", recipe)
+        paths = re.findall(r"`((?:shardtrain|models|tests|docs)/[\w/.]+)`", recipe)
         assert [path for path in paths if "NAME" not in path and not (ROOT / path).exists()] == [], heading
         assert any(path.startswith("tests/") for path in paths), heading
         # a registry stands in the file that is named behind it
-        for name, path in re.findall(r"`([A-Z_]{4,})`[^`]*? (?:of|in) `(shardtrain/[\w/]+\.py)`", recipe):
+        for name, path in re.findall(
+            r"`([A-Z_]{4,})`[^`]*? (?:of|in) `((?:shardtrain|models)/[\w/]+\.py)`", recipe
+        ):
             assert re.search(rf"^{name}\b", (ROOT / path).read_text(), re.MULTILINE), (heading, name, path)
 
 

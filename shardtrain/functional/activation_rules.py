@@ -69,8 +69,8 @@ class _StrictRules(tuple):
     """Receives lines about the attention that a model computes; None disables it."""
     per_device: bool
     """Whether convolutions and FFTs are computed per device (`per_device.py`)."""
-    flash: Any
-    """The device and flash attention of a plan; None means those of jax."""
+    planned: Any
+    """The devices of a plan and calls in place of attentions; None means devices of jax, and attention."""
 
     def __iter__(self) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
         rules: Rules = dict(super().__iter__())
@@ -149,7 +149,7 @@ def activation_rules(
     attention: Any = None,
     experts: Any = None,
     any_mesh: bool = False,
-    flash: Any = None,
+    planned: Any = None,
 ) -> Iterator[None]:
     """Within this context, `nn.with_logical_constraint` follows these rules strictly.
 
@@ -163,8 +163,7 @@ def activation_rules(
       attention: the attention of models, in place of `ContextAttention`.
       experts: the exchange of mixtures of experts, in place of `exchange_tokens`.
       any_mesh: whether the trace is for meshes that are not chosen yet, though this one has one device.
-      flash: the device of a plan (hashable): models read its `device_kind` and `compute_capability`, and
-        call it in place of cuDNN's attention.
+      planned: what models compute in a plan in place of attentions, see `PlannedAttention`.
 
     Raises:
       ValueError: (at exit) lists every constraint with a dim without a rule or an axis used twice in one
@@ -178,10 +177,10 @@ def activation_rules(
     strict.attention = over_context if attention is None else attention
     strict.experts = experts or (None if strict.one_device else exchange_tokens)
     strict.products = CollectiveMatmul() if collective_matmul and mesh.shape.get(TENSOR, 1) > 1 else None
-    strict.note, strict.flash = _NOTE.get(), flash
+    strict.note, strict.planned = _NOTE.get(), planned
     strict.per_device = not any_mesh
     # a block that was traced before is traced again if a log is asked for
-    of_run = (strict.attention, experts, strict.products is None, strict.note, flash)
+    of_run = (strict.attention, experts, strict.products is None, strict.note, planned)
     key = (pairs, unnamed, strict.one_device, any_mesh, of_run)
     with (
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),

@@ -19,8 +19,10 @@ from shardtrain import axes
 from shardtrain.functional.key_heads import KeyHeads, check_split, key_heads
 from shardtrain.functional.mesh_axes import find_mesh_axes, map_shards, num_devices
 from shardtrain.functional.ring import Ring
-from shardtrain.functional.ring_attention import VisibleKeys, attend_gathered, ring_attention
-from shardtrain.functional.score_blocks import HIDDEN, window_reach
+from shardtrain.functional.ring_attention import attend_gathered, ring_attention
+from shardtrain.models.attention.blockwise import label_keys
+from shardtrain.models.attention.options import ScoreOptions
+from shardtrain.models.attention.score_blocks import VisibleKeys, group_heads, window_reach
 
 Whole = Callable[..., jax.Array]
 """(q, k, v, causal=, mask_BS=) -> attention over whole sequences, as the model computes it."""
@@ -175,13 +177,13 @@ def _attend_ring(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> 
         reach = window_reach(call.num, q.shape[1], call.window)
         ring = ring if reach is None else replace(ring, order="window", reach=reach)
     if ring.order != "balanced":
-        return _group_heads(q, k, v, lambda *arrays: ring_attention(*arrays, seen, ring))
+        return group_heads(q, k, v, lambda *arrays: ring_attention(*arrays, seen, ring))
     of_queries, of_keys = jax.tree.map(ring.balance_halves, (seen.of_queries, seen.of_keys))
     seen = VisibleKeys(of_queries, of_keys, seen.window)
     # one exchange for all three
     heads = (q.shape[2], q.shape[2] + k.shape[2])
     q, k, v = jnp.split(ring.balance_halves(jnp.concatenate([q, k, v], 2)), heads, 2)
-    out = _group_heads(q, k, v, lambda *arrays: ring_attention(*arrays, seen, ring))
+    out = group_heads(q, k, v, lambda *arrays: ring_attention(*arrays, seen, ring))
     return ring.balance_halves(out, inverse=True)
 
 
@@ -189,8 +191,9 @@ def _attend_all_gather(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any
     """Gather keys and values; each device computes the scores of its queries to all of them."""
     seen = _label_keys(call, facts)
     seen = seen._replace(of_keys=jax.tree.map(_gather, seen.of_keys))
-    ring = Ring(axes.CONTEXT, 1, "gathered" if call.causal else "any", soft_cap=call.soft_cap)
-    return _group_heads(q, k, v, lambda *arrays: attend_gathered(*arrays, seen, ring))
+    first = lax.axis_index(axes.CONTEXT) * q.shape[1] if call.causal else None
+    options = seen, first, call.soft_cap, axes.CONTEXT
+    return group_heads(q, k, v, lambda *arrays: attend_gathered(*arrays, *options))
 
 
 def _attend_all_to_all(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any]) -> Any:
@@ -204,25 +207,8 @@ def _attend_all_to_all(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any
 
 
 def _label_keys(call: _Call, facts: dict[str, Any]) -> VisibleKeys:
-    """Return the labels of a device's queries and keys: their segments, or whether a mask shows a key."""
-    mask, segments = facts.get("mask_BS"), facts.get("segments_BT")
-    window = facts.get("window", call.window)
-    if segments is None:
-        return VisibleKeys(None, mask, window)
-    labels = segments.astype(jnp.int32)
-    return VisibleKeys(labels, labels if mask is None else jnp.where(mask, labels, HIDDEN), window)
+    return label_keys(ScoreOptions(**{"window": call.window, **facts}))
 
 
 def _gather(x: jax.Array) -> jax.Array:
     return lax.all_gather(x, axes.CONTEXT, axis=1, tiled=True)
-
-
-def _group_heads(q: Any, k: Any, v: Any, attention: Callable[..., jax.Array]) -> jax.Array:
-    """Call an attention with queries grouped by the key head that they share, and scaled."""
-    dtype = q.dtype
-    if dtype == jnp.float16:
-        # not every device has products of float16 that add up in float32
-        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]) * jnp.asarray(q.shape[3] ** -0.5, q.dtype)
-    out = attention(q, k, v)
-    return out.reshape(*out.shape[:2], -1, out.shape[4]).astype(dtype)

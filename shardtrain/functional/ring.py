@@ -78,10 +78,9 @@ def shift(arrays: Any, axis: str, num: int, places: int) -> Any:
     return swap(arrays, axis, tuple((places - i) % num for i in range(num)))
 
 
-Order = Literal["any", "balanced", "window", "gathered"]
+Order = Literal["any", "balanced", "window"]
 """How keys are distributed. "any": queries see keys of all positions. The others are causal: "balanced", in
-the order of `Ring.balance_halves`; "window", contiguous shards, with only the steps that the window needs;
-"gathered", each device has all keys."""
+the order of `Ring.balance_halves`; "window", contiguous shards, with only the steps that the window needs."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Ring:
 
     Args:
       axis: the mesh axis, which must be manual.
-      num: number of devices along it; 1 if each has all keys.
+      num: number of devices along it.
       order: see `Order`.
       reach: in the order "window", the largest number of half shards before its own that a query sees.
       soft_cap: see `Queries`.

@@ -5,29 +5,24 @@ around the ring again. `context_attention.py` calls it. Next: `ring.py`, `score_
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from shardtrain.functional.ring import Ring
-from shardtrain.functional.score_blocks import Keys, Queries, add_gradients, add_keys
-
-
-class VisibleKeys(NamedTuple):
-    """Labels that decide, in addition to causal order, which keys a query sees.
-
-    Args:
-      of_queries: int32 labels (B, T), or None; see `Queries`.
-      of_keys: labels (B, S), or None; see `Keys`.
-      window: int scalar, or None; see `Queries`.
-    """
-
-    of_queries: Any = None
-    of_keys: Any = None
-    window: Any = None
-
+from shardtrain.models.attention.blockwise import backward_blocks, forward_blocks
+from shardtrain.models.attention.score_blocks import (
+    Keys,
+    Queries,
+    VisibleKeys,
+    add_gradients,
+    add_keys,
+    finish_sums,
+    spread_mean,
+    start_sums,
+)
 
 Pair = tuple[Any, Any, Any]
 """(part of the queries, part of the keys, `Queries.distance`)."""
@@ -38,9 +33,9 @@ def ring_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: VisibleKeys, 
     """Return the attention of this device's queries to the keys of all devices; softmax in float32.
 
     Args:
-      q: (B, T, kv_heads, group, K), scaled.
-      k: (B, S, kv_heads, K).
-      v: (B, S, kv_heads, K).
+      q: (B, kv_heads, group, T, K), scaled.
+      k: (B, kv_heads, S, K).
+      v: (B, kv_heads, S, K).
       seen: labels of these queries and keys. A query that sees no key gets the mean of all values, as for
         equal scores; in the order "window" every query sees a key.
       ring: its devices. In the balanced order each device computes two of the four blocks of scores for
@@ -56,30 +51,18 @@ def ring_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: VisibleKeys, 
 
 
 def _forward(q: Any, k: Any, v: Any, seen: VisibleKeys, ring: Ring) -> tuple[Any, Any]:
-    queries = _split_parts((q, seen.of_queries), ring)
-    of_device = keys = _split_parts(Keys(k, v, seen.of_keys), ring)
-    shape = queries[0].shape[:-1]
-    sums = (
-        jnp.zeros(queries[0].shape, jnp.float32),
-        jnp.full(shape, -jnp.inf, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-    )
-    sum_of_values = jnp.zeros((v.shape[0], *v.shape[2:]), jnp.float32)
-    before = None
+    queries, of_device = _split_queries(q, seen, ring), _split_keys(k, v, seen, ring)
+    sums = start_sums(queries[0])
+    mean, keys, before = jnp.zeros((*v.shape[:2], v.shape[3]), jnp.float32), of_device, None
     for step in range(ring.num_steps):
         keys = ring.next_keys(step, of_device, keys, before)
         before = sums
-        sum_of_values += keys.v.astype(jnp.float32).sum((0, 2))
-        for mine, theirs, distance in _list_pairs(step, ring, q.shape[1], seen.window):
+        mean += keys.v.astype(jnp.float32).sum((0, 3)) / (ring.num_steps * k.shape[2])
+        for mine, theirs, distance in _list_pairs(step, ring, q.shape[3], seen.window):
             block = _select_block(queries, mine, distance, seen, ring)
             sums = _put(sums, mine, add_keys(block, _slice_at(keys, theirs), _slice_at(sums, mine)))
-    out, highest, total = sums
-    sees_none = total == 0
-    mean = sum_of_values[:, None, :, None] / (ring.num_steps * k.shape[1])
-    out = jnp.where(sees_none[..., None], mean, out / jnp.where(sees_none, 1, total)[..., None])
+    out, logsumexp = jax.vmap(finish_sums, (0, None))(sums, mean)
     out = _join_whole(out).astype(q.dtype)
-    # infinite, so that the weights of all keys are 0 in the backward pass
-    logsumexp = jnp.where(sees_none, jnp.inf, highest + jnp.log(total))
     return out, (q, k, v, seen, out, logsumexp)
 
 
@@ -87,12 +70,10 @@ def _backward(ring: Ring, kept: Any, cotangent: jax.Array) -> Any:
     q, k, v, seen, out, logsumexp = kept
     of_out = cotangent.astype(jnp.float32)
     delta = (of_out * out.astype(jnp.float32)).sum(-1)
-    queries, of_out, delta = _split_parts(((q, seen.of_queries), of_out, delta), ring)
-    of_device = keys = _split_parts(Keys(k, v, seen.of_keys), ring)
+    queries, of_device = _split_queries(q, seen, ring), _split_keys(k, v, seen, ring)
+    of_out, delta, keys = _split_parts(of_out, ring, 3), _split_parts(delta, ring, 3), of_device
     of_queries = jnp.zeros(queries[0].shape, jnp.float32)
-    # of each value, by the queries that have the mean of all
-    of_mean = jnp.where(jnp.isposinf(logsumexp)[..., None], of_out, 0).sum((0, 2, 4))
-    of_mean = of_mean[:, None] / (ring.num_steps * k.shape[1])
+    of_mean = spread_mean(of_out, logsumexp, ring.num_steps * k.shape[2]).sum(0)
     # gradients of this device's own keys, and of those that visit, which travel with them in float32
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in keys[:2])
     own, visiting = zeros, zeros
@@ -103,7 +84,7 @@ def _backward(ring: Ring, kept: Any, cotangent: jax.Array) -> Any:
         keys = ring.next_keys(step, of_device, keys, before)
         # `delta` is computed here alone: else a compiler keeps the first keys that the forward pass was sent
         before = of_queries, own, delta
-        for mine, theirs, distance in _list_pairs(step, ring, q.shape[1], seen.window):
+        for mine, theirs, distance in _list_pairs(step, ring, q.shape[3], seen.window):
             block = _select_block(queries, mine, distance, seen, ring)
             sums = (of_queries[mine], *_slice_at(found, theirs))
             of_block = (of_out[mine], delta[mine], logsumexp[mine])
@@ -124,37 +105,48 @@ def _backward(ring: Ring, kept: Any, cotangent: jax.Array) -> Any:
 ring_attention.defvjp(_forward, _backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def attend_gathered(q: jax.Array, k: jax.Array, v: jax.Array, seen: VisibleKeys, ring: Ring) -> jax.Array:
-    """Compute attention like `ring_attention`, after an all-gather of keys and values in each pass.
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def attend_gathered(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: VisibleKeys,
+    distance: Any,
+    soft_cap: float | None,
+    axis: str,
+) -> jax.Array:
+    """Compute attention like `attend_blocks`, after an all-gather of keys and values in each pass.
 
     Args:
       q, k, v: as for `ring_attention`, contiguous shards.
       seen: labels of these queries, and of the keys of all devices.
-      ring: one device, in the order "any" or "gathered".
+      distance: position of the first query of this device; None if attention is not causal.
+      soft_cap: see `Queries`.
+      axis: the mesh axis, which must be manual.
     """
-    return _attend_gathered_forward(q, k, v, seen, ring)[0]
+    return _attend_gathered_forward(q, k, v, seen, distance, soft_cap, axis)[0]
 
 
-def _attend_gathered_forward(q: Any, k: Any, v: Any, seen: VisibleKeys, ring: Ring) -> tuple[Any, Any]:
-    all_k, all_v = _gather((k, v), ring.axis)
-    out, (*_, logsumexp) = _forward(q, all_k, all_v, seen, ring)
-    return out, (q, k, v, seen, out, logsumexp)
+def _attend_gathered_forward(
+    q: Any, k: Any, v: Any, seen: VisibleKeys, distance: Any, soft_cap: Any, axis: str
+) -> tuple[Any, Any]:
+    all_k, all_v = _gather((k, v), axis)
+    out, (*_, logsumexp) = forward_blocks(q, all_k, all_v, seen, distance, soft_cap)
+    return out, (q, k, v, seen, distance, out, logsumexp)
 
 
-def _attend_gathered_backward(ring: Ring, kept: Any, cotangent: jax.Array) -> Any:
+def _attend_gathered_backward(soft_cap: float | None, axis: str, kept: Any, cotangent: jax.Array) -> Any:
     q, k, v, *rest = kept
-    all_k, all_v = _gather((k, v), ring.axis)
-    of_q, of_k, of_v, _ = _backward(ring, (q, all_k, all_v, *rest), cotangent)
-    of_k, of_v = (lax.psum_scatter(x, ring.axis, scatter_dimension=1, tiled=True) for x in (of_k, of_v))
-    return of_q, of_k, of_v, None
+    of_q, *of_keys, _, _ = backward_blocks(soft_cap, (q, *_gather((k, v), axis), *rest), cotangent)
+    of_k, of_v = (lax.psum_scatter(x, axis, scatter_dimension=2, tiled=True) for x in of_keys)
+    return of_q, of_k, of_v, None, None
 
 
 attend_gathered.defvjp(_attend_gathered_forward, _attend_gathered_backward)
 
 
 def _gather(arrays: Any, axis: str) -> Any:
-    return jax.tree.map(lambda x: lax.all_gather(x, axis, axis=1, tiled=True), arrays)
+    return jax.tree.map(lambda x: lax.all_gather(x, axis, axis=2, tiled=True), arrays)
 
 
 def _list_pairs(step: int, ring: Ring, num_queries: int, window: Any) -> list[Pair]:
@@ -166,8 +158,6 @@ def _list_pairs(step: int, ring: Ring, num_queries: int, window: Any) -> list[Pa
     if ring.order == "any":
         return [(0, 0, None)]
     me = lax.axis_index(ring.axis)
-    if ring.order == "gathered":
-        return [(0, 0, me * num_queries)]
     size, other = num_queries // 2, ring.other(step)
     if ring.order == "window":
         near = [(i, j) for i in (0, 1) for j in (0, 1) if 0 <= 2 * step + i - j <= ring.reach]
@@ -198,13 +188,21 @@ def _select_block(queries: Any, mine: Any, distance: Any, seen: VisibleKeys, rin
     return Queries(q, labels, distance, seen.window, ring.soft_cap)
 
 
-def _split_parts(arrays: Any, ring: Ring) -> Any:
-    """Split dim 1 of arrays into a leading dim of parts."""
-    return jax.tree.map(lambda x: jnp.stack(jnp.split(x, ring.num_parts, 1)), arrays)
+def _split_parts(x: Any, ring: Ring, axis: int) -> Any:
+    """Split a dim into a leading dim of parts."""
+    return None if x is None else jnp.stack(jnp.split(x, ring.num_parts, axis))
+
+
+def _split_queries(q: jax.Array, seen: VisibleKeys, ring: Ring) -> tuple[Any, Any]:
+    return _split_parts(q, ring, 3), _split_parts(seen.of_queries, ring, 1)
+
+
+def _split_keys(k: jax.Array, v: jax.Array, seen: VisibleKeys, ring: Ring) -> Keys:
+    return Keys(_split_parts(k, ring, 2), _split_parts(v, ring, 2), _split_parts(seen.of_keys, ring, 1))
 
 
 def _join_whole(x: jax.Array) -> jax.Array:
-    return jnp.concatenate(list(x), 1)
+    return jnp.concatenate(list(x), -2)
 
 
 def _slice_at(arrays: Any, index: Any) -> Any:

@@ -14,7 +14,8 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from shardtrain import axes
-from shardtrain.functional.score_blocks import num_key_blocks, window_reach
+from shardtrain.models.attention.blockwise import count_block
+from shardtrain.models.attention.score_blocks import find_visible_blocks, num_key_blocks, window_reach
 from shardtrain.plan.hlo.collectives import ALL_GATHER, PERMUTE
 from shardtrain.plan.prediction import SentCollective
 from shardtrain.plan.program import CallCost, CallSizes, DeviceCall, Dims, Program
@@ -181,6 +182,55 @@ ARRAYS = {True: 2, False: 5}
 weights and gradients on H100; scores, masked scores, weights and both gradients on CPU."""
 
 
+class BlocksCall(NamedTuple):
+    """Attention of one device in blocks of queries and keys (`blockwise.py`), forward or backward.
+
+    Args:
+      queries, keys, head_dim, item_bytes, causal, window, backward: see `FlashCall`.
+    """
+
+    queries: int
+    keys: int
+    head_dim: int
+    item_bytes: int
+    causal: bool
+    window: int | None
+    backward: bool = False
+
+    linear = completes = False
+
+    def cost(self, sizes: CallSizes) -> CallCost:
+        """Return the costs of one call; see `DeviceCall`. Its flops count all scores, as MFU does."""
+        elements = sizes.reads[0] / self.item_bytes
+        # bytes of queries and of keys and values in float32
+        q_float, kv_float = FLOAT * elements, FLOAT * (sizes.reads[1] + sizes.reads[2]) / self.item_bytes
+        whole, scores = 2 * elements * self.keys, q_float / self.head_dim * self.keys
+        part = count_visible_part(self.queries, self.keys, self.causal, self.window)
+        block = scores * count_block(self.queries) / self.queries * count_block(self.keys) / self.keys
+        return CallCost(
+            flops=COUNTED[self.backward] * whole,
+            moved_bytes=PASSES[self.backward] * part * scores,
+            temporary_bytes=(2 + self.backward) * q_float + kv_float + ARRAYS[sizes.fuses] * block,
+            sent=(),
+            timed_flops=PRODUCTS[self.backward] * part * whole,
+        )
+
+
+def count_visible_part(queries: int, keys: int, causal: bool, window: int | None) -> float:
+    """Return the part of the blocks of scores that attention in blocks computes.
+
+    >>> count_visible_part(1024, 1024, True, None), count_visible_part(1024, 1024, True, 256)
+    (0.625, 0.4375)
+    """
+    size, of_keys = count_block(queries), count_block(keys)
+    starts, num = range(0, queries, size), -(-keys // of_keys)
+    seen = [
+        find_visible_blocks(start if causal else None, size, num * of_keys, of_keys, window)
+        for start in starts
+    ]
+    return sum(end - first for first, end in seen) / (len(starts) * num)
+
+
 def compute_moved_part(num: int) -> float:
     """Return the part of the positions that a causal ring moves to balance its devices.
 
@@ -257,7 +307,9 @@ class AttentionCall(NamedTuple):
         # bytes of the scores of all of a device's queries to one key
         of_key = q_float / self.head_dim
         if self.kind == "all-gather":
-            steps, of_four, part, moved, at_once = num, 0, 1.0, 0.0, keys * of_key
+            # of a causal sequence the last device computes nearly all blocks
+            steps, of_four, part, moved, num_blocks = num, 0, 1.0, 0.0, -(-keys // count_block(keys))
+            at_once = keys * of_key * count_block(queries) / queries
             visiting, travelling, gradients = num * kv, kv, num * kv_float
             reach = None
         else:
@@ -268,12 +320,11 @@ class AttentionCall(NamedTuple):
             part = of_four / (4 * num) if self.causal else 1.0
             moved = compute_moved_part(num) * (2 * q + kv) * (self.causal and reach is None)
             at_once = keys // num * of_key / (4 if self.causal else 1)
+            num_blocks = num_key_blocks(keys // num // (1 + self.causal))
             # a send waits only for the send before it, so keys of all steps may arrive before their use;
             # gradients are sent in float32
             visiting, travelling, gradients = steps * kv, kv_float, 3 * kv_float
         products, back = (5, 1) if self.backward else (2, 0)
-        of_pair = keys if self.kind == "all-gather" else keys // num // (1 + self.causal)
-        num_blocks = num_key_blocks(of_pair)
         arrays, results = ARRAYS[sizes.fuses], 0.0
         if self.kind == "ring":
             pairs = of_four if self.causal else steps

@@ -22,7 +22,7 @@ from shardtrain.functional.rng import new_key, row_key
 from shardtrain.plan.devices import find_device
 from shardtrain.plan.jaxpr_walk import Walk, count_terms
 from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, EXPERT_SLOTS, Dims, Program
-from shardtrain.plan.traced_attention import TracedAttention, make_planned_flash
+from shardtrain.plan.traced_attention import TracedAttention, plan_attention
 from shardtrain.plan.traced_experts import TracedExperts
 from shardtrain.train_step.replica_sums import BoundModel
 
@@ -102,7 +102,7 @@ def trace(
     mesh = AbstractMesh((1,) * len(every), tuple(every), axis_types=types, abstract_device=device)
     rules = {name: (name,) for name in every}
     of_plan: dict[str, Any] = {"attention": attention, "experts": experts}
-    of_plan["flash"] = make_planned_flash(kind, has_flash=target.has_flash)
+    of_plan["planned"] = plan_attention(kind, has_flash=target.has_flash)
     with activation_rules(rules, mesh, "replicate", **of_plan, any_mesh=not target.one_device):
         traced = jax.make_jaxpr(function)(*inputs)
     walk = Walk(for_gpus=platform == "gpu")

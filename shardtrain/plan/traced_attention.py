@@ -1,9 +1,10 @@
 """Replace the attention of models, while they are traced, by calls that devices compute.
 
-Models ask Flax's rules for their attention (`models/attention.py`). Next: `device_calls.py`, the costs.
+Models ask Flax's rules for their attention (`models/attention`). Next: `device_calls.py`, the costs.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,15 @@ import jax.numpy as jnp
 
 from shardtrain import axes
 from shardtrain.functional.context_attention import BIAS
-from shardtrain.plan.device_calls import AttentionCall, FlashCall, MoveCall, bind_call, bind_linear_call
+from shardtrain.models.attention.options import ScoreOptions
+from shardtrain.plan.device_calls import (
+    AttentionCall,
+    BlocksCall,
+    FlashCall,
+    MoveCall,
+    bind_call,
+    bind_linear_call,
+)
 from shardtrain.plan.devices import find_device
 from shardtrain.plan.hlo.collectives import ALL_TO_ALL
 
@@ -72,11 +81,8 @@ class TracedAttention:
         return compute_on_devices(call, q, k, v)
 
 
-class PlannedFlash(NamedTuple):
-    """Flash attention of a GPU that this machine need not have.
-
-    Models choose their attention by the first two fields, as if this were a device of jax
-    (`models/attention.py`).
+class PlannedGpu(NamedTuple):
+    """A GPU that this machine need not have; models read the first two fields as of a device of jax.
 
     Args:
       device_kind: name of the GPU in jax.
@@ -88,24 +94,42 @@ class PlannedFlash(NamedTuple):
     compute_capability: str
     softmax_features: float
 
-    def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, window: Any = None
-    ) -> jax.Array:
-        """Return attention in one call; for the arguments see `attend_whole`."""
-        call = FlashCall(
-            queries=q.shape[1],
-            keys=k.shape[1],
-            head_dim=q.shape[3],
-            item_bytes=q.dtype.itemsize,
-            causal=causal,
-            window=window if isinstance(window, int) else None,
-            softmax_features=self.softmax_features,
-        )
-        return compute_on_devices(call, q, k, v)
+
+class PlannedAttention(NamedTuple):
+    """Calls in place of attentions that no trace can enter: a kernel, and loops that skip blocks.
+
+    Args:
+      gpu: the GPU for which attention is chosen; None means the devices of jax.
+    """
+
+    gpu: PlannedGpu | None
+
+    def replace(self, name: str, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Return what is traced for an entry of `ATTENTIONS`: a call, or its own `attend`."""
+        if name == "cudnn" and self.gpu is not None:
+            make: Callable[..., Any] = partial(FlashCall, softmax_features=self.gpu.softmax_features)
+        elif name == "blockwise":
+            make = BlocksCall
+        else:
+            return attend
+
+        def call(q: jax.Array, k: jax.Array, v: jax.Array, options: ScoreOptions) -> jax.Array:
+            window = options.window if isinstance(options.window, int) else None
+            of_call = make(
+                queries=q.shape[1],
+                keys=k.shape[1],
+                head_dim=q.shape[3],
+                item_bytes=q.dtype.itemsize,
+                causal=options.causal,
+                window=window,
+            )
+            return compute_on_devices(of_call, q, k, v)
+
+        return call
 
 
-def make_planned_flash(device_kind: str, *, has_flash: bool) -> PlannedFlash | None:
-    """Return flash attention for the devices of a plan; None if they are not known NVIDIA GPUs.
+def plan_attention(device_kind: str, *, has_flash: bool) -> PlannedAttention:
+    """Return the attention for the devices of a plan, with flash attention on known NVIDIA GPUs.
 
     Args:
       device_kind: name of the devices in jax.
@@ -113,8 +137,9 @@ def make_planned_flash(device_kind: str, *, has_flash: bool) -> PlannedFlash | N
     """
     known = find_device(device_kind)
     if known is None or known.compute_capability is None or not has_flash:
-        return None
-    return PlannedFlash(device_kind, known.compute_capability, known.reached.softmax_features)
+        return PlannedAttention(None)
+    gpu = PlannedGpu(device_kind, known.compute_capability, known.reached.softmax_features)
+    return PlannedAttention(gpu)
 
 
 def _exchange(x: jax.Array, named: tuple[str, ...]) -> jax.Array:
@@ -124,7 +149,7 @@ def _exchange(x: jax.Array, named: tuple[str, ...]) -> jax.Array:
 
 
 def compute_on_devices(
-    call: AttentionCall | FlashCall, q: jax.Array, k: jax.Array, v: jax.Array
+    call: AttentionCall | BlocksCall | FlashCall, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> jax.Array:
     """Compute attention that keeps its inputs, its output and the sums of its softmax for the backward."""
     of_q, of_k = (q.shape, q.dtype, QUERIES), (k.shape, k.dtype, KEYS)

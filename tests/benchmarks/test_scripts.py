@@ -24,6 +24,7 @@ COMMANDS = {
     f"waves.py --steps 20 --pause 0.01 --batch 4 {TINY}": (2, "| wsp, D = 4 |"),
     f"unequal_islands.py --slow 1 --steps 20 --measured 10 --rounds 1 --batch 4 {TINY}": (2, "auto / ideal"),
     "resnet_depth.py --depth 11 --stack 1 --steps 3 --ways one": (1, "largest relative difference"),
+    "attention.py --seqs 8 --tokens 16 --heads 2 --rounds 2": (1, "| 8 | 4 segments |"),
     "startup.py --starts 1": (1, "first step"),
     "house.py": (1, "options of train"),
 }

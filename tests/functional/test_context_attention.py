@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.functional import ring_attention, score_blocks
+from shardtrain.functional import ring_attention
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.ring import Ring
-from shardtrain.functional.ring_attention import VisibleKeys
-from shardtrain.models.attention import attend, attend_whole
+from shardtrain.models.attention import attend, attend_whole, score_blocks
+from shardtrain.models.attention.score_blocks import VisibleKeys
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.system.xla_flags import step_options
@@ -136,8 +136,9 @@ def test_a_balanced_ring_computes_what_is_needed_once_and_on_all_devices_as_much
 @pytest.mark.parametrize(("in_pairs", "least"), [(False, 4), (True, 4 / 1.15)])
 def test_a_ring_has_memory_for_the_keys_of_two_devices_and_not_of_all(in_pairs, least):
     """Temporary memory falls as the part of a sequence; in pairs a device also receives its own keys."""
-    q, k = (jax.ShapeDtypeStruct((1, 4096, 8, *rest), jnp.float32) for rest in ((1, 64), (64,)))
-    split = PartitionSpec(None, "context")
+    q, k = (jax.ShapeDtypeStruct((1, 8, *rest, 4096, 64), jnp.float32) for rest in ((1,), ()))
+    of_k = PartitionSpec(None, None, "context")
+    of_q = PartitionSpec(None, *of_k)
 
     def compiled(num) -> Any:
         ring = Ring("context", num, "balanced", in_pairs=in_pairs)
@@ -149,7 +150,13 @@ def test_a_ring_has_memory_for_the_keys_of_two_devices_and_not_of_all(in_pairs, 
             return out, *gradients(out)
 
         mesh = make_mesh(Layout(mesh={"context": num}), jax.devices()[:num])
-        run = jax.shard_map(both_directions, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+        run = jax.shard_map(
+            both_directions,
+            mesh=mesh,
+            in_specs=(of_q, of_k, of_k),
+            out_specs=(of_q, of_q, of_k, of_k),
+            check_vma=False,
+        )
         return jax.jit(run, compiler_options=step_options("cpu")).lower(q, k, k).compile()
 
     two, eight = compiled(2), compiled(8)

@@ -11,7 +11,7 @@ import shardtrain as st
 from shardtrain.cli import inspect
 from shardtrain.functional.activation_rules import activation_rules, noting
 from shardtrain.models import attention
-from shardtrain.models.attention import attend, flash_obstacles
+from shardtrain.models.attention import attend
 from shardtrain.plan.compile import Figures
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -19,10 +19,9 @@ from shardtrain.trainer import planned
 
 CONFIG = TinyConfig()
 H100 = SimpleNamespace(device_kind="NVIDIA H100", compute_capability="9.0")
-V100 = SimpleNamespace(device_kind="Tesla V100", compute_capability="7.0")
 
 
-def noted(kind: attention.Attentions = "auto", dtype=jnp.float32, head_dim=8):
+def noted(kind: str = "auto", dtype=jnp.float32, head_dim=8):
     """The lines of a function that is traced twice under the rules of a layout."""
     layout, lines = Layout(mesh={"data": 1}), []
     x = jax.ShapeDtypeStruct((4, 8, 2, head_dim), dtype)
@@ -39,43 +38,9 @@ def noted(kind: attention.Attentions = "auto", dtype=jnp.float32, head_dim=8):
     return lines
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "devices", "options", "found"),
-    [
-        (jnp.bfloat16, 64, [H100], {}, []),
-        (jnp.float16, 128, [H100, H100], {"window": 4}, []),
-        (jnp.float32, 64, [H100], {}, ["16 bits, not float32"]),
-        (jnp.bfloat16, 256, [H100], {}, ["heads of a multiple of 8 features up to 128, not 256"]),
-        (jnp.bfloat16, 64, [H100], {"masked": True}, ["no mask and no segments"]),
-        (jnp.bfloat16, 64, [H100], {"soft_cap": 30.0}, ["no soft cap"]),
-        (
-            jnp.bfloat16,
-            64,
-            [V100],
-            {},
-            ["NVIDIA GPUs here from compute capability 8.0, not Tesla V100 (7.0)"],
-        ),
-        (
-            jnp.bfloat16,
-            64,
-            [],
-            {},
-            ["NVIDIA GPUs here from compute capability 8.0, not devices that are not here"],
-        ),
-    ],
-)
-def test_what_keeps_auto_from_flash_attention(dtype, head_dim, devices, options, found):
-    assert flash_obstacles(dtype, head_dim, devices, **options) == found
-
-
-def test_a_window_of_each_block_keeps_auto_from_flash_attention():
-    found = flash_obstacles(jnp.bfloat16, 64, [H100], window=jnp.int32(4))
-    assert found == ["a window that is the same in all blocks"]
-
-
 def test_each_line_comes_once():
     assert noted() == [
-        "attention: xla, by auto: cuDNN's flash attention needs 16 bits, not float32; NVIDIA GPUs here from"
+        "attention: xla, by auto: cudnn needs 16 bits, not float32; NVIDIA GPUs here from"
         " compute capability 8.0, not cpu"
     ]
     assert noted("xla", jnp.bfloat16) == ["attention: xla, as asked for: bfloat16 on cpu"]

@@ -17,7 +17,7 @@ from shardtrain.cli import calibrate
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.islands.cluster import IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
-from shardtrain.models import attention
+from shardtrain.models.attention import ATTENTIONS
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.device_calls import FlashCall, counts_flash
 from shardtrain.plan.devices import find_device
@@ -83,12 +83,12 @@ def test_a_plan_has_the_attention_that_the_model_chooses(subject, scores):
 def test_the_choice_is_that_of_the_models_own_function(monkeypatch):
     seen = []
 
-    def obstacles(dtype, head_dim, devices, **asked):
+    def find_obstacles(q, k, options, devices):
         capability = getattr(devices[0], "compute_capability", "")
-        seen.append((jnp.dtype(dtype).name, head_dim, devices[0].device_kind, capability))
+        seen.append((q.dtype.name, q.shape[-1], devices[0].device_kind, capability))
         return ["no planner"]
 
-    monkeypatch.setattr(attention, "flash_obstacles", obstacles)
+    monkeypatch.setitem(ATTENTIONS, "cudnn", ATTENTIONS["cudnn"]._replace(find_obstacles=find_obstacles))
     assert has_scores(subject_of().program(None))
     # shapes alone are found without a target before
     assert {each for each in seen if each[2] != "cpu"} == {("bfloat16", HEAD_DIM, H100, "9.0")}

@@ -1,0 +1,122 @@
+"""Attention of queries to keys and values: the registry of its forms, and the choice of one.
+
+A new one is a file here and an entry of `ATTENTIONS`; tests/models/test_attention.py checks every entry.
+Next: `options.py` (the contract), `xla.py`, `blockwise.py`. `transformer.py` has the layer around attention.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from flax.core.spmd import get_logical_axis_rules
+
+from shardtrain.models import checks
+from shardtrain.models.attention.blockwise import BLOCKWISE
+from shardtrain.models.attention.cudnn import CUDNN, describe_device
+from shardtrain.models.attention.options import Attention, ScoreOptions
+from shardtrain.models.attention.xla import XLA
+from shardtrain.models.device_forms import target_devices
+
+__all__ = ["ATTENTIONS", "Attention", "ScoreOptions", "attend", "attend_whole"]
+
+ATTENTIONS: dict[str, Attention] = {"cudnn": CUDNN, "xla": XLA, "blockwise": BLOCKWISE}
+"""Name -> attention over whole sequences, which the option `attention` of models takes."""
+
+LONG = {"cpu": 512}
+"""Kind of devices -> the number of positions from which "auto" computes scores in blocks. Measured for CPUs
+(docs/benchmarks/attention.md)."""
+
+LONG_ELSEWHERE = 4096
+"""The same for other devices, where the scores of a head take 64 MiB; their time was not measured."""
+
+
+def _choose(
+    kind: str, q_BTHK: jax.Array, k_BSHK: jax.Array, options: ScoreOptions, devices: Sequence[Any]
+) -> str:
+    """Return the name of the attention to compute, and log it in a run.
+
+    Raises:
+      ValueError: the attention does not exist, or cannot compute this.
+    """
+    checks.refuse("attend", checks.choice("attention", kind, ("auto", *ATTENTIONS)))
+    long = LONG.get(devices[0].device_kind, LONG_ELSEWHERE) if devices else LONG_ELSEWHERE
+    is_long = q_BTHK.shape[1] * k_BSHK.shape[1] >= long**2
+    automatic = ("cudnn", "blockwise", "xla") if is_long else ("cudnn", "xla", "blockwise")
+    lacking = []
+    for name in automatic if kind == "auto" else (kind,):
+        obstacles = ATTENTIONS[name].find_obstacles(q_BTHK, k_BSHK, options, devices)
+        if not obstacles:
+            break
+        lacking.append(f"{name} needs {'; '.join(obstacles)}")
+    else:
+        raise ValueError(f"attention {kind!r} cannot be computed here: {'. '.join(lacking)}. Use 'auto'")
+    why = ". ".join(lacking) or f"{q_BTHK.dtype.name} on {describe_device(devices)}"
+    # a run that traces the model gives it, as it gives attention over a mesh
+    if (note := getattr(get_logical_axis_rules(), "note", None)) is not None:
+        note(f"attention: {name}, {'by auto' if kind == 'auto' else 'as asked for'}: {why}")
+    return name
+
+
+@jax.named_scope("attention")
+def attend(q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, kind: str, **options: Any) -> jax.Array:
+    """Compute attention: by the run if a mesh shards sequences, else by `attend_whole`.
+
+    A run gives its attention to models as the attribute `attention` of Flax's logical rules, which know the
+    mesh. Its first argument is the model's own attention.
+
+    Args:
+      q_BTHK: queries, with dims (batch, seq, heads, head_dim).
+      k_BSHK: keys, with dims (batch, seq, kv_heads, head_dim).
+      v_BSHK: values, with the dims of the keys.
+      kind: see `attend_whole`.
+      options: see `ScoreOptions`.
+
+    Returns:
+      The context, shaped and typed as `q_BTHK`.
+
+    Raises:
+      ValueError: a mesh shards sequences, and there is a mask for each query; or a bias, which "ring" and
+        "all-gather" do not support; or as `attend_whole`.
+    """
+    of_run = getattr(get_logical_axis_rules(), "attention", None)
+    whole = partial(attend_whole, kind)
+    if of_run is None:
+        return whole(q_BTHK, k_BSHK, v_BSHK, **options)
+    asked = ScoreOptions(**options)
+    if asked.mask_BS is not None and asked.mask_BS.ndim == 3:
+        raise ValueError(
+            "attention over a mesh axis takes no cache of keys and values; use a mesh with context=1"
+        )
+    return of_run(whole, q_BTHK, k_BSHK, v_BSHK, **asked._asdict())
+
+
+def attend_whole(
+    kind: str, q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, **options: Any
+) -> jax.Array:
+    """Compute scaled dot-product attention, with softmax in float32 and grouped queries.
+
+    Args:
+      kind: a name in `ATTENTIONS`; or "auto", which takes "cudnn" if nothing prevents it, else "blockwise"
+        for long sequences and "xla" for short ones.
+      q_BTHK: queries.
+      k_BSHK: keys; their number of heads divides the number of query heads.
+      v_BSHK: values, shaped as the keys.
+      options: see `ScoreOptions`.
+
+    Returns:
+      The context, shaped and typed as `q_BTHK`. A query that sees no key gets the mean of all values.
+
+    Raises:
+      ValueError: no attention has this name, or it cannot compute this here.
+    """
+    asked = ScoreOptions(**options)
+    # no plan can trace some attentions: it says which devices it is for, and has a call in their place
+    planned = getattr(get_logical_axis_rules(), "planned", None)
+    devices = target_devices() if planned is None or planned.gpu is None else [planned.gpu]
+    if asked.mask_BS is not None and asked.mask_BS.ndim == 3:
+        # the cache of a model that may be trained with another attention
+        kind = "xla"
+    name = _choose(kind, q_BTHK, k_BSHK, asked, devices)
+    attention = ATTENTIONS[name].attend if planned is None else planned.replace(name, ATTENTIONS[name].attend)
+    return attention(q_BTHK, k_BSHK, v_BSHK, asked)
