@@ -17,12 +17,12 @@ from shardtrain.functional.draw_record import (
     Variable,
     find_shapes,
 )
-from shardtrain.functional.jaxprs import CALLED, find_line, list_equations, scan_counts
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import BITS
 from shardtrain.functional.row_positions import DATA, ROWS, find_position, follow_positions
 from shardtrain.functional.traced_loss import trace_loss
+from shardtrain.jaxpr.equations import CALLED, find_line, list_equations, scan_counts
 
 OTHER_GENERATORS = ("rng_bit_generator", "rng_uniform", "threefry2x32")
 """Operations that draw without a key of the step."""

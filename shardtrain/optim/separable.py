@@ -13,8 +13,8 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardtrain import axes
-from shardtrain.functional.jaxprs import dependencies
 from shardtrain.functional.model import Tree
+from shardtrain.jaxpr.equations import dependencies
 from shardtrain.optim.optimizer_state import make_storable
 from shardtrain.sharding.array_dims import is_dims
 from shardtrain.system.xla_flags import quick_options

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from shardtrain.pipeline.program import Program, Signature, get_aval
+from shardtrain.jaxpr.segments import Program, Signature, get_aval
 
 
 @dataclass(frozen=True, kw_only=True)

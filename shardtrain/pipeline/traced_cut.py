@@ -18,11 +18,11 @@ from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model, Tree, group_by_path, path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_loss import ONE
+from shardtrain.jaxpr.segments import PartProgram, Program, get_aval
 from shardtrain.pipeline.boundaries import Boundaries, Boundary
 from shardtrain.pipeline.costs import STATE
 from shardtrain.pipeline.flow import Flow, Value
 from shardtrain.pipeline.partition import Costs
-from shardtrain.pipeline.program import PartProgram, Program, get_aval
 from shardtrain.pipeline.stacking import Partition
 
 MOST_PROBLEMS = 6

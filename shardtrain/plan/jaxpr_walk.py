@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardtrain import axes
-from shardtrain.functional.jaxprs import scan_counts
+from shardtrain.jaxpr.equations import scan_counts
 from shardtrain.plan.device_calls import NAME, AttentionCall
 from shardtrain.plan.fusion import ALIASES, MATERIAL, Operation, UnfusedProgram, fuse
 from shardtrain.plan.named_dims import CUMULATIVE, Operands, find_names, merge_names

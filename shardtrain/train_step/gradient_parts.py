@@ -1,7 +1,7 @@
 """Run the program of an island's gradients in parts, the last layers first, so that transfers start earlier.
 
-The traced program is cut, so any model works. Next: `functional/program_parts.py`,
-`functional/scan_pieces.py`.
+The traced program is cut, so any model works. Next: `jaxpr/program_parts.py`,
+`jaxpr/scan_pieces.py`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,9 +12,9 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
 from shardtrain.functional.loss import Batch
-from shardtrain.functional.program_parts import ProgramPart, cut_program, estimate_ready_costs
-from shardtrain.functional.scan_pieces import Pieces, PiecewiseProgram
 from shardtrain.functional.sums import Sums
+from shardtrain.jaxpr.program_parts import ProgramPart, cut_program, estimate_ready_costs
+from shardtrain.jaxpr.scan_pieces import Pieces, PiecewiseProgram
 from shardtrain.system.xla_flags import step_options
 from shardtrain.train_step.gradient_pieces import PiecePlan
 

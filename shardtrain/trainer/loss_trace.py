@@ -16,11 +16,11 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 from shardtrain.errors.user_code import FOLDER, UserCodeFailed, calling_line
-from shardtrain.functional.jaxprs import TracedEquation, dependencies, list_equations
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_loss import trace_loss
+from shardtrain.jaxpr.equations import TracedEquation, dependencies, list_equations
 from shardtrain.trainer.row_coupling import NORMALIZATION, coupling_text, find_couplings
 from shardtrain.trainer.row_sums import PARTS, ROWS, compute_row_difference
 

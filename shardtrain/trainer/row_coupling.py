@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardtrain.errors.user_code import FOLDER, is_users
-from shardtrain.functional.jaxprs import CALLED, TracedEquation
+from shardtrain.jaxpr.equations import CALLED, TracedEquation
 
 REDUCING = ("reduce_", "arg", "dot_general")
 EXTREMES = {"reduce_max": "largest", "reduce_min": "smallest", "reduce_prod": "product"}

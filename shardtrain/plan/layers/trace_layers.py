@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from shardtrain.functional.jaxprs import scan_counts
 from shardtrain.functional.model import path_text
 from shardtrain.functional.rng import new_key
+from shardtrain.jaxpr.equations import scan_counts
 from shardtrain.plan.fusion import ALIASES
 from shardtrain.plan.jaxpr_walk import find_inner
 from shardtrain.plan.layers.layer_graph import (

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from shardtrain.functional.jaxpr_split import bind
+from shardtrain.jaxpr.split import bind
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 """Primitive that only calls a program -> the name of its parameter that is the program."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from shardtrain.functional.jaxpr_split import Split
+from shardtrain.jaxpr.split import Split
 
 
 @dataclass(frozen=True, eq=False)

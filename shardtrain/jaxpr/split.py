@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jax import lax
 from jax.extend.core import Literal
 
-from shardtrain.functional.jaxprs import INLINED, scan_counts
+from shardtrain.jaxpr.equations import INLINED, scan_counts
 
 REPEATED = ("broadcast_in_dim", "convert_element_type", "iota")
 """Primitives that both programs apply if their result is larger than their inputs."""

@@ -16,9 +16,9 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import NamedSharding
 
-from shardtrain.functional.jaxpr_split import bind
-from shardtrain.functional.jaxprs import INLINED, scan_counts
-from shardtrain.functional.program_parts import equation_cost, program_cost
+from shardtrain.jaxpr.equations import INLINED, scan_counts
+from shardtrain.jaxpr.program_parts import equation_cost, program_cost
+from shardtrain.jaxpr.split import bind
 
 CALLS = {name: parameter for name, parameter in INLINED.items() if name != "remat2"}
 """Primitives that call a program and have no other effect -> the parameter that holds it."""

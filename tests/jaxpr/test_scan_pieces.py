@@ -6,8 +6,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from shardtrain.functional.program_parts import cut_program, estimate_ready_costs, parts_by_cost
-from shardtrain.functional.scan_pieces import Pieces, PiecewiseProgram
+from shardtrain.jaxpr.program_parts import cut_program, estimate_ready_costs, parts_by_cost
+from shardtrain.jaxpr.scan_pieces import Pieces, PiecewiseProgram
 
 WEIGHTS, X = jnp.linspace(-1, 1, 5 * 4 * 4).reshape(5, 4, 4), jnp.linspace(0, 1, 64).reshape(16, 4)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal, Var, jaxprs_in_params
 
-from shardtrain.functional.jaxpr_split import REPEATED
+from shardtrain.jaxpr.split import REPEATED
 
 
 def equation_cost(equation: Any) -> float:
