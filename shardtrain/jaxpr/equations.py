@@ -1,21 +1,32 @@
-"""Read traced programs: equations and their source lines, operands of scans, dependencies, constraints."""
+"""Read the equations of traced programs: source lines, constants, the programs that they contain or run.
+
+Next: `forward.py`, which follows values through a program.
+"""
 
 import os
-from collections.abc import Iterable, Sequence
-from functools import reduce
-from operator import or_
-from typing import Any, NamedTuple
+from collections.abc import Container, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jax.sharding import PartitionSpec
 
 from shardtrain.errors.user_code import FOLDER, is_users
 
-CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
-"""Parameters of equations that hold the program which the equation calls."""
+T = TypeVar("T")
 
-INLINED = {"jit": "jaxpr", "remat2": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
-"""Primitives that call a program once -> the parameter that holds it."""
+CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "body_jaxpr")
+"""Parameters of an equation that hold the program that it runs on its last inputs."""
+
+OPAQUE = ("pallas_call", "reduce", "reduce_window")
+"""Primitives whose program is a kernel, or of single elements."""
+
+CALLS = ("jit", "pjit", "closed_call", "core_call")
+"""Primitives that only run a program, once."""
+
+REMATS = ("remat2", "checkpoint")
+"""Primitives whose program runs again in the backward pass."""
+
+CUSTOM_JVP = "custom_jvp_call"
+"""The primitive of a program with a derivative of its own."""
 
 
 class TracedEquation(NamedTuple):
@@ -66,21 +77,58 @@ def _collect_equations(jaxpr: Any, consts: Sequence[Any], outer: tuple[Any, ...]
         constants = [v.val for v in equation.invars if isinstance(v, Literal)]
         constants += [values[v] for v in variables if v in values]
         found.append(TracedEquation(equation, constants, outer))
-        for inner, inner_consts in _inner_programs(equation.params.values()):
-            found += _collect_equations(inner, inner_consts, (*outer, equation))
+        for inner in list_programs(equation):
+            found += _collect_equations(inner.jaxpr, inner.consts, (*outer, equation))
     return found
 
 
-def _inner_programs(parameters: Iterable[Any]) -> list[tuple[Any, Sequence[Any]]]:
-    """Return the programs among the parameters of an equation, each with its constants."""
-    found: list[tuple[Any, Sequence[Any]]] = []
-    for value in parameters:
+def list_programs(equation: Any) -> list[ClosedJaxpr]:
+    """List all programs among the parameters of an equation, also those that it may run, or runs backward."""
+    found = []
+    for value in equation.params.values():
         for each in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(each, ClosedJaxpr):
-                found.append((each.jaxpr, each.consts))
-            elif isinstance(each, Jaxpr):
-                found.append((each, ()))
+            if isinstance(each, ClosedJaxpr | Jaxpr):
+                found.append(_close(each))
     return found
+
+
+def _close(program: Any) -> ClosedJaxpr:
+    return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
+
+
+def find_call(equation: Any, primitives: Container[str] = CALLS) -> ClosedJaxpr | None:
+    """Return the program that an equation of one of some primitives runs; None for any other equation."""
+    if equation.primitive.name not in primitives:
+        return None
+    return _close(next(equation.params[key] for key in CALLED if key in equation.params))
+
+
+def find_runs(equation: Any, inputs: Sequence[T]) -> list[tuple[ClosedJaxpr, Sequence[T]]]:
+    """Return the programs that an equation runs, each with its inputs; a conditional may run each branch.
+
+    Args:
+      equation: any equation.
+      inputs: values for its inputs; a program takes the last ones.
+
+    >>> import jax
+    >>> branch = jax.make_jaxpr(lambda i, x: jax.lax.cond(i, jax.numpy.sin, jax.numpy.cos, x))(True, 1.0)
+    >>> [given for _, given in find_runs(branch.eqns[-1], ["i", "x"])]
+    [['x'], ['x']]
+    """
+    params = equation.params
+    if equation.primitive.name in OPAQUE:
+        return []
+    found = map(_close, params.get("branches") or [params[key] for key in CALLED if key in params][:1])
+    return [
+        (each, inputs[len(inputs) - len(each.jaxpr.invars) :])
+        for each in found
+        if len(each.jaxpr.invars) <= len(inputs) and len(each.jaxpr.outvars) == len(equation.outvars)
+    ]
+
+
+def find_largest_run(equation: Any, inputs: Sequence[T]) -> tuple[ClosedJaxpr, Sequence[T]] | None:
+    """Return the program of the most operations that an equation runs, with its inputs; None without one."""
+    return max(find_runs(equation, inputs), key=lambda run: len(run[0].eqns), default=None)
 
 
 def scan_counts(equation: Any) -> tuple[int, int]:
@@ -108,93 +156,3 @@ def scan_counts(equation: Any) -> tuple[int, int]:
 def _count_unstacked(of_scan: Sequence[Any], of_step: Sequence[Any]) -> int:
     """Count the arrays that a step reads or writes whole: a stacked one has one dim more than its rows."""
     return sum(outer.aval.ndim == inner.aval.ndim for outer, inner in zip(of_scan, of_step, strict=True))
-
-
-def dependencies(jaxpr: Any, inputs: Sequence[int]) -> list[int]:
-    """Return the groups of inputs that each output depends on, as bits, through loops and branches.
-
-    Args:
-      jaxpr: the program.
-      inputs: the groups of each of its inputs, as bits.
-
-    >>> import jax
-    >>> jaxpr = jax.make_jaxpr(lambda a, b: (a * 2, a + b))(1.0, 2.0).jaxpr
-    >>> dependencies(jaxpr, [0b01, 0b10])
-    [1, 3]
-    """
-    known: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(atom: Any) -> int:
-        return 0 if isinstance(atom, Literal) else known.get(atom, 0)
-
-    for equation in jaxpr.eqns:
-        found = _equation_dependencies(equation, [read(atom) for atom in equation.invars])
-        known.update(zip(equation.outvars, found, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _equation_dependencies(equation: Any, inputs: list[int]) -> list[int]:
-    name, params = equation.primitive.name, equation.params
-    if name == "cond":
-        branches = [dependencies(each.jaxpr, inputs[1:]) for each in params["branches"]]
-        return [reduce(or_, found, inputs[0]) for found in zip(*branches, strict=True)]
-    if name == "scan":
-        consts, carried = scan_counts(equation)
-        return _loop_dependencies(params["jaxpr"].jaxpr, inputs, consts, carried)
-    if name == "while":
-        of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
-        number = len(inputs) - of_condition - of_body
-        found = _loop_dependencies(params["body_jaxpr"].jaxpr, inputs[of_condition:], of_body, number)
-        (stops,) = dependencies(params["cond_jaxpr"].jaxpr, [*inputs[:of_condition], *found])
-        return [each | stops for each in found]
-    inner: Any = next((params[key] for key in CALLED if key in params), None)
-    jaxpr: Any = getattr(inner, "jaxpr", inner)
-    if jaxpr is None or len(jaxpr.invars) > len(inputs) or len(jaxpr.outvars) != len(equation.outvars):
-        return [reduce(or_, inputs, 0)] * len(equation.outvars)
-    return dependencies(jaxpr, inputs[len(inputs) - len(jaxpr.invars) :])
-
-
-def _loop_dependencies(body: Any, inputs: list[int], consts: int, carried: int) -> list[int]:
-    """Follow the body of a loop until its carried arrays depend on nothing more."""
-    given = list(inputs)
-    while True:
-        found = dependencies(body, given)
-        grown = [old | new for old, new in zip(given[consts : consts + carried], found, strict=False)]
-        if grown == given[consts : consts + carried]:
-            return [*grown, *found[carried:]]
-        given[consts : consts + carried] = grown
-
-
-def find_constrained_specs(program: Any) -> list[PartitionSpec | None]:
-    """Return the spec to which a program constrains each of its outputs; None without a constraint.
-
-    Args:
-      program: a jaxpr, without its constants.
-
-    >>> from functools import partial
-    >>> import jax
-    >>> with jax.set_mesh(jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))):
-    ...     of_seq = partial(jax.lax.with_sharding_constraint, shardings=PartitionSpec(None, "context"))
-    ...     program = jax.make_jaxpr(lambda x: (jax.jit(of_seq)(x), x))(jax.numpy.ones((2, 4)))
-    >>> [spec and tuple(spec) for spec in find_constrained_specs(program.jaxpr)]
-    [(None, 'context'), None]
-    """
-    return [_constrained_spec(program, variable) for variable in program.outvars]
-
-
-def _constrained_spec(program: Any, variable: Any) -> PartitionSpec | None:
-    made = ((each, i) for each in program.eqns for i, output in enumerate(each.outvars) if output is variable)
-    equation, number = next(made, (None, 0))
-    if equation is None:
-        return None
-    name = equation.primitive.name
-    if name == "sharding_constraint":
-        return equation.params["sharding"].spec
-    if name == "optimization_barrier":
-        return _constrained_spec(program, equation.invars[number])
-    # a loop returns what its last trip returns, as long as the output is not stacked
-    body = equation.params.get(INLINED.get(name, "jaxpr" if name == "scan" else ""))
-    inner: Any = getattr(body, "jaxpr", body)
-    if inner is None or inner.outvars[number].aval.shape != equation.outvars[number].aval.shape:
-        return None
-    return _constrained_spec(inner, inner.outvars[number])

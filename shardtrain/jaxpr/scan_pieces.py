@@ -1,7 +1,7 @@
 """Evaluate a program with its long scans in pieces, so that parts of their results are ready early.
 
 A backward pass through stacked layers is one reversed scan, whose gradients are all ready at its end. In
-pieces, the gradients of the last layers are ready first. Next: `program_parts.py`.
+pieces, the gradients of the last layers are ready first. Next: `cut.py`.
 """
 
 import math
@@ -13,15 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding
 
-from shardtrain.jaxpr.equations import INLINED, scan_counts
-from shardtrain.jaxpr.program_parts import equation_cost, program_cost
-from shardtrain.jaxpr.split import bind
-
-CALLS = {name: parameter for name, parameter in INLINED.items() if name != "remat2"}
-"""Primitives that call a program and have no other effect -> the parameter that holds it."""
+from shardtrain.jaxpr.cost import equation_cost, program_cost
+from shardtrain.jaxpr.equations import CALLS, CUSTOM_JVP, find_call, scan_counts
+from shardtrain.jaxpr.forward import bind, evaluate
 
 ROW_BY_ROW = frozenset(
     (
@@ -73,26 +70,13 @@ class PiecewiseProgram:
 
     def run(self, traced: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
         """Return the outputs of a program, each an array or `Pieces`."""
-        self._cost, self._is_in_microbatch = program_cost(traced.jaxpr), False
-        return self._run(traced.jaxpr, traced.consts, inputs)
-
-    def _run(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        values |= dict(zip(jaxpr.invars, inputs, strict=True))
-
-        def read(v: Any) -> Any:
-            return v.val if isinstance(v, Literal) else values[v]
-
-        for equation in jaxpr.eqns:
-            outputs = self._outputs(equation, [read(v) for v in equation.invars])
-            values |= dict(zip(equation.outvars, outputs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        self._cost, self._is_in_microbatch = program_cost(traced), False
+        return evaluate(traced, inputs, self._outputs)
 
     def _outputs(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
         name = equation.primitive.name
-        if name in CALLS:
-            called = equation.params[CALLS[name]]
-            return self._run(getattr(called, "jaxpr", called), getattr(called, "consts", ()), inputs)
+        if (called := find_call(equation, (*CALLS, CUSTOM_JVP))) is not None:
+            return evaluate(called, inputs, self._outputs)
         if any(isinstance(x, Pieces) for x in inputs):
             found = piece_by_piece(equation, inputs)
             if found is not None:
@@ -116,8 +100,8 @@ class PiecewiseProgram:
         if length > 1:
             first = [x[:-1] for x in rows]
             carry, stacks = _scan(equation, consts, carry, first, length - 1)
-        outside, self._cost, self._is_in_microbatch = self._cost, program_cost(body.jaxpr), True
-        found = self._run(body.jaxpr, body.consts, [*consts, *carry, *(x[-1] for x in rows)])
+        outside, self._cost, self._is_in_microbatch = self._cost, program_cost(body), True
+        found = evaluate(body, [*consts, *carry, *(x[-1] for x in rows)], self._outputs)
         self._cost, self._is_in_microbatch = outside, False
         rows = [(x.whole if isinstance(x, Pieces) else x)[None] for x in found[len(carry) :]]
         if stacks:
@@ -135,11 +119,9 @@ def _split_scan(equation: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[A
 def _scan(
     equation: Any, consts: list[Any], carry: list[Any], rows: list[Any], length: int
 ) -> tuple[list[Any], list[Any]]:
-    step = jaxpr_as_fun(equation.params["jaxpr"])
-
     def run(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
-        found = step(*consts, *carry, *row)
-        return list(found[: len(carry)]), list(found[len(carry) :])
+        found = evaluate(equation.params["jaxpr"], [*consts, *carry, *row])
+        return found[: len(carry)], found[len(carry) :]
 
     options = {name: equation.params[name] for name in ("reverse", "unroll")}
     with equation.ctx.manager:

@@ -1,84 +1,27 @@
 """Trace a model and its loss into a flat list of equations, and find the values that a cut would send.
 
 A value that depends on parameters and on the batch is sent from part to part; everything else (masks, random
-numbers, casts of weights) is recomputed in each part that reads it. Next: `traced_cut.py`.
+numbers, casts of weights) is recomputed in each part that reads it. Next: `pipeline/traced_cut.py`.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import accumulate
+from operator import or_
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from shardtrain.jaxpr.split import bind
+from shardtrain.jaxpr.cut import build_program, select_equations
+from shardtrain.jaxpr.equations import CALLS, REMATS, find_call, list_programs
+from shardtrain.jaxpr.forward import inline
 
-CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-"""Primitive that only calls a program -> the name of its parameter that is the program."""
-
-REMATS = ("remat2", "checkpoint")
-"""Calls that are recomputed in the backward. They stay whole unless they read most of the parameters."""
-
-
-class Inliner:
-    """Evaluates a program with its calls replaced by the called programs.
-
-    Args:
-      sizes_bytes: the bytes of each weight; weights come first among the inputs.
-    """
-
-    def __init__(self, sizes_bytes: Sequence[int]) -> None:
-        self._sizes_bytes = sizes_bytes
-
-    def run(self, traced: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-        """Return the outputs of the program."""
-        numbers = range(len(self._sizes_bytes))
-        of_rest = [None] * (len(inputs) - len(numbers))
-        return self._run(traced, inputs, [*(frozenset([number]) for number in numbers), *of_rest])[0]
-
-    def _run(
-        self, traced: ClosedJaxpr, inputs: Sequence[Any], roots: Sequence[frozenset[int] | None]
-    ) -> tuple[list[Any], list[frozenset[int] | None]]:
-        """Return the outputs, and the weights that each depends on; None if it depends on the batch too."""
-        jaxpr = traced.jaxpr
-        values: dict[Any, Any] = dict(zip(jaxpr.constvars, traced.consts, strict=True))
-        values |= dict(zip(jaxpr.invars, inputs, strict=True))
-        made_of: dict[Any, frozenset[int] | None] = dict(zip(jaxpr.invars, roots, strict=True))
-
-        def read(v: Any) -> Any:
-            return v.val if isinstance(v, Literal) else values[v]
-
-        def weights(v: Any) -> frozenset[int] | None:
-            return frozenset() if isinstance(v, Literal) else made_of.get(v, frozenset())
-
-        for equation in jaxpr.eqns:
-            found = [weights(v) for v in equation.invars]
-            called = self._called(equation, frozenset().union(*(each for each in found if each)))
-            if called is not None:
-                outputs, sources = self._run(called, [read(v) for v in equation.invars], found)
-            else:
-                outputs = bind(equation, [read(v) for v in equation.invars])
-                alone = [each for each in found if each is not None]
-                joined = None if len(alone) < len(found) else frozenset[int]().union(*alone)
-                sources = [joined] * len(outputs)
-            values |= dict(zip(equation.outvars, outputs, strict=True))
-            made_of |= dict(zip(equation.outvars, sources, strict=True))
-        return [read(v) for v in jaxpr.outvars], [weights(v) for v in jaxpr.outvars]
-
-    def _called(self, equation: JaxprEqn, read: frozenset[int]) -> ClosedJaxpr | None:
-        """Return the program to evaluate in place of a call; None if the equation stays as it is."""
-        if len(read) < 2:
-            return None
-        name = equation.primitive.name
-        if name in CALLS:
-            return equation.params[CALLS[name]]
-        if name in REMATS and 2 * sum(self._sizes_bytes[n] for n in read) > sum(self._sizes_bytes):
-            return ClosedJaxpr(equation.params["jaxpr"], ())
-        return None
+WEIGHTS, BATCH = 1, 2
+"""Bits of the inputs that a value depends on; a key is neither."""
 
 
 class Signature(NamedTuple):
@@ -132,38 +75,35 @@ class Program:
         self.num_weights, self.num_states = len(weights), num_states
         traced, shapes = jax.make_jaxpr(function, return_shape=True)(list(weights), list(rest))
         self.result_structure = jax.tree.structure(shapes[1])
-        sizes_bytes = [x.size * x.dtype.itemsize for x in weights]
-        inline = Inliner(sizes_bytes)
-        # traced again with calls replaced by what they call
-        self._close = jax.make_jaxpr(lambda *inputs: inline.run(traced, inputs))(*weights, *rest)
-        self.jaxpr: Jaxpr = self._close.jaxpr
-        self.equations: Sequence[JaxprEqn] = self.jaxpr.eqns
-        self._find_dependences()
-
-    def _find_dependences(self) -> None:
-        """Find the values that are sent, and the weights that each equation reads, directly or indirectly."""
-        inputs = self.jaxpr.invars
+        self._sizes_bytes = [x.size * x.dtype.itemsize for x in weights]
+        inputs = traced.jaxpr.invars
         # value -> numbers of the weights that it depends on, if it does not depend on the batch
-        self._roots: dict[Var, frozenset[int]] = {
-            v: frozenset([number]) for number, v in enumerate(inputs[: self.num_weights])
-        }
-        of_batch = {v for v in inputs[self.num_weights :] if not _is_key(v)}
-        of_weights: set[Var] = set(inputs[: self.num_weights])
+        self._roots = {v: frozenset([number]) for number, v in enumerate(inputs[: self.num_weights])}
+        self._groups: dict[Any, int] = dict.fromkeys(inputs[: self.num_weights], WEIGHTS)
+        self._groups |= {v: 0 if _is_key(v) else BATCH for v in inputs[self.num_weights :]}
+        # of each equation, whether its values are sent, and the weights that it reads, directly or indirectly
         self.is_sent: list[bool] = []
         self.reads: list[frozenset[int]] = []
-        for equation in self.equations:
-            given = [v for v in equation.invars if isinstance(v, Var)]
-            outputs = equation.outvars
-            roots = frozenset[int]().union(*(self._roots.get(v, frozenset()) for v in given))
-            if any(v in of_batch for v in given):
-                of_batch.update(outputs)
-            if any(v in of_weights for v in given):
-                of_weights.update(outputs)
-            is_sent = bool(outputs) and outputs[0] in of_batch and outputs[0] in of_weights
-            self.is_sent.append(is_sent)
-            self.reads.append(roots)
-            if not is_sent:
-                self._roots.update(dict.fromkeys(outputs, roots))
+        self._closed = inline(traced, self._place)
+        self.jaxpr: Jaxpr = self._closed.jaxpr
+        self.equations: Sequence[JaxprEqn] = self.jaxpr.eqns
+
+    def _place(self, equation: JaxprEqn) -> ClosedJaxpr | None:
+        """Return the program to inline in place of a call; None if the equation stays, and note it."""
+        given = [v for v in equation.invars if isinstance(v, Var)]
+        roots = frozenset[int]().union(*(self._roots.get(v, ()) for v in given))
+        called = find_call(equation, (*CALLS, *REMATS)) if len(roots) > 1 else None
+        # what is computed again in the backward pass stays whole unless it reads most of the parameters
+        most = 2 * sum(self._sizes_bytes[n] for n in roots) > sum(self._sizes_bytes)
+        if called is not None and (most or equation.primitive.name in CALLS):
+            return called
+        groups = reduce(or_, (self._groups.get(v, 0) for v in given), 0)
+        self._groups.update(dict.fromkeys(equation.outvars, groups))
+        self.is_sent.append(bool(equation.outvars) and groups == WEIGHTS | BATCH)
+        self.reads.append(roots)
+        if not self.is_sent[-1]:
+            self._roots.update(dict.fromkeys(equation.outvars, roots))
+        return None
 
     @property
     def num_params(self) -> int:
@@ -181,24 +121,18 @@ class Program:
         return self.jaxpr.outvars[self.num_states :]
 
     @cached_property
-    def _is_needed(self) -> list[bool]:
-        """Whether the outputs of the program depend on each equation."""
-        needed = {v for v in self.jaxpr.outvars if isinstance(v, Var)}
-        found = []
-        for equation in reversed(self.equations):
-            is_needed = bool(equation.effects) or any(v in needed for v in equation.outvars)
-            if is_needed:
-                needed.update(v for v in equation.invars if isinstance(v, Var))
-            found.append(is_needed)
-        return found[::-1]
+    def _needed(self) -> Mapping[int, JaxprEqn]:
+        """The equations on which outputs or effects depend, by number."""
+        choose = lambda number, equation, is_needed: is_needed or bool(equation.effects)  # noqa: E731
+        return select_equations(self._closed, self.jaxpr.outvars, choose)[0]
 
     @cached_property
     def defined(self) -> dict[Var, int]:
         """The number of the equation that computes each value that may be sent."""
         return {
             v: number
-            for number, equation in enumerate(self.equations)
-            if self.is_sent[number] and self._is_needed[number]
+            for number, equation in self._needed.items()
+            if self.is_sent[number]
             for v in equation.outvars
         }
 
@@ -206,9 +140,8 @@ class Program:
     def last_use(self) -> dict[Var, int]:
         """The last equation that reads each of these values; the number of equations for a result."""
         found: dict[Var, int] = {}
-        for number, equation in enumerate(self.equations):
-            if self._is_needed[number]:
-                found.update({v: number for v in equation.invars if isinstance(v, Var) and v in self.defined})
+        for number, equation in self._needed.items():
+            found.update({v: number for v in equation.invars if isinstance(v, Var) and v in self.defined})
         ends = {v: len(self.equations) for v in self.results if isinstance(v, Var) and v in self.defined}
         return found | ends
 
@@ -241,7 +174,7 @@ class Program:
 
     def _working(self) -> Iterator[int]:
         """Yield the numbers of the needed equations that compute values to send."""
-        return (n for n in range(len(self.equations)) if self.is_sent[n] and self._is_needed[n])
+        return (number for number in self._needed if self.is_sent[number])
 
     @cached_property
     def num_bytes(self) -> list[int]:
@@ -268,32 +201,28 @@ class Program:
         is_last = end == len(self.equations)
         sent = tuple(v for v in self.crossing(end) if self.defined[v] >= begin) if not is_last else ()
         outputs = [*sent, *(self.new_states[state] for state in states), *(self.results if is_last else ())]
-        needed = {v for v in outputs if isinstance(v, Var)}
-        kept = []
-        # backwards: its own equations, and equations of values that each part recomputes
-        for number in reversed(range(len(self.equations))):
-            equation = self.equations[number]
+
+        # its own equations, and equations of values that each part recomputes
+        def choose(number: int, equation: JaxprEqn, is_needed: bool) -> bool:
             is_own = begin <= number < end
-            wanted = any(v in needed for v in equation.outvars) or (is_own and bool(equation.effects))
-            if wanted and (is_own or not self.is_sent[number]):
-                kept.append(equation)
-                needed.update(v for v in equation.invars if isinstance(v, Var))
+            return (is_needed and not self.is_sent[number]) or (
+                is_own and (is_needed or bool(equation.effects))
+            )
+
+        kept, needed = select_equations(self._closed, outputs, choose)
         inputs = self.jaxpr.invars
         weights = tuple(n for n, v in enumerate(inputs[: self.num_weights]) if v in needed)
         rest = tuple(n for n, v in enumerate(inputs[self.num_weights :]) if v in needed)
         received = tuple(v for v in self.crossing(begin) if v in needed)
-        jaxpr = self.jaxpr.replace(
-            invars=[
-                *(inputs[n] for n in weights),
-                *(inputs[self.num_weights + n] for n in rest),
-                *received,
-            ],
-            outvars=outputs,
-            eqns=kept[::-1],
-            effects=frozenset().union(*(equation.effects for equation in kept)),
-        )
-        closed = ClosedJaxpr(jaxpr, self._close.consts)
+        given = [*(inputs[n] for n in weights), *(inputs[self.num_weights + n] for n in rest), *received]
+        closed = build_program(self._closed, given, outputs, kept.values())
         return PartProgram(closed=closed, weights=weights, rest=rest, received=received, sent=sent)
+
+    @property
+    def large_operations(self) -> list[tuple[str, frozenset[int]]]:
+        """The operations that contain a program and read several weights: (primitive, weights)."""
+        both = zip(self.equations, self.reads, strict=True)
+        return [(e.primitive.name, read) for e, read in both if len(read) > 1 and list_programs(e)]
 
 
 def get_aval(v: Any) -> Any:

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import use_abstract_mesh
 
 from shardtrain.errors.messages import problems_error
@@ -18,6 +17,7 @@ from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model, Tree, group_by_path, path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_loss import ONE
+from shardtrain.jaxpr.forward import evaluate
 from shardtrain.jaxpr.segments import PartProgram, Program, get_aval
 from shardtrain.pipeline.boundaries import Boundaries, Boundary
 from shardtrain.pipeline.costs import STATE
@@ -119,13 +119,12 @@ class ModelTrace:
     def _large_operations(self) -> list[str]:
         """Return a problem for each operation that contains a program and reads several parameters."""
         found = []
-        for equation, read in zip(self._program.equations, self._program.reads, strict=True):
-            if len(read) > 1 and any(True for _ in jaxprs_in_params(equation.params)):
-                first, *_, last = (self._paths[weight] for weight in sorted(read))
-                found.append(
-                    f"one operation ({equation.primitive.name}) reads {len(read)} parameters, from {first} to"
-                    f" {last}; write it as several, or give the model `blocks` (docs/pipeline.md)"
-                )
+        for primitive, read in self._program.large_operations:
+            first, *_, last = (self._paths[weight] for weight in sorted(read))
+            found.append(
+                f"one operation ({primitive}) reads {len(read)} parameters, from {first} to"
+                f" {last}; write it as several, or give the model `blocks` (docs/pipeline.md)"
+            )
         return found
 
     def _cuts(self, stages: Partition) -> list[Boundary]:
@@ -175,11 +174,12 @@ class ModelTrace:
         }
         entering = dict(zip(program.crossing(positions[part]), activations, strict=True))
         rest = jax.tree.leaves((rng, dict(batch)))
-        outputs = jaxpr_as_fun(found.closed)(
+        given = [
             *(weights[self._paths[number]] for number in found.weights),
             *(rest[number] for number in found.rest),
             *(entering[v] for v in found.received),
-        )
+        ]
+        outputs = evaluate(found.closed, given)
         sent = len(found.sent)
         changed = dict(zip((self._states[state] for state in states), outputs[sent:], strict=False))
         new_state = jax.tree.map_with_path(lambda path, old: changed.get(path_text(path), old), model_state)
@@ -275,7 +275,8 @@ def _flops(part: PartProgram, known: dict[str, float]) -> float:
     text = str(part.closed.jaxpr)
     if text not in known:
         shapes = [_shape(get_aval(v)) for v in part.closed.jaxpr.invars]
-        found = jax.jit(jaxpr_as_fun(part.closed)).lower(*shapes).cost_analysis() or {}
+        run = jax.jit(lambda *inputs: evaluate(part.closed, inputs))
+        found = run.lower(*shapes).cost_analysis() or {}
         known[text] = float(found.get("flops", 0.0))
     return known[text]
 

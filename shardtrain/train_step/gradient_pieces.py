@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.sums import Sums
-from shardtrain.jaxpr.program_parts import estimate_ready_costs, parts_by_cost
+from shardtrain.jaxpr.cost import estimate_ready_costs, parts_by_cost
 from shardtrain.jaxpr.scan_pieces import Pieces, PiecewiseProgram
 
 Local = Callable[[Any, Batch, jax.Array], tuple[Sums, dict[str, jax.Array]]]

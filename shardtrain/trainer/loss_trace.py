@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import partial_eval
 
 from shardtrain.errors.user_code import FOLDER, UserCodeFailed, calling_line
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_loss import trace_loss
-from shardtrain.jaxpr.equations import TracedEquation, dependencies, list_equations
+from shardtrain.jaxpr.equations import TracedEquation, list_equations
+from shardtrain.jaxpr.forward import dependencies, prune
 from shardtrain.trainer.row_coupling import NORMALIZATION, coupling_text, find_couplings
 from shardtrain.trainer.row_sums import PARTS, ROWS, compute_row_difference
 
@@ -80,7 +80,7 @@ def check_trace(
         return LossFindings([], [])
     once = list_equations(first)
     warned = [
-        *_warn_unweighted(first.jaxpr, list(batch), metrics),
+        *_warn_unweighted(first, list(batch), metrics),
         *_row_constants(once, prime),
         *promoted,
     ]
@@ -204,7 +204,7 @@ def _difference_text(line: str) -> str:
     )
 
 
-def _warn_unweighted(jaxpr: Any, names: list[str], metrics: list[str]) -> list[str]:
+def _warn_unweighted(traced: Any, names: list[str], metrics: list[str]) -> list[str]:
     """Return a warning about sums and counts of a loss and its metrics that weights do not change."""
     if "weights" not in names:
         return []
@@ -212,8 +212,7 @@ def _warn_unweighted(jaxpr: Any, names: list[str], metrics: list[str]) -> list[s
 
     def read(output: int) -> list[bool]:
         """Return which arrays of the batch a result depends on."""
-        needed = [number == output for number in range(len(jaxpr.outvars))]
-        return partial_eval.dce_jaxpr(jaxpr, needed)[1][-arrays:]
+        return prune(traced, [number == output for number in range(len(traced.out_avals))])[1][-arrays:]
 
     of_loss = [name for output, name in enumerate(("sum", "count")) if not read(output)[place]]
     ignoring = [f"the {' or the '.join(of_loss)} of the loss"] * bool(of_loss)
