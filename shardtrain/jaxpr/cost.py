@@ -20,15 +20,15 @@ def count_flops(equation: Any) -> float:
     shapes = [v.aval.shape for v in equation.invars[:2]]
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        return 2 * size * math.prod(shapes[0][dim] for dim in contracted)
+        return 2.0 * size * math.prod(shapes[0][dim] for dim in contracted)
     if name == "ragged_dot_general":
         # each row is of one group
-        return 2 * math.prod(shapes[0]) * equation.outvars[0].aval.shape[-1]
+        return 2.0 * math.prod(shapes[0]) * equation.outvars[0].aval.shape[-1]
     if name == "conv_general_dilated":
         window = math.prod(shapes[1][dim] for dim in params["dimension_numbers"].rhs_spec[1:])
         # zeros between the elements of the input, in the gradient of a strided convolution, are no work
         return 2 * size * window / math.prod(params["lhs_dilation"])
-    return 0
+    return 0.0
 
 
 def equation_cost(equation: Any) -> float:

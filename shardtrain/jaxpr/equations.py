@@ -4,7 +4,7 @@ Next: `forward.py`, which follows values through a program.
 """
 
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
@@ -80,6 +80,24 @@ def _collect_equations(jaxpr: Any, consts: Sequence[Any], outer: tuple[Any, ...]
         for inner in list_programs(equation):
             found += _collect_equations(inner.jaxpr, inner.consts, (*outer, equation))
     return found
+
+
+def find_difference(
+    once: Sequence[TracedEquation],
+    again: Sequence[TracedEquation],
+    is_same: Callable[[TracedEquation, TracedEquation], bool] = lambda *_: True,
+) -> str:
+    """Return the line of the first equation at which two programs differ; "" if they are alike.
+
+    Args:
+      once, again: all equations of both programs, see `list_equations`.
+      is_same: whether two equations with the same operation are alike.
+    """
+    for one, two in zip(once, again, strict=False):
+        a, b = one.equation, two.equation
+        if a.primitive is not b.primitive or len(a.outvars) != len(b.outvars) or not is_same(one, two):
+            return two.line
+    return "" if len(once) == len(again) else max(once, again, key=len)[-1].line
 
 
 def list_programs(equation: Any) -> list[ClosedJaxpr]:

@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding
 
 from shardtrain.jaxpr.cost import equation_cost, program_cost
+from shardtrain.jaxpr.dims import find_moves
 from shardtrain.jaxpr.equations import CALLS, CUSTOM_JVP, find_call, scan_counts
 from shardtrain.jaxpr.forward import bind, evaluate
 
@@ -28,8 +29,8 @@ ROW_BY_ROW = frozenset(
 )
 """Elementwise primitives with one output."""
 
-REMOVED = {"squeeze": "dimensions", "reduce_sum": "axes"}
-"""Primitives that remove dims -> the parameter with these dims."""
+REARRANGING = ("transpose", "squeeze", "reduce_sum")
+"""Primitives that rearrange or remove dims."""
 
 
 @dataclass(frozen=True)
@@ -161,13 +162,8 @@ def piece_by_piece(equation: Any, inputs: Sequence[Any]) -> Pieces | None:
         return _reshape(pieces, shape, params["new_sizes"])
     if name == "broadcast_in_dim":
         return _broadcast(pieces, shape, params["shape"], params["broadcast_dimensions"])
-    if name == "transpose":
-        new = params["permutation"].index(dim)
-    elif name in REMOVED and dim not in params[REMOVED[name]]:
-        new = dim - sum(each < dim for each in params[REMOVED[name]])
-    else:
-        return None
-    return Pieces(new, tuple(bind(equation, [x])[0] for x in pieces.arrays))
+    new = find_moves(equation, 0).get(dim) if name in REARRANGING else None
+    return None if new is None else Pieces(new, tuple(bind(equation, [x])[0] for x in pieces.arrays))
 
 
 def _row_by_row(equation: Any, inputs: Sequence[Any], like: Pieces) -> Pieces | None:

@@ -19,7 +19,7 @@ from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_loss import trace_loss
-from shardtrain.jaxpr.equations import TracedEquation, list_equations
+from shardtrain.jaxpr.equations import TracedEquation, find_difference, list_equations
 from shardtrain.jaxpr.forward import dependencies, prune
 from shardtrain.trainer.row_coupling import NORMALIZATION, coupling_text, find_couplings
 from shardtrain.trainer.row_sums import PARTS, ROWS, compute_row_difference
@@ -87,7 +87,7 @@ def check_trace(
     if not promoted and num_parts > 1:
         warned += _couplings(model, loss, batch, first, prime, num_parts)
     warned += find_state_warnings(first, abstract[1], len(batch), num_parts, num_microbatches)
-    return LossFindings(_differences(once, list_equations(second)), warned)
+    return LossFindings(_find_differences(once, list_equations(second)), warned)
 
 
 def _couplings(
@@ -135,7 +135,7 @@ def _find_unexplained_difference(
     allowed = SEEN if all(map(_is_precise, programs)) else SEEN_IN_16_BITS
     ways = [] if in_library else [(True, f"the loss and its gradient of {ROWS} rows differ")]
     with suppress(UserCodeFailed, ValueError):  # it may not be for evaluation
-        if _differences(programs, list_equations(trace_loss(model, loss, batch, 2 * prime, False))):
+        if _find_differences(programs, list_equations(trace_loss(model, loss, batch, 2 * prime, False))):
             ways.append((False, f"the loss in evaluation of {ROWS} rows differs"))
     for train, what in ways:
         found = compute_row_difference(model, loss, batch, train=train, num_trials=2, most_flops=MOST_FLOPS)
@@ -179,13 +179,8 @@ def _row_constants(traced: list[TracedEquation], prime: int) -> list[str]:
     ]
 
 
-def _differences(once: list[TracedEquation], again: list[TracedEquation]) -> list[str]:
-    """Return a message about the first difference between two traces of one program."""
-    for one, two in zip(once, again, strict=False):
-        same = one.equation.primitive is two.equation.primitive and len(one.constants) == len(two.constants)
-        if not same or not all(map(_is_same, one.constants, two.constants)):
-            return [_difference_text(two.line)]
-    return [] if len(once) == len(again) else [_difference_text(max(once, again, key=len)[-1].line)]
+def _has_same_constants(one: TracedEquation, two: TracedEquation) -> bool:
+    return len(one.constants) == len(two.constants) and all(map(_is_same, one.constants, two.constants))
 
 
 def _is_same(one: Any, two: Any) -> bool:
@@ -196,12 +191,16 @@ def _is_same(one: Any, two: Any) -> bool:
     return np.array_equal(np.asarray(one), np.asarray(two), equal_nan=np.asarray(one).dtype.kind in "fc")
 
 
-def _difference_text(line: str) -> str:
-    return (
+def _find_differences(once: list[TracedEquation], again: list[TracedEquation]) -> list[str]:
+    """Return a message about the first difference between two traces of one program."""
+    line = find_difference(once, again, _has_same_constants)
+    if not line:
+        return []
+    return [
         f"{line} gives other numbers each time that it is traced, as numpy's or Python's random numbers and"
         " the time do; a step is traced once, so they would be constants that differ after a restart and"
         " between islands: draw with the key of the step, apply.key in the loss or self.rngs in the model"
-    )
+    ]
 
 
 def _warn_unweighted(traced: Any, names: list[str], metrics: list[str]) -> list[str]:
