@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, AxisType
 
 from shardtrain.axes import AXES
@@ -12,6 +11,7 @@ from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key, row_key
+from shardtrain.jaxpr.equations import ClosedJaxpr
 from shardtrain.jaxpr.forward import evaluate, prune
 
 ONE = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))

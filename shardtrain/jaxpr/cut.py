@@ -4,7 +4,7 @@ Each program computes what its outputs need and earlier programs did not compute
 Next: `scan_pieces.py` and `split_scans.py`, which let a cut fall inside a loop.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ REPEATED = ("broadcast_in_dim", "convert_element_type", "iota")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProgramPart:
-    """One of the consecutive programs.
+    """One of several programs that compute a whole program one after the other.
 
     Args:
       closed: its inputs are those of the whole program that `reads` lists, then `received`; its outputs are
@@ -57,18 +57,37 @@ def select_equations(
     return dict(reversed(found.items())), needed
 
 
-def build_program(
-    closed: ClosedJaxpr, inputs: Sequence[Var], outputs: Sequence[Any], equations: Iterable[Any]
-) -> ClosedJaxpr:
-    """Build a program of some equations of another one, with its constants."""
-    kept = list(equations)
-    jaxpr = closed.jaxpr.replace(
-        invars=list(inputs),
-        outvars=list(outputs),
+def build_part(
+    closed: ClosedJaxpr,
+    equations: Iterable[Any],
+    needed: Container[Any],
+    received: Sequence[Var],
+    returns: Sequence[int],
+    sent: Sequence[Var],
+) -> ProgramPart:
+    """Build a part of a program.
+
+    Args:
+      closed: the whole program, whose constants the part has too.
+      equations: the equations of the part.
+      needed: all values that they or the outputs read.
+      received, returns, sent: see `ProgramPart`.
+    """
+    whole, kept = closed.jaxpr, list(equations)
+    reads = tuple(n for n, v in enumerate(whole.invars) if v in needed)
+    jaxpr = whole.replace(
+        invars=[*(whole.invars[n] for n in reads), *received],
+        outvars=[*(whole.outvars[n] for n in returns), *sent],
         eqns=kept,
         effects=frozenset().union(*(each.effects for each in kept)),
     )
-    return ClosedJaxpr(jaxpr, closed.consts)
+    return ProgramPart(
+        closed=ClosedJaxpr(jaxpr, closed.consts),
+        reads=reads,
+        received=tuple(received),
+        returns=tuple(returns),
+        sent=tuple(sent),
+    )
 
 
 def cut_program(closed: ClosedJaxpr, part_of: Sequence[int], num_parts: int) -> list[ProgramPart]:
@@ -95,28 +114,15 @@ def cut_program(closed: ClosedJaxpr, part_of: Sequence[int], num_parts: int) -> 
         equations.append(found.values())
         needed.append(values)
     own = [{v for equation in each for v in equation.outvars} for each in equations]
-    reads = [tuple(n for n, v in enumerate(jaxpr.invars) if v in each) for each in needed]
     others = {*jaxpr.invars, *jaxpr.constvars}
     # what a part needs and does not make is an input, a constant, or made by an earlier one
-    received = [tuple(v for v in needed[p] if v not in own[p] and v not in others) for p in parts]
+    received = [[v for v in needed[p] if v not in own[p] and v not in others] for p in parts]
     maker = {v: part for part in reversed(parts) for v in own[part]}
     sent: list[dict[Var, None]] = [{} for _ in parts]
     for v in (v for each in received for v in each):
         sent[maker[v]][v] = None
     return [
-        ProgramPart(
-            closed=build_program(
-                closed,
-                [*(jaxpr.invars[n] for n in reads[part]), *received[part]],
-                [*(jaxpr.outvars[n] for n in returns[part]), *sent[part]],
-                equations[part],
-            ),
-            reads=reads[part],
-            received=received[part],
-            returns=returns[part],
-            sent=tuple(sent[part]),
-        )
-        for part in parts
+        build_part(closed, equations[p], needed[p], received[p], returns[p], list(sent[p])) for p in parts
     ]
 
 

@@ -6,7 +6,6 @@ numbers, casts of weights) is recomputed in each part that reads it. Next: `pipe
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import accumulate
 from operator import or_
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from shardtrain.jaxpr.cut import build_program, select_equations
+from shardtrain.jaxpr.cut import ProgramPart, build_part, select_equations
 from shardtrain.jaxpr.equations import CALLS, REMATS, find_call, list_programs
 from shardtrain.jaxpr.forward import inline
 
@@ -37,26 +36,6 @@ class Signature(NamedTuple):
     def num_bytes(self) -> int:
         """The bytes of one row."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PartProgram:
-    """The equations of one part.
-
-    Args:
-      closed: the program; its inputs are the weights, rest and received values below, its outputs are `sent`,
-        then the model state, then (in the last part) the results of the whole program.
-      weights: the numbers of the parameters and model states that it reads.
-      rest: the numbers of the other inputs (key and batch) that it reads.
-      received: the values that it reads among those that cross its beginning.
-      sent: the values that it computes among those that cross its end.
-    """
-
-    closed: ClosedJaxpr
-    weights: tuple[int, ...]
-    rest: tuple[int, ...]
-    received: tuple[Var, ...]
-    sent: tuple[Var, ...]
 
 
 class Program:
@@ -196,27 +175,27 @@ class Program:
             Signature(str(get_aval(v).dtype), get_aval(v).shape[1:]) for v in self.crossing(position)
         )
 
-    def part(self, begin: int, end: int, states: Sequence[int]) -> PartProgram:
-        """Return the part between two positions, which has some of the model states."""
+    def part(self, begin: int, end: int, states: Sequence[int]) -> ProgramPart:
+        """Return the part between two positions.
+
+        Args:
+          begin, end: the positions.
+          states: the numbers of the model states that it returns; the last part returns the results too.
+        """
         is_last = end == len(self.equations)
         sent = tuple(v for v in self.crossing(end) if self.defined[v] >= begin) if not is_last else ()
-        outputs = [*sent, *(self.new_states[state] for state in states), *(self.results if is_last else ())]
+        returns = [*states, *(range(self.num_states, len(self.jaxpr.outvars)) if is_last else ())]
 
         # its own equations, and equations of values that each part recomputes
         def choose(number: int, equation: JaxprEqn, is_needed: bool) -> bool:
-            is_own = begin <= number < end
-            return (is_needed and not self.is_sent[number]) or (
-                is_own and (is_needed or bool(equation.effects))
-            )
+            if begin <= number < end:
+                return is_needed or bool(equation.effects)
+            return is_needed and not self.is_sent[number]
 
+        outputs = [*(self.jaxpr.outvars[n] for n in returns), *sent]
         kept, needed = select_equations(self._closed, outputs, choose)
-        inputs = self.jaxpr.invars
-        weights = tuple(n for n, v in enumerate(inputs[: self.num_weights]) if v in needed)
-        rest = tuple(n for n, v in enumerate(inputs[self.num_weights :]) if v in needed)
-        received = tuple(v for v in self.crossing(begin) if v in needed)
-        given = [*(inputs[n] for n in weights), *(inputs[self.num_weights + n] for n in rest), *received]
-        closed = build_program(self._closed, given, outputs, kept.values())
-        return PartProgram(closed=closed, weights=weights, rest=rest, received=received, sent=sent)
+        received = [v for v in self.crossing(begin) if v in needed]
+        return build_part(self._closed, kept.values(), needed, received, returns, sent)
 
     @property
     def large_operations(self) -> list[tuple[str, frozenset[int]]]:

@@ -17,8 +17,9 @@ from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model, Tree, group_by_path, path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_loss import ONE
+from shardtrain.jaxpr.cut import ProgramPart
 from shardtrain.jaxpr.forward import evaluate
-from shardtrain.jaxpr.segments import PartProgram, Program, get_aval
+from shardtrain.jaxpr.segments import Program, get_aval
 from shardtrain.pipeline.boundaries import Boundaries, Boundary
 from shardtrain.pipeline.costs import STATE
 from shardtrain.pipeline.flow import Flow, Value
@@ -141,18 +142,19 @@ class ModelTrace:
         ends = [*(boundary.states for boundary in self._cuts(stages)), frozenset(range(len(self._states)))]
         return sorted(ends[part] - (ends[part - 1] if part else frozenset()))
 
-    def _part(self, program: Program, stages: Partition, part: int) -> PartProgram:
+    def _part(self, program: Program, stages: Partition, part: int) -> ProgramPart:
         begin, end = self._positions(program, stages)[part : part + 2]
         return program.part(begin, end, self._find_states(stages, part))
 
-    def _parts(self, program: Program, stages: Partition) -> list[PartProgram]:
+    def _parts(self, program: Program, stages: Partition) -> list[ProgramPart]:
         return [self._part(program, stages, part) for part in range(len(stages.counts))]
 
     def part_paths(self, stages: Partition, part: int) -> frozenset[str]:
         """Return the paths of the parameters and model state (`model_state/...`) that a part reads."""
         both = [self._part(program, stages, part) for program in (self._program, self._evaluation)]
         states = (f"{STATE}{self._states[state]}" for state in self._find_states(stages, part))
-        return frozenset([*(self._paths[number] for each in both for number in each.weights), *states])
+        read = (self._paths[n] for each in both for n in each.reads if n < len(self._paths))
+        return frozenset([*read, *states])
 
     def run_part(
         self,
@@ -169,24 +171,25 @@ class ModelTrace:
         program = self._traced(rng, batch, train)
         positions = self._positions(program, stages)
         found, states = self._part(program, stages, part), self._find_states(stages, part)
+        paths, returned = self._paths, len(found.returns)
         weights = group_by_path(params) | {
             f"{STATE}{path}": x for path, x in group_by_path(model_state).items()
         }
         entering = dict(zip(program.crossing(positions[part]), activations, strict=True))
         rest = jax.tree.leaves((rng, dict(batch)))
         given = [
-            *(weights[self._paths[number]] for number in found.weights),
-            *(rest[number] for number in found.rest),
+            *(weights[paths[n]] if n < len(paths) else rest[n - len(paths)] for n in found.reads),
             *(entering[v] for v in found.received),
         ]
         outputs = evaluate(found.closed, given)
-        sent = len(found.sent)
-        changed = dict(zip((self._states[state] for state in states), outputs[sent:], strict=False))
+        changed = dict(zip((self._states[state] for state in states), outputs, strict=False))
         new_state = jax.tree.map_with_path(lambda path, old: changed.get(path_text(path), old), model_state)
         if part < len(stages.counts) - 1:
-            values = entering | dict(zip(found.sent, outputs[:sent], strict=True))
+            values = entering | dict(zip(found.sent, outputs[returned:], strict=True))
             return [values[v] for v in program.crossing(positions[part + 1])], new_state
-        loss_sum, count, metrics = jax.tree.unflatten(program.result_structure, outputs[sent + len(states) :])
+        loss_sum, count, metrics = jax.tree.unflatten(
+            program.result_structure, outputs[len(states) : returned]
+        )
         return (loss_sum, (count, metrics)), new_state
 
     def flow(self, stages: Partition, microbatch: Mapping[str, Any]) -> Flow:
@@ -270,7 +273,7 @@ class ModelTrace:
         return Program(function, weights, num_states, [_shape(x) for x in rest])
 
 
-def _flops(part: PartProgram, known: dict[str, float]) -> float:
+def _flops(part: ProgramPart, known: dict[str, float]) -> float:
     """Return the flops of a part, counted once for parts of the same equations."""
     text = str(part.closed.jaxpr)
     if text not in known:

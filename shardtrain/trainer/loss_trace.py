@@ -20,7 +20,7 @@ from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_loss import trace_loss
 from shardtrain.jaxpr.equations import TracedEquation, find_difference, list_equations
-from shardtrain.jaxpr.forward import dependencies, prune
+from shardtrain.jaxpr.forward import dependencies
 from shardtrain.trainer.row_coupling import NORMALIZATION, coupling_text, find_couplings
 from shardtrain.trainer.row_sums import PARTS, ROWS, compute_row_difference
 
@@ -207,18 +207,14 @@ def _warn_unweighted(traced: Any, names: list[str], metrics: list[str]) -> list[
     """Return a warning about sums and counts of a loss and its metrics that weights do not change."""
     if "weights" not in names:
         return []
-    arrays, place = len(names), sorted(names).index("weights")
-
-    def read(output: int) -> list[bool]:
-        """Return which arrays of the batch a result depends on."""
-        return prune(traced, [number == output for number in range(len(traced.out_avals))])[1][-arrays:]
-
-    of_loss = [name for output, name in enumerate(("sum", "count")) if not read(output)[place]]
+    # whether each result depends on the weights, and on any array of the batch
+    groups = [2 if name == "weights" else 1 for name in sorted(names)]
+    read = dependencies(traced, [0] * (len(traced.in_avals) - len(names)) + groups)
+    of_loss = [name for name, found in zip(("sum", "count"), read, strict=False) if not found & 2]
     ignoring = [f"the {' or the '.join(of_loss)} of the loss"] * bool(of_loss)
     for number, name in enumerate(metrics, 1):
-        of_sum, of_count = read(2 * number), read(2 * number + 1)
         # a number that does not depend on rows, such as a rate, has no weights
-        if any(of_sum) and not (of_sum[place] or of_count[place]):
+        if read[2 * number] and not (read[2 * number] | read[2 * number + 1]) & 2:
             ignoring.append(f"the metric {name}")
     if not ignoring:
         return []
@@ -284,8 +280,8 @@ def find_state_warnings(
     before = jaxpr.invars[-num_arrays - len(paths) : -num_arrays]
     # documented for batch norms and routers
     known = ("router_bias", *(("mean", "var") if _has_batch_norm(traced) else ()))
-    groups = [int(number >= len(jaxpr.invars) - num_arrays) for number in range(len(jaxpr.invars))]
-    read_rows = dependencies(jaxpr, groups)[-len(paths) :]
+    others = len(jaxpr.invars) - num_arrays
+    read_rows = dependencies(jaxpr, [0] * others + [1] * num_arrays)[-len(paths) :]
     names = [
         path
         for path, old, new, reads_rows in zip(
