@@ -171,6 +171,13 @@ def scan_counts(equation: Any) -> tuple[int, int]:
     return _count_unstacked(equation.invars, body.invars) - num_carried, num_carried
 
 
+def split_operands(equation: Any, inputs: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
+    """Split values for the inputs of a scan into those of constants, carried arrays and stacked arrays."""
+    num_consts, num_carried = scan_counts(equation)
+    num_whole = num_consts + num_carried
+    return inputs[:num_consts], inputs[num_consts:num_whole], inputs[num_whole:]
+
+
 def _count_unstacked(of_scan: Sequence[Any], of_step: Sequence[Any]) -> int:
     """Count the arrays that a step reads or writes whole: a stacked one has one dim more than its rows."""
     return sum(outer.aval.ndim == inner.aval.ndim for outer, inner in zip(of_scan, of_step, strict=True))

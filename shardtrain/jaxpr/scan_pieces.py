@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from shardtrain.jaxpr.cost import equation_cost, program_cost
 from shardtrain.jaxpr.dims import find_moves
-from shardtrain.jaxpr.equations import CALLS, CUSTOM_JVP, find_call, scan_counts
+from shardtrain.jaxpr.equations import CALLS, CUSTOM_JVP, find_call, split_operands
 from shardtrain.jaxpr.forward import bind, evaluate
 
 ROW_BY_ROW = frozenset(
@@ -96,7 +96,7 @@ class PiecewiseProgram:
     def _split_last_step(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
         """Return the outputs of a scan whose last step is evaluated as a part of the program."""
         body, length = equation.params["jaxpr"], equation.params["length"]
-        consts, carry, rows = _split_scan(equation, inputs)
+        consts, carry, rows = split_operands(equation, inputs)
         stacks: list[Any] = []
         if length > 1:
             first = [x[:-1] for x in rows]
@@ -110,15 +110,8 @@ class PiecewiseProgram:
         return [*found[: len(carry)], *rows]
 
 
-def _split_scan(equation: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Split the inputs of a scan into constants, carried arrays and stacked arrays."""
-    num_consts, num_carried = scan_counts(equation)
-    num_whole = num_consts + num_carried
-    return list(inputs[:num_consts]), list(inputs[num_consts:num_whole]), list(inputs[num_whole:])
-
-
 def _scan(
-    equation: Any, consts: list[Any], carry: list[Any], rows: list[Any], length: int
+    equation: Any, consts: Sequence[Any], carry: Sequence[Any], rows: Sequence[Any], length: int
 ) -> tuple[list[Any], list[Any]]:
     def run(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
         found = evaluate(equation.params["jaxpr"], [*consts, *carry, *row])
@@ -132,7 +125,7 @@ def _scan(
 def _run_in_pieces(equation: Any, inputs: list[Any], num_pieces: int) -> list[Any]:
     """Run a reversed scan as several scans, each of which continues the one before."""
     length = equation.params["length"]
-    consts, carry, rows = _split_scan(equation, inputs)
+    consts, carry, rows = split_operands(equation, inputs)
     starts = [length * i // num_pieces for i in range(num_pieces + 1)]
     found: list[list[Any]] = []
     # the last rows come first

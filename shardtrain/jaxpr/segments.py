@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from shardtrain.jaxpr.cut import ProgramPart, build_part, select_equations
 from shardtrain.jaxpr.equations import CALLS, REMATS, find_call, list_programs
@@ -65,9 +65,9 @@ class Program:
         self.reads: list[frozenset[int]] = []
         self._closed = inline(traced, self._place)
         self.jaxpr: Jaxpr = self._closed.jaxpr
-        self.equations: Sequence[JaxprEqn] = self.jaxpr.eqns
+        self.equations: Sequence[Any] = self.jaxpr.eqns
 
-    def _place(self, equation: JaxprEqn) -> ClosedJaxpr | None:
+    def _place(self, equation: Any) -> ClosedJaxpr | None:
         """Return the program to inline in place of a call; None if the equation stays, and note it."""
         given = [v for v in equation.invars if isinstance(v, Var)]
         roots = frozenset[int]().union(*(self._roots.get(v, ()) for v in given))
@@ -100,13 +100,13 @@ class Program:
         return self.jaxpr.outvars[self.num_states :]
 
     @cached_property
-    def _needed(self) -> Mapping[int, JaxprEqn]:
+    def _needed(self) -> Mapping[int, Any]:
         """The equations on which outputs or effects depend, by number."""
         choose = lambda number, equation, is_needed: is_needed or bool(equation.effects)  # noqa: E731
         return select_equations(self._closed, self.jaxpr.outvars, choose)[0]
 
     @cached_property
-    def defined(self) -> dict[Var, int]:
+    def defined(self) -> dict[Any, int]:
         """The number of the equation that computes each value that may be sent."""
         return {
             v: number
@@ -116,9 +116,9 @@ class Program:
         }
 
     @cached_property
-    def last_use(self) -> dict[Var, int]:
+    def last_use(self) -> dict[Any, int]:
         """The last equation that reads each of these values; the number of equations for a result."""
-        found: dict[Var, int] = {}
+        found: dict[Any, int] = {}
         for number, equation in self._needed.items():
             found.update({v: number for v in equation.invars if isinstance(v, Var) and v in self.defined})
         ends = {v: len(self.equations) for v in self.results if isinstance(v, Var) and v in self.defined}
@@ -160,20 +160,18 @@ class Program:
         """The bytes that would be sent at each position: before each equation, and after the last one."""
         steps = [0] * (len(self.equations) + 2)
         for v, end in self.last_use.items():
-            num_bytes = get_aval(v).size * get_aval(v).dtype.itemsize
+            num_bytes = v.aval.size * v.aval.dtype.itemsize
             steps[self.defined[v] + 1] += num_bytes
             steps[min(end, len(self.equations)) + 1] -= num_bytes
         return list(accumulate(steps))[: len(self.equations) + 1]
 
-    def crossing(self, position: int) -> list[Var]:
+    def crossing(self, position: int) -> list[Any]:
         """Return the values that are computed before a position and read after it, in order."""
         return [v for v, number in self.defined.items() if number < position <= self.last_use.get(v, -1)]
 
     def signature(self, position: int) -> tuple[Signature, ...]:
         """Return the dtypes and shapes of the values that cross a position."""
-        return tuple(
-            Signature(str(get_aval(v).dtype), get_aval(v).shape[1:]) for v in self.crossing(position)
-        )
+        return tuple(Signature(str(v.aval.dtype), v.aval.shape[1:]) for v in self.crossing(position))
 
     def part(self, begin: int, end: int, states: Sequence[int]) -> ProgramPart:
         """Return the part between two positions.
@@ -187,7 +185,7 @@ class Program:
         returns = [*states, *(range(self.num_states, len(self.jaxpr.outvars)) if is_last else ())]
 
         # its own equations, and equations of values that each part recomputes
-        def choose(number: int, equation: JaxprEqn, is_needed: bool) -> bool:
+        def choose(number: int, equation: Any, is_needed: bool) -> bool:
             if begin <= number < end:
                 return is_needed or bool(equation.effects)
             return is_needed and not self.is_sent[number]
@@ -204,10 +202,5 @@ class Program:
         return [(e.primitive.name, read) for e, read in both if len(read) > 1 and list_programs(e)]
 
 
-def get_aval(v: Any) -> Any:
-    """Return the shape and dtype of a value of a program."""
-    return v.aval
-
-
-def _is_key(v: Var) -> bool:
-    return jnp.issubdtype(get_aval(v).dtype, jax.dtypes.prng_key)
+def _is_key(v: Any) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)

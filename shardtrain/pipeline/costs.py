@@ -212,16 +212,16 @@ class ChainTrace:
         # stacked blocks are equal: count one for all
         blocks, activations = [], self.entering
         for block in range(1 if self.chain.stacked else self.chain.num_blocks):
-            flops, activations = _flops(partial(self.run, block), self.block(block), activations)
+            flops, activations = count_flops(partial(self.run, block), self.block(block), activations)
             blocks.append(flops)
         return Costs(
             blocks=blocks * self.chain.num_blocks if self.chain.stacked else blocks,
-            first=_flops(self.first, self.params, self.batch)[0],
-            last=_flops(self.last, self.params, self.leaving, self.batch)[0],
+            first=count_flops(self.first, self.params, self.batch)[0],
+            last=count_flops(self.last, self.params, self.leaving, self.batch)[0],
         )
 
 
-def _flops(function: Any, *shapes: Any) -> tuple[float, Any]:
+def count_flops(function: Any, *shapes: Any) -> tuple[float, Any]:
     """Return the flops of a function, and the shapes that it returns."""
     lowered = jax.jit(function).lower(*shapes)
     return float((lowered.cost_analysis() or {}).get("flops", 0.0)), lowered.out_info

@@ -19,9 +19,9 @@ from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_loss import ONE
 from shardtrain.jaxpr.cut import ProgramPart
 from shardtrain.jaxpr.forward import evaluate
-from shardtrain.jaxpr.segments import Program, get_aval
+from shardtrain.jaxpr.segments import Program
 from shardtrain.pipeline.boundaries import Boundaries, Boundary
-from shardtrain.pipeline.costs import STATE
+from shardtrain.pipeline.costs import STATE, count_flops
 from shardtrain.pipeline.flow import Flow, Value
 from shardtrain.pipeline.partition import Costs
 from shardtrain.pipeline.stacking import Partition
@@ -80,7 +80,7 @@ class ModelTrace:
     @property
     def losses(self) -> Any:
         """Shapes of what the loss returns: (sum, count, metrics)."""
-        shapes = [_shape(get_aval(v)) for v in self._program.results]
+        shapes = [_shape(v.aval) for v in self._program.results]
         return jax.tree.unflatten(self._program.result_structure, shapes)
 
     def own_params(self) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class ModelTrace:
         values = {
             v: Value(part, crossing[part + 1].index(v)) for part, each in enumerate(parts) for v in each.sent
         }
-        shapes = {value: _shape(get_aval(v)) for v, value in values.items()}
+        shapes = {value: _shape(v.aval) for v, value in values.items()}
         reads = tuple(tuple(dict.fromkeys(values[v] for v in each.received)) for each in parts)
         read = sorted({value for each in reads for value in each})
         return Flow(
@@ -277,10 +277,8 @@ def _flops(part: ProgramPart, known: dict[str, float]) -> float:
     """Return the flops of a part, counted once for parts of the same equations."""
     text = str(part.closed.jaxpr)
     if text not in known:
-        shapes = [_shape(get_aval(v)) for v in part.closed.jaxpr.invars]
-        run = jax.jit(lambda *inputs: evaluate(part.closed, inputs))
-        found = run.lower(*shapes).cost_analysis() or {}
-        known[text] = float(found.get("flops", 0.0))
+        shapes = [_shape(v.aval) for v in part.closed.jaxpr.invars]
+        known[text] = count_flops(lambda *inputs: evaluate(part.closed, inputs), *shapes)[0]
     return known[text]
 
 

@@ -14,7 +14,7 @@ import jax
 from shardtrain.functional.model import path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.jaxpr.cost import count_flops
-from shardtrain.jaxpr.equations import find_largest_run, scan_counts
+from shardtrain.jaxpr.equations import find_largest_run, split_operands
 from shardtrain.jaxpr.forward import forward
 from shardtrain.plan.fusion import ALIASES
 from shardtrain.plan.layers.layer_graph import (
@@ -118,13 +118,12 @@ class _Walk:
     def _scan(self, equation: Any, reads: list[Value]) -> list[Value]:
         """Add each block of a loop over stacked parameters, or the body of any other loop once."""
         jaxpr, length = equation.params["jaxpr"], equation.params["length"]
-        consts, carried = scan_counts(equation)
-        fixed, carry, stacked = reads[:consts], reads[consts : consts + carried], reads[consts + carried :]
+        fixed, carry, stacked = split_operands(equation, reads)
         outputs: list[Value] = []
         if any(each.path is not None for each in stacked):
             for i in range(length):
                 outputs = self.run(jaxpr, [*fixed, *carry, *(_take_row(each, str(i)) for each in stacked)])
-                carry = outputs[:carried]
+                carry = outputs[: len(carry)]
             return outputs
         self.trips *= length
         outputs = self.run(jaxpr, [*fixed, *carry, *(_take_row(each) for each in stacked)])
