@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from package_source import package_files
 
 import shardtrain as st
 
@@ -134,6 +135,20 @@ def test_values_are_imported_without_jax():
         [sys.executable, "-W", "error", "-c", code], capture_output=True, check=True, text=True
     )
     assert result.stdout == "[]\n"
+
+
+def test_programs_of_jax_are_read_in_one_package():
+    """Elsewhere a closed program is a value that is passed on, and none goes through its equations."""
+    found = set()
+    for path, source in package_files():
+        for node in ast.walk(ast.parse(source)):
+            names = [getattr(node, "module", None) or "", getattr(node, "attr", "")]
+            names += [each.name for each in getattr(node, "names", ()) if isinstance(each, ast.alias)]
+            if {"jax.extend.core", "jax.interpreters", "eqns", "jaxpr_as_fun"} & set(names):
+                found.add(path)
+    others = {path for path in found if not path.startswith("shardtrain/jaxpr/")}
+    # they make primitives of their own
+    assert others == {"models/kernel_product.py", "shardtrain/plan/device_calls.py"}
 
 
 @pytest.mark.parametrize("package", ["shardtrain", "shardtrain.data"])

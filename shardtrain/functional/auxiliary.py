@@ -11,12 +11,11 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.interpreters import partial_eval
 
 from shardtrain.functional.loss import Apply, Batch, Loss, find_evaluation_loss
 from shardtrain.functional.loss_checks import check_result
 from shardtrain.functional.model_calls import ModelCall
+from shardtrain.jaxpr.forward import evaluate, prune
 
 AUXILIARY = "auxiliary"
 """The argument of a module that requests its own losses."""
@@ -125,11 +124,11 @@ def _count_rows(loss: Loss, outputs: Sequence[Any], batch: Batch, rows: int, tot
 
     # the operations of the loss that the derivative of its count depends on, and no others
     traced = jax.make_jaxpr(lambda x, dx: jax.jvp(count, (x,), (dx,))[1])(weights, weights)
-    needed, (reads_weights, has_derivative) = partial_eval.dce_jaxpr(traced.jaxpr, [True])
+    needed, (reads_weights, has_derivative) = prune(traced, [True])
     if not has_derivative:
         present = (weights != 0).reshape(rows, -1).sum(1, dtype=jnp.float32)
         return present * total / jnp.maximum(present.sum(), 1)
-    change = partial(jaxpr_as_fun(ClosedJaxpr(needed, traced.consts)), *[weights] * reads_weights)
     # a derivative of custom rules, as losses in chunks have, can be transposed, and has no derivative
-    (derivative,) = jax.linear_transpose(lambda dx: change(dx)[0], weights)(jnp.float32(1))
+    change = lambda dx: evaluate(needed, [*[weights] * reads_weights, dx])[0]  # noqa: E731
+    (derivative,) = jax.linear_transpose(change, weights)(jnp.float32(1))
     return (weights * derivative).reshape(rows, -1).sum(1)

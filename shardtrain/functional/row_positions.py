@@ -5,8 +5,10 @@ Reshaping does not change `inner`. Next: `row_draws.py`.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from shardtrain.jaxpr.dims import Moves, find_mixed, find_moves
 
 DATA = None
 """The draw of known positions."""
@@ -68,10 +70,6 @@ def find_position(shapes: Shapes) -> Position | None:
     return Position(DATA, (math.prod(shapes.few[dim + 1 :]),))
 
 
-Moves = Mapping[int, int]
-"""Dim of an input -> the same dim of the output; dims that are reduced are left out."""
-
-
 def follow_positions(equation: Any, output: int, positions: Sequence[Position | None]) -> list[Position]:
     """Return the positions of rows in an output of an operation, one for each input with rows.
 
@@ -89,7 +87,8 @@ def follow_positions(equation: Any, output: int, positions: Sequence[Position | 
         if equation.primitive.name == "reshape":
             found.append(position)
             continue
-        moves = _find_moves(equation, number, before, shape)
+        mixed = find_mixed(equation)
+        moves = {d: to for d, to in find_moves(equation, number, output).items() if d not in mixed}
         inner = tuple(_move_position(each, before, shape, moves) for each in position.inner)
         if any(each > 0 for each in inner):
             found.append(position._replace(inner=inner))
@@ -112,83 +111,3 @@ def _move_position(inner: int, before: tuple[int, ...], after: tuple[int, ...], 
             return inner // behind * math.prod(after[to + 1 :])
         behind *= size
     return -1
-
-
-def _find_moves(equation: Any, number: int, before: Sequence[int], after: Sequence[int]) -> Moves:
-    name = equation.primitive.name
-    if name.startswith(("reduce_", "arg")) and "axes" in equation.params:
-        gone = set(equation.params["axes"])
-        return {dim: to for to, dim in enumerate(dim for dim in range(len(before)) if dim not in gone)}
-    if name in MOVES:
-        return MOVES[name](equation, number)
-    # elementwise, and along other dims than that of rows
-    return {dim: dim for dim in range(len(before))} if len(before) == len(after) else {}
-
-
-def _squeeze(equation: Any, number: int) -> Moves:
-    ndim = equation.invars[0].aval.ndim
-    gone = {dim % ndim for dim in equation.params["dimensions"]}
-    return {dim: to for to, dim in enumerate(dim for dim in range(ndim) if dim not in gone)}
-
-
-def _dot(equation: Any, number: int) -> Moves:
-    contracted, batch = equation.params["dimension_numbers"]
-    free = [
-        [dim for dim in range(equation.invars[i].aval.ndim) if dim not in (*contracted[i], *batch[i])]
-        for i in range(2)
-    ]
-    begin = len(batch[0]) + (len(free[0]) if number else 0)
-    return {dim: to for to, dim in enumerate(batch[number])} | {
-        dim: begin + to for to, dim in enumerate(free[number])
-    }
-
-
-def _convolution(equation: Any, number: int) -> Moves:
-    numbers = equation.params["dimension_numbers"]
-    return {numbers.lhs_spec[0]: numbers.out_spec[0]} if number == 0 else {}
-
-
-def _gather(equation: Any, number: int) -> Moves:
-    numbers = equation.params["dimension_numbers"]
-    others = [i for i in range(equation.outvars[0].aval.ndim) if i not in numbers.offset_dims]
-    if number == 1:
-        return dict(enumerate(others))
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    kept = [dim for dim in range(equation.invars[0].aval.ndim) if dim not in gone]
-    at = dict(zip(kept, numbers.offset_dims, strict=True))
-    batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    return at | {dim: others[index] for dim, index in batching}
-
-
-def _all_but(*names: str) -> Callable[[Any, int], Moves]:
-    """Return moves that keep every dim except those that the operation permutes."""
-
-    def moves(equation: Any, number: int) -> Moves:
-        found = {dim: dim for dim in range(equation.invars[number].aval.ndim)}
-        for name in names:
-            value = equation.params[name]
-            for dim in value if isinstance(value, tuple) else (value,):
-                found.pop(dim, None)
-        return found
-
-    return moves
-
-
-_OPAQUE = (
-    *("custom_linear_solve", "ffi_call", "pallas_call", "ragged_dot_general", "scatter", "scatter-add"),
-)
-"""Operations through which rows are not followed."""
-
-MOVES: Mapping[str, Callable[[Any, int], Moves]] = {
-    "broadcast_in_dim": lambda equation, _: dict(enumerate(equation.params["broadcast_dimensions"])),
-    "concatenate": _all_but("dimension"),
-    "conv_general_dilated": _convolution,
-    "dot_general": _dot,
-    "gather": _gather,
-    **dict.fromkeys(_OPAQUE, lambda *_: {}),
-    "rev": _all_but("dimensions"),
-    "sort": _all_but("dimension"),
-    "squeeze": _squeeze,
-    "transpose": lambda equation, _: {dim: to for to, dim in enumerate(equation.params["permutation"])},
-}
-"""Operation -> how its dims move; other operations keep their dims or reduce them."""

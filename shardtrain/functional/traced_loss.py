@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, AxisType
 
 from shardtrain.axes import AXES
@@ -13,6 +11,8 @@ from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key, row_key
+from shardtrain.jaxpr.equations import ClosedJaxpr
+from shardtrain.jaxpr.forward import evaluate, prune
 
 ONE = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 """A mesh with axes of size 1: a few rows could not be sharded over the axes of a run's mesh."""
@@ -78,9 +78,9 @@ def loss_count(model: Model, loss: Loss, batch: Mapping[str, Any]) -> float | No
     given = jax.tree.leaves(dict(batch))
     traced = trace_loss(model, loss, batch, len(given[0]))
     is_count = [number == 1 for number in range(len(traced.jaxpr.outvars))]
-    needed, is_used = partial_eval.dce_jaxpr(traced.jaxpr, is_count)
+    needed, is_used = prune(traced, is_count)
     if any(is_used[: -len(given)]):
         return None
     arrays = [x for x, used in zip(given, is_used[-len(given) :], strict=True) if used]
-    (found,) = jaxpr_as_fun(ClosedJaxpr(needed, traced.consts))(*arrays)
+    (found,) = evaluate(needed, arrays)
     return float(found)

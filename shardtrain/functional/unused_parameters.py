@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import partial_eval
 
 from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_loss import ONE
+from shardtrain.jaxpr.forward import prune
 
 
 def find_unused_parameters(model: Model, loss: Loss, batch: Mapping[str, Any]) -> tuple[str, ...]:
@@ -51,8 +51,8 @@ def find_unused_parameters(model: Model, loss: Loss, batch: Mapping[str, Any]) -
     key = jax.eval_shape(lambda: new_key(0))
     # not around `init`, where linen would take names of dims for axes of the mesh
     with jax.sharding.use_abstract_mesh(ONE):
-        traced = jax.make_jaxpr(derivative)(params, params, model_state, key, batch).jaxpr
+        traced = jax.make_jaxpr(derivative)(params, params, model_state, key, batch)
     # the tangents come first among the inputs, in the order of the parameters
-    _, is_used = partial_eval.dce_jaxpr(traced, [True])
+    _, is_used = prune(traced, [True])
     paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(params)]
     return tuple(path for path, used in zip(paths, is_used, strict=False) if not used)

@@ -13,8 +13,8 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from shardtrain import axes
-from shardtrain.functional.jaxprs import dependencies
 from shardtrain.functional.model import Tree
+from shardtrain.jaxpr.forward import dependencies
 from shardtrain.optim.optimizer_state import make_storable
 from shardtrain.sharding.array_dims import is_dims
 from shardtrain.system.xla_flags import quick_options
@@ -78,7 +78,7 @@ def coupling_problems(optimizer: optax.GradientTransformation, dims: Tree, param
     update = _make_second_update(optimizer, structure)
     random = np.random.default_rng(0)
     inputs = [[random.normal(size=shape).astype(np.float32) for shape in shapes] for _ in range(3)]
-    traced = jax.make_jaxpr(update)(*inputs).jaxpr
+    traced = jax.make_jaxpr(update)(*inputs)
     arrays = [1 << i for i in range(len(shapes))]
     # the update of each array may depend on that array alone
     found = dependencies(traced, arrays * 3)

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardtrain.functional.deferred_outputs import defer
 from shardtrain.functional.model import BLOCKS, path_text
+from shardtrain.jaxpr.deferred_outputs import defer
 from shardtrain.pipeline.costs import ChainTrace
 from shardtrain.pipeline.stage_costs import BlockCost, ModelCosts
 

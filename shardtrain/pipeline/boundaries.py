@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from shardtrain.pipeline.program import Program, Signature, get_aval
+from shardtrain.jaxpr.segments import Program, Signature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +105,9 @@ class Boundaries:
         found = {}
         for ours, theirs in zip(self._program.equations, wide.equations, strict=True):
             for v, other in zip(ours.outvars, theirs.outvars, strict=True):
-                sizes = zip(get_aval(v).shape, get_aval(other).shape, strict=True)
+                sizes = zip(v.aval.shape, other.aval.shape, strict=True)
                 rows = [dim for dim, (size, wide_size) in enumerate(sizes) if size != wide_size]
-                if rows != [0] or get_aval(v).shape[0] != self._num_rows:
+                if rows != [0] or v.aval.shape[0] != self._num_rows:
                     found[v] = v.aval.str_short()
         return found
 

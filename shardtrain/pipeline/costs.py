@@ -15,6 +15,7 @@ from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Chain, Model, Tree, path_text
 from shardtrain.functional.model_calls import allow_one_call, model_inputs
 from shardtrain.functional.rng import new_key
+from shardtrain.jaxpr.forward import find_read
 from shardtrain.pipeline.flow import Flow, find_flow
 from shardtrain.pipeline.partition import Costs
 from shardtrain.pipeline.stacking import Partition
@@ -211,16 +212,16 @@ class ChainTrace:
         # stacked blocks are equal: count one for all
         blocks, activations = [], self.entering
         for block in range(1 if self.chain.stacked else self.chain.num_blocks):
-            flops, activations = _flops(partial(self.run, block), self.block(block), activations)
+            flops, activations = count_flops(partial(self.run, block), self.block(block), activations)
             blocks.append(flops)
         return Costs(
             blocks=blocks * self.chain.num_blocks if self.chain.stacked else blocks,
-            first=_flops(self.first, self.params, self.batch)[0],
-            last=_flops(self.last, self.params, self.leaving, self.batch)[0],
+            first=count_flops(self.first, self.params, self.batch)[0],
+            last=count_flops(self.last, self.params, self.leaving, self.batch)[0],
         )
 
 
-def _flops(function: Any, *shapes: Any) -> tuple[float, Any]:
+def count_flops(function: Any, *shapes: Any) -> tuple[float, Any]:
     """Return the flops of a function, and the shapes that it returns."""
     lowered = jax.jit(function).lower(*shapes)
     return float((lowered.cost_analysis() or {}).get("flops", 0.0)), lowered.out_info
@@ -228,8 +229,7 @@ def _flops(function: Any, *shapes: Any) -> tuple[float, Any]:
 
 def _find_used(function: Any, params: Any, model_state: Any) -> frozenset[str]:
     """Return the paths of the parameters and model state that any operation of a function reads."""
-    traced = jax.make_jaxpr(function)(params, model_state).jaxpr
-    read = {id(v) for equation in traced.eqns for v in equation.invars} | {id(v) for v in traced.outvars}
+    is_read = find_read(jax.make_jaxpr(function)(params, model_state))
     paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(params)]
     paths += [f"{STATE}{path_text(path)}" for path, _ in jax.tree.leaves_with_path(model_state)]
-    return frozenset(path for path, v in zip(paths, traced.invars, strict=True) if id(v) in read)
+    return frozenset(path for path, yes in zip(paths, is_read, strict=True) if yes)

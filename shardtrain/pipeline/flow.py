@@ -7,10 +7,13 @@ needs no declarations. Next: `train_step/stage_executor.py`.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from shardtrain.jaxpr.forward import find_read
 
 
 class Value(NamedTuple):
@@ -74,11 +77,9 @@ def find_flow(parts: Sequence[Callable[[Any, Any], Any]], params: Any, num_rows:
         # the last inputs of the traced program are the leaves of the activations
         given = jaxpr.invars[len(jaxpr.invars) - len(before) :]
         # it reads the leaves that one of its operations uses; the last part also those that it returns
-        used = {id(v) for equation in jaxpr.eqns for v in equation.invars}
         is_last = number == len(parts) - 1
-        if is_last:
-            used |= {id(v) for v in jaxpr.outvars}
-        reads.append(tuple(dict.fromkeys(s for s, v in zip(before, given, strict=True) if id(v) in used)))
+        is_read = find_read(traced, by_outputs=is_last)[len(jaxpr.invars) - len(before) :]
+        reads.append(tuple(dict.fromkeys(compress(before, is_read))))
         if is_last:
             break
         # an output that is an input unchanged stays the value of the part that computed it

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec
 
 from shardtrain import axes
 from shardtrain.functional.auxiliary import sum_loss
-from shardtrain.functional.jaxprs import find_constrained_specs
 from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Chain
 from shardtrain.functional.model_calls import allow_one_call, model_inputs
+from shardtrain.jaxpr.forward import find_constrained_specs
 from shardtrain.pipeline.activations import Activations, ActivationTree, describe_activation_changes
 from shardtrain.pipeline.stacking import Partition
 
@@ -68,9 +68,7 @@ class StageCompute:
         if changed := describe_activation_changes(before, after):
             raise ValueError(changed)
         # between stages activations stay sharded as the blocks say, such as a sequence over context
-        specs = [
-            PartitionSpec(self._rows, *(spec or ())[1:]) for spec in find_constrained_specs(program.jaxpr)
-        ]
+        specs = [PartitionSpec(self._rows, *(spec or ())[1:]) for spec in find_constrained_specs(program)]
         return ActivationTree(before, specs)
 
     @cached_property

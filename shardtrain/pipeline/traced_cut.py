@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import use_abstract_mesh
 
 from shardtrain.errors.messages import problems_error
@@ -18,11 +17,13 @@ from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import Model, Tree, group_by_path, path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_loss import ONE
+from shardtrain.jaxpr.cut import ProgramPart
+from shardtrain.jaxpr.forward import evaluate
+from shardtrain.jaxpr.segments import Program
 from shardtrain.pipeline.boundaries import Boundaries, Boundary
-from shardtrain.pipeline.costs import STATE
+from shardtrain.pipeline.costs import STATE, count_flops
 from shardtrain.pipeline.flow import Flow, Value
 from shardtrain.pipeline.partition import Costs
-from shardtrain.pipeline.program import PartProgram, Program, get_aval
 from shardtrain.pipeline.stacking import Partition
 
 MOST_PROBLEMS = 6
@@ -79,7 +80,7 @@ class ModelTrace:
     @property
     def losses(self) -> Any:
         """Shapes of what the loss returns: (sum, count, metrics)."""
-        shapes = [_shape(get_aval(v)) for v in self._program.results]
+        shapes = [_shape(v.aval) for v in self._program.results]
         return jax.tree.unflatten(self._program.result_structure, shapes)
 
     def own_params(self) -> dict[str, Any]:
@@ -119,13 +120,12 @@ class ModelTrace:
     def _large_operations(self) -> list[str]:
         """Return a problem for each operation that contains a program and reads several parameters."""
         found = []
-        for equation, read in zip(self._program.equations, self._program.reads, strict=True):
-            if len(read) > 1 and any(True for _ in jaxprs_in_params(equation.params)):
-                first, *_, last = (self._paths[weight] for weight in sorted(read))
-                found.append(
-                    f"one operation ({equation.primitive.name}) reads {len(read)} parameters, from {first} to"
-                    f" {last}; write it as several, or give the model `blocks` (docs/pipeline.md)"
-                )
+        for primitive, read in self._program.large_operations:
+            first, *_, last = (self._paths[weight] for weight in sorted(read))
+            found.append(
+                f"one operation ({primitive}) reads {len(read)} parameters, from {first} to"
+                f" {last}; write it as several, or give the model `blocks` (docs/pipeline.md)"
+            )
         return found
 
     def _cuts(self, stages: Partition) -> list[Boundary]:
@@ -142,18 +142,19 @@ class ModelTrace:
         ends = [*(boundary.states for boundary in self._cuts(stages)), frozenset(range(len(self._states)))]
         return sorted(ends[part] - (ends[part - 1] if part else frozenset()))
 
-    def _part(self, program: Program, stages: Partition, part: int) -> PartProgram:
+    def _part(self, program: Program, stages: Partition, part: int) -> ProgramPart:
         begin, end = self._positions(program, stages)[part : part + 2]
         return program.part(begin, end, self._find_states(stages, part))
 
-    def _parts(self, program: Program, stages: Partition) -> list[PartProgram]:
+    def _parts(self, program: Program, stages: Partition) -> list[ProgramPart]:
         return [self._part(program, stages, part) for part in range(len(stages.counts))]
 
     def part_paths(self, stages: Partition, part: int) -> frozenset[str]:
         """Return the paths of the parameters and model state (`model_state/...`) that a part reads."""
         both = [self._part(program, stages, part) for program in (self._program, self._evaluation)]
         states = (f"{STATE}{self._states[state]}" for state in self._find_states(stages, part))
-        return frozenset([*(self._paths[number] for each in both for number in each.weights), *states])
+        read = (self._paths[n] for each in both for n in each.reads if n < len(self._paths))
+        return frozenset([*read, *states])
 
     def run_part(
         self,
@@ -170,23 +171,25 @@ class ModelTrace:
         program = self._traced(rng, batch, train)
         positions = self._positions(program, stages)
         found, states = self._part(program, stages, part), self._find_states(stages, part)
+        paths, returned = self._paths, len(found.returns)
         weights = group_by_path(params) | {
             f"{STATE}{path}": x for path, x in group_by_path(model_state).items()
         }
         entering = dict(zip(program.crossing(positions[part]), activations, strict=True))
         rest = jax.tree.leaves((rng, dict(batch)))
-        outputs = jaxpr_as_fun(found.closed)(
-            *(weights[self._paths[number]] for number in found.weights),
-            *(rest[number] for number in found.rest),
+        given = [
+            *(weights[paths[n]] if n < len(paths) else rest[n - len(paths)] for n in found.reads),
             *(entering[v] for v in found.received),
-        )
-        sent = len(found.sent)
-        changed = dict(zip((self._states[state] for state in states), outputs[sent:], strict=False))
+        ]
+        outputs = evaluate(found.closed, given)
+        changed = dict(zip((self._states[state] for state in states), outputs, strict=False))
         new_state = jax.tree.map_with_path(lambda path, old: changed.get(path_text(path), old), model_state)
         if part < len(stages.counts) - 1:
-            values = entering | dict(zip(found.sent, outputs[:sent], strict=True))
+            values = entering | dict(zip(found.sent, outputs[returned:], strict=True))
             return [values[v] for v in program.crossing(positions[part + 1])], new_state
-        loss_sum, count, metrics = jax.tree.unflatten(program.result_structure, outputs[sent + len(states) :])
+        loss_sum, count, metrics = jax.tree.unflatten(
+            program.result_structure, outputs[len(states) : returned]
+        )
         return (loss_sum, (count, metrics)), new_state
 
     def flow(self, stages: Partition, microbatch: Mapping[str, Any]) -> Flow:
@@ -216,7 +219,7 @@ class ModelTrace:
         values = {
             v: Value(part, crossing[part + 1].index(v)) for part, each in enumerate(parts) for v in each.sent
         }
-        shapes = {value: _shape(get_aval(v)) for v, value in values.items()}
+        shapes = {value: _shape(v.aval) for v, value in values.items()}
         reads = tuple(tuple(dict.fromkeys(values[v] for v in each.received)) for each in parts)
         read = sorted({value for each in reads for value in each})
         return Flow(
@@ -270,13 +273,12 @@ class ModelTrace:
         return Program(function, weights, num_states, [_shape(x) for x in rest])
 
 
-def _flops(part: PartProgram, known: dict[str, float]) -> float:
+def _flops(part: ProgramPart, known: dict[str, float]) -> float:
     """Return the flops of a part, counted once for parts of the same equations."""
     text = str(part.closed.jaxpr)
     if text not in known:
-        shapes = [_shape(get_aval(v)) for v in part.closed.jaxpr.invars]
-        found = jax.jit(jaxpr_as_fun(part.closed)).lower(*shapes).cost_analysis() or {}
-        known[text] = float(found.get("flops", 0.0))
+        shapes = [_shape(v.aval) for v in part.closed.jaxpr.invars]
+        known[text] = count_flops(lambda *inputs: evaluate(part.closed, inputs), *shapes)[0]
     return known[text]
 
 

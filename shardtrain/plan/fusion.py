@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardtrain.plan.named_dims import REDUCTIONS
+from shardtrain.jaxpr.dims import REDUCTIONS
 from shardtrain.plan.program import Array, DeviceCall, Kernel, Program, Resharding
 
 ALIASES = frozenset(

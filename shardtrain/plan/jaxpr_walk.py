@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import jax
 
 from shardtrain import axes
-from shardtrain.functional.jaxprs import scan_counts
+from shardtrain.jaxpr.equations import find_largest_run, scan_counts
+from shardtrain.jaxpr.forward import forward
 from shardtrain.plan.device_calls import NAME, AttentionCall
 from shardtrain.plan.fusion import ALIASES, MATERIAL, Operation, UnfusedProgram, fuse
-from shardtrain.plan.named_dims import CUMULATIVE, Operands, find_names, merge_names
+from shardtrain.plan.named_dims import CUMULATIVE, find_names, merge_names
 from shardtrain.plan.program import ARRIVED, ARRIVED_TOKENS, Array, Dims, Program, Resharding
 
 LINEAR = ("add", "add_any", "neg", "convert_element_type", "transpose")
@@ -55,24 +56,8 @@ def count_terms(number: int, makers: Mapping[int, Operation], constants: Set[int
     return 1
 
 
-CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "body_jaxpr")
-"""Parameters of an operation that hold a computation."""
-
-OPAQUE = ("pallas_call", "reduce", "reduce_window", "custom_linear_solve")
-"""Operations whose computation is of single elements or a kernel."""
-
 OF_EXAMPLES = (axes.BATCH, ARRIVED)
 """Dims of examples. Sums over them are gradients of parameters, whose collectives `traffic.py` counts."""
-
-
-def find_inner(equation: Any) -> Any:
-    """Return the jaxpr that an operation runs, whose inputs are its last ones; None if it runs none."""
-    if equation.primitive.name == "cond":
-        # the branch with the most operations stands for all
-        found = max(equation.params["branches"], key=lambda each: len(each.jaxpr.eqns))
-    else:
-        found = next((equation.params[key] for key in CALLED if key in equation.params), None)
-    return None if equation.primitive.name in OPAQUE else getattr(found, "jaxpr", found)
 
 
 @dataclass(kw_only=True)
@@ -83,13 +68,11 @@ class Walk(UnfusedProgram):
       partial: number of an array -> the partial sum that it is.
       constrained: numbers of arrays that are named by a constraint.
       moves: number of an array -> the resharding that made it.
-      numbers: variable of jax -> number of its array.
     """
 
     partial: dict[int, PartialSum] = field(default_factory=dict)
     constrained: set[int] = field(default_factory=set)
     moves: dict[int, Resharding] = field(default_factory=dict)
-    numbers: dict[Any, int] = field(default_factory=dict)
 
     def add(self, aval: Any, dims: Dims | None = None) -> int:
         """Add an array; return its number."""
@@ -110,22 +93,15 @@ class Walk(UnfusedProgram):
                 array = replace(array, dims=merge_names(array.dims, dims))
             self.arrays[i] = array
 
-    def _find_number(self, atom: Any) -> int:
-        if hasattr(atom, "val"):
-            number = self.add(atom.aval)
-            self.constants.add(number)
-            return number
-        return self.numbers[atom]
+    def run(self, program: Any, inputs: Sequence[int]) -> list[int]:
+        """Add the operations of a program; return the numbers of its outputs."""
+        return forward(program, inputs, self._add_equation, self._add_constant)
 
-    def run(self, jaxpr: Any, inputs: Sequence[int]) -> list[int]:
-        """Add the operations of a jaxpr; return the numbers of its outputs."""
-        self.numbers.update(zip(jaxpr.invars, inputs, strict=True))
-        for variable in jaxpr.constvars:
-            self.numbers.setdefault(variable, self.add(variable.aval))
-        for equation in jaxpr.eqns:
-            reads = [self._find_number(atom) for atom in equation.invars]
-            self.numbers.update(zip(equation.outvars, self._add_equation(equation, reads), strict=True))
-        return [self._find_number(atom) for atom in jaxpr.outvars]
+    def _add_constant(self, atom: Any) -> int:
+        number = self.add(atom.aval)
+        if hasattr(atom, "val"):
+            self.constants.add(number)
+        return number
 
     def _add_equation(self, equation: Any, reads: list[int]) -> list[int]:
         add_loop = {"scan": self._add_scan, "while": self._add_while}.get(equation.primitive.name)
@@ -133,8 +109,9 @@ class Walk(UnfusedProgram):
             return add_loop(equation, reads)
         if equation.primitive.name == NAME:
             return self._add_call(equation.params, reads)
-        if (inner := find_inner(equation)) is not None:
-            return self.run(inner, reads[len(reads) - len(inner.invars) :])
+        # the branch with the most operations stands for all
+        if (inner := find_largest_run(equation, reads)) is not None:
+            return self.run(*inner)
         return self._add_operation(equation, reads)
 
     def _add_call(self, params: Any, reads: list[int]) -> list[int]:
@@ -160,15 +137,7 @@ class Walk(UnfusedProgram):
         primitive = equation.primitive.name
         if primitive in CUMULATIVE:
             reads = [self._gather(reads[0], equation.params["axis"])]
-        found = find_names(
-            primitive,
-            Operands(
-                [self.arrays[i].dims for i in reads],
-                [self.arrays[i].shape for i in reads],
-                equation.params,
-                [tuple(out.aval.shape) for out in equation.outvars],
-            ),
-        )
+        found = find_names(equation, [self.arrays[i].dims for i in reads])
         writes = [self.add(out.aval, dims) for out, dims in zip(equation.outvars, found.outputs, strict=True)]
         if primitive == "sharding_constraint":
             self._constrain(equation.params["sharding"].spec, reads[0], writes[0])

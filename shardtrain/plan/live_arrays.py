@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardtrain import axes
+from shardtrain.jaxpr.dims import REDUCTIONS
 from shardtrain.plan.fusion import MATERIAL
-from shardtrain.plan.named_dims import REDUCTIONS
 from shardtrain.plan.program import Dims, Kernel, Program, Splits
 
 

@@ -1,13 +1,14 @@
-"""Rules that derive the dim names of an operation's outputs from the dim names of its inputs. No jax.
+"""Rules that derive the dim names of an operation's outputs from the dim names of its inputs.
 
 Each rule also returns the names of the dims that the operation sums over. Next: `jaxpr_walk.py`.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardtrain.axes import EXPERTS
+from shardtrain.jaxpr.cost import count_flops
+from shardtrain.jaxpr.dims import find_moves, find_summed
 from shardtrain.plan.program import ARRIVED, EXPERT_SLOTS, Dims
 
 CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
@@ -15,22 +16,6 @@ CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 
 SLOTS = (EXPERTS, ARRIVED)
 """The dims that `EXPERT_SLOTS` joins."""
-
-
-class Operands(NamedTuple):
-    """The inputs of one operation.
-
-    Args:
-      dims: names of the dims of each input.
-      shapes: shape of each input.
-      params: parameters of the operation in jax.
-      out_shapes: shape of each output.
-    """
-
-    dims: Sequence[Dims]
-    shapes: Sequence[tuple[int, ...]]
-    params: Mapping[str, Any]
-    out_shapes: Sequence[tuple[int, ...]]
 
 
 class OutputNames(NamedTuple):
@@ -49,25 +34,20 @@ class OutputNames(NamedTuple):
     grouped: tuple[str, ...] = ()
 
 
-REDUCTIONS = frozenset(
-    (
-        *("argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod"),
-        *("reduce_sum", "reduce_xor"),
-    )
-)
-"""Operations that reduce over the dims of their parameter `axes`."""
-
-
-def find_names(primitive: str, operands: Operands) -> OutputNames:
+def find_names(equation: Any, dims: Sequence[Dims]) -> OutputNames:
     """Return the dim names of an operation's outputs; a dim is None if no input names it.
 
-    >>> of_dot = Operands([("batch", "embed"), ("embed", "mlp")], [(8, 4), (4, 16)],
-    ...                   {"dimension_numbers": (((1,), (0,)), ((), ()))}, [(8, 16)])
-    >>> find_names("dot_general", of_dot)
-    OutputNames(outputs=(('batch', 'mlp'),), summed=('embed',), flops=1024, grouped=())
+    Args:
+      equation: the operation.
+      dims: names of the dims of each input.
+
+    >>> import jax
+    >>> product = jax.make_jaxpr(lambda x, y: x @ y)(jax.numpy.ones((8, 4)), jax.numpy.ones((4, 16))).eqns[0]
+    >>> find_names(product, [("batch", "embed"), ("embed", "mlp")])
+    OutputNames(outputs=(('batch', 'mlp'),), summed=('embed',), flops=1024.0, grouped=())
     """
-    rule = _reduce if primitive in REDUCTIONS else RULES.get(primitive, _name_like_inputs)
-    return rule(operands)
+    rule = RULES.get(equation.primitive.name, _follow)
+    return rule(equation, dims)._replace(flops=count_flops(equation))
 
 
 def merge_names(*several: Dims) -> Dims:
@@ -79,63 +59,51 @@ def merge_names(*several: Dims) -> Dims:
     return tuple(next((name for name in names if name), None) for names in zip(*several, strict=True))
 
 
-def _name_like_inputs(operands: Operands) -> OutputNames:
-    """Name the outputs of elementwise operations as the inputs of the same rank and size."""
+def _shapes(variables: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [tuple(getattr(v.aval, "shape", ())) for v in variables]
+
+
+def _follow(equation: Any, dims: Sequence[Dims]) -> OutputNames:
+    """Name each dim of the outputs by the first named dim of an input that goes there."""
     found = []
-    for shape in operands.out_shapes:
-        alike = [
-            tuple(name if size == out else None for name, size, out in zip(dims, given, shape, strict=True))
-            for dims, given in zip(operands.dims, operands.shapes, strict=True)
-            if len(given) == len(shape)
-        ]
-        found.append(merge_names(*alike) if alike else (None,) * len(shape))
-    return OutputNames(tuple(found))
-
-
-def _name_like_first(operands: Operands) -> OutputNames:
-    """Name the outputs of slices, padding and sorting as the first input; sizes may change."""
-    first = operands.dims[0]
+    for output, shape in enumerate(_shapes(equation.outvars)):
+        names: list[str | None] = [None] * len(shape)
+        for number, given in enumerate(dims):
+            for dim, to in find_moves(equation, number, output).items():
+                names[to] = names[to] or given[dim]
+        found.append(tuple(names))
+    summed = [[dims[i][dim] for i, dim in each.items()] for each in find_summed(equation)]
     return OutputNames(
-        tuple(first if len(first) == len(shape) else (None,) * len(shape) for shape in operands.out_shapes)
+        tuple(found), tuple(name for each in summed if (name := next(filter(None, each), None)))
     )
 
 
-def _name_like_last(operands: Operands) -> OutputNames:
+def _name_like_first(equation: Any, dims: Sequence[Dims]) -> OutputNames:
+    """Name the outputs of slices, padding and sorting as the first input; sizes may change."""
+    shapes = _shapes(equation.outvars)
+    return OutputNames(
+        tuple(dims[0] if len(dims[0]) == len(shape) else (None,) * len(shape) for shape in shapes)
+    )
+
+
+def _name_like_last(equation: Any, dims: Sequence[Dims]) -> OutputNames:
     """Name the gradient of a pooling as the pooled array."""
-    return OutputNames((operands.dims[-1],))
+    return OutputNames((dims[-1],))
 
 
-def _join(operands: Operands) -> OutputNames:
-    return OutputNames((merge_names(*operands.dims),))
+def _join(equation: Any, dims: Sequence[Dims]) -> OutputNames:
+    return OutputNames((merge_names(*dims),))
 
 
-def _update(operands: Operands) -> OutputNames:
+def _update(equation: Any, dims: Sequence[Dims]) -> OutputNames:
     """Name an array into which a part is written by the names of both."""
-    array, part = operands.dims[0], operands.dims[1]
+    array, part = dims[:2]
     return OutputNames((merge_names(array, part) if len(array) == len(part) else array,))
 
 
-def _broadcast(operands: Operands) -> OutputNames:
-    (shape,) = operands.out_shapes
-    names: list[str | None] = [None] * len(shape)
-    for i, to in enumerate(operands.params["broadcast_dimensions"]):
-        if operands.shapes[0][i] == shape[to]:
-            names[to] = operands.dims[0][i]
-    return OutputNames((tuple(names),))
-
-
-def _transpose(operands: Operands) -> OutputNames:
-    return OutputNames((tuple(operands.dims[0][i] for i in operands.params["permutation"]),))
-
-
-def _squeeze(operands: Operands) -> OutputNames:
-    gone = {i % len(operands.dims[0]) for i in operands.params["dimensions"]}
-    return OutputNames((tuple(name for i, name in enumerate(operands.dims[0]) if i not in gone),))
-
-
-def _reshape(operands: Operands) -> OutputNames:
+def _reshape(equation: Any, dims: Sequence[Dims]) -> OutputNames:
     """Name the first dim of each group of merged or split dims by the first name of the group."""
-    given, shape, names = operands.shapes[0], operands.out_shapes[0], operands.dims[0]
+    (given, *_), (shape,), names = _shapes(equation.invars), _shapes(equation.outvars), dims[0]
     found: list[str | None] = [None] * len(shape)
     i = j = 0
     while i < len(given) and j < len(shape):
@@ -161,80 +129,22 @@ def _reshape(operands: Operands) -> OutputNames:
     return OutputNames((tuple(found),))
 
 
-def _reduce(operands: Operands) -> OutputNames:
-    over = set(operands.params["axes"])
-    kept = tuple(name for i, name in enumerate(operands.dims[0]) if i not in over)
-    summed = tuple(name for i, name in enumerate(operands.dims[0]) if i in over and name)
-    return OutputNames((kept,) * len(operands.out_shapes), summed)
-
-
-def _dot(operands: Operands) -> OutputNames:
-    left, right = operands.dims
-    (contract_left, contract_right), (batch_left, batch_right) = operands.params["dimension_numbers"]
-    batch = [left[i] or right[j] for i, j in zip(batch_left, batch_right, strict=True)]
-    free = [left[i] for i in range(len(left)) if i not in (*contract_left, *batch_left)]
-    free += [right[j] for j in range(len(right)) if j not in (*contract_right, *batch_right)]
-    summed = [left[i] or right[j] for i, j in zip(contract_left, contract_right, strict=True)]
-    size = math.prod(operands.shapes[0][i] for i in contract_left)
-    return OutputNames(
-        ((*batch, *free),),
-        tuple(name for name in summed if name),
-        2 * math.prod(operands.out_shapes[0]) * size,
-    )
-
-
-def _name_ragged(operands: Operands) -> OutputNames:
+def _name_ragged(equation: Any, dims: Sequence[Dims]) -> OutputNames:
     """Name the product of sorted rows with the kernel of their group; for its gradient, with other rows."""
-    left, right = operands.dims[:2]
-    rows, features = operands.shapes[0]
-    flops = 2 * rows * features * operands.out_shapes[0][-1]
+    left, right = dims[:2]
     if len(right) == 3:
         # the rows' features are the kernel's second dim; or its third, for the gradient of the rows
-        ((_, (contracted,)), _) = operands.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-        free = right[3 - contracted]
-        return OutputNames(
-            ((left[0], free),), tuple(filter(None, left[1:2])), flops, tuple(filter(None, right[:1]))
-        )
-    of_groups = operands.dims[2][0]
+        ((_, (contracted,)), _) = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        summed, groups = filter(None, left[1:2]), filter(None, right[:1])
+        return OutputNames(((left[0], right[3 - contracted]),), tuple(summed), grouped=tuple(groups))
+    of_groups = dims[2][0]
     summed, groups = (tuple(filter(None, (each,))) for each in (left[0], of_groups))
-    return OutputNames(((of_groups, left[1], right[1]),), summed, flops, groups)
+    return OutputNames(((of_groups, left[1], right[1]),), summed, grouped=groups)
 
 
-def _convolution(operands: Operands) -> OutputNames:
-    left, right = operands.dims
-    numbers = operands.params["dimension_numbers"]
-    # (batch, features, spatial...), (output features, input features, spatial...), as the input
-    of_left, of_right, of_out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    names: list[str | None] = [None] * len(operands.out_shapes[0])
-    names[of_out[0]] = left[of_left[0]]
-    names[of_out[1]] = right[of_right[0]]
-    for at, to in zip(of_left[2:], of_out[2:], strict=True):
-        names[to] = left[at]
-    window = math.prod(operands.shapes[1][i] for i in of_right[1:])
-    summed = left[of_left[1]] or right[of_right[1]]
-    # zeros between the elements of the input, in the gradient of a strided convolution, are no work
-    flops = 2 * math.prod(operands.out_shapes[0]) * window / math.prod(operands.params["lhs_dilation"])
-    return OutputNames((tuple(names),), (summed,) if summed else (), flops)
-
-
-def _gather(operands: Operands) -> OutputNames:
-    """Name looked up rows by the dims of the rows and of the indices."""
-    array, indices = operands.dims[:2]
-    numbers = operands.params["dimension_numbers"]
-    gone = {*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ())}
-    rows = [name for i, name in enumerate(array) if i not in gone]
-    found: list[str | None] = [None] * len(operands.out_shapes[0])
-    others = [i for i in range(len(found)) if i not in numbers.offset_dims]
-    for at, name in zip(numbers.offset_dims, rows, strict=False):
-        found[at] = name
-    for at, name in zip(others, indices[:-1], strict=False):
-        found[at] = name
-    return OutputNames((tuple(found),), tuple(array[i] for i in numbers.collapsed_slice_dims if array[i]))
-
-
-def _scatter(operands: Operands) -> OutputNames:
-    array, _, updates = operands.dims
-    numbers = operands.params["dimension_numbers"]
+def _scatter(equation: Any, dims: Sequence[Dims]) -> OutputNames:
+    array, _, updates = dims
+    numbers = equation.params["dimension_numbers"]
     kept = [i for i in range(len(array)) if i not in numbers.inserted_window_dims]
     found = list(array)
     for at, window in zip(kept, numbers.update_window_dims, strict=False):
@@ -243,7 +153,7 @@ def _scatter(operands: Operands) -> OutputNames:
     return OutputNames((tuple(found),), tuple(others))
 
 
-RULES: Mapping[str, Callable[[Operands], OutputNames]] = {
+RULES: Mapping[str, Callable[[Any, Sequence[Dims]], OutputNames]] = {
     **dict.fromkeys(
         (
             *("cumsum", "dynamic_slice", "pad", "reduce_window", "reduce_window_max", "reduce_window_min"),
@@ -251,18 +161,12 @@ RULES: Mapping[str, Callable[[Operands], OutputNames]] = {
         ),
         _name_like_first,
     ),
-    "broadcast_in_dim": _broadcast,
     "concatenate": _join,
-    "conv_general_dilated": _convolution,
-    "dot_general": _dot,
     "dynamic_update_slice": _update,
-    "gather": _gather,
     "ragged_dot_general": _name_ragged,
     "reshape": _reshape,
     "scatter-add": _scatter,
     "scatter": _scatter,
     "select_and_scatter_add": _name_like_last,
-    "squeeze": _squeeze,
-    "transpose": _transpose,
 }
-"""Operation -> its rule; `_name_like_inputs` is the rule of any other operation."""
+"""Operation -> its rule; `_follow` is the rule of any other operation."""

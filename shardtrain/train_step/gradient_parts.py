@@ -1,20 +1,21 @@
 """Run the program of an island's gradients in parts, the last layers first, so that transfers start earlier.
 
-The traced program is cut, so any model works. Next: `functional/program_parts.py`,
-`functional/scan_pieces.py`.
+The traced program is cut, so any model works. Next: `jaxpr/cut.py`,
+`jaxpr/scan_pieces.py`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
 from shardtrain.functional.loss import Batch
-from shardtrain.functional.program_parts import ProgramPart, cut_program, estimate_ready_costs
-from shardtrain.functional.scan_pieces import Pieces, PiecewiseProgram
 from shardtrain.functional.sums import Sums
+from shardtrain.jaxpr.cost import estimate_ready_costs
+from shardtrain.jaxpr.cut import ProgramPart, cut_program
+from shardtrain.jaxpr.forward import evaluate
+from shardtrain.jaxpr.scan_pieces import Pieces, PiecewiseProgram
 from shardtrain.system.xla_flags import step_options
 from shardtrain.train_step.gradient_pieces import PiecePlan
 
@@ -115,7 +116,7 @@ class GradientParts:
             part_of[number] = next(ready, len(grads) - 1)
         shardings = dict.fromkeys(part_of, self._whole)
         shardings |= {number: self._shardings[name] for name, number in grads[-1].items()}
-        parts = cut_program(program, [part_of[number] for number in range(len(part_of))])
+        parts = cut_program(program, [part_of[number] for number in range(len(part_of))], len(grads))
         options = step_options(next(iter(self._whole.device_set)).platform)
         return _Cut([(part, _compile(part, shardings, options)) for part in parts], grads, others)
 
@@ -135,11 +136,11 @@ def _start(cut: _Cut, inputs: Sequence[Any]) -> dict[int, Any]:
 
 
 def _compile(part: ProgramPart, shardings: Mapping[int, Any], options: Any) -> Any:
-    function, num_returned = jaxpr_as_fun(part.closed), len(part.returns)
+    num_returned = len(part.returns)
 
     def part_of_gradients(inputs: list[Any], received: list[Any]) -> tuple[list[Any], list[Any]]:
-        found = function(*inputs, *received)
-        return list(found[:num_returned]), list(found[num_returned:])
+        found = evaluate(part.closed, [*inputs, *received])
+        return found[:num_returned], found[num_returned:]
 
     # values between parts keep the shardings that the compiler gives them
     outputs = [shardings[n] for n in part.returns]

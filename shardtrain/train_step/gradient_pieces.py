@@ -15,9 +15,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardtrain.functional.loss import Batch
-from shardtrain.functional.program_parts import estimate_ready_costs, parts_by_cost
-from shardtrain.functional.scan_pieces import Pieces, PiecewiseProgram
 from shardtrain.functional.sums import Sums
+from shardtrain.jaxpr.cost import estimate_ready_costs, parts_by_cost
+from shardtrain.jaxpr.scan_pieces import Pieces, PiecewiseProgram
 
 Local = Callable[[Any, Batch, jax.Array], tuple[Sums, dict[str, jax.Array]]]
 """(state, batch, first row) -> (`Sums` with gradients by path, other arrays of this island)."""

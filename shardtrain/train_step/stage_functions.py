@@ -17,12 +17,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain import axes
 from shardtrain.functional.activation_rules import activation_rules
-from shardtrain.functional.deferred_outputs import Deferred, defer
 from shardtrain.functional.float_gradients import vjp
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree, group_by_path, path_text
 from shardtrain.functional.rng import row_key
 from shardtrain.functional.sums import Sums, add_loss
+from shardtrain.jaxpr.deferred_outputs import Deferred, defer
 from shardtrain.pipeline.flow import Flow
 from shardtrain.pipeline.stage_model import StageModel
 from shardtrain.sharding.specs import add_leading_dim

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardtrain.functional.deferred_outputs import Deferred
 from shardtrain.functional.loss import Batch
 from shardtrain.functional.model import Tree
 from shardtrain.functional.sums import Sums
+from shardtrain.jaxpr.deferred_outputs import Deferred
 from shardtrain.pipeline.flow import Value
 from shardtrain.train_step.channel import AllGather
 from shardtrain.train_step.stage_functions import StageFunctions, TaskInputs

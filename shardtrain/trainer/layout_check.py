@@ -22,10 +22,10 @@ from shardtrain.errors.messages import refuse
 from shardtrain.functional.activation_rules import activation_rules, noting
 from shardtrain.functional.auxiliary import sum_loss
 from shardtrain.functional.collective_matmul import NOTED
-from shardtrain.functional.jaxprs import list_equations
 from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key, step_key
 from shardtrain.functional.traced_loss import trace_loss
+from shardtrain.jaxpr.equations import list_equations
 from shardtrain.plan.hlo.rendezvous import permutes_in_branches
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import partial_eval
 
 from shardtrain.errors.user_code import FOLDER, UserCodeFailed, calling_line
-from shardtrain.functional.jaxprs import TracedEquation, dependencies, list_equations
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model, path_text
 from shardtrain.functional.rng import new_key
 from shardtrain.functional.traced_loss import trace_loss
+from shardtrain.jaxpr.equations import TracedEquation, find_difference, list_equations
+from shardtrain.jaxpr.forward import dependencies
 from shardtrain.trainer.row_coupling import NORMALIZATION, coupling_text, find_couplings
 from shardtrain.trainer.row_sums import PARTS, ROWS, compute_row_difference
 
@@ -80,14 +80,14 @@ def check_trace(
         return LossFindings([], [])
     once = list_equations(first)
     warned = [
-        *_warn_unweighted(first.jaxpr, list(batch), metrics),
+        *_warn_unweighted(first, list(batch), metrics),
         *_row_constants(once, prime),
         *promoted,
     ]
     if not promoted and num_parts > 1:
         warned += _couplings(model, loss, batch, first, prime, num_parts)
     warned += find_state_warnings(first, abstract[1], len(batch), num_parts, num_microbatches)
-    return LossFindings(_differences(once, list_equations(second)), warned)
+    return LossFindings(_find_differences(once, list_equations(second)), warned)
 
 
 def _couplings(
@@ -135,7 +135,7 @@ def _find_unexplained_difference(
     allowed = SEEN if all(map(_is_precise, programs)) else SEEN_IN_16_BITS
     ways = [] if in_library else [(True, f"the loss and its gradient of {ROWS} rows differ")]
     with suppress(UserCodeFailed, ValueError):  # it may not be for evaluation
-        if _differences(programs, list_equations(trace_loss(model, loss, batch, 2 * prime, False))):
+        if _find_differences(programs, list_equations(trace_loss(model, loss, batch, 2 * prime, False))):
             ways.append((False, f"the loss in evaluation of {ROWS} rows differs"))
     for train, what in ways:
         found = compute_row_difference(model, loss, batch, train=train, num_trials=2, most_flops=MOST_FLOPS)
@@ -179,13 +179,8 @@ def _row_constants(traced: list[TracedEquation], prime: int) -> list[str]:
     ]
 
 
-def _differences(once: list[TracedEquation], again: list[TracedEquation]) -> list[str]:
-    """Return a message about the first difference between two traces of one program."""
-    for one, two in zip(once, again, strict=False):
-        same = one.equation.primitive is two.equation.primitive and len(one.constants) == len(two.constants)
-        if not same or not all(map(_is_same, one.constants, two.constants)):
-            return [_difference_text(two.line)]
-    return [] if len(once) == len(again) else [_difference_text(max(once, again, key=len)[-1].line)]
+def _has_same_constants(one: TracedEquation, two: TracedEquation) -> bool:
+    return len(one.constants) == len(two.constants) and all(map(_is_same, one.constants, two.constants))
 
 
 def _is_same(one: Any, two: Any) -> bool:
@@ -196,31 +191,30 @@ def _is_same(one: Any, two: Any) -> bool:
     return np.array_equal(np.asarray(one), np.asarray(two), equal_nan=np.asarray(one).dtype.kind in "fc")
 
 
-def _difference_text(line: str) -> str:
-    return (
+def _find_differences(once: list[TracedEquation], again: list[TracedEquation]) -> list[str]:
+    """Return a message about the first difference between two traces of one program."""
+    line = find_difference(once, again, _has_same_constants)
+    if not line:
+        return []
+    return [
         f"{line} gives other numbers each time that it is traced, as numpy's or Python's random numbers and"
         " the time do; a step is traced once, so they would be constants that differ after a restart and"
         " between islands: draw with the key of the step, apply.key in the loss or self.rngs in the model"
-    )
+    ]
 
 
-def _warn_unweighted(jaxpr: Any, names: list[str], metrics: list[str]) -> list[str]:
+def _warn_unweighted(traced: Any, names: list[str], metrics: list[str]) -> list[str]:
     """Return a warning about sums and counts of a loss and its metrics that weights do not change."""
     if "weights" not in names:
         return []
-    arrays, place = len(names), sorted(names).index("weights")
-
-    def read(output: int) -> list[bool]:
-        """Return which arrays of the batch a result depends on."""
-        needed = [number == output for number in range(len(jaxpr.outvars))]
-        return partial_eval.dce_jaxpr(jaxpr, needed)[1][-arrays:]
-
-    of_loss = [name for output, name in enumerate(("sum", "count")) if not read(output)[place]]
+    # whether each result depends on the weights, and on any array of the batch
+    groups = [2 if name == "weights" else 1 for name in sorted(names)]
+    read = dependencies(traced, [0] * (len(traced.in_avals) - len(names)) + groups)
+    of_loss = [name for name, found in zip(("sum", "count"), read, strict=False) if not found & 2]
     ignoring = [f"the {' or the '.join(of_loss)} of the loss"] * bool(of_loss)
     for number, name in enumerate(metrics, 1):
-        of_sum, of_count = read(2 * number), read(2 * number + 1)
         # a number that does not depend on rows, such as a rate, has no weights
-        if any(of_sum) and not (of_sum[place] or of_count[place]):
+        if read[2 * number] and not (read[2 * number] | read[2 * number + 1]) & 2:
             ignoring.append(f"the metric {name}")
     if not ignoring:
         return []
@@ -286,8 +280,8 @@ def find_state_warnings(
     before = jaxpr.invars[-num_arrays - len(paths) : -num_arrays]
     # documented for batch norms and routers
     known = ("router_bias", *(("mean", "var") if _has_batch_norm(traced) else ()))
-    groups = [int(number >= len(jaxpr.invars) - num_arrays) for number in range(len(jaxpr.invars))]
-    read_rows = dependencies(jaxpr, groups)[-len(paths) :]
+    others = len(jaxpr.invars) - num_arrays
+    read_rows = dependencies(jaxpr, [0] * others + [1] * num_arrays)[-len(paths) :]
     names = [
         path
         for path, old, new, reads_rows in zip(

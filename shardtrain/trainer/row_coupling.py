@@ -5,13 +5,17 @@ differs from one device, unless it is a sum that the loss returns. Next: `loss_t
 """
 
 from collections.abc import Iterable
+from functools import partial, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from shardtrain.errors.user_code import FOLDER, is_users
-from shardtrain.functional.jaxprs import CALLED, TracedEquation
+from shardtrain.jaxpr.dims import find_mixed
+from shardtrain.jaxpr.equations import TracedEquation, find_runs
+from shardtrain.jaxpr.forward import forward
 
 REDUCING = ("reduce_", "arg", "dot_general")
 EXTREMES = {"reduce_max": "largest", "reduce_min": "smallest", "reduce_prod": "product"}
@@ -79,7 +83,7 @@ def find_couplings(traced: Any, prime: int) -> Couplings:
       prime: a prime.
     """
     found = _Walk(prime)
-    found.walk(traced.jaxpr, [0] * len(traced.jaxpr.invars), ())
+    found.walk(traced, [0] * len(traced.in_avals), ())
     return Couplings(found.lines, found.in_library)
 
 
@@ -110,37 +114,35 @@ class _Walk:
         shape = getattr(variable.aval, "shape", ())
         return [dim for dim, size in enumerate(shape) if size and size % self.prime == 0]
 
-    def walk(self, jaxpr: Any, inputs: Iterable[int], outer: tuple[Any, ...]) -> list[int]:
+    def walk(self, program: Any, inputs: Iterable[int], outer: tuple[Any, ...]) -> list[int]:
         """Walk through a program, and return the bits of its outputs.
 
         Args:
-          jaxpr: the program.
+          program: a jaxpr, closed or not.
           inputs: the bits of its inputs.
           outer: the equations that contain it.
         """
-        known = dict(zip(jaxpr.invars, inputs, strict=True))
-        for equation in jaxpr.eqns:
-            # constants are no keys
-            given = [0 if hasattr(v, "val") else known.get(v, 0) for v in equation.invars]
-            programs = _programs(equation)
-            after = [0] * len(equation.outvars)
-            for program, skipped in programs:
-                found = self.walk(program, given[skipped:], (*outer, equation))
-                after = [a | b for a, b in zip(after, found, strict=True)]
-            if what := self._find_call_coupling(equation, given):
-                self._note(TracedEquation(equation, [], outer), what)
-            if not programs and equation.outvars:
-                is_number = self._is_number(equation, given)
-                status = (NUMBERED | NUMBER) * is_number | SUMMED * self._sums(equation, given)
-                for each in given:
-                    status |= each & ~NUMBER
-                if found := self._coupling(equation, given, is_number):
-                    self._note(TracedEquation(equation, [], outer), found)
-                    # report it once, and not again for later operations
-                    status &= ~(SUMMED * (found.what not in SUMS))
-                after = [status] * len(equation.outvars)
-            known.update(zip(equation.outvars, after, strict=True))
-        return [0 if hasattr(v, "val") else known.get(v, 0) for v in jaxpr.outvars]
+        return forward(program, inputs, partial(self._follow, outer), lambda _: 0)
+
+    def _follow(self, outer: tuple[Any, ...], equation: Any, given: list[int]) -> list[int]:
+        """Note how an equation couples rows, and return the bits of its outputs."""
+        if what := self._find_call_coupling(equation, given):
+            self._note(TracedEquation(equation, [], outer), what)
+        runs = find_runs(equation, given) if equation.primitive.name != "while" else []
+        if runs:
+            found = [self.walk(*run, (*outer, equation)) for run in runs]
+            return [reduce(or_, each) for each in zip(*found, strict=True)]
+        if not equation.outvars:
+            return []
+        is_number = self._is_number(equation, given)
+        status = (NUMBERED | NUMBER) * is_number | SUMMED * self._sums(equation, given)
+        for each in given:
+            status |= each & ~NUMBER
+        if coupling := self._coupling(equation, given, is_number):
+            self._note(TracedEquation(equation, [], outer), coupling)
+            # report it once, and not again for later operations
+            status &= ~(SUMMED * (coupling.what not in SUMS))
+        return [status] * len(equation.outvars)
 
     def _find_call_coupling(self, equation: Any, given: list[int]) -> Coupling | None:
         """Return how an operation that calls a program may couple rows."""
@@ -241,7 +243,7 @@ class _Walk:
         if name == "gather":
             own = params["dimension_numbers"].operand_batching_dims if not given[1] & NUMBERED else before
             return any(params["slice_sizes"][dim] % whole and dim not in own for dim in before)
-        return bool(set(before) & _mixed_dims(equation))
+        return bool(set(before) & find_mixed(equation))
 
     def _note(self, at: TracedEquation, found: Coupling) -> None:
         traces = [each.source_info.traceback for each in (at.equation, *reversed(at.outer))]
@@ -256,33 +258,6 @@ class _Walk:
         self.lines[at.line] = Coupling(what, before.is_certain or found.is_certain)
 
 
-def _mixed_dims(equation: Any) -> set[int]:
-    """Return the dims of the first operand along which an operation mixes entries."""
-    name, params, ndim = equation.primitive.name, equation.params, equation.invars[0].aval.ndim
-    if name in ("sort", "rev") or name.startswith("cum"):
-        dims = params.get("dimensions", (params.get("dimension", params.get("axis")),))
-        return set(dims)
-    if name == "top_k":
-        return {ndim - 1}
-    if name == "conv_general_dilated":
-        return set(params["dimension_numbers"].lhs_spec[2:])
-    if name.startswith("reduce_window"):
-        return {dim for dim, size in enumerate(params["window_dimensions"]) if size > 1}
-    if name == "fft":
-        return set(range(ndim - len(params["fft_lengths"]), ndim))
-    return {dim for dim, each in enumerate(params["padding_config"]) if any(each)} if name == "pad" else set()
-
-
 def _is_library(file: str) -> bool:
     """Return whether a file computes something itself, and does not only wrap a function that users call."""
     return file.startswith(FOLDER) and not file.endswith("per_device.py")
-
-
-def _programs(equation: Any) -> list[tuple[Any, int]]:
-    """Return the programs that an operation calls, each with the number of inputs that it does not take."""
-    params = equation.params
-    if equation.primitive.name == "cond":
-        return [(branch.jaxpr, 1) for branch in params["branches"]]
-    found = next((params[each] for each in CALLED if each in params), None)
-    inner = getattr(found, "jaxpr", found)
-    return [] if inner is None or len(inner.invars) != len(equation.invars) else [(inner, 0)]

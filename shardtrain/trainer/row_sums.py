@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 
 from shardtrain.functional.float_gradients import value_and_grad
 from shardtrain.functional.loss import Loss
 from shardtrain.functional.model import Model
 from shardtrain.functional.rng import new_key, row_key
 from shardtrain.functional.traced_loss import ONE, trace_loss
+from shardtrain.jaxpr.forward import evaluate
 from shardtrain.system.xla_flags import quick_options
 
 ROWS, PARTS, TRIALS = 9, 3, 5
@@ -100,10 +100,9 @@ def _compile(
     program = trace_loss(model, loss, example[2], size, train)
     if program.effects:
         raise ValueError("it calls Python, which may count its calls")
-    traced = jaxpr_as_fun(program)
 
     def sums(params: Any, state: Any, key: jax.Array, part: Any) -> Any:
-        total, count, *_ = traced(*jax.tree.leaves((key, params, state, part)))
+        total, count, *_ = evaluate(program, jax.tree.leaves((key, params, state, part)))
         return total, count
 
     def inputs(params: Any, state: Any, rows: Mapping[str, np.ndarray], start: int = 0) -> Any:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardtrain.plan.named_dims import Operands, find_names
+from shardtrain.plan.named_dims import find_names
 
 ROWS, INTO, OUT, GROUPS = 8, 4, 3, 2
 
@@ -19,9 +19,8 @@ def products(function, *arguments):
     for equation in jax.make_jaxpr(function)(*arguments).eqns:
         if equation.primitive.name == "ragged_dot_general":
             shapes = [atom.aval.shape for atom in equation.invars]  # type: ignore[union-attr]
-            out = [equation.outvars[0].aval.shape]
             dims = [names.get(shape, (None,) * len(shape)) for shape in shapes]
-            yield find_names(equation.primitive.name, Operands(dims, shapes, equation.params, out))
+            yield find_names(equation, dims)
 
 
 @pytest.mark.parametrize("in_one_group", [True, False])

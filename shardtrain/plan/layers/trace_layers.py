@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 
-from shardtrain.functional.jaxprs import scan_counts
 from shardtrain.functional.model import path_text
 from shardtrain.functional.rng import new_key
+from shardtrain.jaxpr.cost import count_flops
+from shardtrain.jaxpr.equations import find_largest_run, split_operands
+from shardtrain.jaxpr.forward import forward
 from shardtrain.plan.fusion import ALIASES
-from shardtrain.plan.jaxpr_walk import find_inner
 from shardtrain.plan.layers.layer_graph import (
     CONVOLUTION,
     JOIN,
@@ -25,7 +26,7 @@ from shardtrain.plan.layers.layer_graph import (
     Layer,
     Source,
 )
-from shardtrain.plan.named_dims import Operands, OutputNames, find_names
+from shardtrain.plan.named_dims import find_names
 from shardtrain.plan.program import Dims
 from shardtrain.plan.subject import Subject
 from shardtrain.plan.trace import is_dims, make_loss
@@ -84,7 +85,7 @@ def trace_layers(subject: Subject) -> tuple[Layer, ...]:
     inputs += [Value() for _ in jax.tree.leaves((model_state, key))]
     inputs += [Value(active=True) for _ in jax.tree.leaves(dict(subject.batch))]
     walk = _Walk(rows=rows)
-    walk.run(traced.jaxpr, inputs)
+    walk.run(traced, inputs)
     return tuple(walk.layers)
 
 
@@ -104,34 +105,25 @@ class _Walk:
     reads: list[Value | None] = field(default_factory=list)
     trips: int = 1
 
-    def run(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
-        """Add the layers of a jaxpr; return its results."""
-        known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+    def run(self, program: Any, inputs: Sequence[Value]) -> list[Value]:
+        """Add the layers of a program; return its results."""
+        return forward(program, inputs, self._add_equation, lambda _: Value())
 
-        def value(atom: Any) -> Value:
-            return Value() if hasattr(atom, "val") else known.get(atom, Value())
-
-        for equation in jaxpr.eqns:
-            reads = [value(atom) for atom in equation.invars]
-            if equation.primitive.name == "scan":
-                found = self._scan(equation, reads)
-            elif (inner := find_inner(equation)) is not None:
-                found = self.run(inner, reads[len(reads) - len(inner.invars) :])
-            else:
-                found = self._operation(equation, reads)
-            known.update(zip(equation.outvars, found, strict=True))
-        return [value(atom) for atom in jaxpr.outvars]
+    def _add_equation(self, equation: Any, reads: list[Value]) -> list[Value]:
+        if equation.primitive.name == "scan":
+            return self._scan(equation, reads)
+        inner = find_largest_run(equation, reads)
+        return self._operation(equation, reads) if inner is None else self.run(*inner)
 
     def _scan(self, equation: Any, reads: list[Value]) -> list[Value]:
         """Add each block of a loop over stacked parameters, or the body of any other loop once."""
-        jaxpr, length = equation.params["jaxpr"].jaxpr, equation.params["length"]
-        consts, carried = scan_counts(equation)
-        fixed, carry, stacked = reads[:consts], reads[consts : consts + carried], reads[consts + carried :]
+        jaxpr, length = equation.params["jaxpr"], equation.params["length"]
+        fixed, carry, stacked = split_operands(equation, reads)
         outputs: list[Value] = []
         if any(each.path is not None for each in stacked):
             for i in range(length):
                 outputs = self.run(jaxpr, [*fixed, *carry, *(_take_row(each, str(i)) for each in stacked)])
-                carry = outputs[:carried]
+                carry = outputs[: len(carry)]
             return outputs
         self.trips *= length
         outputs = self.run(jaxpr, [*fixed, *carry, *(_take_row(each) for each in stacked)])
@@ -171,7 +163,7 @@ class _Walk:
             value.dims if value.path is not None else (None,) * len(atom.aval.shape)
             for value, atom in zip(reads, equation.invars, strict=True)
         ]
-        dims = _find_names(equation, given).outputs
+        dims = find_names(equation, given).outputs
         return [replace(source, dims=each, first=None) for each in dims]
 
     def _make_layer(self, equation: Any, kind: str, active: Sequence[tuple[Value, Any]]) -> Layer:
@@ -203,7 +195,7 @@ class _Walk:
         if equation.primitive.name == "dot_general":
             _, (batch, _) = equation.params["dimension_numbers"]
             shared = math.prod(equation.invars[0].aval.shape[i] for i in batch) // self.rows
-        return self._add(replace(layer, flops=self.trips * _count_flops(equation), size_out=max(shared, 1)))
+        return self._add(replace(layer, flops=self.trips * count_flops(equation), size_out=max(shared, 1)))
 
     def _add_weighted(self, equation: Any, reads: list[Value]) -> int:
         at = next(i for i, value in enumerate(reads[:2]) if value.path is not None)
@@ -213,7 +205,7 @@ class _Walk:
         layer = replace(
             self._make_layer(equation, MULTIPLIES[equation.primitive.name], [(value, other)]),
             name=weight.path,
-            flops=self.trips * _count_flops(equation),
+            flops=self.trips * count_flops(equation),
             weight_bytes=aval.size * weight.item_bytes,
             size_in=math.prod(aval.shape[i] for i in into),
             size_out=math.prod(aval.shape[i] for i in out),
@@ -274,17 +266,6 @@ def _features(equation: Any, at: int) -> tuple[Sequence[int], Sequence[int]]:
 
 def _select_names(value: Value, dims: Sequence[int]) -> tuple[str, ...]:
     return tuple(name for i in dims if (name := value.dims[i]))
-
-
-def _find_names(equation: Any, dims: Sequence[Dims]) -> OutputNames:
-    shapes, outputs = (
-        [tuple(atom.aval.shape) for atom in atoms] for atoms in (equation.invars, equation.outvars)
-    )
-    return find_names(equation.primitive.name, Operands(dims, shapes, equation.params, outputs))
-
-
-def _count_flops(equation: Any) -> float:
-    return _find_names(equation, [(None,) * len(atom.aval.shape) for atom in equation.invars]).flops
 
 
 def _bytes(aval: Any) -> float:

@@ -1,18 +1,19 @@
 """Defer the second output of a function, without computing anything twice.
 
 This splits a backward pass into the cotangents of its inputs and the gradients of its parameters. Next:
-`jaxpr_split.py`.
+`split_scans.py`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import jax
 
-from shardtrain.functional.jaxpr_split import Split
+from shardtrain.jaxpr.cut import ProgramPart
+from shardtrain.jaxpr.forward import evaluate, inline
+from shardtrain.jaxpr.split_scans import cut_in_two
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,13 +21,11 @@ class _DeferredProgram:
     """The program of deferred outputs: one object for all calls of a compiled function.
 
     Args:
-      split: both programs.
-      needed: whether the program needs each argument.
+      part: the program.
       structure: the tree structure of its outputs.
     """
 
-    split: Split
-    needed: tuple[bool, ...]
+    part: ProgramPart
     structure: Any
 
 
@@ -47,14 +46,13 @@ class Deferred:
 
     def given(self, *arguments: Any) -> "Deferred":
         """Return it with the needed arguments: compiled functions would copy them if they returned them."""
-        return replace(self, arguments=list(compress(jax.tree.leaves(arguments), self.program.needed)))
+        leaves = jax.tree.leaves(arguments)
+        return replace(self, arguments=[leaves[n] for n in self.program.part.reads])
 
     def compute(self) -> Any:
         """Compute the outputs, after `given`."""
-        split = self.program.split
-        arrays = compress(split.inputs, self.program.needed)
-        given = [*zip(arrays, self.arguments, strict=True), *zip(split.kept, self.kept, strict=True)]
-        return jax.tree.unflatten(self.program.structure, split.later.run(given))
+        outputs = evaluate(self.program.part.closed, [*self.arguments, *self.kept])
+        return jax.tree.unflatten(self.program.structure, outputs)
 
 
 def defer(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Deferred]]:
@@ -73,14 +71,13 @@ def defer(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, 
     """
 
     def run(*arguments: Any) -> tuple[Any, Deferred]:
-        jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
         (now, of_now), (later, of_later) = map(jax.tree.flatten, shapes)
         is_now = [True] * len(now) + [False] * len(later)
-        split = Split(jaxpr, is_now, [not yes for yes in is_now])
-        split.now.outputs += split.kept
-        found = split.now.run(zip(split.inputs, jax.tree.leaves(arguments), strict=True))
-        needed = tuple(map(split.later.needs, split.inputs))
-        deferred = Deferred(found[len(now) :], [], _DeferredProgram(split, needed, of_later))
+        first, second = cut_in_two(inline(traced), is_now, [not yes for yes in is_now])
+        leaves = jax.tree.leaves(arguments)
+        found = evaluate(first.closed, [leaves[n] for n in first.reads])
+        deferred = Deferred(found[len(now) :], [], _DeferredProgram(second, of_later))
         return jax.tree.unflatten(of_now, found[: len(now)]), deferred
 
     return run

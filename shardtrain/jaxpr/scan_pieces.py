@@ -1,7 +1,7 @@
 """Evaluate a program with its long scans in pieces, so that parts of their results are ready early.
 
 A backward pass through stacked layers is one reversed scan, whose gradients are all ready at its end. In
-pieces, the gradients of the last layers are ready first. Next: `program_parts.py`.
+pieces, the gradients of the last layers are ready first. Next: `cut.py`.
 """
 
 import math
@@ -13,15 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding
 
-from shardtrain.functional.jaxpr_split import bind
-from shardtrain.functional.jaxprs import INLINED, scan_counts
-from shardtrain.functional.program_parts import equation_cost, program_cost
-
-CALLS = {name: parameter for name, parameter in INLINED.items() if name != "remat2"}
-"""Primitives that call a program and have no other effect -> the parameter that holds it."""
+from shardtrain.jaxpr.cost import equation_cost, program_cost
+from shardtrain.jaxpr.dims import find_moves
+from shardtrain.jaxpr.equations import CALLS, CUSTOM_JVP, find_call, split_operands
+from shardtrain.jaxpr.forward import bind, evaluate
 
 ROW_BY_ROW = frozenset(
     (
@@ -31,8 +29,8 @@ ROW_BY_ROW = frozenset(
 )
 """Elementwise primitives with one output."""
 
-REMOVED = {"squeeze": "dimensions", "reduce_sum": "axes"}
-"""Primitives that remove dims -> the parameter with these dims."""
+REARRANGING = ("transpose", "squeeze", "reduce_sum")
+"""Primitives that rearrange or remove dims."""
 
 
 @dataclass(frozen=True)
@@ -73,26 +71,13 @@ class PiecewiseProgram:
 
     def run(self, traced: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
         """Return the outputs of a program, each an array or `Pieces`."""
-        self._cost, self._is_in_microbatch = program_cost(traced.jaxpr), False
-        return self._run(traced.jaxpr, traced.consts, inputs)
-
-    def _run(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        values |= dict(zip(jaxpr.invars, inputs, strict=True))
-
-        def read(v: Any) -> Any:
-            return v.val if isinstance(v, Literal) else values[v]
-
-        for equation in jaxpr.eqns:
-            outputs = self._outputs(equation, [read(v) for v in equation.invars])
-            values |= dict(zip(equation.outvars, outputs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        self._cost, self._is_in_microbatch = program_cost(traced), False
+        return evaluate(traced, inputs, self._outputs)
 
     def _outputs(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
         name = equation.primitive.name
-        if name in CALLS:
-            called = equation.params[CALLS[name]]
-            return self._run(getattr(called, "jaxpr", called), getattr(called, "consts", ()), inputs)
+        if (called := find_call(equation, (*CALLS, CUSTOM_JVP))) is not None:
+            return evaluate(called, inputs, self._outputs)
         if any(isinstance(x, Pieces) for x in inputs):
             found = piece_by_piece(equation, inputs)
             if found is not None:
@@ -111,13 +96,13 @@ class PiecewiseProgram:
     def _split_last_step(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
         """Return the outputs of a scan whose last step is evaluated as a part of the program."""
         body, length = equation.params["jaxpr"], equation.params["length"]
-        consts, carry, rows = _split_scan(equation, inputs)
+        consts, carry, rows = split_operands(equation, inputs)
         stacks: list[Any] = []
         if length > 1:
             first = [x[:-1] for x in rows]
             carry, stacks = _scan(equation, consts, carry, first, length - 1)
-        outside, self._cost, self._is_in_microbatch = self._cost, program_cost(body.jaxpr), True
-        found = self._run(body.jaxpr, body.consts, [*consts, *carry, *(x[-1] for x in rows)])
+        outside, self._cost, self._is_in_microbatch = self._cost, program_cost(body), True
+        found = evaluate(body, [*consts, *carry, *(x[-1] for x in rows)], self._outputs)
         self._cost, self._is_in_microbatch = outside, False
         rows = [(x.whole if isinstance(x, Pieces) else x)[None] for x in found[len(carry) :]]
         if stacks:
@@ -125,21 +110,12 @@ class PiecewiseProgram:
         return [*found[: len(carry)], *rows]
 
 
-def _split_scan(equation: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Split the inputs of a scan into constants, carried arrays and stacked arrays."""
-    num_consts, num_carried = scan_counts(equation)
-    num_whole = num_consts + num_carried
-    return list(inputs[:num_consts]), list(inputs[num_consts:num_whole]), list(inputs[num_whole:])
-
-
 def _scan(
-    equation: Any, consts: list[Any], carry: list[Any], rows: list[Any], length: int
+    equation: Any, consts: Sequence[Any], carry: Sequence[Any], rows: Sequence[Any], length: int
 ) -> tuple[list[Any], list[Any]]:
-    step = jaxpr_as_fun(equation.params["jaxpr"])
-
     def run(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
-        found = step(*consts, *carry, *row)
-        return list(found[: len(carry)]), list(found[len(carry) :])
+        found = evaluate(equation.params["jaxpr"], [*consts, *carry, *row])
+        return found[: len(carry)], found[len(carry) :]
 
     options = {name: equation.params[name] for name in ("reverse", "unroll")}
     with equation.ctx.manager:
@@ -149,7 +125,7 @@ def _scan(
 def _run_in_pieces(equation: Any, inputs: list[Any], num_pieces: int) -> list[Any]:
     """Run a reversed scan as several scans, each of which continues the one before."""
     length = equation.params["length"]
-    consts, carry, rows = _split_scan(equation, inputs)
+    consts, carry, rows = split_operands(equation, inputs)
     starts = [length * i // num_pieces for i in range(num_pieces + 1)]
     found: list[list[Any]] = []
     # the last rows come first
@@ -179,13 +155,8 @@ def piece_by_piece(equation: Any, inputs: Sequence[Any]) -> Pieces | None:
         return _reshape(pieces, shape, params["new_sizes"])
     if name == "broadcast_in_dim":
         return _broadcast(pieces, shape, params["shape"], params["broadcast_dimensions"])
-    if name == "transpose":
-        new = params["permutation"].index(dim)
-    elif name in REMOVED and dim not in params[REMOVED[name]]:
-        new = dim - sum(each < dim for each in params[REMOVED[name]])
-    else:
-        return None
-    return Pieces(new, tuple(bind(equation, [x])[0] for x in pieces.arrays))
+    new = find_moves(equation, 0).get(dim) if name in REARRANGING else None
+    return None if new is None else Pieces(new, tuple(bind(equation, [x])[0] for x in pieces.arrays))
 
 
 def _row_by_row(equation: Any, inputs: Sequence[Any], like: Pieces) -> Pieces | None:

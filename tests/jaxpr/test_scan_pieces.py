@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
-from shardtrain.functional.program_parts import cut_program, estimate_ready_costs, parts_by_cost
-from shardtrain.functional.scan_pieces import Pieces, PiecewiseProgram
+from shardtrain.jaxpr.cost import estimate_ready_costs, parts_by_cost
+from shardtrain.jaxpr.cut import cut_program
+from shardtrain.jaxpr.forward import evaluate
+from shardtrain.jaxpr.scan_pieces import Pieces, PiecewiseProgram
 
 WEIGHTS, X = jnp.linspace(-1, 1, 5 * 4 * 4).reshape(5, 4, 4), jnp.linspace(0, 1, 64).reshape(16, 4)
 
@@ -50,14 +51,14 @@ def test_each_program_computes_what_earlier_ones_did_not():
     start, *costs = estimate_ready_costs(traced)
     part_of = parts_by_cost(costs, start, 3)
     assert part_of == [2, 1, 0]  # the last layers first
-    parts = cut_program(traced, [0, *part_of])
+    parts = cut_program(traced, [0, *part_of], 3)
     # no scan of the forward or backward pass is in two of them
     num_scans = [sum(e.primitive.name == "scan" for e in part.closed.jaxpr.eqns) for part in parts]
     assert num_scans == [2, 1, 1]
     inputs, values, outputs = [WEIGHTS, X], {}, {}
     for part in parts:
         given = [*(inputs[n] for n in part.reads), *(values[v] for v in part.received)]
-        found = jaxpr_as_fun(part.closed)(*given)
+        found = evaluate(part.closed, given)
         outputs |= dict(zip(part.returns, found, strict=False))
         values |= dict(zip(part.sent, found[len(part.returns) :], strict=True))
     got = jnp.concatenate([outputs[n] for n in (1, 2, 3)], 1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from shardtrain.functional.deferred_outputs import defer
+from shardtrain.jaxpr.deferred_outputs import defer
 
 LAYERS, ROWS, WIDTH = 3, 8, 16
 

@@ -1,0 +1,1 @@
+"""Read, cut and rebuild traced programs of jax. Start with `equations.py`."""
