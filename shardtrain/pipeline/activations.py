@@ -1,6 +1,6 @@
 """Flatten the activations between blocks into lists of arrays, and store them in numbered slots.
 
-Next: `stage_compute.py`.
+Next: `mesh_stage.py`.
 """
 
 from collections.abc import Sequence

@@ -21,7 +21,7 @@ from shardtrain.functional.sums import Sums
 from shardtrain.pipeline.activations import make_slots, put
 from shardtrain.pipeline.mesh_tasks import Branches, Carry, StageTasks, TickTask, order_after
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.pipeline.stage_compute import StageCompute
+from shardtrain.pipeline.mesh_stage import MeshStage
 from shardtrain.pipeline.table import KINDS, Table
 from shardtrain.pipeline.tick_arrays import NONE, make_ticks
 
@@ -66,7 +66,7 @@ def run_pipeline(
             " pipeline.cuts.make_partition does"
         )
     # the computations of this stage, and the scan that carries out its column of the table
-    compute = StageCompute(
+    compute = MeshStage(
         chain=chain,
         loss=loss,
         stages=stages,
@@ -87,7 +87,7 @@ class _TableScan:
     could run them in a different order on each device, which deadlocks (`plan.hlo.rendezvous`).
     """
 
-    def __init__(self, compute: StageCompute, table: Table, specs: Any, row_axes: Sequence[str]) -> None:
+    def __init__(self, compute: MeshStage, table: Table, specs: Any, row_axes: Sequence[str]) -> None:
         self.compute, self.table = compute, table
         # the pipeline axis is manual here, so no spec may name it
         grad_specs = jax.tree.map(partial(_remove_axes, {axes.PIPELINE}), specs) if compute.train else {}

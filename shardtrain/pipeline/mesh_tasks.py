@@ -16,7 +16,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from shardtrain.functional.float_gradients import vjp
 from shardtrain.functional.sums import Sums, add_block_grads, add_grads, add_loss
 from shardtrain.pipeline.activations import Activations, get, put
-from shardtrain.pipeline.stage_compute import StageCompute
+from shardtrain.pipeline.mesh_stage import MeshStage
 from shardtrain.pipeline.tick_arrays import NONE
 
 
@@ -28,7 +28,7 @@ class Branches:
       grad_specs: like params, the PartitionSpec of each gradient; {} without a backward pass.
     """
 
-    def __init__(self, compute: StageCompute, grad_specs: Any) -> None:
+    def __init__(self, compute: MeshStage, grad_specs: Any) -> None:
         self._compute, self._grad_specs = compute, grad_specs
 
     def branch_by_size(
@@ -150,7 +150,7 @@ class StageTasks:
       whole_specs: like params, PartitionSpecs without the axes of rows, for the layers before the blocks.
     """
 
-    def __init__(self, compute: StageCompute, branches: Branches, has_weight: bool, whole_specs: Any) -> None:
+    def __init__(self, compute: MeshStage, branches: Branches, has_weight: bool, whole_specs: Any) -> None:
         self._compute, self._branches = compute, branches
         self._has_weight, self._whole_specs = has_weight, whole_specs
 

@@ -22,7 +22,7 @@ from shardtrain.pipeline.activations import Activations, ActivationTree, describ
 from shardtrain.pipeline.stacking import Partition
 
 
-class StageCompute:
+class MeshStage:
     """The computations of one stage on one batch, in a shard_map that is manual over the axis pipeline.
 
     Args:
