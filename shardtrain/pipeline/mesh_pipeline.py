@@ -19,9 +19,9 @@ from shardtrain.functional.loss import Batch, Loss
 from shardtrain.functional.model import BLOCKS, Chain
 from shardtrain.functional.sums import Sums
 from shardtrain.pipeline.activations import make_slots, put
+from shardtrain.pipeline.mesh_stage import MeshStage
 from shardtrain.pipeline.mesh_tasks import Branches, Carry, StageTasks, TickTask, order_after
 from shardtrain.pipeline.stacking import Partition
-from shardtrain.pipeline.mesh_stage import MeshStage
 from shardtrain.pipeline.table import KINDS, Table
 from shardtrain.pipeline.tick_arrays import NONE, make_ticks
 

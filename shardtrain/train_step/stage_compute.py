@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     pass  # importing it starts MPI
 
 
-class StageTasks(NamedTuple):
-    """The tasks of all stages.
+class StageTables(NamedTuple):
+    """The tasks of all stages, as tables, and the values between them.
 
     Args:
       flow: the values between all parts, for the rows of this pipeline's microbatches.
@@ -71,7 +71,7 @@ class StageCompute:
     def __init__(
         self,
         stage_model: StageModel,
-        tasks: StageTasks,
+        tasks: StageTables,
         training: StageUpdate,
         placement: Placement,
         links: StageLinks,

@@ -25,7 +25,7 @@ from shardtrain.report.timeline import figures, heading, unit_seconds, unit_time
 from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.island_compute import IslandCompute, Training
 from shardtrain.train_step.island_step import IslandStep, make_island_step, make_sync
-from shardtrain.train_step.stage_compute import StageCompute, StageTasks
+from shardtrain.train_step.stage_compute import StageCompute, StageTables
 from shardtrain.train_step.stage_links import PipelineGrid, StageLinks
 from shardtrain.train_step.stage_update import StageUpdate
 from shardtrain.train_step.state import State
@@ -199,7 +199,7 @@ def _make_stage_compute(
     clip = run.optimizer.clip if isinstance(run.optimizer, Optimizer) else None
     return StageCompute(
         stage_model,
-        StageTasks(
+        StageTables(
             stage_model.flow(shapes),
             # without a flush all microbatches of a batch pass through the stages together
             make_table(pipeline.schedule if pipeline.in_flight == 1 else "gpipe", *sizes),

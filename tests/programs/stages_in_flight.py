@@ -36,7 +36,7 @@ from shardtrain.train_step.channel import Channel
 from shardtrain.train_step.island_step import IslandStep
 from shardtrain.train_step.owner_transfers import OwnerTransfers
 from shardtrain.train_step.placement import init_state, make_placement
-from shardtrain.train_step.stage_compute import StageCompute, StageTasks
+from shardtrain.train_step.stage_compute import StageCompute, StageTables
 from shardtrain.train_step.stage_links import PipelineGrid, StageLinks
 from shardtrain.train_step.stage_update import StageUpdate
 from shardtrain.train_step.sync.barrier_schedule import BarrierSchedule
@@ -107,7 +107,7 @@ def make_stage_step(barriers):
 
     compute = StageCompute(
         stage_model,
-        StageTasks(
+        StageTables(
             stage_model.flow(microbatch),
             make_table("gpipe", STAGES, MICROBATCHES, 1),
             forward_only(STAGES, MICROBATCHES, 1),

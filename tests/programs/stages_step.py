@@ -35,7 +35,7 @@ from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.island_step import IslandStep, make_sync
 from shardtrain.train_step.owner_transfers import OwnerTransfers
 from shardtrain.train_step.placement import init_state, make_placement
-from shardtrain.train_step.stage_compute import StageCompute, StageTasks
+from shardtrain.train_step.stage_compute import StageCompute, StageTables
 from shardtrain.train_step.stage_executor import StageExecutor
 from shardtrain.train_step.stage_links import PipelineGrid, StageLinks
 from shardtrain.train_step.stage_update import StageUpdate
@@ -238,7 +238,7 @@ def make(
     groups, transfers = zip(*owned, strict=True)
     compute = StageCompute(
         stage_model,
-        StageTasks(
+        StageTables(
             stage_model.flow(microbatch),
             make_table(schedule, num_stages, microbatches, chunks),
             forward_only(num_stages, microbatches, chunks, placement=pipeline.placement),
