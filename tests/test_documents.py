@@ -144,6 +144,7 @@ def test_the_files_and_names_of_the_recipes_are_there():
     recipes = dict(re.findall(r"^### ([^\n]*)\n(.*?)(?=^### |\Z)", text, re.MULTILINE | re.DOTALL))
     kinds = (
         "combiner",
+        "way to synchronise",
         "sync trigger",
         "schedule",
         "launcher",

@@ -245,7 +245,7 @@ def test_any_optax_transformation_is_an_outer_optimizer():
 
 
 def test_presets_are_found_by_name():
-    assert (Synchronisation.short("diloco") or {})["every"] == 30
+    assert Synchronisation.short("diloco") == PRESETS["diloco"]
     assert preset("streaming-diloco").fragments == 5
     assert Synchronisation.short("int8+adasum") == {"by": "int8+adasum"}
     assert len(PRESETS) == 7
