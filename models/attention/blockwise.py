@@ -76,16 +76,15 @@ def forward_blocks(
     """Return `attend_blocks`, and what its gradient needs: the arguments, the result and the log-sum-exp."""
     keys, size = _pad_keys(k, v, seen)
     mean = v.astype(jnp.float32).mean(-2)
-    some, padded = _cut_queries(q, seen, distance, soft_cap)
 
-    def visit(number: Any, found: Any) -> Any:
-        queries = some(number)
-        sums = add_keys(queries, keys, start_sums(queries.q), size)
-        return _put_block(found, finish_sums(sums, mean), number)
+    def visit(block: Any) -> Any:
+        some, labels, start = block
+        queries = Queries(some, labels, start, seen.window, soft_cap)
+        out, logsumexp = finish_sums(add_keys(queries, keys, start_sums(queries.q), size), mean)
+        return out.astype(q.dtype), logsumexp
 
-    start = jnp.zeros(padded, q.dtype), jnp.zeros(padded[:-1], jnp.float32)
-    out, logsumexp = lax.fori_loop(0, padded[-2] // count_block(q.shape[-2]), visit, start)
-    out, logsumexp = out[..., : q.shape[-2], :], logsumexp[..., : q.shape[-2]]
+    out, logsumexp = lax.map(visit, _stack_queries(q, seen, distance))
+    out, logsumexp = _join(out, q.shape[-2], -2), _join(logsumexp, q.shape[-2], -1)
     return out, (q, k, v, seen, distance, out, logsumexp)
 
 
@@ -95,27 +94,21 @@ def backward_blocks(soft_cap: float | None, kept: Any, cotangent: jax.Array) -> 
     of_out = cotangent.astype(jnp.float32)
     delta = (of_out * out.astype(jnp.float32)).sum(-1)
     keys, size = _pad_keys(k, v, seen)
-    some, padded = _cut_queries(q, seen, distance, soft_cap)
-    more, block = padded[-2] - q.shape[-2], count_block(q.shape[-2])
-    # queries of padding have no weights
-    whole = _pad(of_out, more, -2), _pad(delta, more, -1), _pad(logsumexp, more, -1, jnp.inf)
 
-    def visit(number: Any, found: Any) -> Any:
-        of_q, *of_keys = found
-        queries, start = some(number), number * block
-        some_out, some_delta, some_logsumexp = (
-            lax.dynamic_slice_in_dim(x, start, block, axis)
-            for x, axis in zip(whole, (-2, -1, -1), strict=True)
-        )
+    def visit(of_keys: Any, block: Any) -> Any:
+        (some, labels, start), some_out, some_delta, some_logsumexp = block
+        queries = Queries(some, labels, start, seen.window, soft_cap)
         sums = jnp.zeros(queries.q.shape, jnp.float32), *of_keys
-        of_some, *of_keys = add_gradients(queries, keys, some_out, some_delta, some_logsumexp, sums, size)
-        return lax.dynamic_update_slice_in_dim(of_q, of_some.astype(q.dtype), start, -2), *of_keys
+        of_q, *of_keys = add_gradients(queries, keys, some_out, some_delta, some_logsumexp, sums, size)
+        return of_keys, of_q.astype(q.dtype)
 
-    zeros = (jnp.zeros(x.shape, jnp.float32) for x in keys[:2])
-    of_q, of_k, of_v = lax.fori_loop(0, padded[-2] // block, visit, (jnp.zeros(padded, q.dtype), *zeros))
+    # queries of padding have no weights
+    of_blocks = _stack(of_out, -2), _stack(delta, -1), _stack(logsumexp, -1, jnp.inf)
+    zeros = [jnp.zeros(x.shape, jnp.float32) for x in keys[:2]]
+    (of_k, of_v), of_q = lax.scan(visit, zeros, (_stack_queries(q, seen, distance), *of_blocks))
     of_v += spread_mean(of_out, logsumexp, k.shape[-2])
     of_k, of_v = (x[..., : k.shape[-2], :].astype(k.dtype) for x in (of_k, of_v))
-    return of_q[..., : q.shape[-2], :], of_k, of_v, None, None
+    return _join(of_q, q.shape[-2], -2), of_k, of_v, None, None
 
 
 attend_blocks.defvjp(forward_blocks, backward_blocks)
@@ -124,42 +117,37 @@ attend_blocks.defvjp(forward_blocks, backward_blocks)
 def _pad_keys(k: jax.Array, v: jax.Array, seen: VisibleKeys) -> tuple[Keys, int]:
     """Return keys that blocks divide, of which no query sees those of padding, and the size of a block."""
     size, labels = count_block(k.shape[-2]), seen.of_keys
-    more = -k.shape[-2] % size
-    if more and labels is None:
+    if k.shape[-2] % size and labels is None:
         labels = jnp.ones((k.shape[0], k.shape[-2]), bool)
     if labels is not None:
-        labels = _pad(labels, more, 1, False if labels.dtype == bool else HIDDEN)
-    return Keys(_pad(k, more, -2), _pad(v, more, -2), labels), size
+        labels = _pad(labels, 1, False if labels.dtype == bool else HIDDEN)
+    return Keys(_pad(k, -2), _pad(v, -2), labels), size
 
 
-def _cut_queries(q: jax.Array, seen: VisibleKeys, distance: Any, soft_cap: float | None) -> Any:
-    """Return a function from the number of a block to its `Queries`, and the shape of the padded queries."""
-    size, labels = count_block(q.shape[-2]), seen.of_queries
-    more = -q.shape[-2] % size
-    q = _pad(q, more, -2)
-    labels = labels if labels is None else _pad(labels, more, 1)
-
-    def some(number: Any) -> Queries:
-        start = number * size
-        own = labels if labels is None else lax.dynamic_slice_in_dim(labels, start, size, 1)
-        some_q = lax.dynamic_slice_in_dim(q, start, size, -2)
-        return Queries(some_q, own, None if distance is None else distance + start, seen.window, soft_cap)
-
-    return some, q.shape
+def _stack_queries(q: jax.Array, seen: VisibleKeys, distance: Any) -> tuple[Any, Any, Any]:
+    """Return the blocks of queries, of their labels, and their distances from the first key."""
+    size = count_block(q.shape[-2])
+    starts = jnp.arange(0, q.shape[-2], size, dtype=jnp.int32)
+    labels = None if seen.of_queries is None else _stack(seen.of_queries, 1)
+    return _stack(q, -2), labels, None if distance is None else distance + starts
 
 
-def _put_block(whole: Any, block: Any, number: Any) -> Any:
-    """Write the context and sums of a block of queries."""
-    out, logsumexp = block
-    start = number * out.shape[-2]
-    out = lax.dynamic_update_slice_in_dim(whole[0], out.astype(whole[0].dtype), start, -2)
-    return out, lax.dynamic_update_slice_in_dim(whole[1], logsumexp, start, -1)
-
-
-def _pad(x: jax.Array, more: int, axis: int, value: Any = 0) -> jax.Array:
+def _pad(x: jax.Array, axis: int, value: Any = 0) -> jax.Array:
+    """Pad positions to a multiple of their block."""
     widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, more)
-    return jnp.pad(x, widths, constant_values=value) if more else x
+    widths[axis] = (0, -x.shape[axis] % count_block(x.shape[axis]))
+    return jnp.pad(x, widths, constant_values=value) if any(more for _, more in widths) else x
+
+
+def _stack(x: jax.Array, axis: int, value: Any = 0) -> jax.Array:
+    """Cut padded positions into blocks along a new leading dim."""
+    size, x = count_block(x.shape[axis]), _pad(x, axis, value)
+    return jnp.stack(jnp.split(x, x.shape[axis] // size, axis))
+
+
+def _join(x: jax.Array, length: int, axis: int) -> jax.Array:
+    """Join blocks, without their padding."""
+    return lax.slice_in_dim(jnp.concatenate(list(x), axis), 0, length, axis=axis)
 
 
 def _find_obstacles(q_BTHK: Any, k_BSHK: Any, options: ScoreOptions, devices: Sequence[Any]) -> list[str]:

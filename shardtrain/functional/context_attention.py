@@ -127,9 +127,7 @@ class ContextAttention:
         rows, seq, heads = sharded
         split = PartitionSpec(rows or None, seq, heads or None)
         of_keys = PartitionSpec(rows or None, seq, own.axes_of_k or None)
-        compute = {"ring": _attend_ring, "all-gather": _attend_all_gather, "all-to-all": _attend_all_to_all}[
-            self.kind
-        ]
+        compute = CONTEXT_ATTENTIONS[self.kind]
         note = getattr(get_logical_axis_rules(), "note", None)
         if self.kind != "all-to-all" and note is not None:
             text = f"over context={call.num}, in plain jax: it has no kernel for any device"
@@ -204,6 +202,15 @@ def _attend_all_to_all(call: _Call, q: Any, k: Any, v: Any, facts: dict[str, Any
     if call.window is not None:
         facts["window"] = call.window
     return lax.all_to_all(call.whole(q, k, v, **facts), axes.CONTEXT, 1, 2, tiled=True)
+
+
+CONTEXT_ATTENTIONS = {
+    "ring": _attend_ring,
+    "all-gather": _attend_all_gather,
+    "all-to-all": _attend_all_to_all,
+}
+"""Name -> attention over the shards of sequences on each device. "all-to-all" computes whole sequences by any
+entry of `models.attention.ATTENTIONS`; the others have code of their own."""
 
 
 def _label_keys(call: _Call, facts: dict[str, Any]) -> VisibleKeys:

@@ -26,6 +26,7 @@ from shardtrain.plan.program import CallSizes
 from shardtrain.plan.search import search
 from shardtrain.plan.space import Space, list_allowed_choices, mesh_text
 from shardtrain.plan.subject import Subject
+from shardtrain.plan.trace import Target
 from shardtrain.sharding.layout import Layout
 
 CONFIG = DecoderConfig(vocab=64, seq=64, embed=32, num_layers=2, num_heads=4, mlp=128)
@@ -142,6 +143,17 @@ def test_memory_of_long_sequences_over_context():
     assert predicted.memory.total == pytest.approx(real, rel=0.1)
     # whole scores of two heads of four would be 8 times a block of 512 x 256 and its gradients
     assert real < 4 * CONFIG.num_heads * 512 * 2048
+
+
+@pytest.mark.full
+def test_memory_of_long_sequences_on_one_device():
+    """Of a step whose attention is computed in blocks, as "auto" chooses for CPUs."""
+    long = subject_of(replace(CONFIG, seq=2048, num_layers=1), rows=1)
+    choice = Choice(layout=Layout(mesh={"data": 1}), remat="full")
+    real = compiled(long, choice, 1)[0].device_bytes
+    of_cpu = replace(MACHINE, rates=replace(MACHINE.rates, copies_stacked=True))
+    (predicted,) = predict_choices(replace(long, target=Target("cpu", one_device=True)), of_cpu, 1, [choice])
+    assert predicted.memory.total == pytest.approx(real, rel=0.1)
 
 
 @pytest.mark.full

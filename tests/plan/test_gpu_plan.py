@@ -19,7 +19,7 @@ from shardtrain.islands.cluster import IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
 from shardtrain.models.attention import ATTENTIONS
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.plan.device_calls import FlashCall, counts_flash
+from shardtrain.plan.device_calls import BlocksCall, FlashCall, counts_flash
 from shardtrain.plan.devices import find_device
 from shardtrain.plan.live_arrays import Trip, sort_for_gpus
 from shardtrain.plan.machine import make_machine
@@ -78,6 +78,15 @@ def test_a_plan_has_the_attention_that_the_model_chooses(subject, scores):
     backward = [call.backward for call in calls(program)]
     number = 0 if scores else 1 + (subject.get("remat") == "full")
     assert (backward.count(False), backward.count(True)) == (number, min(number, 1))
+
+
+def test_attention_in_blocks_is_one_call_without_scores():
+    program = subject_of(V100, attention="blockwise", soft_cap=30.0).program(None)
+    assert not has_scores(program)
+    assert [(type(call), call.backward) for call in calls(program)] == [
+        (BlocksCall, False),
+        (BlocksCall, True),
+    ]
 
 
 def test_the_choice_is_that_of_the_models_own_function(monkeypatch):
