@@ -90,10 +90,10 @@ class _Walk:
         given = map(self._anchor, few.jaxpr.invars, many.jaxpr.invars, inputs)
         return forward(few, given, follow, self._constant, many)
 
-    def _constant(self, *atoms: Any) -> Variable:
-        shapes = find_shapes(atoms)
+    def _constant(self, atom: Any, other: Any) -> Variable:
         # an array of the model's own that has as many entries as there are rows
-        return self._anchor(*atoms, Variable(is_number=shapes.row_dim is not None))
+        is_number = find_shapes((atom, other)).row_dim is not None
+        return self._anchor(atom, other, Variable(is_number=is_number))
 
     def _anchor(self, atom: Any, other: Any, known: Variable) -> Variable:
         # a dim that counts rows alone says where they are; what is followed to it has to agree

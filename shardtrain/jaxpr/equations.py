@@ -171,11 +171,11 @@ def scan_counts(equation: Any) -> tuple[int, int]:
     return _count_unstacked(equation.invars, body.invars) - num_carried, num_carried
 
 
-def split_operands(equation: Any, inputs: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
+def split_operands(equation: Any, inputs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
     """Split values for the inputs of a scan into those of constants, carried arrays and stacked arrays."""
     num_consts, num_carried = scan_counts(equation)
-    num_whole = num_consts + num_carried
-    return inputs[:num_consts], inputs[num_consts:num_whole], inputs[num_whole:]
+    given, num_whole = list(inputs), num_consts + num_carried
+    return given[:num_consts], given[num_consts:num_whole], given[num_whole:]
 
 
 def _count_unstacked(of_scan: Sequence[Any], of_step: Sequence[Any]) -> int:

@@ -111,7 +111,7 @@ class PiecewiseProgram:
 
 
 def _scan(
-    equation: Any, consts: Sequence[Any], carry: Sequence[Any], rows: Sequence[Any], length: int
+    equation: Any, consts: list[Any], carry: list[Any], rows: list[Any], length: int
 ) -> tuple[list[Any], list[Any]]:
     def run(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
         found = evaluate(equation.params["jaxpr"], [*consts, *carry, *row])
