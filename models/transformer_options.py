@@ -5,16 +5,17 @@ Next: `transformer.py`.
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal
 
 from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, SEQ, VOCAB
+from shardtrain.errors.field_types import wrong_types
 from shardtrain.models import checks
 from shardtrain.models.attention import Attentions
-from shardtrain.models.experts_options import read_experts
+from shardtrain.models.experts_options import Experts
 from shardtrain.models.float8 import Products
 from shardtrain.models.layers import Norms
-from shardtrain.models.lora import read_lora
-from shardtrain.models.rotary import find_scaling_problems, read_scaling
+from shardtrain.models.lora import Lora
+from shardtrain.models.rotary import RopeScaling
 
 Positions = Literal["learned", "rotary"]
 Activations = Literal["gelu", "gelu_erf", "relu", "swiglu", "geglu"]
@@ -49,8 +50,8 @@ class TransformerOptions:
       dtype: compute dtype; parameters, norms, softmax and logits are float32.
       attention: "xla"; "cudnn" for flash attention on NVIDIA GPUs; or "auto", which takes "cudnn" if device,
         dtype and head_dim allow it, else "xla".
-      lora: low-rank adapters of the blocks' projections, such as "rank=8" or "rank=8,alpha=16,on=q+v"; with
-        adapters nothing else is trained. Empty means no adapters.
+      lora: low-rank adapters of the blocks' projections, in Python as `Lora(rank=8, on=("q", "v"))`, as text
+        such as rank=8,alpha=16,on=q+v; with adapters nothing else is trained. None means no adapters.
 
     Raises:
       ValueError: listing every option that is out of range or does not fit another.
@@ -65,13 +66,13 @@ class TransformerOptions:
     remat: Remats = "weights"
     dtype: Dtypes = "float32"
     attention: Attentions = "auto"
-    lora: str = ""
+    lora: Lora | None = None
 
     def __post_init__(self):
-        checks.refuse(type(self).__name__, self.list_problems())
+        checks.refuse(type(self).__name__, wrong_types(self) or self.list_problems())
 
     def list_problems(self) -> list[str]:
-        """List wrong values, then options that do not fit each other."""
+        """List the options that are out of range or do not fit another."""
         counts = {f.name: getattr(self, f.name) for f in fields(self) if f.type in (int, int | None)}
         found = checks.positive({name: value for name, value in counts.items() if value is not None})
         if not found:
@@ -83,11 +84,7 @@ class TransformerOptions:
                 odd = sizes[HEAD_DIM]
                 found.append(f"head_dim is {odd}; rotary positions turn pairs. Use head_dim={odd + 1}.")
         found += checks.positive({n: float(getattr(self, n)) for n in ("theta", "eps") if hasattr(self, n)})
-        found += checks.dropout_rate("dropout", self.dropout) + _find_text_problems(self)
-        choices = {f.name: get_args(f.type) for f in fields(self) if get_origin(f.type) is Literal}
-        for name, allowed in choices.items():
-            found += checks.choice(name, getattr(self, name), allowed)
-        return found
+        return found + checks.dropout_rate("dropout", self.dropout) + _find_adapter_problems(self)
 
     def block_options(self, **changes: Any) -> "BlockOptions":
         """Return the options of the parts of a block: this configuration, with changes."""
@@ -151,9 +148,8 @@ class BlockOptions(DecodingOptions):
     Args:
       num_layers: number of blocks.
       positions: "learned" adds a table of embeddings, "rotary" rotates queries and keys.
-      rope_scaling: stretches rotary wavelengths for longer sequences: "llama3:factor=8,original_seq=8192",
-        "yarn:factor=4,original_seq=32768", "linear:factor=4", or "longrope:..." with factors for short and
-        for long sequences. Empty means no scaling.
+      rope_scaling: stretches rotary wavelengths for longer sequences: a `LinearScaling`, `Llama3Scaling`,
+        `YarnScaling` or `LongropeScaling` of `rotary.py`. None means no scaling.
       rotary_dims: number of features of each head that are rotated, from the first. None means all.
       post_norm: whether a norm also follows each half of a block, before its output is added.
       only_post_norm: whether the norms before the halves are left out (as OLMo 2).
@@ -177,14 +173,15 @@ class BlockOptions(DecodingOptions):
         means that all blocks have it.
       window_theta: base of the rotary wavelengths in blocks with a window, without scaling. None means the
         same wavelengths as in other blocks.
-      experts: replaces each feed-forward by a mixture of experts, such as "num=8,top=2", with any of
-        capacity, shared, scores, normalised, scale, balance, over, bias, z, shared_gate, groups and
-        top_groups; `mlp` is then the number of hidden features of one expert. Empty means no experts.
+      experts: replaces each feed-forward by a mixture of experts, in Python as `Experts(num=8, top=2)`, as
+        text such as num=8,top=2, with any of capacity, shared, scores, normalised, scale, balance, over,
+        bias, z, shared_gate, groups and top_groups; `mlp` is then the number of hidden features of one
+        expert. None means no experts.
     """
 
     num_layers: int
     positions: Positions = "learned"
-    rope_scaling: str = ""
+    rope_scaling: RopeScaling | None = None
     rotary_dims: int | None = None
     post_norm: bool = False
     only_post_norm: bool = False
@@ -201,7 +198,7 @@ class BlockOptions(DecodingOptions):
     window: int | None = None
     full_every: int | None = None
     window_theta: float | None = None
-    experts: str = ""
+    experts: Experts | None = None
 
     def list_problems(self) -> list[str]:
         """List the options that are out of range or do not fit another."""
@@ -241,23 +238,17 @@ def has_bias(config: Any, option: str) -> bool:
     return next(value for name in BIASES[option] if (value := getattr(config, name)) is not None)
 
 
-def _find_text_problems(config: Any) -> list[str]:
-    """List the problems of the options that are read from text, `lora` and `experts`."""
+def _find_adapter_problems(config: Any) -> list[str]:
+    """List the projections in `lora` that no block has."""
+    lora, experts = config.lora, getattr(config, "experts", None)
     found: list[str] = []
-    read: dict[str, Any] = {"lora": None, "experts": None}
-    for name, reader in (("lora", read_lora), ("experts", read_experts)):
-        try:
-            read[name] = reader(getattr(config, name, ""))
-        except ValueError as error:
-            found.append(str(error))
-    lora, experts = read["lora"], read["experts"]
     if lora and lora.on == ("gate",) and config.activation not in GATED:
         found.append(
-            f"lora is {config.lora!r}, and a feed-forward with {config.activation} has no gate; use"
+            f"lora is on 'gate', and a feed-forward with {config.activation} has no gate; use"
             " activation='swiglu', or other projections"
         )
     if lora and experts and not experts.shared and not set(lora.on) - {"up", "gate", "down"}:
-        found.append(f"lora is {config.lora!r}, and experts have no adapters; use on=q+v, of attention")
+        found.append(f"lora is on {lora.on}, and experts have no adapters; use on=('q', 'v'), of attention")
     return found
 
 
@@ -270,14 +261,8 @@ def _find_decoder_problems(config: BlockOptions) -> list[str]:
     if config.positions != "rotary":
         found += [f"{name} is {x!r}; it needs positions='rotary'" for name, x in rotary.items() if x]
     head_dim = block_sizes(config)[HEAD_DIM] if config.num_heads > 0 else 0
-    try:
-        scaling = read_scaling(config.rope_scaling)
-        if scaling is not None and scaling.kind == "yarn" and config.theta <= 1:
-            found.append(f"theta is {config.theta}; yarn needs it above 1. Use theta=10000.")
-        if scaling is not None and head_dim:
-            found += find_scaling_problems(scaling, config.rotary_dims or head_dim)
-    except ValueError as error:
-        found.append(str(error))
+    if config.rope_scaling is not None and head_dim:
+        found += config.rope_scaling.list_misfits(config.theta, config.rotary_dims or head_dim)
     if (rotated := config.rotary_dims) and (rotated % 2 or rotated > head_dim):
         allowed = f"it is even and at most head_dim, {head_dim}"
         use = f"rotary_dims={min(rotated + rotated % 2, head_dim - head_dim % 2)}"

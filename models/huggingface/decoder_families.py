@@ -29,9 +29,9 @@ from shardtrain.models.huggingface.mixture_families import MIXTRAL, QWEN2_MOE, Q
 from shardtrain.models.huggingface.place import TOKEN_ENTRIES
 from shardtrain.models.huggingface.rope import (
     read_rope,
+    read_scaling,
     rope_entries,
     scaling_problems,
-    scaling_text,
     window_entries,
     window_options,
     window_problems,
@@ -89,7 +89,7 @@ def _read_neox(config: Json) -> dict[str, Any]:
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     return {
         "theta": float(rope.get("rope_theta", config.get("rotary_emb_base", 10_000.0))),
-        "rope_scaling": scaling_text(rope),
+        "rope_scaling": read_scaling(rope),
         "rotary_dims": None if part == 1 else int(head_dim * part),
     }
 
@@ -198,9 +198,10 @@ def _write_phi3(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _foreign_to_phi3(config: DecoderConfig, model_type: str) -> list[str]:
-    kind = config.rope_scaling.partition(":")[0]
-    scaled = [f"rope_scaling is {kind!r}; phi3 has 'longrope' only"] if kind not in ("", "longrope") else []
-    return scaled + check_head_dim(config, model_type)
+    found = check_head_dim(config, model_type)
+    if config.rope_scaling and config.rope_scaling.kind != "longrope":
+        found.append(f"rope_scaling is {config.rope_scaling}; phi3 has 'longrope' only")
+    return found
 
 
 PHI3 = make_llama_relative(

@@ -45,7 +45,6 @@ from shardtrain.models.huggingface.folder import (
     shard,
     tokenizer_files,
 )
-from shardtrain.models.lora import read_lora
 from shardtrain.system.atomic_write import new_folder, refuse_filled
 from shardtrain.system.untrusted_files import read_bytes
 
@@ -57,7 +56,6 @@ __all__ = (
     "open_adapters",
     "open_parameters",
     "own_file",
-    "read_lora",
     "read_model_config",
     "shard",
     "token_ids",

@@ -3,11 +3,12 @@
 `decoder_families.py` lists the families without experts; `decoders.py` has what all share.
 """
 
+from dataclasses import fields
 from typing import Any
 
 from shardtrain.axes import MLP
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.experts_options import Experts, experts_text, read_experts
+from shardtrain.models.experts_options import Experts
 from shardtrain.models.huggingface.decoders import (
     ATTENTION_BIAS,
     LIKE_LLAMA,
@@ -31,13 +32,14 @@ def _list_foreign(config: DecoderConfig, model_type: str, chosen: tuple[str, ...
       chosen: keys of `experts` that may have any value in the family, in addition to `num`, `top` and the
         keys for training.
     """
-    options = read_experts(config.experts)
+    options = config.experts
     if options is None:
-        return [f"experts is ''; {model_type} has a mixture in each block"]
+        return [f"experts is None; {model_type} has a mixture in each block"]
     # the last four are only for training, and not in files
     free = {"num", "top", *chosen, "capacity", "balance", "over", "z"}
-    defaults = vars(Experts(num=options.num, top=options.top))
-    fixed = {name: (value,) for name, value in defaults.items() if name not in free}
+    fixed = {f.name: (f.default,) for f in fields(Experts) if f.name not in free}
+    if "normalised" not in chosen:
+        fixed["is_normalised"] = (True,)
     return [f"experts: {problem}" for problem in option_problems(options, fixed, model_type)]
 
 
@@ -55,9 +57,8 @@ def _find_problems(num: int, top: int, normalised: str = "chosen") -> list[str]:
 
 
 def _get_experts(config: DecoderConfig) -> Experts:
-    found = read_experts(config.experts)
-    assert found is not None, "`foreign` refuses a model without experts first"
-    return found
+    assert config.experts is not None, "`foreign` refuses a model without experts first"
+    return config.experts
 
 
 MIXTRAL = make_llama_relative(
@@ -67,7 +68,7 @@ MIXTRAL = make_llama_relative(
     entries=WINDOW,
     chosen=("experts",),
     read=lambda config: {
-        "experts": experts_text(Experts(num=config["num_local_experts"], top=config["num_experts_per_tok"])),
+        "experts": Experts(num=config["num_local_experts"], top=config["num_experts_per_tok"]),
     },
     write=lambda config: {
         "num_local_experts": _get_experts(config).num, "num_experts_per_tok": _get_experts(config).top,
@@ -90,8 +91,7 @@ def _qwen_experts(config: Json) -> dict[str, Any]:
 
 def _read_qwen_moe(config: Json, **keys: Any) -> dict[str, Any]:
     """Read the experts and the hidden features of one expert."""
-    experts = experts_text(Experts(**_qwen_experts(config), **keys))
-    return {"experts": experts, "mlp": config["moe_intermediate_size"]}
+    return {"experts": Experts(**_qwen_experts(config), **keys), "mlp": config["moe_intermediate_size"]}
 
 
 def _read_qwen2_moe(config: Json) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _write_qwen_moe(config: DecoderConfig) -> dict[str, Any]:
         "use_sliding_window": False,
         "num_experts": options.num,
         "num_experts_per_tok": options.top,
-        "norm_topk_prob": options.normalised == "chosen",
+        "norm_topk_prob": options.is_normalised,
         "moe_intermediate_size": config.sizes[MLP],
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -128,8 +128,7 @@ def _qwen2_problems(config: Json) -> list[str]:
 
 def _foreign_to_qwen2_moe(config: DecoderConfig, model_type: str) -> list[str]:
     found = _list_foreign(config, model_type, ("normalised", "shared", "shared_gate"))
-    options = read_experts(config.experts)
-    if options and options.shared_gate != "sigmoid":
+    if config.experts and config.experts.shared_gate != "sigmoid":
         found.append("experts: the shared feed-forward has no gate; qwen2_moe has shared_gate=sigmoid only")
     return check_head_dim(config, model_type) + found
 

@@ -20,6 +20,7 @@ from shardtrain.axes import PIPELINE
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data.batches import Loading
+from shardtrain.errors.compact_options import write_compact
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import refuse
 from shardtrain.functional.compute_dtype import has_dtype, set_compute_dtype
@@ -288,6 +289,7 @@ def describe(value: Any, prefix: str = "") -> dict[str, Any]:
     >>> describe(Strategy(accumulate=4))["accumulate"]
     4
     """
+    value = write_compact(value)
     if is_dataclass(value) and not isinstance(value, type):
         items = {f.name: getattr(value, f.name) for f in fields(value)}
     elif isinstance(value, Mapping) and len(value) <= MOST_ITEMS:

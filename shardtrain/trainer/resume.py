@@ -18,6 +18,7 @@ from shardtrain.checkpoints.origins import select_saved_state
 from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.reader import CheckpointReader, find_readers
 from shardtrain.data import Position
+from shardtrain.errors.compact_options import rewrite_texts
 from shardtrain.errors.messages import refuse
 from shardtrain.imported import select_kept_tokens
 from shardtrain.system.untrusted_files import check_whole_number
@@ -337,6 +338,7 @@ def check_options(
             f"seed is {run.seed}, but the run in {run.run_dir} started with seed {seed!r}: its order of"
             f" samples would change. Use --seed {seed}, or another --run-dir"
         )
+    saved = rewrite_texts(type(run.model), saved, "model.")
     # the saved description went through JSON
     now = json.loads(json.dumps(dict(description)))
     refused = []
