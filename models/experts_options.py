@@ -25,7 +25,7 @@ class Experts(CompactOptions):
         expert.
       scores: "softmax" computes scores over all experts, "sigmoid" for each expert alone.
       normalised: "chosen" scales the weights of a token's experts so that they add up to 1; "all" takes the
-        scores as weights, as always with top=1.
+        scores as weights, as does a single expert (top=1).
       scale: factor of these weights.
       balance: weight of the load-balancing loss, which is 1 in a block if all experts have equal loads (Fedus
         et al. 2021, Switch Transformers, equation 4).

@@ -50,8 +50,8 @@ class TransformerOptions:
       dtype: compute dtype; parameters, norms, softmax and logits are float32.
       attention: "xla"; "cudnn" for flash attention on NVIDIA GPUs; or "auto", which takes "cudnn" if device,
         dtype and head_dim allow it, else "xla".
-      lora: low-rank adapters of the blocks' projections, in Python as `Lora(rank=8, on=("q", "v"))`, as text
-        such as rank=8,alpha=16,on=q+v; with adapters nothing else is trained. None means no adapters.
+      lora: low-rank adapters of the blocks' projections, such as rank=8 or rank=8,alpha=16,on=q+v; with
+        adapters nothing else is trained. None means no adapters.
 
     Raises:
       ValueError: listing every option that is out of range or does not fit another.
@@ -173,10 +173,9 @@ class BlockOptions(DecodingOptions):
         means that all blocks have it.
       window_theta: base of the rotary wavelengths in blocks with a window, without scaling. None means the
         same wavelengths as in other blocks.
-      experts: replaces each feed-forward by a mixture of experts, in Python as `Experts(num=8, top=2)`, as
-        text such as num=8,top=2, with any of capacity, shared, scores, normalised, scale, balance, over,
-        bias, z, shared_gate, groups and top_groups; `mlp` is then the number of hidden features of one
-        expert. None means no experts.
+      experts: replaces each feed-forward by a mixture of experts, such as num=8,top=2, with any of capacity,
+        shared, scores, normalised, scale, balance, over, bias, z, shared_gate, groups and top_groups; `mlp`
+        is then the number of hidden features of one expert. None means no experts.
     """
 
     num_layers: int

@@ -24,6 +24,7 @@ from shardtrain.models.huggingface.families import (
     write_config,
 )
 from shardtrain.models.mlp import MlpConfig
+from shardtrain.models.rotary import YarnScaling
 
 FAMILIES = tuple(
     sorted(path.stem for path in GOLDEN.glob("*.npz") if not path.stem.startswith(("vit", "resnet", "t5")))
@@ -108,7 +109,7 @@ def test_published_entries_of_earlier_versions():
     yarn = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
     found = read_config({**config, "rope_scaling": {**yarn, "mscale": 1.0, "mscale_all_dim": 0.5}})[1]
     magnitude = (0.1 * np.log(40) + 1) / (0.05 * np.log(40) + 1)
-    assert found.rope_scaling == f"yarn:factor=40.0,original_seq=4096.0,magnitude={magnitude}"
+    assert found.rope_scaling == YarnScaling(factor=40.0, original_seq=4096, magnitude=magnitude)
 
 
 def test_the_factors_of_a_phi3_with_128k_positions_are_options_of_an_import(tmp_path):
@@ -119,7 +120,7 @@ def test_the_factors_of_a_phi3_with_128k_positions_are_options_of_an_import(tmp_
     sizes = {"hidden_size": 384, "original_max_position_embeddings": 8, "head_dim": None}
     rope["partial_rotary_factor"] = 1.0
     found = read_config({**config, **sizes, "rope_parameters": rope})[1]
-    assert len(found.rope_scaling) > 1000
+    assert len(str(found.rope_scaling)) > 1000
     write_about(tmp_path / "model.json", found)
     assert read_model(tmp_path / "model.json", DecoderConfig) == found
 
@@ -351,7 +352,7 @@ def test_mixtures_that_a_family_has_not_are_refused():
     for text, problem in {
         "num=5,shared=2": "experts: the shared feed-forward has no gate",
         "num=5,shared=2,shared_gate=sigmoid,bias=0.1": "experts: bias is 0.1; qwen2_moe has 0.0 only",
-        "": "experts is ''; qwen2_moe has a mixture in each block",
+        "": "experts is None; qwen2_moe has a mixture in each block",
     }.items():
         with pytest.raises(ValueError, match=problem):
             write_config(replace(config, experts=text), "qwen2_moe")
