@@ -7,6 +7,8 @@ once.
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
 
 def positive(values: Mapping[str, int | float]) -> list[str]:
@@ -22,6 +24,12 @@ def positive(values: Mapping[str, int | float]) -> list[str]:
         for name, value in values.items()
         if not 0 < value < math.inf
     ]
+
+
+def counts(config: Any) -> list[str]:
+    """Report each whole number of a configuration, by the types of its fields, that is below 1."""
+    found = {f.name: getattr(config, f.name) for f in fields(config) if f.type in (int, int | None)}
+    return positive({name: value for name, value in found.items() if value is not None})
 
 
 def choice(name: str, value: str, allowed: Sequence[str]) -> list[str]:
@@ -71,13 +79,3 @@ def depth(value: int, known: Iterable[int]) -> list[str]:
         return []
     near = min(known, key=lambda each: abs(each - value))
     return [f"depth is {value}; allowed are {', '.join(map(str, known))}. Use depth={near}."]
-
-
-def refuse(owner: str, problems: Sequence[str]) -> None:
-    """Raise one ValueError that lists every problem; do nothing if there is none.
-
-    Raises:
-      ValueError: if `problems` is not empty.
-    """
-    if problems:
-        raise ValueError("\n".join([f"{owner}:", *(f"  {problem}" for problem in problems)]))

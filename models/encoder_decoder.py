@@ -40,7 +40,7 @@ from shardtrain.models.transformer import (
     make_linear,
     make_norm,
 )
-from shardtrain.models.transformer_options import BlockOptions, DecodingOptions, Remats, block_sizes
+from shardtrain.models.transformer_options import BlockOptions, DecodingOptions, Remats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +91,6 @@ class EncoderDecoderConfig(DecodingOptions):
         """(relative_buckets, relative_distance), with the defaults filled in."""
         buckets, furthest = self.relative_buckets, self.relative_distance
         return 32 if buckets is None else buckets, 128 if furthest is None else furthest
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The size of each dim, by name, with the defaults filled in."""
-        return block_sizes(self)
 
     @property
     def parts(self) -> BlockOptions:

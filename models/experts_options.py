@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from shardtrain.errors.compact_options import CompactOptions
 from shardtrain.errors.field_types import too_small
+from shardtrain.errors.options import CompactOptions
 
 
 @dataclass(frozen=True, kw_only=True)

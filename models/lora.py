@@ -11,8 +11,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from shardtrain.errors.compact_options import CompactOptions
 from shardtrain.errors.field_types import too_small
+from shardtrain.errors.options import CompactOptions
 
 Target = Literal["q", "k", "v", "o", "up", "gate", "down"]
 TARGETS: tuple[Target, ...] = get_args(Target)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from shardtrain.axes import HEAD_DIM
-from shardtrain.errors.compact_options import CompactOptions
+from shardtrain.errors.options import CompactOptions
 
 Numbers = tuple[float, ...]
 

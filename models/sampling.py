@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from shardtrain.models import checks
+from shardtrain.errors.messages import refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Sampling:
             problems.append(
                 f"top_p is {self.top_p}; it must be above 0 and at most 1. Use top_p=1.0 for all tokens."
             )
-        checks.refuse("Sampling", problems)
+        refuse("Sampling", problems)
 
 
 def sample(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.Array:

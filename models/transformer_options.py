@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, SEQ, VOCAB
-from shardtrain.errors.field_types import wrong_types
+from shardtrain.errors.options import CheckedOptions
 from shardtrain.models import checks
 from shardtrain.models.attention import Attentions
 from shardtrain.models.experts_options import Experts
@@ -33,7 +33,7 @@ FIELDS_WITHOUT_OPTION = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerOptions:
+class TransformerOptions(CheckedOptions):
     """Options of all transformers.
 
     Args:
@@ -68,13 +68,9 @@ class TransformerOptions:
     attention: Attentions = "auto"
     lora: Lora | None = None
 
-    def __post_init__(self):
-        checks.refuse(type(self).__name__, wrong_types(self) or self.list_problems())
-
     def list_problems(self) -> list[str]:
         """List the options that are out of range or do not fit another."""
-        counts = {f.name: getattr(self, f.name) for f in fields(self) if f.type in (int, int | None)}
-        found = checks.positive({name: value for name, value in counts.items() if value is not None})
+        found = checks.counts(self)
         if not found:
             sizes = block_sizes(self)
             found += checks.multiple("num_heads", self.num_heads, "num_kv_heads", sizes[KV_HEADS])
@@ -85,6 +81,16 @@ class TransformerOptions:
                 found.append(f"head_dim is {odd}; rotary positions turn pairs. Use head_dim={odd + 1}.")
         found += checks.positive({n: float(getattr(self, n)) for n in ("theta", "eps") if hasattr(self, n)})
         return found + checks.dropout_rate("dropout", self.dropout) + _find_adapter_problems(self)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each dim, by name, with the defaults filled in."""
+        return block_sizes(self)
+
+    @property
+    def parts(self) -> "BlockOptions":
+        """Options of the parts of a block."""
+        return self.block_options()
 
     def block_options(self, **changes: Any) -> "BlockOptions":
         """Return the options of the parts of a block: this configuration, with changes."""
@@ -203,16 +209,12 @@ class BlockOptions(DecodingOptions):
         """List the options that are out of range or do not fit another."""
         return super().list_problems() + _find_decoder_problems(self)
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The size of each dim, by name, with the defaults filled in."""
-        return {LAYERS: self.num_layers, **block_sizes(self)}
-
 
 def block_sizes(config: Any) -> dict[str, int]:
     """Return the size of each dim of a transformer, by name, with the defaults filled in."""
     num_kv_heads, head_dim = (getattr(config, name, None) for name in ("num_kv_heads", "head_dim"))
-    return {
+    layers = {LAYERS: config.num_layers} if hasattr(config, "num_layers") else {}
+    return layers | {
         VOCAB: config.vocab,
         SEQ: config.seq,
         EMBED: config.embed,

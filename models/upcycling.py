@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardtrain.axes import MLP
-from shardtrain.models import checks
+from shardtrain.errors.messages import refuse
 from shardtrain.models.experts_options import Experts
 from shardtrain.models.huggingface.families import ParameterReader
 
@@ -37,7 +37,7 @@ def upcycle(config: Any, parameters: Mapping[str, Any]) -> dict[str, ParameterRe
       ValueError: lists why the parameters cannot be copied.
     """
     options: Experts | None = getattr(config, "experts", None)
-    checks.refuse("a model with experts from a dense one", _find_problems(config, options, parameters))
+    refuse("a model with experts from a dense one", _find_problems(config, options, parameters))
     assert options is not None
     found = {path: each for path, each in parameters.items() if path not in DENSE}
     for path, of_experts in DENSE.items():

@@ -9,8 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from shardtrain.errors.compact_options import list_plain_options
 from shardtrain.errors.field_types import convert_kind, fits
+from shardtrain.errors.options import list_plain_options
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_files import check_whole_number, read_json

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.models import checks
+from shardtrain.errors.messages import refuse
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.entries import entry_problems, find_problem
 from shardtrain.models.huggingface.families import ParameterReader, find_family, list_differences, shorten
@@ -154,7 +154,7 @@ def list_adapter_places(config: Any) -> list[Place]:
     kernels = [place for place in family.places(config) if place.path.endswith(KERNEL) and place.is_stacked]
     found = [place for place in kernels if place.path.split("/")[-2] in lora.on]
     if any(place.parts or not place.transposed for place in found):
-        checks.refuse(
+        refuse(
             "adapters of PEFT",
             [
                 f"{family.model_type} has queries, keys and values in one matrix there, so PEFT has another"
@@ -183,7 +183,7 @@ def open_adapters(folder: Path, config: Any) -> tuple[Lora, dict[str, ParameterR
     problems = entry_problems(about, NEEDED, ONLY, "lora")
     problems += find_problem(check_whole_number, about.get("r"), "r", MOST_RANK, 1)
     problems += find_problem(finite_number, about.get("lora_alpha"), "lora_alpha", MOST_ALPHA, 1e-9)
-    checks.refuse(f"adapters in {folder}", problems)
+    refuse(f"adapters in {folder}", problems)
     rank, places = about["r"], list_adapter_places(replace(config, lora=Lora(rank=1)))
     known = open_weights(folder, ADAPTER_WEIGHTS)
     present = [place for place in places if any(name in known for name in _names(place, config, "A"))]
@@ -193,7 +193,7 @@ def open_adapters(folder: Path, config: Any) -> tuple[Lora, dict[str, ParameterR
         shapes |= dict.fromkeys(_names(place, config, "A"), (rank, into))
         shapes |= dict.fromkeys(_names(place, config, "B"), (out, rank))
     problems = list_differences(shapes, {name: array.shape for name, array in known.items()})
-    checks.refuse(f"arrays in {folder / ADAPTER_WEIGHTS}", shorten(problems))
+    refuse(f"arrays in {folder / ADAPTER_WEIGHTS}", shorten(problems))
     on = {place.path.split("/")[-2] for place in present}
     if not on:
         raise ValueError(f"{folder / ADAPTER_WEIGHTS} has no adapter of a projection of this model")

@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from shardtrain.errors.messages import refuse
 from shardtrain.imported import TOKEN_FILES, TOKEN_IDS, read_token_ids, token_numbers
 from shardtrain.models import checks
 from shardtrain.models.huggingface.adapters import (
@@ -176,8 +177,8 @@ def export_model(
       FileExistsError: the folder is not empty.
       ValueError: safetensors is not installed; or lists why the model is of none of the families.
     """
-    checks.refuse("export", checks.choice("dtype", dtype, tuple(DTYPES)))
-    checks.refuse("export", checks.positive({"max_shard_bytes": max_shard_bytes}))
+    refuse("export", checks.choice("dtype", dtype, tuple(DTYPES)))
+    refuse("export", checks.positive({"max_shard_bytes": max_shard_bytes}))
     refuse_filled(folder)
     # all checks come before the folder is made
     config = make_config(options)

@@ -17,8 +17,8 @@ from shardtrain.checkpoints.evaluated_params import make_exported_params
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.cli.checkpoint_path import CHECKPOINTS, MODEL, find_checkpoint_path, select_options
 from shardtrain.cli.imported_run_file import RUN_FILE, find_training_kind, run_file_text
-from shardtrain.errors.compact_options import list_plain_options
 from shardtrain.errors.messages import problems_error
+from shardtrain.errors.options import list_plain_options
 from shardtrain.imported import MODEL_FILE, TOKENS, select_kept_tokens, write_about
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system import terminal

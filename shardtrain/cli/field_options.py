@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import docstring_parser
 import tyro
 
-from shardtrain.errors.compact_options import write_compact
+from shardtrain.errors.options import write_compact
 from shardtrain.functional.model import Model
 from shardtrain.functional.nnx_model import is_module
 

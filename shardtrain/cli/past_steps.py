@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from shardtrain import axes
 from shardtrain.cli.checkpoint_path import MODEL, find_checkpoint_path, select_options
 from shardtrain.cli.run_rows import find_devices, read_step_phases
-from shardtrain.errors.compact_options import rewrite_texts
 from shardtrain.errors.messages import problems_error
+from shardtrain.errors.options import rewrite_texts
 from shardtrain.plan.prediction import Choice
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout

@@ -20,9 +20,9 @@ from shardtrain.axes import PIPELINE
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data.batches import Loading
-from shardtrain.errors.compact_options import write_compact
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import refuse
+from shardtrain.errors.options import write_compact
 from shardtrain.functional.compute_dtype import has_dtype, set_compute_dtype
 from shardtrain.functional.frozen import freeze_parameters
 from shardtrain.functional.loss import Loss, next_token_loss

@@ -18,8 +18,8 @@ from shardtrain.checkpoints.origins import select_saved_state
 from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.reader import CheckpointReader, find_readers
 from shardtrain.data import Position
-from shardtrain.errors.compact_options import rewrite_texts
 from shardtrain.errors.messages import refuse
+from shardtrain.errors.options import rewrite_texts
 from shardtrain.imported import select_kept_tokens
 from shardtrain.system.untrusted_files import check_whole_number
 from shardtrain.train_step.state import State

@@ -21,8 +21,8 @@ from shardtrain.checkpoints.manifest_entries import Leaf
 from shardtrain.checkpoints.origins import restore_block_order
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.restore import restore_arrays
-from shardtrain.errors.compact_options import rewrite_texts
 from shardtrain.errors.messages import problems_error, refuse
+from shardtrain.errors.options import rewrite_texts
 from shardtrain.errors.user_code import user_code
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.auxiliary import plain

@@ -388,7 +388,14 @@ def test_parts_make_the_whole(pure, quick_jit, logits_of):
             ],
         ),
         (
-            {"norm": "rms", "embed": "8", "rope_scaling": "ntk:factor=2"},
+            {"norm": "rms", "dropout": 1.0},
+            [
+                "norm is 'rms'; allowed: layernorm, rmsnorm, rmsnorm_plus_one",
+                "dropout is 1.0; it must be at least 0 and below 1. Use dropout=0.0 to switch it off.",
+            ],
+        ),
+        (
+            {"norm": "rms", "embed": "8", "rope_scaling": "ntk:factor=2", "dropout": 1.0},
             [
                 "embed is '8'; give a whole number: embed=8",
                 "norm is 'rms'; allowed: layernorm, rmsnorm, rmsnorm_plus_one",
@@ -439,4 +446,4 @@ def test_parts_make_the_whole(pure, quick_jit, logits_of):
 def test_every_problem_of_a_configuration_is_reported(change, problems):
     with pytest.raises(ValueError, match="DecoderConfig") as error:
         replace(GPT, **change)
-    assert str(error.value).splitlines() == ["DecoderConfig:", *(f"  {problem}" for problem in problems)]
+    assert str(error.value).splitlines() == ["DecoderConfig:", *(f"  - {problem}" for problem in problems)]

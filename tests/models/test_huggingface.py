@@ -88,7 +88,7 @@ def test_a_family_may_be_named():
     jax.tree.map(np.testing.assert_array_equal, same, params)
     with pytest.raises(ValueError, match="written as a llama model") as error:
         to_huggingface(config, params, "llama")
-    assert str(error.value).splitlines()[1:] == ["  window is 4; llama has None only"]
+    assert str(error.value).splitlines()[1:] == ["  - window is 4; llama has None only"]
     with pytest.raises(ValueError, match="family is 'phi'; allowed are 'gpt2', 'llama'"):
         to_huggingface(config, params, "phi")
 
@@ -190,7 +190,7 @@ def test_a_head_that_is_not_tied_is_refused():
     with pytest.raises(ValueError, match="differs") as error:
         from_huggingface(config, {**state, "lm_head.weight": state["transformer.wte.weight"] + 1})
     assert str(error.value).splitlines()[1:] == [
-        "  lm_head.weight differs from transformer.wte.weight, to which it is tied."
+        "  - lm_head.weight differs from transformer.wte.weight, to which it is tied."
         " Set tie_word_embeddings to false in the config."
     ]
 
@@ -204,10 +204,10 @@ def test_all_names_that_are_wrong_are_listed():
         from_huggingface(config, state)
     assert str(error.value).splitlines() == [
         "state dict of a llama model:",
-        "  model.layers.1.mlp.up_proj.weight is missing; it needs shape (24, 16)",
-        "  model.norm.weight is missing; it needs shape (16,)",
-        "  model.embed_tokens.weight has shape (16, 32); it needs shape (32, 16)",
-        "  model.layers.2.mlp.up_proj.weight is extra; leave it out",
+        "  - model.layers.1.mlp.up_proj.weight is missing; it needs shape (24, 16)",
+        "  - model.norm.weight is missing; it needs shape (16,)",
+        "  - model.embed_tokens.weight has shape (16, 32); it needs shape (32, 16)",
+        "  - model.layers.2.mlp.up_proj.weight is extra; leave it out",
     ]
 
 
@@ -220,9 +220,9 @@ def test_all_parameters_that_are_wrong_are_listed():
         to_huggingface(config, params)
     assert str(error.value).splitlines() == [
         "params:",
-        "  positions is missing; it needs shape (12, 16)",
-        "  final_norm/bias has shape (3,); it needs shape (16,)",
-        "  blocks/mlp/gate/kernel is extra; leave it out",
+        "  - positions is missing; it needs shape (12, 16)",
+        "  - final_norm/bias has shape (3,); it needs shape (16,)",
+        "  - blocks/mlp/gate/kernel is extra; leave it out",
     ]
 
 
@@ -324,7 +324,7 @@ def test_configurations_that_decoder_lacks_are_refused(family, changes, problems
         from_huggingface({**config, **changes}, state)
     assert str(error.value).splitlines() == [
         "Hugging Face config:",
-        *(f"  {problem}" for problem in problems),
+        *(f"  - {problem}" for problem in problems),
     ]
 
 
@@ -333,7 +333,7 @@ def test_an_incomplete_configuration_is_refused():
     del config["hidden_size"], config["vocab_size"]
     with pytest.raises(ValueError, match="missing") as error:
         from_huggingface(config, state)
-    assert str(error.value).splitlines()[1:] == ["  vocab_size is missing", "  hidden_size is missing"]
+    assert str(error.value).splitlines()[1:] == ["  - vocab_size is missing", "  - hidden_size is missing"]
 
 
 def test_decoders_of_neither_family_are_refused():
@@ -342,8 +342,8 @@ def test_decoders_of_neither_family_are_refused():
         to_huggingface(config, {})
     assert str(error.value).splitlines() == [
         "DecoderConfig written as a gpt2 model:",
-        "  norm is 'rmsnorm'; gpt2 has 'layernorm' only",
-        "  num_kv_heads is 1; gpt2 has as many as query heads, 2",
+        "  - norm is 'rmsnorm'; gpt2 has 'layernorm' only",
+        "  - num_kv_heads is 1; gpt2 has as many as query heads, 2",
     ]
 
 
@@ -356,6 +356,8 @@ def test_mixtures_that_a_family_has_not_are_refused():
     }.items():
         with pytest.raises(ValueError, match=problem):
             write_config(replace(config, experts=text), "qwen2_moe")
+    with pytest.raises(ValueError, match="experts: is_normalised is False; mixtral has True only"):
+        write_config(replace(from_huggingface(*load("mixtral"))[0], experts="num=4,top=1"), "mixtral")
     # what a mixture has for training is in no file
     trained = replace(config, experts=f"{config.experts},capacity=1.5,balance=0.1,over=batch,z=0.1")
     assert write_config(trained) == write_config(config)

@@ -1,23 +1,40 @@
-"""Options that are an object in Python, and one text such as `rank=8,on=q+v` on the command line."""
+"""Options that check themselves, and options that one text such as `rank=8,on=q+v` can give."""
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Self, get_args, get_origin
 
-from shardtrain.errors.field_types import convert_kind, list_hints, wrong_types
+from shardtrain.errors.field_types import convert_kind, fits, list_hints, wrong_types
 from shardtrain.errors.messages import near, problems_error, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompactOptions:
-    """Options that check themselves, and that one text can give.
+class CheckedOptions:
+    """Options that check themselves: the types of all fields, and their values.
+
+    Raises:
+      ValueError: lists every value of a wrong type or out of range.
+    """
+
+    def __post_init__(self) -> None:
+        problems, hints = wrong_types(self), list_hints(type(self))
+        # a wrong field has its default now, but without one values cannot be compared
+        if all(fits(getattr(self, field.name), hints[field.name]) for field in fields(self)):
+            problems += self.list_problems()
+        refuse(type(self).__name__, problems)
+
+    def list_problems(self) -> list[str]:
+        """List the options that are out of range or do not fit another."""
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompactOptions(CheckedOptions):
+    """Options that one text can give.
 
     A field of this type also takes the text: `NAME=VALUE,...`, with `+` between the items of a list. If a
     class has subclasses, each with a `kind`, the text begins with `KIND:`. An empty text means None.
-
-    Raises:
-      ValueError: lists every value of a wrong type, or else every value out of range.
 
     >>> @dataclass(frozen=True, kw_only=True)
     ... class Adapters(CompactOptions):
@@ -33,13 +50,6 @@ class CompactOptions:
     """
 
     kind: ClassVar[str] = ""
-
-    def __post_init__(self) -> None:
-        refuse(type(self).__name__, wrong_types(self) or self.list_problems())
-
-    def list_problems(self) -> list[str]:
-        """List the values that are out of range, or do not fit each other."""
-        return []
 
     def __str__(self) -> str:
         given = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
@@ -59,7 +69,8 @@ class CompactOptions:
                 raise ValueError(f"there is no kind {near(kind, kinds)}; write KIND:NAME=VALUE,...")
             return kinds[kind].parse(text)
         hints, known = list_hints(cls), {field.name: field.default for field in fields(cls)}
-        pairs = [part.partition("=")[::2] for part in text.split(",")] if text else []
+        parts = [part.partition("=") for part in text.split(",")] if text else []
+        pairs = [(name, value) for name, _, value in parts]
         needed = [name for name, default in known.items() if default is MISSING]
         problems = [f"{name} is missing" for name in needed if name not in dict(pairs)]
         problems += [f"there is no {near(name, known)}" for name, _ in pairs if name not in known]
