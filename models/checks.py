@@ -26,10 +26,17 @@ def positive(values: Mapping[str, int | float]) -> list[str]:
     ]
 
 
-def counts(config: Any) -> list[str]:
-    """Report each whole number of a configuration, by the types of its fields, that is below 1."""
-    found = {f.name: getattr(config, f.name) for f in fields(config) if f.type in (int, int | None)}
-    return positive({name: value for name, value in found.items() if value is not None})
+def numbers(config: Any) -> list[str]:
+    """Report each number of a configuration that is not above 0, and a dropout rate outside [0, 1)."""
+    found: list[str] = []
+    for name, kind, value in ((f.name, f.type, getattr(config, f.name)) for f in fields(config)):
+        if name == "dropout":
+            found += dropout_rate(name, value)
+        elif value is not None and kind in (int, int | None):
+            found += positive({name: value})
+        elif value is not None and kind in (float, float | None):
+            found += positive({name: float(value)})
+    return found
 
 
 def choice(name: str, value: str, allowed: Sequence[str]) -> list[str]:

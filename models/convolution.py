@@ -61,7 +61,7 @@ class ImageOptions(CheckedOptions):
 
     def list_problems(self) -> list[str]:
         """List the options that are out of range or do not fit another."""
-        found = checks.counts(self)
+        found = checks.numbers(self)
         if self.norm == "group" and self.filters > 0 and self.num_groups > 0:
             found += checks.multiple("filters", self.filters, "num_groups", self.num_groups)
         return found

@@ -49,7 +49,7 @@ class MlpConfig(CheckedOptions):
 
     def list_problems(self) -> list[str]:
         """List the options that are out of range."""
-        return checks.counts(self) + checks.dropout_rate("dropout", self.dropout)
+        return checks.numbers(self)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -70,7 +70,7 @@ class TransformerOptions(CheckedOptions):
 
     def list_problems(self) -> list[str]:
         """List the options that are out of range or do not fit another."""
-        found = checks.counts(self)
+        found = checks.numbers(self)
         if not found:
             sizes = block_sizes(self)
             found += checks.multiple("num_heads", self.num_heads, "num_kv_heads", sizes[KV_HEADS])
@@ -79,8 +79,7 @@ class TransformerOptions(CheckedOptions):
             if getattr(self, "positions", "learned") == "rotary" and sizes[HEAD_DIM] % 2:
                 odd = sizes[HEAD_DIM]
                 found.append(f"head_dim is {odd}; rotary positions turn pairs. Use head_dim={odd + 1}.")
-        found += checks.positive({n: float(getattr(self, n)) for n in ("theta", "eps") if hasattr(self, n)})
-        return found + checks.dropout_rate("dropout", self.dropout) + _find_adapter_problems(self)
+        return found + _find_adapter_problems(self)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -255,12 +254,18 @@ def _find_adapter_problems(config: Any) -> list[str]:
 
 def _find_decoder_problems(config: BlockOptions) -> list[str]:
     """List the problems of the options that only decoders have."""
-    names = ("query_scale", "soft_cap", "logits_soft_cap", "embed_scale", "window_theta")
-    given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    found = checks.positive({name: float(value) for name, value in given.items()})
-    rotary = {name: getattr(config, name) for name in ("rope_scaling", "rotary_dims", "window_theta")}
-    if config.positions != "rotary":
-        found += [f"{name} is {x!r}; it needs positions='rotary'" for name, x in rotary.items() if x]
+    needs = {
+        "positions='rotary'": (config.positions == "rotary", ("rope_scaling", "rotary_dims", "window_theta")),
+        "a window": (config.window, ("full_every", "window_theta")),
+        "post_norm=True": (config.post_norm, ("only_post_norm",)),
+        "qk_norm=True": (config.qk_norm, ("qk_norm_joint",)),
+    }
+    found = [
+        f"{name} is {value!r}; it needs {what}"
+        for what, (is_there, names) in needs.items()
+        for name in names
+        if not is_there and (value := getattr(config, name))
+    ]
     head_dim = block_sizes(config)[HEAD_DIM] if config.num_heads > 0 else 0
     if config.rope_scaling is not None and head_dim:
         found += config.rope_scaling.list_misfits(config.theta, config.rotary_dims or head_dim)
@@ -268,21 +273,12 @@ def _find_decoder_problems(config: BlockOptions) -> list[str]:
         allowed = f"it is even and at most head_dim, {head_dim}"
         use = f"rotary_dims={min(rotated + rotated % 2, head_dim - head_dim % 2)}"
         found.append(f"rotary_dims is {rotated}; {allowed}. Use {use}.")
-    if config.window is None:
-        needing = [name for name in ("full_every", "window_theta") if getattr(config, name) is not None]
-        found += [f"{name} is {getattr(config, name)}; it needs a window" for name in needing]
     if config.experts and config.activation in ("geglu", "relu"):
         found.append(f"experts have gelu or swiglu, not {config.activation!r}. Use activation='swiglu'.")
     if config.experts and config.products:
         found.append(f"experts compute in dtype, and products is {config.products!r}. Leave out one of them.")
     if config.full_every == 1:
         found.append("full_every is 1, so that no block has the window; use 2 or more, or window=None")
-    needs = {"only_post_norm": "post_norm", "qk_norm_joint": "qk_norm"}
-    found += [
-        f"{name} is True; it needs {other}=True"
-        for name, other in needs.items()
-        if getattr(config, name) and not getattr(config, other)
-    ]
     if config.qk_norm and config.norm == "layernorm":
         found.append("qk_norm needs norm='rmsnorm' or 'rmsnorm_plus_one', and norm is 'layernorm'")
     if config.attention == "cudnn":

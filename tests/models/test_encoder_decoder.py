@@ -265,8 +265,8 @@ def test_sequences_longer_than_seq_are_refused(source, target, length, pure):
         (
             {"num_encoder_layers": 0, "dropout": 1.0},
             [
-                "num_encoder_layers is 0; it must be at least 1. Use num_encoder_layers=1 or more.",
                 "dropout is 1.0; it must be at least 0 and below 1. Use dropout=0.0 to switch it off.",
+                "num_encoder_layers is 0; it must be at least 1. Use num_encoder_layers=1 or more.",
             ],
         ),
         (

@@ -113,8 +113,8 @@ def test_dropout_is_off_for_evaluation(pure, seeded, quick_jit, logits):
             {"hidden": 0, "filters": 3, "dropout": 1.0},
             [
                 "hidden is 0; it must be at least 1. Use hidden=1 or more.",
-                "filters 3 is not a multiple of num_groups 2: 3 % 2 = 1. Use filters=2 or filters=4.",
                 "dropout is 1.0; it must be at least 0 and below 1. Use dropout=0.0 to switch it off.",
+                "filters 3 is not a multiple of num_groups 2: 3 % 2 = 1. Use filters=2 or filters=4.",
             ],
         ),
         (
