@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Self, get_args, get_origin
 
@@ -110,7 +111,7 @@ def list_plain_options(config: Any) -> dict[str, Any]:
     return {field.name: write_compact(getattr(config, field.name)) for field in fields(config)}
 
 
-def rewrite_texts(kind: type, saved: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def rewrite_texts(kind: type, saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Return saved options, with the texts of compact options of a dataclass as they are written now.
 
     Earlier versions saved these texts as they were given, such as `alpha=16,rank=8` for `rank=8`, and an
@@ -120,5 +121,7 @@ def rewrite_texts(kind: type, saved: Mapping[str, Any], prefix: str = "") -> dic
     for field in fields(kind) if is_dataclass(kind) else ():
         text = found.get(name := prefix + field.name)
         if isinstance(text, str) and any(hasattr(each, "parse") for each in get_args(field.type)):
-            found[name] = write_compact(convert_kind(text, field.type, field.name))
+            # a text of thousands of characters was saved as a digest
+            with suppress(ValueError):
+                found[name] = write_compact(convert_kind(text, field.type, field.name))
     return found
