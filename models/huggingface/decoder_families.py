@@ -7,7 +7,7 @@ are those of the configuration classes of transformers 5; `read` also reads the 
 import math
 from typing import Any
 
-from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS
+from shardtrain.axes import HEAD_DIM
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.decoders import (
     ATTENTION,
@@ -26,7 +26,7 @@ from shardtrain.models.huggingface.decoders import (
     make_llama_relative,
 )
 from shardtrain.models.huggingface.mixture_families import MIXTRAL, QWEN2_MOE, QWEN3_MOE
-from shardtrain.models.huggingface.place import TOKEN_ENTRIES
+from shardtrain.models.huggingface.place import TOKEN_ENTRIES, option_problems
 from shardtrain.models.huggingface.rope import (
     read_rope,
     read_scaling,
@@ -43,13 +43,8 @@ QKV = ("attention/q", "attention/k", "attention/v")
 
 
 def _check_heads(config: DecoderConfig, model_type: str) -> list[str]:
-    size, found = config.sizes, []
-    if size[KV_HEADS] != size[HEADS]:
-        heads = f"as many as query heads, {size[HEADS]}"
-        found = [f"num_kv_heads is {size[KV_HEADS]}; {model_type} has {heads}"]
-    if size[HEADS] * size[HEAD_DIM] != size[EMBED]:
-        found.append(f"head_dim is {size[HEAD_DIM]}; {model_type} has embed // num_heads only")
-    return found
+    found = option_problems(config, {"num_kv_heads": (None, config.num_heads)}, model_type)
+    return found + check_head_dim(config, model_type)
 
 
 GPT2 = make_family(
@@ -260,8 +255,7 @@ def _read_embed_scale(config: Json) -> dict[str, Any]:
 
 
 def _foreign_to_gemma(config: DecoderConfig, model_type: str) -> list[str]:
-    scale, wanted = config.embed_scale, math.sqrt(config.embed)
-    return [] if scale == wanted else [f"embed_scale is {scale}; gemma has the root of embed, {wanted}"]
+    return option_problems(config, {"embed_scale": (math.sqrt(config.embed),)}, model_type)
 
 
 LIKE_GEMMA = {"positions": "rotary", "norm": "rmsnorm_plus_one", "bias": False}

@@ -17,6 +17,7 @@ from shardtrain.models.huggingface.place import (
     Copy,
     Family,
     Place,
+    option_problems,
     place_linear,
     place_norm,
 )
@@ -218,5 +219,4 @@ def _rope_of_full_blocks(config: Json) -> Json:
 
 def check_head_dim(config: DecoderConfig, model_type: str) -> list[str]:
     """List a head size that differs from embed // num_heads, in families without an entry for it."""
-    found, derived = config.sizes[HEAD_DIM], config.sizes[EMBED] // config.sizes[HEADS]
-    return [] if found == derived else [f"head_dim is {found}; {model_type} has embed // num_heads only"]
+    return option_problems(config, {"head_dim": (None, config.embed // config.num_heads)}, model_type)

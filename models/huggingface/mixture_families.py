@@ -24,7 +24,9 @@ from shardtrain.models.huggingface.decoders import (
 from shardtrain.models.huggingface.place import option_problems
 
 
-def _list_foreign(config: DecoderConfig, model_type: str, chosen: tuple[str, ...] = ()) -> list[str]:
+def _list_foreign(
+    config: DecoderConfig, model_type: str, chosen: tuple[str, ...] = (), **fixed: Any
+) -> list[str]:
     """List the options of a mixture that a family does not have.
 
     Args:
@@ -32,16 +34,16 @@ def _list_foreign(config: DecoderConfig, model_type: str, chosen: tuple[str, ...
       model_type: the family.
       chosen: keys of `experts` that may have any value in the family, in addition to `num`, `top` and the
         keys for training.
+      fixed: the values of other keys and properties in the family; all others have their defaults.
     """
     options = config.experts
     if options is None:
         return [f"experts is None; {model_type} has a mixture in each block"]
     # the last four are only for training, and not in files
     free = {"num", "top", *chosen, "capacity", "balance", "over", "z"}
-    fixed = {f.name: (f.default,) for f in fields(Experts) if f.name not in free}
-    if "normalised" not in chosen:
-        fixed["is_normalised"] = (True,)
-    return [f"experts: {problem}" for problem in option_problems(options, fixed, model_type)]
+    wanted = {f.name: f.default for f in fields(Experts) if f.name not in free} | fixed
+    allowed = {name: (value,) for name, value in wanted.items()}
+    return [f"experts: {problem}" for problem in option_problems(options, allowed, model_type)]
 
 
 def _read_choice(config: Json) -> dict[str, Any]:
@@ -82,7 +84,7 @@ MIXTRAL = make_llama_relative(
         "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0,
     },
     problems=_find_problems,
-    foreign=_list_foreign,
+    foreign=partial(_list_foreign, is_normalised=True),
 )  # fmt: skip
 
 
@@ -122,9 +124,7 @@ def _qwen2_problems(config: Json) -> list[str]:
 
 
 def _foreign_to_qwen2_moe(config: DecoderConfig, model_type: str) -> list[str]:
-    found = _list_foreign(config, model_type, ("normalised", "shared", "shared_gate"))
-    if config.experts and config.experts.shared_gate != "sigmoid":
-        found.append("experts: the shared feed-forward has no gate; qwen2_moe has shared_gate=sigmoid only")
+    found = _list_foreign(config, model_type, ("normalised", "shared"), shared_gate="sigmoid")
     return check_head_dim(config, model_type) + found
 
 
@@ -162,5 +162,5 @@ QWEN3_MOE = make_llama_relative(
         "num_local_experts": 128, "moe_intermediate_size": 768,
     },
     problems=_find_problems,
-    foreign=lambda config, model_type: _list_foreign(config, model_type, ("normalised",)),
+    foreign=partial(_list_foreign, chosen=("normalised",)),
 )  # fmt: skip
