@@ -17,6 +17,7 @@ from shardtrain.data.huggingface_tokenizer import HuggingFaceTokenizer, train_to
 from shardtrain.functional.model import path_text
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.files import export_model
+from shardtrain.models.lora import Lora
 
 TALKS = [
     [{"role": "user", "content": f"{a} plus {b}?"}, {"role": "assistant", "content": f"It is {a + b}."}]
@@ -54,7 +55,7 @@ def main(folder: Path = Path("runs/fine_tune"), steps: int = 60) -> float:
     if not base.exists():
         make_folder(base, folder / "tokenizer")
         talks.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
-    model = st.read_pretrained(base, lora="rank=8")
+    model = st.read_pretrained(base, lora=Lora(rank=8))
     run = st.Run(
         model=model,
         data=st.Chat(paths=(talks,), tokenizer=str(base), seq=128),

@@ -6,8 +6,8 @@ once.
 
 import difflib
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 
@@ -24,6 +24,19 @@ def positive(values: Mapping[str, int | float]) -> list[str]:
         for name, value in values.items()
         if not 0 < value < math.inf
     ]
+
+
+def numbers(config: Any) -> list[str]:
+    """Report each number of a configuration that is not above 0, and a dropout rate outside [0, 1)."""
+    found: list[str] = []
+    for name, kind, value in ((f.name, f.type, getattr(config, f.name)) for f in fields(config)):
+        if name == "dropout":
+            found += dropout_rate(name, value)
+        elif value is not None and kind in (int, int | None):
+            found += positive({name: value})
+        elif value is not None and kind in (float, float | None):
+            found += positive({name: float(value)})
+    return found
 
 
 def choice(name: str, value: str, allowed: Sequence[str]) -> list[str]:
@@ -73,58 +86,3 @@ def depth(value: int, known: Iterable[int]) -> list[str]:
         return []
     near = min(known, key=lambda each: abs(each - value))
     return [f"depth is {value}; allowed are {', '.join(map(str, known))}. Use depth={near}."]
-
-
-def read_number(
-    name: str, text: str, problems: list[str], *, least: int | None = None, above: bool = False
-) -> Any:
-    """Read a number from the text of an option, and add to `problems` if it is none or out of range.
-
-    Args:
-      name: the name of the number, for the problem.
-      text: the text.
-      problems: the list that is added to.
-      least: the smallest whole number that is allowed; None means that it may be any number of 0 or more.
-      above: whether a number that need not be whole must be above 0.
-
-    >>> problems = []
-    >>> read_number("rank", "1.5", problems, least=1), problems
-    (1, ["rank is '1.5', and it is a whole number of 1 or more"])
-    """
-    if least is not None:
-        if text.isascii() and text.isdecimal() and int(text) >= least:
-            return int(text)
-        problems.append(f"{name} is {text!r}, and it is a whole number of {least} or more")
-        return least
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf or (above and number == 0):
-        problems.append(f"{name} is {text!r}, and it is a number {'above 0' if above else 'of 0 or more'}")
-    return number
-
-
-def read_pairs(text: str, known: Iterable[str], needed: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """Read the text of an option such as "rank=8,alpha=16": return key -> value, and problems of the keys.
-
-    >>> read_pairs("alpha=8,alpha=4,to=q", ["rank", "alpha"], ["rank"])[1]
-    ['rank is missing', 'alpha is given 2 times', "no key 'to'"]
-    """
-    parts = [part.partition("=") for part in text.split(",")] if text else []
-    pairs = [(name, value) for name, _, value in parts]
-    given, known = dict(pairs), list(known)
-    found = [f"{name} is missing" for name in needed if name not in given]
-    counts = Counter(name for name, _ in pairs)
-    found += [f"{name} is given {n} times" for name, n in counts.items() if n > 1]
-    return given, found + [f"no key {name!r}" for name in given if name not in known]
-
-
-def refuse(owner: str, problems: Sequence[str]) -> None:
-    """Raise one ValueError that lists every problem; do nothing if there is none.
-
-    Raises:
-      ValueError: if `problems` is not empty.
-    """
-    if problems:
-        raise ValueError("\n".join([f"{owner}:", *(f"  {problem}" for problem in problems)]))

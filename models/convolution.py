@@ -6,7 +6,7 @@ replicated; its output has channels_out, which may be sharded: norms and activat
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -15,6 +15,7 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, CHANNELS_IN, CHANNELS_OUT, HEIGHT, LAYERS, VOCAB, WIDTH
+from shardtrain.errors.options import CheckedOptions
 from shardtrain.models import checks
 from shardtrain.models.layers import Linear, cast_and_constrain, normal, parameter
 
@@ -28,7 +29,7 @@ MOMENTUM = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageOptions:
+class ImageOptions(CheckedOptions):
     """Options of all convolutional networks.
 
     Args:
@@ -58,17 +59,12 @@ class ImageOptions:
     remat: bool = False
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
-    def __post_init__(self):
-        checks.refuse(type(self).__name__, self.list_problems())
-
     def list_problems(self) -> list[str]:
         """List the options that are out of range or do not fit another."""
-        counts = {f.name: getattr(self, f.name) for f in fields(self) if f.type in (int, int | None)}
-        found = checks.positive({name: value for name, value in counts.items() if value is not None})
+        found = checks.numbers(self)
         if self.norm == "group" and self.filters > 0 and self.num_groups > 0:
             found += checks.multiple("filters", self.filters, "num_groups", self.num_groups)
-        found += checks.choice("norm", self.norm, ("group", "batch"))
-        return found + checks.choice("dtype", self.dtype, ("float32", "bfloat16", "float16"))
+        return found
 
 
 class Convolution(nnx.Module):

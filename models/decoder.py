@@ -15,7 +15,6 @@ from flax import nnx
 from shardtrain.axes import EMBED, SEQ, VOCAB
 from shardtrain.models.block_stack import stack_blocks, walk
 from shardtrain.models.decoder_block import Block, BlockInputs, Stream
-from shardtrain.models.experts_options import read_experts
 from shardtrain.models.experts_routing import REPLICAS, add_block, make_counts, move_bias, read_routing
 from shardtrain.models.key_value_cache import KeyValueCache, NewCache, read
 from shardtrain.models.layers import normal
@@ -65,7 +64,7 @@ class Decoder(DropoutKeys):
         self.blocks = stack_blocks(Block, config, rngs)
         self.final_norm = make_norm(config)
         self.head = None if config.tied else make_linear(config, (EMBED,), (VOCAB,), rngs, bias=False)
-        experts = read_experts(config.experts)
+        experts = config.experts
         # its losses and its bias need sums over replicas, which the functions of the model are given by this
         self.axis_name = REPLICAS if experts and experts.over_replicas else None
         self.start_dropout(config.dropout, 1 + config.num_layers, rngs)
@@ -117,7 +116,7 @@ class Decoder(DropoutKeys):
         x_BTD = add_positions(self.config, x_BTD, self.positions, segments_BT, positions_BT)
         x_BTD = self.drop_embedding(x_BTD, self.embedding_key())
         stream: dict[str, Any] = {} if segments_BT is None else {"segments": segments_BT}
-        if experts := read_experts(self.config.experts):
+        if experts := self.config.experts:
             stream["routers"] = make_counts(experts, len(x_BTD), self.config.num_layers)
         return {"x": x_BTD, **stream} if stream else x_BTD
 

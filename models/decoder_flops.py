@@ -3,7 +3,6 @@
 from typing import Any
 
 from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, SEQ, VOCAB
-from shardtrain.models.experts_options import read_experts
 from shardtrain.models.transformer_options import GATED
 
 
@@ -31,7 +30,7 @@ def flops_per_token(config: Any) -> int:
     num_projections = 3 if config.activation in GATED else 2
     # the weights of matrix products in a block, and in all, with the head
     feed_forward = num_projections * size[MLP]
-    if experts := read_experts(getattr(config, "experts", "")):
+    if experts := getattr(config, "experts", None):
         # the experts that a token passes, and the router
         feed_forward = feed_forward * (experts.top + experts.shared) + experts.num
     per_block = size[EMBED] * (heads_and_kv * size[HEAD_DIM] + feed_forward)

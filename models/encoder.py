@@ -63,12 +63,7 @@ class EncoderConfig(TextOptions):
     @property
     def sizes(self) -> dict[str, int]:
         """The size of each dim, by name, with the defaults filled in."""
-        return {**self.parts.sizes, SEGMENTS: self.segments}
-
-    @property
-    def parts(self) -> BlockOptions:
-        """Options of the parts of a block."""
-        return self.block_options()
+        return {**super().sizes, SEGMENTS: self.segments}
 
     def __call__(self, rngs: nnx.Rngs) -> "Encoder":
         """Build the model; `rngs` needs the stream "params", and "dropout" where the rate is above 0."""

@@ -15,7 +15,6 @@ from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, SEQ, VOCAB
 from shardtrain.functional.remat_policies import REMAT_POLICIES, name_block_input
-from shardtrain.models import checks
 from shardtrain.models.attention import attend
 from shardtrain.models.decoder_block import Block
 from shardtrain.models.key_value_cache import LayerCache, NewCache, SourceCache, read_target
@@ -40,7 +39,7 @@ from shardtrain.models.transformer import (
     make_linear,
     make_norm,
 )
-from shardtrain.models.transformer_options import BlockOptions, DecodingOptions, Remats, block_sizes
+from shardtrain.models.transformer_options import BlockOptions, DecodingOptions, Remats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +92,6 @@ class EncoderDecoderConfig(DecodingOptions):
         return 32 if buckets is None else buckets, 128 if furthest is None else furthest
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """The size of each dim, by name, with the defaults filled in."""
-        return block_sizes(self)
-
-    @property
     def parts(self) -> BlockOptions:
         """Options of the parts of a block, without relative positions."""
         positions = "rotary" if self.positions == "rotary" else "learned"
@@ -110,11 +104,10 @@ class EncoderDecoderConfig(DecodingOptions):
 
 def _find_problems(config: EncoderDecoderConfig) -> list[str]:
     """List the problems of the options that only an encoder-decoder has."""
-    names = ("query_scale", "head_scale")
-    found = checks.positive({n: float(x) for n in names if (x := getattr(config, n)) is not None})
     buckets, furthest = config.distances
     if config.positions != "relative" or buckets < 1 or furthest < 1:
-        return found
+        return []
+    found: list[str] = []
     if buckets % 4:
         use = max(4, buckets - buckets % 4)
         found.append(f"relative_buckets is {buckets}; it is a multiple of 4. Use relative_buckets={use}.")

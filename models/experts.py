@@ -16,7 +16,7 @@ from flax.core.spmd import get_logical_axis_rules
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, EMBED, EXPERTS, MLP, SEQ
-from shardtrain.models.experts_options import Experts, read_experts
+from shardtrain.models.experts_options import Experts
 from shardtrain.models.experts_products import Slots, slots_of_all, slots_of_rows
 from shardtrain.models.experts_routing import Choice, choose
 from shardtrain.models.layers import cast_and_constrain, normal, parameter
@@ -36,7 +36,7 @@ class MixtureOfExperts(nnx.Module):
     """
 
     def __init__(self, config: BlockOptions, *, rngs: nnx.Rngs):
-        options = read_experts(config.experts)
+        options = config.experts
         assert options is not None
         self.config, self.options = config, options
         sizes = {**config.sizes, EXPERTS: options.num}

@@ -1,18 +1,18 @@
-"""Options of a mixture of experts, and how they are read from the text of the option `experts`.
+"""Options of a mixture of experts.
 
 `experts.py` has the layer, `experts_routing.py` the choice of experts and its losses.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_origin
+from dataclasses import dataclass
+from typing import Literal
 
-from shardtrain.models import checks
+from shardtrain.errors.field_types import too_small
+from shardtrain.errors.options import CompactOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
+class Experts(CompactOptions):
     """Number of experts, how tokens choose them, and how their loads are balanced.
 
     Args:
@@ -25,7 +25,7 @@ class Experts:
         expert.
       scores: "softmax" computes scores over all experts, "sigmoid" for each expert alone.
       normalised: "chosen" scales the weights of a token's experts so that they add up to 1; "all" takes the
-        scores as weights, as always with top=1.
+        scores as weights, as does a single expert (top=1).
       scale: factor of these weights.
       balance: weight of the load-balancing loss, which is 1 in a block if all experts have equal loads (Fedus
         et al. 2021, Switch Transformers, equation 4).
@@ -42,6 +42,9 @@ class Experts:
         (DeepSeek-V3, 2024, arXiv 2412.19437, section 2.1.2). The score of a group is that of its best expert,
         or with scores=sigmoid the sum of its two best, biases included.
       top_groups: number of groups that a token chooses from.
+
+    >>> str(Experts(num=8, shared=1, normalised="all"))
+    'num=8,shared=1,normalised=all'
     """
 
     num: int
@@ -71,85 +74,41 @@ class Experts:
         return min(num_tokens, math.ceil(self.capacity * self.top * num_tokens / self.num - 1e-9))
 
     @property
+    def is_normalised(self) -> bool:
+        """Whether the weights of a token's experts add up to 1; a single one would not train its router."""
+        return self.normalised == "chosen" and self.top > 1
+
+    @property
     def over_replicas(self) -> bool:
         """Whether training sums over all replicas of a microbatch."""
         return self.bias > 0 or (self.balance > 0 and self.over == "batch")
 
-
-CHOICES = {f.name: get_args(f.type) for f in fields(Experts) if get_origin(f.type) is Literal}
-"""Key with words as values -> the words."""
-
-
-def read_experts(text: str) -> Experts | None:
-    """Read the text of the option `experts`; return None if it is empty.
-
-    Raises:
-      ValueError: lists every unknown key and wrong value.
-
-    >>> read_experts("num=8,top=2,capacity=1.25").capacity
-    1.25
-    >>> read_experts("") is None
-    True
-    >>> read_experts("num=2,top=3,score=max")
-    Traceback (most recent call last):
-    ValueError: experts is 'num=2,top=3,score=max': no key 'score'; top is 3, and there are 2 experts: use\
- top=2 or less; write num=8, or num=8,top=2 and of capacity, shared, scores, normalised, scale, balance,\
- over, bias, z, shared_gate, groups, top_groups
-    """
-    if not text:
-        return None
-    known = [field.name for field in fields(Experts)]
-    given, problems = checks.read_pairs(text, known, ["num"])
-    values = {name: _read_value(name, value, problems) for name, value in given.items() if name in known}
-    if "num" in values:
-        problems += _find_conflicts(values)
-    if problems:
-        raise ValueError(
-            f"experts is {text!r}: {'; '.join(problems)}; write num=8, or num=8,top=2 and of"
-            f" {', '.join(known[2:])}"
-        )
-    # one expert with the weight 1 would not train its router
-    if values.get("top") == 1:
-        values = {"normalised": "all", **values}
-    return Experts(**values)
-
-
-def experts_text(options: Experts) -> str:
-    """Return the text of the option `experts`, with the keys that differ from their defaults.
-
-    >>> experts_text(Experts(num=8, shared=1, normalised="all"))
-    'num=8,top=2,shared=1,normalised=all'
-    """
-    values = [(f, getattr(options, f.name)) for f in fields(Experts)]
-    return ",".join(f"{f.name}={x}" for f, x in values if f.name in ("num", "top") or x != f.default)
-
-
-def _read_value(name: str, text: str, problems: list[str]) -> Any:
-    if name in CHOICES:
-        if text not in CHOICES[name]:
-            problems.append(f"{name} is {text!r}; allowed are {', '.join(CHOICES[name])}")
-        return text
-    if name in ("num", "top", "shared", "groups", "top_groups"):
-        return checks.read_number(name, text, problems, least=0 if name == "shared" else 1)
-    return checks.read_number(name, text, problems, above=name in ("capacity", "scale"))
-
-
-def _find_conflicts(values: Mapping[str, Any]) -> list[str]:
-    found = Experts(**values)
-    if found.top > found.num:
-        return [f"top is {found.top}, and there are {found.num} experts: use top={found.num} or less"]
-    if found.shared_gate != "none" and not found.shared:
-        return ["shared_gate is sigmoid, and there is no shared feed-forward: add shared=1, or leave it out"]
-    if found.num % found.groups:
-        rest = found.num % found.groups
+    def list_problems(self) -> list[str]:
+        """List the values that are out of range, or else the first one that does not fit another."""
+        above = {"capacity": self.capacity, "scale": self.scale}
         return [
-            f"groups is {found.groups}, and {found.num} experts are not split evenly: {found.num} %"
-            f" {found.groups} = {rest}. Use num={found.num - rest} or {found.num - rest + found.groups}"
-        ]
-    if found.top_groups > found.groups:
-        return [f"top_groups is {found.top_groups} of {found.groups}: use top_groups={found.groups} or less"]
-    if found.top > (most := found.top_groups * (found.num // found.groups)):
-        return [f"top is {found.top}, and the best groups have {most} experts: use top={most} or less"]
-    if found.top == 1 and values.get("normalised") == "chosen":
-        return ["normalised=chosen gives one expert the weight 1, so its router is not trained: use all"]
-    return []
+            *too_small(self, num=1, top=1, shared=0, balance=0, bias=0, z=0, groups=1, top_groups=1),
+            *(
+                f"{name} is {x}; use a number above 0"
+                for name, x in above.items()
+                if x is not None and x <= 0
+            ),
+        ] or self._find_conflicts()
+
+    def _find_conflicts(self) -> list[str]:
+        if self.top > self.num:
+            return [f"top is {self.top}, and there are {self.num} experts: use top={self.num} or less"]
+        if self.shared_gate != "none" and not self.shared:
+            return [
+                "shared_gate is sigmoid, and there is no shared feed-forward: add shared=1, or leave it out"
+            ]
+        if rest := self.num % self.groups:
+            return [
+                f"groups is {self.groups}, and {self.num} experts are not split evenly: {self.num} %"
+                f" {self.groups} = {rest}. Use num={self.num - rest} or {self.num - rest + self.groups}"
+            ]
+        if self.top_groups > self.groups:
+            return [f"top_groups is {self.top_groups} of {self.groups}: use top_groups={self.groups} or less"]
+        if self.top > (most := self.top_groups * (self.num // self.groups)):
+            return [f"top is {self.top}, and the best groups have {most} experts: use top={most} or less"]
+        return []

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardtrain.models.experts_options import Experts, read_experts
+from shardtrain.models.experts_options import Experts
 
 REPLICAS = "replicas"
 """Name of the axis of replicas, over which the losses of a microbatch are computed."""
@@ -65,7 +65,7 @@ def choose(
         found.append(expert_BT)
         masks.append(is_it_BTE)
     weights_BTK = jnp.stack(weights, -1)
-    if options.normalised == "chosen":
+    if options.is_normalised:
         weights_BTK /= weights_BTK.sum(-1, keepdims=True) + jnp.finfo(jnp.float32).tiny
     counts_BE = sum(mask.sum(1, dtype=jnp.float32) for mask in masks)
     experts_BTK, dropped_B = _limit_capacity(options, jnp.stack(found, -1), masks)
@@ -207,9 +207,8 @@ class Routing:
         return bias_LE + self.options.bias * jnp.sign(error_LE)
 
 
-def read_routing(option: str, stream: Any) -> Routing | None:
+def read_routing(experts: Experts | None, stream: Any) -> Routing | None:
     """Return the counts of all routers from the stream after the blocks; None without experts."""
-    experts = read_experts(option)
     if experts is None or not isinstance(stream, dict):
         return None
     counts = stream["routers"]
@@ -227,7 +226,7 @@ def _sum_over_replicas(x: jax.Array) -> jax.Array:
         return x
 
 
-def move_bias(experts: str, mlp: Any, stream: Any) -> None:
+def move_bias(experts: Experts | None, mlp: Any, stream: Any) -> None:
     """Move the biases of routers, if there are any, towards equal loads after a training step."""
     routing = read_routing(experts, stream)
     if routing is not None and routing.options.bias:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardtrain.models import checks
+from shardtrain.errors.messages import refuse
 from shardtrain.models.key_value_cache import NewCache, write_slots
 from shardtrain.models.sampling import Sampling, sample
 
@@ -76,7 +76,7 @@ def generate(
             problems = _find_pair_problems(longest, num_tokens, seq)
         elif cached:
             problems = _find_length_problems(longest, num_tokens, seq)
-    checks.refuse("generate", problems)
+    refuse("generate", problems)
     if not tokens or num_tokens == 0:
         return [np.zeros(0, np.int32) for _ in tokens]
     leaves = jax.tree.leaves(model)

@@ -16,8 +16,8 @@ from flax.linen.spmd import with_logical_constraint
 from jax.ad_checkpoint import checkpoint_name
 
 from shardtrain.axes import BATCH, EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, SEQ, VOCAB
+from shardtrain.errors.messages import refuse
 from shardtrain.functional.remat_policies import BLOCK_OUTPUT, REMAT_POLICIES, name_block_input
-from shardtrain.models import checks
 from shardtrain.models.attention import attend
 from shardtrain.models.chunked_logits import ChunkedLogits
 from shardtrain.models.decoder import DecoderConfig
@@ -65,7 +65,7 @@ class LinenDecoder(nn.Module):
           ValueError: an option has a value that this model does not support, or T is above `seq`.
         """
         config = self.config
-        checks.refuse("LinenDecoder", _find_problems(config))
+        refuse("LinenDecoder", _find_problems(config))
         if tokens_BT.shape[1] > config.seq:
             raise ValueError(describe_too_long(tokens_BT.shape[1], config.seq))
         table_VD = _make_weight(self, "embedding", (VOCAB, EMBED), config)

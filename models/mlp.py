@@ -14,12 +14,13 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, EMBED, MLP, VOCAB
+from shardtrain.errors.options import CheckedOptions
 from shardtrain.models import checks
 from shardtrain.models.layers import Linear, Norm
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlpConfig:
+class MlpConfig(CheckedOptions):
     """Sizes of a classifier; called with `nnx.Rngs` it builds the model.
 
     Args:
@@ -46,12 +47,9 @@ class MlpConfig:
     dropout: float = 0.0
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
-    def __post_init__(self):
-        counts = {name: getattr(self, name) for name in ("features", "mlp", "num_layers", "classes")}
-        found = checks.positive(counts) + checks.dropout_rate("dropout", self.dropout)
-        checks.refuse(
-            "MlpConfig", found + checks.choice("dtype", self.dtype, ("float32", "bfloat16", "float16"))
-        )
+    def list_problems(self) -> list[str]:
+        """List the options that are out of range."""
+        return checks.numbers(self)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from shardtrain.models import checks
+from shardtrain.errors.options import CheckedOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Sampling(CheckedOptions):
     """How the next token is drawn.
 
     Args:
@@ -26,9 +26,10 @@ class Sampling:
     top_k: int | None = None
     top_p: float = 1.0
 
-    def __post_init__(self) -> None:
+    def list_problems(self) -> list[str]:
+        """List the values that are out of range."""
         problems = []
-        if not 0 <= self.temperature < float("inf"):
+        if self.temperature < 0:
             problems.append(
                 f"temperature is {self.temperature}; it must be 0 or above. Use temperature=0.0 for the"
                 " likeliest token."
@@ -39,7 +40,7 @@ class Sampling:
             problems.append(
                 f"top_p is {self.top_p}; it must be above 0 and at most 1. Use top_p=1.0 for all tokens."
             )
-        checks.refuse("Sampling", problems)
+        return problems
 
 
 def sample(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.Array:

@@ -35,7 +35,6 @@ from shardtrain.models.layers import (
     peek_keys,
     restart_positions,
 )
-from shardtrain.models.lora import read_lora
 from shardtrain.models.residual_stream import STREAM, project_to_stream, read_from_stream
 from shardtrain.models.rotary import compute_block_frequencies, rotate
 from shardtrain.models.transformer_options import (
@@ -291,7 +290,7 @@ def make_linear(
     # 2 * num_layers projections are added to the residual stream: their sum keeps its size
     std = 0.02 / math.sqrt(2 * config.num_layers) if out == (EMBED,) else 0.02
     bias = config.bias if bias is None else bias
-    lora = read_lora(config.lora)
+    lora = config.lora
     return Linear(
         into, out, sizes=config.sizes, std=std, bias=bias, dtype=config.dtype, rngs=rngs,
         lora=lora if lora and name in lora.on else None, products=config.products if name else "",

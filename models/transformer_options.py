@@ -5,16 +5,17 @@ Next: `transformer.py`.
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal
 
 from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MLP, SEQ, VOCAB
+from shardtrain.errors.options import CheckedOptions
 from shardtrain.models import checks
 from shardtrain.models.attention import ATTENTIONS
-from shardtrain.models.experts_options import read_experts
+from shardtrain.models.experts_options import Experts
 from shardtrain.models.float8 import Products
 from shardtrain.models.layers import Norms
-from shardtrain.models.lora import read_lora
-from shardtrain.models.rotary import find_scaling_problems, read_scaling
+from shardtrain.models.lora import Lora
+from shardtrain.models.rotary import RopeScaling
 
 Positions = Literal["learned", "rotary"]
 Activations = Literal["gelu", "gelu_erf", "relu", "swiglu", "geglu"]
@@ -32,7 +33,7 @@ FIELDS_WITHOUT_OPTION = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerOptions:
+class TransformerOptions(CheckedOptions):
     """Options of all transformers.
 
     Args:
@@ -50,8 +51,8 @@ class TransformerOptions:
       attention: a name in `ATTENTIONS`: "xla"; "blockwise", which needs less memory for long sequences;
         "cudnn" for flash attention on NVIDIA GPUs. "auto" takes "cudnn" if device, dtype and head_dim allow
         it, else "blockwise" for long sequences and "xla" for short ones.
-      lora: low-rank adapters of the blocks' projections, such as "rank=8" or "rank=8,alpha=16,on=q+v"; with
-        adapters nothing else is trained. Empty means no adapters.
+      lora: low-rank adapters of the blocks' projections, such as rank=8 or rank=8,alpha=16,on=q+v; with
+        adapters nothing else is trained. None means no adapters.
 
     Raises:
       ValueError: listing every option that is out of range or does not fit another.
@@ -66,15 +67,11 @@ class TransformerOptions:
     remat: Remats = "weights"
     dtype: Dtypes = "float32"
     attention: str = "auto"
-    lora: str = ""
-
-    def __post_init__(self):
-        checks.refuse(type(self).__name__, self.list_problems())
+    lora: Lora | None = None
 
     def list_problems(self) -> list[str]:
-        """List wrong values, then options that do not fit each other."""
-        counts = {f.name: getattr(self, f.name) for f in fields(self) if f.type in (int, int | None)}
-        found = checks.positive({name: value for name, value in counts.items() if value is not None})
+        """List the options that are out of range or do not fit another."""
+        found = checks.numbers(self)
         if not found:
             sizes = block_sizes(self)
             found += checks.multiple("num_heads", self.num_heads, "num_kv_heads", sizes[KV_HEADS])
@@ -83,13 +80,18 @@ class TransformerOptions:
             if getattr(self, "positions", "learned") == "rotary" and sizes[HEAD_DIM] % 2:
                 odd = sizes[HEAD_DIM]
                 found.append(f"head_dim is {odd}; rotary positions turn pairs. Use head_dim={odd + 1}.")
-        found += checks.positive({n: float(getattr(self, n)) for n in ("theta", "eps") if hasattr(self, n)})
-        found += checks.dropout_rate("dropout", self.dropout) + _find_text_problems(self)
-        choices = {f.name: get_args(f.type) for f in fields(self) if get_origin(f.type) is Literal}
-        choices["attention"] = ("auto", *ATTENTIONS)
-        for name, allowed in choices.items():
-            found += checks.choice(name, getattr(self, name), allowed)
-        return found
+        found += checks.choice("attention", self.attention, ("auto", *ATTENTIONS))
+        return found + _find_adapter_problems(self)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each dim, by name, with the defaults filled in."""
+        return block_sizes(self)
+
+    @property
+    def parts(self) -> "BlockOptions":
+        """Options of the parts of a block."""
+        return self.block_options()
 
     def block_options(self, **changes: Any) -> "BlockOptions":
         """Return the options of the parts of a block: this configuration, with changes."""
@@ -153,9 +155,8 @@ class BlockOptions(DecodingOptions):
     Args:
       num_layers: number of blocks.
       positions: "learned" adds a table of embeddings, "rotary" rotates queries and keys.
-      rope_scaling: stretches rotary wavelengths for longer sequences: "llama3:factor=8,original_seq=8192",
-        "yarn:factor=4,original_seq=32768", "linear:factor=4", or "longrope:..." with factors for short and
-        for long sequences. Empty means no scaling.
+      rope_scaling: stretches rotary wavelengths for longer sequences: a `LinearScaling`, `Llama3Scaling`,
+        `YarnScaling` or `LongropeScaling` of `rotary.py`. None means no scaling.
       rotary_dims: number of features of each head that are rotated, from the first. None means all.
       post_norm: whether a norm also follows each half of a block, before its output is added.
       only_post_norm: whether the norms before the halves are left out (as OLMo 2).
@@ -179,14 +180,14 @@ class BlockOptions(DecodingOptions):
         means that all blocks have it.
       window_theta: base of the rotary wavelengths in blocks with a window, without scaling. None means the
         same wavelengths as in other blocks.
-      experts: replaces each feed-forward by a mixture of experts, such as "num=8,top=2", with any of
-        capacity, shared, scores, normalised, scale, balance, over, bias, z, shared_gate, groups and
-        top_groups; `mlp` is then the number of hidden features of one expert. Empty means no experts.
+      experts: replaces each feed-forward by a mixture of experts, such as num=8,top=2, with any of capacity,
+        shared, scores, normalised, scale, balance, over, bias, z, shared_gate, groups and top_groups; `mlp`
+        is then the number of hidden features of one expert. None means no experts.
     """
 
     num_layers: int
     positions: Positions = "learned"
-    rope_scaling: str = ""
+    rope_scaling: RopeScaling | None = None
     rotary_dims: int | None = None
     post_norm: bool = False
     only_post_norm: bool = False
@@ -203,22 +204,18 @@ class BlockOptions(DecodingOptions):
     window: int | None = None
     full_every: int | None = None
     window_theta: float | None = None
-    experts: str = ""
+    experts: Experts | None = None
 
     def list_problems(self) -> list[str]:
         """List the options that are out of range or do not fit another."""
         return super().list_problems() + _find_decoder_problems(self)
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The size of each dim, by name, with the defaults filled in."""
-        return {LAYERS: self.num_layers, **block_sizes(self)}
-
 
 def block_sizes(config: Any) -> dict[str, int]:
     """Return the size of each dim of a transformer, by name, with the defaults filled in."""
     num_kv_heads, head_dim = (getattr(config, name, None) for name in ("num_kv_heads", "head_dim"))
-    return {
+    layers = {LAYERS: config.num_layers} if hasattr(config, "num_layers") else {}
+    return layers | {
         VOCAB: config.vocab,
         SEQ: config.seq,
         EMBED: config.embed,
@@ -243,62 +240,47 @@ def has_bias(config: Any, option: str) -> bool:
     return next(value for name in BIASES[option] if (value := getattr(config, name)) is not None)
 
 
-def _find_text_problems(config: Any) -> list[str]:
-    """List the problems of the options that are read from text, `lora` and `experts`."""
+def _find_adapter_problems(config: Any) -> list[str]:
+    """List the projections in `lora` that no block has."""
+    lora, experts = config.lora, getattr(config, "experts", None)
     found: list[str] = []
-    read: dict[str, Any] = {"lora": None, "experts": None}
-    for name, reader in (("lora", read_lora), ("experts", read_experts)):
-        try:
-            read[name] = reader(getattr(config, name, ""))
-        except ValueError as error:
-            found.append(str(error))
-    lora, experts = read["lora"], read["experts"]
     if lora and lora.on == ("gate",) and config.activation not in GATED:
         found.append(
-            f"lora is {config.lora!r}, and a feed-forward with {config.activation} has no gate; use"
+            f"lora is on 'gate', and a feed-forward with {config.activation} has no gate; use"
             " activation='swiglu', or other projections"
         )
     if lora and experts and not experts.shared and not set(lora.on) - {"up", "gate", "down"}:
-        found.append(f"lora is {config.lora!r}, and experts have no adapters; use on=q+v, of attention")
+        found.append(f"lora is on {lora.on}, and experts have no adapters; use on=('q', 'v'), of attention")
     return found
 
 
 def _find_decoder_problems(config: BlockOptions) -> list[str]:
     """List the problems of the options that only decoders have."""
-    names = ("query_scale", "soft_cap", "logits_soft_cap", "embed_scale", "window_theta")
-    given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    found = checks.positive({name: float(value) for name, value in given.items()})
-    rotary = {name: getattr(config, name) for name in ("rope_scaling", "rotary_dims", "window_theta")}
-    if config.positions != "rotary":
-        found += [f"{name} is {x!r}; it needs positions='rotary'" for name, x in rotary.items() if x]
+    needs = {
+        "positions='rotary'": (config.positions == "rotary", ("rope_scaling", "rotary_dims", "window_theta")),
+        "a window": (config.window, ("full_every", "window_theta")),
+        "post_norm=True": (config.post_norm, ("only_post_norm",)),
+        "qk_norm=True": (config.qk_norm, ("qk_norm_joint",)),
+    }
+    found = [
+        f"{name} is {value!r}; it needs {what}"
+        for what, (is_there, names) in needs.items()
+        for name in names
+        if not is_there and (value := getattr(config, name))
+    ]
     head_dim = block_sizes(config)[HEAD_DIM] if config.num_heads > 0 else 0
-    try:
-        scaling = read_scaling(config.rope_scaling)
-        if scaling is not None and scaling.kind == "yarn" and config.theta <= 1:
-            found.append(f"theta is {config.theta}; yarn needs it above 1. Use theta=10000.")
-        if scaling is not None and head_dim:
-            found += find_scaling_problems(scaling, config.rotary_dims or head_dim)
-    except ValueError as error:
-        found.append(str(error))
+    if config.rope_scaling is not None and head_dim:
+        found += config.rope_scaling.list_misfits(config.theta, config.rotary_dims or head_dim)
     if (rotated := config.rotary_dims) and (rotated % 2 or rotated > head_dim):
         allowed = f"it is even and at most head_dim, {head_dim}"
         use = f"rotary_dims={min(rotated + rotated % 2, head_dim - head_dim % 2)}"
         found.append(f"rotary_dims is {rotated}; {allowed}. Use {use}.")
-    if config.window is None:
-        needing = [name for name in ("full_every", "window_theta") if getattr(config, name) is not None]
-        found += [f"{name} is {getattr(config, name)}; it needs a window" for name in needing]
     if config.experts and config.activation in ("geglu", "relu"):
         found.append(f"experts have gelu or swiglu, not {config.activation!r}. Use activation='swiglu'.")
     if config.experts and config.products:
         found.append(f"experts compute in dtype, and products is {config.products!r}. Leave out one of them.")
     if config.full_every == 1:
         found.append("full_every is 1, so that no block has the window; use 2 or more, or window=None")
-    needs = {"only_post_norm": "post_norm", "qk_norm_joint": "qk_norm"}
-    found += [
-        f"{name} is True; it needs {other}=True"
-        for name, other in needs.items()
-        if getattr(config, name) and not getattr(config, other)
-    ]
     if config.qk_norm and config.norm == "layernorm":
         found.append("qk_norm needs norm='rmsnorm' or 'rmsnorm_plus_one', and norm is 'layernorm'")
     if config.attention == "cudnn":

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from shardtrain.axes import MLP
-from shardtrain.models import checks
-from shardtrain.models.experts_options import Experts, read_experts
+from shardtrain.errors.messages import refuse
+from shardtrain.models.experts_options import Experts
 from shardtrain.models.huggingface.families import ParameterReader
 
 DENSE = {f"blocks/mlp/{which}/kernel": f"blocks/mlp/{which}" for which in ("up", "gate", "down")}
@@ -36,8 +36,8 @@ def upcycle(config: Any, parameters: Mapping[str, Any]) -> dict[str, ParameterRe
     Raises:
       ValueError: lists why the parameters cannot be copied.
     """
-    options = read_experts(getattr(config, "experts", ""))
-    checks.refuse("a model with experts from a dense one", _find_problems(config, options, parameters))
+    options: Experts | None = getattr(config, "experts", None)
+    refuse("a model with experts from a dense one", _find_problems(config, options, parameters))
     assert options is not None
     found = {path: each for path, each in parameters.items() if path not in DENSE}
     for path, of_experts in DENSE.items():
@@ -66,7 +66,7 @@ def _read_block(read_one: Any, num: int, number: int) -> np.ndarray:
 
 def _find_problems(config: Any, options: Experts | None, parameters: Mapping[str, Any]) -> list[str]:
     if options is None:
-        return ["experts is empty; give the experts, such as --model.experts num=8,top=2"]
+        return ["experts is None; give the experts, such as --model.experts num=8,top=2"]
     if ROUTER in parameters or "blocks/mlp/up/kernel" not in parameters:
         return ["that model is no dense decoder, whose feed-forward could be copied; start without upcycle"]
     found = []

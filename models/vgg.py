@@ -57,7 +57,6 @@ class VggConfig(ImageOptions):
         for name in ("height", "width"):
             if getattr(self, name) > 0:
                 found += checks.multiple(name, getattr(self, name), "2 ** poolings", HALVED)
-        found += checks.dropout_rate("dropout", self.dropout)
         if self.dropout > 0 and self.hidden is None:
             uses = "Use dropout=0.0 or hidden=512."
             found.append(f"dropout is {self.dropout} and there are no hidden features. {uses}")

@@ -14,6 +14,7 @@ from flax import nnx
 from flax.linen.spmd import with_logical_constraint
 
 from shardtrain.axes import BATCH, EMBED, HEIGHT, SEQ, VOCAB, WIDTH
+from shardtrain.errors.messages import refuse
 from shardtrain.models import checks
 from shardtrain.models.block_stack import stack_blocks, walk
 from shardtrain.models.convolution import check_images
@@ -92,7 +93,7 @@ class VitConfig(TransformerOptions):
     @property
     def sizes(self) -> dict[str, int]:
         """The size of each dim, by name; height and width are those of a patch, its columns with colours."""
-        return {**self.parts.sizes, HEIGHT: self.patch, WIDTH: self.patch * self.colours}
+        return {**super().sizes, HEIGHT: self.patch, WIDTH: self.patch * self.colours}
 
     @property
     def parts(self) -> BlockOptions:
@@ -199,6 +200,6 @@ def vit(size: Literal["tiny", "small", "base", "large", "huge"], **changes: Any)
     >>> vit("small", classes=10).embed
     384
     """
-    checks.refuse("vit", checks.choice("size", size, tuple(SIZES)))
+    refuse("vit", checks.choice("size", size, tuple(SIZES)))
     options: dict[str, Any] = SIZES[size]
     return replace(VitConfig(height=224, width=224, classes=1000, **options), **changes)

@@ -5,11 +5,12 @@ Options are checked when they are written, and again when they are read. No jax.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
-from shardtrain.errors.field_types import fits
+from shardtrain.errors.field_types import convert_kind, fits
+from shardtrain.errors.options import list_plain_options
 from shardtrain.system.atomic_write import replace_file
 from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_files import check_whole_number, read_json
@@ -47,7 +48,7 @@ def write_about(path: Path, config: Any, mask_token: int | None = None) -> None:
     Raises:
       ValueError: lists options that JSON cannot represent.
     """
-    kind, options = type(config), asdict(config)
+    kind, options = type(config), list_plain_options(config)
     if problems := option_problems(kind, options):
         raise ValueError("\n  - ".join(["these options of a model cannot be written:", *problems]))
     about = {"model": f"{kind.__module__}:{kind.__qualname__}", "options": options, "mask_token": mask_token}
@@ -71,7 +72,7 @@ def read_model(path: Path, kind: type[Config]) -> Config:
     if problems := option_problems(kind, options):
         raise ValueError("\n  - ".join([f"{path} does not describe a {kind.__name__}:", *problems]))
     hints = get_type_hints(kind)
-    return kind(**{name: _convert_kind(value, hints[name]) for name, value in options.items()})
+    return kind(**{name: convert_kind(value, hints[name], name) for name, value in options.items()})
 
 
 def read_mask_token(path: Path, vocab: int) -> int:
@@ -122,10 +123,6 @@ def _is_bounded(value: Any) -> bool:
     if type(value) is str:
         return len(value) <= MOST_TEXT and value.isprintable()
     return type(value) in (float, bool, type(None))
-
-
-def _convert_kind(value: Any, hint: Any) -> Any:
-    return tuple(value) if get_origin(hint) is tuple else value
 
 
 def _text(hint: Any) -> str:

@@ -17,6 +17,7 @@ from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.functional.rng import step_key
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.experts_options import Experts
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.layout import ContextAttentions, Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -25,7 +26,7 @@ from shardtrain.train_step.step import make_gradients
 
 MODEL = DecoderConfig(
     vocab=32, seq=16, embed=16, num_layers=2, num_heads=8, head_dim=2, mlp=8, activation="swiglu", bias=False,
-    remat="none", experts="num=8,top=2,capacity=1.0,balance=0.1",
+    remat="none", experts=Experts(num=8, top=2, capacity=1.0, balance=0.1),
 )  # fmt: skip
 ROWS = 16
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.models import checks
+from shardtrain.errors.messages import refuse
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.entries import entry_problems, find_problem
 from shardtrain.models.huggingface.families import ParameterReader, find_family, list_differences, shorten
 from shardtrain.models.huggingface.folder import open_weights, own_file, read_object
 from shardtrain.models.huggingface.place import Place
-from shardtrain.models.lora import LORA_A, LORA_B, TARGETS, Lora, read_lora
+from shardtrain.models.lora import LORA_A, LORA_B, TARGETS, Lora
 from shardtrain.system.lazy_array import LazyArray
 from shardtrain.system.untrusted_files import check_whole_number, finite_number
 
@@ -68,7 +68,7 @@ def merge_adapters(
       shapes: path -> shape of every parameter.
       read: path -> array.
     """
-    lora = read_lora(getattr(config, "lora", ""))
+    lora: Lora | None = getattr(config, "lora", None)
     if lora is None:
         return config, dict(shapes), read
     kept = {path: shape for path, shape in shapes.items() if path.rpartition("/")[2] not in (LORA_A, LORA_B)}
@@ -83,7 +83,7 @@ def merge_adapters(
         parts = read(path), read(names[0]), read(names[1])
         return LazyArray(lambda numbers: _sum(lora, parts, num_stacked, numbers))
 
-    return replace(config, lora=""), kept, merged
+    return replace(config, lora=None), kept, merged
 
 
 def _sum(lora: Lora, parts: tuple[Any, Any, Any], num_stacked: int, numbers: tuple[int, ...]) -> np.ndarray:
@@ -105,7 +105,7 @@ def iterate_adapters(config: Any, read: Read) -> Iterator[tuple[str, np.ndarray]
     Raises:
       ValueError: the model has no adapters, or PEFT stores adapters of its family differently.
     """
-    lora, places = _read_lora(config), list_adapter_places(config)
+    lora, places = _get_lora(config), list_adapter_places(config)
     for place in places:
         parent = place.path.removesuffix(KERNEL)
         first, second = (np.asarray(read(f"{parent}/{name}")) for name in (LORA_A, LORA_B))
@@ -120,7 +120,7 @@ def write_adapter_config(config: Any) -> dict[str, Any]:
     Raises:
       ValueError: as `iterate_adapters`.
     """
-    lora, places = _read_lora(config), list_adapter_places(config)
+    lora, places = _get_lora(config), list_adapter_places(config)
     modules = {place.name.removesuffix(".weight").partition("{}.")[2] for place in places}
     return {
         "peft_type": "LORA",
@@ -136,10 +136,10 @@ def write_adapter_config(config: Any) -> dict[str, Any]:
     }
 
 
-def _read_lora(config: Any) -> Lora:
-    lora = read_lora(getattr(config, "lora", ""))
+def _get_lora(config: Any) -> Lora:
+    lora: Lora | None = getattr(config, "lora", None)
     if lora is None:
-        raise ValueError("the model has no low-rank adapters (lora is empty), so there are none to write")
+        raise ValueError("the model has no low-rank adapters (lora is None), so there are none to write")
     return lora
 
 
@@ -149,12 +149,12 @@ def list_adapter_places(config: Any) -> list[Place]:
     Raises:
       ValueError: as `iterate_adapters`.
     """
-    lora = _read_lora(config)
-    family = find_family(replace(config, lora=""))
+    lora = _get_lora(config)
+    family = find_family(replace(config, lora=None))
     kernels = [place for place in family.places(config) if place.path.endswith(KERNEL) and place.is_stacked]
     found = [place for place in kernels if place.path.split("/")[-2] in lora.on]
     if any(place.parts or not place.transposed for place in found):
-        checks.refuse(
+        refuse(
             "adapters of PEFT",
             [
                 f"{family.model_type} has queries, keys and values in one matrix there, so PEFT has another"
@@ -164,7 +164,7 @@ def list_adapter_places(config: Any) -> list[Place]:
     return found
 
 
-def open_adapters(folder: Path, config: Any) -> tuple[str, dict[str, ParameterReader]]:
+def open_adapters(folder: Path, config: Any) -> tuple[Lora, dict[str, ParameterReader]]:
     """Open the adapters in a folder.
 
     Args:
@@ -172,7 +172,7 @@ def open_adapters(folder: Path, config: Any) -> tuple[str, dict[str, ParameterRe
       config: the configuration of their model; its option `lora` is ignored.
 
     Returns:
-      The text of the option `lora` of a model with these adapters, and path -> float32 parameter.
+      The option `lora` of a model with these adapters, and path -> float32 parameter.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -183,8 +183,8 @@ def open_adapters(folder: Path, config: Any) -> tuple[str, dict[str, ParameterRe
     problems = entry_problems(about, NEEDED, ONLY, "lora")
     problems += find_problem(check_whole_number, about.get("r"), "r", MOST_RANK, 1)
     problems += find_problem(finite_number, about.get("lora_alpha"), "lora_alpha", MOST_ALPHA, 1e-9)
-    checks.refuse(f"adapters in {folder}", problems)
-    rank, places = about["r"], list_adapter_places(replace(config, lora="rank=1"))
+    refuse(f"adapters in {folder}", problems)
+    rank, places = about["r"], list_adapter_places(replace(config, lora=Lora(rank=1)))
     known = open_weights(folder, ADAPTER_WEIGHTS)
     present = [place for place in places if any(name in known for name in _names(place, config, "A"))]
     shapes = {}
@@ -193,11 +193,11 @@ def open_adapters(folder: Path, config: Any) -> tuple[str, dict[str, ParameterRe
         shapes |= dict.fromkeys(_names(place, config, "A"), (rank, into))
         shapes |= dict.fromkeys(_names(place, config, "B"), (out, rank))
     problems = list_differences(shapes, {name: array.shape for name, array in known.items()})
-    checks.refuse(f"arrays in {folder / ADAPTER_WEIGHTS}", shorten(problems))
+    refuse(f"arrays in {folder / ADAPTER_WEIGHTS}", shorten(problems))
     on = {place.path.split("/")[-2] for place in present}
     if not on:
         raise ValueError(f"{folder / ADAPTER_WEIGHTS} has no adapter of a projection of this model")
-    text = f"rank={rank},alpha={float(about['lora_alpha'])!r},on={'+'.join(t for t in TARGETS if t in on)}"
+    lora = Lora(rank=rank, alpha=about["lora_alpha"], on=tuple(t for t in TARGETS if t in on))
     found = {}
     for place in present:
         shape, parent = place.shape(config.sizes), place.path.removesuffix(KERNEL)
@@ -205,7 +205,7 @@ def open_adapters(folder: Path, config: Any) -> tuple[str, dict[str, ParameterRe
         for name, (kind, ours) in pairs.items():
             read = partial(_stack, known, _names(place, config, kind), ours)
             found[f"{parent}/{name}"] = ParameterReader((config.num_layers, *ours), read)
-    return text, found
+    return lora, found
 
 
 def _names(place: Place, config: Any, kind: str) -> list[str]:

@@ -7,7 +7,7 @@ are those of the configuration classes of transformers 5; `read` also reads the 
 import math
 from typing import Any
 
-from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS
+from shardtrain.axes import HEAD_DIM
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.decoders import (
     ATTENTION,
@@ -26,12 +26,12 @@ from shardtrain.models.huggingface.decoders import (
     make_llama_relative,
 )
 from shardtrain.models.huggingface.mixture_families import MIXTRAL, QWEN2_MOE, QWEN3_MOE
-from shardtrain.models.huggingface.place import TOKEN_ENTRIES
+from shardtrain.models.huggingface.place import TOKEN_ENTRIES, option_problems
 from shardtrain.models.huggingface.rope import (
     read_rope,
+    read_scaling,
     rope_entries,
     scaling_problems,
-    scaling_text,
     window_entries,
     window_options,
     window_problems,
@@ -43,13 +43,8 @@ QKV = ("attention/q", "attention/k", "attention/v")
 
 
 def _check_heads(config: DecoderConfig, model_type: str) -> list[str]:
-    size, found = config.sizes, []
-    if size[KV_HEADS] != size[HEADS]:
-        heads = f"as many as query heads, {size[HEADS]}"
-        found = [f"num_kv_heads is {size[KV_HEADS]}; {model_type} has {heads}"]
-    if size[HEADS] * size[HEAD_DIM] != size[EMBED]:
-        found.append(f"head_dim is {size[HEAD_DIM]}; {model_type} has embed // num_heads only")
-    return found
+    found = option_problems(config, {"num_kv_heads": (None, config.num_heads)}, model_type)
+    return found + check_head_dim(config, model_type)
 
 
 GPT2 = make_family(
@@ -89,7 +84,7 @@ def _read_neox(config: Json) -> dict[str, Any]:
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     return {
         "theta": float(rope.get("rope_theta", config.get("rotary_emb_base", 10_000.0))),
-        "rope_scaling": scaling_text(rope),
+        "rope_scaling": read_scaling(rope),
         "rotary_dims": None if part == 1 else int(head_dim * part),
     }
 
@@ -198,9 +193,10 @@ def _write_phi3(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _foreign_to_phi3(config: DecoderConfig, model_type: str) -> list[str]:
-    kind = config.rope_scaling.partition(":")[0]
-    scaled = [f"rope_scaling is {kind!r}; phi3 has 'longrope' only"] if kind not in ("", "longrope") else []
-    return scaled + check_head_dim(config, model_type)
+    found = check_head_dim(config, model_type)
+    if config.rope_scaling and config.rope_scaling.kind != "longrope":
+        found.append(f"rope_scaling is {config.rope_scaling}; phi3 has 'longrope' only")
+    return found
 
 
 PHI3 = make_llama_relative(
@@ -259,8 +255,7 @@ def _read_embed_scale(config: Json) -> dict[str, Any]:
 
 
 def _foreign_to_gemma(config: DecoderConfig, model_type: str) -> list[str]:
-    scale, wanted = config.embed_scale, math.sqrt(config.embed)
-    return [] if scale == wanted else [f"embed_scale is {scale}; gemma has the root of embed, {wanted}"]
+    return option_problems(config, {"embed_scale": (math.sqrt(config.embed),)}, model_type)
 
 
 LIKE_GEMMA = {"positions": "rotary", "norm": "rmsnorm_plus_one", "bias": False}

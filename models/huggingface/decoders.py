@@ -10,7 +10,6 @@ from typing import Any
 
 from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, SEQ, VOCAB
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.experts_options import read_experts
 from shardtrain.models.huggingface.entries import entry_problems
 from shardtrain.models.huggingface.place import (
     KERNELS,
@@ -18,10 +17,11 @@ from shardtrain.models.huggingface.place import (
     Copy,
     Family,
     Place,
+    option_problems,
     place_linear,
     place_norm,
 )
-from shardtrain.models.huggingface.rope import read_rope, rope_entries, scaling_problems, scaling_text
+from shardtrain.models.huggingface.rope import read_rope, read_scaling, rope_entries, scaling_problems
 from shardtrain.models.transformer_options import has_bias
 
 Json = Mapping[str, Any]
@@ -111,7 +111,7 @@ def list_places(names: Names, config: DecoderConfig) -> Iterator[Place]:
 
 def _list_expert_places(names: Names, config: DecoderConfig, layer: str) -> Iterator[Place]:
     """List the places of a mixture of experts; in files each expert has its own arrays, (out, in)."""
-    options = read_experts(config.experts)
+    options = config.experts
     assert options is not None
     block, path = f"{layer}{names.experts}", "blocks/mlp"
     dims = (EMBED, options.num)
@@ -183,7 +183,7 @@ def make_llama_relative(
     def read_all(config: Json) -> dict[str, Any]:
         rope = _rope_of_full_blocks(config)
         theta = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
-        return {"theta": theta, "rope_scaling": scaling_text(rope), **read(config)}
+        return {"theta": theta, "rope_scaling": read_scaling(rope), **read(config)}
 
     def list_problems(config: Json) -> list[str]:
         rope, found = _rope_of_full_blocks(config), []
@@ -219,5 +219,4 @@ def _rope_of_full_blocks(config: Json) -> Json:
 
 def check_head_dim(config: DecoderConfig, model_type: str) -> list[str]:
     """List a head size that differs from embed // num_heads, in families without an entry for it."""
-    found, derived = config.sizes[HEAD_DIM], config.sizes[EMBED] // config.sizes[HEADS]
-    return [] if found == derived else [f"head_dim is {found}; {model_type} has embed // num_heads only"]
+    return option_problems(config, {"head_dim": (None, config.embed // config.num_heads)}, model_type)

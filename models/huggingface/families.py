@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from shardtrain.errors.messages import refuse
 from shardtrain.models import checks
 from shardtrain.models.huggingface.decoder_families import DECODERS
 from shardtrain.models.huggingface.encoder_families import BERT, VIT
@@ -87,11 +88,11 @@ def open_readers(
     family, ours = read_config(config)
     known = _rename(state, family)
     # before anything is counted up to it
-    checks.refuse(f"state dict of a {family.model_type} model", _layer_problems(num_blocks(ours), len(known)))
+    refuse(f"state dict of a {family.model_type} model", _layer_problems(num_blocks(ours), len(known)))
     places = list(family.places(ours))
     problems = _layer_problems(num_blocks(ours), len(known), max(place.num_experts for place in places))
     problems = problems or _state_problems(family, places, ours, known)
-    checks.refuse(f"state dict of a {family.model_type} model", shorten(problems))
+    refuse(f"state dict of a {family.model_type} model", shorten(problems))
     return ours, {place.path: _make_reader(place, known, ours, dtype) for place in places}
 
 
@@ -176,7 +177,7 @@ def iterate_tensors(
     written_as = find_family(config, family)
     places = list(written_as.places(config))
     wanted = {place.path: place.stack(num_blocks(config)) + place.shape(config.sizes) for place in places}
-    checks.refuse("params", list_differences(wanted, shapes))
+    refuse("params", list_differences(wanted, shapes))
     return _convert(written_as, places, config, read)
 
 
@@ -238,12 +239,12 @@ def find_family(config: Any, name: str | None = None) -> Family:
             f"a {type(config).__name__} cannot be written as a Hugging Face model; allowed are {kinds}"
         )
     if name is not None:
-        checks.refuse("family", checks.choice("family", name, tuple(fit)))
+        refuse("family", checks.choice("family", name, tuple(fit)))
         fit = {name: fit[name]}
     # the first that has all options, else the nearest
     family = min(fit.values(), key=lambda family: len(family.list_foreign(config)))
     problems = family.list_foreign(config)
-    checks.refuse(f"{family.kind.__name__} written as a {family.model_type} model", problems)
+    refuse(f"{family.kind.__name__} written as a {family.model_type} model", problems)
     return family
 
 
@@ -269,7 +270,7 @@ def read_config(config: Mapping[str, Any]) -> tuple[Family, Any]:
     >>> read_config({"model_type": "t0"})
     Traceback (most recent call last):
     ValueError: Hugging Face config:
-      model_type is 't0', a family that cannot be read yet; those that can are 'gpt2', 'llama', 'mistral', \
+      - model_type is 't0', a family that cannot be read yet; those that can are 'gpt2', 'llama', 'mistral', \
 'qwen2', 'qwen3', 'phi3', 'starcoder2', 'olmo2', 'gemma', 'gemma2', 'gemma3_text', 'gpt_neox', 'mixtral', \
 'qwen2_moe', 'qwen3_moe', 'bert', 'vit', 'resnet', 't5', 'mt5'
     """
@@ -285,7 +286,7 @@ def read_config(config: Mapping[str, Any]) -> tuple[Family, Any]:
             f"quantization_config is {short(quantized)}, and quantized weights are not read; give it in"
             " 16 or 32 bits, or load it with transformers, call model.dequantize() and save it again"
         ]
-    checks.refuse("Hugging Face config", problems)
+    refuse("Hugging Face config", problems)
     return FAMILIES[name], FAMILIES[name].read_config(config)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from shardtrain.errors.messages import refuse
 from shardtrain.imported import TOKEN_FILES, TOKEN_IDS, read_token_ids, token_numbers
 from shardtrain.models import checks
 from shardtrain.models.huggingface.adapters import (
@@ -45,7 +46,6 @@ from shardtrain.models.huggingface.folder import (
     shard,
     tokenizer_files,
 )
-from shardtrain.models.lora import read_lora
 from shardtrain.system.atomic_write import new_folder, refuse_filled
 from shardtrain.system.untrusted_files import read_bytes
 
@@ -57,7 +57,6 @@ __all__ = (
     "open_adapters",
     "open_parameters",
     "own_file",
-    "read_lora",
     "read_model_config",
     "shard",
     "token_ids",
@@ -178,8 +177,8 @@ def export_model(
       FileExistsError: the folder is not empty.
       ValueError: safetensors is not installed; or lists why the model is of none of the families.
     """
-    checks.refuse("export", checks.choice("dtype", dtype, tuple(DTYPES)))
-    checks.refuse("export", checks.positive({"max_shard_bytes": max_shard_bytes}))
+    refuse("export", checks.choice("dtype", dtype, tuple(DTYPES)))
+    refuse("export", checks.positive({"max_shard_bytes": max_shard_bytes}))
     refuse_filled(folder)
     # all checks come before the folder is made
     config = make_config(options)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.models import checks
+from shardtrain.errors.messages import refuse
 from shardtrain.models.huggingface.families import BUFFERS
 from shardtrain.system.excerpts import short
 from shardtrain.system.untrusted_files import name_problem, read_json
@@ -103,7 +103,7 @@ def open_weights(folder: Path, only: str | None = None) -> dict[str, _StoredArra
                 shapes = {each: tuple(found.get_shape()) for each, found in slices.items()}
         except (safetensors.SafetensorError, OSError) as error:
             raise ValueError(f"{path} cannot be read: {error}; download or copy it again") from None
-        checks.refuse(f"arrays in {path}", _array_problems(dtypes))
+        refuse(f"arrays in {path}", _array_problems(dtypes))
         arrays |= {each: _StoredArray(path, each, shape) for each, shape in shapes.items()}
     return arrays
 

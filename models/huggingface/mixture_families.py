@@ -3,11 +3,13 @@
 `decoder_families.py` lists the families without experts; `decoders.py` has what all share.
 """
 
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from shardtrain.axes import MLP
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.experts_options import Experts, experts_text, read_experts
+from shardtrain.models.experts_options import Experts
 from shardtrain.models.huggingface.decoders import (
     ATTENTION_BIAS,
     LIKE_LLAMA,
@@ -22,7 +24,9 @@ from shardtrain.models.huggingface.decoders import (
 from shardtrain.models.huggingface.place import option_problems
 
 
-def _list_foreign(config: DecoderConfig, model_type: str, chosen: tuple[str, ...] = ()) -> list[str]:
+def _list_foreign(
+    config: DecoderConfig, model_type: str, chosen: tuple[str, ...] = (), **fixed: Any
+) -> list[str]:
     """List the options of a mixture that a family does not have.
 
     Args:
@@ -30,34 +34,41 @@ def _list_foreign(config: DecoderConfig, model_type: str, chosen: tuple[str, ...
       model_type: the family.
       chosen: keys of `experts` that may have any value in the family, in addition to `num`, `top` and the
         keys for training.
+      fixed: the values of other keys and properties in the family; all others have their defaults.
     """
-    options = read_experts(config.experts)
+    options = config.experts
     if options is None:
-        return [f"experts is ''; {model_type} has a mixture in each block"]
+        return [f"experts is None; {model_type} has a mixture in each block"]
     # the last four are only for training, and not in files
     free = {"num", "top", *chosen, "capacity", "balance", "over", "z"}
-    defaults = vars(Experts(num=options.num, top=options.top))
-    fixed = {name: (value,) for name, value in defaults.items() if name not in free}
-    return [f"experts: {problem}" for problem in option_problems(options, fixed, model_type)]
+    wanted = {f.name: f.default for f in fields(Experts) if f.name not in free} | fixed
+    allowed = {name: (value,) for name, value in wanted.items()}
+    return [f"experts: {problem}" for problem in option_problems(options, allowed, model_type)]
 
 
-def _find_problems(num: int, top: int, normalised: str = "chosen") -> list[str]:
+def _read_choice(config: Json) -> dict[str, Any]:
+    # transformers 5 and published files name the number of experts differently
+    num = config.get("num_experts", config.get("num_local_experts"))
+    normalised = "chosen" if config.get("norm_topk_prob", True) else "all"
+    return {"num": num, "top": config["num_experts_per_tok"], "normalised": normalised}
+
+
+def _write_choice(config: Any, num: str) -> dict[str, Any]:
+    return {num: config.experts.num, "num_experts_per_tok": config.experts.top}
+
+
+def _find_problems(config: Json) -> list[str]:
     """List why a mixture of experts cannot be trained.
 
-    >>> _find_problems(2, 4)
+    >>> _find_problems({"num_experts": 2, "num_experts_per_tok": 4})
     ['num_experts_per_tok is 4, and there are 2 experts']
     """
-    if top > num:
-        return [f"num_experts_per_tok is {top}, and there are {num} experts"]
-    if top == 1 and normalised == "chosen":
+    choice = _read_choice(config)
+    if choice["top"] > choice["num"]:
+        return [f"num_experts_per_tok is {choice['top']}, and there are {choice['num']} experts"]
+    if choice["top"] == 1 and choice["normalised"] == "chosen":
         return ["num_experts_per_tok is 1, and weights that add up to 1 train no router"]
     return []
-
-
-def _get_experts(config: DecoderConfig) -> Experts:
-    found = read_experts(config.experts)
-    assert found is not None, "`foreign` refuses a model without experts first"
-    return found
 
 
 MIXTRAL = make_llama_relative(
@@ -66,32 +77,20 @@ MIXTRAL = make_llama_relative(
     Names(experts="block_sparse_moe", expert_maps={"up": "w3", "gate": "w1", "down": "w2"}),
     entries=WINDOW,
     chosen=("experts",),
-    read=lambda config: {
-        "experts": experts_text(Experts(num=config["num_local_experts"], top=config["num_experts_per_tok"])),
-    },
-    write=lambda config: {
-        "num_local_experts": _get_experts(config).num, "num_experts_per_tok": _get_experts(config).top,
-    },
+    read=lambda config: {"experts": Experts(**_read_choice(config))},
+    write=partial(_write_choice, num="num_local_experts"),
     defaults={
         "sliding_window": None, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
         "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0,
     },
-    problems=lambda config: _find_problems(config["num_local_experts"], config["num_experts_per_tok"]),
-    foreign=_list_foreign,
+    problems=_find_problems,
+    foreign=partial(_list_foreign, is_normalised=True),
 )  # fmt: skip
-
-
-def _qwen_experts(config: Json) -> dict[str, Any]:
-    # transformers 5 and published files name the number of experts differently
-    num = config.get("num_experts", config.get("num_local_experts"))
-    normalised = "chosen" if config["norm_topk_prob"] else "all"
-    return {"num": num, "top": config["num_experts_per_tok"], "normalised": normalised}
 
 
 def _read_qwen_moe(config: Json, **keys: Any) -> dict[str, Any]:
     """Read the experts and the hidden features of one expert."""
-    experts = experts_text(Experts(**_qwen_experts(config), **keys))
-    return {"experts": experts, "mlp": config["moe_intermediate_size"]}
+    return {"experts": Experts(**_read_choice(config), **keys), "mlp": config["moe_intermediate_size"]}
 
 
 def _read_qwen2_moe(config: Json) -> dict[str, Any]:
@@ -99,27 +98,25 @@ def _read_qwen2_moe(config: Json) -> dict[str, Any]:
     return _read_qwen_moe(config, shared=shared, shared_gate="sigmoid")
 
 
-def _write_qwen_moe(config: DecoderConfig) -> dict[str, Any]:
-    options = _get_experts(config)
+def _write_qwen_moe(config: Any) -> dict[str, Any]:
     return {
+        **_write_choice(config, "num_experts"),
         "use_sliding_window": False,
-        "num_experts": options.num,
-        "num_experts_per_tok": options.top,
-        "norm_topk_prob": options.normalised == "chosen",
+        "norm_topk_prob": config.experts.is_normalised,
         "moe_intermediate_size": config.sizes[MLP],
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
 
 
-def _write_qwen2_moe(config: DecoderConfig) -> dict[str, Any]:
-    shared = _get_experts(config).shared * config.sizes[MLP]
+def _write_qwen2_moe(config: Any) -> dict[str, Any]:
+    shared = config.experts.shared * config.sizes[MLP]
     return {**_write_qwen_moe(config), "shared_expert_intermediate_size": shared}
 
 
 def _qwen2_problems(config: Json) -> list[str]:
     wide, one = config["shared_expert_intermediate_size"], config["moe_intermediate_size"]
-    found = _find_problems(**_qwen_experts(config))
+    found = _find_problems(config)
     if wide % one:
         multiples = f"multiples of moe_intermediate_size, {one}"
         found.append(f"shared_expert_intermediate_size is {wide}; Decoder has {multiples}")
@@ -127,10 +124,7 @@ def _qwen2_problems(config: Json) -> list[str]:
 
 
 def _foreign_to_qwen2_moe(config: DecoderConfig, model_type: str) -> list[str]:
-    found = _list_foreign(config, model_type, ("normalised", "shared", "shared_gate"))
-    options = read_experts(config.experts)
-    if options and options.shared_gate != "sigmoid":
-        found.append("experts: the shared feed-forward has no gate; qwen2_moe has shared_gate=sigmoid only")
+    found = _list_foreign(config, model_type, ("normalised", "shared"), shared_gate="sigmoid")
     return check_head_dim(config, model_type) + found
 
 
@@ -167,6 +161,6 @@ QWEN3_MOE = make_llama_relative(
         "num_key_value_heads": 4, "num_experts_per_tok": 8, "norm_topk_prob": False,
         "num_local_experts": 128, "moe_intermediate_size": 768,
     },
-    problems=lambda config: _find_problems(**_qwen_experts(config)),
-    foreign=lambda config, model_type: _list_foreign(config, model_type, ("normalised",)),
+    problems=_find_problems,
+    foreign=partial(_list_foreign, chosen=("normalised",)),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardtrain.axes import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, VOCAB
-from shardtrain.models import checks
+from shardtrain.errors.messages import refuse
 from shardtrain.models.huggingface.entries import entry_problems
 from shardtrain.models.transformer_options import has_bias
 
@@ -212,7 +212,7 @@ class Family:
         needed = [each for each in (*self.entries.values(), *self.needed) if each not in self.defaults]
         only = {**({self.activation: tuple(self.activations)} if self.activations else {}), **self.only}
         found = entry_problems(config, needed, only, self.kind.__name__.removesuffix("Config"))
-        checks.refuse("Hugging Face config", found + self.problems(config))
+        refuse("Hugging Face config", found + self.problems(config))
         options = {option: config[entry] for option, entry in self.entries.items()}
         if self.activations:
             given = config.get(self.activation, next(iter(self.activations)))

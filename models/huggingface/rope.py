@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
 from shardtrain.axes import HEAD_DIM
 from shardtrain.models.decoder import DecoderConfig
-from shardtrain.models.rotary import LISTS, SCALINGS, Scaling, read_scaling
+from shardtrain.models.huggingface.entries import find_problem
+from shardtrain.models.rotary import RopeScaling
 from shardtrain.system.excerpts import short
 
 ENTRIES = {
@@ -20,7 +22,10 @@ ENTRIES = {
     "short": "short_factor",
     "long": "long_factor",
 }
-"""Field of `Scaling` -> its entry."""
+"""Field of a `RopeScaling` -> its entry."""
+
+KINDS = {kind.kind: kind for kind in RopeScaling.__subclasses__()}
+"""Name of a scaling in files -> its class."""
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 
@@ -47,20 +52,14 @@ def scaling_problems(rope: Mapping[str, Any]) -> list[str]:
     "rope_type is 'dynamic'; Decoder has 'default' or 'linear' or 'llam"
     """
     kind = _kind(rope)
-    if kind not in ("default", *SCALINGS):
-        allowed = " or ".join(map(repr, ("default", *SCALINGS)))
+    if kind not in ("default", *KINDS):
+        allowed = " or ".join(map(repr, ("default", *KINDS)))
         return [f"rope_type is {short(kind)}; Decoder has {allowed} only"]
-    needed = [name for name, default in SCALINGS.get(kind, {}).items() if default is None]
+    needed = [f.name for f in fields(KINDS[kind]) if f.default is MISSING] if kind in KINDS else []
     found = [f"{ENTRIES[name]} is missing" for name in needed if rope.get(ENTRIES[name]) is None]
     if not rope.get("truncate", True):
         found.append("truncate is False; Decoder has True only")
-    if found:
-        return found
-    try:
-        read_scaling(scaling_text(rope))
-    except ValueError as error:
-        return [str(error)]
-    return []
+    return found or find_problem(read_scaling, rope)
 
 
 def _kind(rope: Mapping[str, Any]) -> Any:
@@ -69,32 +68,27 @@ def _kind(rope: Mapping[str, Any]) -> Any:
     return "longrope" if kind == "su" else kind
 
 
-def scaling_text(rope: Mapping[str, Any]) -> str:
+def read_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     """Return the option `rope_scaling`.
 
-    >>> scaling_text({"type": "linear", "factor": 2.0})
-    'linear:factor=2.0'
+    >>> read_scaling({"type": "linear", "factor": 2.0})
+    LinearScaling(factor=2.0)
     """
     kind = _kind(rope)
     if kind == "default":
-        return ""
-    numbers = {name: rope.get(ENTRIES[name]) for name in SCALINGS[kind]}
+        return None
+    numbers = {f.name: rope.get(ENTRIES[f.name]) for f in fields(KINDS[kind])}
     scales = [rope[name] for name in ("mscale", "mscale_all_dim") if rope.get(name)]
     if kind == "yarn" and numbers["magnitude"] is None and len(scales) == 2:
         # the ratio of two factors that these numbers give
         first, second = (0.1 * scale * math.log(rope["factor"]) + 1 for scale in scales)
         numbers["magnitude"] = first / second
-    given = [
-        f"{name}={'+'.join(str(float(x)) for x in (number if name in LISTS else [number]))}"
-        for name, number in numbers.items()
-        if number is not None
-    ]
-    return f"{kind}:{','.join(given)}"
+    return KINDS[kind](**{name: number for name, number in numbers.items() if number is not None})
 
 
 def rope_entries(config: DecoderConfig) -> dict[str, Any]:
     """Return the entries about positions, for transformers 5 and earlier versions."""
-    scaling = read_scaling(config.rope_scaling)
+    scaling = config.rope_scaling
     stretched = {"rope_type": "default"} if scaling is None else _scaling_entries(scaling)
     rope = {"rope_theta": config.theta, **stretched}
     if config.rotary_dims is not None:
@@ -112,14 +106,10 @@ def _part(rotated: int, head_dim: int) -> float:
     return part if int(head_dim * part) == rotated else math.nextafter(part, 2)
 
 
-def _scaling_entries(scaling: Scaling) -> dict[str, Any]:
-    numbers = {name: getattr(scaling, name) for name in SCALINGS[scaling.kind]}
-    if "original_seq" in numbers:
-        numbers["original_seq"] = int(numbers["original_seq"])
-    if not numbers.get("magnitude", 1):
-        del numbers["magnitude"]
-    numbers |= {name: list(numbers[name]) for name in LISTS if name in numbers}
-    return {"rope_type": scaling.kind} | {ENTRIES[name]: number for name, number in numbers.items()}
+def _scaling_entries(scaling: RopeScaling) -> dict[str, Any]:
+    numbers = {ENTRIES[name]: number for name, number in vars(scaling).items() if number is not None}
+    numbers = {name: list(x) if isinstance(x, tuple) else x for name, x in numbers.items()}
+    return {"rope_type": scaling.kind, **numbers}
 
 
 class WindowPattern(NamedTuple):

@@ -6,7 +6,7 @@ A converter is a module that is imported by its name, as a user's own model is: 
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +18,7 @@ from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.cli.checkpoint_path import CHECKPOINTS, MODEL, find_checkpoint_path, select_options
 from shardtrain.cli.imported_run_file import RUN_FILE, find_training_kind, run_file_text
 from shardtrain.errors.messages import problems_error
+from shardtrain.errors.options import list_plain_options
 from shardtrain.imported import MODEL_FILE, TOKENS, select_kept_tokens, write_about
 from shardtrain.report.quantities import bytes_text
 from shardtrain.system import terminal
@@ -137,7 +138,7 @@ def import_checkpoint(options: Import) -> int:
     token = find_mask_token(found.tokenizer, config.vocab) if data_kind == "masked tokens" else None
     extra = {
         "imported": {"family": found.family, "name": options.folder.resolve().name},
-        "run": {MODEL + name: value for name, value in asdict(config).items()},
+        "run": {MODEL + name: value for name, value in list_plain_options(config).items()},
         # a user's own converter may not set them
         **select_kept_tokens({TOKENS: getattr(found, TOKENS, None)}),
     }
@@ -242,7 +243,7 @@ def _model_options(extra: Mapping[str, Any], run_file: str | None) -> dict[str, 
         model = load_run(run_file).model
         if not is_dataclass(model) or isinstance(model, type):
             raise ValueError(f"the model of {run_file} is {model!r}; only a dataclass has options to write")
-        return asdict(model)
+        return list_plain_options(model)
     found = select_options(extra.get("run") or {}, MODEL)
     if not found:
         raise ValueError(

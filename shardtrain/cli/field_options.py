@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import docstring_parser
 import tyro
 
+from shardtrain.errors.options import write_compact
 from shardtrain.functional.model import Model
 from shardtrain.functional.nnx_model import is_module
 
@@ -65,7 +66,7 @@ def field_options(
     """
     hints, helps = typing.get_type_hints(type(value), include_extras=True), field_helps(type(value))
     for field in dataclasses.fields(value):
-        path, current = f"{prefix}{field.name}", getattr(value, field.name)
+        path, current = f"{prefix}{field.name}", write_compact(getattr(value, field.name))
         if path in skip or not field.init:
             continue
         kind = _plain_kind(hints[field.name], current)
@@ -116,9 +117,10 @@ def _plain_kind(hint: Any, current: Any) -> Any:
     if typing.get_origin(hint) not in (types.UnionType, typing.Union):
         return hint
     kinds = [
-        kind
+        str if hasattr(kind, "parse") else kind
         for kind in typing.get_args(hint)
-        if typing.get_origin(kind) is not Callable and not dataclasses.is_dataclass(kind)
+        if hasattr(kind, "parse")
+        or (typing.get_origin(kind) is not Callable and not dataclasses.is_dataclass(kind))
     ]
     return functools.reduce(operator.or_, kinds) if kinds else hint
 

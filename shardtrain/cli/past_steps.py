@@ -4,7 +4,7 @@ Next: `calibrate.py`; `run_rows.py`, which reads rows for predictions without a 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from shardtrain import axes
 from shardtrain.cli.checkpoint_path import MODEL, find_checkpoint_path, select_options
 from shardtrain.cli.run_rows import find_devices, read_step_phases
 from shardtrain.errors.messages import problems_error
+from shardtrain.errors.options import rewrite_texts
 from shardtrain.plan.prediction import Choice
 from shardtrain.sharding.axis_sizes import axis_sizes
 from shardtrain.sharding.layout import Layout
@@ -82,7 +83,8 @@ def _list_other_options(run: Run, options: Mapping[str, Any]) -> list[str]:
     of_data = describe(run.data, "data")
     here |= {name: value for name, value in of_data.items() if name.endswith(LENGTHS)}
     if is_dataclass(run.model):
-        here |= {f"{MODEL}{field.name}": getattr(run.model, field.name) for field in fields(run.model)}
+        here |= describe(run.model, "model")
+        options = rewrite_texts(type(run.model), options, MODEL)
     return [
         f"{name} was {options[name]!r}, and is {value!r}"
         for name, value in here.items()

@@ -8,7 +8,8 @@ import reprlib
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -30,9 +31,9 @@ class WrongType(ValueError):
 def wrong_types(value: Any) -> list[str]:
     """List the fields of a dataclass whose values do not have the types of their hints.
 
-    Unambiguous values are converted in place: a numpy scalar, text for a path, a list for a tuple, and the
-    short form of a dataclass (its static method `short`: value -> fields). A wrong field gets its default, so
-    that the caller can check the ranges of other fields before it raises.
+    Unambiguous values are converted in place: a numpy scalar, text for a path or `CompactOptions`, a list for
+    a tuple, and the short form of a dataclass (its static method `short`: value -> fields). A wrong field
+    gets its default, so that the caller can check the ranges of other fields before it raises.
 
     Args:
       value: the dataclass, in its `__post_init__`.
@@ -41,7 +42,7 @@ def wrong_types(value: Any) -> list[str]:
       One problem for each such field, in order.
     """
     problems = []
-    hints = _hints(type(value))
+    hints = list_hints(type(value))
     for field in fields(value):
         given = getattr(value, field.name)
         try:
@@ -69,7 +70,8 @@ def too_small(value: Any, **least: int) -> list[str]:
 
 
 @lru_cache
-def _hints(kind: type) -> dict[str, Any]:
+def list_hints(kind: type) -> dict[str, Any]:
+    """Return the type hint of each field of a dataclass."""
     return typing.get_type_hints(kind)
 
 
@@ -129,7 +131,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, list | tuple) and not _wrong_items(value, hint)
     if origin is Callable:
         return callable(value)
-    return isinstance(value, origin)
+    return isinstance(value, origin) or (hasattr(origin, "parse") and isinstance(value, str))
 
 
 def _wrong_items(value: Sequence[Any], hint: Any) -> list[int]:
@@ -155,6 +157,9 @@ def _kinds(hint: Any, num_items: int) -> tuple[Any, ...]:
 def _convert(value: Any, hint: Any, name: str) -> Any:
     if hint is Path:
         return Path(value)
+    if isinstance(value, str) and hasattr(hint, "parse"):
+        with _naming(name):
+            return hint.parse(value) if value else None
     if typing.get_origin(hint) is tuple:
         kinds = _kinds(hint, len(value))
         return tuple(convert_kind(item, kind, name) for item, kind in zip(value, kinds, strict=True))
@@ -163,9 +168,16 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
 
 def _from_short(kind: Any, value: Any, name: str) -> Any:
     """Return the dataclass of a short form; None if the value is not a short form."""
-    try:
+    with _naming(name):
         given = kind.short(value)
         return kind(**given) if isinstance(given, dict) else given
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Name the field in the errors of a dataclass that is made from another form."""
+    try:
+        yield
     except ValueError as error:
         raise WrongType(f"{name}: {str(error).replace(NEWLINE, NEWLINE + '  ')}") from error
 
@@ -256,7 +268,7 @@ def _parse_number(value: Any, kind: type) -> Any:
 
 def _suggest_fields(kind: Any, value: Any) -> list[str]:
     """Return ways to write this dataclass with the value: fields of a dict, or a field that fits."""
-    hints = _hints(kind)
+    hints = list_hints(kind)
     names = [field.name for field in fields(kind)]
     if isinstance(value, Mapping):
         if not value or any(name not in names for name in value):

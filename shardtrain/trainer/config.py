@@ -22,6 +22,7 @@ from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.data.batches import Loading
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import refuse
+from shardtrain.errors.options import write_compact
 from shardtrain.functional.compute_dtype import has_dtype, set_compute_dtype
 from shardtrain.functional.frozen import freeze_parameters
 from shardtrain.functional.loss import Loss, next_token_loss
@@ -288,6 +289,7 @@ def describe(value: Any, prefix: str = "") -> dict[str, Any]:
     >>> describe(Strategy(accumulate=4))["accumulate"]
     4
     """
+    value = write_compact(value)
     if is_dataclass(value) and not isinstance(value, type):
         items = {f.name: getattr(value, f.name) for f in fields(value)}
     elif isinstance(value, Mapping) and len(value) <= MOST_ITEMS:

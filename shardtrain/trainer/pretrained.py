@@ -53,7 +53,7 @@ def read_pretrained(folder: str | Path, adapter: str | Path | None = None, **opt
       folder: a folder with config.json and safetensors.
       adapter: a folder of low-rank adapters of the PEFT library, which set the option `lora`; such a run
         starts from them by `start_from=StartFrom(checkpoint=folder, adapter=adapter)`.
-      options: options of the configuration to change, such as `lora="rank=16"` or `dtype="bfloat16"`.
+      options: options of the configuration to change, such as `lora=Lora(rank=16)` or `dtype="bfloat16"`.
 
     Returns:
       A config of `shardtrain.models`.
@@ -66,7 +66,7 @@ def read_pretrained(folder: str | Path, adapter: str | Path | None = None, **opt
     return config if adapter is None else replace(config, lora=read_lora(adapter, config))
 
 
-def read_lora(adapter: str | Path, config: Any) -> str:
+def read_lora(adapter: str | Path, config: Any) -> Any:
     """Return the option `lora` of a model with the adapters in a folder of PEFT.
 
     Raises:
@@ -204,11 +204,11 @@ def add_adapters(reader: CheckpointReader, adapter: Path, model: Any) -> Pretrai
         )
     if not hasattr(model, "lora"):
         raise ValueError(f"adapter is {adapter}, and {type(model).__name__} has no option lora; leave it out")
-    text, found = _converter().open_adapters(adapter, model)
-    if _converter().read_lora(model.lora) != _converter().read_lora(text):
+    lora, found = _converter().open_adapters(adapter, model)
+    if model.lora != lora:
         raise ValueError(
-            f"the model has lora {model.lora!r}, and the adapters in {adapter} are {text!r}; use that, or"
-            " leave the model's out"
+            f"the model has lora {model.lora}, and the adapters in {adapter} are {lora}; use that, or leave"
+            " the model's out"
         )
     return replace(reader, parameters={**reader.parameters, **found})
 

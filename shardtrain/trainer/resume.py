@@ -19,6 +19,7 @@ from shardtrain.checkpoints.paths import CHECKPOINTS
 from shardtrain.checkpoints.reader import CheckpointReader, find_readers
 from shardtrain.data import Position
 from shardtrain.errors.messages import refuse
+from shardtrain.errors.options import rewrite_texts
 from shardtrain.imported import select_kept_tokens
 from shardtrain.system.untrusted_files import check_whole_number
 from shardtrain.train_step.state import State
@@ -337,6 +338,7 @@ def check_options(
             f"seed is {run.seed}, but the run in {run.run_dir} started with seed {seed!r}: its order of"
             f" samples would change. Use --seed {seed}, or another --run-dir"
         )
+    saved = rewrite_texts(type(run.model), saved, "model.")
     # the saved description went through JSON
     now = json.loads(json.dumps(dict(description)))
     refused = []

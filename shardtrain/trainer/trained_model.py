@@ -22,6 +22,7 @@ from shardtrain.checkpoints.origins import restore_block_order
 from shardtrain.checkpoints.reader import CheckpointReader
 from shardtrain.checkpoints.restore import restore_arrays
 from shardtrain.errors.messages import problems_error, refuse
+from shardtrain.errors.options import rewrite_texts
 from shardtrain.errors.user_code import user_code
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.functional.auxiliary import plain
@@ -137,7 +138,8 @@ def _list_changed_options(extra: Mapping[str, Any], model: Any) -> list[str]:
     """Return the fields of a dataclass model that differ from the options of the run."""
     if not is_dataclass(model) or isinstance(model, type | Model):
         return []
-    before = {name: value for name, value in (extra.get("run") or {}).items() if name.startswith("model.")}
+    saved = rewrite_texts(type(model), extra.get("run") or {}, "model.")
+    before = {name: value for name, value in saved.items() if name.startswith("model.")}
     changed = compare_descriptions(before, describe(model, "model")) if before else []
     return [f"of the run's options {line}; give the model with the first" for line in changed]
 

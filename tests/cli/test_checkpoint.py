@@ -17,6 +17,7 @@ from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.reader import find_readers
 from shardtrain.cli.checkpoint import COMMANDS
 from shardtrain.cli.run_file import load_run
+from shardtrain.errors.options import list_plain_options
 from shardtrain.models.huggingface import from_huggingface, to_huggingface
 
 GOLDEN = Path(__file__).parents[1] / "models" / "golden"
@@ -24,7 +25,7 @@ STEPS = (10, 20, 30, 40)
 
 
 def description(config, **options):
-    model = {f"model.{name}": value for name, value in vars(config).items()}
+    model = {f"model.{name}": value for name, value in list_plain_options(config).items()}
     return {"run": {**model, "batch": 8, "strategy.layout.mesh.data": 2, **options}, "position": {"epoch": 0}}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from shardtrain.functional.auxiliary import Outputs, sum_loss
 from shardtrain.functional.loss import masked_token_loss, next_token_loss
-from shardtrain.models.experts_options import read_experts
+from shardtrain.models.experts_options import Experts
 from shardtrain.models.experts_routing import Routing
 
 ROWS, SEQ = 4, 6
@@ -41,7 +41,7 @@ def test_penalties_of_any_split_are_means_weighted_by_what_rows_count(loss, coun
     if loss is positive_weights:
         per_row = (weights > 0).sum(1)
     z = random.random(ROWS) * SEQ
-    options: Any = read_experts("num=2,top=1,balance=0,z=1")
+    options = Experts(num=2, top=1, balance=0, z=1)
 
     def losses(z, some):
         rows = len(z)
@@ -66,7 +66,7 @@ def test_penalties_of_any_split_are_means_weighted_by_what_rows_count(loss, coun
 
 @pytest.mark.parametrize("weights", [[[1.0], [0.0]], [[0.0, 0.0, 0.5], [0.0, 0.0, 0.0]], [1.0, 0.0]])
 def test_a_row_counts_for_routers_if_any_of_its_tokens_does(weights):
-    options: Any = read_experts("num=2,top=1")
+    options = Experts(num=2, top=1)
     chosen = jnp.array([[[2.0, 0.0]], [[0.0, 2.0]]])
     routing = Routing(
         chosen_BLE=chosen, probability_BLE=chosen, z_BL=jnp.ones((2, 1)), dropped_BL=jnp.zeros((2, 1)),

@@ -6,6 +6,7 @@ import numpy as np
 
 from shardtrain.checkpoints.checkpointer import Checkpoints
 from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.errors.options import list_plain_options
 from shardtrain.functional.nnx_model import convert_model
 
 
@@ -15,7 +16,7 @@ def save(folder, config, steps=(1,), tokens=None, **options):
     Returns the last parameters, and those that stand as their average in the state of the optimizer.
     """
     shapes, _ = jax.eval_shape(convert_model(config).init, jax.random.key(0))
-    model = {f"model.{name}": value for name, value in vars(config).items()}
+    model = {f"model.{name}": value for name, value in list_plain_options(config).items()}
     extra = {"run": {**model, "strategy.layout.mesh.data": 2, **options}, "tokens": tokens}
     rng = np.random.default_rng(0)
 

@@ -14,6 +14,8 @@ from shardtrain.functional.collective_matmul import CollectiveMatmul
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
+from shardtrain.models.experts_options import Experts
+from shardtrain.models.lora import Lora
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 
@@ -21,13 +23,16 @@ SMALL = DecoderConfig(vocab=16, seq=8, embed=8, num_layers=1, num_heads=4, mlp=1
 TOKENS = np.random.default_rng(0).integers(0, 16, (4, 8), np.int32)
 MODELS: dict[str, tuple[Any, int]] = {
     "adapters, grouped heads, parallel halves": (
-        replace(SMALL, num_kv_heads=2, lora="rank=2,on=q+o+up+down", parallel=True, positions="rotary"),
+        replace(
+            SMALL, num_kv_heads=2, lora=Lora(rank=2, on=("q", "o", "up", "down")), parallel=True,
+            positions="rotary",
+        ),
         1,
     ),
     "gated, recomputed": (replace(SMALL, activation="swiglu", remat="full", scan=True), 1),
     "dots kept": (replace(SMALL, remat="dots", scan=True), 1),
     "experts and a shared feed-forward": (
-        replace(SMALL, activation="swiglu", bias=False, experts="num=2,top=1,shared=1"),
+        replace(SMALL, activation="swiglu", bias=False, experts=Experts(num=2, top=1, shared=1)),
         1,
     ),
     "encoder": (EncoderConfig(vocab=16, seq=8, embed=8, num_layers=1, num_heads=4, mlp=16, remat="none"), 1),

@@ -131,9 +131,9 @@ def test_every_problem_of_a_configuration_is_reported():
         replace(BERT, segments=0, activation="swiglu", vocab=0)
     assert str(error.value).splitlines() == [
         "EncoderConfig:",
-        "  vocab is 0; it must be at least 1. Use vocab=1 or more.",
-        "  segments is 0; it must be at least 1. Use segments=1 or more.",
-        "  activation is 'swiglu'; allowed are 'gelu', 'gelu_erf'. Use activation='gelu'.",
+        "  - activation is 'swiglu'; allowed: gelu, gelu_erf",
+        "  - vocab is 0; it must be at least 1. Use vocab=1 or more.",
+        "  - segments is 0; it must be at least 1. Use segments=1 or more.",
     ]
 
 

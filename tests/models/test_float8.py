@@ -15,6 +15,7 @@ from shardtrain.functional.loss import next_token_loss
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
+from shardtrain.models.experts_options import Experts
 from shardtrain.models.float8 import LARGEST, multiply, round_values
 
 RANDOM = np.random.default_rng(0)
@@ -142,4 +143,4 @@ def test_values_too_small_for_a_scale_are_rounded_to_numbers_and_those_not_finit
 
 def test_experts_and_products_in_8_bits_are_refused_together():
     with pytest.raises(ValueError, match="experts compute in dtype, and products is 'float8'"):
-        replace(LLAMA, experts="num=4")
+        replace(LLAMA, experts=Experts(num=4))

@@ -136,10 +136,10 @@ def test_refuses_what_is_out_of_range():
         generate(jnp.sin, [[1], [], [[2]]], -1, KEY, seq=4, rows=0)
     assert str(error.value) == (
         "generate:\n"
-        "  prompt 1 has shape (0,); give one token or more, such as the one that begins a text.\n"
-        "  prompt 2 has shape (1, 1); give one token or more, such as the one that begins a text.\n"
-        "  num_tokens is -1; it must be 0 or above.\n"
-        "  rows is 0; it must be at least 1. Use rows=None for all prompts at once."
+        "  - prompt 1 has shape (0,); give one token or more, such as the one that begins a text.\n"
+        "  - prompt 2 has shape (1, 1); give one token or more, such as the one that begins a text.\n"
+        "  - num_tokens is -1; it must be 0 or above.\n"
+        "  - rows is 0; it must be at least 1. Use rows=None for all prompts at once."
     )
 
 
@@ -150,6 +150,6 @@ def test_refuses_more_than_the_cache_can_hold(length, use):
     with pytest.raises(ValueError, match="positions") as error:
         generate(jnp.sin, [[1], [1] * length], 2, KEY, seq=4, cached=True)
     assert str(error.value) == (
-        f"generate:\n  the longest prompt has {length} tokens, and 2 are added, but the model has seq=4"
+        f"generate:\n  - the longest prompt has {length} tokens, and 2 are added, but the model has seq=4"
         f" positions. {use}, or cached=False, which reads the last 4 tokens for each."
     )

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -33,7 +33,7 @@ def model(request):
 
 def export(folder, config, arrays, **options):
     shapes = {path: x.shape for path, x in arrays.items()}
-    return export_model(folder, asdict(config), shapes, arrays.__getitem__, **options)
+    return export_model(folder, vars(config), shapes, arrays.__getitem__, **options)
 
 
 def filled(config):
@@ -124,7 +124,7 @@ def test_one_array_is_read_at_a_time(tmp_path):
         return arrays[path]
 
     shapes = {path: x.shape for path, x in arrays.items()}
-    export_model(tmp_path / "out", asdict(config), shapes, read, max_shard_bytes=2048)
+    export_model(tmp_path / "out", vars(config), shapes, read, max_shard_bytes=2048)
     assert sorted(held) == sorted(arrays)
     found = import_model(tmp_path / "out").arrays
     assert iter(found) is found  # nothing is read before it is asked for
@@ -133,7 +133,7 @@ def test_one_array_is_read_at_a_time(tmp_path):
 
 def test_options_tell_the_kind_of_model(model):
     _, config, _, _ = model
-    assert make_config(asdict(config)) == config
+    assert make_config(vars(config)) == config
 
 
 def test_options_of_another_model_are_refused():

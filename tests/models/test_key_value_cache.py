@@ -10,7 +10,9 @@ from jax.sharding import PartitionSpec
 
 from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.experts_options import Experts
 from shardtrain.models.key_value_cache import NewCache
+from shardtrain.models.lora import Lora
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 
@@ -36,9 +38,11 @@ CONFIGS = {
         qk_norm=True,
     ),
     "loss in chunks, lora": DecoderConfig(
-        **SIZES, **LLAMA, num_kv_heads=1, loss_chunk=4, lora="rank=2,alpha=1"
+        **SIZES, **LLAMA, num_kv_heads=1, loss_chunk=4, lora=Lora(rank=2, alpha=1)
     ),
-    "experts": DecoderConfig(**SIZES, **LLAMA, mlp=12, experts="num=4,top=2,shared=1,shared_gate=sigmoid"),
+    "experts": DecoderConfig(
+        **SIZES, **LLAMA, mlp=12, experts=Experts(num=4, top=2, shared=1, shared_gate="sigmoid")
+    ),
 }
 TOKENS = np.random.default_rng(0).integers(0, 32, (8, 9), np.int32)
 COUNTS = np.array([4, 2, 5, 1, 3, 5, 2, 1], np.int32)

@@ -96,8 +96,8 @@ def test_refuses_options_it_does_not_have():
         jax.eval_shape(module.init, jax.random.key(0), TOKENS)
     assert str(error.value).splitlines() == [
         "LinenDecoder:",
-        "  norm is 'rmsnorm'; the linen model has 'layernorm' only. Use norm='layernorm', or Decoder.",
-        "  num_kv_heads is 2; the linen model has 4 only. Use num_kv_heads=4, or Decoder.",
+        "  - norm is 'rmsnorm'; the linen model has 'layernorm' only. Use norm='layernorm', or Decoder.",
+        "  - num_kv_heads is 2; the linen model has 4 only. Use num_kv_heads=4, or Decoder.",
     ]
 
 

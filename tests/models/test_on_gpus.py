@@ -14,6 +14,7 @@ from shardtrain.models.block_stack import MOST_UNROLLED_GPU
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.encoder import EncoderConfig
 from shardtrain.models.layers import Norm, lookup
+from shardtrain.models.lora import Lora
 from shardtrain.models.transformer import tanh_gelu
 from shardtrain.models.vit import VitConfig
 from shardtrain.sharding.layout import Layout
@@ -70,7 +71,7 @@ IMAGES = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 8, 3)), jnp.flo
         pytest.param(GPT, TOKENS, marks=pytest.mark.full),
         pytest.param(LLAMA, TOKENS, marks=pytest.mark.full),
         pytest.param(DecoderConfig(**SIZES, remat="outputs"), TOKENS, marks=pytest.mark.full),
-        (DecoderConfig(**{**SIZES, "num_layers": 1}, lora="rank=2", activation="geglu"), TOKENS),
+        (DecoderConfig(**{**SIZES, "num_layers": 1}, lora=Lora(rank=2), activation="geglu"), TOKENS),
         pytest.param(EncoderConfig(**SIZES), TOKENS, marks=pytest.mark.full),
         pytest.param(
             VitConfig(height=8, width=8, patch=4, classes=4, embed=8, num_layers=2, num_heads=2),

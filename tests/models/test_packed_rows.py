@@ -19,6 +19,7 @@ from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.functional.rng import step_key
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.linen_decoder import LinenDecoder
+from shardtrain.models.rotary import YarnScaling
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.plan.hlo.rendezvous import permutes_in_branches
 from shardtrain.sharding.layout import Layout
@@ -32,7 +33,7 @@ ROTARY = replace(LEARNED, positions="rotary", num_kv_heads=2, norm="rmsnorm", bi
 EVERYTHING = replace(
     ROTARY, num_layers=3, activation="geglu", norm="rmsnorm_plus_one", post_norm=True, qk_norm=True,
     qkv_bias=True, window=3, full_every=2, theta=500.0, window_theta=100.0, rotary_dims=2, query_scale=0.4,
-    rope_scaling="yarn:factor=4,original_seq=8,fast=2,slow=0.5", soft_cap=2.0, logits_soft_cap=3.0,
+    rope_scaling=YarnScaling(factor=4, original_seq=8, fast=2, slow=0.5), soft_cap=2.0, logits_soft_cap=3.0,
     embed_scale=4.0, tied=True, loss_chunk=8,
 )  # fmt: skip
 BESIDE = replace(ROTARY, parallel=True, post_norm=True, only_post_norm=True, qk_norm=True, qk_norm_joint=True)

@@ -287,10 +287,10 @@ def test_bfloat16_is_close_and_returns_float32(pure, quick_jit):
         (
             {"filters": 0, "colours": -1, "norm": "layer", "dtype": "float8"},
             [
+                "norm is 'layer'; allowed: group, batch",
+                "dtype is 'float8'; allowed: float32, bfloat16, float16",
                 "filters is 0; it must be at least 1. Use filters=1 or more.",
                 "colours is -1; it must be at least 1. Use colours=1 or more.",
-                "norm is 'layer'; allowed are 'group', 'batch'. Use norm='group'.",
-                "dtype is 'float8'; allowed are 'float32', 'bfloat16', 'float16'. Use dtype='float32'.",
             ],
         ),
         (
@@ -302,4 +302,4 @@ def test_bfloat16_is_close_and_returns_float32(pure, quick_jit):
 def test_every_problem_of_a_configuration_is_reported(change, problems):
     with pytest.raises(ValueError, match="ResNetConfig") as error:
         replace(CONFIG, **change)
-    assert str(error.value).splitlines() == ["ResNetConfig:", *(f"  {problem}" for problem in problems)]
+    assert str(error.value).splitlines() == ["ResNetConfig:", *(f"  - {problem}" for problem in problems)]

@@ -47,7 +47,7 @@ def test_refuses_what_is_out_of_range():
         Sampling(temperature=-1.0, top_k=0, top_p=1.5)
     assert str(error.value) == (
         "Sampling:\n"
-        "  temperature is -1.0; it must be 0 or above. Use temperature=0.0 for the likeliest token.\n"
-        "  top_k is 0; it must be at least 1. Use top_k=None for all tokens.\n"
-        "  top_p is 1.5; it must be above 0 and at most 1. Use top_p=1.0 for all tokens."
+        "  - temperature is -1.0; it must be 0 or above. Use temperature=0.0 for the likeliest token.\n"
+        "  - top_k is 0; it must be at least 1. Use top_k=None for all tokens.\n"
+        "  - top_p is 1.5; it must be above 0 and at most 1. Use top_p=1.0 for all tokens."
     )

@@ -11,6 +11,7 @@ from shardtrain.functional.activation_rules import activation_rules
 from shardtrain.models.encoder_decoder import EncoderDecoderConfig
 from shardtrain.models.generate import generate
 from shardtrain.models.key_value_cache import NewCache
+from shardtrain.models.lora import Lora
 from shardtrain.models.sampling import Sampling
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
@@ -23,7 +24,7 @@ ROTARY = replace(
 )
 RELATIVE = replace(
     LEARNED, positions="relative", relative_buckets=8, relative_distance=6, query_scale=1.0, head_scale=0.5,
-    num_encoder_layers=2, lora="rank=2,alpha=1",
+    num_encoder_layers=2, lora=Lora(rank=2, alpha=1),
 )  # fmt: skip
 CONFIGS = {"learned": LEARNED, "rotary": ROTARY, "relative": RELATIVE}
 RANDOM = np.random.default_rng(0)

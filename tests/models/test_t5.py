@@ -26,6 +26,7 @@ from shardtrain.models.generate import generate
 from shardtrain.models.huggingface.adapters import merge_adapters
 from shardtrain.models.huggingface.families import list_left_out, read_config, write_config
 from shardtrain.models.huggingface.files import make_config
+from shardtrain.models.lora import Lora
 from shardtrain.models.relative_positions import find_bucket
 from shardtrain.models.sampling import Sampling
 from shardtrain.sharding.layout import Layout
@@ -160,7 +161,7 @@ def test_files_come_back_bitwise(golden, imported):
 
 def test_adapters_are_merged_into_blocks_that_stand_in_a_list(pure):
     """On export: of a decoder, whose blocks are stacked, layer by layer; here each kernel by itself."""
-    config = replace(SMALL, lora="rank=2,alpha=3,on=q+v+up")
+    config = replace(SMALL, lora=Lora(rank=2, alpha=3, on=("q", "v", "up")))
     flat: Any = {"/".join(map(str, path)): x for path, x in flatten_dict(pure(config).params).items()}
     plain, shapes, read = merge_adapters(
         config, {path: x.shape for path, x in flat.items()}, flat.__getitem__

@@ -113,8 +113,8 @@ def test_dropout_is_off_for_evaluation(pure, seeded, quick_jit, logits):
             {"hidden": 0, "filters": 3, "dropout": 1.0},
             [
                 "hidden is 0; it must be at least 1. Use hidden=1 or more.",
-                "filters 3 is not a multiple of num_groups 2: 3 % 2 = 1. Use filters=2 or filters=4.",
                 "dropout is 1.0; it must be at least 0 and below 1. Use dropout=0.0 to switch it off.",
+                "filters 3 is not a multiple of num_groups 2: 3 % 2 = 1. Use filters=2 or filters=4.",
             ],
         ),
         (
@@ -124,8 +124,8 @@ def test_dropout_is_off_for_evaluation(pure, seeded, quick_jit, logits):
         (
             {"norm": "groups", "dtype": "bfloat"},
             [
-                "norm is 'groups'; allowed are 'group', 'batch'. Use norm='group'.",
-                "dtype is 'bfloat'; allowed are 'float32', 'bfloat16', 'float16'. Use dtype='bfloat16'.",
+                "norm is 'groups'; allowed: group, batch",
+                "dtype is 'bfloat'; allowed: float32, bfloat16, float16",
             ],
         ),
     ],
@@ -133,4 +133,4 @@ def test_dropout_is_off_for_evaluation(pure, seeded, quick_jit, logits):
 def test_every_problem_of_a_configuration_is_reported(change, problems):
     with pytest.raises(ValueError, match="VggConfig") as error:
         replace(CONFIG, **change)
-    assert str(error.value).splitlines() == ["VggConfig:", *(f"  {problem}" for problem in problems)]
+    assert str(error.value).splitlines() == ["VggConfig:", *(f"  - {problem}" for problem in problems)]

@@ -13,6 +13,7 @@ from rich.console import Console
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.experts_options import Experts
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.strategy import Strategy
@@ -22,13 +23,16 @@ FOLDER, ISLANDS = Path(sys.argv[1]), join()
 assert ISLANDS is not None
 MODEL = DecoderConfig(
     vocab=64, seq=8, embed=8, num_layers=2, num_heads=2, mlp=8, activation="swiglu", bias=False, remat="none",
-    experts="num=4,top=2,capacity=1.0,shared=1,balance=0.1",
+    experts=Experts(num=4, top=2, capacity=1.0, shared=1, balance=0.1),
 )  # fmt: skip
 MESH = Layout(mesh={"expert": 2, "data": -1})
 CASES = {
     "replicas": (MODEL, Strategy(layout=MESH)),
     "stages": (MODEL, Strategy(across=Across(axis="pipeline"), accumulate=2)),
-    "bias": (replace(MODEL, num_layers=1, experts="num=4,top=2,bias=0.01,over=batch"), Strategy(layout=MESH)),
+    "bias": (
+        replace(MODEL, num_layers=1, experts=Experts(num=4, top=2, bias=0.01, over="batch")),
+        Strategy(layout=MESH),
+    ),
 }
 for name, (model, strategy) in CASES.items():
     optimizer = Optimizer(name="sgd", learning_rate=CONSTANT, clip=100.0)

@@ -15,6 +15,7 @@ from rich.console import Console
 from shardtrain import read_pretrained
 from shardtrain.islands.membership import join
 from shardtrain.islands.options import Across
+from shardtrain.models.lora import Lora
 from shardtrain.report.sinks.json_lines import read_jsonl
 from shardtrain.trainer.config import StartFrom
 from shardtrain.trainer.strategy import Strategy
@@ -25,7 +26,10 @@ BASE, FOLDER = Path(sys.argv[1]), Path(sys.argv[2])
 ISLANDS = join()
 assert ISLANDS is not None
 RUN = run_of(
-    read_pretrained(BASE, lora="rank=2,on=q+v"), start_from=StartFrom(checkpoint=BASE), log_every=1, steps=2
+    read_pretrained(BASE, lora=Lora(rank=2, on=("q", "v"))),
+    start_from=StartFrom(checkpoint=BASE),
+    log_every=1,
+    steps=2,
 )
 STRATEGIES = {
     "replicas": Strategy(),

@@ -7,6 +7,7 @@ import pytest
 import shardtrain as st
 from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.lora import Lora
 from shardtrain.trainer.config import Run, describe
 from shardtrain.trainer.resume import check_options, check_synchronous_steps
 
@@ -19,6 +20,20 @@ def test_the_size_of_chunks_of_logits_may_change():
     assert notes == []
     check_options({**now, "model.loss_chunk": 64}, now, run, notes.append)
     assert [note.split(": ")[1] for note in notes] == ["model.loss_chunk"]
+
+
+def test_texts_of_earlier_versions_are_compared_by_their_values():
+    """They were saved as they were given, and an empty one for None."""
+    model = DecoderConfig(
+        vocab=8, seq=8, embed=8, num_layers=1, num_heads=2, lora=Lora(rank=2, on=("q", "v"))
+    )
+    run, notes = Run(model=model, data=st.Text(seq=8)), []
+    saved = {**describe(run), "model.experts": "", "model.rope_scaling": ""}
+    assert saved["model.lora"] == "rank=2,on=q+v"
+    check_options({**saved, "model.lora": "on=q+v,alpha=16,rank=2"}, describe(run), run, notes.append)
+    assert notes == []
+    with pytest.raises(ValueError, match=r"model.lora: 'rank=4,on=q\+v' -> 'rank=2,on=q\+v'; put it back"):
+        check_options({**saved, "model.lora": "rank=4,on=q+v"}, describe(run), run, notes.append)
 
 
 def test_synchronous_steps_do_not_come_back_after_local_ones():

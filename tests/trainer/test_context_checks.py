@@ -7,6 +7,7 @@ from tiny_language_model import TinyConfig
 import shardtrain as st
 from shardtrain.axes import AXES
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.experts_options import Experts
 from shardtrain.trainer.layout_check import check_sequences
 
 ROWS = {"tokens": np.zeros((4, 9), np.int32), "weights": np.ones(4, np.float32)}
@@ -56,7 +57,7 @@ def test_collective_matmul_of_a_model_that_multiplies_itself_is_refused(tmp_path
 def test_sequences_of_a_mixture_of_experts_are_checked():
     """The loss gets its outputs, without what routers count, as in a step."""
     layout = st.Layout(mesh={"tensor": 2}, sequence_sharded=True, collective_matmul=True)
-    config = DecoderConfig(vocab=16, seq=8, embed=8, num_layers=2, num_heads=2, experts="num=2,top=1")
+    config = DecoderConfig(vocab=16, seq=8, embed=8, num_layers=2, num_heads=2, experts=Experts(num=2, top=1))
     run = st.Run(model=config, data=Windows(), batch=8, steps=1, strategy=st.Strategy(layout=layout))
     sizes = {**dict.fromkeys(AXES, 1), "tensor": 2}
     assert check_sequences(run, st.from_nnx(config), sizes, ROWS) is None

@@ -19,6 +19,7 @@ from shardtrain.checkpoints.policy import CheckpointPolicy
 from shardtrain.checkpoints.reader import find_readers
 from shardtrain.functional.model import path_text
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.experts_options import Experts
 from shardtrain.models.huggingface.files import export_model
 from shardtrain.optim.optimizer import Optimizer
 from shardtrain.sharding.layout import Layout
@@ -31,7 +32,7 @@ from shardtrain.trainer.train import train
 PROGRAMS = Path(__file__).parents[1] / "programs"
 MODEL = DecoderConfig(
     vocab=64, seq=8, embed=8, num_layers=2, num_heads=2, mlp=8, activation="swiglu", bias=False, remat="none",
-    experts="num=4,top=2,capacity=1.0,shared=1,scores=sigmoid,bias=0.01",
+    experts=Experts(num=4, top=2, capacity=1.0, shared=1, scores="sigmoid", bias=0.01),
 )  # fmt: skip
 EXPERTS = Strategy(layout=Layout(mesh={"expert": 4, "tensor": 2}))
 
@@ -72,8 +73,8 @@ def test_experts_are_restored_on_another_mesh(tmp_path, on_one_device):
 
 MIXTRAL = DecoderConfig(
     vocab=64, seq=8, embed=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp=32,
-    positions="rotary", norm="rmsnorm", activation="swiglu", bias=False, tied=False, experts="num=4,top=2",
-    remat="none",
+    positions="rotary", norm="rmsnorm", activation="swiglu", bias=False, tied=False,
+    experts=Experts(num=4, top=2), remat="none",
 )  # fmt: skip
 
 
@@ -100,7 +101,7 @@ def test_experts_of_a_folder_are_read_one_by_one(tmp_path, monkeypatch):
 
 
 def test_one_array_of_the_files_is_in_memory_beside_a_parameter(tmp_path, monkeypatch):
-    wide = DecoderConfig(**{**vars(MIXTRAL), "mlp": 1024, "embed": 64, "experts": "num=16"})
+    wide = DecoderConfig(**{**vars(MIXTRAL), "mlp": 1024, "embed": 64, "experts": Experts(num=16)})
     exported(tmp_path / "mixtral", wide, 5)
     reader = pretrained.open_pretrained(tmp_path / "mixtral")
     monkeypatch.setattr(pretrained, "MOST_KEPT_BYTES", 0)
@@ -114,7 +115,7 @@ def test_one_array_of_the_files_is_in_memory_beside_a_parameter(tmp_path, monkey
 
 
 def test_an_export_has_one_file_in_memory_and_no_parameter_with_all_its_experts(tmp_path):
-    wide = DecoderConfig(**{**vars(MIXTRAL), "mlp": 1024, "embed": 64, "experts": "num=16"})
+    wide = DecoderConfig(**{**vars(MIXTRAL), "mlp": 1024, "embed": 64, "experts": Experts(num=16)})
     params, _ = save(tmp_path / "run", wide)
     (reader,) = find_readers(tmp_path / "run/checkpoints")
     shapes = {
@@ -140,7 +141,7 @@ def test_an_export_has_one_file_in_memory_and_no_parameter_with_all_its_experts(
     np.testing.assert_array_equal(found, experts[1, 7].T)
 
 
-DENSE = replace(MIXTRAL, experts="")
+DENSE = replace(MIXTRAL, experts=None)
 
 
 @pytest.fixture(scope="module")
@@ -185,9 +186,15 @@ def test_an_upcycled_model_has_the_loss_of_the_dense_one(
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"experts": ""}, "experts is empty; give the experts, such as --model.experts num=8,top=2"),
-        ({"experts": "num=4,shared=1", "mlp": 16}, "shared is 1; a shared feed-forward would be added"),
-        ({"experts": "num=4,shared=1", "mlp": 16}, "mlp is 16; a copy of the dense feed-forward has 32"),
+        ({"experts": None}, "experts is None; give the experts, such as --model.experts num=8,top=2"),
+        (
+            {"experts": Experts(num=4, shared=1), "mlp": 16},
+            "shared is 1; a shared feed-forward would be added",
+        ),
+        (
+            {"experts": Experts(num=4, shared=1), "mlp": 16},
+            "mlp is 16; a copy of the dense feed-forward has 32",
+        ),
     ],
 )
 def test_what_cannot_be_upcycled_is_refused(changes, problem, dense):
@@ -201,7 +208,7 @@ def test_what_cannot_be_upcycled_is_refused(changes, problem, dense):
 def test_experts_on_two_islands_have_the_losses_of_one(mpiexec, on_one_device, tmp_path):
     found = mpiexec(2, PROGRAMS / "experts_islands.py", tmp_path, devices=2)
     assert found[0] == "1 True\n"
-    model = replace(MODEL, experts="num=4,top=2,capacity=1.0,shared=1,balance=0.1")
+    model = replace(MODEL, experts=Experts(num=4, top=2, capacity=1.0, shared=1, balance=0.1))
     optimizer = Optimizer(name="sgd", learning_rate=CONSTANT, clip=100.0)
     with on_one_device():
         train(run_of(model, tmp_path / "one", optimizer=optimizer, log_every=1, steps=2), None)

@@ -19,6 +19,7 @@ from shardtrain.functional.frozen import drop_paths
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.files import export_model, import_model
+from shardtrain.models.lora import Lora
 from shardtrain.optim.optimizer import OPTIMIZERS, Optimizer, make_optimizer
 from shardtrain.optim.optimizer_state import make_storable
 from shardtrain.report.sharding import sharding_text
@@ -35,7 +36,7 @@ MODEL = DecoderConfig(
     vocab=64, seq=8, embed=16, num_layers=2, num_heads=4, num_kv_heads=2, mlp=32, positions="rotary",
     norm="rmsnorm", activation="swiglu", bias=False, tied=False,
 )  # fmt: skip
-LORA = replace(MODEL, lora="rank=2,alpha=4,on=q+v+down")
+LORA = replace(MODEL, lora=Lora(rank=2, alpha=4, on=("q", "v", "down")))
 
 
 PLAIN = Optimizer(name="sgd", learning_rate=CONSTANT)
@@ -140,7 +141,7 @@ def test_a_run_with_adapters_starts_from_parameters_without_them(tmp_path, one_d
 
 def test_adapters_of_another_rank_are_not_replaced_in_silence(tmp_path, one_device):
     save(tmp_path / "two", LORA)
-    other = replace(LORA, lora="rank=3,on=q+v+down")
+    other = replace(LORA, lora=Lora(rank=3, on=("q", "v", "down")))
     with pytest.raises(ValueError, match=r"saved float32 \(2, 16, 2\), asked for float32 \(2, 16, 3\)"):
         train(run_of(other, tmp_path / "three", start_from=StartFrom(checkpoint=tmp_path / "two")), None)
 
@@ -171,7 +172,7 @@ def test_adapters_need_at_most_two_percent_of_the_optimizers_memory():
         params, _ = jax.eval_shape(pure.init, jax.random.key(0))
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(optimizer.init, params)))
 
-    assert state_bytes(replace(llama, lora="rank=16")) <= 0.02 * state_bytes(llama)
+    assert state_bytes(replace(llama, lora=Lora(rank=16))) <= 0.02 * state_bytes(llama)
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adafactor"])

@@ -24,7 +24,7 @@ from shardtrain.functional.model import path_text
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.files import export_model
-from shardtrain.models.lora import read_lora
+from shardtrain.models.lora import Lora
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import StartFrom
 from shardtrain.trainer.pretrained import add_adapters, open_pretrained
@@ -58,8 +58,8 @@ def base(tmp_path_factory):
 @pytest.mark.full
 def test_parameters_in_a_pipeline_are_those_of_the_folder_and_new_adapters_are_trained(base, tmp_path):
     folder, params = base
-    model = read_pretrained(folder, lora="rank=2,on=q+v")
-    assert model == replace(MODEL, lora="rank=2,on=q+v")
+    model = read_pretrained(folder, lora=Lora(rank=2, on=("q", "v")))
+    assert model == replace(MODEL, lora=Lora(rank=2, on=("q", "v")))
     start = StartFrom(checkpoint=folder)
     run = run_of(model, tmp_path, steps=1, strategy=PIPELINE, start_from=start)
     found = jax.device_get(train(run, None).state.params)
@@ -119,7 +119,7 @@ def test_one_option_sets_model_parameters_and_tokenizer(base, tmp_path, monkeypa
     )
     words = ["--start-from", str(folder), "--model.lora", "rank=2"]
     run, _ = parse_run("train", ["my_run.py", *words])
-    assert run.model == replace(MODEL, lora="rank=2", dtype="bfloat16")
+    assert run.model == replace(MODEL, lora=Lora(rank=2), dtype="bfloat16")
     assert run.start_from.checkpoint == folder
     assert run.data.tokenizer == str(folder)
     kept, _ = parse_run("train", ["my_run.py", *words, "--data.tokenizer", "other"])
@@ -154,7 +154,7 @@ def test_starts_that_are_refused(base, tmp_path, one_device):
 @pytest.fixture(scope="module")
 def tuned(base, tmp_path_factory):
     """(folder of adapters, their parameters by path, the option of the model)."""
-    model = replace(MODEL, lora="rank=3,alpha=6,on=q+o+down")
+    model = replace(MODEL, lora=Lora(rank=3, alpha=6, on=("q", "o", "down")))
     random = np.random.default_rng(0)
     shapes = jax.eval_shape(convert_model(model).init, jax.random.key(0))[0]
     arrays = {
@@ -189,7 +189,7 @@ def test_adapters_of_peft_come_back_bitwise_beside_their_model(base, tuned, tmp_
     }
     adapter = changed(adapter, tmp_path / "peft", as_peft_writes)
     config = read_pretrained(folder, adapter)
-    assert read_lora(config.lora) == read_lora(model.lora)
+    assert config.lora == model.lora
     reader = add_adapters(open_pretrained(folder), adapter, config)
     for path, x in arrays.items():
         np.testing.assert_array_equal(reader.read(f"params/{path}"), x)
@@ -202,9 +202,9 @@ def test_an_import_has_the_adapters_and_an_export_merges_them(base, tuned, tmp_p
     adapter, arrays, model = tuned
     (folder / "tokenizer.json").write_text("{}")
     assert import_checkpoint(Import(folder=folder, out=tmp_path / "in", adapter=adapter)) == 0
-    assert "lora='rank=3,alpha=6.0,on=q+o+down'" in capsys.readouterr().out
+    assert "lora=Lora(rank=3, alpha=6, on=('q', 'o', 'down'))" in capsys.readouterr().out
     run = load_run(str(tmp_path / "in" / "run.py"))
-    assert read_lora(run.model.lora) == read_lora(model.lora)
+    assert run.model.lora == model.lora
     found = find_parameters(tmp_path / "in")
     for path, x in arrays.items():
         np.testing.assert_array_equal(found.read(f"params/{path}"), x)
@@ -251,8 +251,8 @@ def test_other_adapters_are_refused(entries, arrays, text, base, tuned, tmp_path
 
 def test_adapters_that_do_not_fit_the_run_are_refused(base, tuned, tmp_path, monkeypatch):
     folder, adapter = base[0], tuned[0]
-    other = read_pretrained(folder, lora="rank=3,on=q+o+down")
-    with pytest.raises(ValueError, match=r"lora 'rank=3,on=q\+o\+down', and the adapters in .*alpha=6\.0"):
+    other = read_pretrained(folder, lora=Lora(rank=3, on=("q", "o", "down")))
+    with pytest.raises(ValueError, match=r"lora rank=3,on=q\+o\+down, and the adapters in .*alpha=6,"):
         add_adapters(open_pretrained(folder), adapter, other)
     with pytest.raises(ValueError, match="adapter is a of no model; give its folder as checkpoint too"):
         StartFrom(adapter=Path("a"))

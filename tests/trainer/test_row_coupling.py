@@ -12,6 +12,7 @@ from tiny_language_model import TinyConfig
 from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
+from shardtrain.models.experts_options import Experts
 from shardtrain.trainer import loss_trace
 from shardtrain.trainer.loss_trace import check_trace
 from shardtrain.trainer.row_coupling import find_couplings
@@ -342,7 +343,7 @@ def test_independent_rows_give_no_warning():
     assert warnings(plain, 2, Normed) == []
     config = DecoderConfig(
         vocab=8, seq=4, embed=8, num_layers=2, num_heads=2, activation="swiglu", bias=False, loss_chunk=3,
-        experts="num=4,top=2,capacity=1.0,over=batch,balance=0.1,bias=0.01", dropout=0.1,
+        experts=Experts(num=4, top=2, capacity=1.0, over="batch", balance=0.1, bias=0.01), dropout=0.1,
     )  # fmt: skip
     batch = {"tokens": np.zeros((4, 5), np.int32), "weights": np.ones(4, np.float32)}
     assert warnings(next_token_loss, 2, config, batch) == []

@@ -19,6 +19,7 @@ from shardtrain.functional.model import path_text
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.models.huggingface.files import export_model
+from shardtrain.models.lora import Lora
 from shardtrain.sharding.layout import Layout
 from shardtrain.trainer.config import StartFrom
 from shardtrain.trainer.pretrained import add_base, open_pretrained
@@ -46,7 +47,7 @@ def base(tmp_path_factory):
 
 
 def run(base, folder, **options):
-    model = read_pretrained(base, lora="rank=2,on=q+v", remat="none")
+    model = read_pretrained(base, lora=Lora(rank=2, on=("q", "v")), remat="none")
     options = {"start_from": StartFrom(checkpoint=base), "checkpoints": POLICY, "steps": 4, **options}
     return run_of(model, folder, **options)
 
