@@ -127,7 +127,9 @@ def make_stage_step(barriers):
     server = ParameterServer(peers, shard, names, ranks, ActivityRecord(), patience_seconds=60)
     worker = WaveWorker(server, barriers, lambda: SHARES[GRID.replica], lambda: None, compute.sums)
     channel = Channel(transfer, control.all_gather)
-    step = IslandStep(compute, UnflushedWaves(compute, IN_FLIGHT, way, placement, channel, worker, STEPS))
+    step: Any = IslandStep(
+        compute, UnflushedWaves(compute, IN_FLIGHT, way, placement, channel, worker, STEPS)
+    )
     state = init_state(stage_model.make_stage_model(), optimizer, placement, 7)
     return step, state, lambda number: place(batch_of(GRID.replica, number), mesh, ("data",), MICROBATCHES)
 

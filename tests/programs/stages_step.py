@@ -5,6 +5,7 @@ Arguments: how many islands make one pipeline; "full" for more models, with the 
 
 import sys
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -254,7 +255,7 @@ def make(
         synchronisation,
         start,
     )
-    step = IslandStep(compute, make_sync(compute, synchronisation, last_step))
+    step: Any = IslandStep(compute, make_sync(compute, synchronisation, last_step))
     state = init_state(stage_model.make_stage_model(), optimizer, placement, 7)
     batch = place(rows, mesh, layout.batch_axes, microbatches)
     return step, step.begin(state, batch), batch
