@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -339,7 +340,7 @@ def local_steps(comm, transfer, layout, mesh) -> None:
 
     gather = Control(comm).all_gather
     arguments = (Training(model, next_token_loss, optimizer), placement, Channel(transfer, gather))
-    rows_and_end = {"start_row": first, "last_step": num_steps}
+    rows_and_end: Any = {"start_row": first, "last_step": num_steps}
     for name in WAYS if FULL else OF_NUM_ISLANDS[comm.size]:
         way = WAYS[name]
         moved_3_percent = synchronises_at(0.03) if way.when != "always" else lambda deltas, common: True

@@ -6,6 +6,7 @@ computes the whole model for one virtual worker, on one device, and gathers what
 
 import sys
 from collections import defaultdict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
