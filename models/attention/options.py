@@ -9,7 +9,7 @@ import jax
 class ScoreOptions(NamedTuple):
     """The scores that count, and how they are changed.
 
-    Args:
+    Attributes:
       causal: whether a query sees only keys up to its own position; otherwise it sees all keys (in an
         encoder, or of another sequence, whose length may differ).
       mask_BS: 0 for keys that no query sees, such as padding; or (batch, seq, keys), 0 for keys that a query
@@ -33,7 +33,7 @@ class ScoreOptions(NamedTuple):
 class Attention(NamedTuple):
     """An attention over whole sequences.
 
-    Args:
+    Attributes:
       find_obstacles: (queries, keys, `ScoreOptions`, devices) -> what the attention needs and does not find,
         as ends of a sentence "it needs ..."; arrays may be shapes. The devices are those of this process that
         will run the program, see `target_devices`.
