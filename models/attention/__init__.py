@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from flax.core.spmd import get_logical_axis_rules
 
+from shardtrain.errors.messages import refuse
 from shardtrain.models import checks
 from shardtrain.models.attention.blockwise import BLOCKWISE
 from shardtrain.models.attention.cudnn import CUDNN, describe_device
@@ -39,7 +40,7 @@ def _choose(
     Raises:
       ValueError: the attention does not exist, or cannot compute this.
     """
-    checks.refuse("attend", checks.choice("attention", kind, ("auto", *ATTENTIONS)))
+    refuse("this attention cannot be computed", checks.choice("attention", kind, ("auto", *ATTENTIONS)))
     long = LONG.get(devices[0].device_kind, LONG_ELSEWHERE) if devices else LONG_ELSEWHERE
     is_long = q_BTHK.shape[1] * k_BSHK.shape[1] >= long**2
     automatic = ("cudnn", "blockwise", "xla") if is_long else ("cudnn", "xla", "blockwise")

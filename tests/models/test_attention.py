@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from shardtrain.train_step.initial_state import init_state
 
 from shardtrain.functional.activation_rules import noting
 from shardtrain.functional.loss import next_token_loss
@@ -25,7 +24,7 @@ from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.stacking import Partition
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.train_step.placement import make_placement
+from shardtrain.train_step.placement import init_state, make_placement
 from shardtrain.train_step.step import make_gradients
 
 SEGMENTS = np.array([[0] * 4 + [1] * 5 + [2] * 2, [0] * 11, np.arange(11)], np.int32)
