@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -61,12 +61,3 @@ def times_text(seconds: Mapping[str, float]) -> str:
     """
     parts = ", ".join(f"{name} {time:.1f}" for name, time in seconds.items())
     return f"took {sum(seconds.values()):.1f} s: {parts}"
-
-
-def doctor_text(rows: Sequence[Row], seconds: Mapping[str, float], width: int = 140) -> str:
-    """Return the table as text, without colours."""
-    import io
-
-    file = io.StringIO()
-    Console(file=file, width=width, color_system=None).print(doctor_table(rows, seconds))
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"

@@ -1,7 +1,5 @@
-"""Read and format layouts as TOML files, such as the files in `meshes/`. No jax."""
+"""Read layouts from TOML files, such as the files in `meshes/`. No jax."""
 
-import json
-import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -38,26 +36,3 @@ def read_layout(path: Path) -> Layout:
         return Layout(**values)
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def layout_text(layout: Layout) -> str:
-    """Format a layout as TOML, which `read_layout` reads back to an equal one."""
-    lines = [
-        f"zero = {layout.zero}",
-        f"sequence_sharded = {str(layout.sequence_sharded).lower()}",
-        f"collective_matmul = {str(layout.collective_matmul).lower()}",
-        f'context_attention = "{layout.context_attention}"',
-        f'unnamed = "{layout.unnamed}"',
-        "\n[mesh]",
-        *(f"{axis} = {size}" for axis, size in layout.mesh.items()),
-    ]
-    for table in ("parameters", "activations"):
-        rules = getattr(layout, table)
-        if rules:
-            lines += [f"\n[{table}]", *(f"{_key_text(dim)} = {json.dumps(a)}" for dim, a in rules.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _key_text(name: str) -> str:
-    """Format a TOML key: bare where possible, else quoted."""
-    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)

@@ -1,17 +1,19 @@
 """Checks that fail, hang or cannot be evaluated become rows; a rank that does not come is named."""
 
 import dataclasses
+import io
 import json
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from shardtrain.cli.doctor import NAMES, json_text
 from shardtrain.doctor.check import Check, RankContext, Row
 from shardtrain.doctor.runner import CHECKS, run_checks
 from shardtrain.doctor.start import SingleProcess
-from shardtrain.doctor.table import doctor_text
+from shardtrain.doctor.table import doctor_table
 from shardtrain.islands.rank_environment import find_rank_environment
 
 ALONE = RankContext(
@@ -74,7 +76,9 @@ def test_the_table_and_the_data_say_the_same():
         Row("connect", "no", "wrong", "open them", check="ports"),
     ]
     found = dataclasses.replace(examined(), rows=tuple(rows), seconds={"names": 1.0, "ports": 0.25})
-    text = doctor_text(found.rows, found.seconds)
+    console = Console(file=io.StringIO(), width=140)
+    console.print(doctor_table(found.rows, found.seconds))
+    text = str(console.file.getvalue())  # type: ignore[attr-defined]
     lines = [line.split() for line in text.splitlines() if line.strip()]
     assert lines[0] == ["check", "finding", "status", "what", "to", "do"]
     assert ["names:", "own", "[bold]a", "ok"] in lines
