@@ -4,8 +4,11 @@ No array is allocated and nothing runs. Absent GPUs need the extra `ahead-of-tim
 `plan/hlo/collectives.py`, which reads collectives; `traffic.py`, which computes them in theory.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -224,17 +227,26 @@ def describe_devices(kind: str, num_devices: int) -> Sequence[Any]:
             f"{num_devices} devices of kind {kind!r} do not fill hosts of {GPUS_PER_HOST}: {num_devices} %"
             f" {GPUS_PER_HOST} = {rest}. Use {down} or {down + GPUS_PER_HOST}, or fewer than 8."
         )
-    if not any(map(find_spec, PLUGINS)):
+    plugin = next(filter(find_spec, PLUGINS), None)
+    if plugin is None:
         raise ImportError(
             f"compiling for {kind!r} without a GPU needs the module {PLUGINS[0]}, which is not installed;"
             " install the extra: uv sync --extra ahead-of-time, or pip install 'shardtrain[ahead-of-time]'"
         )
-    return topologies.get_topology_desc(
+    describe = partial(
+        topologies.get_topology_desc,
         platform="cuda",
         topology_name="",
         target_config=target_config(kind),
         topology=f"1x{num_hosts}x{GPUS_PER_HOST}" if num_hosts else f"1x1x{num_devices}",
-    ).devices
+    )
+    try:
+        return describe().devices
+    except NotImplementedError:
+        # where CUDA's libraries are not, jax has left the plugin out, which compiles without them
+        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+        import_module(plugin.replace("jax_", "jax_plugins.xla_").removesuffix("_plugin")).initialize()
+        return describe().devices
 
 
 def _describe_tpus(kind: str, num_devices: int) -> Sequence[Any]:
