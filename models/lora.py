@@ -42,6 +42,8 @@ class Lora(CompactOptions):
     def list_problems(self) -> list[str]:
         """List the values that are out of range, and repeated projections."""
         found = too_small(self, rank=1)
+        if not self.on:
+            found.append("on is empty; name projections, such as on=('q', 'v'), or use lora=None")
         if self.alpha <= 0:
             found.append(f"alpha is {self.alpha}; use a number above 0")
         return found + [f"{name} is named {n} times" for name, n in Counter(self.on).items() if n > 1]

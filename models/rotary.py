@@ -32,6 +32,8 @@ class RopeScaling(CompactOptions):
 
     def list_problems(self) -> list[str]:
         """List the numbers that are out of range."""
+        if not self.kind:
+            return ["it is of no kind; use LinearScaling, Llama3Scaling, YarnScaling or LongropeScaling"]
         found = [f"factor is {self.factor}; it is at least 1"] if self.factor < 1 else []
         for name, given in vars(self).items():
             numbers = given if isinstance(given, tuple) else () if given is None else (given,)

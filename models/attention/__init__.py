@@ -51,7 +51,10 @@ def _choose(
             break
         lacking.append(f"{name} needs {'; '.join(obstacles)}")
     else:
-        raise ValueError(f"attention {kind!r} cannot be computed here: {'. '.join(lacking)}. Use 'auto'")
+        raise ValueError(
+            f"attention {kind!r} cannot be computed here: {'. '.join(lacking)}. Use 'auto'; a run that"
+            " resumes also needs --allow.changed model.attention"
+        )
     why = ". ".join(lacking) or f"{q_BTHK.dtype.name} on {describe_device(devices)}"
     # a run that traces the model gives it, as it gives attention over a mesh
     if (note := getattr(get_logical_axis_rules(), "note", None)) is not None:
@@ -109,12 +112,20 @@ def attend_whole(
       The context, shaped and typed as `q_BTHK`. A query that sees no key gets the mean of all values.
 
     Raises:
-      ValueError: no attention has this name, or it cannot compute this here.
+      ValueError: no attention has this name, or it cannot compute this here; a window without causal order;
+        or heads of queries that heads of keys do not divide.
     """
     asked = ScoreOptions(**options)
+    if asked.window is not None and not asked.causal:
+        raise ValueError("a window is of causal attention, which looks back; use causal=True or window=None")
+    if q_BTHK.shape[2] % k_BSHK.shape[2]:
+        raise ValueError(
+            f"{q_BTHK.shape[2]} heads of queries cannot share {k_BSHK.shape[2]} heads of keys; use a number"
+            " of query heads that key heads divide"
+        )
     # no plan can trace some attentions: it says which devices it is for, and has a call in their place
     planned = getattr(get_logical_axis_rules(), "planned", None)
-    devices = target_devices() if planned is None or planned.gpu is None else [planned.gpu]
+    devices = target_devices() if planned is None else [planned.device]
     if asked.mask_BS is not None and asked.mask_BS.ndim == 3:
         # the cache of a model that may be trained with another attention
         kind = "xla"

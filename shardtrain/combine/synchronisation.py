@@ -1,6 +1,6 @@
 """Options of how replicas are synchronised: when, what they combine, and how the result is applied.
 
-Next: `replicas.py`, which runs a combiner on a mesh; `train_step/local_steps.py`, the arithmetic.
+Next: `replicas.py`, which runs a combiner on a mesh; `train_step/drift.py`, the arithmetic.
 """
 
 from dataclasses import dataclass
@@ -62,7 +62,8 @@ class Round(NamedTuple):
 class Synchronisation:
     """How the replicas of a run are synchronised.
 
-    A subclass may have other `rounds`, at other steps (`is_sent`); meshes, islands and stages follow them.
+    A subclass may have other `rounds`, at other steps (`is_sent`, and `is_due` for overlap); meshes, islands
+    and stages follow them.
 
     Replicas are the islands if there are several (each the mean or sum over its own devices), else the
     indices of the mesh's data axis.
@@ -156,6 +157,12 @@ class Synchronisation:
         if isinstance(self.by, str):
             make_combiner(self.by)
         make_sync_trigger(self.when)
+        numbers = [each.fragment for each in self.rounds]
+        if self.overlap and len(set(numbers)) < len(numbers):
+            raise ValueError(
+                f"overlap is {self.overlap}, and rounds combine the same part of the parameters"
+                f" ({', '.join(map(str, numbers))}), of which one merge can be under way; use overlap 0"
+            )
 
     def _wave_problems(self) -> list[str]:
         """Return the options that do not work with waves, whose updates are added as they arrive."""
@@ -172,6 +179,11 @@ class Synchronisation:
             "when": ALWAYS,
             "synchronous_steps": 0,
         }
+        if type(self).rounds is not Synchronisation.rounds:
+            problems.append(
+                f"{type(self).__name__} has rounds of its own, and updates of waves (--clock-distance) are"
+                " added whole, as they come; use distance None"
+            )
         problems += [
             f"{name} is {getattr(self, name)!r}, and updates of waves (--clock-distance) are added whole, as"
             f" they come; use {value!r}"
@@ -183,7 +195,8 @@ class Synchronisation:
     @property
     def simplified(self) -> "Synchronisation":
         """The default synchronisation if this is equivalent: waves of one step, with no island ahead."""
-        return Synchronisation() if self.distance == 0 and self.every == 1 else self
+        is_plain = type(self) is Synchronisation and self.distance == 0 and self.every == 1
+        return Synchronisation() if is_plain else self
 
     @property
     def combiner(self) -> Combiner:

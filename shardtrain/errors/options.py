@@ -64,7 +64,7 @@ class CompactOptions(CheckedOptions):
         Raises:
           ValueError: lists every unknown, missing and repeated name, and every wrong value.
         """
-        if kinds := {each.kind: each for each in cls.__subclasses__()}:
+        if not cls.kind and (kinds := {each.kind: each for each in cls.__subclasses__()}):
             kind, _, text = text.partition(":")
             if kind not in kinds:
                 raise ValueError(f"there is no kind {near(kind, kinds)}; write KIND:NAME=VALUE,...")
@@ -81,7 +81,9 @@ class CompactOptions(CheckedOptions):
             return cls(**{name: _read(value, hints[name]) for name, value in pairs})
         usage = ",".join(f"{name}=VALUE" for name in needed)
         more = ", ".join(name for name in known if name not in needed)
-        raise problems_error(f"{text!r} cannot be read; write {usage}, and if wanted {more}", problems)
+        before = f"{cls.kind}:" if cls.kind else ""
+        told = f"{before + text!r} cannot be read; write {before}{usage}, and if wanted {more}"
+        raise problems_error(told, problems)
 
 
 def _read(text: str, hint: Any) -> Any:
@@ -108,7 +110,13 @@ def write_compact(value: Any) -> Any:
 
 def list_plain_options(config: Any) -> dict[str, Any]:
     """Return the fields of a dataclass by name, compact options as their texts."""
-    return {field.name: write_compact(getattr(config, field.name)) for field in fields(config)}
+    return {field.name: _make_plain(getattr(config, field.name)) for field in fields(config)}
+
+
+def _make_plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, CompactOptions | type):
+        return list_plain_options(value)
+    return write_compact(value)
 
 
 def rewrite_texts(kind: type, saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -118,10 +126,10 @@ def rewrite_texts(kind: type, saved: Mapping[str, Any], prefix: str) -> dict[str
     empty text for None.
     """
     found = dict(saved)
-    for field in fields(kind) if is_dataclass(kind) else ():
-        text = found.get(name := prefix + field.name)
-        if isinstance(text, str) and any(hasattr(each, "parse") for each in get_args(field.type)):
+    for field, hint in list_hints(kind).items() if is_dataclass(kind) else ():
+        text = found.get(name := prefix + field)
+        if isinstance(text, str) and any(hasattr(each, "parse") for each in get_args(hint)):
             # a text of thousands of characters was saved as a digest
             with suppress(ValueError):
-                found[name] = write_compact(convert_kind(text, field.type, field.name))
+                found[name] = write_compact(convert_kind(text, hint, field))
     return found

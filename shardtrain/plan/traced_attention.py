@@ -81,12 +81,12 @@ class TracedAttention:
         return compute_on_devices(call, q, k, v)
 
 
-class PlannedGpu(NamedTuple):
-    """A GPU that this machine need not have; models read the first two fields as of a device of jax.
+class PlannedDevice(NamedTuple):
+    """A device that this machine need not have; models read the first two fields as of a device of jax.
 
     Args:
-      device_kind: name of the GPU in jax.
-      compute_capability: its compute capability by NVIDIA, such as "9.0".
+      device_kind: name of the device in jax.
+      compute_capability: its compute capability by NVIDIA, such as "9.0"; "" without flash attention.
       softmax_features: see `devices.ReachedRates`.
     """
 
@@ -99,15 +99,15 @@ class PlannedAttention(NamedTuple):
     """Calls in place of attentions that no trace can enter: a kernel, and loops that skip blocks.
 
     Args:
-      gpu: the GPU for which attention is chosen; None means the devices of jax.
+      device: the device for which attention is chosen.
     """
 
-    gpu: PlannedGpu | None
+    device: PlannedDevice
 
     def replace(self, name: str, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """Return what is traced for an entry of `ATTENTIONS`: a call, or its own `attend`."""
-        if name == "cudnn" and self.gpu is not None:
-            make: Callable[..., Any] = partial(FlashCall, softmax_features=self.gpu.softmax_features)
+        if name == "cudnn":
+            make: Callable[..., Any] = partial(FlashCall, softmax_features=self.device.softmax_features)
         elif name == "blockwise":
             make = BlocksCall
         else:
@@ -137,9 +137,9 @@ def plan_attention(device_kind: str, *, has_flash: bool) -> PlannedAttention:
     """
     known = find_device(device_kind)
     if known is None or known.compute_capability is None or not has_flash:
-        return PlannedAttention(None)
-    gpu = PlannedGpu(device_kind, known.compute_capability, known.reached.softmax_features)
-    return PlannedAttention(gpu)
+        return PlannedAttention(PlannedDevice(device_kind, "", 0.0))
+    features = known.reached.softmax_features
+    return PlannedAttention(PlannedDevice(device_kind, known.compute_capability, features))
 
 
 def _exchange(x: jax.Array, named: tuple[str, ...]) -> jax.Array:

@@ -81,7 +81,8 @@ def synchronisation_text(
     by = synchronisation.by if isinstance(synchronisation.by, str) else "a user's combiner"
     if not synchronisation.on_deltas:
         return f"replicas: gradients by {by} in every step\n{who} {bytes_text(sent.most)} a step"
-    text = f"replicas: {_merges_text(synchronisation, by, synchronisation.fragments)}\n"
+    kind = "" if type(synchronisation) is Synchronisation else f"{type(synchronisation).__name__}, "
+    text = f"replicas: {kind}{_merges_text(synchronisation, by, synchronisation.fragments)}\n"
     text += f"{who} {bytes_text(sent.most)} a merge at most, "
     if synchronisation.when == ALWAYS:
         text += average

@@ -6,7 +6,7 @@ updates the parameters that it owns. The logged losses and gradient norm are ove
 """
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +37,6 @@ from shardtrain.train_step.stage_update import (
 )
 from shardtrain.train_step.state import Metrics, State
 
-if TYPE_CHECKING:
-    pass  # importing it starts MPI
-
 
 class StageTables(NamedTuple):
     """The tasks of all stages, as tables, and the values between them.
@@ -60,8 +57,8 @@ class StageCompute:
 
     Args:
       stage_model: the parts of the model on this stage.
-      tasks: the tasks of all stages.
-      training: how the stage updates its parameters.
+      tasks: the tasks of all stages, see `StageTables`.
+      training: how the stage updates its parameters, see `stage_update.StageUpdate`.
       placement: the placement of the stage's own parameters on this island.
       links: the connections to other islands.
       synchronisation: how pipelines are synchronised, stage by stage.

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from shardtrain.axes import PIPELINE
 from shardtrain.checkpoints.differences import Allow
 from shardtrain.checkpoints.policy import CheckpointPolicy
+from shardtrain.combine.synchronisation import Synchronisation
 from shardtrain.data.batches import Loading
 from shardtrain.errors.field_types import wrong_types
 from shardtrain.errors.messages import refuse
@@ -292,6 +293,8 @@ def describe(value: Any, prefix: str = "") -> dict[str, Any]:
     value = write_compact(value)
     if is_dataclass(value) and not isinstance(value, type):
         items = {f.name: getattr(value, f.name) for f in fields(value)}
+        if isinstance(value, Synchronisation) and type(value) is not Synchronisation:
+            items["kind"] = type(value)
     elif isinstance(value, Mapping) and len(value) <= MOST_ITEMS:
         items = dict(value)
     elif isinstance(value, Mapping):

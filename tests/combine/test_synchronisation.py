@@ -31,11 +31,14 @@ from shardtrain.functional.loss import next_token_loss
 from shardtrain.functional.nnx_model import from_nnx
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.pipeline.stacking import Partition
+from shardtrain.plan.island_exchange import MergeBytes
+from shardtrain.report.traffic import synchronisation_text
 from shardtrain.sharding.layout import Layout
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.train_step.placement import init_state, make_placement, state_specs
 from shardtrain.train_step.state import split_fragments
 from shardtrain.train_step.step import list_combined_labels, make_step
+from shardtrain.trainer.config import describe
 from shardtrain.trainer.prepared_run import _rows_digest
 from shardtrain.trainer.strategy import Strategy
 
@@ -71,6 +74,25 @@ def test_a_way_of_somebody_else_is_one_value(mesh):
         sum(np.var(x, 0).sum() for x in jax.tree.leaves(each[2].local.drift)) for each in (states, plain)
     ]
     assert 0 < spread[0] < spread[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"distance": 1}, "Gossip has rounds of its own, and updates of waves"),
+        ({"overlap": 1}, r"rounds combine the same part of the parameters \(0, 0\)"),
+    ],
+)
+def test_what_a_way_of_somebody_else_cannot_be(given, text):
+    with pytest.raises(ValueError, match=text):
+        Gossip(**given)
+
+
+def test_a_run_says_whose_way_it_is():
+    plain, own = (describe(Strategy(synchronisation=way)) for way in (Synchronisation(), Gossip()))
+    assert own.items() - plain.items() >= {("synchronisation.kind", "gossip:Gossip")}
+    sent = MergeBytes(2, (8, 8, 8), every=3)
+    assert synchronisation_text(Gossip(), sent).startswith("replicas: Gossip, deltas by mean, every 3 steps")
 
 
 def test_fragments_are_merged_in_turn():

@@ -165,7 +165,8 @@ def test_auto_takes_what_device_dtype_and_length_allow(monkeypatch, device, opti
     with pytest.raises(ValueError) as error:
         jax.eval_shape(lambda x: attend(x, x, x, "cudnn", **options), x)
     assert str(error.value) == (
-        f"attention 'cudnn' cannot be computed here: cudnn needs {expected}. Use 'auto'"
+        f"attention 'cudnn' cannot be computed here: cudnn needs {expected}. Use 'auto'; a run that"
+        " resumes also needs --allow.changed model.attention"
     )
 
 
@@ -188,6 +189,14 @@ def test_cudnn_is_given_its_window(monkeypatch):
 def test_cudnn_runs_where_every_gpu_has_it():
     found = [has_flash(devices) for devices in ([H100, H100], [H100, V100], [CPU], [])]
     assert found == [True, False, False, False]
+
+
+def test_what_no_attention_computes_is_refused():
+    x, keys = jnp.zeros((1, 4, 3, 8)), jnp.zeros((1, 4, 2, 8))
+    with pytest.raises(ValueError, match="use causal=True or window=None"):
+        attend(x, x, x, "auto", causal=False, window=2)
+    with pytest.raises(ValueError, match="3 heads of queries cannot share 2 heads of keys"):
+        attend(x, keys, keys, "blockwise")
 
 
 def test_an_unknown_attention_is_refused_with_those_that_exist():

@@ -16,7 +16,8 @@ from flax import nnx
 from shardtrain.functional.remat_policies import REMAT_POLICIES
 from shardtrain.models.decoder import DecoderConfig, gpt2, llama_small
 from shardtrain.models.decoder_flops import flops_per_token
-from shardtrain.models.rotary import LinearScaling
+from shardtrain.models.lora import Lora
+from shardtrain.models.rotary import LinearScaling, RopeScaling
 
 GPT = DecoderConfig(vocab=32, seq=8, embed=16, num_layers=2, num_heads=4, remat="none")
 LLAMA = replace(
@@ -34,6 +35,30 @@ GEMMA = replace(
     full_every=2, window_theta=50.0, soft_cap=2.0, logits_soft_cap=3.0, query_scale=0.4, embed_scale=4.0,
 )  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 8), dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Lora(rank=8, on=()), "on is empty; name projections"),
+        (lambda: RopeScaling(factor=2), "it is of no kind; use LinearScaling"),
+        (
+            lambda: RopeScaling.parse("yarn:factor=2"),
+            "'yarn:factor=2' cannot be read; write yarn:factor=",
+        ),
+    ],
+)
+def test_compact_options_that_mean_nothing_are_refused(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_a_subclass_of_a_scaling_changes_no_text():
+    class Stretched(LinearScaling):
+        pass
+
+    assert RopeScaling.parse("linear:factor=2") == LinearScaling(factor=2)
+    assert str(Stretched(factor=2)) == "linear:factor=2"
 
 
 def loss(apply, params):

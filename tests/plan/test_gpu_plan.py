@@ -17,7 +17,7 @@ from shardtrain.cli import calibrate
 from shardtrain.functional.nnx_model import convert_model
 from shardtrain.islands.cluster import IslandKind
 from shardtrain.islands.cluster_device import ClusterDevice
-from shardtrain.models.attention import ATTENTIONS
+from shardtrain.models.attention import ATTENTIONS, LONG
 from shardtrain.models.decoder import DecoderConfig
 from shardtrain.plan.device_calls import BlocksCall, FlashCall, counts_flash
 from shardtrain.plan.devices import find_device
@@ -87,6 +87,12 @@ def test_attention_in_blocks_is_one_call_without_scores():
         (BlocksCall, False),
         (BlocksCall, True),
     ]
+
+
+def test_sequences_are_long_or_short_for_the_planned_devices(monkeypatch):
+    monkeypatch.setitem(LONG, "cpu", SEQ)
+    found = {kind: has_scores(subject_of(kind).program(None)) for kind in ("cpu", V100, "TPU v4")}
+    assert found == {"cpu": False, V100: True, "TPU v4": True}
 
 
 def test_the_choice_is_that_of_the_models_own_function(monkeypatch):

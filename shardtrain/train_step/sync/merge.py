@@ -26,11 +26,11 @@ class Merge(IslandSync):
     Args:
       synchronisation: how islands are synchronised.
       placement: the placement of the parameters on this island.
-      fragments: the parts of the parameters that are merged in turn.
-      combiners: the combiner of each fragment; () if the merge uses none.
+      fragments: the part of the parameters that each round merges.
+      combiners: the combiner of each round; () if the merge uses none.
 
     Attributes:
-      labels: names of the entries of a combiner's metric (L,); several fragments have none.
+      labels: names of the entries of a combiner's metric (L,); several rounds have none.
     """
 
     def __init__(
