@@ -107,8 +107,7 @@ class IslandGradients:
 
         # gradients stay sharded until they are sent; everything else is replicated
         by_name = group_by_path(drop_paths(specs.sharded, specs.frozen))
-        pieces = [piece for part in self._plan for piece in part]
-        by_name |= {piece.name: piece.spec(by_name[piece.path]) for piece in pieces}
+        by_name |= {piece.name: piece.spec(by_name[piece.path]) for part in self._plan for piece in part}
         sharded = {name: NamedSharding(mesh, spec) for name, spec in by_name.items()}
         self.shardings = [each.packing.shardings(sharded, whole) for each in self.combiners]
         is_one = len(self.combiners) == 1
